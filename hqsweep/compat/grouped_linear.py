@@ -13,8 +13,7 @@ from hqsweep.errors import UserError
 from hqsweep.nn.context import HIGH_PRECISION
 from hqsweep.nn.grouped_linear import GroupedLinear as _GroupedLinear
 from hqsweep.nn.options import GroupedLinearOptions
-from hqsweep.nn.tensor_parallel import CUTS
-from hqsweep.quant.part import Part, check_part
+from hqsweep.quant.part import CUTS, Part, check_part
 
 
 class GroupedLinear(_GroupedLinear):

@@ -23,6 +23,7 @@ from hqsweep.config.recipe import RecipeConfig
 from hqsweep.config.train import TrainConfig
 from hqsweep.errors import UserError, nearest
 from hqsweep.recipe.factories import FindFactory, factory_name
+from hqsweep.recipe.parts import check_parts
 from hqsweep.recipe.stages import stages
 from hqsweep.recipe.validate import DeviceFault, GemmModule, check_held_weights, validate
 
@@ -66,6 +67,8 @@ class ConvergenceConfig(Training):
     def _recipe_fits(self) -> "ConvergenceConfig":
         modules = self.gemm_modules(self.data.vocab_estimate)
         self.check_recipe(modules)
+        if modules and self.train.parallel.tp > 1 and not self.recipe.has_names:
+            check_parts(self.recipe.build(), self.own_steps, modules, self.train.parallel.tp)
         if modules and self.model.quantized_weights and not self.recipe.has_names:
             check_held_weights(self.recipe.build(), self.own_steps, modules)
         return self

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,17 +19,8 @@ from torch.distributed import ProcessGroup
 
 from hqsweep.dist.tokens import Pending, begin_gather_rows, begin_sum_rows, gather_rows, sum_whole
 from hqsweep.errors import UserError
-from hqsweep.quant.part import Part
+from hqsweep.quant.part import CUTS, Mode, Part
 
-Mode = Literal["column", "row"]
-CUTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
-    {
-        "column": {"weight": 0, "output": 1, "grad_output": 1},
-        "row": {"input": 1, "weight": 1, "grad_input": 1},
-    }
-)
-"""Mode -> tensor -> the axis along which ranks have parts of its matrix; of other tensors a rank has all, or some
-tokens."""
 TOKENS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {"column": ("input", "grad_input"), "row": ("grad_output", "output")}
 )

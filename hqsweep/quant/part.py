@@ -5,8 +5,10 @@ block crosses; amaxes of whole tensors, and of whole rows, are the largest over 
 element's place in the whole.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +25,15 @@ from hqsweep.quant.hybrid import Direction, HybridQuantizer
 from hqsweep.quant.operand import HybridOperand, Operand
 from hqsweep.quant.place import Place
 
+Mode = Literal["column", "row"]
+CUTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {
+        "column": {"weight": 0, "output": 1, "grad_output": 1},
+        "row": {"input": 1, "weight": 1, "grad_input": 1},
+    }
+)
+"""How ranks share a linear -> its tensor -> the axis along which they have parts of that matrix; of other tensors each
+has all, or some tokens."""
 AXES = ("rows", "columns")
 
 
@@ -122,23 +133,27 @@ def check_part(
     amaxes and blocks."""
     if type(quantizer) is not HybridQuantizer:
         raise UserError(f"{quantizer} is of a class of its own, which knows no parts over ranks; take HybridQuantizer")
-    size = x.shape[part.axis] // part.runs
-    for format, block in _blocks(quantizer, part, rowwise, columnwise):
-        if size % block:
-            raise UserError(
-                f"a rank's part has {size} {AXES[part.axis]} of {tuple(x.shape)}, which cut a block of {format}; take"
-                f" sizes whose parts are multiples of {block}, or fewer ranks"
-            )
+    if cut := cut_block(quantizer, x.shape, part, rowwise, columnwise):
+        format, block = cut
+        raise UserError(
+            f"a rank's part has {x.shape[part.axis] // part.runs} {AXES[part.axis]} of {tuple(x.shape)}, which cut a"
+            f" block of {format}; take sizes whose parts are multiples of {block}, or fewer ranks"
+        )
+
+
+def cut_block(
+    quantizer: HybridQuantizer, shape: Sequence[int], part: Part, rowwise: Output | None, columnwise: Output | None
+) -> tuple[Format, int] | None:
+    """The first format of the wanted operands whose blocks a part of that shape cuts, and their size along the cut."""
+    size = shape[part.axis] // part.runs
+    return next((each for each in _blocks(quantizer, part, rowwise, columnwise) if size % each[1]), None)
 
 
 def is_part(
     quantizer: HybridQuantizer, shape: Sequence[int], part: Part, rowwise: Output | None, columnwise: Output | None
 ) -> bool:
     """Whether check_part lets a part of that shape pass."""
-    if type(quantizer) is not HybridQuantizer:
-        return False
-    size = shape[part.axis] // part.runs
-    return all(size % block == 0 for _, block in _blocks(quantizer, part, rowwise, columnwise))
+    return type(quantizer) is HybridQuantizer and not cut_block(quantizer, shape, part, rowwise, columnwise)
 
 
 def is_alone(

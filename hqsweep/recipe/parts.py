@@ -1,0 +1,55 @@
+"""Matrices that the ranks of train.parallel.tp share out: which axis of which tensor is cut, and the blocks that parts
+would cut, known from a recipe and the sizes of a model before anything runs."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from hqsweep.errors import UserError
+from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.quant.part import CUTS, Mode, Part, cut_block
+from hqsweep.recipe.base import AnyRecipe
+from hqsweep.recipe.roles import HEAD
+from hqsweep.recipe.stages import stages
+from hqsweep.recipe.validate import NATIVE_MODULES, GemmModule
+
+SHARED: Mapping[str, tuple[Mode, int]] = MappingProxyType(
+    {"qkv": ("column", 3), "proj": ("row", 1), "fc1": ("column", 2), "fc2": ("row", 1), HEAD: ("column", 1)}
+)
+"""The last name of a linear of the GPT -> how ranks share it, and the matrices in its weight, each of which is cut."""
+
+
+def check_parts(recipe: AnyRecipe, steps: int, modules: Sequence[GemmModule], ranks: int) -> None:
+    """UserError for a part of a matrix that cuts a block of its format, in any stage of the recipe: the first one."""
+    for stage in stages(recipe, steps):
+        fault = next(_faults(stage.recipe, modules, ranks), None)
+        if fault:
+            raise UserError(f"train.parallel.tp: {fault}")
+
+
+def _faults(recipe: AnyRecipe, modules: Sequence[GemmModule], ranks: int) -> Iterator[str]:
+    shared = [module for module in modules if module.module_type in NATIVE_MODULES]
+    quantizers = recipe.resolve([role for module in shared for role in module.roles])
+    for module in shared:
+        last = module.name.rpartition(".")[2]
+        mode, pieces = SHARED[last]
+        tokens, features_out, features_in = module.shapes["fprop"]
+        shapes = {"input": (tokens, features_in), "weight": (features_out, features_in)}
+        shapes["grad_output"] = (tokens, features_out)
+        for role in module.roles:
+            axis, quantizer = CUTS[mode].get(role.tensor_type), quantizers[role]
+            if axis is None or type(quantizer) is not HybridQuantizer:
+                continue
+            own = [size // ranks if i == axis else size for i, size in enumerate(shapes[role.tensor_type])]
+            cut = cut_block(quantizer, own, Part(group=None, axis=axis, runs=pieces), "codes", "codes")
+            if cut:
+                yield _sentence(module.name, role.tensor_type, own[axis] // pieces, ranks, *cut)
+
+
+def _sentence(name: str, tensor: str, size: int, ranks: int, format: object, block: int) -> str:
+    multiple = block * ranks
+    key = "model.ffn" if name.rpartition(".")[2] in ("fc1", "fc2") else "model.dim"
+    better = f"{key}={-(-size * ranks // multiple) * multiple}" if name != HEAD else f"a vocabulary of {multiple}s"
+    return (
+        f"{ranks} ranks have {size} features each of {name}, which cut blocks of {block} of its {tensor}, {format};"
+        f" give a multiple of {multiple}, such as {better}, or fewer ranks"
+    )
