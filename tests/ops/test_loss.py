@@ -3,20 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from loss_inputs import INFINITY, devices, inputs
 
 from hqsweep.ops import loss as module
 from hqsweep.ops.loss import cross_entropy_, scale_, takes
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-devices = pytest.mark.parametrize("device", DEVICES)
-INFINITY = float("inf")
-
-
-def inputs(rows, vocabulary, device, spread=3.0):
-    generator = torch.Generator().manual_seed(rows + vocabulary)
-    logits = spread * torch.randn(rows, vocabulary, generator=generator)
-    targets = torch.randint(0, vocabulary, (rows,), generator=generator)
-    return logits.bfloat16().to(device), targets.to(device)
 
 
 def expected(logits, targets, scale):
