@@ -132,7 +132,8 @@ class LinearCall(Call):
         """quantize() for a tensor of which each rank may have some of the tokens: the operands of all tokens.
 
         They travel as codes where that takes fewer bytes and no block is cut, else x is gathered and quantized once.
-        Where an input travels as codes, its columnwise operand stays that of this rank's tokens until saved_input().
+        Where an input travels as codes, its columnwise operand stays that of this rank's tokens until
+        begin_whole_input().
         """
         part = self.exchange and self.exchange.tokens(tensor, len(x))
         if part is None or not self._sends_codes(tensor, x, part, rowwise, columnwise):

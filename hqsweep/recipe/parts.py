@@ -42,14 +42,23 @@ def _faults(recipe: AnyRecipe, modules: Sequence[GemmModule], ranks: int) -> Ite
             own = [size // ranks if i == axis else size for i, size in enumerate(shapes[role.tensor_type])]
             cut = cut_block(quantizer, own, Part(group=None, axis=axis, runs=pieces), "codes", "codes")
             if cut:
-                yield _sentence(module.name, role.tensor_type, own[axis] // pieces, ranks, *cut)
+                yield _sentence(module, role.tensor_type, own[axis] // pieces, ranks, *cut)
 
 
-def _sentence(name: str, tensor: str, size: int, ranks: int, format: object, block: int) -> str:
-    multiple = block * ranks
-    key = "model.ffn" if name.rpartition(".")[2] in ("fc1", "fc2") else "model.dim"
-    better = f"{key}={-(-size * ranks // multiple) * multiple}" if name != HEAD else f"a vocabulary of {multiple}s"
+def _sentence(module: GemmModule, tensor: str, size: int, ranks: int, format: object, block: int) -> str:
+    multiple, key = block * ranks, _key(module)
+    such = "" if key is None else f", such as {key}={-(-size * ranks // multiple) * multiple},"
     return (
-        f"{ranks} ranks have {size} features each of {name}, which cut blocks of {block} of its {tensor}, {format};"
-        f" give a multiple of {multiple}, such as {better}, or fewer ranks"
+        f"{ranks} ranks have {size} features each of {module.name}, which cut blocks of {block} of its {tensor},"
+        f" {format}; give a multiple of {multiple}{such} or fewer ranks"
     )
+
+
+def _key(module: GemmModule) -> str | None:
+    """The key of the width that ranks share; None for a vocabulary, which is that of the data."""
+    if module.name == HEAD:
+        return None
+    if module.name.rpartition(".")[2] not in ("fc1", "fc2"):
+        return "model.dim"
+    of_expert = module.module_type == "grouped_linear" or ".shared." in module.name
+    return "model.expert_ffn" if of_expert else "model.ffn"

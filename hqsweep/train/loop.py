@@ -75,7 +75,7 @@ class Trainer:
         self.shapes = shapes_of(self.model)
         self.pipeline = None
         if ranks is not None:
-            sequences = config.train.batch // (ranks.data_size * config.train.microbatches)
+            sequences = config.microbatch // ranks.data_size
             if ranks.dims.pp > 1:
                 numbers = (sequences, config.train.microbatches, config.model.load_balance)
                 self.pipeline = spread_layers(self.model, ranks, *numbers)
