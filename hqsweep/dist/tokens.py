@@ -50,17 +50,20 @@ def sum_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Tensor:
 
 
 def begin_sum_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Pending:
-    """sum_rows, begun. Nothing writes x meanwhile."""
+    """sum_rows, begun. Meanwhile nothing writes rows of x that are other ranks', and this rank's may be written."""
     world, rank = group.size(), group.rank()
     if world == 1:
         return lambda: x
     # Tokens of each rank, in each sequence.
     parts = x.contiguous().view(lead, world, x.numel() // (lead * world))
     others = [other for other in range(world) if other != rank]
-    sent = parts.new_empty(world - 1, lead, parts.shape[2])
-    for message, other in zip(sent, others, strict=True):
-        words.copy_(message, parts[:, other])
-    received, sizes = torch.empty_like(sent), [int(other != rank) for other in range(world)]
+    if lead == 1 and rank in (0, world - 1):  # those of the others lie together
+        sent = parts[:, others[0] : others[-1] + 1].transpose(0, 1)
+    else:
+        sent = parts.new_empty(world - 1, lead, parts.shape[2])
+        for message, other in zip(sent, others, strict=True):
+            words.copy_(message, parts[:, other])
+    received, sizes = sent.new_empty(sent.shape), [int(other != rank) for other in range(world)]
     wait = collectives.begin(dist.all_to_all_single, received, sent, sizes, sizes, group=group)
 
     def result() -> Tensor:

@@ -7,6 +7,7 @@ bfloat16. The per-tensor and per-row factors go to the float32 epilogue, as hard
 
 from collections.abc import Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +17,18 @@ from hqsweep.formats import ExactOperand
 from hqsweep.ops.kernels import DTYPES, in_dtype
 from hqsweep.ops.library import direct, has_kernels
 from hqsweep.ops.operators import scale_product
-from hqsweep.ops.product import add_product, product
+from hqsweep.ops.product import add_product, product, product_into
 from hqsweep.ops.product import takes as product_takes
 from hqsweep.quant.operand import Operand
 
 
-def mm_t(a: Operand | ExactOperand, b: Operand | ExactOperand, *, out_dtype: torch.dtype) -> Tensor:
+def mm_t(
+    a: Operand | ExactOperand, b: Operand | ExactOperand, *, out_dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
     """a [m, k], b [n, k] -> [m, n]: float32 product, float32 epilogue, then one rounding to out_dtype. Exact operands
     may be e matrices, [e, m, k] and [e, n, k] -> [e, m, n], that share a factor each for the whole tensor.
+
+    out: [m, n] of out_dtype, contiguous, which the product is written to and which is returned; not in a trace.
 
     Nothing that a GEMM can do itself is left to a pass of its own: without factors it rounds to out_dtype where it
     stores, and so it does on CUDA with factors for whole tensors (ops.product). With factors of rows its float32 output
@@ -32,13 +37,20 @@ def mm_t(a: Operand | ExactOperand, b: Operand | ExactOperand, *, out_dtype: tor
     a = a.operand() if isinstance(a, Operand) else a
     b = b.operand() if isinstance(b, Operand) else b
     if a.factor is None and b.factor is None and a.divisor == b.divisor == 1.0:
-        return matrix_product(a.matrix, b.matrix, out_dtype)
+        return matrix_product(a.matrix, b.matrix, out_dtype, out)
     if _in_one_product(a, b, out_dtype):
-        return product(a.matrix, b.matrix, a.factor, b.factor, 1.0 / (a.divisor * b.divisor), out_dtype)
+        constant = 1.0 / (a.divisor * b.divisor)
+        if out is not None and product_into(out, a.matrix, b.matrix, a.factor, b.factor, constant):
+            return out
+        return _into(out, product(a.matrix, b.matrix, a.factor, b.factor, constant, out_dtype))
     unscaled = matrix_product(a.matrix, b.matrix, torch.float32)
     if unscaled.dim() == 3:
         return epilogue(unscaled.flatten(0, 1), a, b, out_dtype).view(unscaled.shape)
-    return epilogue(unscaled, a, b, out_dtype)
+    return _into(out, epilogue(unscaled, a, b, out_dtype))
+
+
+def _into(out: Tensor | None, y: Tensor) -> Tensor:
+    return y if out is None else out.copy_(y)
 
 
 def add_mm_t(out: Tensor, a: Operand | ExactOperand, b: Operand | ExactOperand) -> None:
@@ -61,21 +73,23 @@ def _in_one_product(a: ExactOperand, b: ExactOperand, out_dtype: torch.dtype) ->
     return all(factor.numel() == 1 for factor in factors) and product_takes(a.matrix, b.matrix, out_dtype)
 
 
-def matrix_product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+def matrix_product(a: Tensor, b: Tensor, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """mm_t of matrices alone: [m, k], [n, k] -> [m, n], or of e such pairs [e, m, k], [e, n, k] -> [e, m, n]."""
-    return plain_product(a, b.mT, out_dtype)
+    return plain_product(a, b.mT, out_dtype, out)
 
 
-def plain_product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """matrix_product with the second matrices as they are multiplied: [k, n] or [e, k, n]."""
+def plain_product(a: Tensor, b: Tensor, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """matrix_product with the second matrices as they are multiplied: [k, n] or [e, k, n]. out: as mm_t has it."""
     if not (a.is_cuda and a.dtype == b.dtype == torch.bfloat16):
-        return (_mm_float32 if direct(a) else torch.ops.hqsweep.mm_float32.default)(a, b, out_dtype)
+        return _into(out, (_mm_float32 if direct(a) else torch.ops.hqsweep.mm_float32.default)(a, b, out_dtype))
+    if out_dtype == torch.bfloat16 and out is not None:
+        return _mm_rounded(a, b, out=out)
     if out_dtype == torch.bfloat16:
         return (_mm_rounded if direct(a) else torch.ops.hqsweep.mm_rounded.default)(a, b)
-    return in_dtype(_multiply(a, b, out_dtype=torch.float32), out_dtype)
+    return _into(out, in_dtype(_multiply(a, b, out_dtype=torch.float32), out_dtype))
 
 
-def _multiply(a: Tensor, b: Tensor, **options: torch.dtype) -> Tensor:
+def _multiply(a: Tensor, b: Tensor, **options: Any) -> Tensor:
     return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, **options)
 
 
@@ -101,15 +115,15 @@ _LIBRARY.define("mm_rounded(Tensor a, Tensor b) -> Tensor")
 
 
 @torch.library.impl(_LIBRARY, "mm_rounded", "CUDA")
-def _mm_rounded(a: Tensor, b: Tensor) -> Tensor:
-    """The product with one rounding. By default cuBLAS may split k and add the parts in bfloat16, which would round
-    several times."""
+def _mm_rounded(a: Tensor, b: Tensor, **options: Tensor) -> Tensor:
+    """The product with one rounding, written to the option `out`, if any. By default cuBLAS may split k and add the
+    parts in bfloat16, which would round several times."""
     allowed = matmul.allow_bf16_reduced_precision_reduction
     if not allowed:
-        return _multiply(a, b)
+        return _multiply(a, b, **options)
     matmul.allow_bf16_reduced_precision_reduction = False
     try:
-        return _multiply(a, b)
+        return _multiply(a, b, **options)
     finally:
         matmul.allow_bf16_reduced_precision_reduction = True
 

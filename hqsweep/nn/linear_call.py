@@ -30,16 +30,17 @@ from hqsweep.nn.parameter import (
     link_states,
     weight_matrix,
 )
+from hqsweep.nn.rank_rows import RankRows
 from hqsweep.nn.tensor_parallel import Exchange
 from hqsweep.nn.workspace import WeightWorkspace
 from hqsweep.ops.quantize_normed import Normed
 from hqsweep.ops.request import Output
-from hqsweep.quant.gather import begin_gather_operand, gather_operand, sent_bytes
+from hqsweep.quant.gather import Gathering
 from hqsweep.quant.group import quantize_group
 from hqsweep.quant.held_part import own_part
 from hqsweep.quant.hybrid import DIRECTIONS, Direction
 from hqsweep.quant.operand import HybridOperand, Operand, Skeleton, unflatten
-from hqsweep.quant.part import Part, is_part
+from hqsweep.quant.part import Part
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.sections import LinearQuantizers
 
@@ -120,43 +121,9 @@ class LinearCall(Call):
         """x [rows, C], or, where each rank has some of its tokens, the rows of all ranks."""
         return x if self.exchange is None else self.exchange.gathered(tensor, x)
 
-    def quantize_tokens(
-        self,
-        tensor: str,
-        x: Tensor,
-        *,
-        rowwise: Output | None = None,
-        columnwise: Output | None = None,
-        **options: Any,
-    ) -> HybridOperand:
-        """quantize() for a tensor of which each rank may have some of the tokens: the operands of all tokens.
-
-        They travel as codes where that takes fewer bytes and no block is cut, else x is gathered and quantized once.
-        Where an input travels as codes, its columnwise operand stays that of this rank's tokens until
-        begin_whole_input().
-        """
-        part = self.exchange and self.exchange.tokens(tensor, len(x))
-        if part is None or not self._sends_codes(tensor, x, part, rowwise, columnwise):
-            return self.quantize(tensor, self.gathered(tensor, x), rowwise=rowwise, columnwise=columnwise, **options)
-        outputs = {"rowwise": rowwise and "codes", "columnwise": columnwise and "codes"}
-        own = self.quantize_part(tensor, x, part, **outputs)
-        row = None if rowwise is None else gather_operand(own.rowwise, 0, part)
-        column = own.columnwise
-        if column is not None and tensor != "input":
-            column = gather_operand(column, 1, part)
-        return HybridOperand(rowwise=row, columnwise=column)
-
-    def _sends_codes(
-        self, tensor: str, x: Tensor, part: Part, rowwise: Output | None, columnwise: Output | None
-    ) -> bool:
-        """Whether codes of this rank's tokens go to the others in place of x. Those of an input go one by one, in
-        forward and in backward."""
-        quantizer = self.quantizer(tensor)
-        if not is_part(quantizer, x.shape, part, rowwise, columnwise):
-            return False
-        row = sent_bytes(quantizer.rowwise, tuple(x.shape), 0) if rowwise else 0
-        column = sent_bytes(quantizer.columnwise, tuple(x.shape[::-1]), 1) if columnwise else 0
-        return max(row, column) <= x.nbytes if tensor == "input" else row + column < x.nbytes
+    def tokens_of(self, tensor: str, x: Tensor) -> Part | None:
+        """Where the rows of x lie among those of all ranks, if they are some of the tokens; None if they are all."""
+        return None if self.exchange is None else self.exchange.tokens(tensor, len(x))
 
     def summed(self, tensor: str, x: Tensor) -> Tensor:
         """x [rows, C]; where each rank has a part of its sums, the whole sum, or this rank's tokens of it."""
@@ -178,9 +145,13 @@ class LinearCall(Call):
             column = quantize_group(x, self.splits, of_values, rowwise=None, columnwise=columnwise, **fields).columnwise
         return HybridOperand(rowwise=row.operand() if rowwise == "exact" else row, columnwise=column)
 
-    def product(self, gemm: str, a: AnyOperand, b: AnyOperand, out_dtype: torch.dtype) -> Tensor | Sequence[Tensor]:
+    def product(
+        self, gemm: str, a: AnyOperand | RankRows, b: AnyOperand, out_dtype: torch.dtype
+    ) -> Tensor | Sequence[Tensor]:
         """ "fprop", "dgrad" or "wgrad", the last one for each expert. UserError, with the module's name, for what
         gemm=native has no product for."""
+        if isinstance(a, RankRows):
+            return a.product(b, out_dtype)
         if self.plans is None and self.gemm != "native":
             return mm_t(a, b, out_dtype=out_dtype)
         try:
@@ -246,7 +217,7 @@ class LinearCall(Call):
         if self.exchange is None or self.splits is not None or not isinstance(column, Operand):
             return lambda: column  # experts have all tokens, and so does what was made to be multiplied at once
         part = self.exchange.tokens("input", column.shape[1])
-        return (lambda: column) if part is None else begin_gather_operand(column, 1, part)
+        return (lambda: column) if part is None else Gathering(column, 1, part).whole
 
     def probe_forward(self, x: Tensor, weights: Weights, y: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Report the tensors of forward; returns x and the weights in high precision, which backward compares with."""

@@ -23,6 +23,7 @@ from hqsweep.nn.parameter import (
     unflatten_weights,
 )
 from hqsweep.nn.products import once_differentiable, returned
+from hqsweep.nn.rank_rows import RankRows, begin_summed_product, quantize_tokens
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.ops.request import Output
 from hqsweep.quant.operand import Skeleton, flatten
@@ -66,9 +67,10 @@ def check_weights(call: Call, weights: Weights, needs_dx: bool, needs_dw: bool) 
         call.check_weights(weights, needs_dx, needs_dw)
 
 
-def fprop(call: Call, weights: Weights, x: AnyOperand, needs_dx: bool) -> Tensor:
-    """y, from x's rowwise operand."""
-    return call.product("fprop", x, call.weight(weights, "rowwise", needs_dx=needs_dx), call.dtype)
+def fprop(call: Call, weights: Weights, x: AnyOperand | RankRows, needs_dx: bool) -> Tensor:
+    """y, from x's rowwise operand; summed over ranks, where each has a part of its sums."""
+    w = call.weight(weights, "rowwise", needs_dx=needs_dx)
+    return begin_summed_product(call, "fprop", "output", x, w)()
 
 
 def keep(
@@ -96,7 +98,7 @@ def keep(
     return [*of_weights, *saved], state
 
 
-def dgrad(state: BackwardState, tensors: Sequence[Tensor], dy: AnyOperand) -> Tensor:
+def dgrad(state: BackwardState, tensors: Sequence[Tensor], dy: AnyOperand | RankRows) -> Tensor:
     """dx, from dy's rowwise operand. tensors: what keep() gave."""
     of_weights, _ = state.parts(tensors)
     call, skeletons = state.call, state.weight_skeletons
@@ -158,8 +160,8 @@ class LinearFunction(torch.autograd.Function):
         needs_dw = call.grad and any(ctx.needs_input_grad[3 : 3 + count])
         check_weights(call, weights, needs_dx, needs_dw)
         column, known = input_column(call, needs_dw), {"amaxes": call.input_amaxes}
-        operands = call.quantize_tokens("input", x, rowwise=call.product_takes, columnwise=column, **known)
-        y = call.summed("output", fprop(call, weights, operands.rowwise, needs_dx))
+        operands = quantize_tokens(call, "input", x, rowwise=call.product_takes, columnwise=column, **known)
+        y = fprop(call, weights, operands.rowwise, needs_dx)
         ctx.probed = call.probe_forward(call.gathered("input", x), weights, y) if call.context.probe else None
         tensors, ctx.state = keep(
             call, weights, x if needs_dw else None, operands.columnwise if column else None, needs_dx
@@ -186,7 +188,7 @@ class LinearFunction(torch.autograd.Function):
         outputs = {"rowwise": row, "columnwise": column, "by_rows": call.by_rows("wgrad")}
         # Of ranks that share the linear, x arrives beside dgrad, and dx is summed beside wgrad.
         x_column = begin_input(state, tensors) if column else None
-        operands = call.quantize_tokens("grad_output", dy, **outputs)
+        operands = quantize_tokens(call, "grad_output", dy, **outputs)
         if needs_dx:
             dx_sum = call.begin_summed("grad_input", dgrad(state, tensors, operands.rowwise))
             if ctx.probed:

@@ -8,6 +8,7 @@ chunks' products, in float32. Where the quantizer of dy ties its rows together t
 vocabulary tell each other four numbers of each row of a chunk (ops.loss_parts).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from hqsweep.nn.linear import Linear, as_rows
 from hqsweep.nn.linear_call import AnyOperand, LinearCall
 from hqsweep.nn.parameter import is_gathered, is_held, main_grad_of, weight_matrix
 from hqsweep.nn.products import once_differentiable, outside_autocast
+from hqsweep.nn.rank_rows import RankRows, quantize_tokens, rows_of
 from hqsweep.nn.vocabulary import split_cross_entropy
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.ops.loss import cross_entropy_, scale_
@@ -164,33 +166,37 @@ class _Chunks:
         """The mean loss, the gradient of h, and that of the weight in float32."""
         call, takes, probe = self.call, self.call.product_takes, self.call.context.probe
         row, column = (takes if needed else None for needed in (needs_dx, needs_dw))
-        x, x_column = self._input(column)
+        x, x_arriving = self._input(column)
         w, w_column = self._weight(needs_dx)
         formed = (call.product("fprop", _rows(x, *span), w, call.dtype) for span in self.spans)
         if probe:  # it sees whole tensors
             whole = torch.cat(list(formed))
             probed = call.probe_forward(call.gathered("input", self.h), self.weights, whole)
             formed = (whole[start:end] for start, end in self.spans)
-        losses, dx, dw = [], [], None
+        losses, dx, dw, x_column = [], [], None, None
         for span in self.spans:
             loss, dy = self._gradient(next(formed), span, row, column)
             losses.append(loss)
             if needs_dx:
                 dx.append(call.product("dgrad", dy.rowwise, w_column, call.dtype))
+                if span == self.spans[-1]:  # which is summed beside wgrad
+                    dx_sum = call.begin_summed("grad_input", _joined(dx))
             if needs_dw:
+                x_column = x_column or _as_taken(x_arriving(), takes)
                 dw = _added(call, dw, dy.columnwise, _columns(x_column, *span))
             del dy  # before the next chunk is formed
-        dx = call.summed("grad_input", _joined(dx)) if needs_dx else None
+        dx = dx_sum() if needs_dx else None
         if probe and (needs_dx or needs_dw):
             self._probe_gradients(whole, probed, dx, dw)
         return _joined(losses).mean(), dx if dx is None else call.rounded("grad_input", dx), dw
 
-    def _input(self, column: Output | None) -> tuple[AnyOperand, AnyOperand | None]:
-        """The operands of all rows of h for fprop and, if wanted, for wgrad."""
+    def _input(self, column: Output | None) -> tuple[AnyOperand | RankRows, Callable[[], AnyOperand] | None]:
+        """The operands of all rows of h for fprop and, if wanted, for wgrad, which may still be on its way."""
         call, takes = self.call, self.call.product_takes
-        operands = call.quantize_tokens("input", self.h, rowwise=takes, columnwise=column)
-        columnwise = operands.columnwise and call.begin_whole_input(operands.columnwise)()
-        return _as_taken(operands.rowwise, takes), columnwise and _as_taken(columnwise, takes)
+        outputs = {"rowwise": takes, "columnwise": column, "by_ranks": len(self.spans) == 1}
+        operands = quantize_tokens(call, "input", self.h, **outputs)
+        arriving = operands.columnwise and call.begin_whole_input(operands.columnwise)
+        return _as_taken(operands.rowwise, takes), arriving
 
     def _weight(self, needs_dx: bool) -> tuple[AnyOperand, AnyOperand | None]:
         """The operands of the weight for fprop and, if wanted, for dgrad, from one read."""
@@ -235,7 +241,7 @@ class _Chunks:
             call.probe_gemms("wgrad", [dy.t()], [x.t()], [dw])
 
 
-def _as_taken(operand: AnyOperand, takes: Output) -> AnyOperand:
+def _as_taken(operand: AnyOperand | RankRows, takes: Output) -> AnyOperand | RankRows:
     """The operand as products take it; codes that have come from other ranks may still have to be decoded."""
     return operand.operand() if takes == "exact" and isinstance(operand, Operand) else operand
 
@@ -244,13 +250,11 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _rows(operand: AnyOperand, start: int, end: int) -> AnyOperand:
+def _rows(operand: AnyOperand | RankRows, start: int, end: int) -> AnyOperand | RankRows:
     """Some rows of an exact operand, as views; of any operand all of them."""
-    if start == 0 and end == _count(operand, 0):
+    if isinstance(operand, RankRows) or (start == 0 and end == _count(operand, 0)):
         return operand
-    factor = operand.factor
-    factor = factor if factor is None or factor.numel() == 1 else factor[start:end]
-    return ExactOperand(operand.matrix[start:end], factor, operand.divisor)
+    return rows_of(operand, start, end)
 
 
 def _columns(operand: AnyOperand, start: int, end: int) -> AnyOperand:

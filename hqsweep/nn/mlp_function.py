@@ -28,6 +28,7 @@ from hqsweep.nn.linear_function import (
     wgrad,
 )
 from hqsweep.nn.products import once_differentiable, outside_autocast
+from hqsweep.nn.rank_rows import quantize_tokens
 from hqsweep.nn.residual import is_observed
 from hqsweep.nn.tensor_parallel import Exchange
 from hqsweep.ops.activation import INPUTS
@@ -50,7 +51,7 @@ class MLPFunction(torch.autograd.Function):
         check_weights(first, (w1,), needs_dx, needs_dw1)
         column = input_column(first, needs_dw1)
         known = {"amaxes": first.input_amaxes}
-        operands = first.quantize_tokens("input", x, rowwise=first.product_takes, columnwise=column, **known)
+        operands = quantize_tokens(first, "input", x, rowwise=first.product_takes, columnwise=column, **known)
         z = fprop(first, (w1,), operands.rowwise, needs_dx)
         saved1, ctx.first = keep(first, (w1,), x if needs_dw1 else None, operands.columnwise, needs_dx)
         del operands  # an exact matrix, perhaps
@@ -60,7 +61,7 @@ class MLPFunction(torch.autograd.Function):
         saved2, ctx.second = keep(second, (w2,), None, operands.columnwise, needs_dz)
         ctx.call, ctx.kind, ctx.count = first, kind, len(saved1)
         ctx.save_for_backward(*saved1, *saved2, *([z] if needs_dz else []))
-        return second.summed("output", fprop(second, (w2,), operands.rowwise, needs_dz))
+        return fprop(second, (w2,), operands.rowwise, needs_dz)
 
     @staticmethod
     @once_differentiable
@@ -72,7 +73,7 @@ class MLPFunction(torch.autograd.Function):
         takes = second.call.product_takes
         row, column = (takes if needs_dz else None), (takes if needs_dw2 else None)
         dy = in_dtype(dy, second.call.dtype)
-        operands = second.call.quantize_tokens("grad_output", dy, rowwise=row, columnwise=column)
+        operands = quantize_tokens(second.call, "grad_output", dy, rowwise=row, columnwise=column)
         saved = tensors[ctx.count :]
         if needs_dz:
             dh = dgrad(second, saved, operands.rowwise)

@@ -84,6 +84,10 @@ class Exchange:
             return None
         return Part(group=own.group, axis=0, runs=self.lead)
 
+    def splits_tokens(self, tensor: str) -> bool:
+        """Whether the tensor is summed over ranks, each of which keeps its tokens of the sum."""
+        return self.parallel.sequence is not None and tensor == TOKENS[self.parallel.mode][1]
+
     def gathered(self, tensor: str, x: Tensor) -> Tensor:
         """x [rows, C] of all ranks, where this tensor lies split along its tokens; else x itself."""
         return self.begin_gathered(tensor, x)()
@@ -97,7 +101,7 @@ class Exchange:
         """The sum over ranks of x where each has a part of its products, or this rank's tokens of the sum; x itself
         where every rank has whole products. It is begun where each rank keeps its tokens (dist.tokens)."""
         own = self.parallel
-        if tensor == TOKENS[own.mode][1] and own.sequence is not None:
+        if self.splits_tokens(tensor):
             return begin_sum_rows(x, own.group, self.lead)
         whole = sum_whole(x, own.group) if tensor == TOKENS[own.mode][1] else x
         return lambda: whole

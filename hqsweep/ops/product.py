@@ -129,6 +129,15 @@ def product(
     return _by_torch(a, b, (factor_a, factor_b), constant, dtype)
 
 
+def product_into(
+    out: Tensor, a: Tensor, b: Tensor, factor_a: Tensor | None, factor_b: Tensor | None, constant: float
+) -> bool:
+    """product(), written to out, contiguous [m, n] of its dtype; False, and nothing is written, where cuBLASLt has no
+    kernel for it."""
+    _check(a, b, out.dtype, (factor_a, factor_b))
+    return _multiply(out, a, b, (factor_a, factor_b), constant, False)
+
+
 @operator(
     "add_product_(Tensor(a!) out, Tensor a, Tensor b, Tensor? factor_a, Tensor? factor_b, float constant) -> ()",
     fake=lambda *_: None,

@@ -1,7 +1,8 @@
 """Gather the codes and scales of an operand whose parts lie over the ranks of a group, in one collective of bytes."""
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -20,25 +21,42 @@ ALIGNED = 16
 def gather_operand(operand: Operand, axis: int, part: Part) -> Operand:
     """The operand of the whole, from those of every rank's part, cut along an axis of the operand, whose blocks no part
     cuts. Entries that cover that axis are equal on all ranks, and do not travel. A collective."""
-    return begin_gather_operand(operand, axis, part)()
+    return Gathering(operand, axis, part).whole()
 
 
-def begin_gather_operand(operand: Operand, axis: int, part: Part) -> Callable[[], Operand]:
-    """gather_operand, begun: it goes on beside the work that follows, and the result waits (dist.tokens)."""
-    sent = {name: _Sent.of(operand.buffers[name], axis) for name in cut_buffers(operand.format, axis)}
-    pieces = [_padded(own.buffer.view(torch.uint8).flatten()) for own in sent.values()]
-    arriving = begin_gather_bytes(torch.cat(pieces) if len(pieces) > 1 else pieces[0], part.group)
-    shape = list(operand.shape)
-    shape[axis] *= part.group.size()
+class Gathering:
+    """gather_operand, begun: it goes on beside the work that follows, and its results wait (dist.tokens)."""
 
-    def result() -> Operand:
-        arrived, buffers, start = arriving(), dict(operand.buffers), 0
-        for (name, own), piece in zip(sent.items(), pieces, strict=True):
-            buffers[name] = own.whole(arrived[:, start : start + own.buffer.nbytes], part.runs)
-            start += len(piece)
-        return replace(operand, buffers=buffers, shape=tuple(shape))
+    def __init__(self, operand: Operand, axis: int, part: Part) -> None:
+        self.operand, self.axis, self.part = operand, axis, part
+        sent = {name: _Sent.of(operand.buffers[name], axis) for name in cut_buffers(operand.format, axis)}
+        pieces = [_padded(own.buffer.view(torch.uint8).flatten()) for own in sent.values()]
+        self._arriving = begin_gather_bytes(torch.cat(pieces) if len(pieces) > 1 else pieces[0], part.group)
+        starts = accumulate((len(piece) for piece in pieces), initial=0)
+        self.sent = [(name, own, start) for (name, own), start in zip(sent.items(), starts, strict=False)]
 
-    return result
+    @cached_property
+    def arrived(self) -> Tensor:
+        """uint8 [W, bytes]: the message of every rank."""
+        return self._arriving()
+
+    def whole(self) -> Operand:
+        """The operand of the whole."""
+        shape = list(self.operand.shape)
+        shape[self.axis] *= self.part.group.size()
+        whole = {
+            name: own.whole(self.arrived[:, start : start + own.buffer.nbytes], self.part.runs)
+            for name, own, start in self.sent
+        }
+        return replace(self.operand, buffers={**self.operand.buffers, **whole}, shape=tuple(shape))
+
+    def of_rank(self, rank: int) -> Operand:
+        """The operand of one rank's part, as it has arrived, and copied nowhere."""
+        if rank == self.part.group.rank():
+            return self.operand
+        message = self.arrived[rank]
+        parts = {name: own.part(message[start : start + own.buffer.nbytes]) for name, own, start in self.sent}
+        return replace(self.operand, buffers={**self.operand.buffers, **parts})
 
 
 class _Sent(NamedTuple):
@@ -62,6 +80,11 @@ class _Sent(NamedTuple):
         parts = arrived.view(-1, rows, cols * self.buffer.element_size())
         whole = _whole(parts, self.axis, runs).view(self.buffer.dtype)
         return whole.t() if self.turned else whole
+
+    def part(self, arrived: Tensor) -> Tensor:
+        """The operand's buffer of one rank, from its bytes."""
+        part = arrived.view(self.buffer.dtype).view(self.buffer.shape)
+        return part.t() if self.turned else part
 
 
 def cut_buffers(format: Format, axis: int) -> list[str]:

@@ -22,15 +22,17 @@ from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand
 from hqsweep.formats.inputs import draw
 from hqsweep.gemm.exact import mm_t
-from hqsweep.nn import LayerNormLinear, Linear, LinearOptions, quantization, quantized_model_init
+from hqsweep.nn import LayerNormLinear, Linear, LinearOptions, quantization, quantized_model_init, rank_rows
 from hqsweep.nn.linear_call import LinearCall
+from hqsweep.nn.rank_rows import LEAST_ROWS
 from hqsweep.optim import FusedAdam
 from hqsweep.parallel.tensor import ColwiseLinear, RowwiseLinear
 from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import LinearQuantizers
 
-MODES = (("column", False), ("row", False), ("column", True), ("row", True))
-"""How a linear is cut, and whether tokens lie split."""
+SPLIT = [("column", True, 1), ("row", True, 1)]
+MODES = [(*mode, LEAST_ROWS) for mode in (("column", False), ("row", False), ("column", True), ("row", True))] + SPLIT
+"""How a linear is cut, whether tokens lie split, and from how many rows of a rank products are formed by ranks."""
 M, PART = 128, 128
 """Tokens; features of a rank's part."""
 
@@ -97,11 +99,13 @@ def differences(rank: int, world: int, texts: list[str]) -> list[str]:
     """What of column- and row-parallel linears is not to the byte what it should be."""
     mesh, faults = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), []
     for text in texts:
-        for mode, sequence in MODES if text in FEW else MODES[2:]:
+        for mode, sequence, least in MODES if text in FEW else SPLIT:
             try:
-                faults += [f"{text} {mode} {sequence} {w}" for w in compared(text, mode, sequence, mesh, rank)]
+                with mock.patch.object(rank_rows, "LEAST_ROWS", least):
+                    wrong = list(compared(text, mode, sequence, mesh, rank))
+                faults += [f"{text} {mode} {sequence} {least} {name}" for name in wrong]
             except UserError as error:
-                faults.append(f"{text} {mode} {sequence}: {error}")
+                faults.append(f"{text} {mode} {sequence} {least}: {error}")
     return faults
 
 

@@ -7,6 +7,7 @@ from cases import NAMES, REPRESENTATIVE
 from hqsweep.formats import ExactOperand, RngKey, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.gemm.exact import matrix_product, mm_t
+from hqsweep.nn.rank_rows import rows_of
 from hqsweep.gemm.plan import gemm_plan
 from hqsweep.quant import HybridQuantizer
 
@@ -115,6 +116,35 @@ def test_gpu_large_gemms_round_the_same_accumulator(shape):
     a, b = (torch.randn(r, k, generator=generator, device="cuda").bfloat16() for r in (m, n))
     rounded = mm_t(ExactOperand(a), ExactOperand(b), out_dtype=torch.bfloat16)
     assert torch.equal(rounded, torch.mm(a, b.t(), out_dtype=torch.float32).bfloat16())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("shape", [(16384, 3072, 2048), (16384, 2048, 2752), (32768, 768, 384), (32768, 2048, 768)])
+def test_gpu_rows_of_a_product_are_products_of_rows(format, shape):
+    """What nn.rank_rows rests on."""
+    m, n, k = shape
+    generator = torch.Generator("cuda").manual_seed(0)
+    a, b = (torch.randn(r, k, generator=generator, device="cuda").bfloat16() for r in (m, n))
+    a, b = rowwise(format, a).operand(), rowwise(format, b).operand()
+    whole = mm_t(a, b, out_dtype=torch.bfloat16)
+    for parts in (2, 8):
+        y = torch.full_like(whole, torch.nan)
+        for start in range(0, m, m // parts):
+            mm_t(rows_of(a, start, start + m // parts), b, out_dtype=y.dtype, out=y[start : start + m // parts])
+        assert torch.equal(y, whole), parts
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("format", ["bf16", "mxfp8", "nvfp4", "fp8_current", "nvfp4+row_scaled"])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_a_product_is_written_to_out_and_nowhere_beside_it(format, out_dtype, device):
+    a, b = (rowwise(format, draw("normal", rows, 64, rows).to(device)).operand() for rows in (48, 32))
+    y = torch.zeros(64, 32, dtype=out_dtype, device=device)
+    written = mm_t(a, b, out_dtype=out_dtype, out=y[8:56])
+    assert written.data_ptr() == y[8:].data_ptr()
+    assert torch.equal(y[8:56], mm_t(a, b, out_dtype=out_dtype))
+    assert not y[:8].any() and not y[56:].any()
 
 
 @pytest.mark.gpu

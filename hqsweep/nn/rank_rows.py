@@ -1,0 +1,177 @@
+"""Operands and products of a linear that ranks share, by the rows of each rank, beside what travels of the others.
+
+Where each rank has some of the tokens, the product of its own needs nothing of the others, so it comes first; and of a
+sum over ranks the rows of the others come first, and travel while the own ones are multiplied. Rows of a product do not
+depend on the rows beside them (tests/gemm/test_exact.py holds that for cuBLAS), so all bits are those of one product.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hqsweep.dist.tokens import Pending
+from hqsweep.formats import ExactOperand
+from hqsweep.gemm.exact import mm_t
+from hqsweep.memo import cached_property
+from hqsweep.ops.request import Output
+from hqsweep.quant.gather import Gathering, gather_operand, sent_bytes
+from hqsweep.quant.operand import HybridOperand, Operand
+from hqsweep.quant.part import Part, is_alone, is_part
+
+LEAST_ROWS = 2048
+"""Rows of a rank from which products are formed by ranks; of fewer a launch costs more than what it hides."""
+OneOperand = Operand | ExactOperand
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankRows:
+    """The rowwise operand of all tokens by the rows of each rank."""
+
+    part: Part
+    rows: int
+    """The rows of each rank."""
+    of_rank: Callable[[int], OneOperand]
+    """A rank's rows; those of another rank wait until they have arrived."""
+
+    @property
+    def order(self) -> list[tuple[int, Span]]:
+        """Each rank with its rows in the whole, in the order in which they are multiplied: this one first."""
+        rank, world = self.part.group.rank(), self.part.group.size()
+        ranks = [rank, *(other for other in range(world) if other != rank)]
+        return [(each, (each * self.rows, (each + 1) * self.rows)) for each in ranks]
+
+    def product(self, b: OneOperand, out_dtype: torch.dtype) -> Tensor:
+        """mm_t of the whole and b."""
+        b, y = _decoded(b), None
+        for rank, (start, stop) in self.order:
+            a = _decoded(self.of_rank(rank))
+            if y is None:
+                y = a.matrix.new_empty((self.rows * self.part.group.size(), len(b.matrix)), dtype=out_dtype)
+            mm_t(a, b, out_dtype=out_dtype, out=y[start:stop])
+        return y
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LateOperands:
+    """The operands of a tensor whose rows are arriving, of which some rows can be multiplied before."""
+
+    rowwise: RankRows
+    arrive: Callable[[], HybridOperand]
+
+    @cached_property
+    def whole(self) -> HybridOperand:
+        """The operands of all rows."""
+        return self.arrive()
+
+    @property
+    def columnwise(self) -> OneOperand | None:
+        """The columnwise operand of all rows."""
+        return self.whole.columnwise
+
+
+def quantize_tokens(
+    call: Any,
+    tensor: str,
+    x: Tensor,
+    *,
+    rowwise: Output | None = None,
+    columnwise: Output | None = None,
+    by_ranks: bool = True,
+    **options: Any,
+) -> HybridOperand | LateOperands:
+    """call.quantize() for a tensor of which each rank may have some of the tokens: the operands of all tokens, the
+    rowwise one as RankRows where by_ranks lets it and that is worth it.
+
+    They travel as codes where that takes fewer bytes and no block is cut, else x is gathered and quantized once. Where
+    an input travels as codes, its columnwise operand stays that of this rank's tokens until begin_whole_input().
+    """
+    outputs, part = {"rowwise": rowwise, "columnwise": columnwise}, call.tokens_of(tensor, x)
+    if part is None:
+        return call.quantize(tensor, x, **outputs, **options)
+    by_ranks = by_ranks and rowwise is not None and multiplies_by_ranks(call, part, x)
+    if _sends_codes(call, tensor, x, part, rowwise, columnwise):
+        own = call.quantize_part(tensor, x, part, **{name: output and "codes" for name, output in outputs.items()})
+        row = own.rowwise and Gathering(own.rowwise, 0, part)
+        column = own.columnwise
+        if column is not None and tensor != "input":
+            column = gather_operand(column, 1, part)
+        if by_ranks:
+            row = RankRows(part=part, rows=len(x), of_rank=row.of_rank)
+        return HybridOperand(rowwise=row.whole() if isinstance(row, Gathering) else row, columnwise=column)
+    arriving = call.exchange.begin_gathered(tensor, x)
+    if not by_ranks or not is_alone(call.quantizer(tensor), x.shape, part, rowwise, None):
+        return call.quantize(tensor, arriving(), **outputs, **options)
+    own = call.quantize_part(tensor, x, part, rowwise=rowwise).rowwise
+    late = LateOperands(
+        rowwise=RankRows(
+            part=part,
+            rows=len(x),
+            of_rank=lambda rank: own if rank == part.group.rank() else rows_of(late.whole.rowwise, *span(rank, x)),
+        ),
+        arrive=lambda: call.quantize(tensor, arriving(), **outputs, **options),
+    )
+    return late
+
+
+def span(rank: int, x: Tensor) -> Span:
+    """The rows of a rank in the whole, where each rank has as many as x."""
+    return rank * len(x), (rank + 1) * len(x)
+
+
+def multiplies_by_ranks(call: Any, part: Part, x: Tensor) -> bool:
+    """Whether the product of x, whose rows are a rank's, or are to be, is formed by the rows of each rank: these lie
+    together, and are many. A trace waits for every collective at once, and native GEMMs take whole operands."""
+    adjacent = part.axis == 0 and part.runs == 1 and call.splits is None and call.gemm != "native"
+    return adjacent and len(x) >= LEAST_ROWS and not torch.compiler.is_compiling()
+
+
+def begin_summed_product(call: Any, gemm: str, tensor: str, a: OneOperand, b: OneOperand) -> Pending:
+    """The product of a call, summed over ranks where each has a part of its sums: all of it, or this rank's tokens. It
+    is begun (dist.tokens)."""
+    part = None if call.exchange is None else call.exchange.parts.get(tensor)
+    own = None
+    if part is not None and isinstance(a, ExactOperand) and a.matrix.dim() == 2:
+        own = a.matrix[: len(a.matrix) // part.group.size()]
+    if own is None or not call.exchange.splits_tokens(tensor) or not multiplies_by_ranks(call, part, own):
+        return call.begin_summed(tensor, call.product(gemm, a, b, call.dtype))
+    b, rank = _decoded(b), part.group.rank()
+    y = own.new_empty((len(a.matrix), len(b.matrix)), dtype=call.dtype)
+    for other in range(part.group.size()):
+        if other != rank:
+            _multiply_rows(y, a, b, span(other, own))
+    pending = call.begin_summed(tensor, y)
+    _multiply_rows(y, a, b, span(rank, own))
+    return pending
+
+
+def _multiply_rows(y: Tensor, a: ExactOperand, b: ExactOperand, rows: Span) -> None:
+    start, stop = rows
+    mm_t(rows_of(a, start, stop), b, out_dtype=y.dtype, out=y[start:stop])
+
+
+def rows_of(operand: ExactOperand, start: int, stop: int) -> ExactOperand:
+    """Rows of an exact operand, as views."""
+    factor = operand.factor
+    factor = factor if factor is None or factor.numel() == 1 else factor[start:stop]
+    return ExactOperand(operand.matrix[start:stop], factor, operand.divisor)
+
+
+def _decoded(operand: OneOperand) -> ExactOperand:
+    return operand.operand() if isinstance(operand, Operand) else operand
+
+
+def _sends_codes(
+    call: Any, tensor: str, x: Tensor, part: Part, rowwise: Output | None, columnwise: Output | None
+) -> bool:
+    """Whether codes of this rank's tokens go to the others in place of x. Those of an input go one by one, in forward
+    and in backward."""
+    quantizer = call.quantizer(tensor)
+    if not is_part(quantizer, x.shape, part, rowwise, columnwise):
+        return False
+    row = sent_bytes(quantizer.rowwise, tuple(x.shape), 0) if rowwise else 0
+    column = sent_bytes(quantizer.columnwise, tuple(x.shape[::-1]), 1) if columnwise else 0
+    return max(row, column) <= x.nbytes if tensor == "input" else row + column < x.nbytes
