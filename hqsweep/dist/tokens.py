@@ -8,14 +8,14 @@ What `begin_` starts goes on beside the work that follows; calling what it retur
 ranks begin the same collectives of a group in the same order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hqsweep.dist import collectives, words
+from hqsweep.dist import collectives, peers, words
 from hqsweep.ops.sum_parts import sum_parts
 
 Pending = Callable[[], Tensor]
@@ -44,6 +44,17 @@ def begin_gather_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Pending:
     return result
 
 
+def begin_lent_rows(x: Tensor, group: ProcessGroup) -> Pending:
+    """begin_gather_rows(x, group), whose result is good until ranks of the group begin to exchange other rows."""
+    world = group.size()
+    x = x.contiguous()
+    messages = {other: x for other in range(world) if other != group.rank()}
+    arriving = peers.begin(messages, group, own=x)
+    if arriving is None:
+        return begin_gather_rows(x, group)
+    return lambda: arriving().view(world * x.shape[0], *x.shape[1:])
+
+
 def sum_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Tensor:
     """[lead * W * t, C] of each rank -> this rank's rows [lead * t, C] of their sum."""
     return begin_sum_rows(x, group, lead)()
@@ -57,18 +68,25 @@ def begin_sum_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Pending:
     # Tokens of each rank, in each sequence.
     parts = x.contiguous().view(lead, world, x.numel() // (lead * world))
     others = [other for other in range(world) if other != rank]
-    if lead == 1 and rank in (0, world - 1):  # those of the others lie together
-        sent = parts[:, others[0] : others[-1] + 1].transpose(0, 1)
-    else:
-        sent = parts.new_empty(world - 1, lead, parts.shape[2])
-        for message, other in zip(sent, others, strict=True):
-            words.copy_(message, parts[:, other])
-    received, sizes = sent.new_empty(sent.shape), [int(other != rank) for other in range(world)]
+    messages = {other: words.in_order(parts[:, other]) for other in others}
+    arriving = peers.begin(messages, group) or _begin_all_to_all(messages, group)
+
+    def result() -> Tensor:
+        received = arriving().view(world - 1, lead, parts.shape[2])
+        return sum_parts(parts, received, rank).view(x.shape[0] // world, *x.shape[1:])
+
+    return result
+
+
+def _begin_all_to_all(messages: Mapping[int, Tensor], group: ProcessGroup) -> Pending:
+    """The messages of the other ranks to this one, in their order, by a collective."""
+    sent = torch.stack(list(messages.values())) if len(messages) > 1 else next(iter(messages.values()))[None]
+    received, sizes = sent.new_empty(sent.shape), [int(rank in messages) for rank in range(group.size())]
     wait = collectives.begin(dist.all_to_all_single, received, sent, sizes, sizes, group=group)
 
     def result() -> Tensor:
         wait()
-        return sum_parts(parts, received, rank).view(x.shape[0] // world, *x.shape[1:])
+        return received
 
     return result
 

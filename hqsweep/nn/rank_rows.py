@@ -42,7 +42,7 @@ class RankRows:
         """Each rank with its rows in the whole, in the order in which they are multiplied: this one first."""
         rank, world = self.part.group.rank(), self.part.group.size()
         ranks = [rank, *(other for other in range(world) if other != rank)]
-        return [(each, (each * self.rows, (each + 1) * self.rows)) for each in ranks]
+        return [(each, span(each, self.rows)) for each in ranks]
 
     def product(self, b: OneOperand, out_dtype: torch.dtype) -> Tensor:
         """mm_t of the whole and b."""
@@ -57,9 +57,11 @@ class RankRows:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LateOperands:
-    """The operands of a tensor whose rows are arriving, of which some rows can be multiplied before."""
+    """The operands of a tensor whose rows are arriving, of which this rank's can be multiplied before."""
 
-    rowwise: RankRows
+    part: Part
+    own: ExactOperand
+    """This rank's rows of the rowwise operand."""
     arrive: Callable[[], HybridOperand]
 
     @cached_property
@@ -68,9 +70,18 @@ class LateOperands:
         return self.arrive()
 
     @property
+    def rowwise(self) -> RankRows:
+        """The rowwise operand by the rows of each rank."""
+        return RankRows(part=self.part, rows=len(self.own.matrix), of_rank=self._of_rank)
+
+    @property
     def columnwise(self) -> OneOperand | None:
         """The columnwise operand of all rows."""
         return self.whole.columnwise
+
+    def _of_rank(self, rank: int) -> ExactOperand:
+        rows = len(self.own.matrix)
+        return self.own if rank == self.part.group.rank() else rows_of(self.whole.rowwise, *span(rank, rows))
 
 
 def quantize_tokens(
@@ -102,24 +113,16 @@ def quantize_tokens(
         if by_ranks:
             row = RankRows(part=part, rows=len(x), of_rank=row.of_rank)
         return HybridOperand(rowwise=row.whole() if isinstance(row, Gathering) else row, columnwise=column)
-    arriving = call.exchange.begin_gathered(tensor, x)
     if not by_ranks or not is_alone(call.quantizer(tensor), x.shape, part, rowwise, None):
-        return call.quantize(tensor, arriving(), **outputs, **options)
+        return call.quantize(tensor, call.gathered(tensor, x), **outputs, **options)
+    arriving = call.exchange.begin_lent(tensor, x)
     own = call.quantize_part(tensor, x, part, rowwise=rowwise).rowwise
-    late = LateOperands(
-        rowwise=RankRows(
-            part=part,
-            rows=len(x),
-            of_rank=lambda rank: own if rank == part.group.rank() else rows_of(late.whole.rowwise, *span(rank, x)),
-        ),
-        arrive=lambda: call.quantize(tensor, arriving(), **outputs, **options),
-    )
-    return late
+    return LateOperands(part=part, own=own, arrive=lambda: call.quantize(tensor, arriving(), **outputs, **options))
 
 
-def span(rank: int, x: Tensor) -> Span:
-    """The rows of a rank in the whole, where each rank has as many as x."""
-    return rank * len(x), (rank + 1) * len(x)
+def span(rank: int, rows: int) -> Span:
+    """The rows of a rank in the whole."""
+    return rank * rows, (rank + 1) * rows
 
 
 def multiplies_by_ranks(call: Any, part: Part, x: Tensor) -> bool:
@@ -142,9 +145,9 @@ def begin_summed_product(call: Any, gemm: str, tensor: str, a: OneOperand, b: On
     y = own.new_empty((len(a.matrix), len(b.matrix)), dtype=call.dtype)
     for other in range(part.group.size()):
         if other != rank:
-            _multiply_rows(y, a, b, span(other, own))
+            _multiply_rows(y, a, b, span(other, len(own)))
     pending = call.begin_summed(tensor, y)
-    _multiply_rows(y, a, b, span(rank, own))
+    _multiply_rows(y, a, b, span(rank, len(own)))
     return pending
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from hqsweep.dist.tokens import Pending, begin_gather_rows, begin_sum_rows, gather_rows, sum_whole
+from hqsweep.dist.tokens import Pending, begin_gather_rows, begin_lent_rows, begin_sum_rows, gather_rows, sum_whole
 from hqsweep.errors import UserError
 from hqsweep.quant.part import CUTS, Mode, Part
 
@@ -96,6 +96,10 @@ class Exchange:
         """gathered(), begun (dist.tokens)."""
         part = self.tokens(tensor, len(x))
         return (lambda: x) if part is None else begin_gather_rows(x, part.group, part.runs)
+
+    def begin_lent(self, tensor: str, x: Tensor) -> Pending:
+        """begin_gathered() of rows that lie together, good until ranks of the group begin to exchange others."""
+        return begin_lent_rows(x, self.tokens(tensor, len(x)).group)
 
     def begin_summed(self, tensor: str, x: Tensor) -> Pending:
         """The sum over ranks of x where each has a part of its products, or this rank's tokens of the sum; x itself

@@ -1,5 +1,6 @@
 """Gather the codes and scales of an operand whose parts lie over the ranks of a group, in one collective of bytes."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
@@ -7,8 +8,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from hqsweep.dist import words
+from hqsweep.dist import peers, words
 from hqsweep.dist.collectives import begin_gather_bytes
 from hqsweep.formats import WHOLE, Format
 from hqsweep.quant.operand import Operand
@@ -31,13 +33,13 @@ class Gathering:
         self.operand, self.axis, self.part = operand, axis, part
         sent = {name: _Sent.of(operand.buffers[name], axis) for name in cut_buffers(operand.format, axis)}
         pieces = [_padded(own.buffer.view(torch.uint8).flatten()) for own in sent.values()]
-        self._arriving = begin_gather_bytes(torch.cat(pieces) if len(pieces) > 1 else pieces[0], part.group)
+        self._arriving = _begin_messages(torch.cat(pieces) if len(pieces) > 1 else pieces[0], part.group)
         starts = accumulate((len(piece) for piece in pieces), initial=0)
         self.sent = [(name, own, start) for (name, own), start in zip(sent.items(), starts, strict=False)]
 
     @cached_property
-    def arrived(self) -> Tensor:
-        """uint8 [W, bytes]: the message of every rank."""
+    def arrived(self) -> Sequence[Tensor]:
+        """The message of every rank, uint8 [bytes]."""
         return self._arriving()
 
     def whole(self) -> Operand:
@@ -45,18 +47,33 @@ class Gathering:
         shape = list(self.operand.shape)
         shape[self.axis] *= self.part.group.size()
         whole = {
-            name: own.whole(self.arrived[:, start : start + own.buffer.nbytes], self.part.runs)
+            name: own.whole([each[start : start + own.buffer.nbytes] for each in self.arrived], self.part.runs)
             for name, own, start in self.sent
         }
         return replace(self.operand, buffers={**self.operand.buffers, **whole}, shape=tuple(shape))
 
     def of_rank(self, rank: int) -> Operand:
-        """The operand of one rank's part, as it has arrived, and copied nowhere."""
+        """The operand of one rank's part, as it has arrived, and copied nowhere: good until ranks of the group begin to
+        exchange other rows."""
         if rank == self.part.group.rank():
             return self.operand
         message = self.arrived[rank]
         parts = {name: own.part(message[start : start + own.buffer.nbytes]) for name, own, start in self.sent}
         return replace(self.operand, buffers={**self.operand.buffers, **parts})
+
+
+def _begin_messages(own: Tensor, group: ProcessGroup) -> Callable[[], Sequence[Tensor]]:
+    """The message uint8 [bytes] of every rank."""
+    rank = group.rank()
+    arriving = peers.begin({other: own for other in range(group.size()) if other != rank}, group)
+    if arriving is None:
+        return begin_gather_bytes(own, group)
+
+    def result() -> Sequence[Tensor]:
+        others = arriving()
+        return [*others[:rank], own, *others[rank:]]
+
+    return result
 
 
 class _Sent(NamedTuple):
@@ -74,10 +91,10 @@ class _Sent(NamedTuple):
             return cls(buffer.t(), 1 - axis, True)
         return cls(buffer.contiguous(), axis, False)
 
-    def whole(self, arrived: Tensor, runs: int) -> Tensor:
-        """The operand's buffer, from the bytes [W, of a part] of all ranks."""
+    def whole(self, arrived: Sequence[Tensor], runs: int) -> Tensor:
+        """The operand's buffer, from the bytes of every rank's part."""
         rows, cols = self.buffer.shape
-        parts = arrived.view(-1, rows, cols * self.buffer.element_size())
+        parts = [part.view(rows, cols * self.buffer.element_size()) for part in arrived]
         whole = _whole(parts, self.axis, runs).view(self.buffer.dtype)
         return whole.t() if self.turned else whole
 
@@ -104,8 +121,11 @@ def _padded(flat: Tensor) -> Tensor:
     return torch.nn.functional.pad(flat, (0, missing)) if missing else flat
 
 
-def _whole(parts: Tensor, axis: int, runs: int) -> Tensor:
-    """uint8 [W, rows, bytes of a row], of which every rank has `runs` pieces along the axis -> the whole."""
-    if axis == 0:
-        return words.in_order(parts.unflatten(1, (runs, -1)).transpose(0, 1)).flatten(0, 2)
-    return words.in_order(parts.unflatten(2, (runs, -1)).permute(1, 2, 0, 3)).flatten(1)
+def _whole(parts: Sequence[Tensor], axis: int, runs: int) -> Tensor:
+    """uint8 [rows, bytes of a row] of every rank, which has `runs` pieces along the axis -> the whole."""
+    pieces = [part.unflatten(axis, (runs, -1)) for part in parts]
+    first = pieces[0]
+    whole = first.new_empty((*first.shape[: axis + 1], len(pieces), *first.shape[axis + 1 :]))
+    for piece, place in zip(pieces, whole.unbind(axis + 1), strict=True):
+        words.copy_(place, piece)
+    return whole.flatten(axis, axis + 2)

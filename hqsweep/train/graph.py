@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.grad_mode import set_multithreading_enabled
 
+from hqsweep.dist.peers import one_program
+
 _FAILED: list[torch.cuda.CUDAGraph] = []
 """The captures that failed, to which torch's allocators still refer."""
 _INSIDE: list[object] = []
@@ -111,6 +113,7 @@ class GraphPool:
                 self._on_stream(),
                 set_multithreading_enabled(False),
                 _nothing_collected(),
+                one_program(),
                 torch.cuda.graph(graph, **options),
             ):
                 results = function()

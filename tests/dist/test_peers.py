@@ -1,0 +1,67 @@
+"""Messages between GPUs: which slots are free, and that what arrives is what collectives bring."""
+
+import random
+
+import peer_ranks
+import pytest
+from ranks import run_ranks
+
+from hqsweep.dist.peers import Slots
+
+COUNT = 4
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_slot_is_taken_again_only_when_all_have_read_it(seed):
+    """Exchanges begin and are waited for in some order; the other rank is as far behind as its messages allow."""
+    draw, slots = random.Random(seed), Slots(COUNT)
+    begun, read, last, pending = {}, {}, {}, []
+    known, reused, refused = -1, 0, 0
+    """The moment to which the other rank has certainly come."""
+    for now in range(500):
+        if pending and draw.random() < 0.5:
+            exchange = pending.pop(draw.randrange(len(pending)))
+            exchange.waited, read[exchange] = True, None
+            known = max(known, begun[exchange])
+            continue
+        read |= {each: now for each, moment in read.items() if moment is None}
+        exchange = slots.take()
+        if exchange is None:
+            refused += 1
+            known = now
+            slots.settle()
+            exchange = slots.take()
+        if exchange is None:
+            assert len(pending) == COUNT
+            continue
+        if before := last.get(exchange.slot):
+            assert before not in pending and read[before] <= known
+            reused += 1
+        begun[exchange], last[exchange.slot] = now, exchange
+        pending.append(exchange)
+    assert reused > 50 and refused > 5
+
+
+def test_two_exchanges_at_a_time_need_no_barrier():
+    slots = Slots(COUNT)
+    for _ in range(10):
+        first, second = slots.take(), slots.take()
+        first.waited = second.waited = True
+    assert slots.begun == 20
+
+
+def test_what_nobody_waits_for_is_forgotten():
+    slots = Slots(COUNT)
+    assert [slots.take().slot for _ in range(COUNT)] == list(range(COUNT))
+    slots.settle()
+    assert slots.take() is None
+    slots.clear()
+    assert slots.take().slot == 0
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("work", peer_ranks.WORK, ids=lambda work: work.__name__)
+def test_messages_bring_what_collectives_bring(work):
+    for faults, sent in run_ranks(2, peer_ranks.beside_collectives, work.__name__, backend="nccl"):
+        assert faults == []
+        assert sent or sent is None
