@@ -111,15 +111,17 @@ void bind_cuda(py::module_& m) {
     hq::offsets_cuda(make_splits(splits, wide, count), rules, make_offsets(rules, out), pointer<int>(overflow), stream);
   }, "splits"_a, "wide"_a, "count"_a, "divisors"_a, "strides"_a, "out"_a, "overflow"_a = 0, "stream"_a = 0,
      "offsets_cpu on the current GPU; overflow: an int32 set to 1 where an offset does not fit.");
-  m.def("dequantize_cuda", [](HQ_DECODE_PARAMETERS, uintptr_t stream, bool columns, HQ_MEMBER_PARAMETERS) {
+  m.def("dequantize_cuda", [](HQ_DECODE_PARAMETERS, uintptr_t stream, bool columns, HQ_MEMBER_PARAMETERS,
+                              int64_t pitch) {
     const hq::Encoded encoded = make_encoded(HQ_DECODE_VALUES, columns, offsets != 0);
     const auto dtype = static_cast<hq::Dtype>(out_dtype);
     if (const auto group = make_group(rows, cols, offsets, members))
       hq::dequantize_grouped_cuda({encoded, columns, *group}, decoding_of(exact), pointer<void>(out), dtype, stream);
     else
-      hq::dequantize_cuda(encoded, decoding_of(exact), pointer<void>(out), dtype, stream);
-  }, HQ_DECODE_ARGS, "stream"_a = 0, "columns"_a = false, HQ_MEMBER_ARGS,
-     "dequantize_cpu on the current GPU, where the offsets are.");
+      hq::dequantize_cuda(encoded, decoding_of(exact), pointer<void>(out), pitch ? pitch : cols, dtype, stream);
+  }, HQ_DECODE_ARGS, "stream"_a = 0, "columns"_a = false, HQ_MEMBER_ARGS, "pitch"_a = 0,
+     "dequantize_cpu on the current GPU, where the offsets are. pitch: elements of out from one row of one matrix to the "
+     "next; 0: cols.");
   m.def("scale_product_cuda", [](uintptr_t product, int dtype, float before, uintptr_t factor, int64_t rows,
                                  int64_t cols, int row_step, int col_step, uintptr_t out, int out_dtype,
                                  uintptr_t stream) {

@@ -151,7 +151,9 @@ void quantize_cuda(const Call& call, uintptr_t stream);
 void find_amax_cuda(const Call& call, uintptr_t stream);
 void quantize_grouped_cuda(const Call& call, const Group& group, uintptr_t stream);
 void find_amax_grouped_cuda(const Call& call, const Group& group, uintptr_t stream);
-void dequantize_cuda(const Encoded& encoded, Decoding decoding, void* out, Dtype out_dtype, uintptr_t stream);
+// pitch: elements of out from one row to the next.
+void dequantize_cuda(const Encoded& encoded, Decoding decoding, void* out, int64_t pitch, Dtype out_dtype,
+                     uintptr_t stream);
 void dequantize_grouped_cuda(const EncodedGroup& encoded, Decoding decoding, void* out, Dtype out_dtype,
                              uintptr_t stream);
 // out[r, c] = fl(fl(product[r, c] * before) * factor[r * row_step + c * col_step]), rounded to out_dtype; out may be

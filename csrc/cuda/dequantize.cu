@@ -19,7 +19,7 @@ struct DecodeJob {
   const void* scales;
   const float* global;
   void* out;
-  int64_t rows, cols, pieces_across, tiles_across;
+  int64_t rows, cols, pitch, pieces_across, tiles_across;
   int row_shift, col_shift;  // log2 of the scale tile's sides
   Family family;
   bool row_scaled, exact;
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads) decode_pieces(const __grid_constant_
       v[i + 1] = __fmul_rn(v[i + 1], scales[p]);
       nan = nan || v[i] != v[i] || v[i + 1] != v[i + 1];
     }
-    typename Out::Word* to = static_cast<typename Out::Word*>(job.out) + pieces[p].row * job.cols + pieces[p].col;
+    typename Out::Word* to = static_cast<typename Out::Word*>(job.out) + pieces[p].row * job.pitch + pieces[p].col;
     store_piece<Out>(to, v, pieces[p].count, nan);
   }
 }
@@ -100,7 +100,8 @@ void launch_decode_pieces(DecodeJob job, cudaStream_t stream) {
 
 }  // namespace
 
-void dequantize_cuda(const Encoded& encoded, Decoding decoding, void* out, Dtype out_dtype, uintptr_t stream) {
+void dequantize_cuda(const Encoded& encoded, Decoding decoding, void* out, int64_t pitch, Dtype out_dtype,
+                     uintptr_t stream) {
   if (encoded.rows == 0 || encoded.cols == 0) return;
   const Spec& spec = encoded.spec;
   const int across = spec.tile_cols;
@@ -110,6 +111,7 @@ void dequantize_cuda(const Encoded& encoded, Decoding decoding, void* out, Dtype
                 out,
                 encoded.rows,
                 encoded.cols,
+                pitch,
                 0,
                 across ? (encoded.cols + across - 1) / across : 1,
                 log2_of(spec.tile_rows),

@@ -14,7 +14,7 @@ for an exchange knows that the others had begun it. From that follows which slot
 
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -32,25 +32,27 @@ BARRIER = SLOTS
 """The channel of the barrier's signals, behind one for each slot."""
 WORD = 16
 
+Message = Sequence[Tensor]
+"""Contiguous tensors, whose bytes are sent one after the other."""
 Received = Callable[[], Tensor]
 
 
-def begin(messages: Mapping[int, Tensor], group: ProcessGroup, *, own: Tensor | None = None) -> Received | None:
-    """Send each other rank of the group its message, contiguous tensors of one dtype and size, of the same bytes on all
-    ranks. None, on all ranks, where no mailbox can take them: the caller then takes a collective.
+def begin(messages: Mapping[int, Message], group: ProcessGroup, *, own: Message = ()) -> Received | None:
+    """Send each other rank of the group its message, of the same tensors' sizes on all ranks. None, on all ranks, where
+    no mailbox can take them: the caller then takes a collective.
 
-    The result waits for what the others have sent to this rank: [W, n] of the messages' dtype, with `own` [n] in this
-    rank's place; without it [W - 1, n], of the others in their order. It is good until the next begin() of this group.
+    The result waits for what the others have sent to this rank: uint8 [W, bytes], with the message `own` in this rank's
+    place; without it [W - 1, bytes], of the others in their order. It is good until the next begin() of this group.
     Nothing writes to the messages before the result has been asked for.
     """
-    first = next(iter(messages.values()), None)
-    if first is None or not first.is_cuda or torch.compiler.is_compiling() or "nccl" not in dist.get_backend(group):
+    pieces = next(iter(messages.values()), ())
+    if not pieces or not pieces[0].is_cuda or torch.compiler.is_compiling() or "nccl" not in dist.get_backend(group):
         return None
-    size, world = first.nbytes, group.size()
-    if size < LEAST_BYTES or size % WORD or size * world > MOST_BYTES:
+    size, world = sum(piece.nbytes for piece in pieces), group.size()
+    if size < LEAST_BYTES or any(piece.nbytes % WORD for piece in pieces) or size * world > MOST_BYTES:
         return None
-    mailbox = _mailbox(group, first.device, size * world)
-    return None if mailbox is None else mailbox.begin(messages, own)
+    mailbox = _mailbox(group, pieces[0].device, size * world)
+    return None if mailbox is None else mailbox.begin(messages, own, size)
 
 
 @contextmanager
@@ -171,38 +173,47 @@ class Mailbox:
         every = [self.handle.get_buffer(rank, (SLOTS, size), torch.uint8) for rank in range(self.world)]
         self.slots_of = [buffer.unbind() for buffer in every]
         self.slots, self.program = Slots(SLOTS), None
-        self.engine = torch.cuda.Stream(device)
-        """The stream of copies."""
+        self.engine, self.beside = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        """The streams of copies to others, and of a rank's own."""
 
-    def begin(self, messages: Mapping[int, Tensor], own: Tensor | None) -> Received | None:
-        """begin() of this module."""
+    def begin(self, messages: Mapping[int, Message], own: Message, size: int) -> Received | None:
+        """begin() of this module, of messages of `size` bytes."""
         exchange = self._take()
         if exchange is None:
             return None
-        first = next(iter(messages.values()))
-        size, dtype, slot = first.nbytes, first.dtype, exchange.slot
-        self.engine.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.engine):
+        slot, rows, stream = exchange.slot, self.world - (not own), torch.cuda.current_stream()
+        copied = []
+        if own:  # beside the messages
+            with self._behind(self.beside, stream, copied):
+                _write(self.slots_of[self.rank][slot], self.rank * size, own)
+        with self._behind(self.engine, stream, copied):
             for other, message in messages.items():
-                place = self.rank - (own is None and self.rank > other)
-                _bytes_at(self.slots_of[other][slot], place, size).copy_(_bytes(message))
+                place = self.rank - (not own and self.rank > other)
+                _write(self.slots_of[other][slot], place * size, message)
                 self.handle.put_signal(other, slot)
-            if own is not None:
-                _bytes_at(self.slots_of[self.rank][slot], self.rank, size).copy_(_bytes(own))
-            copied = self.engine.record_event()
         sent = [*messages.values(), own]  # which live until the stream has waited for their copies
 
         def received() -> Tensor:
             if not exchange.waited:
-                torch.cuda.current_stream().wait_event(copied)
+                for event in copied:
+                    torch.cuda.current_stream().wait_event(event)
                 for other in messages:
                     self.handle.wait_signal(other, slot)
                 exchange.waited = True
                 sent.clear()
-            rows = self.world - (own is None)
-            return self.slots_of[self.rank][slot][: rows * size].view(dtype).view(rows, -1)
+            return self.slots_of[self.rank][slot][: rows * size].view(rows, size)
 
         return received
+
+    @contextmanager
+    def _behind(
+        self, engine: torch.cuda.Stream, stream: torch.cuda.Stream, copied: list[torch.cuda.Event]
+    ) -> Iterator[None]:
+        """Enqueue copies on an engine's stream, behind what is on the current one; `copied` gets when they are done."""
+        engine.wait_stream(stream)
+        with torch.cuda.stream(engine):
+            yield
+            copied.append(engine.record_event())
 
     def _take(self) -> _Exchange | None:
         """An exchange in a free slot, after a barrier where none is known to be free."""
@@ -218,9 +229,7 @@ class Mailbox:
         return exchange
 
 
-def _bytes(x: Tensor) -> Tensor:
-    return x.view(torch.uint8).view(-1)
-
-
-def _bytes_at(slot: Tensor, place: int, size: int) -> Tensor:
-    return slot[place * size : (place + 1) * size]
+def _write(slot: Tensor, start: int, message: Message) -> None:
+    for piece in message:
+        slot[start : start + piece.nbytes].copy_(piece.view(torch.uint8).view(-1))
+        start += piece.nbytes

@@ -48,11 +48,11 @@ def begin_lent_rows(x: Tensor, group: ProcessGroup) -> Pending:
     """begin_gather_rows(x, group), whose result is good until ranks of the group begin to exchange other rows."""
     world = group.size()
     x = x.contiguous()
-    messages = {other: x for other in range(world) if other != group.rank()}
-    arriving = peers.begin(messages, group, own=x)
+    messages = {other: (x,) for other in range(world) if other != group.rank()}
+    arriving = peers.begin(messages, group, own=(x,))
     if arriving is None:
         return begin_gather_rows(x, group)
-    return lambda: arriving().view(world * x.shape[0], *x.shape[1:])
+    return lambda: arriving().view(x.dtype).view(world * x.shape[0], *x.shape[1:])
 
 
 def sum_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Tensor:
@@ -69,10 +69,11 @@ def begin_sum_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Pending:
     parts = x.contiguous().view(lead, world, x.numel() // (lead * world))
     others = [other for other in range(world) if other != rank]
     messages = {other: words.in_order(parts[:, other]) for other in others}
-    arriving = peers.begin(messages, group) or _begin_all_to_all(messages, group)
+    arriving = peers.begin({other: (message,) for other, message in messages.items()}, group)
+    arriving = arriving or _begin_all_to_all(messages, group)
 
     def result() -> Tensor:
-        received = arriving().view(world - 1, lead, parts.shape[2])
+        received = arriving().view(x.dtype).view(world - 1, lead, parts.shape[2])
         return sum_parts(parts, received, rank).view(x.shape[0] // world, *x.shape[1:])
 
     return result

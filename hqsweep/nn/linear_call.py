@@ -217,7 +217,10 @@ class LinearCall(Call):
         if self.exchange is None or self.splits is not None or not isinstance(column, Operand):
             return lambda: column  # experts have all tokens, and so does what was made to be multiplied at once
         part = self.exchange.tokens("input", column.shape[1])
-        return (lambda: column) if part is None else Gathering(column, 1, part).whole
+        if part is None:
+            return lambda: column
+        gathering = Gathering(column, 1, part)
+        return gathering.exact if self.product_takes == "exact" else gathering.whole
 
     def probe_forward(self, x: Tensor, weights: Weights, y: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Report the tensors of forward; returns x and the weights in high precision, which backward compares with."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from hqsweep.dist import words
 from hqsweep.dist.tokens import gather_rows, sum_rows, sum_whole
 from hqsweep.errors import UserError
 
@@ -83,21 +84,20 @@ class _SplitEmbedding(torch.autograd.Function):
             shape[split] //= group.size()
         own = tokens.reshape(-1) - group.rank() * len(table)
         here = (own >= 0) & (own < len(table))
-        own = own.where(here, 0)
-        ctx.save_for_backward(own, here)
+        ctx.save_for_backward(own.where(here, len(table)))
         ctx.group, ctx.split, ctx.entries = group, split is not None, len(table)
         ctx.lead = math.prod(shape[:split]) if ctx.split else 1
-        rows = F.embedding(own, table).masked_fill_(~here[:, None], 0.0)
+        rows = F.embedding(own.where(here, 0), table)
+        words.as_words(rows)[0].masked_fill_(~here[:, None], 0)
         rows = sum_rows(rows, group, ctx.lead) if ctx.split else sum_whole(rows, group)
         return rows.view(*shape, table.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[None, Tensor, None, None]:
-        own, here = ctx.saved_tensors
+        (own,) = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
         rows = gather_rows(rows, ctx.group, ctx.lead) if ctx.split else rows
-        table = torch.ops.aten.embedding_dense_backward(
-            rows.masked_fill(~here[:, None], 0.0), own, ctx.entries, -1, False
-        )
+        elsewhere = ctx.entries  # an index that is left out
+        table = torch.ops.aten.embedding_dense_backward(rows, own, ctx.entries, elsewhere, False)
         return None, table, None, None

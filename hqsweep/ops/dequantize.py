@@ -1,5 +1,8 @@
 """Decode operands: to their values, or to the exact matrices that gemm=exact multiplies."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -46,6 +49,20 @@ def exact_operand_of(
         return format.operand(buffers, layout)
     matrix = operators.dequantize(tensors, spec.text, *layout, True, dtype)
     return ExactOperand(matrix, buffers[spec.amax_name] if spec.amax_name else None, spec.divisor)
+
+
+def exact_operand_of_parts(parts: Sequence[Buffers], format: Format, shape: tuple[int, int]) -> ExactOperand:
+    """exact_operand_of() an operand whose columns are those of the parts, one after the other: the buffers of operands
+    [rows, cols] of one shape, whose blocks end where they end; entries that cover a row are alike in all."""
+    (rows, cols), spec, first = shape, spec_named(format.text), parts[0]
+    tensors = [_tensors(buffers, spec, shape) for buffers in parts]
+    if not tensors[0][0].is_cuda or not _by_kernel(tensors[0], spec, "auto", spec.gpu_exact_dtype):
+        exact = [exact_operand_of(buffers, format, shape) for buffers in parts]
+        return replace(exact[0], matrix=torch.cat([each.matrix for each in exact], dim=1))
+    matrix = tensors[0][0].new_empty(rows, cols * len(parts), dtype=spec.gpu_exact_dtype)
+    for columns, own in zip(matrix.chunk(len(parts), dim=1), tensors, strict=True):
+        operators.decode_into(columns, own, spec.text)
+    return ExactOperand(matrix, first[spec.amax_name] if spec.amax_name else None, spec.divisor)
 
 
 def _exact_members(buffers: Buffers, format: Format, layout: Layout) -> PackedExact:

@@ -176,6 +176,19 @@ def dequantize(buffers, format, rows, cols, exact, dtype, offsets=None, columnwi
     return out
 
 
+def decode_into(out: Tensor, buffers: list[Tensor], format: str) -> None:
+    """dequantize() of one operand, exactly, on CUDA, to out [rows, cols], whose rows may lie apart. ValueError for
+    another out, and as dequantize raises it."""
+    (rows, cols), first = out.shape, buffers[0]
+    spec, least = _least_entries(format, rows, cols, False, None)
+    _check_buffers(spec, buffers, least)
+    if out.dtype not in DTYPES or out.stride(1) != 1 or out.stride(0) < cols or out.device != first.device:
+        raise ValueError(f"out is {described(out)}; it takes rows of floats without gaps on {first.device}")
+    addresses = [tensor.data_ptr() for tensor in buffers] + [0] * (3 - len(buffers))
+    call = (spec.compiled, rows, cols, *addresses, True, out.data_ptr(), DTYPES[out.dtype], *where(first))
+    extension().dequantize_cuda(*call, pitch=out.stride(0))
+
+
 def _check_buffers(spec: KernelSpec, buffers: list[Tensor], least: list[int]) -> None:
     """ValueError for buffers that the kernels cannot read, or with fewer entries than these."""
     if len(buffers) != len(least):

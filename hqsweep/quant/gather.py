@@ -1,6 +1,6 @@
 """Gather the codes and scales of an operand whose parts lie over the ranks of a group, in one collective of bytes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
@@ -12,7 +12,8 @@ from torch.distributed import ProcessGroup
 
 from hqsweep.dist import peers, words
 from hqsweep.dist.collectives import begin_gather_bytes
-from hqsweep.formats import WHOLE, Format
+from hqsweep.formats import WHOLE, ExactOperand, Format
+from hqsweep.ops.dequantize import exact_operand_of_parts
 from hqsweep.quant.operand import Operand
 from hqsweep.quant.part import Part
 
@@ -33,13 +34,13 @@ class Gathering:
         self.operand, self.axis, self.part = operand, axis, part
         sent = {name: _Sent.of(operand.buffers[name], axis) for name in cut_buffers(operand.format, axis)}
         pieces = [_padded(own.buffer.view(torch.uint8).flatten()) for own in sent.values()]
-        self._arriving = _begin_messages(torch.cat(pieces) if len(pieces) > 1 else pieces[0], part.group)
+        self._arriving = _begin_messages(pieces, part.group)
         starts = accumulate((len(piece) for piece in pieces), initial=0)
         self.sent = [(name, own, start) for (name, own), start in zip(sent.items(), starts, strict=False)]
 
     @cached_property
-    def arrived(self) -> Sequence[Tensor]:
-        """The message of every rank, uint8 [bytes]."""
+    def arrived(self) -> Mapping[int, Tensor]:
+        """The message of each rank, uint8 [bytes]; this one's may be left out."""
         return self._arriving()
 
     def whole(self) -> Operand:
@@ -47,33 +48,41 @@ class Gathering:
         shape = list(self.operand.shape)
         shape[self.axis] *= self.part.group.size()
         whole = {
-            name: own.whole([each[start : start + own.buffer.nbytes] for each in self.arrived], self.part.runs)
+            name: own.whole([self._bytes(rank, own, start) for rank in range(self.part.group.size())], self.part.runs)
             for name, own, start in self.sent
         }
         return replace(self.operand, buffers={**self.operand.buffers, **whole}, shape=tuple(shape))
+
+    def exact(self) -> ExactOperand:
+        """whole().operand(). Where ranks have columns that follow each other, each part is decoded where it is."""
+        operand = self.operand
+        if self.axis == 0 or self.part.runs > 1 or operand.format.high_precision:
+            return self.whole().operand()
+        parts = [self.of_rank(rank).buffers for rank in range(self.part.group.size())]
+        return exact_operand_of_parts(parts, operand.format, operand.shape)
+
+    def _bytes(self, rank: int, own: "_Sent", start: int) -> Tensor:
+        """The bytes of a rank's buffer, of which this rank's begins at `start` of its message."""
+        arrived = self.arrived.get(rank)
+        return own.buffer.view(torch.uint8).flatten() if arrived is None else arrived[start : start + own.buffer.nbytes]
 
     def of_rank(self, rank: int) -> Operand:
         """The operand of one rank's part, as it has arrived, and copied nowhere: good until ranks of the group begin to
         exchange other rows."""
         if rank == self.part.group.rank():
             return self.operand
-        message = self.arrived[rank]
-        parts = {name: own.part(message[start : start + own.buffer.nbytes]) for name, own, start in self.sent}
+        parts = {name: own.part(self._bytes(rank, own, start)) for name, own, start in self.sent}
         return replace(self.operand, buffers={**self.operand.buffers, **parts})
 
 
-def _begin_messages(own: Tensor, group: ProcessGroup) -> Callable[[], Sequence[Tensor]]:
-    """The message uint8 [bytes] of every rank."""
-    rank = group.rank()
-    arriving = peers.begin({other: own for other in range(group.size()) if other != rank}, group)
-    if arriving is None:
-        return begin_gather_bytes(own, group)
-
-    def result() -> Sequence[Tensor]:
-        others = arriving()
-        return [*others[:rank], own, *others[rank:]]
-
-    return result
+def _begin_messages(own: Sequence[Tensor], group: ProcessGroup) -> Callable[[], Mapping[int, Tensor]]:
+    """Other rank -> its message, uint8 [bytes], where every rank sends all others its own, uint8 [bytes] in pieces."""
+    others = [other for other in range(group.size()) if other != group.rank()]
+    arriving = peers.begin(dict.fromkeys(others, own), group)
+    if arriving is not None:
+        return lambda: dict(zip(others, arriving(), strict=True))
+    gathering = begin_gather_bytes(torch.cat(own) if len(own) > 1 else own[0], group)
+    return lambda: dict(enumerate(gathering()))
 
 
 class _Sent(NamedTuple):

@@ -6,7 +6,7 @@ from unittest import mock
 import torch
 from shared_linears import quantizers
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hqsweep.dist import peers
@@ -18,63 +18,73 @@ from hqsweep.train.graph import GraphPool
 
 ROWS, WIDTH = 4096, 512
 """Tokens of both ranks; features."""
+Work = Callable[[], list[Tensor]]
 
 
-def exchanges(rank: int, group) -> list[Tensor]:
+def exchanges(mesh: DeviceMesh) -> Work:
     """Rows of many exchanges, of which two are on their way at a time, in slots that are taken again and again."""
-    x = draw("normal", ROWS, WIDTH, rank).cuda()
-    results, pending = [], []
-    for i in range(24):
-        begin = (begin_sum_rows, begin_lent_rows, begin_sum_rows)[i % 3]
-        pending.append(begin(x * (i + 1), group))
-        if len(pending) == 2:
-            results.append(pending.pop(0)().clone())
-    return [*results, pending.pop()().clone()]
+    group = mesh.get_group()
+    x = draw("normal", ROWS, WIDTH, group.rank()).cuda()
+
+    def run() -> list[Tensor]:
+        results, pending = [], []
+        for i in range(24):
+            begin = (begin_sum_rows, begin_lent_rows, begin_sum_rows)[i % 3]
+            pending.append(begin(x * (i + 1), group))
+            if len(pending) == 2:
+                results.append(pending.pop(0)().clone())
+        return [*results, pending.pop()().clone()]
+
+    return run
 
 
-def linears(rank: int, group) -> list[Tensor]:
+def linears(mesh: DeviceMesh) -> Work:
     """Outputs and gradients of linears over ranks that have half of the tokens each."""
-    mesh, results = init_device_mesh("cuda", (2,), mesh_dim_names=("tp",)), []
+    rank, calls = mesh.get_local_rank(), []
     for text in ("bf16", "mxfp8", "nvfp4", "fp8_current"):
-        for style in (ColwiseLinear, RowwiseLinear):
+        for style, axes in ((ColwiseLinear, (0, 1)), (RowwiseLinear, (1, 0))):
             torch.manual_seed(0)
-            module = Linear(WIDTH, WIDTH, name="l", recipe=quantizers(text), bias=False, device="cuda")
+            module = Linear(WIDTH, WIDTH, name="l", recipe=quantizers(text), bias=False).cuda()
             module = parallelize_module(module, mesh, style(sequence=0))
-            of_column = style is ColwiseLinear
-            x, dy = draw("heavy", ROWS, WIDTH).cuda(), draw("row_scaled", ROWS, WIDTH, 1).cuda()
-            x, dy = (t.chunk(2, int(t is (dy if of_column else x)))[rank].contiguous() for t in (x, dy))
-            x.requires_grad_()
+            whole = draw("heavy", ROWS, WIDTH), draw("row_scaled", ROWS, WIDTH, 1)
+            x, dy = (t.chunk(2, axis)[rank].contiguous().cuda() for t, axis in zip(whole, axes, strict=True))
+            calls.append((module, x, dy))
+
+    def run() -> list[Tensor]:
+        results = []
+        for module, x, dy in calls:
+            x, module.weight.grad = x.clone().requires_grad_(), None
             with quantization(step=1):
                 y = module(x)
             y.backward(dy)
             results += [y.detach(), x.grad, module.weight.grad.to_local()]
-    return results
+        return results
+
+    return run
 
 
-WORK: list[Callable] = [exchanges, linears]
+WORK = (exchanges, linears)
 
 
-def beside_collectives(rank: int, name: str) -> tuple[list[str], int | None]:
-    """What differs, eagerly and in a graph, and how many messages were sent; None where the ranks share a GPU."""
-    work = next(each for each in WORK if each.__name__ == name)
-    group = init_device_mesh("cuda", (2,)).get_group()
+def beside_collectives(rank: int, which: int) -> tuple[list[str], int | None]:
+    """What differs, eagerly and in replays of a graph, and how many messages were sent; None where ranks share a
+    GPU."""
+    run, pool, begin, sent = WORK[which](init_device_mesh("cuda", (2,))), GraphPool(), peers.Mailbox.begin, []
     with mock.patch.object(peers, "LEAST_BYTES", peers.MOST_BYTES):
-        expected = work(rank, group)
-    begin, sent = peers.Mailbox.begin, []
+        expected = run()
 
     def counted(mailbox: peers.Mailbox, *messages: object) -> object:
         sent.append(messages)
         return begin(mailbox, *messages)
 
     with mock.patch.object(peers.Mailbox, "begin", counted):
-        results, pool = {"eager": work(rank, group)}, GraphPool()
+        results = {"eager": run()}
         with pool.eager():
-            work(rank, group)
-        if name == "exchanges":
-            graph = pool.capture(lambda: work(rank, group))
-            for turn in range(3):
-                results[f"replay {turn}"] = [result.clone() for result in graph.replay()]
-        torch.cuda.synchronize()
+            run()
+        graph = pool.capture(run)
+        for turn in range(3):
+            results[f"replay {turn}"] = [result.clone() for result in graph.replay()]
+    torch.cuda.synchronize()
     faults = [
         f"{how}: {i}"
         for how, tensors in results.items()

@@ -60,8 +60,8 @@ def test_what_nobody_waits_for_is_forgotten():
 
 
 @pytest.mark.gpu2
-@pytest.mark.parametrize("work", peer_ranks.WORK, ids=lambda work: work.__name__)
-def test_messages_bring_what_collectives_bring(work):
-    for faults, sent in run_ranks(2, peer_ranks.beside_collectives, work.__name__, backend="nccl"):
+@pytest.mark.parametrize("which", range(len(peer_ranks.WORK)))
+def test_messages_bring_what_collectives_bring(which):
+    for faults, sent in run_ranks(2, peer_ranks.beside_collectives, which, backend="nccl"):
         assert faults == []
-        assert sent or sent is None
+        assert sent is None or sent >= 24

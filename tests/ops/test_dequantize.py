@@ -8,10 +8,11 @@ from cases import KERNELS
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.ops import operators
-from hqsweep.ops.dequantize import dequantize, exact_operand_of
+from hqsweep.ops.dequantize import dequantize, exact_operand_of, exact_operand_of_parts
 from hqsweep.ops.layout import GroupLayout
 from hqsweep.ops.packed import member_buffers
 from hqsweep.ops.splits import Splits
+from hqsweep.quant.operand import Operand, narrow
 
 SIXTEENS = (0, 128, 48, 0, 16, 160, 256, 0)
 ANY = (37, 0, 1, 128, 131, 300)
@@ -48,6 +49,32 @@ def test_decoding_at_once_gives_the_bytes_of_each_operand(text, columnwise, widt
                     tensors, text, len(x), width, exact, wanted.dtype, splits.offsets(x.device), columnwise
                 )
                 assert actual.dtype == wanted.dtype and torch.equal(actual.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@devices
+@pytest.mark.parametrize("text", KERNELS)
+@pytest.mark.parametrize("rows", [128, 48])
+def test_parts_of_columns_are_decoded_to_the_bytes_of_the_whole(text, rows, device):
+    format, x = parse(text), draw("heavy", rows, 3 * 128, dtype=torch.bfloat16).to(device)
+    buffers = quantize(x, format, rowwise_key=RngKey(seed=7, slot="s", step=5)).rowwise
+    whole = Operand(format=format, shape=(rows, 3 * 128), dtype=x.dtype, buffers=buffers)
+    parts = [narrow(whole, 1, start, start + 128).buffers for start in (0, 128, 256)]
+    exact = exact_operand_of_parts(parts, format, (rows, 128))
+    wanted = whole.operand()
+    assert torch.equal(exact.matrix, wanted.matrix) and exact.matrix.dtype == wanted.matrix.dtype
+    assert exact.divisor == wanted.divisor
+    assert exact.factor is wanted.factor is None or torch.equal(exact.factor, wanted.factor)
+
+
+@pytest.mark.gpu
+def test_gpu_decoding_writes_nothing_beside_its_columns():
+    x = draw("heavy", 64, 128, dtype=torch.bfloat16).cuda()
+    buffers = list(quantize(x, parse("mxfp8")).rowwise.values())
+    out = torch.full((64, 256), 7.0, device="cuda", dtype=torch.bfloat16)
+    operators.decode_into(out[:, 64:192], buffers, "mxfp8")
+    assert out[:, :64].eq(7).all() and out[:, 192:].eq(7).all() and not out[:, 64:192].eq(7).all()
+    with pytest.raises(ValueError, match="rows of floats without gaps"):
+        operators.decode_into(out.t()[:64, 64:192], buffers, "mxfp8")
 
 
 def decoded(buffers, format, shape, exact, dtype):
