@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,11 +26,19 @@ from torch.distributed import ProcessGroup
 
 LEAST_BYTES = 1 << 20
 """Bytes of a message from which it is written by a copy engine; NCCL is as fast for fewer."""
-MOST_BYTES = 1 << 28
-"""Bytes of a slot, at most."""
-SLOTS = 4
-BARRIER = SLOTS
-"""The channel of the barrier's signals, behind one for each slot."""
+
+
+class Purpose(NamedTuple):
+    """What a mailbox is for: the exchanges of each purpose have their own, and are in an order of their own."""
+
+    name: str
+    slots: int
+    """The number of slots: two for each exchange that is on its way at a time."""
+    most: int
+    """Bytes of a slot, at most."""
+
+
+ROWS = Purpose("rows", slots=4, most=1 << 28)
 WORD = 16
 
 Message = Sequence[Tensor]
@@ -37,21 +46,24 @@ Message = Sequence[Tensor]
 Received = Callable[[], Tensor]
 
 
-def begin(messages: Mapping[int, Message], group: ProcessGroup, *, own: Message = ()) -> Received | None:
+def begin(
+    messages: Mapping[int, Message], group: ProcessGroup, *, own: Message = (), purpose: Purpose = ROWS
+) -> Received | None:
     """Send each other rank of the group its message, of the same tensors' sizes on all ranks. None, on all ranks, where
     no mailbox can take them: the caller then takes a collective.
 
     The result waits for what the others have sent to this rank: uint8 [W, bytes], with the message `own` in this rank's
-    place; without it [W - 1, bytes], of the others in their order. It is good until the next begin() of this group.
-    Nothing writes to the messages before the result has been asked for.
+    place; without it [W - 1, bytes], of the others in their order. It is good until the next begin() of this group and
+    purpose. Nothing writes to the messages before the result has been asked for.
     """
     pieces = next(iter(messages.values()), ())
     if not pieces or not pieces[0].is_cuda or torch.compiler.is_compiling() or "nccl" not in dist.get_backend(group):
         return None
-    size, world = sum(piece.nbytes for piece in pieces), group.size()
-    if size < LEAST_BYTES or any(piece.nbytes % WORD for piece in pieces) or size * world > MOST_BYTES:
+    size = sum(piece.nbytes for piece in pieces)
+    received = size * (group.size() - (not own))
+    if size < LEAST_BYTES or any(piece.nbytes % WORD for piece in pieces) or received > purpose.most:
         return None
-    mailbox = _mailbox(group, pieces[0].device, size * world)
+    mailbox = _mailbox(group, pieces[0].device, purpose, received)
     return None if mailbox is None else mailbox.begin(messages, own, size)
 
 
@@ -67,16 +79,16 @@ def one_program() -> Iterator[None]:
 
 
 _PROGRAMS: list[object] = []
-_MAILBOXES: dict[tuple[str, int], "Mailbox | None"] = {}
-"""The mailbox of a group, by its name, on a device; None where the ranks found that they can have none."""
+_MAILBOXES: dict[tuple[str, int, Purpose], "Mailbox | None"] = {}
+"""The mailbox of a group, by its name, on a device, for a purpose; None where the ranks found that they have none."""
 _OUTGROWN: list["Mailbox"] = []
 """Mailboxes whose memory graphs write to, although larger ones have taken their place."""
 
 
-def _mailbox(group: ProcessGroup, device: torch.device, size: int) -> "Mailbox | None":
-    """The group's mailbox with slots of that many bytes. All ranks come here with the same size, and capture the
-    same."""
-    key = (group.group_name, device.index)
+def _mailbox(group: ProcessGroup, device: torch.device, purpose: Purpose, size: int) -> "Mailbox | None":
+    """The group's mailbox for a purpose, with slots of that many bytes. All ranks come here with the same size, and
+    capture the same."""
+    key = (group.group_name, device.index, purpose)
     mailbox = _MAILBOXES.get(key)
     if (mailbox is None and key in _MAILBOXES) or (mailbox is not None and mailbox.size >= size):
         return mailbox
@@ -85,11 +97,11 @@ def _mailbox(group: ProcessGroup, device: torch.device, size: int) -> "Mailbox |
     if mailbox is None and not _all_say(_place(device), group, _are_neighbours):
         _MAILBOXES[key] = None
         return None
-    if mailbox is not None and mailbox.program is not None:
+    if mailbox is not None and mailbox.captured:
         _OUTGROWN.append(mailbox)
     torch.cuda.synchronize(device)
     try:
-        mailbox = Mailbox(group, device, 1 << (size - 1).bit_length())
+        mailbox = Mailbox(group, device, purpose.slots, 1 << (size - 1).bit_length())
     except Exception:  # of drivers, and of torch where it is built without such memory
         mailbox = None
     _MAILBOXES[key] = mailbox if _all_say(mailbox is not None, group, all) else None
@@ -162,18 +174,22 @@ class Slots:
 class Mailbox:
     """Memory of each rank of a group that the others write to: slots of `size` bytes."""
 
-    def __init__(self, group: ProcessGroup, device: torch.device, size: int) -> None:
+    def __init__(self, group: ProcessGroup, device: torch.device, slots: int, size: int) -> None:
         from torch.distributed import _symmetric_memory as symmetric
 
         self.size = size
         # Not symmetric.empty, which would open a pool of the allocator's inside of another one.
-        memory = symmetric._SymmetricMemory.empty_strided_p2p((SLOTS * size,), (1,), torch.uint8, device)
+        memory = symmetric._SymmetricMemory.empty_strided_p2p((slots * size,), (1,), torch.uint8, device)
         self.handle = symmetric.rendezvous(memory, group.group_name)
         self.rank, self.world = group.rank(), group.size()
-        every = [self.handle.get_buffer(rank, (SLOTS, size), torch.uint8) for rank in range(self.world)]
+        every = [self.handle.get_buffer(rank, (slots, size), torch.uint8) for rank in range(self.world)]
         self.slots_of = [buffer.unbind() for buffer in every]
-        self.slots, self.program = Slots(SLOTS), None
-        self.engine, self.beside = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.slots, self.barrier = Slots(slots), slots
+        self.program: object = None
+        self.stream = torch.cuda.current_stream(device)
+        """The stream of the last exchange."""
+        self.captured = False
+        self.engine, self.beside = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
         """The streams of copies to others, and of a rank's own."""
 
     def begin(self, messages: Mapping[int, Message], own: Message, size: int) -> Received | None:
@@ -217,13 +233,19 @@ class Mailbox:
 
     def _take(self) -> _Exchange | None:
         """An exchange in a free slot, after a barrier where none is known to be free."""
-        program = _PROGRAMS[-1] if _PROGRAMS else None
+        stream, capturing = torch.cuda.current_stream(), torch.cuda.is_current_stream_capturing()
+        program = _PROGRAMS[-1] if _PROGRAMS else capturing
+        self.captured = self.captured or capturing
+        exchange = None
         if program is not self.program:
+            self.program = program
             self.slots.clear()
-        exchange = None if program is None or program is not self.program else self.slots.take()
-        self.program = program
+        else:
+            stream.wait_stream(self.stream)  # where reads of the last exchange are
+            exchange = None if isinstance(program, bool) else self.slots.take()
+        self.stream = stream
         if exchange is None:
-            self.handle.barrier(channel=BARRIER)
+            self.handle.barrier(channel=self.barrier)
             self.slots.settle()
             exchange = self.slots.take()
         return exchange

@@ -26,11 +26,15 @@ def _sum_parts(parts: Tensor, received: Tensor, rank: int) -> Tensor:
         wanted = "[lead, W, n] and [W - 1, lead, n] of float32, bfloat16 or float16, contiguous, n in words of 16 bytes"
         got = f"parts are {described(parts)}, received {described(received)}, rank {rank}"
         raise ValueError(f"{got}; it takes {wanted}")
+    total = parts.new_empty(parts.shape[0], parts.shape[2])
+    _add(parts, received, rank, total)
+    return total
+
+
+def _add(parts: Tensor, received: Tensor, rank: int, total: Tensor) -> None:
     lead, ranks, count = parts.shape
-    total = parts.new_empty(lead, count)
     call = (parts.data_ptr(), received.data_ptr(), total.data_ptr(), DTYPES[parts.dtype], lead, ranks, count, rank)
     extension().sum_parts_cuda(*call, *where(parts))
-    return total
 
 
 def takes(parts: Tensor, received: Tensor) -> bool:
@@ -42,14 +46,20 @@ def takes(parts: Tensor, received: Tensor) -> bool:
     return same and shaped and whole and parts.dtype in DTYPES
 
 
-def sum_parts(parts: Tensor, received: Tensor, rank: int) -> Tensor:
+def sum_parts(parts: Tensor, received: Tensor, rank: int, out: Tensor | None = None) -> Tensor:
     """parts [lead, W, n], of which parts[:, rank] is this rank's summand, and received [W - 1, lead, n], those of the
-    other ranks in their order -> [lead, n]: all summands added in float32 in the order of ranks, rounded once."""
+    other ranks in their order -> [lead, n]: all summands added in float32 in the order of ranks, rounded once. out:
+    contiguous, of that shape and dtype, which the sum is written to."""
     compiling = torch.compiler.is_compiling()
     if parts.is_cuda and not compiling and has_kernels("cuda") and takes(parts, received):
-        return _sum_parts(parts, received, rank)
+        if out is None:
+            return _sum_parts(parts, received, rank)
+        if out.data_ptr() % WORD == 0:
+            _add(parts, received, rank, out)
+            return out
     summands = [*received[:rank], parts[:, rank], *received[rank:]]
     total = summands[0].to(torch.float32, copy=True)
     for summand in summands[1:]:
         total += summand
-    return total.to(parts.dtype)
+    total = total.to(parts.dtype)
+    return total if out is None else out.copy_(total)

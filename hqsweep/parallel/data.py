@@ -31,6 +31,7 @@ def shard(model: nn.Module, ranks: Ranks, methods: Iterable[str] = (), apart: Co
     """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
+    from hqsweep.dist.unit_comms import exchange_by_copies
     from hqsweep.parallel.tensor import fsdp_placement
 
     # Layers and heads of hqsweep give views of their products, which nothing here changes in place.
@@ -50,6 +51,8 @@ def shard(model: nn.Module, ranks: Ranks, methods: Iterable[str] = (), apart: Co
     for unit in units(model):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # by which gloo, too, reduces without a factor
+        if ranks.device.type == "cuda":
+            exchange_by_copies(unit)
 
 
 def _own_head(model: nn.Module) -> nn.Module | None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from shared_linears import quantizers
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -11,6 +12,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from hqsweep.dist import peers
 from hqsweep.dist.tokens import begin_lent_rows, begin_sum_rows
+from hqsweep.dist.unit_comms import Gather, Sum
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, quantization
 from hqsweep.parallel.tensor import ColwiseLinear, RowwiseLinear
@@ -63,14 +65,40 @@ def linears(mesh: DeviceMesh) -> Work:
     return run
 
 
-WORK = (exchanges, linears)
+def units(mesh: DeviceMesh) -> Work:
+    """What units of fully_shard exchange, gathers and sums in turn, each in a stream of its own."""
+    group, streams = mesh.get_group(), [torch.cuda.Stream(), torch.cuda.Stream()]
+    x = draw("normal", ROWS, WIDTH, group.rank()).cuda()
+
+    def run() -> list[Tensor]:
+        results = []
+        for i in range(8):
+            for stream, exchange in zip(streams, (Gather(), Sum()), strict=True):
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    own = x * (i + 1)
+                    if isinstance(exchange, Sum):
+                        whole = torch.empty_like(own[: ROWS // 2])
+                        exchange(whole, own, group, dist.ReduceOp.SUM)
+                    else:
+                        whole = own.new_empty(2 * ROWS, WIDTH)
+                        exchange(whole, own, group)
+                    results.append(whole)
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)
+        return results
+
+    return run
+
+
+WORK = (exchanges, linears, units)
 
 
 def beside_collectives(rank: int, which: int) -> tuple[list[str], int | None]:
     """What differs, eagerly and in replays of a graph, and how many messages were sent; None where ranks share a
     GPU."""
     run, pool, begin, sent = WORK[which](init_device_mesh("cuda", (2,))), GraphPool(), peers.Mailbox.begin, []
-    with mock.patch.object(peers, "LEAST_BYTES", peers.MOST_BYTES):
+    with mock.patch.object(peers, "LEAST_BYTES", 1 << 40):
         expected = run()
 
     def counted(mailbox: peers.Mailbox, *messages: object) -> object:

@@ -64,4 +64,4 @@ def test_what_nobody_waits_for_is_forgotten():
 def test_messages_bring_what_collectives_bring(which):
     for faults, sent in run_ranks(2, peer_ranks.beside_collectives, which, backend="nccl"):
         assert faults == []
-        assert sent is None or sent >= 24
+        assert sent is None or sent >= 3 * 12  # of three runs

@@ -33,6 +33,9 @@ def test_every_rank_has_the_sum_in_order(lead, ranks, count, dtype, device):
         ours = sum_parts(every[rank], received[rank], rank)
         assert ours.dtype == dtype and ours.shape == (lead, count)
         assert torch.equal(ours.cpu(), total.to(dtype))
+        into = torch.full((lead, count + 8), torch.nan, dtype=dtype, device=device).flatten()[: lead * count]
+        assert sum_parts(every[rank], received[rank], rank, into.view(lead, count)).data_ptr() == into.data_ptr()
+        assert torch.equal(into.view(lead, count), ours)
 
 
 @devices
