@@ -1,15 +1,18 @@
 """A training step over the GPUs of one machine: our Trainer under fully_shard beside the same GPT of compiled torch.
 
     python -m benchmarks.ranks [--size M L] [--recipes bf16 mxfp8 mxfp8:held ...] [--ranks 2] [--tp] [--quick]
+                               [--deterministic on off]
 
 Every rank takes the tokens of benchmarks/step.py's size, on one GPU as on many (weak scaling). Plain torch is as
 torchtitan does it: each block compiled, then fully_shard, gathered in bfloat16, gradients reduced in float32, fused
 AdamW. Ours is train.parallel.dp_shard=RANKS. ":held": weights held quantized (model.quantized_weights), whose codes and
-scales travel, by direction; without it weights travel in high precision and are quantized after.
+scales travel, by direction; without it weights travel in high precision and are quantized after. Ours runs as a run
+does, with deterministic kernels only; "off" beside it has torch choose, as it does for the plain model.
 
 wire    gigabytes a second that a rank receives: all_gather and reduce_scatter of 256 MiB
 time    a step: milliseconds of rank 0, host included, medians of turns beside compiled torch; share of its tokens a
-        second; memory at its peak; scaling: milliseconds of the same case on one rank over its own
+        second; memory at its peak, with what ranks share beside torch's allocator (dist.peers); scaling: milliseconds
+        of the same case on one rank over its own
 sharded with one rank: the same beside compiled torch, ours under fully_shard too; so all of a step over ranks but what
         travels, on one GPU
 tp      with --tp: matrices shared out by tensor and sequence parallelism (tp=RANKS), on the tokens of one rank:
@@ -22,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -39,7 +43,7 @@ from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.model import ModelConfig, ffn_width
 from hqsweep.config.parallel import ParallelConfig
 from hqsweep.config.train import TrainConfig
-from hqsweep.dist import collectives
+from hqsweep.dist import collectives, peers
 from hqsweep.dist.spawn import spawn_ranks
 from hqsweep.parallel.mesh import Ranks, backend, build_mesh
 from hqsweep.train.loop import Step, Trainer
@@ -52,8 +56,8 @@ SCALING_GOALS = {"time": 0.93, "tp": 0.85}
 QUICK = Size(model=ModelConfig(dim=64, layers=2, heads=2), batch=2, context=32, vocabulary=96, turn=1)
 WIRE_BYTES = 1 << 28
 COLUMNS = (
-    "section", "size", "case", "recipe", "ranks", "ms", "share", "goal", "scaling", "scaling_goal", "pass",
-    "ktokens_s", "tflops", "peak_gb", "first_step_s", "gather_gbs", "reduce_gbs",
+    "section", "size", "case", "recipe", "deterministic", "ranks", "ms", "share", "goal", "scaling", "scaling_goal",
+    "pass", "ktokens_s", "tflops", "peak_gb", "first_step_s", "gather_gbs", "reduce_gbs",
 )  # fmt: skip
 
 
@@ -124,6 +128,8 @@ class Bench:
         self.writer = rows.Writer("ranks", args.device, args) if dist.get_rank() == 0 else None
         self.milliseconds: dict[tuple, float] = {}
         """Case -> its milliseconds."""
+        self.shared_before = 0
+        """Bytes that ranks shared before this case: groups of earlier ones keep theirs."""
 
     def add(self, named: rows.Row, measure: Callable[[], rows.Row]) -> None:
         """Add a row of what every rank measures; one rank's error is that of all, as collectives would hang."""
@@ -143,31 +149,33 @@ class Bench:
                 self._tensor_parallel(name, divisible(size, self.args.ranks))
 
     def _time(self, name: str, size: Size, section: str) -> None:
-        data = Data(replace(size, batch=size.batch * self.world), self.args.device)
+        data, self.shared_before = Data(replace(size, batch=size.batch * self.world), self.args.device), peers.memory()
         own = Data(size, self.args.device)
         reference = Prepared(partial(plain, size, own, self.args.device), self.args.device, is_deterministic=False)
         seconds = alternated([reference], size.turn, self.args.turns)[0]
         row = partial(self._row, size, reference, seconds, None, "", section)
         self.add(self._named(section, name, "torch compiled"), row)
         dims = ParallelConfig(dp_shard=self.world)
-        for recipe in self.args.recipes:
+        for recipe, kernels in product(self.args.recipes, self.args.deterministic):
             build = partial(Ours, size, data, recipe, dims, self.args.device, section == "sharded")
-            case = Prepared(build, self.args.device, is_deterministic=True)
+            self.shared_before = peers.memory()
+            case = Prepared(build, self.args.device, is_deterministic=kernels == "on")
             seconds, beside = alternated([case, reference], size.turn, self.args.turns)
-            row = partial(self._row, size, case, seconds, beside, recipe, section)
-            self.add(self._named(section, name, "hqsweep") | {"recipe": recipe}, row)
+            row = partial(self._row, size, case, seconds, beside, recipe, section, kernels)
+            self.add(self._named(section, name, "hqsweep") | {"recipe": recipe, "deterministic": kernels}, row)
             del case
 
     def _tensor_parallel(self, name: str, size: Size) -> None:
         data, dims = Data(size, self.args.device), ParallelConfig(tp=self.world)
         for recipe in (entry for entry in self.args.recipes if not entry.endswith(":held")):
-            if self.world == 1 and _key(size, recipe) in self.milliseconds:  # from its section time
+            if self.world == 1 and (*_key(size, recipe), "on") in self.milliseconds:  # from its section time
                 continue
             build = partial(Ours, size, data, recipe, dims, self.args.device)
+            self.shared_before = peers.memory()
             case = Prepared(build, self.args.device, is_deterministic=True)
             [seconds] = alternated([case], size.turn, self.args.turns)
             row = partial(self._row, size, case, seconds, None, recipe, section="tp")
-            self.add(self._named("tp", name, "hqsweep") | {"recipe": recipe}, row)
+            self.add(self._named("tp", name, "hqsweep") | {"recipe": recipe, "deterministic": "on"}, row)
             del case
 
     def _named(self, section: str, size: str, case: str) -> rows.Row:
@@ -181,12 +189,15 @@ class Bench:
         beside: float | None,
         recipe: str,
         section: str = "time",
+        kernels: str = "on",
     ) -> rows.Row:
-        passes, key = [], _key(size, recipe)
+        passes, key = [], (*_key(size, recipe), kernels)
         if section != "sharded":
             self.milliseconds[key] = seconds * 1e3
         parts = 1 if section == "tp" else self.world
         row = {"ms": seconds * 1e3, "ktokens_s": parts * size.tokens / seconds * 1e-3} | case.facts
+        if "peak_gb" in row:
+            row["peak_gb"] += (peers.memory() - self.shared_before) * 1e-9
         row["tflops"] = parts / self.world * size.flop() / seconds * 1e-12
         if beside is not None:
             row["share"] = beside / seconds
@@ -248,6 +259,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", nargs="+", choices=[name for name in SIZES if name != "moe"], default=["M", "L"])
     parser.add_argument("--quick", action="store_true", help="a tiny shape instead of --size")
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
+    parser.add_argument("--deterministic", nargs="+", choices=("on", "off"), default=["on"])
     parser.add_argument("--ranks", type=int, help="(default: as many as there are GPUs, on CPUs 2)")
     parser.add_argument("--tp", action="store_true", help="also tensor parallel steps")
     parser.add_argument("--turns", type=int, default=3, help="of each case beside compiled torch")

@@ -85,6 +85,11 @@ _OUTGROWN: list["Mailbox"] = []
 """Mailboxes whose memory graphs write to, although larger ones have taken their place."""
 
 
+def memory() -> int:
+    """Bytes of this process's GPUs that other ranks write to, which torch's allocator does not count."""
+    return sum(mailbox.bytes for mailbox in (*_MAILBOXES.values(), *_OUTGROWN) if mailbox is not None)
+
+
 def _mailbox(group: ProcessGroup, device: torch.device, purpose: Purpose, size: int) -> "Mailbox | None":
     """The group's mailbox for a purpose, with slots of that many bytes. All ranks come here with the same size, and
     capture the same."""
@@ -177,7 +182,7 @@ class Mailbox:
     def __init__(self, group: ProcessGroup, device: torch.device, slots: int, size: int) -> None:
         from torch.distributed import _symmetric_memory as symmetric
 
-        self.size = size
+        self.size, self.bytes = size, slots * size
         # Not symmetric.empty, which would open a pool of the allocator's inside of another one.
         memory = symmetric._SymmetricMemory.empty_strided_p2p((slots * size,), (1,), torch.uint8, device)
         self.handle = symmetric.rendezvous(memory, group.group_name)

@@ -15,9 +15,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from hqsweep.dist import collectives, peers
 from hqsweep.ops.sum_parts import sum_parts
 
-GATHERS = peers.Purpose("gather", slots=2, most=1 << 26)
-SUMS = peers.Purpose("sum", slots=2, most=1 << 27)
-"""What is on its way has come before the next exchange begins, so that two slots do."""
+GATHERS = peers.Purpose("gather", slots=1, most=1 << 27)
+SUMS = peers.Purpose("sum", slots=1, most=1 << 27)
+"""What is on its way has come before the next exchange begins, and ranks wait for each other there as in a collective,
+so that one slot does."""
 
 
 class _Allocates:
