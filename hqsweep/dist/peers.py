@@ -12,6 +12,7 @@ exchange has enqueued the reads of those before, but for the ones that have not 
 for an exchange knows that the others had begun it. From that follows which slots are free, with no message about it.
 """
 
+import os
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+SWITCH = "HQSWEEP_PEER_COPIES"
+"""The environment variable that turns copies off where it is 0 for some rank."""
 LEAST_BYTES = 1 << 20
 """Bytes of a message from which it is written by a copy engine; NCCL is as fast for fewer."""
 
@@ -114,7 +117,9 @@ def _mailbox(group: ProcessGroup, device: torch.device, purpose: Purpose, size: 
 
 
 def _place(device: torch.device) -> tuple[str, str]:
-    return socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
+    """The machine and the GPU of this rank; for a rank that was told to send no copies a machine of its own."""
+    machine = socket.gethostname() if os.environ.get(SWITCH) != "0" else f"{dist.get_rank()}"
+    return machine, str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _all_say(word: object, group: ProcessGroup, agree: Callable[[list], bool]) -> bool:

@@ -6,15 +6,17 @@ import peer_ranks
 import pytest
 from ranks import run_ranks
 
+from hqsweep.dist import peers
 from hqsweep.dist.peers import Slots
 
 COUNT = 4
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_slot_is_taken_again_only_when_all_have_read_it(seed):
+@pytest.mark.parametrize("count", [1, 2, COUNT])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_slot_is_taken_again_only_when_all_have_read_it(seed, count):
     """Exchanges begin and are waited for in some order; the other rank is as far behind as its messages allow."""
-    draw, slots = random.Random(seed), Slots(COUNT)
+    draw, slots = random.Random(seed), Slots(count)
     begun, read, last, pending = {}, {}, {}, []
     known, reused, refused = -1, 0, 0
     """The moment to which the other rank has certainly come."""
@@ -32,7 +34,7 @@ def test_a_slot_is_taken_again_only_when_all_have_read_it(seed):
             slots.settle()
             exchange = slots.take()
         if exchange is None:
-            assert len(pending) == COUNT
+            assert len(pending) == count
             continue
         if before := last.get(exchange.slot):
             assert before not in pending and read[before] <= known
@@ -57,6 +59,13 @@ def test_what_nobody_waits_for_is_forgotten():
     assert slots.take() is None
     slots.clear()
     assert slots.take().slot == 0
+
+
+def test_ranks_are_neighbours_on_one_machine_with_a_gpu_each():
+    places = [("node", "gpu 0"), ("node", "gpu 1")]
+    assert peers._are_neighbours(places)
+    assert not peers._are_neighbours([*places, ("other", "gpu 2")])
+    assert not peers._are_neighbours([*places, ("node", "gpu 1")])
 
 
 @pytest.mark.gpu2
