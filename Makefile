@@ -13,9 +13,9 @@ quickstart: $(STAMP)  ## a fork study of six recipes on real text; verdicts, and
 	$(BIN)/hqsweep run conf=quickstart
 	$(BIN)/hqsweep compare quickstart --check
 
-# Two processes of one thread each: threads of both together would wait for each other. Each begins at its half of the
-# tests in their order, so that what those of a file share, such as trainings over ranks, runs once.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
+# Two processes of one thread each: threads of both together would wait for each other. A file is one's alone, so that
+# what its tests share, such as trainings over ranks, runs once.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q
 test: $(STAMP)  ## the whole suite
 	$(PYTEST)
 

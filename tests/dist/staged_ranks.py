@@ -40,7 +40,7 @@ FACTS = ("recipe that changes", "experts")
 DELAYED_LAYERS = {"linear": DELAYED, "overrides": [{"layers": "last(1)", "linear": "nvfp4"}]}
 MATRICES = {"parallel": {"tp": 2}, "clip": 0.01}
 CUT_EXPERTS = {"ffn": 128, "experts": 4, "expert_ffn": 128, "first_moe_layer": 2}
-EXPERTS = {"parallel": {"dp_shard": 2, "ep": 2}, "clip": 0.01, "microbatches": 2}
+EXPERTS = {"parallel": {"dp_shard": 2, "ep": 2}, "clip": 0.01}
 BESIDE = {
     "matrices": (NVFP4, MATRICES | {"model": FOUR | CUT_EXPERTS, "recompute": "layer", "stages": 2}),
     "held matrices": (DELAYED_LAYERS, MATRICES | {"model": {"ffn": 128, "quantized_weights": True}}),
@@ -60,7 +60,7 @@ RESUMED = ("held matrices", "experts over ranks")
 def beside(name: str, pp: int):
     """The config of a case of BESIDE, without stages (pp=1) or with some."""
     recipe, changes = BESIDE[name]
-    changes = BASE | {"steps": 2} | changes
+    changes = BASE | {"steps": 2, "microbatches": 2} | changes
     stages, dims = changes.pop("stages", 1), changes.pop("parallel")
     parallel = dims | ({"pp": pp, "stages_per_rank": stages} if pp > 1 else {})
     return config(recipe, **changes, parallel=parallel, stats={"capture_at": 2})
