@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from torch.distributed import ProcessGroup
 
 SWITCH = "HQSWEEP_PEER_COPIES"
 """The environment variable that turns copies off where it is 0 for some rank."""
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 LEAST_BYTES = 1 << 20
 """Bytes of a message from which it is written by a copy engine; NCCL is as fast for fewer."""
 
@@ -117,9 +119,11 @@ def _mailbox(group: ProcessGroup, device: torch.device, purpose: Purpose, size: 
 
 
 def _place(device: torch.device) -> tuple[str, str]:
-    """The machine and the GPU of this rank; for a rank that was told to send no copies a machine of its own."""
-    machine = socket.gethostname() if os.environ.get(SWITCH) != "0" else f"{dist.get_rank()}"
-    return machine, str(torch.cuda.get_device_properties(device).uuid)
+    """The machine and the GPU of this rank; for a rank that was told to send no copies a machine of its own. Machines
+    may share a name, and containers of one machine a boot."""
+    machine = f"{socket.gethostname()} {BOOT.read_text()}" if BOOT.exists() else socket.gethostname()
+    own = f"{dist.get_rank()}" if os.environ.get(SWITCH) == "0" else machine
+    return own, str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _all_say(word: object, group: ProcessGroup, agree: Callable[[list], bool]) -> bool:
