@@ -11,8 +11,8 @@ does, with deterministic kernels only; "off" beside it has torch choose, as it d
 
 wire    gigabytes a second that a rank receives: all_gather and reduce_scatter of 256 MiB
 time    a step: milliseconds of rank 0, host included, medians of turns beside compiled torch; share of its tokens a
-        second; memory at its peak, with what ranks share beside torch's allocator (dist.peers); scaling: milliseconds
-        of the same case on one rank over its own
+        second; memory at its peak, and what ranks share beside it (dist.peers); scaling: milliseconds of the same case
+        on one rank over its own
 sharded with one rank: the same beside compiled torch, ours under fully_shard too; so all of a step over ranks but what
         travels, on one GPU
 tp      with --tp: matrices shared out by tensor and sequence parallelism (tp=RANKS), on the tokens of one rank:
@@ -45,6 +45,7 @@ from hqsweep.config.parallel import ParallelConfig
 from hqsweep.config.train import TrainConfig
 from hqsweep.dist import collectives, peers
 from hqsweep.dist.spawn import spawn_ranks
+from hqsweep.dist.unit_comms import GATHERS, SUMS
 from hqsweep.parallel.mesh import Ranks, backend, build_mesh
 from hqsweep.train.loop import Step, Trainer
 
@@ -57,7 +58,7 @@ QUICK = Size(model=ModelConfig(dim=64, layers=2, heads=2), batch=2, context=32, 
 WIRE_BYTES = 1 << 28
 COLUMNS = (
     "section", "size", "case", "recipe", "deterministic", "ranks", "ms", "share", "goal", "scaling", "scaling_goal",
-    "pass", "ktokens_s", "tflops", "peak_gb", "first_step_s", "gather_gbs", "reduce_gbs",
+    "pass", "ktokens_s", "tflops", "peak_gb", "shared_gb", "first_step_s", "gather_gbs", "reduce_gbs",
 )  # fmt: skip
 
 
@@ -128,8 +129,6 @@ class Bench:
         self.writer = rows.Writer("ranks", args.device, args) if dist.get_rank() == 0 else None
         self.milliseconds: dict[tuple, float] = {}
         """Case -> its milliseconds."""
-        self.shared_before = 0
-        """Bytes that ranks shared before this case: groups of earlier ones keep theirs."""
 
     def add(self, named: rows.Row, measure: Callable[[], rows.Row]) -> None:
         """Add a row of what every rank measures; one rank's error is that of all, as collectives would hang."""
@@ -149,7 +148,7 @@ class Bench:
                 self._tensor_parallel(name, divisible(size, self.args.ranks))
 
     def _time(self, name: str, size: Size, section: str) -> None:
-        data, self.shared_before = Data(replace(size, batch=size.batch * self.world), self.args.device), peers.memory()
+        data = Data(replace(size, batch=size.batch * self.world), self.args.device)
         own = Data(size, self.args.device)
         reference = Prepared(partial(plain, size, own, self.args.device), self.args.device, is_deterministic=False)
         seconds = alternated([reference], size.turn, self.args.turns)[0]
@@ -158,7 +157,6 @@ class Bench:
         dims = ParallelConfig(dp_shard=self.world)
         for recipe, kernels in product(self.args.recipes, self.args.deterministic):
             build = partial(Ours, size, data, recipe, dims, self.args.device, section == "sharded")
-            self.shared_before = peers.memory()
             case = Prepared(build, self.args.device, is_deterministic=kernels == "on")
             seconds, beside = alternated([case, reference], size.turn, self.args.turns)
             row = partial(self._row, size, case, seconds, beside, recipe, section, kernels)
@@ -171,7 +169,6 @@ class Bench:
             if self.world == 1 and (*_key(size, recipe), "on") in self.milliseconds:  # from its section time
                 continue
             build = partial(Ours, size, data, recipe, dims, self.args.device)
-            self.shared_before = peers.memory()
             case = Prepared(build, self.args.device, is_deterministic=True)
             [seconds] = alternated([case], size.turn, self.args.turns)
             row = partial(self._row, size, case, seconds, None, recipe, section="tp")
@@ -196,8 +193,8 @@ class Bench:
             self.milliseconds[key] = seconds * 1e3
         parts = 1 if section == "tp" else self.world
         row = {"ms": seconds * 1e3, "ktokens_s": parts * size.tokens / seconds * 1e-3} | case.facts
-        if "peak_gb" in row:
-            row["peak_gb"] += (peers.memory() - self.shared_before) * 1e-9
+        if "peak_gb" in row and recipe:
+            row["shared_gb"] = peers.memory(*((peers.ROWS,) if section == "tp" else (GATHERS, SUMS))) * 1e-9
         row["tflops"] = parts / self.world * size.flop() / seconds * 1e-12
         if beside is not None:
             row["share"] = beside / seconds

@@ -90,9 +90,10 @@ _OUTGROWN: list["Mailbox"] = []
 """Mailboxes whose memory graphs write to, although larger ones have taken their place."""
 
 
-def memory() -> int:
-    """Bytes of this process's GPUs that other ranks write to, which torch's allocator does not count."""
-    return sum(mailbox.bytes for mailbox in (*_MAILBOXES.values(), *_OUTGROWN) if mailbox is not None)
+def memory(*purposes: Purpose) -> int:
+    """Bytes of this process's GPUs that other ranks write to for these purposes, which torch's allocator does not
+    count. Meshes of the same ranks share them."""
+    return sum(box.bytes for (*_, purpose), box in _MAILBOXES.items() if box is not None and purpose in purposes)
 
 
 def _mailbox(group: ProcessGroup, device: torch.device, purpose: Purpose, size: int) -> "Mailbox | None":
