@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ from torch.distributed import ProcessGroup
 from hqsweep.dist import peers, words
 from hqsweep.dist.collectives import begin_gather_bytes
 from hqsweep.formats import WHOLE, ExactOperand, Format
+from hqsweep.memo import cached_property
 from hqsweep.ops.dequantize import exact_operand_of_parts
 from hqsweep.quant.operand import Operand
 from hqsweep.quant.part import Part

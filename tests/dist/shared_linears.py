@@ -24,15 +24,14 @@ from hqsweep.formats.inputs import draw
 from hqsweep.gemm.exact import mm_t
 from hqsweep.nn import LayerNormLinear, Linear, LinearOptions, quantization, quantized_model_init, rank_rows
 from hqsweep.nn.linear_call import LinearCall
-from hqsweep.nn.rank_rows import LEAST_ROWS
 from hqsweep.optim import FusedAdam
 from hqsweep.parallel.tensor import ColwiseLinear, RowwiseLinear
 from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import LinearQuantizers
 
-SPLIT = [("column", True, 1), ("row", True, 1)]
-MODES = [(*mode, LEAST_ROWS) for mode in (("column", False), ("row", False), ("column", True), ("row", True))] + SPLIT
-"""How a linear is cut, whether tokens lie split, and from how many rows of a rank products are formed by ranks."""
+SPLIT = [("column", True, True), ("row", True, True)]
+MODES = [(mode, split, False) for split in (False, True) for mode in ("column", "row")] + SPLIT
+"""How a linear is cut, whether tokens lie split, and whether products are formed by the rows of each rank."""
 M, PART = 128, 128
 """Tokens; features of a rank's part."""
 
@@ -99,13 +98,13 @@ def differences(rank: int, world: int, texts: list[str]) -> list[str]:
     """What of column- and row-parallel linears is not to the byte what it should be."""
     mesh, faults = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), []
     for text in texts:
-        for mode, sequence, least in MODES if text in FEW else SPLIT:
+        for mode, sequence, by_ranks in MODES if text in FEW else SPLIT:
             try:
-                with mock.patch.object(rank_rows, "LEAST_ROWS", least):
+                with mock.patch.object(rank_rows, "hides", lambda x, by_ranks=by_ranks: by_ranks):
                     wrong = list(compared(text, mode, sequence, mesh, rank))
-                faults += [f"{text} {mode} {sequence} {least} {name}" for name in wrong]
+                faults += [f"{text} {mode} {sequence} {by_ranks} {name}" for name in wrong]
             except UserError as error:
-                faults.append(f"{text} {mode} {sequence} {least}: {error}")
+                faults.append(f"{text} {mode} {sequence} {by_ranks}: {error}")
     return faults
 
 

@@ -13,8 +13,9 @@ from hqsweep.config.parallel import ONE_RANK
 from hqsweep.jobs.trainer_fields import saved_fields, trainer_fields
 from hqsweep.train.checkpoint import go_on_from, save_checkpoint
 
-STEPS, BREAK = 3, 1
-BASE = {"steps": STEPS, "batch": 4, "microbatches": 4, "eval_batches": 3}
+BREAK = 1
+"""The step behind which there is a checkpoint."""
+BASE = {"steps": 2, "batch": 4, "microbatches": 4, "eval_batches": 3}
 NVFP4 = LINEARS["nvfp4"]
 DELAYED = DELAYED_IN_PARTS
 RECIPE = {
@@ -25,9 +26,9 @@ RECIPE = {
 """Which changes after two steps, and counts layers."""
 FOUR = {"layers": 4}
 CASES = {
-    "recipe that changes": (RECIPE, {"clip": 0.01}),
+    "recipe that changes": (RECIPE, {"clip": 0.01, "steps": 3}),
     "stochastic, interleaved, recomputed": (NVFP4, {"model": FOUR, "recompute": "layer", "stages": 2}),
-    "held, delayed": (DELAYED, {"model": {"quantized_weights": True}}),
+    "held, delayed": (DELAYED, {"model": {"quantized_weights": True}, "steps": 3}),
     "experts": ("mxfp8", {"model": FOUR | {"experts": 4, "first_moe_layer": 1}, "stages": 2}),
 }
 
@@ -60,7 +61,7 @@ RESUMED = ("held matrices", "experts over ranks")
 def beside(name: str, pp: int):
     """The config of a case of BESIDE, without stages (pp=1) or with some."""
     recipe, changes = BESIDE[name]
-    changes = BASE | {"steps": 2, "microbatches": 2} | changes
+    changes = BASE | {"microbatches": 2} | changes
     stages, dims = changes.pop("stages", 1), changes.pop("parallel")
     parallel = dims | ({"pp": pp, "stages_per_rank": stages} if pp > 1 else {})
     return config(recipe, **changes, parallel=parallel, stats={"capture_at": 2})
@@ -73,7 +74,7 @@ def staged(name: str, pp: int = 2, **dims):
     stages = changes.pop("stages", 1)
     if pp > 1:
         changes["parallel"] = {"pp": pp, "stages_per_rank": stages, **dims}
-    return config(recipe, **changes, stats={"capture_at": STEPS})
+    return config(recipe, **changes, stats={"capture_at": changes["steps"]})
 
 
 def trained(cfg, folder: Path) -> tuple:
