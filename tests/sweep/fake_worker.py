@@ -54,7 +54,7 @@ def act(run: RunDir, do: str) -> None:
         shutil.rmtree(run.path)
         os._exit(EXIT_BUSY)
     if do == "exit":
-        print("boring line\nModuleNotFoundError: no module named spam\n")
+        print("boring line\nModuleNotFoundError: no module named spam\n", flush=True)
         os._exit(1)
     if do == "say":
         print(f"{run.name} by Python", flush=True)
