@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from hqsweep.dist import collectives, peers
+from hqsweep.dist import peers
 from hqsweep.ops.sum_parts import sum_parts
 
 GATHERS = peers.Purpose("gather", slots=1, most=1 << 27)
@@ -21,13 +21,7 @@ SUMS = peers.Purpose("sum", slots=1, most=1 << 27)
 so that one slot does."""
 
 
-class _Allocates:
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory of torch's allocator."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class Gather(_Allocates, AllGather):
+class Gather(DefaultAllGather):
     """all_gather of the parameters of a unit."""
 
     def __call__(
@@ -37,7 +31,7 @@ class Gather(_Allocates, AllGather):
         others = [other for other in range(world) if other != rank]
         arriving = peers.begin(dict.fromkeys(others, (input_tensor,)), group, purpose=GATHERS)
         if arriving is None:
-            return collectives.all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+            return super().__call__(output_tensor, input_tensor, group, async_op)
         places = output_tensor.view(world, -1).view(torch.uint8)
         if input_tensor.data_ptr() != places[rank].data_ptr():
             places[rank].copy_(input_tensor.view(-1).view(torch.uint8))
@@ -46,20 +40,19 @@ class Gather(_Allocates, AllGather):
         return None
 
 
-class Sum(_Allocates, ReduceScatter):
+class Sum(DefaultReduceScatter):
     """reduce_scatter of the gradients of a unit."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         rank, world = group.rank(), group.size()
-        parts = input_tensor.view(world, -1)
-        arriving = None
+        parts, arriving = input_tensor.view(world, -1), None
         if op == dist.ReduceOp.SUM:
             messages = {other: (parts[other],) for other in range(world) if other != rank}
             arriving = peers.begin(messages, group, purpose=SUMS)
         if arriving is None:
-            return collectives.reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
         received = arriving().view(parts.dtype).view(world - 1, 1, -1)
         sum_parts(parts[None], received, rank, out=output_tensor.view(1, -1))
         return None

@@ -17,7 +17,7 @@ from hqsweep.formats import ExactOperand
 from hqsweep.gemm.exact import mm_t
 from hqsweep.memo import cached_property
 from hqsweep.ops.request import Output
-from hqsweep.quant.gather import Gathering, gather_operand, sent_bytes
+from hqsweep.quant.gather import Gathering, sent_bytes
 from hqsweep.quant.operand import HybridOperand, Operand
 from hqsweep.quant.part import Part, is_alone, is_part
 
@@ -109,7 +109,7 @@ def quantize_tokens(
         row = own.rowwise and Gathering(own.rowwise, 0, part)
         column = own.columnwise
         if column is not None and tensor != "input":
-            column = gather_operand(column, 1, part)
+            column = Gathering(column, 1, part).whole()
         if by_ranks:
             row = RankRows(part=part, rows=len(x), of_rank=row.of_rank)
         return HybridOperand(rowwise=row.whole() if isinstance(row, Gathering) else row, columnwise=column)

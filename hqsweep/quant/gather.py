@@ -21,14 +21,10 @@ ALIGNED = 16
 """Bytes at a multiple of which each buffer begins in a message."""
 
 
-def gather_operand(operand: Operand, axis: int, part: Part) -> Operand:
-    """The operand of the whole, from those of every rank's part, cut along an axis of the operand, whose blocks no part
-    cuts. Entries that cover that axis are equal on all ranks, and do not travel. A collective."""
-    return Gathering(operand, axis, part).whole()
-
-
 class Gathering:
-    """gather_operand, begun: it goes on beside the work that follows, and its results wait (dist.tokens)."""
+    """The operand of a whole, from those of every rank's part, cut along an axis of the operand, whose blocks no part
+    cuts. Entries that cover that axis are equal on all ranks, and do not travel. A collective, which goes on beside the
+    work that follows; results wait (dist.tokens)."""
 
     def __init__(self, operand: Operand, axis: int, part: Part) -> None:
         self.operand, self.axis, self.part = operand, axis, part

@@ -120,3 +120,12 @@ def beside_collectives(rank: int, which: int) -> tuple[list[str], int | None]:
         if not torch.equal(one, other)
     ]
     return faults, None if torch.cuda.device_count() < 2 else len(sent)
+
+
+def units_by_collectives(rank: int) -> list[list[float]]:
+    """What Gather and Sum give on CPUs, which have no copies: of rank + 1 in each place, and of the place's number."""
+    group = init_device_mesh("cpu", (2,)).get_group()
+    whole, part = torch.zeros(4), torch.zeros(2)
+    Gather()(whole, torch.full((2,), rank + 1.0), group)
+    Sum()(part, torch.arange(4.0) * (rank + 1), group, dist.ReduceOp.SUM)
+    return [whole.tolist(), part.tolist()]

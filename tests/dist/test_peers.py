@@ -68,6 +68,12 @@ def test_ranks_are_neighbours_on_one_machine_with_a_gpu_each():
     assert not peers._are_neighbours([*places, ("node", "gpu 1")])
 
 
+def test_units_take_collectives_where_there_are_no_copies():
+    one, other = run_ranks(2, peer_ranks.units_by_collectives)
+    assert one == [[1.0, 1.0, 2.0, 2.0], [0.0, 3.0]]
+    assert other == [[1.0, 1.0, 2.0, 2.0], [6.0, 9.0]]
+
+
 @pytest.mark.gpu2
 @pytest.mark.parametrize("which", range(len(peer_ranks.WORK)))
 def test_messages_bring_what_collectives_bring(which):
