@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from hqsweep.ops.attention import CUDNN_FRONTEND, frontend_version
 from hqsweep.ops.fingerprint import EXPECTED, fingerprint
 from hqsweep.ops.library import extension
 from hqsweep.track.machine import cpu_isa
@@ -118,6 +119,13 @@ def _mps() -> Answer:
     return False, f"no daemon in {pipes}: several runs on one GPU take turns (nvidia-cuda-mps-control -d starts one)"
 
 
+def _cudnn_frontend() -> Answer:
+    found = frontend_version()
+    if found is None:
+        return False, f"not installed; pip install {CUDNN_FRONTEND} for a faster backward of attention on Hopper GPUs"
+    return True, f"{found}, for attention's backward on Hopper GPUs"
+
+
 def _wandb() -> Answer:
     if importlib.util.find_spec("wandb") is None:
         return False, "not installed, so track=none; pip install wandb"
@@ -166,6 +174,7 @@ PROBES: dict[str, Callable[[], Answer]] = {
     "nvcc": _nvcc,
     "torch": _torch,
     "gpu": _gpus,
+    "cudnn frontend": _cudnn_frontend,
     "mps": _mps,
     "wandb": _wandb,
     "submitit": _submitit,

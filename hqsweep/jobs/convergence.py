@@ -18,6 +18,7 @@ from hqsweep.jobs.native import check_native
 from hqsweep.jobs.resume import captured_file, go_back, refusal, save_captured
 from hqsweep.jobs.sink import Diverged, Sink
 from hqsweep.jobs.trainer_fields import saved_fields, steps_fields, trainer_fields, unused_warnings
+from hqsweep.ops.attention import frontend_version
 from hqsweep.ops.fingerprint import fingerprint
 from hqsweep.parallel.handshake import agree
 from hqsweep.parallel.mesh import join
@@ -123,6 +124,7 @@ def shared_facts(config: ConvergenceConfig, dataset: Dataset, device: torch.devi
     return {
         "the version of hqsweep": hqsweep.__version__,
         "the version of torch": torch.__version__,
+        "the version of nvidia-cudnn-frontend": frontend_version(),
         "recipe": keys.pop("recipe"),
         "seed": keys.pop("seed"),
         "data": dataset.hash,

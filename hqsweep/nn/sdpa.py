@@ -1,12 +1,13 @@
-"""Attention in high precision by the fastest of torch's kernels that repeat to the bit, where that is asked for.
+"""Attention in high precision by the fastest kernels that repeat to the bit, where that is asked for.
 
-cuDNN's attention is the faster one on Hopper, and its forward pass repeats; its backward adds up the gradient of q in
-the order in which thread blocks come, so that torch leaves cuDNN out altogether under
-torch.use_deterministic_algorithms. Here forward is cuDNN's then, and backward is flash attention's deterministic one,
-which takes what cuDNN's forward saves: the output, and the logarithm of the sum of exponentials of each row.
+cuDNN's attention is the faster one on Hopper, and its forward pass repeats; its backward, as torch calls it, adds up
+the gradient of q in the order in which thread blocks come, so that torch leaves cuDNN out altogether under
+torch.use_deterministic_algorithms. Here forward is cuDNN's then, and backward is its one that repeats
+(hqsweep.ops.attention). Without NVIDIA's nvidia-cudnn-frontend it is flash attention's deterministic one, which takes
+what cuDNN's forward saves: the output, and the logarithm of the sum of exponentials of each row.
 
-torch promises nothing for either operator. Both are therefore tried once for every width of a head, at some lengths,
-and torch chooses by itself where they do not agree with what it would have computed.
+torch promises nothing for its operators. All are therefore tried once for every width of a head, at some lengths, and
+torch chooses by itself where they do not agree with what it would have computed.
 """
 
 from collections.abc import Hashable
@@ -18,57 +19,71 @@ from torch.autograd.function import once_differentiable
 
 from hqsweep.memo import constant_result, memo
 from hqsweep.nn.context import use_kernels
+from hqsweep.ops.attention import attention_back, flash_back, has_cudnn
 
 ATEN = torch.ops.aten
 MOST_WIDTH = 128
 """The largest width of a head that both kernels take."""
 AGREES = 0.02
 """The largest relative distance of two attentions in bfloat16 that agree."""
+CUDNN, FLASH = "cudnn", "flash"
 LENGTHS = (32, 37, 256)
 """The lengths at which the kernels are tried; they are used from the shortest on."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
     """softmax(q k^T / sqrt(E)) v for q, k, v [..., T, E] -> [..., T, E], as torch's scaled_dot_product_attention."""
-    if torch.are_deterministic_algorithms_enabled() and _takes(q, k, v, is_causal):
-        return _CudnnForward.apply(q, k, v, is_causal)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    way = _way_back(q, k, v, is_causal) if torch.are_deterministic_algorithms_enabled() else None
+    if way is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    return _CudnnForward.apply(q, k, v, is_causal, way)
 
 
-def _takes(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
-    """Whether forward can be cuDNN's and backward flash attention's."""
+def _way_back(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str | None:
+    """Which backward follows cuDNN's forward; None where torch chooses both."""
     alike = q.dtype is k.dtype is v.dtype is torch.bfloat16 and q.shape == k.shape == v.shape
     if not alike or q.dim() != 4 or not use_kernels(q):
-        return False
+        return None
     length, width = q.shape[2:]
-    return length >= LENGTHS[0] and width % 8 == 0 and width <= MOST_WIDTH and _tried(q.device, width, is_causal)
+    takes = length >= LENGTHS[0] and width % 8 == 0 and width <= MOST_WIDTH
+    return _tried(q.device, width, is_causal) if takes else None
 
 
 @constant_result
-def _tried(*case: Hashable) -> bool:
-    """_agree(); while a CUDA graph is recorded nothing can be tried, and what is not known yet is False."""
-    return (case in _agree.results or not torch.cuda.is_current_stream_capturing()) and _agree(*case)
+def _tried(*case: Hashable) -> str | None:
+    """_agreeing(); while a CUDA graph is recorded nothing can be tried, and what is not known yet is None."""
+    known = case in _agreeing.results or not torch.cuda.is_current_stream_capturing()
+    return _agreeing(*case) if known else None
 
 
 @memo
-def _agree(device: torch.device, width: int, is_causal: bool) -> bool:
-    """Whether, on a Hopper, output and gradients of one head are those of flash attention both ways."""
+def _agreeing(device: torch.device, width: int, is_causal: bool) -> str | None:
+    """The first way back with which, on a Hopper, output and gradients of one head are those of flash attention both
+    ways."""
     if torch.cuda.get_device_capability(device) != (9, 0):
-        return False
+        return None
     with torch.inference_mode(False), torch.no_grad():
-        try:
-            return all(_agree_at(device, length, width, is_causal) for length in LENGTHS)
-        except RuntimeError:
-            return False
+        return next((way for way in _ways() if _agrees(way, device, width, is_causal)), None)
 
 
-def _agree_at(device: torch.device, length: int, width: int, is_causal: bool) -> bool:
+def _ways() -> list[str]:
+    return [CUDNN, FLASH] if has_cudnn() else [FLASH]
+
+
+def _agrees(way: str, device: torch.device, width: int, is_causal: bool) -> bool:
+    try:
+        return all(_agrees_at(way, device, length, width, is_causal) for length in LENGTHS)
+    except RuntimeError:
+        return False
+
+
+def _agrees_at(way: str, device: torch.device, length: int, width: int, is_causal: bool) -> bool:
     angles = torch.arange(4 * length * width, device=device, dtype=torch.float32).view(4, 1, 1, length, width)
     q, k, v, do = torch.sin(angles * angles.sqrt()).bfloat16().unbind(0)
     o, sums = _forward(q, k, v, is_causal)
     expected, its_sums, *_ = ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)
-    ours = [o, sums, *_backward(do, q, k, v, o, sums, is_causal)]
-    theirs = [expected, its_sums, *_backward(do, q, k, v, expected, its_sums, is_causal)]
+    ours = [o, sums, *_back(way, do, q, k, v, o, sums, is_causal)]
+    theirs = [expected, its_sums, *flash_back(do, q, k, v, expected, its_sums, is_causal)]
     return all((a - b).float().norm() <= AGREES * b.float().norm() for a, b in zip(ours, theirs, strict=True))
 
 
@@ -78,27 +93,24 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, 
     return o, sums.reshape(q.shape[:3])
 
 
-def _backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, sums: Tensor, is_causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    unused = q.new_empty(0, dtype=torch.int64)  # the state of dropout
-    length = q.shape[2]
-    return ATEN._scaled_dot_product_flash_attention_backward(
-        do, q, k, v, o, sums, None, None, length, length, 0.0, is_causal, unused, unused
-    )
+def _back(way: str, *operands: Tensor | bool) -> list[Tensor]:
+    """The gradients of q, k and v, [B, H, T, E] each, of do, q, k, v, o, sums, is_causal."""
+    if way == FLASH:
+        return flash_back(*operands)
+    return [x.transpose(1, 2) for x in attention_back(*operands).unbind(2)]
 
 
 class _CudnnForward(torch.autograd.Function):
     """Saves q, k, v, the output and its sums."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, way: str) -> Tensor:
         o, sums = _forward(q, k, v, is_causal)
         ctx.save_for_backward(q, k, v, o, sums)
-        ctx.is_causal = is_causal
+        ctx.is_causal, ctx.way = is_causal, way
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do: Tensor) -> tuple[Tensor | None, ...]:
-        return *_backward(do, *ctx.saved_tensors, ctx.is_causal), None
+        return *_back(ctx.way, do, *ctx.saved_tensors, ctx.is_causal), None, None

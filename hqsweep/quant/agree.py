@@ -169,7 +169,8 @@ def quantize_shards_(
             writes.append((tensor, x, key))
     shards, held = [tensor for tensor, _, _ in writes], [[own_area(tensor)] for tensor, _, _ in writes]
     with torch.no_grad():
-        pieces = [[x.to(t.device, t.source_dtype).reshape(t.metadata.matrix)] for t, x, _ in writes]
+        values = [x.to(t.device).reshape(t.metadata.matrix) for t, x, _ in writes]
+        pieces = [[x] for x in _rounded(values, [t.source_dtype for t in shards])]
         write_shards_(writes, gather_sources(shards, held, pieces, group, remember=True), group)
 
 
@@ -202,8 +203,30 @@ def gather_sources(
 def write_shards_(writes: Sequence[Write], sources: Sequence[tuple[Tensor, bool]], group: Any) -> None:
     """Write shards, from the values of gather_sources()."""
     parts = [_part(tensor, *source, key) for (tensor, _, key), source in zip(writes, sources, strict=True)]
-    for (tensor, x, key), operands in zip(writes, quantize_parts(parts, group), strict=True):
-        tensor.end_write(_cut(tensor, operands), x, key)
+    copies: list[tuple[Tensor, Tensor]] = []
+    for (tensor, *_), operands in zip(writes, quantize_parts(parts, group), strict=True):
+        copies += tensor.copies(_cut(tensor, operands))
+    _copy_(copies)
+    for tensor, x, key in writes:
+        tensor.end_write(None, x, key)
+
+
+def _rounded(values: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Each tensor in its dtype."""
+    rounded = [
+        x if x.dtype == dtype else torch.empty_like(x, dtype=dtype) for x, dtype in zip(values, dtypes, strict=True)
+    ]
+    _copy_([(own, x) for own, x in zip(rounded, values, strict=True) if own is not x])
+    return rounded
+
+
+def _copy_(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second tensor of each pair into the first, in one launch for all of a kind."""
+    kinds: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+    for target, source in pairs:
+        kinds.setdefault((target.dtype, source.dtype, target.stride() == source.stride()), []).append((target, source))
+    for alike in kinds.values():
+        torch._foreach_copy_(*map(list, zip(*alike, strict=True)))
 
 
 def own_area(tensor: Any) -> Area:

@@ -200,8 +200,13 @@ class HybridQuantizedTensor(torch.Tensor):
 
     def write_(self, operands: Any) -> None:
         """Copy the buffers of an equal quantizer's operands (of the directions held) into these."""
-        for direction, name in self.metadata.stored:
-            getattr(self, direction).buffers[name].copy_(getattr(operands, direction).buffers[name])
+        for own, buffer in self.copies(operands):
+            own.copy_(buffer)
+
+    def copies(self, operands: Any) -> list[tuple[Tensor, Tensor]]:
+        """Each buffer, and that which write_() copies into it."""
+        stored = self.metadata.stored
+        return [tuple(getattr(x, direction).buffers[name] for x in (self, operands)) for direction, name in stored]
 
     def check_writable(self) -> None:
         """UserError for a part whose scale belongs to the whole tensor."""

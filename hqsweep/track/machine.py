@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("hqsweep", "torch", "numpy", "wandb")
+PACKAGES = ("hqsweep", "torch", "numpy", "nvidia-cudnn-frontend", "wandb")
 ISA_FLAGS = (
     "avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16",
     "asimd", "bf16", "sve", "sve2",

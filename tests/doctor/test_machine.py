@@ -29,8 +29,9 @@ def test_an_empty_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setitem(PROBES, "kernel digest", lambda: (False, "other"))
     monkeypatch.setitem(os.environ, "PATH", "/nowhere")
+    monkeypatch.setattr(machine, "frontend_version", lambda: None)
     by_name = {part.what: part for part in parts()}
-    missing = ("cpu kernels", "cuda kernels", "nvcc", "gpu", "wandb", "submitit", "slurm", "chromium")
+    missing = ("cpu kernels", "cuda kernels", "nvcc", "gpu", "cudnn frontend", "wandb", "submitit", "slurm", "chromium")
     assert {what: by_name[what].present for what in missing} == dict.fromkeys(missing, False)
     assert "no driver" in by_name["gpu"].detail and "sbatch and scontrol" in by_name["slurm"].detail
 

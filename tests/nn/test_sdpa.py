@@ -1,14 +1,15 @@
-"""Attention of cuDNN's forward and flash attention's backward: against torch's in float32, and twice the same bytes."""
+"""Attention of cuDNN's forward and a backward that repeats: against torch's in float32, and twice the same bytes."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from hqsweep.nn import quantization, sdpa
-from hqsweep.nn.sdpa import attend
+from hqsweep.nn.sdpa import CUDNN, FLASH, attend
+from hqsweep.ops import attention
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper")
+on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper")
 SHAPES = [(2, 3, 64, 64), (1, 2, 1000, 128), (3, 1, 37, 96), (2, 2, 32, 8), (1, 4, 129, 24), (4, 6, 256, 64)]
 
 
@@ -27,11 +28,22 @@ def results(function, q, k, v, do, **options):
     return [o.detach(), q.grad, k.grad, v.grad]
 
 
+@pytest.fixture(params=[CUDNN, FLASH])
+def way(request, deterministic, monkeypatch):
+    """The only way back that is tried."""
+    if request.param == CUDNN:
+        pytest.importorskip("cudnn")
+    sdpa._agreeing.results.clear()
+    monkeypatch.setattr(sdpa, "_ways", lambda: [request.param])
+    yield request.param
+    sdpa._agreeing.results.clear()
+
+
+@on_hopper
 @pytest.mark.gpu
-@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_outputs_and_gradients_are_those_of_float32_and_repeat(shape, is_causal, monkeypatch):
+def test_outputs_and_gradients_are_those_of_float32_and_repeat(shape, is_causal, way, monkeypatch):
     operands = drawn(*shape)
     ours = results(attend, *operands, is_causal=is_causal)
     exact = results(F.scaled_dot_product_attention, *(x.float() for x in operands), is_causal=is_causal)
@@ -42,9 +54,10 @@ def test_outputs_and_gradients_are_those_of_float32_and_repeat(shape, is_causal,
     applied = []
     monkeypatch.setattr(sdpa._CudnnForward, "apply", lambda *args: applied.append(args))
     attend(*operands[:3], is_causal=is_causal)
-    assert applied
+    assert [args[-1] for args in applied] == [way]
 
 
+@on_hopper
 @pytest.mark.gpu
 def test_torch_chooses_otherwise(monkeypatch, deterministic):
     """Without determinism, with torch's operators asked for, and for what one of the kernels does not take."""
@@ -54,7 +67,7 @@ def test_torch_chooses_otherwise(monkeypatch, deterministic):
         attend(q, k, v, is_causal=True)
     for x in (q.float(), q[:, :, :31], drawn(1, 2, 64, 136)[0], drawn(1, 2, 64, 12)[0]):
         attend(x, x, x, is_causal=True)
-    monkeypatch.setattr(sdpa, "_tried", lambda *_: False)
+    monkeypatch.setattr(sdpa, "_tried", lambda *_: None)
     attend(q, k, v, is_causal=True)
     monkeypatch.undo()
     monkeypatch.setattr(sdpa._CudnnForward, "apply", None)
@@ -66,6 +79,58 @@ def test_torch_chooses_otherwise(monkeypatch, deterministic):
         attend(q, k, v, is_causal=True)
 
 
+@on_hopper
+@pytest.mark.gpu
+def test_parts_of_batch_and_heads_have_the_bits_of_the_whole(monkeypatch, deterministic):
+    """Also for a length that fills no block; a head whose scores are too many is flash attention's."""
+    pytest.importorskip("cudnn")
+    for shape in ((4, 6, 256, 64), (3, 4, 300, 128)):
+        q, k, v, do = drawn(*shape)
+        o, sums = sdpa._forward(q, k, v, True)
+        whole = attention.attention_back(do, q, k, v, o, sums, True)
+        head = (-(-shape[2] // 128) * 128) ** 2
+        for heads in (1, 2, shape[1], 2 * shape[1] + 1):
+            monkeypatch.setattr(attention, "MOST_SCORES", heads * head)
+            assert torch.equal(attention.attention_back(do, q, k, v, o, sums, True), whole)
+        monkeypatch.setattr(attention, "MOST_SCORES", head - 1)
+        flash = attention.flash_back(do, q, k, v, o, sums, True)
+        by_flash = attention.attention_back(do, q, k, v, o, sums, True).unbind(2)
+        assert all(torch.equal(a.transpose(1, 2), b) for a, b in zip(by_flash, flash, strict=True))
+        monkeypatch.undo()
+
+
+def test_parts_fit_and_are_as_large_as_they_may_be(monkeypatch):
+    monkeypatch.setattr(attention, "MOST_SCORES", 12 * 256**2)
+    for shape, part in {
+        (8, 4, 200, 64): (2, 4, 200, 64),
+        (9, 4, 200, 64): (3, 4, 200, 64),
+        (7, 4, 200, 64): (1, 4, 200, 64),
+        (2, 16, 256, 64): (1, 8, 256, 64),
+        (2, 4, 512, 64): (1, 2, 512, 64),
+        (2, 4, 1024, 64): None,
+    }.items():
+        assert attention._part(shape) == part
+
+
+@on_hopper
+@pytest.mark.gpu
+def test_many_blocks_repeat(deterministic):
+    operands = drawn(4, 12, 2048, 64)
+    first = results(attend, *operands, is_causal=True)
+    for _ in range(20):
+        assert all(map(torch.equal, first, results(attend, *operands, is_causal=True)))
+
+
+@on_hopper
+@pytest.mark.gpu
+def test_under_compile_it_has_the_bits_of_eager(way):
+    operands = drawn(2, 3, 64, 64)
+    compiled = torch.compile(attend, fullgraph=True)
+    expected = results(attend, *operands, is_causal=True)
+    assert all(map(torch.equal, expected, results(compiled, *operands, is_causal=True)))
+
+
+@on_hopper
 @pytest.mark.gpu
 @pytest.mark.usefixtures("deterministic")
 def test_a_kernel_that_disagrees_or_raises_is_not_used(monkeypatch):
@@ -74,17 +139,23 @@ def test_a_kernel_that_disagrees_or_raises_is_not_used(monkeypatch):
     def fails(*_):
         raise RuntimeError
 
-    assert sdpa._agree(device, 64, True)
+    way = CUDNN if attention.has_cudnn() else FLASH
+    sdpa._agreeing.results.clear()
+    assert sdpa._agreeing(device, 64, True) == way
     for wrong in (lambda *args: (right(*args)[0], right(*args)[1] + 0.1), fails):
-        sdpa._agree.results.clear()
+        sdpa._agreeing.results.clear()
         monkeypatch.setattr(sdpa, "_forward", wrong)
-        assert not sdpa._agree(device, 64, True)
-    sdpa._agree.results.clear()
+        assert sdpa._agreeing(device, 64, True) is None
+    monkeypatch.undo()
+    sdpa._agreeing.results.clear()
+    monkeypatch.setattr(sdpa, "attention_back", fails)
+    assert sdpa._agreeing(device, 64, True) == FLASH
+    sdpa._agreeing.results.clear()
 
 
+@on_hopper
 @pytest.mark.gpu
-@pytest.mark.usefixtures("deterministic")
-def test_a_graph_replays_it():
+def test_a_graph_replays_it(way):
     operands = drawn(2, 2, 64, 64)
     results(attend, *operands, is_causal=True)
     graph = torch.cuda.CUDAGraph()
