@@ -24,34 +24,55 @@ ALIGNED = 16
 class Gathering:
     """The operand of a whole, from those of every rank's part, cut along an axis of the operand, whose blocks no part
     cuts. Entries that cover that axis are equal on all ranks, and do not travel. A collective, which goes on beside the
-    work that follows; results wait (dist.tokens)."""
+    work that follows; results wait (dist.tokens).
 
-    def __init__(self, operand: Operand, axis: int, part: Part) -> None:
+    lent: whether exact() may be where it has arrived, good until ranks of the group begin to exchange other rows."""
+
+    def __init__(self, operand: Operand, axis: int, part: Part, *, lent: bool = False) -> None:
         self.operand, self.axis, self.part = operand, axis, part
         sent = {name: _Sent.of(operand.buffers[name], axis) for name in cut_buffers(operand.format, axis)}
         pieces = [_padded(own.buffer.view(torch.uint8).flatten()) for own in sent.values()]
-        self._arriving = _begin_messages(pieces, part.group)
+        self._joins = lent and operand.format.high_precision and part.runs == 1 and _follow(sent)
+        self._arriving = _begin_messages(pieces, part.group, own=self._joins)
         starts = accumulate((len(piece) for piece in pieces), initial=0)
         self.sent = [(name, own, start) for (name, own), start in zip(sent.items(), starts, strict=False)]
 
     @cached_property
+    def messages(self) -> Tensor:
+        """What has arrived, uint8 [W, bytes], or [W - 1, bytes] without this rank's."""
+        return self._arriving()
+
+    @cached_property
     def arrived(self) -> Mapping[int, Tensor]:
         """The message of each rank, uint8 [bytes]; this one's may be left out."""
-        return self._arriving()
+        ranks = list(range(self.part.group.size()))
+        if len(self.messages) < len(ranks):
+            ranks.remove(self.part.group.rank())
+        return dict(zip(ranks, self.messages, strict=True))
 
     def whole(self) -> Operand:
         """The operand of the whole."""
+        return self._of(
+            {
+                name: own.whole(
+                    [self._bytes(rank, own, start) for rank in range(self.part.group.size())], self.part.runs
+                )
+                for name, own, start in self.sent
+            }
+        )
+
+    def _of(self, buffers: Mapping[str, Tensor]) -> Operand:
+        """The operand of the whole, of these buffers."""
         shape = list(self.operand.shape)
         shape[self.axis] *= self.part.group.size()
-        whole = {
-            name: own.whole([self._bytes(rank, own, start) for rank in range(self.part.group.size())], self.part.runs)
-            for name, own, start in self.sent
-        }
-        return replace(self.operand, buffers={**self.operand.buffers, **whole}, shape=tuple(shape))
+        return replace(self.operand, buffers={**self.operand.buffers, **buffers}, shape=tuple(shape))
 
     def exact(self) -> ExactOperand:
-        """whole().operand(). Where ranks have columns that follow each other, each part is decoded where it is."""
+        """whole().operand(). Where ranks have columns that follow each other, each part is decoded where it is, and
+        values that may be lent are copied nowhere."""
         operand = self.operand
+        if self._joins:
+            return self._of({name: own.joined(self.messages) for name, own, _ in self.sent}).operand()
         if self.axis == 0 or self.part.runs > 1 or operand.format.high_precision:
             return self.whole().operand()
         parts = [self.of_rank(rank).buffers for rank in range(self.part.group.size())]
@@ -71,14 +92,12 @@ class Gathering:
         return replace(self.operand, buffers={**self.operand.buffers, **parts})
 
 
-def _begin_messages(own: Sequence[Tensor], group: ProcessGroup) -> Callable[[], Mapping[int, Tensor]]:
-    """Other rank -> its message, uint8 [bytes], where every rank sends all others its own, uint8 [bytes] in pieces."""
+def _begin_messages(pieces: Sequence[Tensor], group: ProcessGroup, *, own: bool) -> Callable[[], Tensor]:
+    """The messages of all ranks, uint8 [W, bytes], where each sends all others its own, uint8 [bytes] in pieces. Where
+    this rank's may be left out (own=False) and copy engines carry them, [W - 1, bytes]."""
     others = [other for other in range(group.size()) if other != group.rank()]
-    arriving = peers.begin(dict.fromkeys(others, own), group)
-    if arriving is not None:
-        return lambda: dict(zip(others, arriving(), strict=True))
-    gathering = begin_gather_bytes(torch.cat(own) if len(own) > 1 else own[0], group)
-    return lambda: dict(enumerate(gathering()))
+    arriving = peers.begin(dict.fromkeys(others, pieces), group, own=pieces if own else ())
+    return arriving or begin_gather_bytes(torch.cat(pieces) if len(pieces) > 1 else pieces[0], group)
 
 
 class _Sent(NamedTuple):
@@ -103,10 +122,20 @@ class _Sent(NamedTuple):
         whole = _whole(parts, self.axis, runs).view(self.buffer.dtype)
         return whole.t() if self.turned else whole
 
+    def joined(self, messages: Tensor) -> Tensor:
+        """The operand's buffer, which the messages of all ranks are, one after the other."""
+        whole = messages.view(self.buffer.dtype).view(-1, self.buffer.shape[1])
+        return whole.t() if self.turned else whole
+
     def part(self, arrived: Tensor) -> Tensor:
         """The operand's buffer of one rank, from its bytes."""
         part = arrived.view(self.buffer.dtype).view(self.buffer.shape)
         return part.t() if self.turned else part
+
+
+def _follow(sent: Mapping[str, _Sent]) -> bool:
+    """Whether the messages of all ranks, one after the other, are the one buffer of the whole."""
+    return all(own.axis == 0 and own.buffer.nbytes % ALIGNED == 0 for own in sent.values()) and len(sent) == 1
 
 
 def cut_buffers(format: Format, axis: int) -> list[str]:

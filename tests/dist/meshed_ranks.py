@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import torch
-from training_ranks import config, on_cpu, trainer
+from training_ranks import config as with_batches
+from training_ranks import on_cpu, trainer
 
 from hqsweep.checkpoints.sharded_state import delayed_tensors, parameters_of
 from hqsweep.dist.local import local, whole_tensor
@@ -13,6 +14,11 @@ from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 
 EXPERTS = {"experts": 8, "first_moe_layer": 1, "tied": True}
 """In the last layer alone, so that what reaches the experts in a first step is that of any number of ranks."""
+
+
+def config(linear, **changes):
+    """A small training with one batch of evaluation."""
+    return with_batches(linear, eval_batches=1, **changes)
 
 
 def content(run) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from hqsweep.train.checkpoint import go_on_from, save_checkpoint
 
 BREAK = 1
 """The step behind which there is a checkpoint."""
-BASE = {"steps": 2, "batch": 4, "microbatches": 4, "eval_batches": 3}
+BASE = {"steps": 2, "batch": 4, "microbatches": 4, "eval_batches": 1}
 NVFP4 = LINEARS["nvfp4"]
 DELAYED = DELAYED_IN_PARTS
 RECIPE = {

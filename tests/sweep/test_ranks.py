@@ -134,31 +134,20 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-DAMAGES = {
-    "a flipped byte in what rank 1 wrote": lambda run, last: flip(last / "__1_0.distcp"),
-    "its record is foreign": lambda run, last: last.with_suffix(".json").write_text("[]"),
-}
-SAID = {
-    "a flipped byte in what rank 1 wrote": r"checkpoint/step_\d+: its bytes are not those that were written; the run",
-    "its record is foreign": r"checkpoint/step_\d+: its record step_\d+.json is not one; the run went on from step_",
-}
-
-
 def test_damage_to_what_many_ranks_wrote_is_named_and_made_good(broken_off: RunDir, tmp_path: Path):
-    runs = {}
-    for number, (how, damage) in enumerate(DAMAGES.items()):
-        shutil.copytree(broken_off.sweep_path, tmp_path / str(number) / "t")
-        runs[how] = run = RunDir(tmp_path / str(number) / "t" / broken_off.name)
-        damage(run, max(run.checkpoint.glob("step_*.json")).with_suffix(""))
-    run_local(list(runs.values()), display=Shown(), limits=Limits(workers=2, threads=2))
+    shutil.copytree(broken_off.sweep_path, tmp_path / "t")
+    run = RunDir(tmp_path / "t" / broken_off.name)
+    flip(max(run.checkpoint.glob("step_*.json")).with_suffix("") / "__1_0.distcp")
+    run_local([run], display=Shown(), limits=Limits(threads=2))
     sink, train = ListSink(), CONFIG["train"] | {"parallel": {}, "microbatches": 2}
     convergence.run(parse(CONFIG | {"runs_dir": str(tmp_path), "train": train}), sink, tmp_path)
-    for how, run in runs.items():
-        assert run.status()["state"] == "finished", how
-        assert without_norm(run.rows("metrics")) == without_norm(sink.metrics), how
-        assert run.rows("stats") == sink.tables["stats"]
-        assert re.search(SAID[how], "\n".join(run.manifest()["repairs"])), run.manifest()["repairs"]
-        assert not verify([run.sweep_path], done=lambda *_: None).faults
+    assert run.status()["state"] == "finished"
+    assert without_norm(run.rows("metrics")) == without_norm(sink.metrics)
+    assert run.rows("stats") == sink.tables["stats"]
+    (repair,) = run.manifest()["repairs"]
+    said = r"checkpoint/step_\d+: its bytes are not those that were written; the run went on from step_"
+    assert re.search(said, repair), repair
+    assert not verify([run.sweep_path], done=lambda *_: None).faults
     last = max(run.checkpoint.glob("step_*"), key=lambda path: path.is_dir())
     flip(next(last.glob("__0_*")))
     (fault,) = verify([run.sweep_path], done=lambda *_: None).faults

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from cases import DELAYED_IN_PARTS
-from meshed_ranks import EXPERTS, outcome, run, sampled
+from meshed_ranks import EXPERTS, config, outcome, run, sampled
 from ranks import backend as backend
 from ranks import run_ranks
 from safetensors.torch import load_file
 from sharded_training import assert_same
-from training_ranks import config, trainer
+from training_ranks import trainer
 
 from hqsweep.sweep.export import export_folder
 from hqsweep.train.checkpoint import go_on_from
