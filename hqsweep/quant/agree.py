@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hqsweep.dist import words
 from hqsweep.dist.collectives import maximum_
 from hqsweep.dist.exchange import Area, Exchange
 from hqsweep.errors import UserError
@@ -221,9 +222,12 @@ def _rounded(values: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Te
 
 
 def _copy_(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second tensor of each pair into the first, in one launch for all of a kind."""
-    kinds: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+    """Copy the second tensor of each pair into the first, in few launches for all of a kind, which move codes as
+    words."""
+    kinds: dict[Any, list[Sequence[Tensor]]] = {}
     for target, source in pairs:
+        if target.dtype == source.dtype:
+            target, source = words.as_words(target, source)
         kinds.setdefault((target.dtype, source.dtype, target.stride() == source.stride()), []).append((target, source))
     for alike in kinds.values():
         torch._foreach_copy_(*map(list, zip(*alike, strict=True)))
