@@ -23,8 +23,6 @@ from hqsweep.quant.part import Part, is_alone, is_part
 
 LEAST_ROWS = 2048
 """Rows of a rank from which products are formed by ranks; of fewer a launch costs more than what it hides."""
-MOST_EXCESS = 1.05
-"""Codes of a gradient travel where they have at most this many times its bytes: they are made once, by one rank."""
 OneOperand = Operand | ExactOperand
 Span = tuple[int, int]
 
@@ -86,19 +84,6 @@ class LateOperands:
         return self.own if rank == self.part.group.rank() else rows_of(self.whole.rowwise, *span(rank, rows))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SentOperands:
-    """The operands of a tensor whose codes each rank sends of its rows."""
-
-    rowwise: RankRows | OneOperand | None
-    arrive: Callable[[], OneOperand]
-
-    @cached_property
-    def columnwise(self) -> OneOperand:
-        """The columnwise operand of all rows, which may still be on its way."""
-        return self.arrive()
-
-
 def quantize_tokens(
     call: Any,
     tensor: str,
@@ -108,11 +93,11 @@ def quantize_tokens(
     columnwise: Output | None = None,
     by_ranks: bool = True,
     **options: Any,
-) -> HybridOperand | LateOperands | SentOperands:
+) -> HybridOperand | LateOperands:
     """call.quantize() for a tensor of which each rank may have some of the tokens: the operands of all tokens, the
     rowwise one as RankRows where by_ranks lets it and that is worth it.
 
-    They travel as codes where these are few and cut no block, else x is gathered and quantized once. Where
+    They travel as codes where that takes fewer bytes and no block is cut, else x is gathered and quantized once. Where
     an input travels as codes, its columnwise operand stays that of this rank's tokens until begin_whole_input().
     """
     outputs, part = {"rowwise": rowwise, "columnwise": columnwise}, call.tokens_of(tensor, x)
@@ -121,14 +106,13 @@ def quantize_tokens(
     by_ranks = by_ranks and rowwise is not None and multiplies_by_ranks(call, part, x)
     if _sends_codes(call, tensor, x, part, rowwise, columnwise):
         own = call.quantize_part(tensor, x, part, **{name: output and "codes" for name, output in outputs.items()})
-        row, column = own.rowwise and Gathering(own.rowwise, 0, part), own.columnwise
-        late = Gathering(column, 1, part) if column is not None and tensor != "input" else None
+        row = own.rowwise and Gathering(own.rowwise, 0, part)
+        column = own.columnwise
+        if column is not None and tensor != "input":
+            column = Gathering(column, 1, part).whole()
         if by_ranks:
             row = RankRows(part=part, rows=len(x), of_rank=row.of_rank)
-        row = row.whole() if isinstance(row, Gathering) else row
-        if late is None:
-            return HybridOperand(rowwise=row, columnwise=column)
-        return SentOperands(rowwise=row, arrive=late.exact if columnwise == "exact" else late.whole)
+        return HybridOperand(rowwise=row.whole() if isinstance(row, Gathering) else row, columnwise=column)
     if not by_ranks or not is_alone(call.quantizer(tensor), x.shape, part, rowwise, None):
         return call.quantize(tensor, call.gathered(tensor, x), **outputs, **options)
     arriving = call.exchange.begin_lent(tensor, x)
@@ -193,10 +177,10 @@ def _sends_codes(
     call: Any, tensor: str, x: Tensor, part: Part, rowwise: Output | None, columnwise: Output | None
 ) -> bool:
     """Whether codes of this rank's tokens go to the others in place of x. Those of an input go one by one, in forward
-    and in backward; of a gradient those of rows go first."""
+    and in backward."""
     quantizer = call.quantizer(tensor)
     if not is_part(quantizer, x.shape, part, rowwise, columnwise):
         return False
     row = sent_bytes(quantizer.rowwise, tuple(x.shape), 0) if rowwise else 0
     column = sent_bytes(quantizer.columnwise, tuple(x.shape[::-1]), 1) if columnwise else 0
-    return max(row, column) <= x.nbytes if tensor == "input" else row + column <= MOST_EXCESS * x.nbytes
+    return max(row, column) <= x.nbytes if tensor == "input" else row + column < x.nbytes
