@@ -225,6 +225,12 @@ class DotProductAttention(QuantizedModule):
         """Whether nothing is quantized."""
         return is_high_precision(self.quantizers)
 
+    def is_plain(self) -> bool:
+        """Whether a call now is attention of all tokens that quantizes nothing, and rounds no output or gradient."""
+        quantizers = self.active_quantizers()
+        rounds = quantizers.output is not None or quantizers.grad_input is not None
+        return self.tokens is None and not rounds and is_high_precision(quantizers)
+
     @outside_autocast
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
         shared = {} if self.group is None else {"group": self.group, "batch": math.prod(q.shape[:-3])}

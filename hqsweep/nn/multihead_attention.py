@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 
 from hqsweep.dist.tokens import gather_rows, sum_rows
 from hqsweep.nn.attention import DotProductAttention
+from hqsweep.nn.joined_attention import attend_joined, takes_joined
 from hqsweep.nn.layernorm_linear import LayerNormLinear
 from hqsweep.nn.linear import Linear
 from hqsweep.nn.module import QuantizedModule
@@ -82,6 +83,8 @@ class MultiheadAttention(AddsBranch):
         b, t = qkv.shape[:2]
         if self.dpa.tokens is not None:
             qkv, in_place = WholeSequences.apply(qkv, self.dpa.tokens), False
+        if in_place and takes_joined(self.dpa, qkv, self.heads, self.rope_base, self.is_causal):
+            return attend_joined(qkv, self.heads, self.rope_base, self.is_causal)
         qkv = qkv if qkv.is_cuda else qkv.float()  # CPUs have no fast attention in bfloat16
         q, k, v = split_heads(qkv, self.heads, self.rope_base, in_place=in_place)
         y = self.dpa(q, k, v, is_causal=self.is_causal)

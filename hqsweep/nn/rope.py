@@ -54,7 +54,7 @@ class _SplitHeads(torch.autograd.Function):
         if base is None:
             q, k = thirds[:, :, 0], thirds[:, :, 1]
         elif in_place:
-            rope_(qkv, heads, base)
+            rope_(qkv, heads, base, False)
             torch.autograd.graph.increment_version(qkv)
             q, k = thirds[:, :, 0], thirds[:, :, 1]
         else:

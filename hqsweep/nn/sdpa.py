@@ -33,13 +33,13 @@ LENGTHS = (32, 37, 256)
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
     """softmax(q k^T / sqrt(E)) v for q, k, v [..., T, E] -> [..., T, E], as torch's scaled_dot_product_attention."""
-    way = _way_back(q, k, v, is_causal) if torch.are_deterministic_algorithms_enabled() else None
+    way = way_back(q, k, v, is_causal) if torch.are_deterministic_algorithms_enabled() else None
     if way is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
     return _CudnnForward.apply(q, k, v, is_causal, way)
 
 
-def _way_back(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str | None:
+def way_back(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str | None:
     """Which backward follows cuDNN's forward; None where torch chooses both."""
     alike = q.dtype is k.dtype is v.dtype is torch.bfloat16 and q.shape == k.shape == v.shape
     if not alike or q.dim() != 4 or not use_kernels(q):
@@ -80,14 +80,14 @@ def _agrees(way: str, device: torch.device, width: int, is_causal: bool) -> bool
 def _agrees_at(way: str, device: torch.device, length: int, width: int, is_causal: bool) -> bool:
     angles = torch.arange(4 * length * width, device=device, dtype=torch.float32).view(4, 1, 1, length, width)
     q, k, v, do = torch.sin(angles * angles.sqrt()).bfloat16().unbind(0)
-    o, sums = _forward(q, k, v, is_causal)
+    o, sums = cudnn_forward(q, k, v, is_causal)
     expected, its_sums, *_ = ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)
     ours = [o, sums, *_back(way, do, q, k, v, o, sums, is_causal)]
     theirs = [expected, its_sums, *flash_back(do, q, k, v, expected, its_sums, is_causal)]
     return all((a - b).float().norm() <= AGREES * b.float().norm() for a, b in zip(ours, theirs, strict=True))
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     """The output, and float32 [B, H, T], the logarithm of each row's sum of exponentials."""
     o, sums, *_ = ATEN._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal)
     return o, sums.reshape(q.shape[:3])
@@ -105,7 +105,7 @@ class _CudnnForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, way: str) -> Tensor:
-        o, sums = _forward(q, k, v, is_causal)
+        o, sums = cudnn_forward(q, k, v, is_causal)
         ctx.save_for_backward(q, k, v, o, sums)
         ctx.is_causal, ctx.way = is_causal, way
         return o

@@ -20,6 +20,7 @@ from torch import Tensor
 from hqsweep.memo import constant_result, memo
 from hqsweep.ops.addresses import empty
 from hqsweep.ops.library import operator
+from hqsweep.ops.rope import readable
 
 ATEN = torch.ops.aten
 CUDNN_FRONTEND = "nvidia-cudnn-frontend"
@@ -77,7 +78,7 @@ def _joined(do: Tensor, q: Tensor, *others: Any) -> Tensor:
 def attention_back(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, sums: Tensor, is_causal: bool) -> Tensor:
     """do, q, k, v, o bfloat16 [B, H, T, E] of any strides, sums float32 [B, H, T] (the logarithm of each row's sum of
     exponentials) -> the gradients of q, k and v, bfloat16 [B, T, 3, H, E]. For scores q k^T / sqrt(E)."""
-    inputs = (do, q, k, v, o, sums)
+    inputs = (_readable(do), q, k, v, o, sums)
     sequences, heads, length, width = q.shape
     row = 3 * heads * width
     joined = empty(q, (sequences, length, 3, heads, width), (length * row, row, heads * width, width, 1), q.dtype)
@@ -93,6 +94,12 @@ def attention_back(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, sums:
         for head in range(0, heads, sizes[1]):
             plan.run([x[sequence:, head:] for x in tensors], workspace)
     return joined
+
+
+def _readable(x: Tensor) -> Tensor:
+    """x, or a copy of one whose rows have gaps, or that repeats values."""
+    strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+    return x if readable(x) and all(strides) else x.contiguous()
 
 
 def _part(shape: Sizes) -> Sizes | None:

@@ -86,16 +86,17 @@ def rope(qkv: Tensor, heads: int, base: float) -> Tensor:
     return out.view(sequences, positions, 2, heads, width)
 
 
-@operator("rope_(Tensor(a!) qkv, SymInt heads, float base) -> ()", fake=lambda *_: None, devices=("CUDA",))
-def rope_(qkv: Tensor, heads: int, base: float) -> None:
-    """rope in place: q and k of a readable qkv [B, T, 3 D] are turned where they are."""
+@operator("rope_(Tensor(a!) qkv, SymInt heads, float base, bool back) -> ()", fake=lambda *_: None, devices=("CUDA",))
+def rope_(qkv: Tensor, heads: int, base: float, back: bool) -> None:
+    """rope in place: q and k of a readable qkv [B, T, 3 D] are turned where they are; back: by the angle with the other
+    sign, as their gradients are."""
     sequences, positions, width = _split(qkv, heads, base)
     if not readable(qkv):
         raise ValueError(
             f"qkv is {described(qkv)} with strides {qkv.stride()}, which the kernels cannot write in place"
         )
     places = _parts(qkv, 2, heads, width)
-    extension().rope_cuda(_rope(width, base), places, places, (sequences, positions, heads, width), False, *where(qkv))
+    extension().rope_cuda(_rope(width, base), places, places, (sequences, positions, heads, width), back, *where(qkv))
 
 
 def _joined(dq: Tensor, dk: Tensor, dv: Tensor, base: float | None) -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hqsweep.nn import AttentionOptions, MultiheadAttention, quantization
+from hqsweep.nn import AttentionOptions, MultiheadAttention, multihead_attention, quantization
 from hqsweep.nn import rope as nn_rope
 from hqsweep.nn.rope import rotate, split_heads
 
@@ -23,7 +23,7 @@ def rope_by_torch(qkv, heads, base):
     return torch.stack([q.transpose(1, 2), k.transpose(1, 2)], dim=2)
 
 
-def rope_in_place_by_torch(qkv, heads, base):
+def rope_in_place_by_torch(qkv, heads, base, back):
     qkv.detach()[..., : 2 * qkv.shape[2] // 3] = rope_by_torch(qkv, heads, base).flatten(2)
 
 
@@ -119,10 +119,10 @@ def test_a_trace_is_one_graph(operators_by_torch, base):
     assert all(map(torch.equal, run(qkv, base, split=split, in_place=True), run(qkv, base, split=reference)))
 
 
-def attention(device: str, base: float | None, *, width: int = 64, dtype: torch.dtype = torch.bfloat16):
+def attention(device: str, base: float | None, *, width: int = 64, dtype: torch.dtype = torch.bfloat16, recipe="bf16"):
     torch.manual_seed(0)
     options = AttentionOptions(rope_base=base)
-    return MultiheadAttention(2 * width, 2, name="a", recipe="bf16", dtype=dtype, options=options).to(device)
+    return MultiheadAttention(2 * width, 2, name="a", recipe=recipe, dtype=dtype, options=options).to(device)
 
 
 def results(module: MultiheadAttention, *, kernels: bool, checkpoint: bool = False) -> list[Tensor]:
@@ -148,6 +148,29 @@ def test_on_a_gpu_the_kernels_compute_what_torch_does(base):
         assert (a - b).float().norm() <= 0.02 * b.float().norm()
     for again in (results(module, kernels=True), results(module, kernels=True, checkpoint=True)):
         assert all(map(torch.equal, ours, again))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("base", [BASE, None])
+def test_gradients_that_are_written_joined_are_those_of_three(base, monkeypatch):
+    """To the byte; a module of attention that somebody observes is called, and so is one that quantizes."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper")
+    pytest.importorskip("cudnn")
+    calls, attend = [], multihead_attention.attend_joined
+    monkeypatch.setattr(multihead_attention, "attend_joined", lambda *args: calls.append(args) or attend(*args))
+    module = attention("cuda", base)
+    ours = results(module, kernels=True)
+    assert len(calls) == 1
+    seen = []
+    handle = module.dpa.register_forward_hook(lambda *_: seen.append(True))
+    assert all(map(torch.equal, ours, results(module, kernels=True))) and seen
+    handle.remove()
+    results(attention("cuda", base, recipe={"linear": "bf16", "dpa": "fp8_current"}), kernels=True)
+    torch.use_deterministic_algorithms(False)
+    results(module, kernels=True)
+    assert len(calls) == 1
 
 
 @pytest.mark.gpu

@@ -86,7 +86,7 @@ def test_parts_of_batch_and_heads_have_the_bits_of_the_whole(monkeypatch, determ
     pytest.importorskip("cudnn")
     for shape in ((4, 6, 256, 64), (3, 4, 300, 128)):
         q, k, v, do = drawn(*shape)
-        o, sums = sdpa._forward(q, k, v, True)
+        o, sums = sdpa.cudnn_forward(q, k, v, True)
         whole = attention.attention_back(do, q, k, v, o, sums, True)
         head = (-(-shape[2] // 128) * 128) ** 2
         for heads in (1, 2, shape[1], 2 * shape[1] + 1):
@@ -134,7 +134,7 @@ def test_under_compile_it_has_the_bits_of_eager(way):
 @pytest.mark.gpu
 @pytest.mark.usefixtures("deterministic")
 def test_a_kernel_that_disagrees_or_raises_is_not_used(monkeypatch):
-    device, right = torch.device("cuda"), sdpa._forward
+    device, right = torch.device("cuda"), sdpa.cudnn_forward
 
     def fails(*_):
         raise RuntimeError
@@ -144,7 +144,7 @@ def test_a_kernel_that_disagrees_or_raises_is_not_used(monkeypatch):
     assert sdpa._agreeing(device, 64, True) == way
     for wrong in (lambda *args: (right(*args)[0], right(*args)[1] + 0.1), fails):
         sdpa._agreeing.results.clear()
-        monkeypatch.setattr(sdpa, "_forward", wrong)
+        monkeypatch.setattr(sdpa, "cudnn_forward", wrong)
         assert sdpa._agreeing(device, 64, True) is None
     monkeypatch.undo()
     sdpa._agreeing.results.clear()

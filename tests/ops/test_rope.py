@@ -47,9 +47,12 @@ def test_queries_and_keys_turn_by_their_positions(shape):
         assert_rounded(out[:, :, part], turned(thirds[:, :, part], BASE))
     assert torch.equal(rope(qkv, h, BASE), out)
     changed = qkv.clone()
-    rope_(changed, h, BASE)
+    rope_(changed, h, BASE, False)
     assert torch.equal(changed.view(b, t, 3, h, e)[:, :, :2], out)
     assert torch.equal(changed.view(b, t, 3, h, e)[:, :, 2], thirds[:, :, 2])
+    back = qkv.clone()
+    rope_(back, h, BASE, True)
+    assert torch.equal(back, join_heads(*(x.transpose(1, 2) for x in thirds.unbind(2)), BASE))
 
 
 LAYOUTS = {
@@ -115,7 +118,7 @@ def test_what_the_kernels_cannot_read_is_copied_but_not_changed_in_place():
         assert torch.equal(rope(x, h, BASE), rope(x.clone(memory_format=torch.contiguous_format), h, BASE))
     for x in (shifted, spread):
         with pytest.raises(ValueError, match=r"with strides .*, which the kernels cannot write in place"):
-            rope_(x, h, BASE)
+            rope_(x, h, BASE, False)
     q = qkv.view(b, t, 3, h, e)[:, :, 0].transpose(1, 2)
     odd = torch.cat([q, q], dim=-1)[..., 3 : 3 + e]
     assert torch.equal(join_heads(odd, q, odd, BASE), join_heads(odd.clone(), q, odd.contiguous(), BASE))
@@ -128,7 +131,7 @@ def test_what_the_kernels_cannot_take_is_refused():
         with pytest.raises(ValueError, match=r"qkv is .*; it takes bfloat16 \[B, T, 3 \* 2 \* E\]"):
             rope(wrong, 2, BASE)
         with pytest.raises(ValueError, match="qkv is "):
-            rope_(wrong, 2, BASE)
+            rope_(wrong, 2, BASE, False)
     with pytest.raises(ValueError, match="qkv is "):
         rope(qkv, 0, BASE)
     q = torch.zeros(2, 2, 4, 16, dtype=torch.bfloat16, device="cuda")

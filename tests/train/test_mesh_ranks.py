@@ -165,13 +165,13 @@ def test_held_weights_over_ranks_go_on_from_their_checkpoint(of_two):
 
 
 @pytest.mark.parametrize("case", range(len(MESHES)))
-def test_experts_over_ranks_that_share_out_their_parameters(of_four, case):
+def test_experts_over_ranks_that_share_out_their_parameters(of_four, case, on_gpus):
     """Experts to the byte as with a microbatch for each group of ep; of sums of four, in another order, the rest."""
     linear, changes = OF_FOUR[case]
     metrics, expected = alone(linear, changes, parts=4)
     _, of_experts = alone(linear, changes, parts=4 // changes["parallel"]["ep"])
     for own, whole in (each[0][case] for each in of_four):
-        assert own[0] == pytest.approx(metrics[0], rel=1e-6)
+        assert own[0] == pytest.approx(metrics[0], rel=1e-5 if on_gpus else 1e-6)
         assert {n: own[0][n] for n in ("train_loss", "expert_load_max")} == {
             n: metrics[0][n] for n in ("train_loss", "expert_load_max")
         }

@@ -1,0 +1,60 @@
+"""Attention of a joined projection, which is turned where it is, as one function of autograd: backward writes the
+gradient of the projection where it ends up, and turns it back there, so that no pass joins those of q, k and v."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hqsweep.nn.context import current
+from hqsweep.nn.residual import is_observed
+from hqsweep.nn.rope import Heads
+from hqsweep.nn.sdpa import CUDNN, cudnn_forward, way_back
+from hqsweep.ops.attention import attention_back
+from hqsweep.ops.library import direct
+from hqsweep.ops.rope import fits, readable, rope_
+
+
+def takes_joined(dpa: Any, qkv: Tensor, heads: int, base: float | None, is_causal: bool) -> bool:
+    """Whether attend_joined() computes what splitting qkv and calling dpa, a DotProductAttention, does: nobody observes
+    dpa, it quantizes nothing, and cuDNN computes both ways."""
+    if not direct(qkv) or qkv.dtype is not torch.bfloat16 or is_observed(dpa) or current().probe or not dpa.is_plain():
+        return False
+    if not (fits(qkv.shape[2] // (3 * heads), base) and readable(qkv)):
+        return False
+    return torch.are_deterministic_algorithms_enabled() and way_back(*_heads(qkv, heads), is_causal) == CUDNN
+
+
+def attend_joined(qkv: Tensor, heads: int, base: float | None, is_causal: bool) -> Tensor:
+    """Attention of qkv, bfloat16 [B, T, 3 D], which nobody may read afterwards -> [B, T, D]. q and k are turned where
+    they are (nn.rope.split_heads) unless base is None."""
+    return _AttendJoined.apply(qkv, heads, base, is_causal)
+
+
+def _heads(qkv: Tensor, heads: int) -> Heads:
+    return tuple(x.transpose(1, 2) for x in qkv.unflatten(2, (3, heads, -1)).unbind(2))
+
+
+class _AttendJoined(torch.autograd.Function):
+    """Saves the projection as it was turned, the output, and the sums of its softmax."""
+
+    @staticmethod
+    def forward(ctx, qkv: Tensor, heads: int, base: float | None, is_causal: bool) -> Tensor:
+        ctx.heads, ctx.base, ctx.is_causal = heads, base, is_causal
+        if base is not None:
+            rope_(qkv, heads, base, False)
+            torch.autograd.graph.increment_version(qkv)
+        o, sums = cudnn_forward(*_heads(qkv, heads), is_causal)
+        ctx.save_for_backward(qkv, o, sums)
+        return o.transpose(1, 2).flatten(2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, o, sums = ctx.saved_tensors
+        do = dy.unflatten(2, (ctx.heads, -1)).transpose(1, 2)
+        gradient = attention_back(do, *_heads(qkv, ctx.heads), o, sums, ctx.is_causal).view(qkv.shape)
+        if ctx.base is not None:
+            rope_(gradient, ctx.heads, ctx.base, True)
+        return gradient, None, None, None
