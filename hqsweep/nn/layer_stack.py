@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from hqsweep.nn.recompute import recomputed
+from hqsweep.nn.summed_gains import gains_summed_together
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -22,14 +23,15 @@ class Stream:
 def through(layers: Iterable[nn.Module], x: Tensor, recompute: str) -> Stream:
     """x [B, T, D] through TransformerLayers and MoELayers. recompute: what backward computes again: "none", every
     "layer", or the core of "attention"."""
-    branch, balances, tokens = None, [], []
-    for layer in layers:
-        if recompute == "layer":  # each layer keeps its input alone: one sum, no branch beside it
-            out = recomputed(layer, x)
-            x, *routed = out if isinstance(out, tuple) else (out,)
-        else:
-            x, branch, *routed = layer.residual(x, branch, recompute == "attention")
-        if routed:
-            balances.append(routed[0])
-            tokens.append(routed[1])
+    branch, balances, tokens, layers = None, [], [], list(layers)
+    with gains_summed_together(layers):
+        for layer in layers:
+            if recompute == "layer":  # each layer keeps its input alone: one sum, no branch beside it
+                out = recomputed(layer, x)
+                x, *routed = out if isinstance(out, tuple) else (out,)
+            else:
+                x, branch, *routed = layer.residual(x, branch, recompute == "attention")
+            if routed:
+                balances.append(routed[0])
+                tokens.append(routed[1])
     return Stream(x=x, branch=branch, balances=balances, tokens=tokens)

@@ -9,6 +9,7 @@ from hqsweep.memo import memo
 from hqsweep.nn.context import autocast_recipe, current
 from hqsweep.nn.module import QuantizedModule
 from hqsweep.nn.rounding import rounded
+from hqsweep.nn.summed_gains import summed_together
 from hqsweep.nn.tensor_parallel import local, sum_gradient
 from hqsweep.quant.part import Part
 from hqsweep.recipe.roles import QuantizerRole
@@ -26,8 +27,10 @@ class QuantizedWeight(QuantizedModule):
 
     def own(self, parameter: Tensor) -> Tensor:
         """This rank's part of a parameter, as forward reads it."""
-        parameter = local(parameter)
-        return parameter if self.tokens_group is None else sum_gradient(parameter, self.tokens_group)
+        if self.tokens_group is None:
+            return local(parameter)
+        together = summed_together(parameter)
+        return sum_gradient(local(parameter), self.tokens_group) if together is None else together
 
     def quantized_weight(self) -> Tensor:
         """self.weight, or this rank's part of it, rounded as `rounded` does."""

@@ -1,0 +1,76 @@
+"""Gradients of the gains of norms over ranks that each have some of the tokens: one sum for all layers of a model.
+
+A norm that sums its own does so before its backward hands on the gradient of its input, which the next matrix sends to
+other ranks: a collective of a few microseconds that everything waits for. Here the layers' gains go through one
+function of autograd before the first layer runs, so that its backward, the sum, comes after that of the first layer.
+Every element is the same sum.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from hqsweep.dist.fsdp import groups_of
+from hqsweep.dist.tokens import sum_whole
+from hqsweep.nn.tensor_parallel import local
+
+_TOGETHER: dict[int, Tensor] = {}
+"""The id of a parameter -> what its module reads in its place."""
+
+
+@contextmanager
+def gains_summed_together(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """A context for a forward of the layers, whose gains then get their gradients by one sum. Layers that fully_shard
+    gathers keep sums of their own: their parameters are others within their forward."""
+    modules = [module for layer in layers for module in layer.modules()]
+    norms = [module for module in modules if getattr(module, "tokens_group", None) is not None]
+    gains = [p for norm in norms for p in norm.parameters(recurse=False) if p.requires_grad]
+    traced = torch.compiler.is_compiling() or not torch.is_grad_enabled()
+    if not gains or traced or any(map(groups_of, modules)) or len({norm.tokens_group for norm in norms}) > 1:
+        yield
+        return
+    read = _SumTogether.apply(norms[0].tokens_group, *map(local, gains))
+    _TOGETHER.update(zip(map(id, gains), read, strict=True))
+    try:
+        yield
+    finally:
+        for gain in gains:
+            _TOGETHER.pop(id(gain), None)
+
+
+def summed_together(parameter: Tensor) -> Tensor | None:
+    """This rank's part of a parameter, whose gradient is summed with those of others; None for one that has a sum of
+    its own."""
+    return _TOGETHER.get(id(parameter))
+
+
+class _SumTogether(torch.autograd.Function):
+    """Parameters themselves; their gradients summed over ranks."""
+
+    @staticmethod
+    def forward(ctx, group: ProcessGroup, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        ctx.set_materialize_grads(False)
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        present = [gradient for gradient in gradients if gradient is not None]
+        return None, *_spread(_sums(present, ctx.group), gradients)
+
+
+def _sums(gradients: Sequence[Tensor], group: ProcessGroup) -> Iterator[Tensor]:
+    if gradients:
+        total = sum_whole(torch.cat([gradient.flatten() for gradient in gradients]), group)
+        for gradient, own in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
+            yield own.view(gradient.shape).to(gradient.dtype)
+
+
+def _spread(sums: Iterator[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The sums in the places of the gradients that are there."""
+    return [None if gradient is None else next(sums) for gradient in gradients]
