@@ -86,7 +86,7 @@ gpu-designs: gpu-install  ## forks held against whole runs: 8 minutes of four H2
 gpu-install:
 	@$(PYTHON) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'gpu-test: torch sees no GPU')"
 	$(PYTHON) -m pip install -q --no-index --no-build-isolation --no-deps --upgrade --target $(GPU_SITE) \
-	  -C build-dir=build/gpu -C cmake.define.HQ_CUDA=ON .
+	  --config-settings=build-dir=build/gpu --config-settings=cmake.define.HQ_CUDA=ON .
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

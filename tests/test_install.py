@@ -55,7 +55,7 @@ def archive(checkout: Path) -> Path:
 
 def wheel(source: Path, out: Path, *settings: str) -> Path:
     """Built as `pip install SOURCE` does, without network and without CUDA."""
-    words = ["--no-index", "--no-deps", "--no-build-isolation", "-C", f"build-dir={out}/build", *settings]
+    words = ["--no-index", "--no-deps", "--no-build-isolation", f"--config-settings=build-dir={out}/build", *settings]
     run(sys.executable, "-m", "pip", "wheel", "-q", "-w", out, *words, source, cwd=out)
     (path,) = out.glob("*.whl")
     return path
@@ -64,7 +64,7 @@ def wheel(source: Path, out: Path, *settings: str) -> Path:
 @pytest.fixture(scope="module")
 def built(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of the source archive, so that nothing it needs can be missing from the archive."""
-    return wheel(archive, tmp_path_factory.mktemp("built"), "-C", "cmake.define.HQ_CUDA=OFF")
+    return wheel(archive, tmp_path_factory.mktemp("built"), "--config-settings=cmake.define.HQ_CUDA=OFF")
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_configs_are_shipped_as_tracked_and_those_of_the_user_are_not(
     shipped = set(zipfile.ZipFile(built).namelist())
     assert packaged(list(shipped), "hqsweep/conf/") == expected
     assert packaged(list(shipped), "hqsweep/") >= packaged(tracked("hqsweep"), "hqsweep/")
-    direct = zipfile.ZipFile(wheel(checkout, tmp_path, "-C", "wheel.cmake=false")).namelist()
+    direct = zipfile.ZipFile(wheel(checkout, tmp_path, "--config-settings=wheel.cmake=false")).namelist()
     assert set(direct) >= {name for name in shipped if name.startswith("hqsweep/") and "/_C." not in name}
     assert packaged(direct, "hqsweep/conf/") == expected
 

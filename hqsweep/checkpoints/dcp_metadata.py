@@ -55,6 +55,18 @@ def _value(*values: Any) -> Any:
     return values[0] if values else None
 
 
+def _memory_format(*values: Any) -> Any:
+    """The substitute of torch's enumeration of memory formats."""
+    return _value(*values)
+
+
+def _member(owner: Any = None, name: Any = None) -> Any:
+    """The substitute of getattr, by which Python before 3.11.4 writes a member of an enumeration: there is one."""
+    if owner is not _memory_format:
+        raise _refused("builtins", "getattr")
+    return name
+
+
 def _size(values: Any = ()) -> tuple[int, ...]:
     return tuple(values)
 
@@ -75,9 +87,10 @@ STANDS_FOR: dict[tuple[str, str], Any] = {
         "_StorageInfo": _Record,
         "BytesStorageMetadata": _Bytes,
         "MetadataIndex": _Index,
-        "_MEM_FORMAT_ENCODING": _value,
+        "_MEM_FORMAT_ENCODING": _memory_format,
     }.items()
 } | {
+    ("builtins", "getattr"): _member,
     ("torch", "Size"): _size,
     ("torch.serialization", "_get_layout"): _value,
     ("pathlib", "PosixPath"): _path,
@@ -97,13 +110,15 @@ class _Unpickler(pickle._Unpickler):  # that in Python: the other's memo grows t
         try:
             return STANDS_FOR[module, name]
         except KeyError:
-            raise UserError(
-                f"its {METADATA} asks for {module}.{name}, which no checkpoint needs; it is refused, and nothing of it"
-                " was run"
-            ) from None
+            raise _refused(module, name) from None
 
     def persistent_load(self, pid: Any) -> Any:
         raise UserError(f"its {METADATA} refers to objects outside of it, which no checkpoint does")
+
+
+def _refused(module: str, name: str) -> UserError:
+    asks = f"its {METADATA} asks for {module}.{name}, which no checkpoint needs"
+    return UserError(f"{asks}; it is refused, and nothing of it was run")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ function of autograd before the first layer runs, so that its backward, the sum,
 Every element is the same sum.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -61,16 +61,8 @@ class _SumTogether(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         present = [gradient for gradient in gradients if gradient is not None]
-        return None, *_spread(_sums(present, ctx.group), gradients)
-
-
-def _sums(gradients: Sequence[Tensor], group: ProcessGroup) -> Iterator[Tensor]:
-    if gradients:
-        total = sum_whole(torch.cat([gradient.flatten() for gradient in gradients]), group)
-        for gradient, own in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
-            yield own.view(gradient.shape).to(gradient.dtype)
-
-
-def _spread(sums: Iterator[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The sums in the places of the gradients that are there."""
-    return [None if gradient is None else next(sums) for gradient in gradients]
+        if not present:
+            return None, *gradients
+        total = sum_whole(torch.cat([gradient.flatten() for gradient in present]), ctx.group)
+        sums = iter(total.split([gradient.numel() for gradient in present]))
+        return None, *(None if g is None else next(sums).view(g.shape).to(g.dtype) for g in gradients)

@@ -52,14 +52,10 @@ class Gathering:
 
     def whole(self) -> Operand:
         """The operand of the whole."""
-        return self._of(
-            {
-                name: own.whole(
-                    [self._bytes(rank, own, start) for rank in range(self.part.group.size())], self.part.runs
-                )
-                for name, own, start in self.sent
-            }
-        )
+        ranks, whole = range(self.part.group.size()), {}
+        for name, own, start in self.sent:
+            whole[name] = own.whole([self._bytes(rank, own, start) for rank in ranks], self.part.runs)
+        return self._of(whole)
 
     def _of(self, buffers: Mapping[str, Tensor]) -> Operand:
         """The operand of the whole, of these buffers."""

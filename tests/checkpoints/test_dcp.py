@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,26 @@ def test_a_forged_metadata_runs_nothing(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nothing of it was run"):
         load_checkpoint(tmp_path, tiny("llama"))
     assert not mark.exists()
+
+
+class EarlyPickler(pickle.Pickler):
+    """Writes members of enumerations as Python before 3.11.4 does."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_a_metadata_of_python_before_3_11_4(tmp_path: Path) -> None:
+    saved, model = tiny("llama"), tiny("llama", seed=1)
+    path = write({"model": saved.state_dict()}, tmp_path / "a") / ".metadata"
+    with path.open("rb+") as file:
+        metadata = pickle.load(file)
+        file.seek(0)
+        file.truncate()
+        EarlyPickler(file).dump(metadata)
+    assert b"getattr" in path.read_bytes()
+    load_checkpoint(tmp_path / "a", model)
+    assert equal(saved, model)
 
 
 class Code:
