@@ -11,12 +11,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 
 from hqsweep.dist.fsdp import groups_of
-from hqsweep.dist.tokens import sum_whole
-from hqsweep.nn.tensor_parallel import local
+from hqsweep.nn.tensor_parallel import local, sum_gradients
 
 _TOGETHER: dict[int, Tensor] = {}
 """The id of a parameter -> what its module reads in its place."""
@@ -33,7 +30,7 @@ def gains_summed_together(layers: Iterable[nn.Module]) -> Iterator[None]:
     if not gains or traced or any(map(groups_of, modules)) or len({norm.tokens_group for norm in norms}) > 1:
         yield
         return
-    read = _SumTogether.apply(norms[0].tokens_group, *map(local, gains))
+    read = sum_gradients(list(map(local, gains)), norms[0].tokens_group)
     _TOGETHER.update(zip(map(id, gains), read, strict=True))
     try:
         yield
@@ -46,23 +43,3 @@ def summed_together(parameter: Tensor) -> Tensor | None:
     """This rank's part of a parameter, whose gradient is summed with those of others; None for one that has a sum of
     its own."""
     return _TOGETHER.get(id(parameter))
-
-
-class _SumTogether(torch.autograd.Function):
-    """Parameters themselves; their gradients summed over ranks."""
-
-    @staticmethod
-    def forward(ctx, group: ProcessGroup, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        ctx.set_materialize_grads(False)
-        return tuple(parameter.view_as(parameter) for parameter in parameters)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        present = [gradient for gradient in gradients if gradient is not None]
-        if not present:
-            return None, *gradients
-        total = sum_whole(torch.cat([gradient.flatten() for gradient in present]), ctx.group)
-        sums = iter(total.split([gradient.numel() for gradient in present]))
-        return None, *(None if g is None else next(sums).view(g.shape).to(g.dtype) for g in gradients)

@@ -124,21 +124,30 @@ def local(parameter: Tensor) -> Tensor:
     return part
 
 
-class _SumGradient(torch.autograd.Function):
+class _SumGradients(torch.autograd.Function):
+    """Tensors themselves; their gradients are summed over ranks at once."""
+
     @staticmethod
-    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx, group: ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
-        return x.view_as(x)
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return sum_whole(gradient, ctx.group), None
+    def backward(ctx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        present = [gradient for gradient in gradients if gradient is not None]
+        if not present:
+            return None, *gradients
+        total = sum_whole(torch.cat([gradient.flatten() for gradient in present]), ctx.group)
+        sums = iter(total.split([gradient.numel() for gradient in present]))
+        return None, *(None if g is None else next(sums).view(g.shape).to(g.dtype) for g in gradients)
 
 
-def sum_gradient(x: Tensor, group: ProcessGroup) -> Tensor:
-    """x itself. Every rank has the part of its gradient that comes from its tokens, and receives the sum."""
-    return _SumGradient.apply(x, group)
+def sum_gradients(tensors: Sequence[Tensor], group: ProcessGroup) -> tuple[Tensor, ...]:
+    """The tensors themselves. Every rank has the part of their gradients that comes from its tokens, and receives the
+    sums, of all in one collective."""
+    return _SumGradients.apply(group, *tensors)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

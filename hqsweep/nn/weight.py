@@ -10,7 +10,7 @@ from hqsweep.nn.context import autocast_recipe, current
 from hqsweep.nn.module import QuantizedModule
 from hqsweep.nn.rounding import rounded
 from hqsweep.nn.summed_gains import summed_together
-from hqsweep.nn.tensor_parallel import local, sum_gradient
+from hqsweep.nn.tensor_parallel import local, sum_gradients
 from hqsweep.quant.part import Part
 from hqsweep.recipe.roles import QuantizerRole
 from hqsweep.recipe.sections import WeightQuantizers
@@ -30,7 +30,7 @@ class QuantizedWeight(QuantizedModule):
         if self.tokens_group is None:
             return local(parameter)
         together = summed_together(parameter)
-        return sum_gradient(local(parameter), self.tokens_group) if together is None else together
+        return sum_gradients([local(parameter)], self.tokens_group)[0] if together is None else together
 
     def quantized_weight(self) -> Tensor:
         """self.weight, or this rank's part of it, rounded as `rounded` does."""

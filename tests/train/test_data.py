@@ -118,7 +118,7 @@ class TestStdlib:
 
     def test_val_share(self):
         dataset = load(config("stdlib", val_fraction=0.05, max_bytes=8 * MIB))
-        assert len(dataset.val) / dataset.facts["bytes"] == pytest.approx(0.05, abs=0.05)  # of whole files
+        assert 0.02 < len(dataset.val) / dataset.facts["bytes"] < 0.1  # whole files, of any Python's library
 
     def test_installed_packages_are_left_out(self, tmp_path, monkeypatch):
         write_folder(
