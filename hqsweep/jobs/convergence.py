@@ -19,7 +19,7 @@ from hqsweep.jobs.resume import captured_file, go_back, refusal, save_captured
 from hqsweep.jobs.sink import Diverged, Sink
 from hqsweep.jobs.trainer_fields import saved_fields, steps_fields, trainer_fields, unused_warnings
 from hqsweep.ops.attention import frontend_version
-from hqsweep.ops.fingerprint import fingerprint
+from hqsweep.ops.fingerprint import kernel_digest
 from hqsweep.parallel.handshake import agree
 from hqsweep.parallel.mesh import join
 from hqsweep.train import data
@@ -129,7 +129,7 @@ def shared_facts(config: ConvergenceConfig, dataset: Dataset, device: torch.devi
         "seed": keys.pop("seed"),
         "data": dataset.hash,
         "config": keys,
-        "the numbers of their kernels": fingerprint(device),
+        "the numbers of their kernels": kernel_digest(device),
     }
 
 

@@ -11,7 +11,7 @@ from hqsweep.gemm import native
 from hqsweep.gemm.plan import gemm_plan
 from hqsweep.nn.grouped import GroupedBase
 from hqsweep.nn.module import QuantizedModule, quantized_modules, roles_of
-from hqsweep.ops.fingerprint import fingerprint
+from hqsweep.ops.fingerprint import kernel_digest
 from hqsweep.recipe.pairs import MODULE_GEMMS
 from hqsweep.recipe.stages import Stage
 from hqsweep.train.loop import Trainer
@@ -34,7 +34,7 @@ def trainer_fields(trainer: Trainer) -> dict[str, object]:
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
-        "kernel_digest": fingerprint(device),
+        "kernel_digest": kernel_digest(device),
         "data_hash": dataset.hash,
         "data": dataset.facts,
         "params": sum(shape.numel() for shape in trainer.shapes.values()),

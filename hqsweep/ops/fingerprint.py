@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.formats import ExactOperand, RngKey, parse
+from hqsweep.memo import memo
 from hqsweep.ops.quantize import quantize
 from hqsweep.ops.request import Backend, Target
 
@@ -55,6 +56,12 @@ def fingerprint(device: torch.device | str = "cpu", backend: Backend = "auto") -
             for tensor in _tensors(quantized.rowwise, quantized.columnwise):
                 digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+@memo
+def kernel_digest(device: torch.device) -> str:
+    """fingerprint() of the kernels that runs on this device take, computed once in a process."""
+    return fingerprint(device)
 
 
 def wide_range(mantissa_bits: int) -> Tensor:

@@ -96,12 +96,6 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
-    def gather_to_first(self, value: Any) -> list[Any] | None:
-        """The value of each rank, in order of ranks, on rank 0; None on others. A collective of all ranks."""
-        values: list[Any] | None = [None] * self.size if self.is_first else None
-        dist.gather_object(value, values)
-        return values
-
     def first(self, value: Any) -> Any:
         """The value of rank 0. A collective of all ranks."""
         values = [value]

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from hqsweep.dist.objects import gather_to_first
 from hqsweep.nn.probe import Key, Probe, Sample, is_of_step, rows_of
 from hqsweep.parallel.mesh import Ranks
 
@@ -18,8 +19,7 @@ Samples = Mapping[Key, Sample]
 def rows_of_all(probe: Probe, ranks: Ranks) -> list[dict[str, object]]:
     """The rows of the probes of all ranks, on rank 0; [] on others. It is a collective, also of ranks without a
     sample."""
-    own = {key: sample.to("cpu") for key, sample in probe.samples.items()}
-    every = ranks.gather_to_first(own)
+    every = gather_to_first(probe.samples)
     if every is None:
         return []
     total = joined(every, ranks.dims.tp)
@@ -28,7 +28,7 @@ def rows_of_all(probe: Probe, ranks: Ranks) -> list[dict[str, object]]:
 
 def captured_of_all(probe: Probe, ranks: Ranks) -> dict[str, Tensor]:
     """The operands that the probes of all ranks have captured, whole, on rank 0; {} on others. A collective."""
-    every, whole = ranks.gather_to_first(probe.operands) or [], {}
+    every, whole = gather_to_first(probe.operands) or [], {}
     for first in range(0, len(every), ranks.dims.tp):
         sharing = every[first : first + ranks.dims.tp]
         for name, (matrix, part) in sharing[0].items():

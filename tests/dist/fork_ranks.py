@@ -26,7 +26,7 @@ def config(linear="bf16", *, parallel=None, trunk="trunk", noise=0.0, at=AT, qua
             "model": model if "kind" in model else GPT | {"quantized_weights": quantized} | model,
             "data": {"source": "markov", "markov": {"length": 20000}}, "stats": {"every": 0},
             "train": {"steps": max(points) if trunk is None else at + STEPS + DECAY, "batch": 4, "context": 32,
-                      "eval_batches": 2, "eval_every": 4, "log_every": 1, "checkpoint_every": 2, "device": "cpu",
+                      "eval_batches": 1, "eval_every": 4, "log_every": 1, "checkpoint_every": 2, "device": "cpu",
                       "lr": 1e-2, "clip": 100.0, **over},
             "fork": {"at": points, "steps": STEPS, "decay": DECAY, "warmup": 2, "trunk": trunk, "noise": noise,
                      **(fork or {})},

@@ -16,7 +16,7 @@ from hqsweep.config.job import CalibrateConfig
 from hqsweep.jobs.calibrate.sqnr import sqnr_rows
 from hqsweep.jobs.calibrate.teacher import gemm_rows, teacher_row
 from hqsweep.jobs.sink import Sink
-from hqsweep.ops.fingerprint import fingerprint
+from hqsweep.ops.fingerprint import kernel_digest
 from hqsweep.train.build import pick_device
 
 DISTRIBUTION_STEPS = 500
@@ -29,7 +29,7 @@ def run(config: CalibrateConfig, sink: Sink, workspace: Path) -> None:
     device = pick_device(section.device)
     sink.rewind({})
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    sink.manifest(device=name, kernel_digest=fingerprint(device))
+    sink.manifest(device=name, kernel_digest=kernel_digest(device))
     work = [DISTRIBUTION_STEPS] * len(section.distributions) + [section.steps] * len(section.students)
     parts = [sum(work[:i]) / sum(work) for i in range(len(work))]
 

@@ -36,7 +36,7 @@ from hqsweep.jobs.parity.ranks import ranks_check
 from hqsweep.jobs.parity.training import TRAINING_CHECKS
 from hqsweep.jobs.sink import Sink
 from hqsweep.nn import Linear
-from hqsweep.ops.fingerprint import fingerprint
+from hqsweep.ops.fingerprint import kernel_digest
 from hqsweep.ops.kernels import supports
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.sections import LinearQuantizers
@@ -53,7 +53,7 @@ def run(config: ParityConfig, sink: Sink, workspace: Path) -> None:
     device = pick_device(config.parity.device)
     sink.rewind({})
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    sink.manifest(device=name, kernel_digest=fingerprint(device))
+    sink.manifest(device=name, kernel_digest=kernel_digest(device))
     names, share, done = checks_of(config), shares(config), 0.0
     for i, name in enumerate(names):
         sink.phase(name)
