@@ -3,6 +3,7 @@ outputs and gradients are those of one process."""
 
 from collections import Counter
 from contextlib import contextmanager
+from functools import cache
 from unittest import mock
 
 import torch
@@ -91,10 +92,16 @@ def once(rank, texts):
     return counts, faults
 
 
+@cache
+def _alone(text, options, microbatches, of_data):
+    """train() of one process."""
+    return train(build(text, held=False, **dict(options)), microbatches, lambda *_: None, of_data=of_data)
+
+
 def _compared(text, case):
     options, raf, microbatches = CASES[case]
     of_data = "data" in case
-    alone = train(build(text, held=False, **options), microbatches, lambda *_: None, of_data=of_data)
+    alone = _alone(text, frozenset(options.items()), microbatches, of_data)
     model = shard(build(text, held=False, **options), raf=raf)
     watched, outputs, gradients, left = train(model, microbatches, accumulate, of_data=of_data)
     differences = [f"{left} bytes of values are left"] if any(left) else []

@@ -5,7 +5,7 @@ The mean of equal gradients is each of them, so that losses and weights are thos
 """
 
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -157,6 +157,13 @@ HYBRID_CASES = {
 MESH_CASES = {"reshards to two ranks": ({}, partial(shard, raf=2), {})}
 
 
+@cache
+def trained_alone(text, options, microbatches):
+    """A model, and its losses, that one process has trained."""
+    model = build(text, **dict(options))
+    return model, train(model, microbatches=microbatches)
+
+
 def trained(rank, texts, names, *, held=True):
     """(text, case) -> what differs from one process."""
     faults, cases = {}, CASES | HYBRID_CASES | MESH_CASES
@@ -164,8 +171,7 @@ def trained(rank, texts, names, *, held=True):
         for name in names:
             options, sharded, run = cases[name]
             options = options | {"held": held}
-            alone = build(text, **options)
-            expected = train(alone, **{k: v for k, v in run.items() if k in ("microbatches",)})
+            alone, expected = trained_alone(text, frozenset(options.items()), run.get("microbatches", 1))
             model = sharded(build(text, **options))
             got = train(model, **run)
             differences = [] if got == expected else [(got, expected)]

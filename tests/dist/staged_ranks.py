@@ -10,6 +10,7 @@ from training_ranks import config, trainer
 
 from hqsweep.checkpoints.sharded import save_sharded
 from hqsweep.config.parallel import ONE_RANK
+from hqsweep.config.train import StatsConfig
 from hqsweep.jobs.trainer_fields import saved_fields, trainer_fields
 from hqsweep.train.checkpoint import go_on_from, save_checkpoint
 
@@ -105,8 +106,8 @@ def facts_of(run) -> dict:
 
 
 def resumed(cfg, folder: Path) -> tuple:
-    """(metrics, weights and moments) of a training that goes on from there."""
-    run = trainer(cfg)
+    """(metrics, weights and moments) of a training that goes on from there, without statistics."""
+    run = trainer(cfg.model_copy(update={"stats": StatsConfig(every=0)}))
     go_on_from(run, folder / f"step_{BREAK}")
     return [done.metrics for done in run.steps()], content(run)
 

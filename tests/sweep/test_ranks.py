@@ -65,27 +65,35 @@ def without_norm(rows):
     return [row for row in rows if row["metric"] not in ("grad_norm",)]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu2)])
-def test_a_killed_rank_is_named_and_the_retry_goes_on(tmp_path, device):
-    """On GPUs both ranks share one, which the manifest says."""
-    run, display = make_run(tmp_path, device=device), Shown()
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu2)])
+def broken_off(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Shown]:
+    """A run one of whose ranks was killed after a checkpoint, and whose worker was killed in the next attempt, with two
+    checkpoints and rows after them; on GPUs both ranks share one."""
+    run, display = make_run(tmp_path_factory.mktemp("broken_off"), device=request.param), Shown()
 
-    def kill():
-        wait_for(lambda: list(run.checkpoint.glob("step_*.json")))
+    def saved(count: int) -> bool:
+        return len(list(run.checkpoint.glob("step_*.json"))) >= count
+
+    def kill() -> None:
+        wait_for(lambda: saved(1))
         os.kill(ranks_of(run)[1], signal.SIGKILL)
+        wait_for(lambda: run.seen()["attempt"] == 2 and saved(2))
+        os.kill(run.seen()["pid"], signal.SIGKILL)
 
     threading.Thread(target=kill, daemon=True).start()
-    limits = Limits(retries=1, backoff_s=0.1, threads=2, gpus_per_run=1)
-    (status,) = run_local([run], display=display, limits=limits)
+    run_local([run], display=display, limits=Limits(retries=1, backoff_s=0.1, threads=2, gpus_per_run=1))
+    return run, display
+
+
+def test_a_killed_rank_is_named_and_the_retry_goes_on(broken_off):
+    run, display = broken_off
     assert any("rank 1: killed by SIGKILL; trying again in 0.1 s" in line for line in display.lines)
-    assert (status["state"], status["reason"], status["attempt"]) == ("finished", None, 2)
-    assert not ranks_of(run)
-    sink, train = ListSink(), CONFIG["train"] | {"parallel": {}, "microbatches": 2, "device": device}
-    convergence.run(parse(CONFIG | {"runs_dir": str(tmp_path), "train": train}), sink, tmp_path)
-    assert without_norm(run.rows("metrics")) == without_norm(sink.metrics)
-    assert run.rows("stats") == sink.tables["stats"]
-    shared = [line for line in run.manifest().get("warnings", []) if line.startswith("2 ranks share a GPU")]
-    assert len(shared) == (device == "cuda")
+    status = run.status()
+    assert (status["state"], status["reason"], status["attempt"]) == ("failed", "killed by SIGKILL", 2)
+
+
+def test_no_rank_outlives_a_worker_that_is_killed(broken_off):
+    wait_for(lambda: not ranks_of(broken_off[0]), seconds=5.0)
 
 
 def test_no_rank_outlives_a_worker_that_is_stopped(tmp_path):
@@ -108,42 +116,27 @@ def test_what_a_rank_refuses_is_said_in_its_words(tmp_path):
     assert not ranks_of(run)
 
 
-@pytest.fixture(scope="module")
-def broken_off(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """A run that was killed with two checkpoints and rows after them."""
-    run = make_run(tmp_path_factory.mktemp("broken_off"))
-
-    def kill():
-        wait_for(lambda: len(list(run.checkpoint.glob("step_*.json"))) > 1)
-        os.kill(run.seen()["pid"], signal.SIGKILL)
-
-    threading.Thread(target=kill, daemon=True).start()
-    run_local([run], display=Shown(), limits=Limits(threads=2))
-    return run
-
-
-def test_no_rank_outlives_a_worker_that_is_killed(broken_off: RunDir):
-    status = broken_off.status()
-    assert (status["state"], status["reason"]) == ("failed", "killed by SIGKILL")
-    wait_for(lambda: not ranks_of(broken_off), seconds=5.0)
-
-
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
-def test_damage_to_what_many_ranks_wrote_is_named_and_made_good(broken_off: RunDir, tmp_path: Path):
-    shutil.copytree(broken_off.sweep_path, tmp_path / "t")
-    run = RunDir(tmp_path / "t" / broken_off.name)
+def test_damage_to_what_many_ranks_wrote_is_named_and_made_good(broken_off, tmp_path):
+    """Then the run ends with the rows of one process that was never killed."""
+    broken, _ = broken_off
+    shutil.copytree(broken.sweep_path, tmp_path / "t")
+    run, device = RunDir(tmp_path / "t" / broken.name), broken.config()["train"]["device"]
     flip(max(run.checkpoint.glob("step_*.json")).with_suffix("") / "__1_0.distcp")
-    run_local([run], display=Shown(), limits=Limits(threads=2))
-    sink, train = ListSink(), CONFIG["train"] | {"parallel": {}, "microbatches": 2}
+    run_local([run], display=Shown(), limits=Limits(threads=2, gpus_per_run=1))
+    assert not ranks_of(run)
+    sink, train = ListSink(), CONFIG["train"] | {"parallel": {}, "microbatches": 2, "device": device}
     convergence.run(parse(CONFIG | {"runs_dir": str(tmp_path), "train": train}), sink, tmp_path)
     assert run.status()["state"] == "finished"
     assert without_norm(run.rows("metrics")) == without_norm(sink.metrics)
     assert run.rows("stats") == sink.tables["stats"]
+    shared = [line for line in run.manifest().get("warnings", []) if line.startswith("2 ranks share a GPU")]
+    assert len(shared) == (device == "cuda")
     (repair,) = run.manifest()["repairs"]
     said = r"checkpoint/step_\d+: its bytes are not those that were written; the run went on from step_"
     assert re.search(said, repair), repair
