@@ -95,6 +95,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
 	@$(BIN)/python -c "from hqsweep import _C; print('hqsweep: CUDA kernels', \
 	  'compiled' if _C.build_info()['cuda'] else 'skipped, nvcc not found')"
+	# Where PYTHONDONTWRITEBYTECODE is set, as in many containers, each process would compile all modules again.
+	$(BIN)/python -m compileall -q hqsweep
 	touch $@
 
 clean:
