@@ -54,6 +54,7 @@ def _packed(value: Any) -> tuple[bytes, Any]:
     file = io.BytesIO()
     pickler = _Apart(file)
     pickler.dump(value)
-    parts = [tensor.contiguous().flatten().view(torch.uint8) for tensor in pickler.tensors]
+    copies = (tensor.clone(memory_format=torch.contiguous_format) for tensor in pickler.tensors)
+    parts = [copy.view(-1).view(torch.uint8) for copy in copies]
     joined = torch.cat([part.to(parts[0].device) for part in parts]) if parts else torch.empty(0, dtype=torch.uint8)
     return file.getvalue(), joined.cpu().numpy()
