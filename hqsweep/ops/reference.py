@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hqsweep.formats import Buffers, Format, RngKey
 from hqsweep.ops.request import Request, Target
-from hqsweep.ops.stats import gather
+from hqsweep.ops.stats import gather, gather_by_row
 
 
 def by_reference(request: Request, x: Tensor, row: Target, column: Target, statistics: bool) -> tuple:
@@ -23,8 +23,11 @@ def by_reference(request: Request, x: Tensor, row: Target, column: Target, stati
         shape = tuple(source.shape)
         results[i] = format.operand(buffers, shape) if exact else buffers
         if statistics:
-            keep = {"keep_buffers": not exact, "keep_x": i == 0 or not request.dequantized}
-            sums[i] = gather(source, format, buffers, columns=i == 1, **keep)
+            keep_x = i == 0 or not request.dequantized
+            if format.high_precision:
+                sums[i] = gather_by_row(source, format, buffers, keep_x=keep_x)
+            else:
+                sums[i] = gather(source, format, buffers, columns=i == 1, keep_buffers=not exact, keep_x=keep_x)
         if i == 0 and request.dequantized:
             x = format.decode(buffers, shape).to(x.dtype)
     return *results, *sums

@@ -14,7 +14,8 @@ each operand row. So parts are joined without looking at them again: the parts o
 quantized one after the other (microbatches, ranks with other tokens), each under scales and amaxes of its own.
 
 Sums over tiles of 128 x 128 elements are gathered in float32 by the kernels while they quantize, and in float64 by
-gather(), the reference; both are added in float64. With squares beyond float32 the kernels' ratios are NaN.
+gather(), the reference; both are added in float64. With squares beyond float32 the kernels' ratios are NaN. What no
+kernel gathers is summed by gather_by_row(), which takes fewer passes than the reference.
 """
 
 import math
@@ -38,9 +39,10 @@ class Statistics:
     """Sums gathered about one operand. The tensors stay on the device until row() reads them."""
 
     sums: Tensor
-    """[tiles of X in row-major order, 8]: x^2, error^2, q^2, amax, counts of non-zero, lost, saturated; unused."""
+    """[tiles of X in row-major order, or operand rows, 8]: x^2, error^2, q^2, amax, counts of non-zero, lost,
+    saturated; unused."""
     row_errors: Tensor
-    """[operand rows, tiles across]: sums of (x - Qx)^2 over 128 elements of a row."""
+    """[operand rows, tiles across, or 1]: sums of (x - Qx)^2 over 128 elements of a row, or over all."""
     elements: int
     x: Tensor | None
     """The matrix that was quantized, in the operand's orientation: read once more for the power of each row, so
@@ -59,11 +61,9 @@ class Statistics:
         if self.sums.shape[0]:
             totals[3] = self.sums[:, 3].max()
         scales = None if self.buffers is None else self.format.value_scales(self.buffers)
-        power = None
-        if self.x is not None:
-            power = torch.linalg.vector_norm(self.x, dim=1, dtype=torch.float64).square()
         return Sums(
-            totals=totals, elements=self.elements, scales=_scale_range(scales), row_power=power,
+            totals=totals, elements=self.elements, scales=_scale_range(scales),
+            row_power=None if self.x is None else _by_row_squared(self.x),
             row_error=self.row_errors.double().sum(dim=1),
         )  # fmt: skip
 
@@ -137,10 +137,11 @@ class OutputSums:
 
 
 def output_sums(expected: Tensor, actual: Tensor) -> OutputSums:
-    """The sums of two tensors of one shape, in float64."""
+    """The sums of two tensors of one shape, in float64; waits for the device once."""
     x, q = expected.double().flatten(), actual.double().flatten()
-    sums = ((x @ x), (x - q).square().sum(), (q @ q), (x @ q), _magnitude(x).max() if x.numel() else x.new_zeros(()))
-    return OutputSums(*(s.item() for s in sums))
+    error = x - q
+    amax = _magnitude(expected).max().double() if x.numel() else x.new_zeros(())
+    return OutputSums(*torch.stack([x @ x, error @ error, q @ q, x @ q, amax]).tolist())
 
 
 def output_error(expected: Tensor, actual: Tensor) -> dict[str, float]:
@@ -186,6 +187,33 @@ def gather(
         format=format,
         buffers=buffers if keep_buffers else None,
     )
+
+
+def gather_by_row(x: Tensor, format: Format, buffers: Buffers, *, keep_x: bool = True) -> Statistics:
+    """gather() with the operand rows for tiles; the order of sums is another, and differences are rounded to float32.
+
+    Values that are held as they are cost a sum of squares. Of those the error is 0, and NaN where they are not finite.
+    """
+    shape, scale = tuple(x.shape), format.value_scales(buffers)
+    none = torch.zeros(shape[0], dtype=torch.float64, device=x.device)
+    if format.high_precision and torch.promote_types(x.dtype, buffers["q"].dtype) == buffers["q"].dtype:
+        basis, lost = x, none
+        power = q2 = _by_row_squared(x)
+        error2 = power - power
+    else:
+        basis, decoded = format.basis(x), format.decode(buffers, shape)
+        power, error2, q2 = (_by_row_squared(each) for each in (basis, basis - decoded, decoded))
+        lost = _count_by_row((basis != 0) & (decoded == 0))
+    magnitude, saturated = _magnitude(basis), none
+    if scale is not None:
+        limit = format.element.max * SATURATION_MARGIN
+        saturated = _count_by_row(magnitude > expand_tiles(scale, shape, *format.tile) * limit)
+    largest = magnitude.amax(dim=1).double() if shape[1] else none
+    sums = (power, error2, q2, largest, _count_by_row(basis != 0), lost, saturated, none)
+    return Statistics(
+        sums=torch.stack(sums, dim=1), row_errors=error2[:, None], elements=x.numel(), x=x if keep_x else None,
+        format=format, buffers=buffers,
+    )  # fmt: skip
 
 
 def finite_or_none(row: dict[str, float]) -> dict[str, float | None]:
@@ -237,6 +265,16 @@ def _row_quantiles(power: Tensor | None, error: Tensor) -> dict[str, float]:
     place = {"median": 0.5, "p5": 0.05}
     last = ratio.numel() - 1
     return {f"row_sqnr_db_{n}": ratio[int(q * last)].item() if last >= 0 else math.nan for n, q in place.items()}
+
+
+def _by_row_squared(x: Tensor) -> Tensor:
+    """float64 [rows]: the sum of the squares of each row."""
+    return torch.linalg.vector_norm(x, dim=1, dtype=torch.float64).square()
+
+
+def _count_by_row(x: Tensor) -> Tensor:
+    """float64 [rows]: how many elements of each row are true."""
+    return x.sum(dim=1, dtype=torch.int32).double()
 
 
 def _magnitude(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from hqsweep.ops.quantize_activated import quantize_activated, shape_of
 from hqsweep.ops.quantize_normed import Normed, quantize_normed
 from hqsweep.ops.request import NO_TARGET, Output, Request, Target, request_of, text_of
 from hqsweep.ops.splits import Splits
-from hqsweep.ops.stats import Sums, gather
+from hqsweep.ops.stats import Sums, gather_by_row
 from hqsweep.quant.delayed import SlotStates, grids_of, note
 from hqsweep.quant.operand import HybridOperand, Operand
 from hqsweep.quant.place import Place
@@ -356,7 +356,7 @@ class HybridQuantizer:
         results = self._quantize(x, row, column, key, states, place=place, statistics=True)
         of_columns = results.columnwise_statistics
         if self.columnwise_source == "rowwise_dequantized":
-            of_columns = gather(x.t(), self.columnwise, results.columnwise)
+            of_columns = gather_by_row(x.t(), self.columnwise, results.columnwise)
         return {"rowwise": results.rowwise_statistics.read(), "columnwise": of_columns.read()}
 
     def _quantize(

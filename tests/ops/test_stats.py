@@ -9,7 +9,7 @@ from cases import KERNEL_PAIRS
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.stats import finite_or_none, output_error, tensor_error
+from hqsweep.ops.stats import finite_or_none, gather, gather_by_row, output_error, tensor_error
 
 
 def test_output_error_by_hand():
@@ -71,6 +71,22 @@ def test_rows_are_summarised_by_their_median_and_worst():
     assert row["row_sqnr_db_p5"] == pytest.approx(sqnr[18].item())  # one row of 21 is worse
     zeros = tensor_error(torch.zeros(4, 32), parse("mxfp8"), parse("mxfp8").encode(torch.zeros(4, 32)))
     assert math.isnan(zeros["row_sqnr_db_median"]) and zeros["amax"] == 0
+
+
+@pytest.mark.parametrize("special", [None, math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("text", ["bf16", "fp16", "fp32", "mxfp8", "fp8_current", "nvfp4+rht"])
+def test_sums_by_row_are_those_by_tile(text, dtype, special):
+    format, x = parse(text), draw("heavy", 96, 160).to(dtype)
+    x[3], x[4, :5], x[5, 0] = 0.0, 2.0**-24, 1.0 if special is None else special
+    for matrix in (x, x.t(), x[:0]):
+        buffers = format.encode(matrix)
+        got, wanted = (f(matrix, format, buffers).read() for f in (gather_by_row, gather))
+        assert torch.equal(got.totals[3:], wanted.totals[3:]) and got.elements == wanted.elements
+        for name in ("totals", "row_power", "row_error"):
+            pair = getattr(got, name), getattr(wanted, name)
+            torch.testing.assert_close(*pair, rtol=1e-6, atol=0, equal_nan=True)
+        assert str(got.scales) == str(wanted.scales)
 
 
 def test_squares_beyond_float32_have_no_ratios():
