@@ -21,15 +21,15 @@ def config(linear, **changes):
     return with_batches(linear, eval_batches=1, **{"stats": {"every": 0}} | changes)
 
 
-def content(run) -> dict[str, torch.Tensor]:
-    """Whole weights (but held ones, which are made of their masters), masters and moments, and the states of delayed
-    scaling that this rank writes."""
+def content(run, of_all=whole_tensor) -> dict[str, torch.Tensor]:
+    """Whole weights (but held ones, which are made of their masters), masters and moments, or with of_all=local this
+    rank's parts of them, and the states of delayed scaling that this rank writes."""
     tensors = {name: value.clone() for name, value in delayed_tensors(run.model).items()}
     for name, p in parameters_of(run.model).items():
         state = {f"{name}.{key}": value for key, value in run.optimizer.state[p].items()}
         if not isinstance(local(p), HybridQuantizedTensor):
             state |= {name: p.detach(), f"{name}.{MASTER}": run.optimizer.master_param(p).detach()}
-        tensors |= {name: whole_tensor(value).clone() for name, value in state.items()}
+        tensors |= {name: of_all(value).clone() for name, value in state.items()}
     return on_cpu(tensors)
 
 
@@ -41,7 +41,7 @@ def outcome(linear, **changes) -> tuple:
 
 
 def resumed(folder: Path, linear, **changes) -> tuple:
-    """The same of two steps, and of the last one after the checkpoint of the first."""
+    """The same of two steps, with this rank's parts, and of the last one after the checkpoint of the first."""
     cfg = config(linear, **changes | {"steps": 2})
     one = trainer(cfg)
     metrics = []
@@ -52,7 +52,7 @@ def resumed(folder: Path, linear, **changes) -> tuple:
     two = trainer(cfg)
     assert load_checkpoint(two, folder) and two.step == 1
     again = [step.metrics for step in two.steps()]
-    return metrics, content(one), again, content(two)
+    return metrics, content(one, local), again, content(two, local)
 
 
 def sampled(linear, **changes) -> tuple:
