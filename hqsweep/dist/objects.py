@@ -54,7 +54,7 @@ def _packed(value: Any) -> tuple[bytes, Any]:
     file = io.BytesIO()
     pickler = _Apart(file)
     pickler.dump(value)
-    copies = (tensor.clone(memory_format=torch.contiguous_format) for tensor in pickler.tensors)
-    parts = [copy.view(-1).view(torch.uint8) for copy in copies]
+    # as_strided, because view() takes the stride of an axis of one element for a gap
+    parts = [x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8) for x in pickler.tensors]
     joined = torch.cat([part.to(parts[0].device) for part in parts]) if parts else torch.empty(0, dtype=torch.uint8)
     return file.getvalue(), joined.cpu().numpy()

@@ -38,10 +38,11 @@ def assert_same(one, other):
 
 def configs(cases, backend):
     """On the CPU of a few steps, unless the recipe changes amid them."""
-    changes = [{"dim": 64 if "tp" in SHARED[case] else 32, "parallel": SHARED[case]} for case in cases]
-    if backend == "gloo":
-        changes = [own | ({"steps": 6} if case != "stages" else {}) for own, case in zip(changes, cases, strict=True)]
-    return [config(case, **own) for case, own in zip(cases, changes, strict=True)]
+    short = {case: {"steps": 6} for case in cases if backend == "gloo" and case != "stages"}
+    return [
+        config(case, dim=64 if "tp" in SHARED[case] else 32, parallel=SHARED[case], **short.get(case, {}))
+        for case in cases
+    ]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
