@@ -91,9 +91,9 @@ def test_shared_matrices_stay_close(results):
     (own, rows, _), (other, _, _) = (each[len(EXACT) + len(CLOSE)] for each in results)
     assert_close_rows(rows, stats, rel=0.1)
     assert own == other
-    for step, expected in zip(own, metrics, strict=True):
-        assert step == pytest.approx(expected, rel=5e-3)
-        assert step["train_loss"] == pytest.approx(expected["train_loss"], rel=2e-4)
+    for index, (step, expected) in enumerate(zip(own, metrics, strict=True)):
+        assert step.pop("grad_norm") == pytest.approx(expected.pop("grad_norm"), rel=2e-2 if index else 2e-3)
+        assert step == pytest.approx(expected, rel=2e-4)
 
 
 def test_offloading_changes_no_byte_over_other_axes(results):
