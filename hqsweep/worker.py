@@ -31,7 +31,7 @@ from hqsweep.errors import EXIT_BUSY, EXIT_FAILED, EXIT_STORAGE, Damaged
 from hqsweep.jobs.isolation import isolated
 from hqsweep.jobs.sink import QuietSink
 from hqsweep.recipe.factories import FindFactory, Importer
-from hqsweep.sweep.handover import die_with_parent, serve, stop_with_parent
+from hqsweep.sweep.handover import serve, stop_with_parent
 from hqsweep.sweep.locks import RunBusy
 from hqsweep.sweep.names import ranks_of, run_id
 from hqsweep.sweep.ranks import Machines, Nodes, Signaled, launch_run, tell
@@ -98,17 +98,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _among_others(run: RunDir, do: Do) -> int | None:
     """The run, and None where another may follow in this process. None follows one that did not finish, and none a
-    user's own code, which may have left anything anywhere."""
+    user's own code, which may have left anything anywhere, but for what it left in ranks."""
     with isolated(), _own_signals():
         exit_code = _alone(run, do)
     return None if exit_code == 0 and _is_ours(run) else exit_code
 
 
 def _is_ours(run: RunDir) -> bool:
-    """Whether it is a training in which no Python factory makes the quantizers or the model."""
+    """Whether ranks have done it, or it is a training in which no Python factory makes the quantizers or the model."""
     config: Mapping[str, Any] = {"job": None}
     with contextlib.suppress(Damaged):
         config = run.config()
+        if ranks_of(config) > 1:
+            return True
     if config["job"] != "convergence" or (config.get("model") or {}).get("kind") == "factory":
         return False
     return not any(recipe.get("qfactory") for recipe in (config["recipe"], *config["recipe"]["schedule"]))
@@ -186,7 +188,6 @@ def _do(run: RunDir, tracker: Tracker, *, find: FindFactory, machines: Machines)
 def _rank(run: RunDir, find: FindFactory) -> int:
     """The part of one rank: rank 0 writes the rows. Its worker has the folder and leaves the outcome."""
     rank, exit_code = int(os.environ["RANK"]), 0
-    die_with_parent()  # at once: its worker's end is the run's, after which nothing may be written
     tracker: Tracker = NullTracker()
     try:
         tracker = open_tracker(run) if rank == 0 else tracker
@@ -199,8 +200,7 @@ def _rank(run: RunDir, find: FindFactory) -> int:
     for table in MIRRORED_TABLES if rank == 0 else ():
         tracker.table(table, run.rows(table))
     tracker.finish(exit_code)
-    sys.stdout.flush()
-    os._exit(exit_code)  # the exit handlers of a process group would wait for ranks that have failed
+    return exit_code
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,16 @@ from hqsweep.dist.devices import stand_apart, take_gpu
 TIMEOUT_S = 120.0
 """Seconds that a rank waits for the others before it fails."""
 POLL_S = 0.05
-PRELOADED = ("hqsweep._C", "hqsweep.jobs.convergence", "hqsweep.jobs.parity.ranks", "hqsweep.checkpoints.sharded")
-"""The jobs with ranks, which import what ranks do, and what these import when they need it."""
+FORKED = "forkserver"
+"""How ranks are started that are forks of a server of this process."""
+PRELOADED = (
+    "hqsweep._C",
+    "hqsweep.jobs.convergence",
+    "hqsweep.jobs.parity.ranks",
+    "hqsweep.checkpoints.sharded",
+    "hqsweep.worker",
+)
+"""The jobs with ranks, which import what ranks do, what these import when they need it, and what does a run."""
 
 
 def spawn_ranks(
@@ -55,24 +64,35 @@ def stream_ranks(
 
 
 def _start_method(backend: str) -> str:
-    """How ranks are started. Those of gloo are forks of a server that has imported their modules once for all that this
-    process starts, which takes each of them seconds; it ends after this process and its ranks."""
+    """How ranks are started."""
     if backend != "gloo":
         return "spawn"
-    multiprocessing.set_forkserver_preload(list(PRELOADED))  # before the first ranks: then the server is there
-    return "forkserver"
+    start_server()
+    return FORKED
 
 
-def _started(rank: int, variables: dict[str, str], *arguments: Any) -> None:
-    """_rank with the environment of the process that asked for it, not the one of the server; it ends as soon as that
-    process is gone, which the kernel does not see to, for it is no parent."""
-    parent = multiprocessing.parent_process()
+def start_server() -> None:
+    """Start the server whose forks are the ranks that this process starts as FORKED. It imports their modules, once for
+    all, which takes each of them seconds; it ends after this process and its ranks."""
+    multiprocessing.set_forkserver_preload(list(PRELOADED))  # what a server that is there already has imported, too
+    forkserver.ensure_running()
+
+
+def end_with_starter() -> None:
+    """End this process, which may be a server's fork, as soon as the one that asked for it is gone. The kernel does not
+    see to that, for it is no parent."""
+    starter = multiprocessing.parent_process()
 
     def watch() -> None:
-        parent.join()
+        starter.join()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def _started(rank: int, variables: dict[str, str], *arguments: Any) -> None:
+    """_rank with the environment of the process that asked for it, not the one of the server."""
+    end_with_starter()
     os.environ.clear()
     os.environ.update(variables)
     _rank(rank, *arguments)

@@ -23,6 +23,7 @@ ANSWER = b"finished\n"
 PARENT_LOOK_S = 0.5
 PR_SET_PDEATHSIG = 1
 """The number of PR_SET_PDEATHSIG in Linux's prctl."""
+PR_SET_NAME = 15
 GRACE_S = 10.0
 """The seconds from SIGTERM to SIGKILL, in which a worker writes its status."""
 
@@ -42,14 +43,14 @@ def serve(work: Callable[[RunDir], int | None]) -> int:
         _replace(sys.stdin.fileno(), os.open(os.devnull, os.O_RDONLY))
         for line in lines:
             run = RunDir(Path(json.loads(line)))
-            _write_to(run.log)
+            write_to(run.log)
             if (exit_code := work(run)) is not None:
                 return exit_code
             channel.sendall(ANSWER)
     return 0
 
 
-def _write_to(log: Path) -> None:
+def write_to(log: Path) -> None:
     """Append stdout and stderr to the file, whoever writes there, C code and children too."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -66,6 +67,12 @@ def die_with_parent() -> None:
     """Have the kernel kill this process as soon as its parent is gone, from now on, on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+
+
+def name_process(name: str) -> None:
+    """Give this process a name, of up to 15 bytes, that `ps` and `top` show, on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
 def stop_with_parent(parent: int) -> None:

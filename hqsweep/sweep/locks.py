@@ -107,12 +107,16 @@ def is_stopped(pid: int) -> bool:
 
 
 def stopped_among(pid: int) -> int | None:
-    """The first process that was stopped by a signal among a process and its children, such as the ranks of a run."""
-    family = [pid]
+    """The first process that was stopped by a signal among a process and those that it has started, or that these
+    have, such as the ranks of a run."""
+    if is_stopped(pid):
+        return pid
     with suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
-            family += map(int, (thread / "children").read_text().split())
-    return next(filter(is_stopped, family), None)
+            for child in (thread / "children").read_text().split():
+                if stopped := stopped_among(int(child)):
+                    return stopped
+    return None
 
 
 def _open(path: Path) -> int:

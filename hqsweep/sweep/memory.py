@@ -45,15 +45,16 @@ class Memory:
                     yield from _upwards(self.root / "sys/fs/cgroup/memory", path, "memory.oom_control")
 
 
-def killed_for_memory(memory: Memory, killed_before: int, peak_bytes: int) -> str | None:
+def killed_for_memory(memory: Memory, killed_before: int, peak_bytes: int | None) -> str | None:
     """Why a process that SIGKILL ended was killed, if that was for memory: there were kills since `killed_before`.
 
-    peak_bytes: the most that it had resident."""
+    peak_bytes: the most that it had resident, where that is known."""
     if memory.kills() <= killed_before:
         return None
     limit = memory.limit()
     there = f"{limit[0]} has {limit[1] / GIB:.1f} GiB" if limit else "its limit is unknown"
-    return f"killed for memory: {there}, the run's process had {peak_bytes / GIB:.1f} GiB; {ADVICE}"
+    own = "" if peak_bytes is None else f", the run's process had {peak_bytes / GIB:.1f} GiB"
+    return f"killed for memory: {there}{own}; {ADVICE}"
 
 
 def _upwards(mount: Path, path: str, counts: str) -> Iterator[tuple[Path, str]]:

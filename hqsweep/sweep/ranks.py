@@ -1,5 +1,6 @@
 """The ranks of a run over several processes: torch's elastic launcher starts them from the run's worker, which holds
-the folder and watches them, and a rank that fails says why before it ends.
+the folder and watches them, and a rank that fails says why before it ends. They are forks of a server of the worker,
+which has imported what ranks need, once for all of them and for the runs that follow in this worker.
 
 The first failure ends all ranks. Its consequences (such as a connection that the dead rank has closed) are not
 reported: a rank that has lost another gives way, so that the launcher sees the cause first.
@@ -8,7 +9,7 @@ reported: a rank that has lost another gives way, so that the launcher sees the 
 import json
 import logging
 import os
-import resource
+import pkgutil
 import signal
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from typing import Any
 
 from hqsweep.errors import UserError
 from hqsweep.jobs.sink import Diverged
+from hqsweep.sweep.handover import die_with_parent, name_process, write_to
 from hqsweep.sweep.memory import Memory, killed_for_memory
 from hqsweep.sweep.nodes import COME_S, LOOK_S, Meeting
 from hqsweep.sweep.reasons import RankFailed, reason_of
@@ -31,6 +33,8 @@ GIVE_WAY_S = 3.0
 """The seconds that a rank waits to be ended before it reports what another one should have."""
 SHUTDOWN_S = 5
 """The seconds from SIGTERM to SIGKILL for ranks, which have nothing to write."""
+WORKER = "hqsweep.worker:main"
+"""The function that does a run, as ranks find it."""
 HERE = "localhost:"
 """The beginning of the endpoint of a run on one machine."""
 LOST = (
@@ -54,20 +58,21 @@ class Nodes:
     """HOST:PORT of the store at which machines meet (nodes.Meeting); a single machine takes a free port of its own."""
 
 
-def launch(nodes: Nodes, key: str, command: Sequence[str], meeting: Meeting | None = None) -> None:
-    """Run the command as every rank of this machine, until all have ended: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR
-    and MASTER_PORT are in its environment. CPU threads are shared out. Call it from the main thread.
+def launch(nodes: Nodes, key: str, run: RunDir, imports: Sequence[str], meeting: Meeting | None = None) -> None:
+    """Do the run by every rank of this machine, until all have ended: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT are in their environment. CPU threads are shared out. Call it from the main thread.
 
-    key: equal on all machines, and another for every attempt. Raises RankFailed with the rank that ended first and why,
-    and torch's SignalException at SIGTERM or SIGINT; in either case no rank is left.
+    imports: the words that tell a worker which Python factories it may import; key: equal on all machines, and another
+    for every attempt. Raises RankFailed with the rank that ended first and why, and torch's SignalException at SIGTERM
+    or SIGINT; in either case no rank is left.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
     if meeting is None:
-        return _launch(nodes, key, command)
+        return _launch(nodes, key, run, imports)
     try:
         with meeting.watched(key):
-            _launch(nodes, key, command)
+            _launch(nodes, key, run, imports)
         meeting.end(key, "")
     except RankFailed as failed:
         time.sleep(0 if failed.is_cause else LOOK_S * 4)  # in which the machine of the cause says it
@@ -80,19 +85,22 @@ def launch(nodes: Nodes, key: str, command: Sequence[str], meeting: Meeting | No
         raise
 
 
-def _launch(nodes: Nodes, key: str, command: Sequence[str]) -> None:
+def _launch(nodes: Nodes, key: str, run: RunDir, imports: Sequence[str]) -> None:
+    from hqsweep.dist.spawn import FORKED, start_server
+
+    threads = max(1, int(os.environ.get("OMP_NUM_THREADS", "1")) // nodes.ranks)
+    os.environ.update(thread_limits(threads))
+    start_server()  # which imports beside what follows
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     kills_before = Memory().kills()
-    threads = max(1, int(os.environ.get("OMP_NUM_THREADS", "1")) // nodes.ranks)
-    os.environ.update(thread_limits(threads))
     with tempfile.TemporaryDirectory(prefix="hqsweep-ranks-") as folder:
         options = {
             "min_nodes": nodes.count, "max_nodes": nodes.count, "nproc_per_node": nodes.ranks, "run_id": key,
-            "rdzv_backend": "c10d", "rdzv_endpoint": nodes.endpoint, "max_restarts": 0,
+            "rdzv_backend": "c10d", "rdzv_endpoint": nodes.endpoint, "max_restarts": 0, "start_method": FORKED,
             "rdzv_configs": {"join_timeout": COME_S} | ({"is_host": False} if nodes.count > 1 else {}),
             "signals_to_handle": "SIGTERM,SIGINT", "logs_specs": DefaultLogsSpecs(log_dir=folder),
             "shutdown_timeout": SHUTDOWN_S, "local_addr": "localhost" if nodes.endpoint.startswith(HERE) else None,
@@ -100,10 +108,37 @@ def _launch(nodes: Nodes, key: str, command: Sequence[str]) -> None:
         known = {field.name for field in fields(LaunchConfig)}  # torch 2.11 has not all of them
         config = LaunchConfig(**{name: value for name, value in options.items() if name in known})
         try:
-            elastic_launch(config, command[0])(*command[1:])
+            elastic_launch(config, _be_rank)(_Rank(run.path, tuple(imports), threads))
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             raise RankFailed(_reason(rank, failure, kills_before), is_cause=not _lost(failure)) from None
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What a rank is told."""
+
+    path: Path
+    imports: Sequence[str]
+    threads: int
+
+
+def _be_rank(told: _Rank) -> None:
+    """Be a rank of a run, in a fork of the server, whose threads and output are those of the server's first run."""
+    import torch
+
+    from hqsweep.dist.spawn import end_with_starter
+
+    end_with_starter()
+    die_with_parent()
+    name_process(f"hqsweep rank {os.environ['RANK']}")
+    write_to(RunDir(told.path).log)
+    os.environ.update(thread_limits(told.threads))
+    torch.set_num_threads(told.threads)
+    exit_code = pkgutil.resolve_name(WORKER)([str(told.path), "--rank", *told.imports])
+    if exit_code:
+        sys.stdout.flush()
+        os._exit(exit_code)  # what would go on at an end waits for ranks that have failed
 
 
 def _lost(failure: Any) -> bool:
@@ -118,8 +153,8 @@ def _reason(rank: int, failure: Any, kills_before: int) -> str:
     if isinstance(said, dict) and "reason" in said:
         return said["reason"]
     if failure.exitcode < 0:
-        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-        for_memory = killed_for_memory(Memory(), kills_before, peak) if failure.signal_name() == "SIGKILL" else None
+        killed = failure.signal_name() == "SIGKILL"
+        for_memory = killed_for_memory(Memory(), kills_before, None) if killed else None
         return f"rank {rank}: {for_memory or f'killed by {failure.signal_name()}'}"
     return f"rank {rank}: ended with exit code {failure.exitcode}; log.txt has what it said"
 
@@ -147,20 +182,14 @@ def launch_run(run: RunDir, ranks: int, machines: Machines) -> None:
     from torch.distributed.elastic.multiprocessing import SignalException
 
     nodes = Nodes(ranks=ranks // machines.nodes, count=machines.nodes, endpoint=machines.endpoint)
-    path, key = run.path.resolve(), f"{run.name}-{run.written_status()['attempt']}"
+    run, key = RunDir(run.path.resolve()), f"{run.name}-{run.written_status()['attempt']}"
     meeting = Meeting(machines.endpoint) if machines.nodes > 1 else None
     if meeting is not None:
-        meeting.announce(key, [str(nodes.ranks), str(path), *machines.imports])
+        meeting.announce(key, [str(nodes.ranks), str(run.path), *machines.imports])
     try:
-        launch(nodes, key, rank_command(path, machines.imports), meeting)
+        launch(nodes, key, run, machines.imports, meeting)
     except SignalException as signaled:
         raise Signaled(signal.Signals(signaled.sigval)) from None
-
-
-def rank_command(path: Path, imports: Sequence[str]) -> list[str]:
-    """The command of a rank of the run in this folder, which ends itself when the process that launches it is gone."""
-    own = [sys.executable, "-P", "-m", "hqsweep.worker", str(path), "--rank", "--parent", str(os.getpid())]
-    return [*own, *imports]
 
 
 def nodes_arguments(count: int, endpoint: str) -> list[str]:
@@ -179,7 +208,7 @@ def help_out(count: int, endpoint: str) -> None:
             ranks, path, *imports = announced["command"]
             nodes = Nodes(ranks=int(ranks), count=count, endpoint=endpoint)
             with suppress(RankFailed):  # which the first machine says
-                launch(nodes, announced["key"], rank_command(Path(path), imports), meeting)
+                launch(nodes, announced["key"], RunDir(Path(path)), imports, meeting)
 
 
 def tell(error: Exception, rank: int) -> None:

@@ -12,7 +12,7 @@ from shown import Shown
 from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.nodes import Meeting, free_endpoint
 from hqsweep.sweep.ranks import nodes_arguments
-from tests.sweep.test_ranks import make_run, ranks_of, wait_for
+from tests.sweep.test_ranks import make_run, parent_of, ranks_of, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ def test_two_machines_share_a_run_and_name_the_rank_that_died_on_the_other(tmp_p
 
     def kill():
         wait_for(lambda: list(run.checkpoint.glob("step_*.json")))
-        rank, process = next((r, p) for r, p in ranks_of(run).items() if parent(p) == other.pid)
+        rank, process = next((r, p) for r, p in ranks_of(run).items() if parent_of(parent_of(p)) == other.pid)
         killed.append(rank)
         os.kill(process, signal.SIGKILL)
 
@@ -40,8 +40,3 @@ def test_two_machines_share_a_run_and_name_the_rank_that_died_on_the_other(tmp_p
     assert any(f"rank {killed[0]}: killed by SIGKILL; trying again" in line for line in display.lines), display.lines
     assert (status["state"], status["attempt"], said) == ("finished", 2, 0)
     assert not ranks_of(run)
-
-
-def parent(process: int) -> int:
-    with open(f"/proc/{process}/stat") as stat:
-        return int(stat.read().rpartition(")")[2].split()[1])

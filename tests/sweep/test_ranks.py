@@ -6,6 +6,7 @@ import shutil
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,13 +46,16 @@ def ranks_of(run: RunDir) -> dict[int, int]:
     pids = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            words = (process / "cmdline").read_bytes().split(b"\0")
-            if b"--rank" in words and str(run.path).encode() in words:
-                variables = (process / "environ").read_bytes().split(b"\0")
-                pids[next(int(v[5:]) for v in variables if v.startswith(b"RANK="))] = int(process.name)
-        except (OSError, StopIteration):
+            *name, rank = (process / "comm").read_text().split()
+            if name == ["hqsweep", "rank"] and (process / "fd" / "1").readlink() == run.log.absolute():
+                pids[int(rank)] = int(process.name)
+        except (OSError, ValueError):
             continue
     return pids
+
+
+def parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def wait_for(condition, seconds=90.0):
@@ -109,11 +113,23 @@ def test_no_rank_outlives_a_worker_that_is_stopped(tmp_path):
     wait_for(lambda: not ranks_of(run), seconds=5.0)
 
 
-def test_what_a_rank_refuses_is_said_in_its_words(tmp_path):
-    run = make_run(tmp_path, context=30_000)
-    (status,) = run_local([run], display=Shown(), limits=Limits(threads=2))
-    assert status["state"] == "failed" and status["reason"].startswith("data: the train split has 20000 tokens")
-    assert not ranks_of(run)
+def test_a_worker_has_ranks_for_the_next_run_and_what_one_refuses_is_said_in_its_words(tmp_path):
+    """Ranks of all runs of a worker are forks of one server; each writes to the log of its run."""
+    runs, servers = [make_run(tmp_path / "first", steps=2), make_run(tmp_path / "next", context=30_000)], set()
+
+    def look():
+        while runs[1].seen()["state"] != "failed":
+            with suppress(OSError):  # a rank that has ended since
+                servers.update(parent_of(process) for run in runs for process in ranks_of(run).values())
+            time.sleep(0.02)
+
+    threading.Thread(target=look, daemon=True).start()
+    first, status = run_local(runs, display=Shown(), limits=Limits(threads=2))
+    assert (first["state"], first["pid"], len(servers)) == ("finished", status["pid"], 1)
+    refusal = "data: the train split has 20000 tokens"
+    assert status["state"] == "failed" and status["reason"].startswith(refusal)
+    assert [refusal in run.log.read_text() for run in runs] == [False, True]
+    assert not ranks_of(runs[1])
 
 
 def flip(path: Path) -> None:
