@@ -15,8 +15,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from hqsweep.dist import peers
 from hqsweep.ops.sum_parts import sum_parts
 
-GATHERS = peers.Purpose("gather", slots=1, most=1 << 27)
-SUMS = peers.Purpose("sum", slots=1, most=1 << 27)
+GATHERS = peers.Purpose("gather", slots=1, most=1 << 28)
+SUMS = peers.Purpose("sum", slots=1, most=1 << 28)
 """What is on its way has come before the next exchange begins, and ranks wait for each other there as in a collective,
 so that one slot does."""
 

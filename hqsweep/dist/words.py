@@ -18,10 +18,10 @@ def copy_(target: Tensor, source: Tensor) -> None:
     into.copy_(values)
 
 
-def as_words(*tensors: Tensor) -> list[Tensor]:
-    """Views of the tensors, which have one dtype, as the widest words that all of them consist of."""
+def as_words(*tensors: Tensor, most: int = 16) -> list[Tensor]:
+    """Views of the tensors, which have one dtype, as the widest words of up to `most` bytes that all consist of."""
     for word in _WORDS:
-        if all(_consists_of(x, word.itemsize) for x in tensors):
+        if word.itemsize <= most and all(_consists_of(x, word.itemsize) for x in tensors):
             return [x.view(word) for x in tensors]
     return list(tensors)
 

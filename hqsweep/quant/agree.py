@@ -27,6 +27,9 @@ from hqsweep.quant.place import Place
 
 Write = tuple[Any, Tensor, RngKey | None]
 """A quantized tensor, the values that it is given, and the key that they are quantized by."""
+WORD = 4
+"""Bytes of a word in copies of many tensors: a thread block of torch's moves 65,536 words, and few of them would leave
+most of a GPU idle."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -227,7 +230,7 @@ def _copy_(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     kinds: dict[Any, list[Sequence[Tensor]]] = {}
     for target, source in pairs:
         if target.dtype == source.dtype:
-            target, source = words.as_words(target, source)
+            target, source = words.as_words(target, source, most=WORD)
         kinds.setdefault((target.dtype, source.dtype, target.stride() == source.stride()), []).append((target, source))
     for alike in kinds.values():
         torch._foreach_copy_(*map(list, zip(*alike, strict=True)))
