@@ -23,8 +23,17 @@ struct NormArray {
   Dtype dtype;
 };
 
+// The summands of the other ranks, in their order, of an array of bf16 that is a sum over `ranks` ranks, of which the array
+// itself is that of `rank`: [ranks - 1, rows, cols] of bf16. They are added in the order of ranks, in fp32, and rounded
+// once. null: the array is whole.
+struct Summands {
+  const void* received;
+  int ranks, rank;
+};
+
 struct NormForward {
   NormArray x, branch, sum, h;  // sum: of x's dtype, null without a branch; h: null where only the rest is wanted
+  Summands of_branch;
   const float *gain, *bias;     // bias: null for RMSNorm
   float* statistics;            // rstd [rows]; of LayerNorm mean [rows] after it
   float epsilon;
@@ -38,6 +47,7 @@ struct NormForward {
 // these are added in an order that depends on `blocks` alone.
 struct NormBackward {
   NormArray dh, sum, dsum, dx, dbranch;  // dsum and dbranch may be null
+  Summands of_dh;
   const float *gain, *statistics;
   float* partials;  // [1 (LayerNorm: 2), blocks, cols]
   float* dgain;     // [1 (LayerNorm: 2), cols]: d gain, then d bias

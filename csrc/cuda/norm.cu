@@ -2,7 +2,8 @@
 // With a residual stream in fp32 and the rest in bf16, bytes an element:
 //   forward  10 + 2: reads x 4 and branch 2, writes sum 4 and h 2 (without a branch: reads 4, writes 2)
 //   backward 14 + 2: reads dh 2, sum 4 and dsum 4, writes dx 4 and dbranch 2 (without dbranch 14)
-// and [blocks, cols] fp32 of partial sums, which are 1 % of it.
+// and [blocks, cols] fp32 of partial sums, which are 1 % of it. A branch, or a dh, of which each rank has a summand, is read
+// as these are: 2 more for each of the other ranks, where a sum in a pass of its own reads as many, reads 2 and writes 2.
 #include <cuda_runtime.h>
 
 #include "cuda/amax.cuh"
@@ -17,16 +18,25 @@ constexpr int kSlices = 32;         // of the lines of partial sums, which one t
 
 // h of a row in fp32, 0 where the row has no element or is not there; the sum and the statistics are stored. All threads of
 // a block call it together.
-template <int kUnits, bool kCentred>
+template <int kUnits, bool kCentred, bool kSummed = false>
 __device__ __forceinline__ void make_row(const NormForward& call, int64_t row, int units, const RowThreads& own,
                                          float* shared, RowUnits<kUnits>& x) {
   RawUnits<kUnits> x_raw, branch_raw;
+  Bf16Units<kUnits> summands[2];
   ask_for_row<kUnits>(call.x, row, call.cols, units, own, x_raw);
-  if (call.branch.data) ask_for_row<kUnits>(call.branch, row, call.cols, units, own, branch_raw);
+  if constexpr (kSummed) {
+    for (int rank = 0; rank < 2; ++rank)
+      ask_for_summand<kUnits>(call.branch, call.of_branch, rank, call.rows, row, call.cols, units, own, summands[rank]);
+  } else if (call.branch.data) {
+    ask_for_row<kUnits>(call.branch, row, call.cols, units, own, branch_raw);
+  }
   floats_of<kUnits>(x_raw, call.x.dtype, x);
-  if (call.branch.data) {
+  if (kSummed || call.branch.data) {
     RowUnits<kUnits> branch;
-    floats_of<kUnits>(branch_raw, call.branch.dtype, branch);
+    if constexpr (kSummed)
+      summed_row<kUnits>(call.branch, call.of_branch, summands, call.rows, row, call.cols, units, own, branch);
+    else
+      floats_of<kUnits>(branch_raw, call.branch.dtype, branch);
 #pragma unroll
     for (int k = 0; k < kUnits; ++k)
 #pragma unroll
@@ -70,14 +80,14 @@ __device__ __forceinline__ void make_row(const NormForward& call, int64_t row, i
   }
 }
 
-template <int kUnits, bool kCentred>
+template <int kUnits, bool kCentred, bool kSummed>
 __global__ void __launch_bounds__(kNormThreads) norm_forward(const __grid_constant__ NormForward call, int threads) {
   __shared__ float shared[kNormThreads / 32];
   const RowThreads own = row_threads(threads);
   const int64_t row = static_cast<int64_t>(blockIdx.x) * own.groups + own.group;
   const int units = row < call.rows ? call.cols / kNormUnit : 0;
   RowUnits<kUnits> h;
-  make_row<kUnits, kCentred>(call, row, units, own, shared, h);
+  make_row<kUnits, kCentred, kSummed>(call, row, units, own, shared, h);
   if (call.h.data) store_row<kUnits>(h, row, call.cols, units, own, call.h);
 }
 
@@ -140,7 +150,7 @@ __device__ __forceinline__ void store_partials(const RowUnits<kUnits>& sums, int
   }
 }
 
-template <int kUnits, bool kCentred>
+template <int kUnits, bool kCentred, bool kSummed>
 __global__ void __launch_bounds__(kNormThreads, kCentred ? 1 : 2)
     norm_backward(const __grid_constant__ NormBackward call, int threads) {
   // Groups of threads times cols is at most the threads of a block times what each can hold.
@@ -153,14 +163,22 @@ __global__ void __launch_bounds__(kNormThreads, kCentred ? 1 : 2)
     const int64_t row = first + own.group;
     const int units = row < call.rows ? call.cols / kNormUnit : 0;
     RawUnits<kUnits> x_raw, g_raw, d_raw;
+    Bf16Units<kUnits> summands[2];
     ask_for_row<kUnits>(call.sum, row, call.cols, units, own, x_raw);
-    ask_for_row<kUnits>(call.dh, row, call.cols, units, own, g_raw);
+    if constexpr (kSummed)
+      for (int rank = 0; rank < 2; ++rank)
+        ask_for_summand<kUnits>(call.dh, call.of_dh, rank, call.rows, row, call.cols, units, own, summands[rank]);
+    else
+      ask_for_row<kUnits>(call.dh, row, call.cols, units, own, g_raw);
     if (call.dsum.data) ask_for_row<kUnits>(call.dsum, row, call.cols, units, own, d_raw);
     const float rstd = units ? call.statistics[row] : 0.0f;
     const float mean = kCentred && units ? call.statistics[call.rows + row] : 0.0f;
     RowUnits<kUnits> x, g;
     floats_of<kUnits>(x_raw, call.sum.dtype, x);
-    floats_of<kUnits>(g_raw, call.dh.dtype, g);
+    if constexpr (kSummed)
+      summed_row<kUnits>(call.dh, call.of_dh, summands, call.rows, row, call.cols, units, own, g);
+    else
+      floats_of<kUnits>(g_raw, call.dh.dtype, g);
     float along = 0.0f, mean_g = 0.0f;
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
@@ -229,15 +247,26 @@ int threads_of(int cols) {
 
 bool few_units(int cols) { return threads_of(cols) * kFew * kNormUnit >= cols; }
 
+template <bool kSummed>
+auto forward_kernel(const NormForward& call) {
+  if (call.bias) return few_units(call.cols) ? norm_forward<kFew, true, kSummed> : norm_forward<kMany, true, kSummed>;
+  return few_units(call.cols) ? norm_forward<kFew, false, kSummed> : norm_forward<kMany, false, kSummed>;
+}
+
+template <bool kSummed>
+auto backward_kernel(const NormBackward& call) {
+  if (call.centred) return few_units(call.cols) ? norm_backward<kFew, true, kSummed> : norm_backward<kMany, true, kSummed>;
+  return few_units(call.cols) ? norm_backward<kFew, false, kSummed> : norm_backward<kMany, false, kSummed>;
+}
+
 }  // namespace
 
 void norm_forward_cuda(const NormForward& call, uintptr_t stream) {
   if (call.rows == 0) return;
   const int threads = threads_of(call.cols), groups = kNormThreads / threads;
   const unsigned grid = grid_of((call.rows + groups - 1) / groups, "norm_forward_cuda", kMatrixTooLarge);
-  const auto few = call.bias ? norm_forward<kFew, true> : norm_forward<kFew, false>;
-  const auto many = call.bias ? norm_forward<kMany, true> : norm_forward<kMany, false>;
-  (few_units(call.cols) ? few : many)<<<grid, kNormThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(call, threads);
+  const auto kernel = call.of_branch.received ? forward_kernel<true>(call) : forward_kernel<false>(call);
+  kernel<<<grid, kNormThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(call, threads);
   check(cudaGetLastError(), "norm_forward_cuda");
 }
 
@@ -257,10 +286,8 @@ void norm_measured_cuda(const NormForward& call, const Amaxes& found, uintptr_t 
 void norm_backward_cuda(const NormBackward& call, uintptr_t stream) {
   const cudaStream_t queue = reinterpret_cast<cudaStream_t>(stream);
   if (call.blocks > 0) {
-    const auto few = call.centred ? norm_backward<kFew, true> : norm_backward<kFew, false>;
-    const auto many = call.centred ? norm_backward<kMany, true> : norm_backward<kMany, false>;
-    (few_units(call.cols) ? few : many)<<<static_cast<unsigned>(call.blocks), kNormThreads, 0, queue>>>(
-        call, threads_of(call.cols));
+    const auto kernel = call.of_dh.received ? backward_kernel<true>(call) : backward_kernel<false>(call);
+    kernel<<<static_cast<unsigned>(call.blocks), kNormThreads, 0, queue>>>(call, threads_of(call.cols));
     check(cudaGetLastError(), "norm_backward_cuda");
   }
   const dim3 grid(static_cast<unsigned>((call.cols + 31) / 32), call.centred ? 2 : 1);

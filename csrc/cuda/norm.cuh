@@ -72,6 +72,59 @@ __device__ __forceinline__ void floats_of(const RawUnits<kUnits>& raw, Dtype dty
   }
 }
 
+__device__ __forceinline__ float rounded(float value, Dtype dtype) {
+  return dtype == Dtype::fp32 ? value : __bfloat162float(__float2bfloat16_rn(value));
+}
+
+// Units of one row of bf16, as they are in memory.
+template <int kUnits>
+using Bf16Units = uint2[kUnits];
+
+// Asks for the thread's units of one row of what a rank has, as ask_for_row does.
+template <int kUnits>
+__device__ __forceinline__ void ask_for_summand(const NormArray& from, const Summands& of, int rank, int64_t rows,
+                                                int64_t row, int cols, int units, const RowThreads& own,
+                                                Bf16Units<kUnits>& to) {
+  const int64_t place = (rank < of.rank ? rank : rank - 1) * rows + row;
+  const void* data = rank == of.rank ? from.data : of.received;
+  const uint2* line = reinterpret_cast<const uint2*>(static_cast<const __nv_bfloat16*>(data) +
+                                                     (rank == of.rank ? row : place) * cols);
+#pragma unroll
+  for (int k = 0; k < kUnits; ++k) {
+    const int unit = own.lane + k * own.threads;
+    to[k] = unit < units ? line[unit] : uint2{0, 0};
+  }
+}
+
+__device__ __forceinline__ float bf16_of(const uint2& unit, int i) {
+  const uint32_t word = i < 2 ? unit.x : unit.y;
+  return __uint_as_float(i % 2 ? word & 0xFFFF0000u : word << 16);
+}
+
+// The thread's units of one row of a sum over ranks, of which what the first two have was asked for.
+template <int kUnits>
+__device__ __forceinline__ void summed_row(const NormArray& from, const Summands& of, const Bf16Units<kUnits> (&asked)[2],
+                                           int64_t rows, int64_t row, int cols, int units, const RowThreads& own,
+                                           RowUnits<kUnits>& to) {
+#pragma unroll
+  for (int k = 0; k < kUnits; ++k)
+#pragma unroll
+    for (int i = 0; i < kNormUnit; ++i) to[k][i] = __fadd_rn(bf16_of(asked[0][k], i), bf16_of(asked[1][k], i));
+#pragma unroll 1
+  for (int rank = 2; rank < of.ranks; ++rank) {
+    Bf16Units<kUnits> next;
+    ask_for_summand<kUnits>(from, of, rank, rows, row, cols, units, own, next);
+#pragma unroll
+    for (int k = 0; k < kUnits; ++k)
+#pragma unroll
+      for (int i = 0; i < kNormUnit; ++i) to[k][i] = __fadd_rn(to[k][i], bf16_of(next[k], i));
+  }
+#pragma unroll
+  for (int k = 0; k < kUnits; ++k)
+#pragma unroll
+    for (int i = 0; i < kNormUnit; ++i) to[k][i] = rounded(to[k][i], Dtype::bf16);
+}
+
 // A unit of gain or bias, which stay in the L1 cache.
 __device__ __forceinline__ void load_unit(const float* from, int unit, int units, float (&to)[kNormUnit]) {
   const float4 four = unit < units ? __ldg(reinterpret_cast<const float4*>(from) + unit) : float4{0, 0, 0, 0};
@@ -96,10 +149,6 @@ __device__ __forceinline__ void store_row(const RowUnits<kUnits>& from, int64_t 
       if (unit < units) line[unit] = uint2{two_bf16(from[k][0], from[k][1]), two_bf16(from[k][2], from[k][3])};
     }
   }
-}
-
-__device__ __forceinline__ float rounded(float value, Dtype dtype) {
-  return dtype == Dtype::fp32 ? value : __bfloat162float(__float2bfloat16_rn(value));
 }
 
 // The sum over the threads of a row, which all of them get: by halves in a warp, then warp by warp. All threads of the

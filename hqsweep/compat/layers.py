@@ -19,7 +19,7 @@ from hqsweep.nn.context import HIGH_PRECISION
 from hqsweep.nn.layernorm_mlp import LayerNormMLP as _LayerNormMLP
 from hqsweep.nn.multihead_attention import MultiheadAttention as _MultiheadAttention
 from hqsweep.nn.recompute import recomputed
-from hqsweep.nn.residual import add_branch
+from hqsweep.nn.residual import Branch, add_branch
 from hqsweep.nn.transformer_layer import TransformerLayer as _TransformerLayer
 from hqsweep.ops.activation import INPUTS
 
@@ -180,9 +180,7 @@ class MultiheadAttention(_OverRanks, _MultiheadAttention):
         refuse("MultiheadAttention", {"attention_mask": attention_mask is not None} | arguments)
         return super().forward(hidden_states, checkpoint_core_attention)
 
-    def _added(
-        self, x: Tensor, branch: Tensor | None, checkpoint_core_attention: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def _added(self, x: Tensor, branch: Branch, checkpoint_core_attention: bool = False) -> tuple[Tensor, Tensor]:
         if self.input_layernorm:
             return super()._added(x, branch, checkpoint_core_attention)
         x = add_branch(x, branch)

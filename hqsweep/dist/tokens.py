@@ -9,6 +9,8 @@ ranks begin the same collectives of a group in the same order.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,56 @@ from hqsweep.dist import collectives, peers, words
 from hqsweep.ops.sum_parts import sum_parts
 
 Pending = Callable[[], Tensor]
+
+
+class Summands(NamedTuple):
+    """A sum over ranks of rows [t, C] that is left to whoever reads it, in one pass with what it does."""
+
+    own: Tensor
+    """What this rank has computed of the rows, in the shape of the sum."""
+    received: Tensor
+    """[W - 1, *own.shape]: what the other ranks have, in their order. It is good until ranks of the group begin to
+    exchange other rows, so the sum is read at once, and never kept."""
+    parts: Tensor
+    """[1, W, n]: what this rank has computed of the rows of each, among them `own`."""
+    rank: int
+
+    def of(self, own: Tensor) -> "Summands":
+        """The same with `own` as autograd knows it, in any shape of its rows."""
+        return self._replace(own=own, received=self.received.view(-1, *own.shape))
+
+    def total(self) -> Tensor:
+        """The sum."""
+        received = self.received.view(len(self.received), 1, -1)
+        return sum_parts(self.parts, received, self.rank).view(self.own.shape)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PendingSum:
+    """The sum of begin_sum_rows."""
+
+    parts: Tensor
+    """[lead, W, n]: what this rank has computed of the rows of each."""
+    shape: tuple[int, ...]
+    """The shape of the sum."""
+    rank: int
+    arriving: Pending
+
+    def __call__(self) -> Tensor:
+        return sum_parts(self.parts, self._received(), self.rank).view(self.shape)
+
+    def summands(self) -> Summands | None:
+        """What is to be added, once it has come; None for what a norm's kernel does not read so, such as rows of
+        several sequences, which lie apart."""
+        if len(self.parts) > 1 or self.parts.dtype is not torch.bfloat16:
+            return None
+        received = self._received()
+        own = self.parts[0, self.rank].view(self.shape)
+        return Summands(own, received.view(len(received), *self.shape), self.parts, self.rank)
+
+    def _received(self) -> Tensor:
+        lead, world, count = self.parts.shape
+        return self.arriving().view(self.parts.dtype).view(world - 1, lead, count)
 
 
 def gather_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Tensor:
@@ -70,13 +122,8 @@ def begin_sum_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Pending:
     others = [other for other in range(world) if other != rank]
     messages = {other: words.in_order(parts[:, other]) for other in others}
     arriving = peers.begin({other: (message,) for other, message in messages.items()}, group)
-    arriving = arriving or _begin_all_to_all(messages, group)
-
-    def result() -> Tensor:
-        received = arriving().view(x.dtype).view(world - 1, lead, parts.shape[2])
-        return sum_parts(parts, received, rank).view(x.shape[0] // world, *x.shape[1:])
-
-    return result
+    shape = (x.shape[0] // world, *x.shape[1:])
+    return PendingSum(parts=parts, shape=shape, rank=rank, arriving=arriving or _begin_all_to_all(messages, group))
 
 
 def _begin_all_to_all(messages: Mapping[int, Tensor], group: ProcessGroup) -> Pending:

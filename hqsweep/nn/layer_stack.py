@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from hqsweep.nn.recompute import recomputed
+from hqsweep.nn.residual import Branch
 from hqsweep.nn.summed_gains import gains_summed_together
 
 
@@ -15,7 +16,7 @@ class Stream:
     experts said of their routing: `balances` float32 [] and `tokens` int64 [E] of each."""
 
     x: Tensor
-    branch: Tensor | None
+    branch: Branch
     balances: list[Tensor]
     tokens: list[Tensor]
 

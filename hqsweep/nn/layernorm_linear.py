@@ -10,7 +10,8 @@ from hqsweep.nn.linear import Linear
 from hqsweep.nn.norm import Norm
 from hqsweep.nn.options import LayerNormLinearOptions
 from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
-from hqsweep.nn.residual import AddsBranch
+from hqsweep.nn.residual import AddsBranch, Branch
+from hqsweep.nn.summed_gradient import SummedGradient
 
 
 class LayerNormLinear(AddsBranch, Linear):
@@ -38,17 +39,20 @@ class LayerNormLinear(AddsBranch, Linear):
     def forward(self, x: Tensor) -> Tensor:
         return self._added(x, None)[1]
 
-    def _added(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _added(self, x: Tensor, branch: Branch) -> tuple[Tensor, Tensor]:
         total, h, known = self.normed(x, branch)
         return total, self._product(h, known)
 
-    def normed(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def normed(self, x: Tensor, branch: Branch) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """norm.added(x, branch, dtype), and what is known of its output, as fields of a LinearCall. Where the input is
         quantized as it is computed, that is the description that it is computed from, and the output has no values;
         where the norm's kernel finds the amaxes that the quantizer takes, it is these."""
         parts = self.parallel is not None and self.parallel.sequence is not None  # of h, which is quantized whole
         if parts or not use_kernels(x) or torch.compiler.is_compiling():
-            return *self.norm.added(x, branch, self.dtype), {}
+            gradient = SummedGradient()
+            leaves = parts and not torch.compiler.is_compiling()
+            added = self.norm.added(x, branch, self.dtype, gradient if leaves else None)
+            return *added, {"gradient": gradient} if gradient.is_taken else {}
         saves_column = torch.is_grad_enabled() and self.weight.requires_grad and not self.save_original_input
         quantizer, outputs = self.active_quantizers().input, ("codes", "codes" if saves_column else None)
         if not (current().probe or self.save_original_input) and quantizer.takes_normed(*outputs):

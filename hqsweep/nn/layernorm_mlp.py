@@ -5,11 +5,11 @@ from torch import Tensor
 
 from hqsweep.nn.activation import ACTIVATIONS, activate
 from hqsweep.nn.layernorm_linear import LayerNormLinear
-from hqsweep.nn.linear import Linear
+from hqsweep.nn.linear import Linear, left_sum
 from hqsweep.nn.mlp_function import joined, joins
 from hqsweep.nn.options import LayerNormLinearOptions, MLPOptions
 from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
-from hqsweep.nn.residual import AddsBranch
+from hqsweep.nn.residual import AddsBranch, Branch, whole
 from hqsweep.ops.activation import INPUTS
 from hqsweep.recipe.roles import QuantizerRole
 
@@ -45,11 +45,12 @@ class LayerNormMLP(AddsBranch):
         return self.fc1.get_quantizer_roles(fwd=fwd) + self.fc2.get_quantizer_roles(fwd=fwd)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._added(x, None)[1]
+        return whole(self._added(x, None)[1])
 
-    def _added(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _added(self, x: Tensor, branch: Branch) -> tuple[Tensor, Branch]:
         if joins(self.fc1, self.fc2, self.activation, x):
             total, h, known = self.fc1.normed(x, branch)
-            return total, joined(self.fc1, h, self.fc2, self.activation, known)
+            left = self.fc2.sum_left(h)
+            return total, left_sum(joined(self.fc1, h, self.fc2, self.activation, known, left), left or ())
         total, z = self.fc1.added(x, branch)
-        return total, self.fc2(activate(z, self.activation))
+        return total, self.fc2.branch(activate(z, self.activation))

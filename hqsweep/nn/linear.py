@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hqsweep.dist.local import local as stored
+from hqsweep.dist.tokens import Summands
+from hqsweep.nn.context import current, use_kernels
 from hqsweep.nn.linear_call import LinearCall
 from hqsweep.nn.linear_function import LinearFunction
 from hqsweep.nn.module import BOUNDARIES, Boundary, QuantizedModule
@@ -16,6 +18,7 @@ from hqsweep.nn.options import LinearOptions
 from hqsweep.nn.parameter import gemm_weight, is_held, link_states
 from hqsweep.nn.products import outside_autocast, untraced
 from hqsweep.nn.recipe_argument import RecipeArgument, module_quantizers
+from hqsweep.nn.residual import is_observed
 from hqsweep.nn.tensor_parallel import Exchange, TensorParallel, local
 from hqsweep.nn.workspace import WeightWorkspace
 from hqsweep.ops.kernels import in_dtype
@@ -39,6 +42,11 @@ def linear_product(call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | N
         return y
     shape = x.shape[:-1]
     return y.view(*(call.exchange.shape(shape) if call.exchange else shape), y.shape[-1])
+
+
+def left_sum(y: Tensor, left: Sequence[Summands]) -> Tensor | Summands:
+    """The output y of a call that may have left its sum over ranks in `left`."""
+    return left[0].of(y) if left else y
 
 
 class LinearBase(QuantizedModule):
@@ -128,6 +136,19 @@ class Linear(LinearBase):
 
     def forward(self, x: Tensor) -> Tensor:
         return self._product(x)
+
+    def branch(self, x: Tensor) -> Tensor | Summands:
+        """forward(x) for a norm that reads it next: Summands where it is a sum over ranks of rows of tokens."""
+        left = self.sum_left(x)
+        return self(x) if left is None else left_sum(self._product(x, {"left": left}), left)
+
+    def sum_left(self, x: Tensor) -> list[Summands] | None:
+        """Where a call leaves the sum over ranks of its output; None where that is more than a sum, or is read by
+        others than the caller."""
+        plain = type(self).forward is Linear.forward and self.bias is None and not is_observed(self)
+        if not plain or self.parallel is None or self.parallel.sequence is None or not use_kernels(x):
+            return None
+        return None if current().probe or self.active_quantizers().output is not None else []
 
     def _product(self, x: Tensor, known: Mapping[str, Any] = NOTHING) -> Tensor:
         """forward(x); `known` has the fields of a LinearCall that are known of its input."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hqsweep.dist.tokens import Pending
+from hqsweep.dist.tokens import Pending, PendingSum, Summands
 from hqsweep.errors import UserError
 from hqsweep.gemm.exact import mm_t
 from hqsweep.gemm.grouped import mm_t_tokens, mm_t_weights
@@ -31,6 +31,7 @@ from hqsweep.nn.parameter import (
     weight_matrix,
 )
 from hqsweep.nn.rank_rows import RankRows
+from hqsweep.nn.summed_gradient import SummedGradient
 from hqsweep.nn.tensor_parallel import Exchange
 from hqsweep.nn.workspace import WeightWorkspace
 from hqsweep.ops.quantize_normed import Normed
@@ -74,6 +75,10 @@ class LinearCall(Call):
     those that are averaged over these ranks."""
     exchange: Exchange | None = None
     """What ranks exchange where they share the linear; None: this one has all of it."""
+    left: list[Summands] | None = field(default=None, compare=False)
+    """Where y is left to its reader if it is a sum over ranks of rows; None: y is summed."""
+    gradient: SummedGradient | None = field(default=None, compare=False)
+    """Where dx is left to the norm before, if it is such a sum."""
     plans: Mapping[str, GemmPlan] | None = None
     """"fprop", "dgrad" and "wgrad" -> the plan by which it is computed for all experts."""
 
@@ -132,6 +137,20 @@ class LinearCall(Call):
     def begin_summed(self, tensor: str, x: Tensor) -> Pending:
         """summed(), begun: it goes on beside the work that follows (dist.tokens)."""
         return (lambda: x) if self.exchange is None else self.exchange.begin_summed(tensor, x)
+
+    def output_of(self, pending: Pending) -> Tensor:
+        """y, whose sum over ranks was begun; this rank's part of it where the sum is left."""
+        summands = pending.summands() if self.left is not None and isinstance(pending, PendingSum) else None
+        if summands is None:
+            return pending()
+        self.left.append(summands)
+        return summands.own
+
+    def gradient_of(self, pending: Pending) -> Tensor:
+        """dx, whose sum over ranks was begun; this rank's part of it where the sum is left."""
+        if self.gradient is None or self.quantizers.grad_input is not None:
+            return pending()
+        return self.gradient.leave(pending)
 
     def _of_codes(
         self, tensor: str, rowwise: Output | None, columnwise: Output | None, *, by_rows: bool = False, **_: Any

@@ -68,9 +68,9 @@ def check_weights(call: Call, weights: Weights, needs_dx: bool, needs_dw: bool) 
 
 
 def fprop(call: Call, weights: Weights, x: AnyOperand | RankRows, needs_dx: bool) -> Tensor:
-    """y, from x's rowwise operand; summed over ranks, where each has a part of its sums."""
+    """y, from x's rowwise operand; summed over ranks, where each has a part of its sums, or left so."""
     w = call.weight(weights, "rowwise", needs_dx=needs_dx)
-    return begin_summed_product(call, "fprop", "output", x, w)()
+    return call.output_of(begin_summed_product(call, "fprop", "output", x, w))
 
 
 def keep(
@@ -202,7 +202,7 @@ class LinearFunction(torch.autograd.Function):
             gradients = _mean(call, gradients)
             dw = delivered(state, gradients, needs_dw)
         if needs_dx:
-            dx = call.rounded("grad_input", dx_sum() if dx is None else dx)
+            dx = call.rounded("grad_input", call.gradient_of(dx_sum) if dx is None else dx)
         db = _mean(call, _bias_gradients(call, dy, ctx.biases)) if any(needs_db) else [None] * len(ctx.biases)
         return dx, None, None, *dw, *db
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hqsweep.dist.tokens import Summands
 from hqsweep.nn.call import Call
 from hqsweep.nn.context import current, use_kernels
 from hqsweep.nn.linear import NOTHING, Linear, as_rows
@@ -92,7 +93,7 @@ class MLPFunction(torch.autograd.Function):
         if needs_dw1:
             (dw1,) = delivered(first, wgrad(first, operands.columnwise, x_column()), [True])
         if needs_dx:
-            dx = dx_sum()
+            dx = first.call.gradient_of(dx_sum)
         return dx, None, None, None, dw1, dw2
 
 
@@ -131,13 +132,20 @@ def _exchanges(fc1: Linear, fc2: Linear, x: Tensor) -> Sequence[Exchange | None]
 
 
 @outside_autocast
-def joined(fc1: Linear, x: Tensor, fc2: Linear, kind: str, known: Mapping[str, Any] = NOTHING) -> Tensor:
+def joined(
+    fc1: Linear,
+    x: Tensor,
+    fc2: Linear,
+    kind: str,
+    known: Mapping[str, Any] = NOTHING,
+    left: list[Summands] | None = None,
+) -> Tensor:
     """fc2(activation(fc1(x))) of x [..., D], where joins() says so. x is behind the norm of an fc1 that has one; known:
-    the fields of a LinearCall that are known of it."""
+    the fields of a LinearCall that are known of it; left: where the output is left (Linear.branch)."""
     first, second = _exchanges(fc1, fc2, x)
     calls = (
         LinearCall(**fc1.linear_facts(), exchange=first, **known),
-        LinearCall(**fc2.linear_facts(), exchange=second),
+        LinearCall(**fc2.linear_facts(), exchange=second, left=left),
     )
     y = MLPFunction.apply(in_dtype(as_rows(x), fc1.dtype), *calls, kind, fc1.own(fc1.weight), fc2.own(fc2.weight))
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])

@@ -14,7 +14,7 @@ from hqsweep.nn.multihead_attention import MultiheadAttention
 from hqsweep.nn.norm import Norm
 from hqsweep.nn.options import GroupedLinearOptions, MoELayerOptions, MoEOptions
 from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
-from hqsweep.nn.residual import AddsBranch, add_branch, is_observed
+from hqsweep.nn.residual import AddsBranch, Branch, add_branch, is_observed
 from hqsweep.nn.router import Router, Routing, moves_by_kernels
 from hqsweep.nn.tensor_parallel import SplitTokens
 from hqsweep.ops.padding import PaddedSplits
@@ -78,7 +78,7 @@ class LayerNormMoE(AddsBranch):
     def forward(self, x: Tensor) -> Routed:
         return self._added(x, None)[1:]
 
-    def _added(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _added(self, x: Tensor, branch: Branch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         total, h = self.norm.added(x, branch)
         if self.tokens is not None:
             h = self.tokens.whole(h)
@@ -147,7 +147,7 @@ class MoELayer(nn.Module):
         return add_branch(x, branch), balance, tokens
 
     def residual(
-        self, x: Tensor, branch: Tensor | None, checkpoint_core_attention: bool = False
+        self, x: Tensor, branch: Branch, checkpoint_core_attention: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """forward(x + branch) with its last sum left to the reader: (x, branch) again, then balance and tokens."""
         if is_observed(self):
@@ -156,7 +156,7 @@ class MoELayer(nn.Module):
         return self._residual(x, branch, checkpoint_core_attention)
 
     def _residual(
-        self, x: Tensor, branch: Tensor | None, checkpoint_core_attention: bool
+        self, x: Tensor, branch: Branch, checkpoint_core_attention: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x, branch = self.attn.added(x, branch, checkpoint_core_attention)
         return self.mlp.added(x, branch)

@@ -16,7 +16,7 @@ from hqsweep.nn.module import QuantizedModule
 from hqsweep.nn.options import AttentionOptions, LayerNormLinearOptions
 from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.nn.recompute import recomputed
-from hqsweep.nn.residual import AddsBranch, is_observed
+from hqsweep.nn.residual import AddsBranch, Branch, is_observed, whole
 from hqsweep.nn.rope import split_heads
 from hqsweep.recipe.roles import QuantizerRole
 
@@ -65,18 +65,16 @@ class MultiheadAttention(AddsBranch):
 
     def forward(self, x: Tensor, checkpoint_core_attention: bool = False) -> Tensor:
         """checkpoint_core_attention: compute what lies between the two linears again in backward."""
-        return self._added(x, None, checkpoint_core_attention)[1]
+        return whole(self._added(x, None, checkpoint_core_attention)[1])
 
-    def _added(
-        self, x: Tensor, branch: Tensor | None, checkpoint_core_attention: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def _added(self, x: Tensor, branch: Branch, checkpoint_core_attention: bool = False) -> tuple[Tensor, Branch]:
         if self.quantize_boundaries:
             self._wire_boundaries()
         total, qkv = self.qkv.added(x, branch)
         if checkpoint_core_attention:
-            return total, self.proj(recomputed(self._core, qkv))
+            return total, self.proj.branch(recomputed(self._core, qkv))
         # Who observes the linear may keep its output, which is then not to be changed.
-        return total, self.proj(self._core(qkv, in_place=not is_observed(self.qkv)))
+        return total, self.proj.branch(self._core(qkv, in_place=not is_observed(self.qkv)))
 
     def _core(self, qkv: Tensor, *, in_place: bool = False) -> Tensor:
         """[B, T, 3 D] -> [B, T, D]. in_place: qkv is not read again."""

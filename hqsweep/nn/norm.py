@@ -1,5 +1,6 @@
 """Norm: LayerNorm or RMSNorm in float32, with a gain in the values of the recipe's `norm` quantizer."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -7,10 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from hqsweep.dist.tokens import Summands
 from hqsweep.nn.context import use_kernels
 from hqsweep.nn.options import EPSILON
 from hqsweep.nn.recipe_argument import RecipeArgument, module_quantizers
-from hqsweep.nn.residual import add_branch, is_observed
+from hqsweep.nn.residual import Branch, add_branch, is_observed, whole
+from hqsweep.nn.summed_gradient import SummedGradient
 from hqsweep.nn.weight import QuantizedWeight
 from hqsweep.ops import norm
 from hqsweep.ops.kernels import in_dtype
@@ -20,49 +23,63 @@ from hqsweep.ops.quantize_normed import takes as takes_normed
 NORMALIZATIONS = ("RMSNorm", "LayerNorm")
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _NormCall:
+    """A call of a norm."""
+
+    epsilon: float
+    dtype: torch.dtype
+    amax: bool = False
+    signs: bool | None = None
+    of_branch: Summands | None = None
+    """The summands of a branch that is a sum over ranks."""
+    gradient: SummedGradient | None = None
+    """Where the gradient of the norm may be left as its summands."""
+
+
 class _NormFunction(torch.autograd.Function):
-    """x and branch [..., D], gain and bias [D] -> x + branch, its norm in `dtype`, and the amaxes that are wanted.
+    """x and branch [..., D], gain and bias [D] -> x + branch, its norm, and the amaxes that are wanted. The branch is
+    this rank's summand where the call has all.
 
     It saves the sum, which is the residual stream, and one or two numbers a row.
     """
 
     @staticmethod
     def forward(
-        ctx,
-        x: Tensor,
-        branch: Tensor | None,
-        gain: Tensor,
-        bias: Tensor | None,
-        epsilon: float,
-        dtype: torch.dtype,
-        *wanted: bool | None,
+        ctx, x: Tensor, branch: Tensor | None, gain: Tensor, bias: Tensor | None, call: _NormCall
     ) -> tuple[Tensor, ...]:
-        h, statistics, *others = norm.norm(x, branch, gain, bias, epsilon, dtype, *wanted)
-        total, others = (x, others) if branch is None else (others[0], others[1:])
+        others = () if call.of_branch is None else (call.of_branch.received, call.of_branch.rank)
+        options = (call.epsilon, call.dtype, call.amax, call.signs)
+        h, statistics, *results = norm.norm(x, branch, gain, bias, *options, *others)
+        total, results = (x, results) if branch is None else (results[0], results[1:])
         ctx.save_for_backward(total, gain, statistics)
         ctx.branch_dtype = branch.dtype if branch is not None and ctx.needs_input_grad[1] else None
+        ctx.gradient = call.gradient
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*others)
-        return total, h, *others
+        ctx.mark_non_differentiable(*results)
+        return total, h, *results
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dtotal: Tensor | None, dh: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        return *_gradients(ctx, dtotal, dh), None, None
+        others = () if ctx.gradient is None else ctx.gradient.take()
+        return *_gradients(ctx, dtotal, dh, *others), None
 
 
-def _gradients(ctx: Any, dtotal: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients of x, branch, gain and bias, and None for two arguments without one. The stream's gradient is added
-    in the pass that makes the norm's; both are rounded to the stream's dtype."""
+def _gradients(
+    ctx: Any, dtotal: Tensor | None, dh: Tensor | None, received: Tensor | None = None, rank: int = 0
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x, branch, gain and bias. The stream's gradient is added in the pass that makes the norm's; both
+    are rounded to the stream's dtype. received and rank: of a dh that ranks sum."""
     total, gain, statistics = ctx.saved_tensors
     branch_dtype = ctx.branch_dtype
     if dh is None:
         dbranch = None if dtotal is None or branch_dtype is None else in_dtype(dtotal, branch_dtype)
-        return dtotal, dbranch, None, None, None, None
+        return dtotal, dbranch, None, None
     apart = branch_dtype if branch_dtype is not total.dtype else None
-    dx, dgain, *rest = norm.norm_backward(dh, total, dtotal, gain, statistics, apart)
+    dx, dgain, *rest = norm.norm_backward(dh, total, dtotal, gain, statistics, apart, received, rank)
     dbranch = None if branch_dtype is None else rest[0] if rest else dx
-    return dx, dbranch, dgain[0], dgain[1] if len(dgain) == 2 else None, None, None
+    return dx, dbranch, dgain[0], dgain[1] if len(dgain) == 2 else None
 
 
 class _NormedFunction(torch.autograd.Function):
@@ -84,7 +101,7 @@ class _NormedFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dtotal: Tensor | None, dh: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, dtotal, dh)
+        return *_gradients(ctx, dtotal, dh), None, None
 
 
 class Norm(QuantizedWeight):
@@ -112,23 +129,30 @@ class Norm(QuantizedWeight):
     def forward(self, x: Tensor) -> Tensor:
         return self._normed(x, None, torch.float32)[1]
 
-    def added(self, x: Tensor, branch: Tensor | None, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """(x + branch, its norm rounded to `dtype`), with the sum as add_branch gives it, in one pass on CUDA."""
+    def added(
+        self, x: Tensor, branch: Branch, dtype: torch.dtype = torch.float32, gradient: SummedGradient | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(x + branch, its norm rounded to `dtype`), with the sum as add_branch gives it, in one pass on CUDA.
+        gradient: of the one who alone reads the norm."""
         if is_observed(self):
             total = add_branch(x, branch)
             return total, in_dtype(self(total), dtype)
-        return self._normed(x, branch, dtype)[:2]
+        return self._normed(x, branch, dtype, gradient=gradient)[:2]
 
     def measured(
-        self, x: Tensor, branch: Tensor | None, dtype: torch.dtype, amax: bool, signs: bool | None
+        self, x: Tensor, branch: Branch, dtype: torch.dtype, amax: bool, signs: bool | None
     ) -> tuple[Tensor, ...]:
         """added(), then the amaxes of the output that are wanted (HybridQuantizer.takes_amaxes), or none of them."""
-        return self.added(x, branch, dtype) if is_observed(self) else self._normed(x, branch, dtype, amax, signs)
+        if is_observed(self):
+            return self.added(x, branch, dtype)
+        return self._normed(x, whole(branch) if amax else branch, dtype, amax, signs)
 
-    def described(self, x: Tensor, branch: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, Normed] | None:
+    def described(self, x: Tensor, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Normed] | None:
         """added(), with the norm only described, for a quantizer that takes_normed(): its tensor holds no values. None
-        where no kernel takes that."""
+        where no kernel takes that, or the branch is a sum that is left."""
         weight = self.quantized_weight()
+        if isinstance(branch, Summands):
+            return None
         taken = dtype is torch.bfloat16 and norm.takes(x, branch, weight, dtype) and takes_normed(x)
         if is_observed(self) or not (taken and use_kernels(x)):
             return None
@@ -138,12 +162,22 @@ class Norm(QuantizedWeight):
         return total, h, Normed(rows, weight.detach(), bias, statistics, self.epsilon)
 
     def _normed(
-        self, x: Tensor, branch: Tensor | None, dtype: torch.dtype, amax: bool = False, signs: bool | None = None
+        self,
+        x: Tensor,
+        branch: Branch,
+        dtype: torch.dtype,
+        amax: bool = False,
+        signs: bool | None = None,
+        gradient: SummedGradient | None = None,
     ) -> tuple[Tensor, ...]:
         weight, bias = self.quantized_weight(), self._own_bias()
-        if use_kernels(x) and norm.takes(x, branch, weight, dtype):
-            wanted = (amax, signs) if norm.measures(x, dtype) else (False, None)
-            return _NormFunction.apply(x, branch, weight, bias, self.epsilon, dtype, *wanted)
+        summands, own = (branch, branch.own) if isinstance(branch, Summands) else (None, branch)
+        if use_kernels(x) and norm.takes(x, own, weight, dtype):
+            wanted = {"amax": amax, "signs": signs} if norm.measures(x, dtype) else {}
+            call = _NormCall(epsilon=self.epsilon, dtype=dtype, of_branch=summands, gradient=gradient, **wanted)
+            if gradient is not None:
+                gradient.is_taken = True
+            return _NormFunction.apply(x, own, weight, bias, call)
         total = add_branch(x, branch)
         x, shape = total.float(), (total.shape[-1],)
         if bias is None:

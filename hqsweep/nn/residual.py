@@ -1,14 +1,18 @@
 """The residual stream between modules: the sum of a branch is left to the norm that reads it next, in one pass.
 
-Modules hand on (x, branch), where x + branch is the stream and branch, or None, the output of the module before.
+Modules hand on (x, branch), where x + branch is the stream and branch, or None, the output of the module before. Of
+ranks that share that module the branch may be a sum that is left to the same norm, too: Summands.
 """
 
 from typing import Any
 
 import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from hqsweep.dist.fsdp import hook_ids
+from hqsweep.dist.tokens import Summands
 from hqsweep.ops.kernels import in_dtype
 
 RESIDUAL = "_residual"
@@ -17,8 +21,30 @@ OWN = "hqsweep."
 """What the modules begin with whose classes have such a method beside their forward."""
 
 
-def add_branch(x: Tensor, branch: Tensor | None) -> Tensor:
+Branch = Tensor | Summands | None
+
+
+class _Sum(Function):
+    """The sum of Summands, whose gradient is that of this rank's."""
+
+    @staticmethod
+    def forward(ctx, own: Tensor, summands: Summands) -> Tensor:
+        return summands.total()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def whole(branch: Branch) -> Tensor | None:
+    """The branch as one tensor."""
+    return _Sum.apply(branch.own, branch) if isinstance(branch, Summands) else branch
+
+
+def add_branch(x: Tensor, branch: Branch) -> Tensor:
     """x + branch in x's dtype, to which the branch is rounded; x itself without one."""
+    branch = whole(branch)
     return x if branch is None else x + in_dtype(branch, x.dtype)
 
 
@@ -43,11 +69,13 @@ def residual_under_fsdp(layer: nn.Module) -> None:
 
 
 class AddsBranch(nn.Module):
-    """A module that begins with a norm; a subclass has _added(x, branch, *options) -> (x + branch, output, ...)."""
+    """A module that begins with a norm; a subclass has _added(x, branch, *options) -> (x + branch, output, ...), where
+    the output may be a Branch."""
 
-    def added(self, x: Tensor, branch: Tensor | None, *options: Any) -> tuple[Tensor, ...]:
+    def added(self, x: Tensor, branch: Branch, *options: Any) -> tuple[Any, ...]:
         """(x + branch, self(x + branch, *options)) with the sum as add_branch gives it, in one pass with the norm; the
-        results of a module that has several stand one by one. An observed module is called as it is."""
+        results of a module that has several stand one by one, and the output may be left as Summands. An observed
+        module is called as it is."""
         if not is_observed(self):
             return self._added(x, branch, *options)
         total = add_branch(x, branch)

@@ -7,7 +7,7 @@ from hqsweep.nn.layernorm_mlp import LayerNormMLP
 from hqsweep.nn.multihead_attention import MultiheadAttention
 from hqsweep.nn.options import TransformerOptions
 from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
-from hqsweep.nn.residual import add_branch, is_observed
+from hqsweep.nn.residual import Branch, add_branch, is_observed
 
 
 class TransformerLayer(nn.Module):
@@ -35,16 +35,12 @@ class TransformerLayer(nn.Module):
     def forward(self, x: Tensor, checkpoint_core_attention: bool = False) -> Tensor:
         return add_branch(*self._residual(x, None, checkpoint_core_attention))
 
-    def residual(
-        self, x: Tensor, branch: Tensor | None, checkpoint_core_attention: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
+    def residual(self, x: Tensor, branch: Branch, checkpoint_core_attention: bool = False) -> tuple[Tensor, Branch]:
         """forward(x + branch) with its last sum left to the reader: (x, branch) again."""
         if is_observed(self):
             return self(add_branch(x, branch), checkpoint_core_attention), None
         return self._residual(x, branch, checkpoint_core_attention)
 
-    def _residual(
-        self, x: Tensor, branch: Tensor | None, checkpoint_core_attention: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def _residual(self, x: Tensor, branch: Branch, checkpoint_core_attention: bool) -> tuple[Tensor, Branch]:
         x, branch = self.attn.added(x, branch, checkpoint_core_attention)
         return self.mlp.added(x, branch)

@@ -2,6 +2,10 @@
 
 sum = x + branch; h = (sum - mean) * rstd * gain + bias, without mean and bias for RMSNorm. Sums over a row are float32,
 in an order of their own; h is rounded once. Rows are those of the last axis; inputs of any strides.
+
+A branch, or the gradient of h, may be a sum over W ranks whose summands are here, in bfloat16: in its place that of
+this rank, whose number is `rank`, and `received`, [W - 1, ...] of its shape, of the other ranks in their order. They
+are added as ops.sum_parts adds them.
 """
 
 from functools import cache
@@ -46,6 +50,19 @@ def _check(name: str, tensor: Tensor | None, like: Tensor, shape: tuple[int, ...
         raise ValueError(f"{name} is {described(tensor)}; it takes {allowed} {tuple(shape)} on {like.device}")
 
 
+def _check_summands(name: str, own: Tensor | None, received: Tensor | None, rank: int) -> None:
+    """ValueError for summands of other ranks that are not as the own one."""
+    if received is None:
+        return
+    if own is None:
+        raise ValueError(f"there are summands of other ranks, and no {name}")
+    _check(f"received of {name}", received, own, (len(received), *own.shape), (torch.bfloat16,))
+    ours = own.dtype is torch.bfloat16 and received.is_contiguous() and 0 <= rank <= len(received)
+    if not len(received) or not ours:
+        wanted = f"contiguous, of a {name} in bfloat16, of a rank up to the number of them"
+        raise ValueError(f"received of {name} is {described(received)} of rank {rank}; it takes summands {wanted}")
+
+
 def _check_rows(x: Tensor) -> None:
     cols = x.shape[-1] if x.dim() else 0
     if x.dtype not in STREAMS or not 0 < cols <= MOST_COLS or cols % UNIT or not x.is_cuda:
@@ -64,6 +81,11 @@ def _address(tensor: Tensor | None = None) -> tuple[int, int]:
     return (0, 0) if tensor is None else (tensor.data_ptr(), DTYPES[tensor.dtype])
 
 
+def _ranks(received: Tensor | None, rank: int) -> tuple[int, int, int]:
+    """The address of the other ranks' summands, the number of ranks and this one's; that of a whole without any."""
+    return (0, 1, 0) if received is None else (received.data_ptr(), 1 + len(received), rank)
+
+
 def _compact(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
@@ -78,13 +100,13 @@ def _outputs(x: Tensor, branch: Tensor | None, bias: Tensor | None, dtype: torch
     return [_compact(x, dtype), _statistics(x, bias), *summed, *extra]
 
 
-def _fake(x, branch, gain, bias, epsilon, dtype, amax=False, signs=None):
+def _fake(x, branch, gain, bias, epsilon, dtype, amax=False, signs=None, received=None, rank=0):
     return _outputs(x, branch, bias, dtype, amax + (signs is not None))
 
 
 @operator(
     "norm(Tensor x, Tensor? branch, Tensor gain, Tensor? bias, float epsilon, ScalarType dtype, bool amax=False, "
-    "bool? signs=None) -> Tensor[]",
+    "bool? signs=None, Tensor? received=None, int rank=0) -> Tensor[]",
     fake=_fake,
     devices=("CUDA",),
 )
@@ -97,15 +119,18 @@ def norm(
     dtype: torch.dtype,
     amax: bool = False,
     signs: bool | None = None,
+    received: Tensor | None = None,
+    rank: int = 0,
 ) -> list[Tensor]:
     """x [..., D] float32 or bfloat16, branch alike, gain and bias float32 [D] -> h [..., D] in dtype; float32 [1, rows]
     rstd, with a bias (LayerNorm) [2, rows] rstd and mean; and with a branch the sum in x's dtype. With amax float32 [1,
     1] follows: the largest magnitude of h, NaN aside. With signs, too, follows the amax of the columns of h [rows, D]
-    after the random Hadamard transform of each 16 rows, with the fixed signs or without, rounded to bfloat16.
+    after the random Hadamard transform of each 16 rows, with the fixed signs or without, rounded to bfloat16. received
+    and rank: of a branch that is a sum over ranks.
 
     Raises:
-        ValueError: for other shapes, dtypes and devices, for a D that is no multiple of 4 or above 6144, and for amaxes
-            that measures() does not tell of.
+        ValueError: for other shapes, dtypes and devices, for a D that is no multiple of 4 or above 6144, for amaxes
+            that measures() does not tell of, and for amaxes with received.
     """
     _check_rows(x)
     if dtype not in STREAMS:
@@ -113,13 +138,16 @@ def norm(
     if (amax and not measures(x, dtype)) or (signs is not None and not amax):
         takes = f"bfloat16, of a multiple of {STRIP} rows of at most {MOST_MEASURED} elements, signs with amax=True"
         raise ValueError(f"amaxes of {described(x)} in {dtype} are wanted; they are found in {takes}")
-    return _run(x, branch, gain, bias, epsilon, dtype, amax, signs)
+    if amax and received is not None:
+        raise ValueError("amaxes are found where the branch is whole, and it has summands of other ranks")
+    return _run(x, branch, gain, bias, epsilon, dtype, amax, signs, received, rank)
 
 
-def _run(x, branch, gain, bias, epsilon, dtype, amax=False, signs=None) -> list[Tensor]:
+def _run(x, branch, gain, bias, epsilon, dtype, amax=False, signs=None, received=None, rank=0) -> list[Tensor]:
     """dtype: None where h is not wanted."""
     _check_rows(x)
     _check("branch", branch, x, x.shape, STREAMS)
+    _check_summands("branch", branch, received, rank)
     for name, tensor in (("gain", gain), ("bias", bias)):
         _check(name, tensor, x, x.shape[-1:], (torch.float32,))
     summed = [] if branch is None else [_compact(x, x.dtype)]
@@ -132,7 +160,7 @@ def _run(x, branch, gain, bias, epsilon, dtype, amax=False, signs=None) -> list[
     call = (*_address(x), *_address(branch), gain.data_ptr(), _address(bias)[0], epsilon, *shape)
     to = (_address(*summed)[0], *_address(*h), statistics.data_ptr())
     amax_addresses = [amax.data_ptr() for amax in amaxes] + [0] * (2 - len(amaxes))
-    extension().norm_forward_cuda(*call, *to, *amax_addresses, bool(signs), *where(x))
+    extension().norm_forward_cuda(*call, *to, *amax_addresses, bool(signs), *_ranks(received, rank), *where(x))
     return outputs
 
 
@@ -170,9 +198,9 @@ def _gradients(total: Tensor, statistics: Tensor, branch_dtype: torch.dtype | No
 
 
 @operator(
-    "norm_backward(Tensor dh, Tensor total, Tensor? dtotal, Tensor gain, Tensor statistics, ScalarType? branch_dtype)"
-    " -> Tensor[]",
-    fake=lambda dh, total, dtotal, gain, statistics, branch_dtype: _gradients(total, statistics, branch_dtype),
+    "norm_backward(Tensor dh, Tensor total, Tensor? dtotal, Tensor gain, Tensor statistics, ScalarType? branch_dtype, "
+    "Tensor? received=None, int rank=0) -> Tensor[]",
+    fake=lambda dh, total, dtotal, gain, statistics, branch_dtype, *_: _gradients(total, statistics, branch_dtype),
     devices=("CUDA",),
 )
 def norm_backward(
@@ -182,15 +210,19 @@ def norm_backward(
     gain: Tensor,
     statistics: Tensor,
     branch_dtype: torch.dtype | None,
+    received: Tensor | None = None,
+    rank: int = 0,
 ) -> list[Tensor]:
     """The gradients of `norm`, from those of h and of the sum (None without one), the sum `total` (x, without a branch)
     and the statistics -> dx in total's dtype; float32 [1, D] of the gain, or [2, D] of gain and bias where there are
     two statistics; and dx again in branch_dtype unless that is None. Sums over rows have an order that depends on the
-    number of rows and of the GPU's multiprocessors. It raises ValueError as `norm` does.
+    number of rows and of the GPU's multiprocessors. received and rank: of a dh that is a sum over ranks. It raises
+    ValueError as `norm` does.
     """
     _check_rows(total)
     rows, cols = total.numel() // total.shape[-1], total.shape[-1]
     _check("dh", dh, total, total.shape, STREAMS)
+    _check_summands("dh", dh, received, rank)
     _check("dtotal", dtotal, total, total.shape, (total.dtype,))
     _check("gain", gain, total, (cols,), (torch.float32,))
     _check("statistics", statistics, total, (2 if statistics.shape[:1] == (2,) else 1, rows), (torch.float32,))
@@ -204,5 +236,5 @@ def norm_backward(
     dtotal = None if dtotal is None else ready(dtotal)
     call = (*_address(dh), *_address(total), _address(dtotal)[0], gain.data_ptr(), statistics.data_ptr(), rows, cols)
     to = (dx.data_ptr(), *_address(dbranch), len(statistics) == 2, partials.data_ptr(), blocks, dgain.data_ptr())
-    extension().norm_backward_cuda(*call, *to, *where(total))
+    extension().norm_backward_cuda(*call, *to, *_ranks(received, rank), *where(total))
     return outputs

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from unittest import mock
 
 import emulated
@@ -18,6 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from hqsweep.config.model import ModelConfig
 from hqsweep.config.parallel import ParallelConfig
 from hqsweep.dist.local import whole_tensor
+from hqsweep.dist.tokens import PendingSum, Summands
 from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand
 from hqsweep.gemm.exact import mm_t
@@ -27,8 +29,10 @@ from hqsweep.nn import (
     Probe,
     activation,
     layernorm_mlp,
+    linear,
     linear_cross_entropy,
     mlp_function,
+    norm,
     quantization,
     quantized_model_init,
 )
@@ -289,6 +293,42 @@ def _joined_mlp(mesh: DeviceMesh, recipe: str, device: torch.device) -> tuple[bo
             results.append({"y": y.detach(), "dx": x.grad} | gradients)
     one, other = results
     return asked[0], [name for name, value in other.items() if not torch.equal(one[name], value)]
+
+
+def left_sums(rank: int, world: int, recipes: list[str]) -> list[tuple[int, list[str]]]:
+    """For each recipe, and each kind of recomputation, how many sums of two layers are left to norms, and what of the
+    loss and the gradients differs from where none is."""
+    mesh = init_device_mesh(rank_device().type, (world,), mesh_dim_names=("tp",))
+    results = []
+    for case in product(recipes, ("none", "layer")):
+        (one, count), (other, _) = (_leaving(mesh, *case, leaves=leaves) for leaves in (True, False))
+        results.append((count, [name for name, value in other.items() if not torch.equal(one[name], value)]))
+    return results
+
+
+def _leaving(mesh: DeviceMesh, recipe: str, recompute: str, *, leaves: bool) -> tuple[dict[str, Tensor], int]:
+    """The loss and the gradients of a step, and how many sums were left."""
+    device, left, summands = rank_device(), [], PendingSum.summands
+
+    def of(pending: PendingSum) -> Summands | None:
+        found = summands(pending) if leaves else None
+        left.extend([found] if found else [])
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PendingSum, "summands", of)
+        if device.type == "cpu":
+            for module in (norm, linear):
+                patch.setattr(module, "use_kernels", lambda x: True)
+            for name in ("norm", "norm_backward"):
+                patch.setattr(norm.norm, name, getattr(emulated, name))
+        model = tensor_parallel(build({"linear": recipe}, layers=2).to(device), mesh, axis=0)
+        model.recompute = recompute
+        with quantization(seed=1, step=1):
+            loss, _ = model.loss(*(x.to(device) for x in data(1)))
+            loss.backward()
+    gradients = {name: whole_tensor(p.grad) for name, p in model.named_parameters()}
+    return {"loss": loss.detach()} | gradients, len(left)
 
 
 def _loss_by_chunks(mesh: DeviceMesh, recipe: str, device: torch.device) -> list[str]:

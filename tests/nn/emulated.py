@@ -1,12 +1,14 @@
-"""The CUDA kernels of activations by torch's operators, so that what is built around them runs on a CPU."""
+"""The CUDA kernels of activations and norms by torch's operators, so that what is built around them runs on a CPU."""
 
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hqsweep.formats.hadamard import hadamard
 from hqsweep.nn.activation import ACTIVATIONS
+from hqsweep.nn.norm import EPSILON
 from hqsweep.ops import operators
 from hqsweep.ops.kernels import NO_KEY
 
@@ -38,6 +40,38 @@ def quantize_activated(request, z: Tensor, dh: Tensor | None, kind: str) -> list
     (x,) = activation(z, kind) if dh is None else activation_backward(dh, z, kind)
     options = (request.row_text, request.column_text, request.dequantized, request.row_exact, request.column_exact)
     return operators.quantize(x, *options, NO_KEY, NO_KEY, None, None, False)
+
+
+def norm(x, branch, gain, bias, epsilon, dtype, amax=False, signs=None, received=None, rank=0) -> list[Tensor]:
+    """hqsweep::norm without statistics, but with as many of them."""
+    branch = _sum(branch, received, rank)
+    total = x if branch is None else x + branch.to(x.dtype)
+    statistics = torch.zeros(1 if bias is None else 2, 1)
+    h, *amaxes = _with_amaxes(formula(total, gain, bias, epsilon).to(dtype).flatten(0, -2), amax, signs)
+    return [h.view(total.shape), statistics, *([] if branch is None else [total]), *amaxes]
+
+
+def norm_backward(dh, total, dtotal, gain, statistics, branch_dtype, received=None, rank=0) -> list[Tensor]:
+    with torch.enable_grad():
+        leaf, gain = total.detach().requires_grad_(), gain.detach().requires_grad_()
+        bias = torch.zeros_like(gain, requires_grad=True) if len(statistics) == 2 else None
+        leaves = [leaf, gain, *([] if bias is None else [bias])]
+        dh = _sum(dh, received, rank).float()
+        dx, *sums = torch.autograd.grad(formula(leaf, gain, bias, EPSILON), leaves, dh)
+    dx = dx if dtotal is None else dx + dtotal
+    return [dx, torch.stack(sums), *([] if branch_dtype is None else [dx.to(branch_dtype)])]
+
+
+def formula(total: Tensor, gain: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+    shape, total = total.shape[-1:], total.float()
+    return F.rms_norm(total, shape, gain, epsilon) if bias is None else F.layer_norm(total, shape, gain, bias, epsilon)
+
+
+def _sum(own: Tensor | None, received: Tensor | None, rank: int) -> Tensor | None:
+    """A sum over ranks, of which the own summand is that of `rank`."""
+    if received is None:
+        return own
+    return sum(summand.float() for summand in (*received[:rank], own, *received[rank:])).to(own.dtype)
 
 
 def install(monkeypatch, modules, quantizers, *, note: Callable[[str], None] = lambda name: None) -> None:

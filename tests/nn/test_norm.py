@@ -1,10 +1,10 @@
 """Norm against torch in float64, and on CUDA kernels against torch's operators."""
 
+import emulated
 import pytest
 import torch
 import torch.nn.functional as F
 
-from hqsweep.formats.hadamard import hadamard
 from hqsweep.nn import LayerNormLinear, LayerNormMLP, layernorm_linear
 from hqsweep.nn import norm as norm_module
 from hqsweep.nn.context import current, quantization
@@ -44,34 +44,6 @@ def test_an_unknown_normalization_is_refused():
         Norm(32, name="n", recipe=BF16, normalization="BatchNorm")
 
 
-def torchs(x, branch, gain, bias, epsilon, dtype, amax=False, signs=None):
-    """hqsweep::norm in torch, without statistics but as many of them."""
-    total = x if branch is None else x + branch.to(x.dtype)
-    statistics = torch.zeros(1 if bias is None else 2, 1)
-    h = _formula(total, gain, bias, epsilon).to(dtype)
-    measured = [h.flatten(0, -2)] if amax else []
-    if signs is not None:
-        measured.append(hadamard(measured[0].t().contiguous(), signed=signs).bfloat16())
-    amaxes = [matrix.float().abs().amax().view(1, 1) for matrix in measured]
-    return [h, statistics, *([] if branch is None else [total]), *amaxes]
-
-
-def _formula(total, gain, bias, epsilon):
-    shape = total.shape[-1:]
-    total = total.float()
-    return F.rms_norm(total, shape, gain, epsilon) if bias is None else F.layer_norm(total, shape, gain, bias, epsilon)
-
-
-def torchs_backward(dh, total, dtotal, gain, statistics, branch_dtype):
-    with torch.enable_grad():
-        leaf, gain = total.detach().requires_grad_(), gain.detach().requires_grad_()
-        bias = torch.zeros_like(gain, requires_grad=True) if len(statistics) == 2 else None
-        leaves = [leaf, gain, *([] if bias is None else [bias])]
-        dx, *sums = torch.autograd.grad(_formula(leaf, gain, bias, EPSILON), leaves, dh.float())
-    dx = dx if dtotal is None else dx + dtotal
-    return [dx, torch.stack(sums), *([] if branch_dtype is None else [dx.to(branch_dtype)])]
-
-
 def gradients(norm, x, branch, *, use):
     """What Norm.added gives, and gradients, of a loss that reads what `use` names of the sum and the output."""
     x, branch = x.clone().requires_grad_(), None if branch is None else branch.clone().requires_grad_()
@@ -104,8 +76,8 @@ streams = pytest.mark.parametrize("stream", STREAMS, ids=str)
 def test_gradients_go_where_they_do_without_kernels(normalization, stream, monkeypatch):
     """The kernels replaced by torch: of the stream, the branch, gain and bias, from both outputs or either."""
     monkeypatch.setattr(norm_module, "use_kernels", lambda x: current().kernels)
-    monkeypatch.setattr(norm_module.norm, "norm", torchs)
-    monkeypatch.setattr(norm_module.norm, "norm_backward", torchs_backward)
+    monkeypatch.setattr(norm_module.norm, "norm", emulated.norm)
+    monkeypatch.setattr(norm_module.norm, "norm_backward", emulated.norm_backward)
     norm = Norm(32, name="n", recipe=BF16, normalization=normalization)
     x, branch = (None if dtype is None else torch.randn(2, 4, 32).to(dtype) for dtype in stream)
     assert_same_as_torchs(norm, x, branch, rtol=2**-7, atol=1e-5)
@@ -144,8 +116,8 @@ def test_the_amaxes_that_the_norm_finds_are_those_that_the_quantizer_would(text,
     if device == "cpu":
         for module in (norm_module, layernorm_linear):
             monkeypatch.setattr(module, "use_kernels", lambda x: True)
-        monkeypatch.setattr(norm_module.norm, "norm", torchs)
-        monkeypatch.setattr(norm_module.norm, "norm_backward", torchs_backward)
+        monkeypatch.setattr(norm_module.norm, "norm", emulated.norm)
+        monkeypatch.setattr(norm_module.norm, "norm_backward", emulated.norm_backward)
     asked, kernel = [], norm_module.norm.norm
     monkeypatch.setattr(norm_module.norm, "norm", lambda *a: asked.append(a[6:]) or kernel(*a))
     columns = "nvfp4" + text.split("nvfp4")[-1].split("@")[0].removeprefix("+2d") if "rht" in text else "mxfp8"
@@ -163,11 +135,11 @@ def test_the_amaxes_that_the_norm_finds_are_those_that_the_quantizer_would(text,
 
 
 def torchs_statistics(x, branch, gain, bias, epsilon):
-    return torchs(x, branch, gain, bias, epsilon, x.dtype)[1:]
+    return emulated.norm(x, branch, gain, bias, epsilon, x.dtype)[1:]
 
 
 def torchs_quantize_normed(request, of):
-    h = _formula(of.total, of.gain, of.bias, of.epsilon).bfloat16()
+    h = emulated.formula(of.total, of.gain, of.bias, of.epsilon).bfloat16()
     options = (request.row_text, request.column_text, request.dequantized, request.row_exact, request.column_exact)
     return operators.quantize(h, *options, NO_KEY, NO_KEY, None, None, False)
 
@@ -181,7 +153,7 @@ def test_a_norm_quantized_as_it_is_computed_gives_the_same_bytes(text, kind, nor
     if device == "cpu":
         for module in (norm_module, layernorm_linear):
             monkeypatch.setattr(module, "use_kernels", lambda x: True)
-        for name, function in (("norm", torchs), ("norm_backward", torchs_backward)):
+        for name, function in (("norm", emulated.norm), ("norm_backward", emulated.norm_backward)):
             monkeypatch.setattr(norm_module.norm, name, function)
         monkeypatch.setattr(norm_module.norm, "norm_statistics", torchs_statistics)
         monkeypatch.setattr(hybrid, "quantize_normed", torchs_quantize_normed)
@@ -206,10 +178,10 @@ def test_a_norm_quantized_as_it_is_computed_gives_the_same_bytes(text, kind, nor
 def test_a_norm_of_another_dtype_than_the_quantizer_reads_is_made(monkeypatch):
     for module in (norm_module, layernorm_linear):
         monkeypatch.setattr(module, "use_kernels", lambda x: True)
-    monkeypatch.setattr(norm_module.norm, "norm", torchs)
+    monkeypatch.setattr(norm_module.norm, "norm", emulated.norm)
     module = LayerNormLinear(128, 96, name="m", recipe=MXFP8, dtype=torch.float32)
     x = torch.randn(128, 128).bfloat16()
-    expected = module._product(torchs(x, None, module.norm.weight, None, EPSILON, torch.float32)[0])
+    expected = module._product(emulated.norm(x, None, module.norm.weight, None, EPSILON, torch.float32)[0])
     assert torch.equal(module(x), expected)
 
 

@@ -44,6 +44,13 @@ def tolerance(dtype):
     return {"rtol": 2**-8, "atol": 1e-5} if dtype is BF16 else {"rtol": 2e-5, "atol": 2e-5}
 
 
+def summands(whole, ranks, rank):
+    """[W - 1, ...] of other ranks and the own summand of a sum, and all; float32 sums of them depend on their order."""
+    every = torch.randn(ranks, *whole.shape, device=DEVICE) * torch.logspace(-2, 2, ranks).to(DEVICE)[:, None, None]
+    every = every.to(whole.dtype)
+    return torch.cat([every[:rank], every[rank + 1 :]]), every[rank], every
+
+
 def same(a, b):
     return all(torch.equal(s.view(torch.uint8), t.view(torch.uint8)) for s, t in zip(a, b, strict=True))
 
@@ -228,3 +235,38 @@ def test_amaxes_that_it_does_not_find_are_refused(rows, cols, wanted):
         ValueError, match=r"amaxes of .* are wanted; they are found in bfloat16, of a multiple of 16 rows"
     ):
         norm.norm(x, None, gain, None, EPSILON, BF16, *wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
+@pytest.mark.parametrize("stream", [BF16, F32], ids=str)
+@pytest.mark.parametrize(("ranks", "rank"), [(2, 0), (2, 1), (5, 0), (5, 3), (5, 4)])
+def test_what_ranks_sum_is_read_as_its_summands(ranks, rank, stream, centred):
+    """All bits are those of a sum in the order of ranks, rounded once, that is read as one tensor."""
+    for rows, cols in ((700, 384), (77, 2048), (3, 6144)):
+        x, branch, gain, bias = inputs(rows, cols, stream, BF16, centred)
+        received, own, every = summands(branch, ranks, rank)
+        total = every[0].float()
+        for summand in every[1:]:
+            total = total + summand.float()
+        total = total.to(BF16)
+        expected = norm.norm(x, total, gain, bias, EPSILON, BF16)
+        assert same(norm.norm(x, own, gain, bias, EPSILON, BF16, received=received, rank=rank), expected)
+        _, statistics, whole = expected
+        arguments = (whole, torch.randn_like(whole), gain, statistics, BF16)
+        wanted = norm.norm_backward(total, *arguments)
+        assert same(norm.norm_backward(own, *arguments, received=received, rank=rank), wanted)
+
+
+@pytest.mark.gpu
+def test_summands_that_are_no_others_are_refused():
+    x, branch, gain, _ = inputs(32, 384, F32, BF16, False)
+    received, own, _ = summands(branch, 2, 0)
+    wrong = [(own, received[:, :16], 0), (own, received.float(), 0), (own, received, 2), (own, received[:0], 0)]
+    for branch, others, rank in [*wrong, (own.float(), received, 0)]:
+        with pytest.raises(ValueError, match="received of branch"):
+            norm.norm(x, branch, gain, None, EPSILON, BF16, received=others, rank=rank)
+    with pytest.raises(ValueError, match="amaxes"):
+        norm.norm(x, own, gain, None, EPSILON, BF16, True, received=received, rank=0)
+    with pytest.raises(ValueError, match="no branch"):
+        norm.norm(x, None, gain, None, EPSILON, BF16, received=received, rank=0)

@@ -131,6 +131,16 @@ def test_mlps_and_losses_are_fused_as_in_one_process(backend):
             assert (joined, of_mlp, of_loss) == (alone, [], []), text
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sums_that_norms_read_are_those_of_a_pass_of_their_own(backend):
+    """Of each layer two in forward and two in backward; forward again where layers are recomputed, but for the last sum
+    of a layer, which is what another keeps."""
+    for results in run_ranks(
+        2, shared_models.left_sums, 2, ["mxfp8", "bf16", "nvfp4+row_scaled|mxfp8"], backend=backend
+    ):
+        assert results == [(8, []), (12, [])] * 3
+
+
 @pytest.mark.slow
 def test_models_over_four_ranks():
     assert run_ranks(4, shared_models.compare, 4, MODELS[1:2]) == [[]] * 4
