@@ -62,7 +62,7 @@ class _NormFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dtotal: Tensor | None, dh: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        others = () if ctx.gradient is None else ctx.gradient.take()
+        others = () if ctx.gradient is None else ctx.gradient.take(dh)
         return *_gradients(ctx, dtotal, dh, *others), None
 
 

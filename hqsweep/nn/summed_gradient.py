@@ -29,7 +29,7 @@ class SummedGradient:
         self.left = summands.received, summands.rank
         return summands.own
 
-    def take(self) -> tuple[Tensor, int] | tuple[()]:
-        """What was left, once."""
+    def take(self, dh: Tensor | None) -> tuple[Tensor, int] | tuple[()]:
+        """What was left, once, in the shape of the gradient that autograd has."""
         left, self.left = self.left, None
-        return left or ()
+        return () if left is None or dh is None else (left[0].view(-1, *dh.shape), left[1])

@@ -197,10 +197,14 @@ def _gradients(total: Tensor, statistics: Tensor, branch_dtype: torch.dtype | No
     return [_compact(total, total.dtype), dgain, *([] if branch_dtype is None else [_compact(total, branch_dtype)])]
 
 
+def _fake_backward(dh, total, dtotal, gain, statistics, branch_dtype, received=None, rank=0):
+    return _gradients(total, statistics, branch_dtype)
+
+
 @operator(
     "norm_backward(Tensor dh, Tensor total, Tensor? dtotal, Tensor gain, Tensor statistics, ScalarType? branch_dtype, "
     "Tensor? received=None, int rank=0) -> Tensor[]",
-    fake=lambda dh, total, dtotal, gain, statistics, branch_dtype, *_: _gradients(total, statistics, branch_dtype),
+    fake=_fake_backward,
     devices=("CUDA",),
 )
 def norm_backward(

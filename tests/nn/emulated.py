@@ -71,6 +71,7 @@ def _sum(own: Tensor | None, received: Tensor | None, rank: int) -> Tensor | Non
     """A sum over ranks, of which the own summand is that of `rank`."""
     if received is None:
         return own
+    assert received.shape[1:] == own.shape
     return sum(summand.float() for summand in (*received[:rank], own, *received[rank:])).to(own.dtype)
 
 

@@ -251,11 +251,11 @@ def test_what_ranks_sum_is_read_as_its_summands(ranks, rank, stream, centred):
             total = total + summand.float()
         total = total.to(BF16)
         expected = norm.norm(x, total, gain, bias, EPSILON, BF16)
-        assert same(norm.norm(x, own, gain, bias, EPSILON, BF16, received=received, rank=rank), expected)
+        assert same(norm.norm(x, own, gain, bias, EPSILON, BF16, False, None, received, rank), expected)
         _, statistics, whole = expected
         arguments = (whole, torch.randn_like(whole), gain, statistics, BF16)
         wanted = norm.norm_backward(total, *arguments)
-        assert same(norm.norm_backward(own, *arguments, received=received, rank=rank), wanted)
+        assert same(norm.norm_backward(own, *arguments, received, rank), wanted)
 
 
 @pytest.mark.gpu
@@ -265,8 +265,8 @@ def test_summands_that_are_no_others_are_refused():
     wrong = [(own, received[:, :16], 0), (own, received.float(), 0), (own, received, 2), (own, received[:0], 0)]
     for branch, others, rank in [*wrong, (own.float(), received, 0)]:
         with pytest.raises(ValueError, match="received of branch"):
-            norm.norm(x, branch, gain, None, EPSILON, BF16, received=others, rank=rank)
+            norm.norm(x, branch, gain, None, EPSILON, BF16, False, None, others, rank)
     with pytest.raises(ValueError, match="amaxes"):
-        norm.norm(x, own, gain, None, EPSILON, BF16, True, received=received, rank=0)
+        norm.norm(x, own, gain, None, EPSILON, BF16, True, None, received, 0)
     with pytest.raises(ValueError, match="no branch"):
-        norm.norm(x, None, gain, None, EPSILON, BF16, received=received, rank=0)
+        norm.norm(x, None, gain, None, EPSILON, BF16, False, None, received, 0)
