@@ -29,7 +29,7 @@ from hqsweep.sweep.run_dir import RunDir
 from hqsweep.track.rows import RowSink
 
 pytestmark = pytest.mark.slow
-DAMAGES = int(os.environ.get("HQSWEEP_DAMAGES", 240))
+DAMAGES = int(os.environ.get("HQSWEEP_DAMAGES", 120))
 PARTS = 4
 FIRST = int(os.environ.get("HQSWEEP_DAMAGE_SEED", 0))
 TINY = [
