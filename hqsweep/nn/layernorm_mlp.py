@@ -51,6 +51,6 @@ class LayerNormMLP(AddsBranch):
         if joins(self.fc1, self.fc2, self.activation, x):
             total, h, known = self.fc1.normed(x, branch)
             left = self.fc2.sum_left(h)
-            return total, left_sum(joined(self.fc1, h, self.fc2, self.activation, known, left), left or ())
+            return total, left_sum(joined(self.fc1, h, self.fc2, self.activation, known, left), left)
         total, z = self.fc1.added(x, branch)
         return total, self.fc2.branch(activate(z, self.activation))

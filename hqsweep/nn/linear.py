@@ -44,9 +44,10 @@ def linear_product(call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | N
     return y.view(*(call.exchange.shape(shape) if call.exchange else shape), y.shape[-1])
 
 
-def left_sum(y: Tensor, left: Sequence[Summands]) -> Tensor | Summands:
-    """The output y of a call that may have left its sum over ranks in `left`."""
-    return left[0].of(y) if left else y
+def left_sum(y: Tensor, left: list[Summands] | None) -> Tensor | Summands:
+    """The output y of a call that may have left its sum over ranks in `left`, out of which it is taken: the call lives
+    until backward."""
+    return left.pop().of(y) if left else y
 
 
 class LinearBase(QuantizedModule):

@@ -1,5 +1,6 @@
 """GPTs shared over ranks, beside one process whose sums are split as theirs: to the byte, but for gains of norms."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -295,24 +296,24 @@ def _joined_mlp(mesh: DeviceMesh, recipe: str, device: torch.device) -> tuple[bo
     return asked[0], [name for name, value in other.items() if not torch.equal(one[name], value)]
 
 
-def left_sums(rank: int, world: int, recipes: list[str]) -> list[tuple[int, list[str]]]:
-    """For each recipe, and each kind of recomputation, how many sums of two layers are left to norms, and what of the
-    loss and the gradients differs from where none is."""
+def left_sums(rank: int, world: int, recipes: list[str]) -> list[tuple[int, int, list[str]]]:
+    """For each recipe, and each kind of recomputation, how many sums of two layers are left to norms, how many of them
+    are there after forward, and what of the loss and the gradients differs from where none is left."""
     mesh = init_device_mesh(rank_device().type, (world,), mesh_dim_names=("tp",))
     results = []
     for case in product(recipes, ("none", "layer")):
-        (one, count), (other, _) = (_leaving(mesh, *case, leaves=leaves) for leaves in (True, False))
-        results.append((count, [name for name, value in other.items() if not torch.equal(one[name], value)]))
+        (one, *counts), (other, *_) = (_leaving(mesh, *case, leaves=leaves) for leaves in (True, False))
+        results.append((*counts, [name for name, value in other.items() if not torch.equal(one[name], value)]))
     return results
 
 
-def _leaving(mesh: DeviceMesh, recipe: str, recompute: str, *, leaves: bool) -> tuple[dict[str, Tensor], int]:
-    """The loss and the gradients of a step, and how many sums were left."""
+def _leaving(mesh: DeviceMesh, recipe: str, recompute: str, *, leaves: bool) -> tuple[dict[str, Tensor], int, int]:
+    """The loss and the gradients of a step, how many sums were left, and how many of them were kept by its forward."""
     device, left, summands = rank_device(), [], PendingSum.summands
 
     def of(pending: PendingSum) -> Summands | None:
         found = summands(pending) if leaves else None
-        left.extend([found] if found else [])
+        left.extend([weakref.ref(found.parts)] if found else [])
         return found
 
     with pytest.MonkeyPatch.context() as patch:
@@ -326,9 +327,10 @@ def _leaving(mesh: DeviceMesh, recipe: str, recompute: str, *, leaves: bool) -> 
         model.recompute = recompute
         with quantization(seed=1, step=1):
             loss, _ = model.loss(*(x.to(device) for x in data(1)))
+            kept = sum(parts() is not None for parts in left)
             loss.backward()
     gradients = {name: whole_tensor(p.grad) for name, p in model.named_parameters()}
-    return {"loss": loss.detach()} | gradients, len(left)
+    return {"loss": loss.detach()} | gradients, len(left), kept
 
 
 def _loss_by_chunks(mesh: DeviceMesh, recipe: str, device: torch.device) -> list[str]:
