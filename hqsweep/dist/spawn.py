@@ -27,9 +27,12 @@ PRELOADED = (
     "hqsweep.jobs.convergence",
     "hqsweep.jobs.parity.ranks",
     "hqsweep.checkpoints.sharded",
-    "hqsweep.worker",
+    "hqsweep.sweep.ranks",
+    "hqsweep.track.machine",
+    "hqsweep.track.open",
+    "hqsweep.track.rows",
 )
-"""The jobs with ranks, which import what ranks do, what these import when they need it, and what does a run."""
+"""The jobs with ranks, which import what ranks do, what these import when they need it, and what a worker imports."""
 
 
 def spawn_ranks(

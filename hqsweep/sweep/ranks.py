@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -131,14 +132,19 @@ def _be_rank(told: _Rank) -> None:
 
     end_with_starter()
     die_with_parent()
-    name_process(f"hqsweep rank {os.environ['RANK']}")
+    name_process(f"hqsweep:{os.environ['RANK']}")
     write_to(RunDir(told.path).log)
     os.environ.update(thread_limits(told.threads))
     torch.set_num_threads(told.threads)
-    exit_code = pkgutil.resolve_name(WORKER)([str(told.path), "--rank", *told.imports])
-    if exit_code:
-        sys.stdout.flush()
-        os._exit(exit_code)  # what would go on at an end waits for ranks that have failed
+    if exit_code := pkgutil.resolve_name(WORKER)([str(told.path), "--rank", *told.imports]):
+        _end(exit_code)
+    util.Finalize(None, _end, args=(0,), exitpriority=0)  # when the launcher knows
+
+
+def _end(exit_code: int) -> None:
+    """End this process at once: what else its end would wait for are other ranks, or threads of a user's own code."""
+    sys.stdout.flush()
+    os._exit(exit_code)
 
 
 def _lost(failure: Any) -> bool:

@@ -46,8 +46,8 @@ def ranks_of(run: RunDir) -> dict[int, int]:
     pids = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            *name, rank = (process / "comm").read_text().split()
-            if name == ["hqsweep", "rank"] and (process / "fd" / "1").readlink() == run.log.absolute():
+            name, _, rank = (process / "comm").read_text().strip().partition(":")
+            if name == "hqsweep" and (process / "fd" / "1").readlink() == run.log.absolute():
                 pids[int(rank)] = int(process.name)
         except (OSError, ValueError):
             continue
