@@ -93,3 +93,23 @@ def wait_for(condition, seconds):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+IMPORTS = """
+import importlib, torch
+from hqsweep.dist.spawn import PRELOADED
+
+def ask(*_, **__):
+    raise RuntimeError("a GPU was asked for")
+
+for name in ("is_available", "device_count", "current_device", "get_device_properties", "_lazy_init"):
+    setattr(torch.cuda, name, ask)
+for name in PRELOADED:
+    importlib.import_module(name)
+"""
+
+
+def test_what_the_server_imports_asks_for_no_gpu():
+    """Its forks could use none then: CUDA lives in one process."""
+    ended = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-500:]
