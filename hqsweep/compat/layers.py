@@ -180,7 +180,7 @@ class MultiheadAttention(_OverRanks, _MultiheadAttention):
         refuse("MultiheadAttention", {"attention_mask": attention_mask is not None} | arguments)
         return super().forward(hidden_states, checkpoint_core_attention)
 
-    def _added(self, x: Tensor, branch: Branch, checkpoint_core_attention: bool = False) -> tuple[Tensor, Tensor]:
+    def _added(self, x: Tensor, branch: Branch, checkpoint_core_attention: bool = False) -> tuple[Tensor, Branch]:
         if self.input_layernorm:
             return super()._added(x, branch, checkpoint_core_attention)
         x = add_branch(x, branch)

@@ -73,6 +73,11 @@ class PendingSum:
         return self.arriving().view(self.parts.dtype).view(world - 1, lead, count)
 
 
+def left_by(pending: Pending) -> Summands | None:
+    """The summands of a sum that was begun, for who reads them at once; None where it is to be asked for as a whole."""
+    return pending.summands() if isinstance(pending, PendingSum) else None
+
+
 def gather_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Tensor:
     """[lead * t, C] of each rank -> the whole [lead * W * t, C], of any dtype whose bytes travel."""
     return begin_gather_rows(x, group, lead)()
@@ -96,14 +101,14 @@ def begin_gather_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Pending:
     return result
 
 
-def begin_lent_rows(x: Tensor, group: ProcessGroup) -> Pending:
-    """begin_gather_rows(x, group), whose result is good until ranks of the group begin to exchange other rows."""
+def begin_lent_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Pending:
+    """begin_gather_rows(x, group, lead), whose result is good until ranks of the group begin to exchange other rows."""
     world = group.size()
     x = x.contiguous()
     messages = {other: (x,) for other in range(world) if other != group.rank()}
-    arriving = peers.begin(messages, group, own=(x,))
+    arriving = peers.begin(messages, group, own=(x,)) if lead == 1 else None
     if arriving is None:
-        return begin_gather_rows(x, group)
+        return begin_gather_rows(x, group, lead)
     return lambda: arriving().view(x.dtype).view(world * x.shape[0], *x.shape[1:])
 
 

@@ -147,7 +147,8 @@ class Linear(LinearBase):
         """Where a call leaves the sum over ranks of its output; None where that is more than a sum, or is read by
         others than the caller."""
         plain = type(self).forward is Linear.forward and self.bias is None and not is_observed(self)
-        if not plain or self.parallel is None or self.parallel.sequence is None or not use_kernels(x):
+        shared = self.parallel is not None and self.parallel.sequence is not None
+        if not (plain and shared and use_kernels(x)) or torch.compiler.is_compiling():
             return None
         return None if current().probe or self.active_quantizers().output is not None else []
 

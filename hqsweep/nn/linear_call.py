@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hqsweep.dist.tokens import Pending, PendingSum, Summands
+from hqsweep.dist.tokens import Pending, Summands, left_by
 from hqsweep.errors import UserError
 from hqsweep.gemm.exact import mm_t
 from hqsweep.gemm.grouped import mm_t_tokens, mm_t_weights
@@ -140,7 +140,7 @@ class LinearCall(Call):
 
     def output_of(self, pending: Pending) -> Tensor:
         """y, whose sum over ranks was begun; this rank's part of it where the sum is left."""
-        summands = pending.summands() if self.left is not None and isinstance(pending, PendingSum) else None
+        summands = None if self.left is None else left_by(pending)
         if summands is None:
             return pending()
         self.left.append(summands)

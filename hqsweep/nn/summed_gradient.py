@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hqsweep.dist.tokens import Pending, PendingSum
+from hqsweep.dist.tokens import Pending, left_by
 
 
 @dataclass(eq=False)
@@ -23,7 +23,7 @@ class SummedGradient:
 
     def leave(self, pending: Pending) -> Tensor:
         """The gradient as autograd is to know it: this rank's summand, or the whole sum."""
-        summands = pending.summands() if self.is_taken and isinstance(pending, PendingSum) else None
+        summands = left_by(pending) if self.is_taken else None
         if summands is None:
             return pending()
         self.left = summands.received, summands.rank

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from hqsweep.dist import words
-from hqsweep.dist.tokens import begin_lent_rows, gather_rows, sum_rows, sum_whole
+from hqsweep.dist.tokens import begin_lent_rows, sum_rows, sum_whole
 from hqsweep.errors import UserError
 
 IGNORED = -100
@@ -97,9 +97,7 @@ class _SplitEmbedding(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> tuple[None, Tensor, None, None]:
         (own,) = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
-        if ctx.split:  # and read once, before ranks exchange others
-            lent = ctx.lead == 1
-            rows = begin_lent_rows(rows, ctx.group)() if lent else gather_rows(rows, ctx.group, ctx.lead)
+        rows = begin_lent_rows(rows, ctx.group, ctx.lead)() if ctx.split else rows  # which are read at once
         elsewhere = ctx.entries  # an index that is left out
         table = torch.ops.aten.embedding_dense_backward(rows, own, ctx.entries, elsewhere, False)
         return None, table, None, None

@@ -133,11 +133,10 @@ def test_mlps_and_losses_are_fused_as_in_one_process(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sums_that_norms_read_are_those_of_a_pass_of_their_own(backend):
-    """Of each layer two in forward and two in backward; forward again where layers are recomputed, but for the last sum
-    of a layer, which is what another keeps."""
-    for results in run_ranks(
-        2, shared_models.left_sums, 2, ["mxfp8", "bf16", "nvfp4+row_scaled|mxfp8"], backend=backend
-    ):
+    """Of each layer two in forward, which runs again where layers are recomputed, and two in backward. Nothing of a
+    forward keeps them."""
+    recipes = ["mxfp8", "bf16", "nvfp4+row_scaled|mxfp8"]
+    for results in run_ranks(2, shared_models.left_sums, 2, recipes, backend=backend):
         assert results == [(8, 0, []), (12, 0, [])] * 3
 
 

@@ -347,8 +347,9 @@ def test_an_own_worker_that_somebody_stops_is_named(make_runs, monkeypatch):
 
 
 def test_a_stopped_rank_is_named_beside_its_worker():
-    """Ranks are children of a run's worker, and the others wait for one that is stopped."""
-    worker = subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+    """Ranks are forks of a server of the run's worker, and the others wait for one that is stopped."""
+    server = "sh -c 'sleep 60 & echo $!; wait'; true"
+    worker = subprocess.Popen(["sh", "-c", server], stdout=subprocess.PIPE, text=True)
     rank = int(worker.stdout.readline())
     try:
         assert stopped_among(worker.pid) is None

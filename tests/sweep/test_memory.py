@@ -49,6 +49,8 @@ def test_a_kill_that_was_counted_is_told_with_what_was_there_and_what_to_do(mach
     assert killed_for_memory(memory, memory.kills(), 30 * GIB) is None
     said = killed_for_memory(memory, memory.kills() - 1, 30 * GIB)
     assert said.startswith(f"killed for memory: {there}, the run's process had 30.0 GiB; give fewer engine.workers")
+    unknown = killed_for_memory(memory, memory.kills() - 1, None)
+    assert unknown.startswith(f"killed for memory: {there}; give fewer engine.workers")
 
 
 def test_a_container_sees_its_own_group_as_the_mount(machine):
