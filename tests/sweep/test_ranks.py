@@ -1,5 +1,6 @@
 """Runs of several ranks by the local engine: a rank that dies is named, the next attempt goes on, nothing is left."""
 
+import multiprocessing
 import os
 import re
 import shutil
@@ -14,9 +15,11 @@ import pytest
 from shown import Shown
 
 from hqsweep.config.job import parse
+from hqsweep.dist.spawn import FORKED, start_server
 from hqsweep.errors import Damaged
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
+from hqsweep.sweep import ranks
 from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.sweep.store import RunStore
@@ -133,6 +136,26 @@ def test_a_worker_has_ranks_for_the_next_run_and_what_one_refuses_is_said_in_its
     assert status["state"] == "failed" and status["reason"].startswith(refusal)
     assert [refusal in run.log.read_text() for run in runs] == [False, True]
     assert not ranks_of(runs[1])
+
+
+def leave_a_thread(arguments) -> int:
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    return 0
+
+
+def rank_that_leaves_a_thread(path: Path) -> None:
+    os.environ["RANK"], ranks.WORKER = "0", f"{__name__}:leave_a_thread"
+    ranks._be_rank(ranks._Rank(path, (), 1))
+
+
+def test_a_rank_ends_whatever_threads_its_run_has_left(tmp_path):
+    start_server()
+    rank = multiprocessing.get_context(FORKED).Process(
+        target=rank_that_leaves_a_thread, args=(make_run(tmp_path).path,)
+    )
+    rank.start()
+    rank.join(30)
+    assert rank.exitcode == 0
 
 
 def flip(path: Path) -> None:
