@@ -34,6 +34,8 @@ class Summands(NamedTuple):
     parts: Tensor
     """[1, W, n]: what this rank has computed of the rows of each, among them `own`."""
     rank: int
+    tell: Callable[[Tensor], None] | None = None
+    """Takes the gradient of the sum, as soon as its reader knows it."""
 
     def of(self, own: Tensor) -> "Summands":
         """The same with `own` as autograd knows it, in any shape of its rows."""

@@ -218,7 +218,7 @@ class GroupedBase(LinearBase):
         plans = self._plans_of(fields["quantizers"], fields["gemm"], splits, x.device)
         call = LinearCall(**fields, splits=splits, weight_splits=self._weight_splits, plans=plans)
         weights, biases = parameters
-        return LinearFunction.apply(x, call, len(weights), *weights, *biases)
+        return LinearFunction.apply(x, call, len(weights), None, *weights, *biases)
 
     def _plans_of(
         self, quantizers: LinearQuantizers, gemm_mode: str, splits: Splits, device: torch.device

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from hqsweep.nn.context import current, use_kernels
+from hqsweep.nn.left_sums import LeftGradient
 from hqsweep.nn.linear import Linear
 from hqsweep.nn.norm import Norm
 from hqsweep.nn.options import LayerNormLinearOptions
 from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.nn.residual import AddsBranch, Branch
-from hqsweep.nn.summed_gradient import SummedGradient
 
 
 class LayerNormLinear(AddsBranch, Linear):
@@ -49,10 +49,11 @@ class LayerNormLinear(AddsBranch, Linear):
         where the norm's kernel finds the amaxes that the quantizer takes, it is these."""
         parts = self.parallel is not None and self.parallel.sequence is not None  # of h, which is quantized whole
         if parts or not use_kernels(x) or torch.compiler.is_compiling():
-            gradient = SummedGradient()
-            leaves = parts and not torch.compiler.is_compiling()
-            added = self.norm.added(x, branch, self.dtype, gradient if leaves else None)
-            return *added, {"gradient": gradient} if gradient.is_taken else {}
+            gradient = LeftGradient(self.name) if parts and not torch.compiler.is_compiling() else None
+            if gradient is not None:
+                gradient.before_norm(self.own(self.weight))
+            added = self.norm.added(x, branch, self.dtype, gradient)
+            return *added, {"gradient": gradient} if gradient is not None and gradient.is_taken else {}
         saves_column = torch.is_grad_enabled() and self.weight.requires_grad and not self.save_original_input
         quantizer, outputs = self.active_quantizers().input, ("codes", "codes" if saves_column else None)
         if not (current().probe or self.save_original_input) and quantizer.takes_normed(*outputs):

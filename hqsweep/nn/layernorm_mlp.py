@@ -5,7 +5,7 @@ from torch import Tensor
 
 from hqsweep.nn.activation import ACTIVATIONS, activate
 from hqsweep.nn.layernorm_linear import LayerNormLinear
-from hqsweep.nn.linear import Linear, left_sum
+from hqsweep.nn.linear import Linear
 from hqsweep.nn.mlp_function import joined, joins
 from hqsweep.nn.options import LayerNormLinearOptions, MLPOptions
 from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
@@ -51,6 +51,7 @@ class LayerNormMLP(AddsBranch):
         if joins(self.fc1, self.fc2, self.activation, x):
             total, h, known = self.fc1.normed(x, branch)
             left = self.fc2.sum_left(h)
-            return total, left_sum(joined(self.fc1, h, self.fc2, self.activation, known, left), left)
+            y = joined(self.fc1, h, self.fc2, self.activation, known, left)
+            return total, y if left is None else left.take(y)
         total, z = self.fc1.added(x, branch)
         return total, self.fc2.branch(activate(z, self.activation))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hqsweep.dist.local import local as stored
 from hqsweep.dist.tokens import Summands
 from hqsweep.nn.context import current, use_kernels
+from hqsweep.nn.left_sums import LeftOutput
 from hqsweep.nn.linear_call import LinearCall
 from hqsweep.nn.linear_function import LinearFunction
 from hqsweep.nn.module import BOUNDARIES, Boundary, QuantizedModule
@@ -37,17 +38,12 @@ def as_rows(x: Tensor) -> Tensor:
 def linear_product(call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """y [..., N] of x [..., K], weight [N, K] and bias [N], in the dtype and by the quantizers of the call."""
     biases = () if bias is None else (bias,)
-    y = call.rounded("output", LinearFunction.apply(in_dtype(as_rows(x), call.dtype), call, 1, weight, *biases))
+    rows = in_dtype(as_rows(x), call.dtype)
+    y = call.rounded("output", LinearFunction.apply(rows, call, 1, call.ticket(), weight, *biases))
     if x.dim() == 2:
         return y
     shape = x.shape[:-1]
     return y.view(*(call.exchange.shape(shape) if call.exchange else shape), y.shape[-1])
-
-
-def left_sum(y: Tensor, left: list[Summands] | None) -> Tensor | Summands:
-    """The output y of a call that may have left its sum over ranks in `left`, out of which it is taken: the call lives
-    until backward."""
-    return left.pop().of(y) if left else y
 
 
 class LinearBase(QuantizedModule):
@@ -141,16 +137,16 @@ class Linear(LinearBase):
     def branch(self, x: Tensor) -> Tensor | Summands:
         """forward(x) for a norm that reads it next: Summands where it is a sum over ranks of rows of tokens."""
         left = self.sum_left(x)
-        return self(x) if left is None else left_sum(self._product(x, {"left": left}), left)
+        return self(x) if left is None else left.take(self._product(x, {"left": left}))
 
-    def sum_left(self, x: Tensor) -> list[Summands] | None:
+    def sum_left(self, x: Tensor) -> LeftOutput | None:
         """Where a call leaves the sum over ranks of its output; None where that is more than a sum, or is read by
         others than the caller."""
         plain = type(self).forward is Linear.forward and self.bias is None and not is_observed(self)
         shared = self.parallel is not None and self.parallel.sequence is not None
         if not (plain and shared and use_kernels(x)) or torch.compiler.is_compiling():
             return None
-        return None if current().probe or self.active_quantizers().output is not None else []
+        return None if current().probe or self.active_quantizers().output is not None else LeftOutput()
 
     def _product(self, x: Tensor, known: Mapping[str, Any] = NOTHING) -> Tensor:
         """forward(x); `known` has the fields of a LinearCall that are known of its input."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hqsweep.dist.tokens import Pending, Summands, left_by
+from hqsweep.dist.tokens import Pending
 from hqsweep.errors import UserError
 from hqsweep.gemm.exact import mm_t
 from hqsweep.gemm.grouped import mm_t_tokens, mm_t_weights
@@ -18,6 +18,7 @@ from hqsweep.gemm.plan import GemmPlan
 from hqsweep.memo import cached_property
 from hqsweep.nn.call import Call
 from hqsweep.nn.gathered import gathered_operand
+from hqsweep.nn.left_sums import LeftGradient, LeftOutput
 from hqsweep.nn.parameter import (
     AnyOperand,
     Weights,
@@ -31,7 +32,6 @@ from hqsweep.nn.parameter import (
     weight_matrix,
 )
 from hqsweep.nn.rank_rows import RankRows
-from hqsweep.nn.summed_gradient import SummedGradient
 from hqsweep.nn.tensor_parallel import Exchange
 from hqsweep.nn.workspace import WeightWorkspace
 from hqsweep.ops.quantize_normed import Normed
@@ -75,9 +75,9 @@ class LinearCall(Call):
     those that are averaged over these ranks."""
     exchange: Exchange | None = None
     """What ranks exchange where they share the linear; None: this one has all of it."""
-    left: list[Summands] | None = field(default=None, compare=False)
+    left: LeftOutput | None = field(default=None, compare=False)
     """Where y is left to its reader if it is a sum over ranks of rows; None: y is summed."""
-    gradient: SummedGradient | None = field(default=None, compare=False)
+    gradient: LeftGradient | None = field(default=None, compare=False)
     """Where dx is left to the norm before, if it is such a sum."""
     plans: Mapping[str, GemmPlan] | None = None
     """"fprop", "dgrad" and "wgrad" -> the plan by which it is computed for all experts."""
@@ -140,17 +140,17 @@ class LinearCall(Call):
 
     def output_of(self, pending: Pending) -> Tensor:
         """y, whose sum over ranks was begun; this rank's part of it where the sum is left."""
-        summands = None if self.left is None else left_by(pending)
-        if summands is None:
-            return pending()
-        self.left.append(summands)
-        return summands.own
+        return pending() if self.left is None else self.left.leave(pending)
 
     def gradient_of(self, pending: Pending) -> Tensor:
         """dx, whose sum over ranks was begun; this rank's part of it where the sum is left."""
         if self.gradient is None or self.quantizers.grad_input is not None:
             return pending()
         return self.gradient.leave(pending)
+
+    def ticket(self) -> Tensor | None:
+        """What the function of autograd takes for the gradient of the weight to come late (nn.left_sums)."""
+        return None if self.gradient is None else self.gradient.ticket()
 
     def _of_codes(
         self, tensor: str, rowwise: Output | None, columnwise: Output | None, *, by_rows: bool = False, **_: Any

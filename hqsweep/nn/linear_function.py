@@ -6,11 +6,14 @@ LinearCall: more is asked of it here than a Call has.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hqsweep.dist.tokens import Pending
 from hqsweep.gemm.exact import add_mm_t
 from hqsweep.nn.call import Call
 from hqsweep.nn.parameter import (
@@ -23,10 +26,10 @@ from hqsweep.nn.parameter import (
     unflatten_weights,
 )
 from hqsweep.nn.products import once_differentiable, returned
-from hqsweep.nn.rank_rows import RankRows, begin_summed_product, quantize_tokens
+from hqsweep.nn.rank_rows import RankRows, begin_summed_product, begin_tokens, quantize_tokens
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.ops.request import Output
-from hqsweep.quant.operand import Skeleton, flatten
+from hqsweep.quant.operand import HybridOperand, Skeleton, flatten
 
 Gradient = Tensor | None
 
@@ -98,12 +101,27 @@ def keep(
     return [*of_weights, *saved], state
 
 
-def dgrad(state: BackwardState, tensors: Sequence[Tensor], dy: AnyOperand | RankRows) -> Tensor:
-    """dx, from dy's rowwise operand. tensors: what keep() gave."""
+def send_gradient(call: Call, *, rowwise: bool, columnwise: bool) -> None:
+    """Have the norm that alone reads y, where there is one, send dy as soon as it knows it."""
+    if call.left is not None and (rowwise or columnwise):
+        alone, takes = replace(call, left=None), call.product_takes  # not itself, which would never be freed
+        outputs = {"rowwise": takes if rowwise else None, "columnwise": takes if columnwise else None}
+        call.left.begin = partial(begin_tokens, alone, "grad_output", **outputs)
+
+
+def quantize_gradient(call: Call, dy: Tensor, **outputs: Any) -> HybridOperand:
+    """The operands of dy, which may have been sent before; see quantize_tokens()."""
+    operands = None if call.left is None else call.left.operands(dy)
+    return quantize_tokens(call, "grad_output", dy, **outputs) if operands is None else operands
+
+
+def begin_dgrad(state: BackwardState, tensors: Sequence[Tensor], dy: AnyOperand | RankRows) -> Pending:
+    """dx, from dy's rowwise operand; where ranks sum it, the sum goes on beside the work that follows. tensors: what
+    keep() gave."""
     of_weights, _ = state.parts(tensors)
     call, skeletons = state.call, state.weight_skeletons
     w_column = unflatten_weights(of_weights, skeletons) if skeletons else call.weight(of_weights, "columnwise")
-    return call.product("dgrad", dy, w_column, call.dtype)
+    return begin_summed_product(call, "dgrad", "grad_input", dy, w_column)
 
 
 def begin_input(state: BackwardState, tensors: Sequence[Tensor]) -> Callable[[], AnyOperand]:
@@ -146,18 +164,25 @@ def delivered(
     return [None] * len(needs)
 
 
+def one_wgrad(state: BackwardState, dy: AnyOperand, x_column: Callable[[], AnyOperand]) -> Gradient:
+    """The gradient of a linear's one weight as autograd takes it, once x has come."""
+    (dw,) = delivered(state, _mean(state.call, wgrad(state, dy, x_column())), [True])
+    return dw
+
+
 class LinearFunction(torch.autograd.Function):
     """x [M, K], then `count` weights ([N, K] each, or one [E, N, K]), then the biases likewise, if any -> y [M, N].
+    With a ticket the gradient of the one weight comes late (nn.left_sums).
 
     It saves x's columnwise operand as codes (with save_original x itself), and of the weights what flatten_weights
     gives: the columnwise operands that are held, or the weights, from which backward makes them again.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, call: Call, count: int, *parameters: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, call: Call, count: int, ticket: Tensor | None, *parameters: Tensor) -> Tensor:
         weights, biases = parameters[:count], parameters[count:]
         needs_dx = ctx.needs_input_grad[0] and call.grad
-        needs_dw = call.grad and any(ctx.needs_input_grad[3 : 3 + count])
+        needs_dw = call.grad and any(ctx.needs_input_grad[4 : 4 + count])
         check_weights(call, weights, needs_dx, needs_dw)
         column, known = input_column(call, needs_dw), {"amaxes": call.input_amaxes}
         operands = quantize_tokens(call, "input", x, rowwise=call.product_takes, columnwise=column, **known)
@@ -167,6 +192,7 @@ class LinearFunction(torch.autograd.Function):
             call, weights, x if needs_dw else None, operands.columnwise if column else None, needs_dx
         )
         ctx.call, ctx.count = call, count
+        send_gradient(call, rowwise=needs_dx, columnwise=needs_dw)
         ctx.biases = [(bias.dtype, bias.dim()) for bias in biases] if biases else ()
         ctx.save_for_backward(*tensors)
         return returned(_add_biases(call, y, biases) if biases else y)
@@ -175,7 +201,8 @@ class LinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy: Tensor) -> tuple[Gradient, ...]:
         call, state, count, needs_dx = ctx.call, ctx.state, ctx.count, ctx.needs_input_grad[0]
-        needs_dw, needs_db = ctx.needs_input_grad[3 : 3 + count], ctx.needs_input_grad[3 + count :]
+        is_late, *needed = ctx.needs_input_grad[3:]
+        needs_dw, needs_db = needed[:count], needed[count:]
         tensors, dx = ctx.saved_tensors, None
         dy = in_dtype(dy, call.dtype)
         if call.splits is not None and not call.codes:
@@ -186,16 +213,19 @@ class LinearFunction(torch.autograd.Function):
             call.probe_parts("grad_output", dy)
         row, column = (call.product_takes if needs_dx else None), (call.product_takes if any(needs_dw) else None)
         outputs = {"rowwise": row, "columnwise": column, "by_rows": call.by_rows("wgrad")}
-        # Of ranks that share the linear, x arrives beside dgrad, and dx is summed beside wgrad.
+        # Of ranks that share the linear, x arrives beside dgrad, and dx is summed beside a part of it, or beside wgrad.
         x_column = begin_input(state, tensors) if column else None
-        operands = quantize_tokens(call, "grad_output", dy, **outputs)
+        operands = quantize_gradient(call, dy, **outputs)
         if needs_dx:
-            dx_sum = call.begin_summed("grad_input", dgrad(state, tensors, operands.rowwise))
+            dx_sum = begin_dgrad(state, tensors, operands.rowwise)
             if ctx.probed:
                 dx = dx_sum()
                 call.probe_gemms("dgrad", call.parts(dy), [w.t() for w in ctx.probed[1]], call.parts(dx))
-        dw: Sequence[Gradient] = [None] * count
-        if column:
+        dw, dticket = [None] * count, None
+        if column and is_late and needs_dx and not ctx.probed:
+            call.gradient.late = partial(one_wgrad, state, operands.columnwise, x_column)
+            dticket = dy.new_empty(0)
+        elif column:
             gradients = wgrad(state, operands.columnwise, x_column(), may_add=not ctx.probed)
             if ctx.probed:
                 _probe_wgrad(call, dy, ctx.probed[0], gradients)
@@ -204,7 +234,7 @@ class LinearFunction(torch.autograd.Function):
         if needs_dx:
             dx = call.rounded("grad_input", call.gradient_of(dx_sum) if dx is None else dx)
         db = _mean(call, _bias_gradients(call, dy, ctx.biases)) if any(needs_db) else [None] * len(ctx.biases)
-        return dx, None, None, *dw, *db
+        return dx, None, None, dticket, *dw, *db
 
 
 def _mean(call: Call, sums: Tensor | Sequence[Tensor] | None) -> Tensor | Sequence[Tensor] | None:

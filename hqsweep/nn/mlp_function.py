@@ -7,26 +7,28 @@ activation, and of its gradient, is quantized alone.
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hqsweep.dist.tokens import Summands
 from hqsweep.nn.call import Call
 from hqsweep.nn.context import current, use_kernels
+from hqsweep.nn.left_sums import LeftOutput
 from hqsweep.nn.linear import NOTHING, Linear, as_rows
 from hqsweep.nn.linear_call import LinearCall
 from hqsweep.nn.linear_function import (
     Gradient,
+    begin_dgrad,
     begin_input,
     check_weights,
-    delivered,
-    dgrad,
     fprop,
     input_column,
     keep,
-    wgrad,
+    one_wgrad,
+    quantize_gradient,
+    send_gradient,
 )
 from hqsweep.nn.products import once_differentiable, outside_autocast
 from hqsweep.nn.rank_rows import quantize_tokens
@@ -46,7 +48,9 @@ class MLPFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, first: Call, second: Call, kind: str, w1: Tensor, w2: Tensor) -> Tensor:
+    def forward(
+        ctx, x: Tensor, first: Call, second: Call, kind: str, ticket: Tensor | None, w1: Tensor, w2: Tensor
+    ) -> Tensor:
         needs_dx, *_, needs_dw1, needs_dw2 = (needed and first.grad for needed in ctx.needs_input_grad)
         needs_dz = needs_dx or needs_dw1
         check_weights(first, (w1,), needs_dx, needs_dw1)
@@ -60,6 +64,7 @@ class MLPFunction(torch.autograd.Function):
         column = input_column(second, needs_dw2)
         operands = second.quantize_activated("input", z, None, kind, rowwise=second.product_takes, columnwise=column)
         saved2, ctx.second = keep(second, (w2,), None, operands.columnwise, needs_dz)
+        send_gradient(second, rowwise=needs_dz, columnwise=needs_dw2)
         ctx.call, ctx.kind, ctx.count = first, kind, len(saved1)
         ctx.save_for_backward(*saved1, *saved2, *([z] if needs_dz else []))
         return fprop(second, (w2,), operands.rowwise, needs_dz)
@@ -68,33 +73,36 @@ class MLPFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy: Tensor) -> tuple[Gradient, ...]:
         first, second, tensors = ctx.first, ctx.second, ctx.saved_tensors
-        needs_dx, *_, needs_dw1, needs_dw2 = ctx.needs_input_grad
+        needs_dx, *_, is_late, needs_dw1, needs_dw2 = ctx.needs_input_grad
         needs_dz = needs_dx or needs_dw1
-        dx = dw1 = dw2 = None
+        dx = dticket = dw1 = dw2 = None
         takes = second.call.product_takes
         row, column = (takes if needs_dz else None), (takes if needs_dw2 else None)
         dy = in_dtype(dy, second.call.dtype)
-        operands = quantize_tokens(second.call, "grad_output", dy, rowwise=row, columnwise=column)
+        operands = quantize_gradient(second.call, dy, rowwise=row, columnwise=column)
         saved = tensors[ctx.count :]
         if needs_dz:
-            dh = dgrad(second, saved, operands.rowwise)
+            dh = begin_dgrad(second, saved, operands.rowwise)()
         if needs_dw2:
-            (dw2,) = delivered(second, wgrad(second, operands.columnwise, begin_input(second, saved)()), [True])
+            dw2 = one_wgrad(second, operands.columnwise, begin_input(second, saved))
         if not needs_dz:
-            return None, None, None, None, None, dw2
+            return None, None, None, None, None, None, dw2
         takes = first.call.product_takes
         row, column = (takes if needs_dx else None), (takes if needs_dw1 else None)
         x_column = begin_input(first, tensors) if needs_dw1 else None  # which arrives beside dgrad
         operands = first.call.quantize_activated(
             "grad_output", tensors[-1], dh, ctx.kind, rowwise=row, columnwise=column
         )
-        if needs_dx:  # and is summed beside wgrad
-            dx_sum = first.call.begin_summed("grad_input", dgrad(first, tensors, operands.rowwise))
-        if needs_dw1:
-            (dw1,) = delivered(first, wgrad(first, operands.columnwise, x_column()), [True])
+        if needs_dx:  # and is summed beside a part of it, or beside wgrad
+            dx_sum = begin_dgrad(first, tensors, operands.rowwise)
+        if needs_dw1 and needs_dx and is_late:
+            first.call.gradient.late = partial(one_wgrad, first, operands.columnwise, x_column)
+            dticket = dy.new_empty(0)
+        elif needs_dw1:
+            dw1 = one_wgrad(first, operands.columnwise, x_column)
         if needs_dx:
             dx = first.call.gradient_of(dx_sum)
-        return dx, None, None, None, dw1, dw2
+        return dx, None, None, None, dticket, dw1, dw2
 
 
 def joins(fc1: Linear, fc2: Linear, kind: str, x: Tensor) -> bool:
@@ -138,7 +146,7 @@ def joined(
     fc2: Linear,
     kind: str,
     known: Mapping[str, Any] = NOTHING,
-    left: list[Summands] | None = None,
+    left: LeftOutput | None = None,
 ) -> Tensor:
     """fc2(activation(fc1(x))) of x [..., D], where joins() says so. x is behind the norm of an fc1 that has one; known:
     the fields of a LinearCall that are known of it; left: where the output is left (Linear.branch)."""
@@ -147,5 +155,6 @@ def joined(
         LinearCall(**fc1.linear_facts(), exchange=first, **known),
         LinearCall(**fc2.linear_facts(), exchange=second, left=left),
     )
-    y = MLPFunction.apply(in_dtype(as_rows(x), fc1.dtype), *calls, kind, fc1.own(fc1.weight), fc2.own(fc2.weight))
+    weights = fc1.own(fc1.weight), fc2.own(fc2.weight)
+    y = MLPFunction.apply(in_dtype(as_rows(x), fc1.dtype), *calls, kind, calls[0].ticket(), *weights)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])

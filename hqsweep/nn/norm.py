@@ -10,10 +10,10 @@ from torch.autograd.function import once_differentiable
 
 from hqsweep.dist.tokens import Summands
 from hqsweep.nn.context import use_kernels
+from hqsweep.nn.left_sums import LeftGradient
 from hqsweep.nn.options import EPSILON
 from hqsweep.nn.recipe_argument import RecipeArgument, module_quantizers
 from hqsweep.nn.residual import Branch, add_branch, is_observed, whole
-from hqsweep.nn.summed_gradient import SummedGradient
 from hqsweep.nn.weight import QuantizedWeight
 from hqsweep.ops import norm
 from hqsweep.ops.kernels import in_dtype
@@ -33,7 +33,7 @@ class _NormCall:
     signs: bool | None = None
     of_branch: Summands | None = None
     """The summands of a branch that is a sum over ranks."""
-    gradient: SummedGradient | None = None
+    gradient: LeftGradient | None = None
     """Where the gradient of the norm may be left as its summands."""
 
 
@@ -54,7 +54,7 @@ class _NormFunction(torch.autograd.Function):
         total, results = (x, results) if branch is None else (results[0], results[1:])
         ctx.save_for_backward(total, gain, statistics)
         ctx.branch_dtype = branch.dtype if branch is not None and ctx.needs_input_grad[1] else None
-        ctx.gradient = call.gradient
+        ctx.gradient, ctx.tell = call.gradient, call.of_branch and call.of_branch.tell
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*results)
         return total, h, *results
@@ -63,7 +63,10 @@ class _NormFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dtotal: Tensor | None, dh: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         others = () if ctx.gradient is None else ctx.gradient.take(dh)
-        return *_gradients(ctx, dtotal, dh, *others), None
+        dx, dbranch, *rest = _gradients(ctx, dtotal, dh, *others)
+        if ctx.tell is not None and dbranch is not None:
+            ctx.tell(dbranch)
+        return dx, dbranch, *rest, None
 
 
 def _gradients(
@@ -130,7 +133,7 @@ class Norm(QuantizedWeight):
         return self._normed(x, None, torch.float32)[1]
 
     def added(
-        self, x: Tensor, branch: Branch, dtype: torch.dtype = torch.float32, gradient: SummedGradient | None = None
+        self, x: Tensor, branch: Branch, dtype: torch.dtype = torch.float32, gradient: LeftGradient | None = None
     ) -> tuple[Tensor, Tensor]:
         """(x + branch, its norm rounded to `dtype`), with the sum as add_branch gives it, in one pass on CUDA.
         gradient: of the one who alone reads the norm."""
@@ -168,7 +171,7 @@ class Norm(QuantizedWeight):
         dtype: torch.dtype,
         amax: bool = False,
         signs: bool | None = None,
-        gradient: SummedGradient | None = None,
+        gradient: LeftGradient | None = None,
     ) -> tuple[Tensor, ...]:
         weight, bias = self.quantized_weight(), self._own_bias()
         summands, own = (branch, branch.own) if isinstance(branch, Summands) else (None, branch)

@@ -120,6 +120,19 @@ def quantize_tokens(
     return LateOperands(part=part, own=own, arrive=lambda: call.quantize(tensor, arriving(), **outputs, **options))
 
 
+def begin_tokens(
+    call: Any, tensor: str, x: Tensor, *, rowwise: Output | None = None, columnwise: Output | None = None
+) -> Callable[[], HybridOperand]:
+    """quantize_tokens(), begun: the operands of all tokens, each as one, once what is sent now has come."""
+    outputs, part = {"rowwise": rowwise, "columnwise": columnwise}, call.tokens_of(tensor, x)
+    if part is None or not _sends_codes(call, tensor, x, part, rowwise, columnwise):
+        arriving = (lambda: x) if part is None else call.exchange.begin_lent(tensor, x)
+        return lambda: call.quantize(tensor, arriving(), **outputs)
+    own = call.quantize_part(tensor, x, part, **{name: output and "codes" for name, output in outputs.items()})
+    row, column = own.rowwise and Gathering(own.rowwise, 0, part), own.columnwise and Gathering(own.columnwise, 1, part)
+    return lambda: HybridOperand(rowwise=row and row.whole(), columnwise=column and column.whole())
+
+
 def span(rank: int, rows: int) -> Span:
     """The rows of a rank in the whole."""
     return rank * rows, (rank + 1) * rows

@@ -98,8 +98,9 @@ class Exchange:
         return (lambda: x) if part is None else begin_gather_rows(x, part.group, part.runs)
 
     def begin_lent(self, tensor: str, x: Tensor) -> Pending:
-        """begin_gathered() of rows that lie together, good until ranks of the group begin to exchange others."""
-        return begin_lent_rows(x, self.tokens(tensor, len(x)).group)
+        """begin_gathered(), good until ranks of the group begin to exchange other rows."""
+        part = self.tokens(tensor, len(x))
+        return (lambda: x) if part is None else begin_lent_rows(x, part.group, part.runs)
 
     def begin_summed(self, tensor: str, x: Tensor) -> Pending:
         """The sum over ranks of x where each has a part of its products, or this rank's tokens of the sum; x itself
