@@ -21,6 +21,7 @@ from hqsweep.nn.products import outside_autocast, untraced
 from hqsweep.nn.recipe_argument import RecipeArgument, module_quantizers
 from hqsweep.nn.residual import is_observed
 from hqsweep.nn.tensor_parallel import Exchange, TensorParallel, local
+from hqsweep.nn.turns import Turns
 from hqsweep.nn.workspace import WeightWorkspace
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.recipe.roles import QuantizerRole
@@ -134,10 +135,13 @@ class Linear(LinearBase):
     def forward(self, x: Tensor) -> Tensor:
         return self._product(x)
 
-    def branch(self, x: Tensor) -> Tensor | Summands:
-        """forward(x) for a norm that reads it next: Summands where it is a sum over ranks of rows of tokens."""
+    def branch(self, x: Tensor, turns: Turns | None = None) -> Tensor | Summands:
+        """forward(x) for a norm that reads it next: Summands where it is a sum over ranks of rows of tokens. turns: how
+        x is written, where there is a sum_left(), and part_in_turn() says so."""
         left = self.sum_left(x)
-        return self(x) if left is None else left.take(self._product(x, {"left": left}))
+        if left is None:
+            return self(x)
+        return left.take(self._product(x, {"left": left, "turns": [turns] if turns else []}))
 
     def sum_left(self, x: Tensor) -> LeftOutput | None:
         """Where a call leaves the sum over ranks of its output; None where that is more than a sum, or is read by

@@ -33,6 +33,7 @@ from hqsweep.nn.parameter import (
 )
 from hqsweep.nn.rank_rows import RankRows
 from hqsweep.nn.tensor_parallel import Exchange
+from hqsweep.nn.turns import Turns
 from hqsweep.nn.workspace import WeightWorkspace
 from hqsweep.ops.quantize_normed import Normed
 from hqsweep.ops.request import Output
@@ -40,7 +41,7 @@ from hqsweep.quant.gather import Gathering
 from hqsweep.quant.group import quantize_group
 from hqsweep.quant.held_part import own_part
 from hqsweep.quant.hybrid import DIRECTIONS, Direction
-from hqsweep.quant.operand import HybridOperand, Operand, Skeleton, unflatten
+from hqsweep.quant.operand import HybridOperand, Operand, OperandParts, Skeleton, unflatten
 from hqsweep.quant.part import Part
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.sections import LinearQuantizers
@@ -67,6 +68,8 @@ class LinearCall(Call):
     workspace: WeightWorkspace | None
     input_amaxes: Sequence[Tensor] = ()
     """The amaxes of x that are known beforehand (HybridQuantizer.takes_amaxes)."""
+    turns: list[Turns] = field(default_factory=list, compare=False)
+    """How x is written, if it is written rank by rank; taken out where it is quantized."""
     normed: list[Normed] = field(default_factory=list, compare=False)
     """What x is computed of, if x has no values; taken out where it is quantized, so that nothing keeps it."""
     codes: Codes | None = field(default=None, compare=False)
@@ -233,6 +236,8 @@ class LinearCall(Call):
     def begin_whole_input(self, column: AnyOperand, *, lent: bool = False) -> Callable[[], AnyOperand]:
         """A columnwise operand of x, of all tokens where it has this rank's, which are then gathered as
         begin_saved_input() does. lent: as in quant.gather.Gathering."""
+        if isinstance(column, OperandParts):
+            return column.operand
         if self.exchange is None or self.splits is not None or not isinstance(column, Operand):
             return lambda: column  # experts have all tokens, and so does what was made to be multiplied at once
         part = self.exchange.tokens("input", column.shape[1])

@@ -26,7 +26,8 @@ from hqsweep.nn.parameter import (
     unflatten_weights,
 )
 from hqsweep.nn.products import once_differentiable, returned
-from hqsweep.nn.rank_rows import RankRows, begin_summed_product, begin_tokens, quantize_tokens
+from hqsweep.nn.rank_rows import LateOperands, RankRows, begin_summed_product, begin_tokens, quantize_tokens
+from hqsweep.nn.turns import OperandsInTurn, in_turn
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.ops.request import Output
 from hqsweep.quant.operand import HybridOperand, Skeleton, flatten
@@ -74,6 +75,14 @@ def fprop(call: Call, weights: Weights, x: AnyOperand | RankRows, needs_dx: bool
     """y, from x's rowwise operand; summed over ranks, where each has a part of its sums, or left so."""
     w = call.weight(weights, "rowwise", needs_dx=needs_dx)
     return call.output_of(begin_summed_product(call, "fprop", "output", x, w))
+
+
+def quantize_input(call: Call, x: Tensor, columnwise: Output | None) -> HybridOperand | LateOperands | OperandsInTurn:
+    """The operands of x: the rowwise one to be multiplied, the columnwise one, if any, to be saved behind that."""
+    if call.turns:
+        return in_turn(call, call.turns.pop(), x, rowwise=call.product_takes, columnwise=columnwise)
+    known = {"amaxes": call.input_amaxes}
+    return quantize_tokens(call, "input", x, rowwise=call.product_takes, columnwise=columnwise, **known)
 
 
 def keep(
@@ -184,8 +193,8 @@ class LinearFunction(torch.autograd.Function):
         needs_dx = ctx.needs_input_grad[0] and call.grad
         needs_dw = call.grad and any(ctx.needs_input_grad[4 : 4 + count])
         check_weights(call, weights, needs_dx, needs_dw)
-        column, known = input_column(call, needs_dw), {"amaxes": call.input_amaxes}
-        operands = quantize_tokens(call, "input", x, rowwise=call.product_takes, columnwise=column, **known)
+        column = input_column(call, needs_dw)
+        operands = quantize_input(call, x, column)
         y = fprop(call, weights, operands.rowwise, needs_dx)
         ctx.probed = call.probe_forward(call.gathered("input", x), weights, y) if call.context.probe else None
         tensors, ctx.state = keep(

@@ -28,12 +28,13 @@ from hqsweep.nn.linear_function import (
     keep,
     one_wgrad,
     quantize_gradient,
+    quantize_input,
     send_gradient,
 )
 from hqsweep.nn.products import once_differentiable, outside_autocast
-from hqsweep.nn.rank_rows import quantize_tokens
 from hqsweep.nn.residual import is_observed
 from hqsweep.nn.tensor_parallel import Exchange
+from hqsweep.nn.turns import activated_in_turn
 from hqsweep.ops.activation import INPUTS
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.quant.part import is_alone
@@ -55,19 +56,19 @@ class MLPFunction(torch.autograd.Function):
         needs_dz = needs_dx or needs_dw1
         check_weights(first, (w1,), needs_dx, needs_dw1)
         column = input_column(first, needs_dw1)
-        known = {"amaxes": first.input_amaxes}
-        operands = quantize_tokens(first, "input", x, rowwise=first.product_takes, columnwise=column, **known)
+        operands = quantize_input(first, x, column)
         z = fprop(first, (w1,), operands.rowwise, needs_dx)
         saved1, ctx.first = keep(first, (w1,), x if needs_dw1 else None, operands.columnwise, needs_dx)
         del operands  # an exact matrix, perhaps
         check_weights(second, (w2,), needs_dz, needs_dw2)
         column = input_column(second, needs_dw2)
-        operands = second.quantize_activated("input", z, None, kind, rowwise=second.product_takes, columnwise=column)
+        operands = activated_in_turn(second, z, kind, rowwise=second.product_takes, columnwise=column)
+        y = fprop(second, (w2,), operands.rowwise, needs_dz)
         saved2, ctx.second = keep(second, (w2,), None, operands.columnwise, needs_dz)
         send_gradient(second, rowwise=needs_dz, columnwise=needs_dw2)
         ctx.call, ctx.kind, ctx.count = first, kind, len(saved1)
         ctx.save_for_backward(*saved1, *saved2, *([z] if needs_dz else []))
-        return fprop(second, (w2,), operands.rowwise, needs_dz)
+        return y
 
     @staticmethod
     @once_differentiable

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from hqsweep.dist.tokens import gather_rows, sum_rows
 from hqsweep.nn.attention import DotProductAttention
-from hqsweep.nn.joined_attention import attend_joined, takes_joined
+from hqsweep.nn.joined_attention import attend_in_turn, attend_joined, takes_joined
 from hqsweep.nn.layernorm_linear import LayerNormLinear
 from hqsweep.nn.linear import Linear
 from hqsweep.nn.module import QuantizedModule
@@ -73,20 +73,27 @@ class MultiheadAttention(AddsBranch):
         total, qkv = self.qkv.added(x, branch)
         if checkpoint_core_attention:
             return total, self.proj.branch(recomputed(self._core, qkv))
-        # Who observes the linear may keep its output, which is then not to be changed.
-        return total, self.proj.branch(self._core(qkv, in_place=not is_observed(self.qkv)))
+        in_place = not is_observed(self.qkv)  # who observes the linear may keep its output
+        if in_place and self._is_joined(qkv):
+            turned = attend_in_turn(qkv, self.heads, self.rope_base, self.is_causal, self.proj)
+            if turned is not None:
+                return total, self.proj.branch(*turned)
+        return total, self.proj.branch(self._core(qkv, in_place=in_place))
 
     def _core(self, qkv: Tensor, *, in_place: bool = False) -> Tensor:
         """[B, T, 3 D] -> [B, T, D]. in_place: qkv is not read again."""
         b, t = qkv.shape[:2]
         if self.dpa.tokens is not None:
             qkv, in_place = WholeSequences.apply(qkv, self.dpa.tokens), False
-        if in_place and takes_joined(self.dpa, qkv, self.heads, self.rope_base, self.is_causal):
+        if in_place and self._is_joined(qkv):
             return attend_joined(qkv, self.heads, self.rope_base, self.is_causal)
         qkv = qkv if qkv.is_cuda else qkv.float()  # CPUs have no fast attention in bfloat16
         q, k, v = split_heads(qkv, self.heads, self.rope_base, in_place=in_place)
         y = self.dpa(q, k, v, is_causal=self.is_causal)
         return y.transpose(1, 2).reshape(b, t, qkv.shape[2] // 3)
+
+    def _is_joined(self, qkv: Tensor) -> bool:
+        return takes_joined(self.dpa, qkv, self.heads, self.rope_base, self.is_causal)
 
     def _wire_boundaries(self) -> None:
         """Give each tensor between the modules the role of its reader, or None where that reads high precision."""

@@ -151,28 +151,33 @@ def hides(x: Tensor) -> bool:
     return x.is_cuda and len(x) >= LEAST_ROWS
 
 
-def begin_summed_product(call: Any, gemm: str, tensor: str, a: OneOperand, b: OneOperand) -> Pending:
+def begin_summed_product(call: Any, gemm: str, tensor: str, a: OneOperand | RankRows, b: OneOperand) -> Pending:
     """The product of a call, summed over ranks where each has a part of its sums: all of it, or this rank's tokens. It
     is begun (dist.tokens)."""
-    part = None if call.exchange is None else call.exchange.parts.get(tensor)
-    own = None
-    if part is not None and isinstance(a, ExactOperand) and a.matrix.dim() == 2:
-        own = a.matrix[: len(a.matrix) // part.group.size()]
-    if own is None or not call.exchange.splits_tokens(tensor) or not multiplies_by_ranks(call, part, own):
+    a = _by_ranks(call, tensor, a)
+    if not isinstance(a, RankRows) or call.exchange is None or not call.exchange.splits_tokens(tensor):
         return call.begin_summed(tensor, call.product(gemm, a, b, call.dtype))
-    b, rank = _decoded(b), part.group.rank()
-    y = own.new_empty((len(a.matrix), len(b.matrix)), dtype=call.dtype)
-    for other in range(part.group.size()):
-        if other != rank:
-            _multiply_rows(y, a, b, span(other, len(own)))
+    (own, place), *others = a.order
+    b = _decoded(b)
+    y = b.matrix.new_empty((a.rows * (1 + len(others)), len(b.matrix)), dtype=call.dtype)
+    for other, (start, stop) in others:
+        mm_t(_decoded(a.of_rank(other)), b, out_dtype=y.dtype, out=y[start:stop])
     pending = call.begin_summed(tensor, y)
-    _multiply_rows(y, a, b, span(rank, len(own)))
+    mm_t(_decoded(a.of_rank(own)), b, out_dtype=y.dtype, out=y[slice(*place)])
     return pending
 
 
-def _multiply_rows(y: Tensor, a: ExactOperand, b: ExactOperand, rows: Span) -> None:
-    start, stop = rows
-    mm_t(rows_of(a, start, stop), b, out_dtype=y.dtype, out=y[start:stop])
+def _by_ranks(call: Any, tensor: str, a: OneOperand | RankRows) -> OneOperand | RankRows:
+    """a by the rows of each rank, where the product is to be formed so, of which ranks keep their own."""
+    if not isinstance(a, ExactOperand) or a.matrix.dim() != 2 or call.exchange is None:
+        return a
+    part = call.exchange.parts.get(tensor)
+    if part is None or not call.exchange.splits_tokens(tensor):
+        return a
+    rows = len(a.matrix) // part.group.size()
+    if not multiplies_by_ranks(call, part, a.matrix[:rows]):
+        return a
+    return RankRows(part=part, rows=rows, of_rank=lambda rank: rows_of(a, *span(rank, rows)))
 
 
 def rows_of(operand: ExactOperand, start: int, stop: int) -> ExactOperand:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from hqsweep.memo import constant_result, memo
 from hqsweep.nn.context import use_kernels
-from hqsweep.ops.attention import attention_back, flash_back, has_cudnn
+from hqsweep.ops.attention import attention_back, attention_forward, flash_back, has_cudnn
 
 ATEN = torch.ops.aten
 MOST_WIDTH = 128
@@ -64,6 +64,35 @@ def _agreeing(device: torch.device, width: int, is_causal: bool) -> str | None:
         return None
     with torch.inference_mode(False), torch.no_grad():
         return next((way for way in _ways() if _agrees(way, device, width, is_causal)), None)
+
+
+def repeats_in_parts(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
+    """Whether the output of q, k, v [B, H, T, E], which cuDNN computes, has the same bits where attention_forward()
+    computes it, a part of the sequences at a time."""
+    return has_cudnn() and _tried_in_parts(q.device, q.shape[3], is_causal) is True
+
+
+@constant_result
+def _tried_in_parts(*case: Hashable) -> bool | None:
+    known = case in _same_in_parts.results or not torch.cuda.is_current_stream_capturing()
+    return _same_in_parts(*case) if known else None
+
+
+@memo
+def _same_in_parts(device: torch.device, width: int, is_causal: bool) -> bool:
+    with torch.inference_mode(False), torch.no_grad():
+        return all(_is_same_in_parts(device, length, width, is_causal) for length in LENGTHS)
+
+
+def _is_same_in_parts(device: torch.device, length: int, width: int, is_causal: bool) -> bool:
+    angles = torch.arange(6 * length * width, device=device, dtype=torch.float32).view(3, 2, 1, length, width)
+    q, k, v = torch.sin(angles * angles.sqrt()).bfloat16().unbind(0)
+    expected, its_sums = cudnn_forward(q, k, v, is_causal)
+    o, sums = torch.empty_like(q), torch.empty_like(its_sums)
+    taken = all(
+        attention_forward(q[part], k[part], v[part], is_causal, o[part], sums[part]) for part in (slice(1), slice(1, 2))
+    )
+    return taken and torch.equal(o, expected) and torch.equal(sums, its_sums)
 
 
 def _ways() -> list[str]:

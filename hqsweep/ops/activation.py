@@ -50,6 +50,13 @@ def activation(z: Tensor, kind: str, amax: bool = False, signs: bool | None = No
     return _run(z, None, kind, amax, signs)
 
 
+def activation_into(out: Tensor, z: Tensor, kind: str) -> None:
+    """activation() of z, written to out. ValueError as activation() raises it, and for an out that is not as h is."""
+    check_input(z, kind)
+    check_gradient(out, z, kind, "out")
+    _run(z, None, kind, False, None, out)
+
+
 def _backward_fake(dh, z, kind, amax=False, signs=None):
     return _outputs(torch.empty_like(z), amax, signs)
 
@@ -83,19 +90,21 @@ def check_input(z: Tensor, kind: str) -> None:
         )
 
 
-def check_gradient(dh: Tensor, z: Tensor, kind: str) -> None:
-    """ValueError for a gradient of h that does not belong to z, or that the kernels cannot read."""
+def check_gradient(dh: Tensor, z: Tensor, kind: str, name: str = "dh") -> None:
+    """ValueError for a gradient of h, or a place for it, that does not belong to z, or that the kernels cannot take."""
     shape = (z.shape[0], z.shape[1] // INPUTS[kind])
     if dh.dtype is not z.dtype or dh.shape != shape or dh.device != z.device or not _is_plain(dh):
-        raise ValueError(f"dh is {described(dh)}; it takes contiguous bfloat16 {shape} at a multiple of 16 bytes")
+        raise ValueError(f"{name} is {described(dh)}; it takes contiguous bfloat16 {shape} at a multiple of 16 bytes")
 
 
-def _run(z: Tensor, dh: Tensor | None, kind: str, amax: bool, signs: bool | None) -> list[Tensor]:
+def _run(
+    z: Tensor, dh: Tensor | None, kind: str, amax: bool, signs: bool | None, out: Tensor | None = None
+) -> list[Tensor]:
     if signs is not None and (not amax or z.shape[0] % 16):
         raise ValueError(f"z has {z.shape[0]} rows; columns are transformed in strips of 16 rows, and with amax=True")
     (rows, cols), inputs = z.shape, INPUTS[kind]
     width = cols // inputs if dh is None else cols
-    out = empty(z, (rows, width), (width or 1, 1), z.dtype)
+    out = empty(z, (rows, width), (width or 1, 1), z.dtype) if out is None else out
     amaxes = [torch.zeros((1, 1), dtype=torch.float32, device=z.device) for _ in range(_count(amax, signs))]
     addresses = [tensor.data_ptr() for tensor in amaxes] + [0] * (2 - len(amaxes))
     matrices = (z.data_ptr(), 0 if dh is None else dh.data_ptr(), out.data_ptr())

@@ -1,4 +1,5 @@
-"""The gradients of attention by cuDNN's backward that repeats to the bit, as a torch operator: hqsweep::attention_back.
+"""Attention by cuDNN's frontend: its gradients by the backward that repeats to the bit, as a torch operator,
+hqsweep::attention_back; and forward, written where its caller wants it.
 
 torch calls cuDNN's other backward, which adds up the gradient of q in the order in which thread blocks come. This one
 writes the gradients of the scores to memory instead, 2 bytes each, and multiplies them by k (NVIDIA's
@@ -9,6 +10,7 @@ itself is left to flash attention.
 
 import importlib
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
@@ -92,8 +94,19 @@ def attention_back(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, sums:
     workspace = empty(q, (plan.workspace,), (1,), torch.uint8)
     for sequence in range(0, sequences, sizes[0]):
         for head in range(0, heads, sizes[1]):
-            plan.run([x[sequence:, head:] for x in tensors], workspace)
+            plan.run({number: x[sequence:, head:] for number, x in enumerate(tensors)}, workspace)
     return joined
+
+
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, o: Tensor, sums: Tensor) -> bool:
+    """Write the output and the sums of q, k, v to o and sums, all as attention_back() reads them; False where cuDNN
+    does not take them so, and nothing is written. On CUDA, where has_cudnn() says so."""
+    tensors = dict(enumerate((q, k, v, o, sums), start=1))
+    strides = tuple(x.stride() for x in tensors.values())
+    plan = readable(q) and readable(o) and _plan_forward(q.get_device(), tuple(q.shape), strides, is_causal)
+    if plan:
+        plan.run(tensors, empty(q, (plan.workspace,), (1,), torch.uint8))
+    return bool(plan)
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -118,18 +131,18 @@ def _divisor(number: int, most: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """A graph of cuDNN's for tensors of one shape and of their strides, which are numbered from 0."""
+    """A graph of cuDNN's for tensors of one shape and of their strides, which have numbers."""
 
     graph: Any
     workspace: int
     """Bytes."""
 
-    def run(self, tensors: list[Tensor], workspace: Tensor) -> None:
+    def run(self, tensors: Mapping[int, Tensor], workspace: Tensor) -> None:
         """Compute on the current stream. A tensor says where its first element lies."""
         device = workspace.get_device()
         handle = _handle(device, threading.get_ident())
         _cudnn().set_stream(handle, torch._C._cuda_getCurrentRawStream(device))
-        addresses = {number: x.data_ptr() for number, x in enumerate(tensors)}
+        addresses = {number: x.data_ptr() for number, x in tensors.items()}
         self.graph.execute(addresses, workspace.data_ptr(), handle)
 
 
@@ -142,24 +155,46 @@ def _handle(device: int, thread: int) -> Any:
 @memo
 def _plan(device: int, sizes: Sizes, strides: tuple[Sizes, ...], is_causal: bool) -> Plan | None:
     """The graph for do, q, k, v, o, sums and the gradients of q, k and v; None where cuDNN has none."""
+    graph, described = _graph(device, sizes, dict(enumerate(strides)))
+    do, q, k, v, o, stats = (graph.tensor(**described(number)) for number in range(SUMS + 1))
+    gradients = graph.sdpa_backward(
+        q=q, k=k, v=v, o=o, dO=do, stats=stats, attn_scale=sizes[3] ** -0.5, use_causal_mask=is_causal,
+        use_deterministic_algorithm=True,
+    )  # fmt: skip
+    return _built(graph, {number: described(number) for number in range(SUMS + 1, len(strides))}, gradients)
+
+
+@memo
+def _plan_forward(device: int, sizes: Sizes, strides: tuple[Sizes, ...], is_causal: bool) -> Plan | None:
+    """The graph for q, k, v, o and sums; None where cuDNN has none."""
+    graph, described = _graph(device, sizes, dict(enumerate(strides, start=1)))
+    q, k, v = (graph.tensor(**described(number)) for number in range(1, 4))
+    scale = sizes[3] ** -0.5
+    outputs = graph.sdpa(q=q, k=k, v=v, attn_scale=scale, use_causal_mask=is_causal, generate_stats=True)
+    return _built(graph, {number: described(number) for number in (SUMS - 1, SUMS)}, outputs)
+
+
+def _graph(device: int, sizes: Sizes, strides: Mapping[int, Sizes]) -> tuple[Any, Callable[[int], dict[str, Any]]]:
+    """An empty graph, and what describes its tensors by their numbers."""
     cudnn = _cudnn()
     handle = _handle(device, threading.get_ident())
     half, single = cudnn.data_type.BFLOAT16, cudnn.data_type.FLOAT
-    graph = cudnn.pygraph(io_data_type=half, intermediate_data_type=single, compute_data_type=single, handle=handle)
 
     def described(number: int) -> dict[str, Any]:
         if number == SUMS:
             return {"dim": [*sizes[:3], 1], "stride": [*strides[number], 1], "data_type": single, "uid": number}
         return {"dim": list(sizes), "stride": list(strides[number]), "data_type": half, "uid": number}
 
-    do, q, k, v, o, stats = (graph.tensor(**described(number)) for number in range(SUMS + 1))
-    gradients = graph.sdpa_backward(
-        q=q, k=k, v=v, o=o, dO=do, stats=stats, attn_scale=sizes[3] ** -0.5, use_causal_mask=is_causal,
-        use_deterministic_algorithm=True,
-    )  # fmt: skip
-    for number, gradient in enumerate(gradients, start=SUMS + 1):
-        facts = described(number)
-        gradient.set_output(True).set_dim(facts["dim"]).set_stride(facts["stride"]).set_data_type(half).set_uid(number)
+    types = {"io_data_type": half, "intermediate_data_type": single, "compute_data_type": single}
+    return cudnn.pygraph(**types, handle=handle), described
+
+
+def _built(graph: Any, outputs: Mapping[int, dict[str, Any]], tensors: Sequence[Any]) -> Plan | None:
+    """The plan of a graph with these outputs, described by their numbers."""
+    cudnn = _cudnn()
+    for (number, facts), tensor in zip(outputs.items(), tensors, strict=True):
+        tensor.set_output(True).set_dim(facts["dim"]).set_stride(facts["stride"]).set_data_type(facts["data_type"])
+        tensor.set_uid(number)
     try:
         graph.validate()
         graph.build_operation_graph()

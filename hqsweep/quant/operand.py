@@ -5,7 +5,7 @@ offload.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.formats import WHOLE, Buffers, ExactOperand, Format
 from hqsweep.memo import cached_property
-from hqsweep.ops.dequantize import dequantize, exact_operand_of
+from hqsweep.ops.dequantize import dequantize, exact_operand_of, exact_operand_of_parts
 from hqsweep.ops.layout import Layout
 from hqsweep.ops.packed import member_buffers
 
@@ -59,6 +59,18 @@ class Operand:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class OperandParts:
+    """An operand whose columns are those of its parts, one after the other: operands of one shape and one format."""
+
+    parts: Sequence[Operand]
+
+    def operand(self) -> ExactOperand:
+        """Operand.operand() of the whole."""
+        first = self.parts[0]
+        return exact_operand_of_parts([part.buffers for part in self.parts], first.format, first.shape)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class HybridOperand:
     """Both directions of one tensor. A direction that was not asked for is None, and one to multiply at once is an
     ExactOperand."""
@@ -69,23 +81,30 @@ class HybridOperand:
 
 @dataclass(frozen=True, kw_only=True)
 class Skeleton:
-    """An Operand without its tensors: hashable, picklable."""
+    """An Operand without its tensors, or so many that are parts of one: hashable, picklable."""
 
     format: Format
     shape: tuple[int, int] | None
     layout: Layout | None
     dtype: torch.dtype
+    parts: int = 1
 
 
-def flatten(operand: Operand) -> tuple[list[Tensor], Skeleton]:
+def flatten(operand: Operand | OperandParts) -> tuple[list[Tensor], Skeleton]:
     """The tensors in layout order, and what is needed to put them together again. It copies nothing."""
+    if isinstance(operand, OperandParts):
+        parts = [flatten(part) for part in operand.parts]
+        return [tensor for tensors, _ in parts for tensor in tensors], replace(parts[0][1], parts=len(parts))
     tensors = [operand.buffers[name] for name in operand.format.layout]
     skeleton = Skeleton(format=operand.format, shape=operand.shape, layout=operand.layout, dtype=operand.dtype)
     return tensors, skeleton
 
 
-def unflatten(tensors: Sequence[Tensor], skeleton: Skeleton) -> Operand:
+def unflatten(tensors: Sequence[Tensor], skeleton: Skeleton) -> Operand | OperandParts:
     """The inverse of flatten()."""
+    if skeleton.parts > 1:
+        one, count = replace(skeleton, parts=1), len(tensors) // skeleton.parts
+        return OperandParts(parts=[unflatten(tensors[i : i + count], one) for i in range(0, len(tensors), count)])
     buffers = dict(zip(skeleton.format.layout, tensors, strict=True))
     format, shape, layout, dtype = skeleton.format, skeleton.shape, skeleton.layout, skeleton.dtype
     return Operand(format=format, shape=shape, layout=layout, dtype=dtype, buffers=buffers)
