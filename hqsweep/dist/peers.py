@@ -62,14 +62,27 @@ def begin(
     purpose. Nothing writes to the messages before the result has been asked for.
     """
     pieces = next(iter(messages.values()), ())
-    if not pieces or not pieces[0].is_cuda or torch.compiler.is_compiling() or "nccl" not in dist.get_backend(group):
+    if not pieces or any(piece.nbytes % WORD for piece in pieces):
         return None
-    size = sum(piece.nbytes for piece in pieces)
+    sending = start(sum(piece.nbytes for piece in pieces), group, pieces[0].device, own=own, purpose=purpose)
+    if sending is None:
+        return None
+    for other, message in messages.items():
+        sending.send(other, message)
+    return sending.sent()
+
+
+def start(
+    size: int, group: ProcessGroup, device: torch.device, *, own: Message = (), purpose: Purpose = ROWS
+) -> "Sending | None":
+    """begin() of messages of `size` bytes that leave piece by piece, from a device; of all ranks at the same place."""
+    if device.type != "cuda" or torch.compiler.is_compiling() or "nccl" not in dist.get_backend(group):
+        return None
     received = size * (group.size() - (not own))
-    if size < LEAST_BYTES or any(piece.nbytes % WORD for piece in pieces) or received > purpose.most:
+    if size < LEAST_BYTES or size % WORD or received > purpose.most:
         return None
-    mailbox = _mailbox(group, pieces[0].device, purpose, received)
-    return None if mailbox is None else mailbox.begin(messages, own, size)
+    mailbox = _mailbox(group, device, purpose, received)
+    return None if mailbox is None else mailbox.start(own, size)
 
 
 @contextmanager
@@ -207,44 +220,15 @@ class Mailbox:
         self.engine, self.beside = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
         """The streams of copies to others, and of a rank's own."""
 
-    def begin(self, messages: Mapping[int, Message], own: Message, size: int) -> Received | None:
-        """begin() of this module, of messages of `size` bytes."""
+    def start(self, own: Message, size: int) -> "Sending | None":
+        """start() of this module."""
         exchange = self._take()
         if exchange is None:
             return None
-        slot, rows, stream = exchange.slot, self.world - (not own), torch.cuda.current_stream()
-        copied = []
+        sending = Sending(self, exchange, size, has_own=bool(own))
         if own:  # beside the messages
-            with self._behind(self.beside, stream, copied):
-                _write(self.slots_of[self.rank][slot], self.rank * size, own)
-        with self._behind(self.engine, stream, copied):
-            for other, message in messages.items():
-                place = self.rank - (not own and self.rank > other)
-                _write(self.slots_of[other][slot], place * size, message)
-                self.handle.put_signal(other, slot)
-        sent = [*messages.values(), own]  # which live until the stream has waited for their copies
-
-        def received() -> Tensor:
-            if not exchange.waited:
-                for event in copied:
-                    torch.cuda.current_stream().wait_event(event)
-                for other in messages:
-                    self.handle.wait_signal(other, slot)
-                exchange.waited = True
-                sent.clear()
-            return self.slots_of[self.rank][slot][: rows * size].view(rows, size)
-
-        return received
-
-    @contextmanager
-    def _behind(
-        self, engine: torch.cuda.Stream, stream: torch.cuda.Stream, copied: list[torch.cuda.Event]
-    ) -> Iterator[None]:
-        """Enqueue copies on an engine's stream, behind what is on the current one; `copied` gets when they are done."""
-        engine.wait_stream(stream)
-        with torch.cuda.stream(engine):
-            yield
-            copied.append(engine.record_event())
+            sending.write(self.beside, self.rank, self.rank * size, own)
+        return sending
 
     def _take(self) -> _Exchange | None:
         """An exchange in a free slot, after a barrier where none is known to be free."""
@@ -266,7 +250,51 @@ class Mailbox:
         return exchange
 
 
-def _write(slot: Tensor, start: int, message: Message) -> None:
-    for piece in message:
-        slot[start : start + piece.nbytes].copy_(piece.view(torch.uint8).view(-1))
-        start += piece.nbytes
+class Sending:
+    """An exchange whose messages, of `size` bytes, leave piece by piece."""
+
+    def __init__(self, mailbox: Mailbox, exchange: _Exchange, size: int, *, has_own: bool) -> None:
+        self.mailbox, self.exchange, self.size, self.has_own = mailbox, exchange, size, has_own
+        self.copied: list[torch.cuda.Event] = []
+        self.messages: list[Message] = []
+        """What is on its way: it lives until the stream has waited for its copies."""
+
+    def send(self, other: int, message: Message, first: int = 0) -> None:
+        """Send a rank what is to lie from the byte `first` of its message on, once what is on the current stream has
+        written it. With its last byte it is signalled."""
+        box, rank = self.mailbox, self.mailbox.rank
+        place = rank - (not self.has_own and rank > other)
+        last = first + sum(piece.nbytes for piece in message)
+        self.write(box.engine, other, place * self.size + first, message, signals=last == self.size)
+
+    def sent(self) -> Received:
+        """begin()'s result, when all has been sent."""
+        return self._received
+
+    def write(
+        self, engine: torch.cuda.Stream, rank: int, start: int, message: Message, *, signals: bool = False
+    ) -> None:
+        """Write to a rank's slot from a byte on, by the stream of an engine, behind what is on the current one."""
+        engine.wait_stream(torch.cuda.current_stream())
+        slot = self.mailbox.slots_of[rank][self.exchange.slot]
+        with torch.cuda.stream(engine):
+            for piece in message:
+                slot[start : start + piece.nbytes].copy_(piece.view(torch.uint8).view(-1))
+                start += piece.nbytes
+            if signals:
+                self.mailbox.handle.put_signal(rank, self.exchange.slot)
+            self.copied.append(engine.record_event())
+        self.messages.append(message)
+
+    def _received(self) -> Tensor:
+        box, exchange = self.mailbox, self.exchange
+        if not exchange.waited:
+            for event in self.copied:
+                torch.cuda.current_stream().wait_event(event)
+            for other in range(box.world):
+                if other != box.rank:
+                    box.handle.wait_signal(other, exchange.slot)
+            exchange.waited = True
+            self.messages.clear()
+        rows = box.world - (not self.has_own)
+        return box.slots_of[box.rank][exchange.slot][: rows * self.size].view(rows, self.size)

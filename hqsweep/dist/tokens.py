@@ -124,13 +124,45 @@ def begin_sum_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Pending:
     world, rank = group.size(), group.rank()
     if world == 1:
         return lambda: x
-    # Tokens of each rank, in each sequence.
-    parts = x.contiguous().view(lead, world, x.numel() // (lead * world))
+    x = x.contiguous()
+    parts = x.view(lead, world, x.numel() // (lead * world))  # tokens of each rank, in each sequence
     others = [other for other in range(world) if other != rank]
     messages = {other: words.in_order(parts[:, other]) for other in others}
     arriving = peers.begin({other: (message,) for other, message in messages.items()}, group)
-    shape = (x.shape[0] // world, *x.shape[1:])
-    return PendingSum(parts=parts, shape=shape, rank=rank, arriving=arriving or _begin_all_to_all(messages, group))
+    return _pending_sum(x, group, lead, arriving or _begin_all_to_all(messages, group))
+
+
+def _pending_sum(x: Tensor, group: ProcessGroup, lead: int, arriving: Pending) -> PendingSum:
+    world = group.size()
+    parts, shape = x.view(lead, world, x.numel() // (lead * world)), (x.shape[0] // world, *x.shape[1:])
+    return PendingSum(parts=parts, shape=shape, rank=group.rank(), arriving=arriving)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SumOfRows:
+    """begin_sum_rows(x, group) of an x [W * t, C] whose rows are still being written: those of other ranks leave when
+    they are ready."""
+
+    x: Tensor
+    group: ProcessGroup
+    sending: peers.Sending | None
+
+    def ready(self, first: int, last: int) -> None:
+        """Send these rows, of one other rank, which follow those that it was sent before."""
+        if self.sending is not None:
+            other, row = divmod(first, len(self.x) // self.group.size())
+            self.sending.send(other, (self.x[first:last],), row * self.x[0].nbytes)
+
+    def begun(self) -> Pending:
+        """begin_sum_rows(), when the rows of all other ranks are ready."""
+        if self.sending is None:
+            return begin_sum_rows(self.x, self.group)
+        return _pending_sum(self.x, self.group, 1, self.sending.sent())
+
+
+def start_sum_rows(x: Tensor, group: ProcessGroup) -> SumOfRows:
+    """The sum of an x that is contiguous, and about to be written."""
+    return SumOfRows(x=x, group=group, sending=peers.start(x.nbytes // group.size(), group, x.device))
 
 
 def _begin_all_to_all(messages: Mapping[int, Tensor], group: ProcessGroup) -> Pending:

@@ -69,7 +69,7 @@ class LeftGradient:
     """What the other ranks have of the gradient, and the number of this one; None: the gradient is whole."""
     late: WeightGradient | None = None
     """The gradient of the linear's weight, which is still to be computed."""
-    _ticket: Tensor | None = field(default=None, init=False)
+    _drawn: tuple[Tensor, Tensor] | None = field(default=None, init=False)
 
     def leave(self, pending: Pending) -> Tensor:
         """The gradient as autograd is to know it: this rank's summand, or the whole sum."""
@@ -87,13 +87,13 @@ class LeftGradient:
     def before_norm(self, weight: Tensor) -> None:
         """Note that the norm runs next. Of what can run in backward, autograd takes first what forward ran last: the
         ticket that is drawn here asks for `late` behind the norm's backward, and before all that came before."""
-        self._ticket = _LateGradient.apply(weight, self)
+        self._drawn = weight, _LateGradient.apply(weight, self)
 
-    def ticket(self) -> Tensor | None:
-        """What the linear's function of autograd takes, once: a tensor of no elements, whose gradient is such a one; it
-        needs none where the weight needs none."""
-        ticket, self._ticket = self._ticket, None
-        return ticket
+    def ticket(self) -> tuple[Tensor, Tensor]:
+        """The weight, and the ticket that the linear's function of autograd takes beside it, once: a tensor of no
+        elements, whose gradient is such a one; it needs none where the weight needs none."""
+        drawn, self._drawn = self._drawn, None
+        return drawn
 
 
 class _LateGradient(torch.autograd.Function):

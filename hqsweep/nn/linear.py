@@ -36,11 +36,14 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 @outside_autocast
-def linear_product(call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """y [..., N] of x [..., K], weight [N, K] and bias [N], in the dtype and by the quantizers of the call."""
+def linear_product(
+    call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor | None = None
+) -> Tensor:
+    """y [..., N] of x [..., K], weight [N, K] and bias [N], in the dtype and by the quantizers of the call. With a
+    ticket the gradient of the weight comes late (nn.left_sums)."""
     biases = () if bias is None else (bias,)
     rows = in_dtype(as_rows(x), call.dtype)
-    y = call.rounded("output", LinearFunction.apply(rows, call, 1, call.ticket(), weight, *biases))
+    y = call.rounded("output", LinearFunction.apply(rows, call, 1, ticket, weight, *biases))
     if x.dim() == 2:
         return y
     shape = x.shape[:-1]
@@ -157,7 +160,8 @@ class Linear(LinearBase):
         if torch.compiler.is_compiling() and is_held([self.weight]):
             return self._product_untraced(x, known)
         call = LinearCall(**self.linear_facts(), exchange=self.exchange(x.shape[:-1]), **known)
-        return linear_product(call, x, self.own(self.weight), self.own(self.bias))
+        weight, ticket = self.own_weight(call)
+        return linear_product(call, x, weight, self.own(self.bias), ticket)
 
     def exchange(self, shape: Sequence[int]) -> Exchange | None:
         """What ranks that share this linear exchange in a call with an input [*shape, K]; None where this rank has all
@@ -166,6 +170,10 @@ class Linear(LinearBase):
             return None
         link_states([stored(self.weight)], self.states)  # and not a view of the part
         return self.parallel.exchange(shape)
+
+    def own_weight(self, call: LinearCall) -> tuple[Tensor, Tensor | None]:
+        """This rank's part of the weight for a call, and a ticket if its gradient is to come late."""
+        return (self.own(self.weight), None) if call.gradient is None else call.gradient.ticket()
 
     def own(self, parameter: Tensor | None) -> Tensor | None:
         """This rank's part of a parameter of this linear, as its products take it."""

@@ -151,10 +151,6 @@ class LinearCall(Call):
             return pending()
         return self.gradient.leave(pending)
 
-    def ticket(self) -> Tensor | None:
-        """What the function of autograd takes for the gradient of the weight to come late (nn.left_sums)."""
-        return None if self.gradient is None else self.gradient.ticket()
-
     def _of_codes(
         self, tensor: str, rowwise: Output | None, columnwise: Output | None, *, by_rows: bool = False, **_: Any
     ) -> HybridOperand:

@@ -222,8 +222,11 @@ class LinearFunction(torch.autograd.Function):
             call.probe_parts("grad_output", dy)
         row, column = (call.product_takes if needs_dx else None), (call.product_takes if any(needs_dw) else None)
         outputs = {"rowwise": row, "columnwise": column, "by_rows": call.by_rows("wgrad")}
-        # Of ranks that share the linear, x arrives beside dgrad, and dx is summed beside a part of it, or beside wgrad.
-        x_column = begin_input(state, tensors) if column else None
+        # Of ranks that share the linear, x arrives beside dgrad, or beside the norm before a late wgrad, and dx is
+        # summed beside a part of dgrad, and wgrad.
+        is_late = is_late and needs_dx and column is not None and not ctx.probed
+        if column and not is_late:
+            x_column = begin_input(state, tensors)
         operands = quantize_gradient(call, dy, **outputs)
         if needs_dx:
             dx_sum = begin_dgrad(state, tensors, operands.rowwise)
@@ -231,8 +234,8 @@ class LinearFunction(torch.autograd.Function):
                 dx = dx_sum()
                 call.probe_gemms("dgrad", call.parts(dy), [w.t() for w in ctx.probed[1]], call.parts(dx))
         dw, dticket = [None] * count, None
-        if column and is_late and needs_dx and not ctx.probed:
-            call.gradient.late = partial(one_wgrad, state, operands.columnwise, x_column)
+        if is_late:
+            call.gradient.late = partial(one_wgrad, state, operands.columnwise, begin_input(state, tensors))
             dticket = dy.new_empty(0)
         elif column:
             gradients = wgrad(state, operands.columnwise, x_column(), may_add=not ctx.probed)

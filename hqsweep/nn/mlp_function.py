@@ -90,14 +90,16 @@ class MLPFunction(torch.autograd.Function):
             return None, None, None, None, None, None, dw2
         takes = first.call.product_takes
         row, column = (takes if needs_dx else None), (takes if needs_dw1 else None)
-        x_column = begin_input(first, tensors) if needs_dw1 else None  # which arrives beside dgrad
+        is_late = is_late and needs_dx and needs_dw1
+        if needs_dw1 and not is_late:
+            x_column = begin_input(first, tensors)  # which arrives beside dgrad
         operands = first.call.quantize_activated(
             "grad_output", tensors[-1], dh, ctx.kind, rowwise=row, columnwise=column
         )
         if needs_dx:  # and is summed beside a part of it, or beside wgrad
             dx_sum = begin_dgrad(first, tensors, operands.rowwise)
-        if needs_dw1 and needs_dx and is_late:
-            first.call.gradient.late = partial(one_wgrad, first, operands.columnwise, x_column)
+        if is_late:
+            first.call.gradient.late = partial(one_wgrad, first, operands.columnwise, begin_input(first, tensors))
             dticket = dy.new_empty(0)
         elif needs_dw1:
             dw1 = one_wgrad(first, operands.columnwise, x_column)
@@ -156,6 +158,6 @@ def joined(
         LinearCall(**fc1.linear_facts(), exchange=first, **known),
         LinearCall(**fc2.linear_facts(), exchange=second, left=left),
     )
-    weights = fc1.own(fc1.weight), fc2.own(fc2.weight)
-    y = MLPFunction.apply(in_dtype(as_rows(x), fc1.dtype), *calls, kind, calls[0].ticket(), *weights)
+    w1, ticket = fc1.own_weight(calls[0])
+    y = MLPFunction.apply(in_dtype(as_rows(x), fc1.dtype), *calls, kind, ticket, w1, fc2.own(fc2.weight))
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hqsweep.dist.tokens import Pending
+from hqsweep.dist.tokens import Pending, start_sum_rows
 from hqsweep.formats import ExactOperand
 from hqsweep.gemm.exact import mm_t
 from hqsweep.memo import cached_property
@@ -160,11 +160,22 @@ def begin_summed_product(call: Any, gemm: str, tensor: str, a: OneOperand | Rank
     (own, place), *others = a.order
     b = _decoded(b)
     y = b.matrix.new_empty((a.rows * (1 + len(others)), len(b.matrix)), dtype=call.dtype)
-    for other, (start, stop) in others:
-        mm_t(_decoded(a.of_rank(other)), b, out_dtype=y.dtype, out=y[start:stop])
-    pending = call.begin_summed(tensor, y)
+    total, pieces = start_sum_rows(y, a.part.group), pieces_of(gemm, a.rows)
+    for other, (start, _) in others:
+        of_other = _decoded(a.of_rank(other))
+        for piece in range(pieces):
+            first, last = span(piece, a.rows // pieces)
+            mm_t(rows_of(of_other, first, last), b, out_dtype=y.dtype, out=y[start + first : start + last])
+            total.ready(start + first, start + last)
+    pending = total.begun()
     mm_t(_decoded(a.of_rank(own)), b, out_dtype=y.dtype, out=y[slice(*place)])
     return pending
+
+
+def pieces_of(gemm: str, rows: int) -> int:
+    """The number of pieces in which a product of a rank's rows is formed and sent: dx in two, since nothing but this
+    rank's own part of it hides what it takes, while forward has its input to compute, too."""
+    return 2 if gemm == "dgrad" and rows % 2 == 0 and rows >= 2 * LEAST_ROWS else 1
 
 
 def _by_ranks(call: Any, tensor: str, a: OneOperand | RankRows) -> OneOperand | RankRows:

@@ -97,15 +97,15 @@ WORK = (exchanges, linears, units)
 def beside_collectives(rank: int, which: int) -> tuple[list[str], int | None]:
     """What differs, eagerly and in replays of a graph, and how many messages were sent; None where ranks share a
     GPU."""
-    run, pool, begin, sent = WORK[which](init_device_mesh("cuda", (2,))), GraphPool(), peers.Mailbox.begin, []
+    run, pool, start, sent = WORK[which](init_device_mesh("cuda", (2,))), GraphPool(), peers.Mailbox.start, []
     with mock.patch.object(peers, "LEAST_BYTES", 1 << 40):
         expected = run()
 
     def counted(mailbox: peers.Mailbox, *messages: object) -> object:
         sent.append(messages)
-        return begin(mailbox, *messages)
+        return start(mailbox, *messages)
 
-    with mock.patch.object(peers.Mailbox, "begin", counted):
+    with mock.patch.object(peers.Mailbox, "start", counted):
         results = {"eager": run()}
         with pool.eager():
             run()
