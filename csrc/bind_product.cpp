@@ -33,16 +33,20 @@ hq::Factor make_factor(const FactorTuple& given, int64_t rows, int64_t contracte
 
 std::unique_ptr<hq::ProductPlan> make_plan(const std::array<int64_t, 4>& sizes, const FactorTuple& a,
                                            const FactorTuple& b, int out_dtype, uint32_t out_alignment, bool accumulate,
-                                           bool scaled, int device) {
+                                           bool scaled, int device, int64_t most_workspace, int rank) {
   const auto [count, m, n, k] = sizes;
   HQ_REQUIRE(count > 0 && m > 0 && n > 0 && k > 0, "every size of a product must be greater than 0");
   HQ_REQUIRE(std::max({count, m, n, k}) < int64_t{1} << 31, "every size of a product must be less than 2^31");
   HQ_REQUIRE(out_dtype == 0 || out_dtype == 1, "out_dtype is " + text(out_dtype) + ", must be 0 (fp32) or 1 (bf16)");
   HQ_REQUIRE(!accumulate || out_dtype == 0, "sums are added to fp32 only");
+  HQ_REQUIRE(most_workspace >= 0, "most_workspace is " + text(most_workspace) + ", must not be less than 0");
+  HQ_REQUIRE(rank >= 0 && rank < hq::kMostRanks,
+             "rank is " + text(rank) + ", must be from 0 to " + text(hq::kMostRanks - 1));
   check_shape(m, n);
   check_stride(count, m * n, "the product's size");
   const hq::ProductShape shape{count, m, n, k, make_factor(a, m, k, "a"), make_factor(b, n, k, "b"),
-                               static_cast<hq::Dtype>(out_dtype), out_alignment, accumulate, scaled};
+                               static_cast<hq::Dtype>(out_dtype), out_alignment, accumulate, scaled, most_workspace,
+                               rank};
   return std::make_unique<hq::ProductPlan>(shape, device);
 }
 
@@ -53,7 +57,7 @@ namespace hq {
 void bind_product(py::module_& m) {
   py::class_<hq::ProductPlan>(m, "ProductPlan", "cuBLASLt's algorithm for products of one shape on the current GPU.")
       .def(py::init(&make_plan), "sizes"_a, "a"_a, "b"_a, "out_dtype"_a, "out_alignment"_a, "accumulate"_a, "scaled"_a,
-           "device"_a)
+           "device"_a, "most_workspace"_a = int64_t{32} << 20, "rank"_a = 0)
       .def_property_readonly("found", &hq::ProductPlan::found, "Whether the library has an algorithm for this shape.")
       .def_property_readonly("scratch", [](const hq::ProductPlan& plan) { return hq::kProductHead + plan.workspace(); },
                              "Bytes that a call needs, at a multiple of 256.")

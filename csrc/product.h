@@ -23,7 +23,11 @@ struct ProductShape {
   uint32_t out_alignment;
   bool accumulate;  // out is added to
   bool scaled;      // there are factors in the device's memory
+  int64_t most_workspace;  // bytes that an algorithm may ask for
+  int rank;                // which of the algorithms, as the library ranks them
 };
+
+constexpr int kMostRanks = 16;
 
 // What one call multiplies: out = fl(alpha * sum) in fp32, rounded once to its dtype, or with accumulate alpha * sum + out,
 // where alpha = fl(fl(factor_a * factor_b) * constant). A null factor is none.

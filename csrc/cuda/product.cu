@@ -155,8 +155,6 @@ __global__ void store_alpha(const float* factor_a, const float* factor_b, float 
   alpha_beta[0] = alpha, alpha_beta[1] = beta;
 }
 
-constexpr size_t kMostWorkspace = size_t{32} << 20;
-
 }  // namespace
 
 struct ProductPlan::State {
@@ -181,19 +179,20 @@ struct ProductPlan::State {
   void choose(const ProductShape& shape) {
     Descriptor preference(lt.preference_destroy);
     require(lt.preference_create(&preference.object), "cublasLtMatmulPreferenceCreate");
-    set(lt.preference_set, preference, kMaxWorkspace, static_cast<uint64_t>(kMostWorkspace));
+    set(lt.preference_set, preference, kMaxWorkspace, static_cast<uint64_t>(shape.most_workspace));
     set(lt.preference_set, preference, kReductions, kInComputeType);
     set(lt.preference_set, preference, kAlignmentA, shape.b.alignment);
     set(lt.preference_set, preference, kAlignmentB, shape.a.alignment);
     set(lt.preference_set, preference, kAlignmentC, shape.out_alignment);
     set(lt.preference_set, preference, kAlignmentD, shape.out_alignment);
-    Heuristic best{};
+    std::array<Heuristic, kMostRanks> ranked{};
     int returned = 0;
     const Status status = lt.heuristic(handle, operation.object, left.object, right.object, out.object, out.object,
-                                       preference.object, 1, &best, &returned);
+                                       preference.object, shape.rank + 1, ranked.data(), &returned);
     if (status != kNotSupported) require(status, "cublasLtMatmulAlgoGetHeuristic");
-    found = status == kSuccess && returned > 0 && best.state == kSuccess;
-    algorithm = best.algorithm, workspace = best.workspace;
+    const Heuristic& chosen = ranked[shape.rank];
+    found = status == kSuccess && returned > shape.rank && chosen.state == kSuccess;
+    algorithm = chosen.algorithm, workspace = chosen.workspace;
   }
 
   const Library& lt;

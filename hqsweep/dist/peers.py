@@ -52,19 +52,26 @@ Received = Callable[[], Tensor]
 
 
 def begin(
-    messages: Mapping[int, Message], group: ProcessGroup, *, own: Message = (), purpose: Purpose = ROWS
+    messages: Mapping[int, Message],
+    group: ProcessGroup,
+    *,
+    own: Message = (),
+    purpose: Purpose = ROWS,
+    early: bool = False,
 ) -> Received | None:
     """Send each other rank of the group its message, of the same tensors' sizes on all ranks. None, on all ranks, where
     no mailbox can take them: the caller then takes a collective.
 
     The result waits for what the others have sent to this rank: uint8 [W, bytes], with the message `own` in this rank's
     place; without it [W - 1, bytes], of the others in their order. It is good until the next begin() of this group and
-    purpose. Nothing writes to the messages before the result has been asked for.
+    purpose. Nothing writes to the messages before the result has been asked for. early: they were there when the group
+    last called all_read(), so that they may leave then, beside all that the stream has got since.
     """
     pieces = next(iter(messages.values()), ())
     if not pieces or any(piece.nbytes % WORD for piece in pieces):
         return None
-    sending = start(sum(piece.nbytes for piece in pieces), group, pieces[0].device, own=own, purpose=purpose)
+    size = sum(piece.nbytes for piece in pieces)
+    sending = start(size, group, pieces[0].device, own=own, purpose=purpose, early=early)
     if sending is None:
         return None
     for other, message in messages.items():
@@ -73,7 +80,13 @@ def begin(
 
 
 def start(
-    size: int, group: ProcessGroup, device: torch.device, *, own: Message = (), purpose: Purpose = ROWS
+    size: int,
+    group: ProcessGroup,
+    device: torch.device,
+    *,
+    own: Message = (),
+    purpose: Purpose = ROWS,
+    early: bool = False,
 ) -> "Sending | None":
     """begin() of messages of `size` bytes that leave piece by piece, from a device; of all ranks at the same place."""
     if device.type != "cuda" or torch.compiler.is_compiling() or "nccl" not in dist.get_backend(group):
@@ -82,7 +95,15 @@ def start(
     if size < LEAST_BYTES or size % WORD or received > purpose.most:
         return None
     mailbox = _mailbox(group, device, purpose, received)
-    return None if mailbox is None else mailbox.start(own, size)
+    return None if mailbox is None else mailbox.start(own, size, early)
+
+
+def all_read(group: ProcessGroup, device: torch.device, purpose: Purpose = ROWS) -> None:
+    """Say that the current stream has got all reads of what this rank has waited for; what begins early, before it
+    waits again, need not stand behind what the stream gets from here on."""
+    mailbox = _MAILBOXES.get((group.group_name, device.index, purpose))
+    if mailbox is not None:
+        mailbox.quiet = torch.cuda.current_stream().record_event()
 
 
 @contextmanager
@@ -217,15 +238,17 @@ class Mailbox:
         self.stream = torch.cuda.current_stream(device)
         """The stream of the last exchange."""
         self.captured = False
+        self.quiet: torch.cuda.Event | None = None
+        """When all that had come was read; None where more has come since."""
         self.engine, self.beside = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
         """The streams of copies to others, and of a rank's own."""
 
-    def start(self, own: Message, size: int) -> "Sending | None":
+    def start(self, own: Message, size: int, early: bool) -> "Sending | None":
         """start() of this module."""
         exchange = self._take()
         if exchange is None:
             return None
-        sending = Sending(self, exchange, size, has_own=bool(own))
+        sending = Sending(self, exchange, size, has_own=bool(own), since=self.quiet if early else None)
         if own:  # beside the messages
             sending.write(self.beside, self.rank, self.rank * size, own)
         return sending
@@ -237,13 +260,14 @@ class Mailbox:
         self.captured = self.captured or capturing
         exchange = None
         if program is not self.program:
-            self.program = program
+            self.program, self.quiet = program, None
             self.slots.clear()
         else:
             stream.wait_stream(self.stream)  # where reads of the last exchange are
             exchange = None if isinstance(program, bool) else self.slots.take()
         self.stream = stream
         if exchange is None:
+            self.quiet = None
             self.handle.barrier(channel=self.barrier)
             self.slots.settle()
             exchange = self.slots.take()
@@ -253,8 +277,12 @@ class Mailbox:
 class Sending:
     """An exchange whose messages, of `size` bytes, leave piece by piece."""
 
-    def __init__(self, mailbox: Mailbox, exchange: _Exchange, size: int, *, has_own: bool) -> None:
+    def __init__(
+        self, mailbox: Mailbox, exchange: _Exchange, size: int, *, has_own: bool, since: torch.cuda.Event | None
+    ) -> None:
         self.mailbox, self.exchange, self.size, self.has_own = mailbox, exchange, size, has_own
+        self.since = since
+        """Behind what copies are enqueued; None: behind what is on the stream when they are."""
         self.copied: list[torch.cuda.Event] = []
         self.messages: list[Message] = []
         """What is on its way: it lives until the stream has waited for its copies."""
@@ -275,7 +303,10 @@ class Sending:
         self, engine: torch.cuda.Stream, rank: int, start: int, message: Message, *, signals: bool = False
     ) -> None:
         """Write to a rank's slot from a byte on, by the stream of an engine, behind what is on the current one."""
-        engine.wait_stream(torch.cuda.current_stream())
+        if self.since is None:
+            engine.wait_stream(torch.cuda.current_stream())
+        else:
+            engine.wait_event(self.since)
         slot = self.mailbox.slots_of[rank][self.exchange.slot]
         with torch.cuda.stream(engine):
             for piece in message:
@@ -294,7 +325,7 @@ class Sending:
             for other in range(box.world):
                 if other != box.rank:
                     box.handle.wait_signal(other, exchange.slot)
-            exchange.waited = True
+            exchange.waited, box.quiet = True, None
             self.messages.clear()
         rows = box.world - (not self.has_own)
         return box.slots_of[box.rank][exchange.slot][: rows * self.size].view(rows, self.size)

@@ -19,6 +19,7 @@ from hqsweep.ops.library import direct, has_kernels
 from hqsweep.ops.operators import scale_product
 from hqsweep.ops.product import add_product, product, product_into
 from hqsweep.ops.product import takes as product_takes
+from hqsweep.ops.product_choice import fastest_product
 from hqsweep.quant.operand import Operand
 
 
@@ -86,7 +87,15 @@ def plain_product(a: Tensor, b: Tensor, out_dtype: torch.dtype, out: Tensor | No
         return _mm_rounded(a, b, out=out)
     if out_dtype == torch.bfloat16:
         return (_mm_rounded if direct(a) else torch.ops.hqsweep.mm_rounded.default)(a, b)
-    return _into(out, in_dtype(_multiply(a, b, out_dtype=torch.float32), out_dtype))
+    if out is None and out_dtype == torch.float32 and direct(a):
+        y = fastest_product(a, b.mT, torch.float32, _summed)
+        if y is not None:
+            return y
+    return _into(out, in_dtype(_summed(a, b.mT), out_dtype))
+
+
+def _summed(a: Tensor, b: Tensor) -> Tensor:
+    return _multiply(a, b.mT, out_dtype=torch.float32)
 
 
 def _multiply(a: Tensor, b: Tensor, **options: Any) -> Tensor:
@@ -116,8 +125,14 @@ _LIBRARY.define("mm_rounded(Tensor a, Tensor b) -> Tensor")
 
 @torch.library.impl(_LIBRARY, "mm_rounded", "CUDA")
 def _mm_rounded(a: Tensor, b: Tensor, **options: Tensor) -> Tensor:
-    """The product with one rounding, written to the option `out`, if any. By default cuBLAS may split k and add the
-    parts in bfloat16, which would round several times."""
+    """The product with one rounding, written to the option `out`, if any."""
+    y = fastest_product(a, b.mT, torch.bfloat16, _rounded, **options)
+    return _rounded(a, b.mT, **options) if y is None else y
+
+
+def _rounded(a: Tensor, b: Tensor, **options: Tensor) -> Tensor:
+    """By default cuBLAS may split k and add the parts in bfloat16, which would round several times."""
+    b = b.mT
     allowed = matmul.allow_bf16_reduced_precision_reduction
     if not allowed:
         return _multiply(a, b, **options)

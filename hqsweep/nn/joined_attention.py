@@ -13,7 +13,7 @@ from hqsweep.nn.linear import Linear
 from hqsweep.nn.residual import is_observed
 from hqsweep.nn.rope import Heads
 from hqsweep.nn.sdpa import CUDNN, cudnn_forward, repeats_in_parts, way_back
-from hqsweep.nn.turns import Turns, part_in_turn, writes_late
+from hqsweep.nn.turns import Turns, is_hooked, part_in_turn
 from hqsweep.ops.attention import attention_back, attention_forward
 from hqsweep.ops.library import direct
 from hqsweep.ops.rope import fits, readable, rope_
@@ -45,7 +45,7 @@ def attend_in_turn(
         exchange, proj.active_quantizers().input, proj.gemm, qkv.detach().flatten(0, 1), qkv.shape[2] // 3
     )
     by_sequences = part is not None and proj.parallel.sequence == 0 and proj.dtype is qkv.dtype
-    if not (by_sequences and writes_late() and repeats_in_parts(*_heads(qkv, heads), is_causal)):
+    if not (by_sequences and not is_hooked() and repeats_in_parts(*_heads(qkv, heads), is_causal)):
         return None
     turns = Turns(part)
     return _AttendJoined.apply(qkv, heads, base, is_causal, turns), turns

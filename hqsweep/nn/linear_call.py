@@ -220,18 +220,23 @@ class LinearCall(Call):
             for states in link_states(weights, self.states):
                 replace(states, **self.recording).use()
 
-    def begin_saved_input(self, tensors: Sequence[Tensor], skeleton: Skeleton | None) -> Callable[[], AnyOperand]:
+    def begin_saved_input(
+        self, tensors: Sequence[Tensor], skeleton: Skeleton | None, *, early: bool = False
+    ) -> Callable[[], AnyOperand]:
         """The columnwise operand of x, made from what was saved of x; what other ranks have of it is on its way while
-        other work is done (dist.tokens), and good until ranks begin to exchange other rows."""
+        other work is done (dist.tokens), and good until ranks begin to exchange other rows. early: it is where forward
+        left it, so that it may leave before what was enqueued last (dist.peers.begin)."""
         if skeleton is not None:
-            return self.begin_whole_input(unflatten(tensors, skeleton), lent=True)
+            return self.begin_whole_input(unflatten(tensors, skeleton), lent=True, early=early)
         outputs = {"columnwise": self.product_takes, "by_rows": self.by_rows("wgrad")}
         arriving = (lambda: tensors[0]) if self.exchange is None else self.exchange.begin_gathered("input", tensors[0])
         return lambda: self.quantize("input", arriving(), **outputs).columnwise
 
-    def begin_whole_input(self, column: AnyOperand, *, lent: bool = False) -> Callable[[], AnyOperand]:
+    def begin_whole_input(
+        self, column: AnyOperand, *, lent: bool = False, early: bool = False
+    ) -> Callable[[], AnyOperand]:
         """A columnwise operand of x, of all tokens where it has this rank's, which are then gathered as
-        begin_saved_input() does. lent: as in quant.gather.Gathering."""
+        begin_saved_input() does. lent, early: as in quant.gather.Gathering."""
         if isinstance(column, OperandParts):
             return column.operand
         if self.exchange is None or self.splits is not None or not isinstance(column, Operand):
@@ -239,7 +244,7 @@ class LinearCall(Call):
         part = self.exchange.tokens("input", column.shape[1])
         if part is None:
             return lambda: column
-        gathering = Gathering(column, 1, part, lent=lent)
+        gathering = Gathering(column, 1, part, lent=lent, early=early)
         return gathering.exact if self.product_takes == "exact" else gathering.whole
 
     def probe_forward(self, x: Tensor, weights: Weights, y: Tensor) -> tuple[Tensor, list[Tensor]]:

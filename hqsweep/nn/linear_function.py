@@ -27,7 +27,7 @@ from hqsweep.nn.parameter import (
 )
 from hqsweep.nn.products import once_differentiable, returned
 from hqsweep.nn.rank_rows import LateOperands, RankRows, begin_summed_product, begin_tokens, quantize_tokens
-from hqsweep.nn.turns import OperandsInTurn, in_turn
+from hqsweep.nn.turns import OperandsInTurn, in_turn, is_hooked
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.ops.request import Output
 from hqsweep.quant.operand import HybridOperand, Skeleton, flatten
@@ -54,6 +54,8 @@ class BackwardState(NamedTuple):
     one_parameter: bool
     """Whether there is one weight, and all gradients are its own."""
     dw_dtype: torch.dtype
+    stays: bool
+    """Whether the saved tensors of x stay where they are until backward."""
 
     def parts(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """The saved tensors of the weights, and those of x."""
@@ -106,6 +108,7 @@ def keep(
         weights=weights if call.main_grad else None,
         one_parameter=call.splits is None or weights[0].dim() == 3,
         dw_dtype=torch.float32 if call.main_grad else weights[0].dtype,
+        stays=not is_hooked(),
     )
     return [*of_weights, *saved], state
 
@@ -137,7 +140,7 @@ def begin_input(state: BackwardState, tensors: Sequence[Tensor]) -> Callable[[],
     """x's columnwise operand, for wgrad; what other ranks have of it arrives beside the work that follows. tensors:
     what keep() gave."""
     _, saved = state.parts(tensors)
-    return state.call.begin_saved_input(saved, state.skeleton)
+    return state.call.begin_saved_input(saved, state.skeleton, early=state.stays)
 
 
 def wgrad(
@@ -222,11 +225,8 @@ class LinearFunction(torch.autograd.Function):
             call.probe_parts("grad_output", dy)
         row, column = (call.product_takes if needs_dx else None), (call.product_takes if any(needs_dw) else None)
         outputs = {"rowwise": row, "columnwise": column, "by_rows": call.by_rows("wgrad")}
-        # Of ranks that share the linear, x arrives beside dgrad, or beside the norm before a late wgrad, and dx is
-        # summed beside a part of dgrad, and wgrad.
-        is_late = is_late and needs_dx and column is not None and not ctx.probed
-        if column and not is_late:
-            x_column = begin_input(state, tensors)
+        # Of ranks that share the linear, x arrives beside what came before, or dgrad; dx is summed beside a part of it.
+        x_column = begin_input(state, tensors) if column else None
         operands = quantize_gradient(call, dy, **outputs)
         if needs_dx:
             dx_sum = begin_dgrad(state, tensors, operands.rowwise)
@@ -234,8 +234,8 @@ class LinearFunction(torch.autograd.Function):
                 dx = dx_sum()
                 call.probe_gemms("dgrad", call.parts(dy), [w.t() for w in ctx.probed[1]], call.parts(dx))
         dw, dticket = [None] * count, None
-        if is_late:
-            call.gradient.late = partial(one_wgrad, state, operands.columnwise, begin_input(state, tensors))
+        if column and is_late and needs_dx and not ctx.probed:
+            call.gradient.late = partial(one_wgrad, state, operands.columnwise, x_column)
             dticket = dy.new_empty(0)
         elif column:
             gradients = wgrad(state, operands.columnwise, x_column(), may_add=not ctx.probed)
@@ -243,6 +243,8 @@ class LinearFunction(torch.autograd.Function):
                 _probe_wgrad(call, dy, ctx.probed[0], gradients)
             gradients = _mean(call, gradients)
             dw = delivered(state, gradients, needs_dw)
+            if call.left is not None:
+                call.exchange.all_read(dy)
         if needs_dx:
             dx = call.rounded("grad_input", call.gradient_of(dx_sum) if dx is None else dx)
         db = _mean(call, _bias_gradients(call, dy, ctx.biases)) if any(needs_db) else [None] * len(ctx.biases)

@@ -91,15 +91,14 @@ class MLPFunction(torch.autograd.Function):
         takes = first.call.product_takes
         row, column = (takes if needs_dx else None), (takes if needs_dw1 else None)
         is_late = is_late and needs_dx and needs_dw1
-        if needs_dw1 and not is_late:
-            x_column = begin_input(first, tensors)  # which arrives beside dgrad
+        x_column = begin_input(first, tensors) if needs_dw1 else None  # which arrives beside what follows
         operands = first.call.quantize_activated(
             "grad_output", tensors[-1], dh, ctx.kind, rowwise=row, columnwise=column
         )
         if needs_dx:  # and is summed beside a part of it, or beside wgrad
             dx_sum = begin_dgrad(first, tensors, operands.rowwise)
         if is_late:
-            first.call.gradient.late = partial(one_wgrad, first, operands.columnwise, begin_input(first, tensors))
+            first.call.gradient.late = partial(one_wgrad, first, operands.columnwise, x_column)
             dticket = dy.new_empty(0)
         elif needs_dw1:
             dw1 = one_wgrad(first, operands.columnwise, x_column)

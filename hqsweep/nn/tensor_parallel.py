@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from hqsweep.dist import peers
 from hqsweep.dist.tokens import Pending, begin_gather_rows, begin_lent_rows, begin_sum_rows, gather_rows, sum_whole
 from hqsweep.errors import UserError
 from hqsweep.quant.part import CUTS, Mode, Part
@@ -101,6 +102,11 @@ class Exchange:
         """begin_gathered(), good until ranks of the group begin to exchange other rows."""
         part = self.tokens(tensor, len(x))
         return (lambda: x) if part is None else begin_lent_rows(x, part.group, part.runs)
+
+    def all_read(self, x: Tensor) -> None:
+        """Say that all that other ranks sent to x's device has been read (dist.peers.all_read)."""
+        if x.is_cuda:
+            peers.all_read(self.parallel.group, x.device)
 
     def begin_summed(self, tensor: str, x: Tensor) -> Pending:
         """The sum over ranks of x where each has a part of its products, or this rank's tokens of the sum; x itself

@@ -110,6 +110,7 @@ def activated_in_turn(call: Any, z: Tensor, kind: str, *, rowwise: Output, colum
     return OperandsInTurn(part=part, rows=rows, quantize=quantize)
 
 
-def writes_late() -> bool:
-    """Whether what autograd saves may be written after it was saved: no hook of saved tensors takes it away at once."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+def is_hooked() -> bool:
+    """Whether hooks of saved tensors take away what autograd saves now, and bring it back, or make it again, for
+    backward; otherwise it may still be written, and lies in backward where it lay."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

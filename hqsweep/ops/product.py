@@ -50,7 +50,7 @@ def takes(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
     return filled and has_products() and lie_of(a) is not None and lie_of(b) is not None
 
 
-def _alignment(address: int) -> int:
+def alignment(address: int) -> int:
     """The largest power of two up to 256 that divides the address."""
     return min(address & -address, 256)
 
@@ -83,8 +83,8 @@ def _multiply(out: Tensor, a: Tensor, b: Tensor, factors: tuple, constant: float
     at_a, at_b, at_out = a.data_ptr(), b.data_ptr(), out.data_ptr()
     addresses = [0 if factor is None else factor.data_ptr() for factor in factors]
     planned = _plan(
-        a.get_device(), (count, m, n, k), (*lie_of(a), _alignment(at_a)), (*lie_of(b), _alignment(at_b)),
-        (out.dtype, _alignment(at_out), accumulate, any(addresses)),
+        a.get_device(), (count, m, n, k), (*lie_of(a), alignment(at_a)), (*lie_of(b), alignment(at_b)),
+        (out.dtype, alignment(at_out), accumulate, any(addresses)),
     )  # fmt: skip
     if planned is None:
         return False

@@ -26,14 +26,15 @@ class Gathering:
     cuts. Entries that cover that axis are equal on all ranks, and do not travel. A collective, which goes on beside the
     work that follows; results wait (dist.tokens).
 
-    lent: whether exact() may be where it has arrived, good until ranks of the group begin to exchange other rows."""
+    lent: whether exact() may be where it has arrived, good until ranks of the group begin to exchange other rows.
+    early: as in dist.peers.begin."""
 
-    def __init__(self, operand: Operand, axis: int, part: Part, *, lent: bool = False) -> None:
+    def __init__(self, operand: Operand, axis: int, part: Part, *, lent: bool = False, early: bool = False) -> None:
         self.operand, self.axis, self.part = operand, axis, part
         sent = {name: _Sent.of(operand.buffers[name], axis) for name in cut_buffers(operand.format, axis)}
         pieces = [_padded(own.buffer.view(torch.uint8).flatten()) for own in sent.values()]
         self._joins = lent and operand.format.high_precision and part.runs == 1 and _follow(sent)
-        self._arriving = _begin_messages(pieces, part.group, own=self._joins)
+        self._arriving = _begin_messages(pieces, part.group, own=self._joins, early=early)
         starts = accumulate((len(piece) for piece in pieces), initial=0)
         self.sent = [(name, own, start) for (name, own), start in zip(sent.items(), starts, strict=False)]
 
@@ -88,11 +89,11 @@ class Gathering:
         return replace(self.operand, buffers={**self.operand.buffers, **parts})
 
 
-def _begin_messages(pieces: Sequence[Tensor], group: ProcessGroup, *, own: bool) -> Callable[[], Tensor]:
+def _begin_messages(pieces: Sequence[Tensor], group: ProcessGroup, *, own: bool, early: bool) -> Callable[[], Tensor]:
     """The messages of all ranks, uint8 [W, bytes], where each sends all others its own, uint8 [bytes] in pieces. Where
     this rank's may be left out (own=False) and copy engines carry them, [W - 1, bytes]."""
     others = [other for other in range(group.size()) if other != group.rank()]
-    arriving = peers.begin(dict.fromkeys(others, pieces), group, own=pieces if own else ())
+    arriving = peers.begin(dict.fromkeys(others, pieces), group, own=pieces if own else (), early=early)
     return arriving or begin_gather_bytes(torch.cat(pieces) if len(pieces) > 1 else pieces[0], group)
 
 
