@@ -5,7 +5,7 @@ cuBLASLt ranks its algorithms by an estimate, and torch takes the first. Others 
 it gives every bit that torch's product gives; hence results do not depend on what is measured, nor on the machine.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -84,9 +84,13 @@ def _choose(key: tuple, reference: Reference) -> Choice | None:
         out = torch.empty_like(expected)
         same = [choice for choice in _candidates(key) if _agrees(choice, out, a, b, expected)]
         calls = [lambda: reference(a, b), *(lambda choice=choice: choice.run(out, a, b) for choice in same)]
-        times = _times(calls)
-    best = min(times)
-    good = [choice for choice, time in zip([None, *same], times, strict=True) if time <= ALIKE * best]
+        return preferred(same, _times(calls))
+
+
+def preferred(choices: Sequence[Choice], times: Sequence[float]) -> Choice | None:
+    """Of the reference and the choices, whose times stand in this order, the fastest; of those that are as fast the
+    choice with the least workspace. None is the reference."""
+    good = [choice for choice, time in zip([None, *choices], times, strict=True) if time <= ALIKE * min(times)]
     return min(good, key=lambda choice: (choice is None, 0 if choice is None else choice.scratch))
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hqsweep.dist import peers
-from hqsweep.dist.tokens import begin_lent_rows, begin_sum_rows
+from hqsweep.dist.tokens import begin_lent_rows, begin_sum_rows, gather_rows, start_sum_rows
 from hqsweep.dist.unit_comms import Gather, Sum
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, quantization
@@ -36,6 +36,34 @@ def exchanges(mesh: DeviceMesh) -> Work:
             if len(pending) == 2:
                 results.append(pending.pop(0)().clone())
         return [*results, pending.pop()().clone()]
+
+    return run
+
+
+def pieces(mesh: DeviceMesh) -> Work:
+    """Sums of rows that are written, and leave, a quarter at a time; between them rows that leave early, beside
+    products that have been enqueued since all was read."""
+    group, rank = mesh.get_group(), mesh.get_local_rank()
+    x, y = (draw("normal", ROWS, WIDTH, 2 * i + rank).cuda() for i in range(2))
+    message, other = y[: ROWS // 2].contiguous(), 1 - rank
+
+    def run() -> list[Tensor]:
+        results = []
+        for i in range(12):
+            total = torch.empty_like(x)
+            parts = start_sum_rows(total, group)
+            for first in range(other * ROWS // 2, (1 + other) * ROWS // 2, ROWS // 8):
+                total[first : first + ROWS // 8] = x[first : first + ROWS // 8] * (i + 1)
+                parts.ready(first, first + ROWS // 8)
+            own = slice(rank * ROWS // 2, (1 + rank) * ROWS // 2)
+            total[own] = x[own] * (i + 1)
+            results.append(parts.begun()().clone())
+            peers.all_read(group, x.device)
+            results.append(x.t() @ y)  # beside what follows
+            arriving = peers.begin({other: (message,)}, group, own=(message,), early=True)
+            whole = gather_rows(message, group) if arriving is None else arriving().clone().view(x.dtype)
+            results.append(whole.view_as(x))
+        return results
 
     return run
 
@@ -91,7 +119,7 @@ def units(mesh: DeviceMesh) -> Work:
     return run
 
 
-WORK = (exchanges, linears, units)
+WORK = (exchanges, pieces, linears, units)
 
 
 def beside_collectives(rank: int, which: int) -> tuple[list[str], int | None]:

@@ -32,13 +32,17 @@ from hqsweep.nn import (
     layernorm_mlp,
     linear,
     linear_cross_entropy,
+    linear_function,
     mlp_function,
     norm,
     quantization,
     quantized_model_init,
+    turns,
 )
+from hqsweep.nn.left_sums import LeftGradient, LeftOutput
 from hqsweep.nn.linear_call import LinearCall
 from hqsweep.nn.linear_loss import cross_entropy, vocabulary_group
+from hqsweep.nn.turns import OperandsInTurn
 from hqsweep.nn.vocabulary import split_embedding
 from hqsweep.parallel.data import gather_in_linear_dtype
 from hqsweep.parallel.expert import expert_parallel
@@ -266,25 +270,34 @@ def everything(rank: int, world: int, cases: list[dict]) -> tuple:
 
 def fused(rank: int, world: int, recipes: list[str]) -> list:
     """For each recipe: whether fc1 and fc2 of an MLP that ranks share are one function, where there are kernels, on a
-    CPU emulated ones, and what then differs from two linears; and what differs of a head's loss by chunks from that of
-    whole logits."""
+    CPU emulated ones; in how many turns the activation is computed where ranks have parts of sequences, and whole
+    ones; what then differs from two linears; and what differs of a head's loss by chunks from that of whole logits."""
     device = rank_device()
     mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("tp",))
-    return [(*_joined_mlp(mesh, recipe, device), _loss_by_chunks(mesh, recipe, device)) for recipe in recipes]
+    results = []
+    for recipe in recipes:
+        by_axis = [_joined_mlp(mesh, recipe, device, axis) for axis in (1, 0)]
+        joined, turned, faults = zip(*by_axis, strict=True)
+        results.append((set(joined), list(turned), [*faults[0], *faults[1]], _loss_by_chunks(mesh, recipe, device)))
+    return results
 
 
-def _joined_mlp(mesh: DeviceMesh, recipe: str, device: torch.device) -> tuple[bool, list[str]]:
-    asked, results = [], []
-    joins = layernorm_mlp.joins
+def _joined_mlp(mesh: DeviceMesh, recipe: str, device: torch.device, axis: int) -> tuple[bool, int, list[str]]:
+    asked, results, turned = [], [], []
+    joins, of_rank = layernorm_mlp.joins, OperandsInTurn._of_rank
     for join in (True, False):
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(turns, "hides", lambda x: True)
+            patch.setattr(OperandsInTurn, "_of_rank", lambda *call: turned.append(call) or of_rank(*call))
             if device.type == "cpu":
                 emulated.install(patch, (activation, mlp_function), hybrid)
+                patch.setattr(turns, "activation_into", emulated.activation_into)
             patch.setattr(
                 layernorm_mlp, "joins", lambda *call, join=join: asked.append(joins(*call)) or (join and asked[-1])
             )
             torch.manual_seed(0)
-            mlp = tensor_parallel(LayerNormMLP(128, 256, name="m", recipe=recipe).to(device), mesh)
+            mlp = tensor_parallel(LayerNormMLP(128, 256, name="m", recipe=recipe).to(device), mesh, axis=axis)
+            torch.manual_seed(1 + mesh.get_local_rank())
             x, dy = torch.randn(2, 32, 128), torch.randn(2, 32, 128)
             x = x.to(device).requires_grad_()
             with quantization(step=1):
@@ -293,23 +306,26 @@ def _joined_mlp(mesh: DeviceMesh, recipe: str, device: torch.device) -> tuple[bo
             gradients = {name: whole_tensor(p.grad) for name, p in mlp.named_parameters()}
             results.append({"y": y.detach(), "dx": x.grad} | gradients)
     one, other = results
-    return asked[0], [name for name, value in other.items() if not torch.equal(one[name], value)]
+    return asked[0], len(turned), [name for name, value in other.items() if not torch.equal(one[name], value)]
 
 
-def left_sums(rank: int, world: int, recipes: list[str]) -> list[tuple[int, int, list[str]]]:
-    """For each recipe, and each kind of recomputation, how many sums of two layers are left to norms, how many of them
-    are there after forward, and what of the loss and the gradients differs from where none is left."""
+def left_sums(rank: int, world: int, recipes: list[str]) -> list[tuple[list[int], list[str]]]:
+    """For each recipe, and each kind of recomputation: of two layers, how many sums are left to norms, how many of them
+    are there after forward, how many gradients norms send, and how many of weights are computed behind the norm; and
+    what of the loss and the gradients differs from where no sum is left."""
     mesh = init_device_mesh(rank_device().type, (world,), mesh_dim_names=("tp",))
     results = []
     for case in product(recipes, ("none", "layer")):
-        (one, *counts), (other, *_) = (_leaving(mesh, *case, leaves=leaves) for leaves in (True, False))
-        results.append((*counts, [name for name, value in other.items() if not torch.equal(one[name], value)]))
+        (one, counts), (other, _) = (_leaving(mesh, *case, leaves=leaves) for leaves in (True, False))
+        results.append((counts, [name for name, value in other.items() if not torch.equal(one[name], value)]))
     return results
 
 
-def _leaving(mesh: DeviceMesh, recipe: str, recompute: str, *, leaves: bool) -> tuple[dict[str, Tensor], int, int]:
-    """The loss and the gradients of a step, how many sums were left, and how many of them were kept by its forward."""
+def _leaving(mesh: DeviceMesh, recipe: str, recompute: str, *, leaves: bool) -> tuple[dict[str, Tensor], list[int]]:
+    """The loss and the gradients of a step, and the counts of left_sums()."""
     device, left, summands = rank_device(), [], PendingSum.summands
+    sent, order = [], []
+    operands, take, wgrad = LeftOutput.operands, LeftGradient.take, linear_function.wgrad
 
     def of(pending: PendingSum) -> Summands | None:
         found = summands(pending) if leaves else None
@@ -318,6 +334,11 @@ def _leaving(mesh: DeviceMesh, recipe: str, recompute: str, *, leaves: bool) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PendingSum, "summands", of)
+        patch.setattr(LeftOutput, "operands", lambda *call: sent.append(operands(*call)) or sent[-1])
+        patch.setattr(LeftGradient, "take", lambda own, dh: order.append(own.name) or take(own, dh))
+        patch.setattr(
+            linear_function, "wgrad", lambda own, *call, **k: order.append(own.call) or wgrad(own, *call, **k)
+        )
         if device.type == "cpu":
             for module in (norm, linear):
                 patch.setattr(module, "use_kernels", lambda x: True)
@@ -329,8 +350,9 @@ def _leaving(mesh: DeviceMesh, recipe: str, recompute: str, *, leaves: bool) -> 
             loss, _ = model.loss(*(x.to(device) for x in data(1)))
             kept = sum(parts() is not None for parts in left)
             loss.backward()
+    late = sum(getattr(call, "name", None) in order[:i] for i, call in enumerate(order))
     gradients = {name: whole_tensor(p.grad) for name, p in model.named_parameters()}
-    return {"loss": loss.detach()} | gradients, len(left), kept
+    return {"loss": loss.detach()} | gradients, [len(left), kept, sum(each is not None for each in sent), late]
 
 
 def _loss_by_chunks(mesh: DeviceMesh, recipe: str, device: torch.device) -> list[str]:

@@ -17,6 +17,10 @@ def activation(z: Tensor, kind: str, amax: bool = False, signs: bool | None = No
     return _with_amaxes(ACTIVATIONS[kind](z.float()).bfloat16(), amax, signs)
 
 
+def activation_into(out: Tensor, z: Tensor, kind: str) -> None:
+    out.copy_(activation(z, kind)[0])
+
+
 def activation_backward(
     dh: Tensor, z: Tensor, kind: str, amax: bool = False, signs: bool | None = None
 ) -> list[Tensor]:

@@ -120,24 +120,32 @@ def test_mixtures_over_two_ranks_have_the_bytes_of_sums_that_are_split():
     assert run_ranks(2, shared_models.mixtures, 2, [{"experts": 4} | case for case in MIXTURES]) == [([], True)] * 2
 
 
-FUSED = {"mxfp8": True, "bf16": True, "nvfp4|mxfp8@rowwise_dequantized": False, "nvfp4+row_scaled|mxfp8": False}
+FUSED = {
+    "mxfp8": True,
+    "bf16": True,
+    "mxfp8|bf16": True,
+    "nvfp4|mxfp8@rowwise_dequantized": False,
+    "nvfp4+row_scaled|mxfp8": False,
+}
 """Format of all tensors -> whether a rank quantizes its part of an activation alone."""
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_mlps_and_losses_are_fused_as_in_one_process(backend):
+    """Of whole sequences on each rank the activation comes in turn: first that of the other rank."""
     for results in run_ranks(2, shared_models.fused, 2, list(FUSED), backend=backend):
-        for (text, alone), (joined, of_mlp, of_loss) in zip(FUSED.items(), results, strict=True):
-            assert (joined, of_mlp, of_loss) == (alone, [], []), text
+        for (text, alone), result in zip(FUSED.items(), results, strict=True):
+            assert result == ({alone}, [0, 2 * alone], [], []), text
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sums_that_norms_read_are_those_of_a_pass_of_their_own(backend):
     """Of each layer two in forward, which runs again where layers are recomputed, and two in backward. Nothing of a
-    forward keeps them."""
+    forward keeps them. Norms send the gradients of the first two, but for a layer's own that is computed again, and
+    weights get those of the others behind the norms."""
     recipes = ["mxfp8", "bf16", "nvfp4+row_scaled|mxfp8"]
     for results in run_ranks(2, shared_models.left_sums, 2, recipes, backend=backend):
-        assert results == [(8, 0, []), (12, 0, [])] * 3
+        assert results == [([8, 0, 4, 4], []), ([12, 0, 2, 4], [])] * 3
 
 
 @pytest.mark.slow
