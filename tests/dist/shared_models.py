@@ -355,6 +355,33 @@ def _leaving(mesh: DeviceMesh, recipe: str, recompute: str, *, leaves: bool) -> 
     return {"loss": loss.detach()} | gradients, [len(left), kept, sum(each is not None for each in sent), late]
 
 
+def turned(rank: int, world: int, recipes: list[str]) -> list[tuple[list[int], list[str]]]:
+    """For each recipe: in how many turns inputs of two layers' proj and fc2 were computed, with turns and without; and
+    what of the loss and the gradients differs. Of whole sequences, whose rows are many, on GPUs."""
+    mesh, results = init_device_mesh("cuda", (world,), mesh_dim_names=("tp",)), []
+    tokens = torch.randint(0, VOCABULARY, (8, 1025), generator=torch.Generator().manual_seed(0)).cuda()
+    of_rank = OperandsInTurn._of_rank
+    for recipe in recipes:
+        counts, values = [], []
+        for in_turn in (True, False):
+            count = []
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(OperandsInTurn, "_of_rank", lambda *call, of=count: of.append(call) or of_rank(*call))
+                if not in_turn:
+                    patch.setattr(turns, "hides", lambda x: False)
+                torch.use_deterministic_algorithms(True)
+                model = tensor_parallel(build({"linear": recipe}, layers=2, dim=256).cuda(), mesh, axis=0)
+                with quantization(seed=1, step=1):
+                    loss, _ = model.loss(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+                    loss.backward()
+            counts.append(len(count))
+            gradients = {name: whole_tensor(p.grad) for name, p in model.named_parameters()}
+            values.append({"loss": loss.detach()} | gradients)
+        one, other = values
+        results.append((counts, [name for name, value in other.items() if not torch.equal(one[name], value)]))
+    return results
+
+
 def _loss_by_chunks(mesh: DeviceMesh, recipe: str, device: torch.device) -> list[str]:
     """Names of what is not close to the loss of whole logits: the loss itself, and the gradients of h and the weight;
     as close as logits, and operands of dy, that are formed of other last digits leave them."""

@@ -100,6 +100,25 @@ def test_parts_of_batch_and_heads_have_the_bits_of_the_whole(monkeypatch, determ
         monkeypatch.undo()
 
 
+@on_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4, 6, 256, 64), (6, 4, 1024, 64), (2, 3, 300, 128)], ids=str)
+def test_forward_in_parts_has_the_bits_of_torchs(shape, deterministic):
+    """Of heads that lie in one projection, written where they belong."""
+    pytest.importorskip("cudnn")
+    sequences, heads, length, width = shape
+    qkv = torch.randn(sequences, length, 3, heads, width, device="cuda").bfloat16()
+    q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
+    expected, its_sums = sdpa.cudnn_forward(q, k, v, True)
+    o = torch.full((sequences, length, heads, width), torch.nan, device="cuda").bfloat16().transpose(1, 2)
+    sums = torch.full((sequences, heads, length), torch.nan, device="cuda")
+    for part in (slice(sequences // 2, None), slice(sequences // 2)):
+        assert attention.attention_forward(q[part], k[part], v[part], True, o[part], sums[part])
+    assert torch.equal(o, expected)
+    assert torch.equal(sums, its_sums)
+    assert sdpa.repeats_in_parts(q, k, v, True)
+
+
 def test_parts_fit_and_are_as_large_as_they_may_be(monkeypatch):
     monkeypatch.setattr(attention, "MOST_SCORES", 12 * 256**2)
     for shape, part in {

@@ -7,6 +7,8 @@ import torch
 from cases import FEW, QUANTIZERS
 from ranks import BACKENDS, run_ranks
 
+from hqsweep.ops.attention import has_cudnn
+
 REFUSALS = [
     "l: 97 output features do not divide by tp=2",
     "l: grad_output: a rank's part has 24 columns of (32, 24), which cut a block of mxfp8; take sizes whose parts are"
@@ -146,6 +148,16 @@ def test_sums_that_norms_read_are_those_of_a_pass_of_their_own(backend):
     recipes = ["mxfp8", "bf16", "nvfp4+row_scaled|mxfp8"]
     for results in run_ranks(2, shared_models.left_sums, 2, recipes, backend=backend):
         assert results == [([8, 0, 4, 4], []), ([12, 0, 2, 4], [])] * 3
+
+
+@pytest.mark.gpu2
+def test_what_comes_in_turn_has_the_bits_of_the_whole(monkeypatch):
+    """Attention and activation of two layers, of two ranks' sequences each; nvfp4 has a scale of the whole. Without
+    cuDNN's frontend attention comes as a whole."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    attention = 4 if has_cudnn() else 0
+    for results in run_ranks(2, shared_models.turned, 2, ["bf16", "mxfp8", "mxfp8|bf16", "nvfp4"], backend="nccl"):
+        assert results == [([4 + attention, 0], [])] * 3 + [([0, 0], [])]
 
 
 @pytest.mark.slow
