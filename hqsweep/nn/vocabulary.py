@@ -98,6 +98,8 @@ class _SplitEmbedding(torch.autograd.Function):
         (own,) = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
         rows = begin_lent_rows(rows, ctx.group, ctx.lead)() if ctx.split else rows  # which are read at once
-        elsewhere = ctx.entries  # an index that is left out
-        table = torch.ops.aten.embedding_dense_backward(rows, own, ctx.entries, elsewhere, False)
-        return None, table, None, None
+        # An index that is left out: of a table with one entry more, since torch has memory for as many different indices
+        # as there are entries.
+        elsewhere = ctx.entries
+        table = torch.ops.aten.embedding_dense_backward(rows, own, ctx.entries + 1, elsewhere, False)
+        return None, table[:elsewhere], None, None
