@@ -98,8 +98,8 @@ class _SplitEmbedding(torch.autograd.Function):
         (own,) = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
         rows = begin_lent_rows(rows, ctx.group, ctx.lead)() if ctx.split else rows  # which are read at once
-        # An index that is left out: of a table with one entry more, since torch has memory for as many different indices
-        # as there are entries.
+        # An index that is left out, of a table with one entry more: torch has memory for as many different indices as
+        # there are entries.
         elsewhere = ctx.entries
         table = torch.ops.aten.embedding_dense_backward(rows, own, ctx.entries + 1, elsewhere, False)
         return None, table[:elsewhere], None, None
