@@ -1,5 +1,6 @@
 """A function in several processes of this machine that form a group: what each returns, or yields."""
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -96,6 +97,7 @@ def end_with_starter() -> None:
 def _started(rank: int, variables: dict[str, str], *arguments: Any) -> None:
     """_rank with the environment of the process that asked for it, not the one of the server."""
     end_with_starter()
+    gc.freeze()  # what the server has imported stays: to look through it at each collection is what costs
     os.environ.clear()
     os.environ.update(variables)
     _rank(rank, *arguments)

@@ -55,7 +55,7 @@ class BackwardState(NamedTuple):
     """Whether there is one weight, and all gradients are its own."""
     dw_dtype: torch.dtype
     stays: bool
-    """Whether the saved tensors of x stay where they are until backward."""
+    """Whether the saved tensors of x, which ranks exchange, stay where they are until backward."""
 
     def parts(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """The saved tensors of the weights, and those of x."""
@@ -108,7 +108,7 @@ def keep(
         weights=weights if call.main_grad else None,
         one_parameter=call.splits is None or weights[0].dim() == 3,
         dw_dtype=torch.float32 if call.main_grad else weights[0].dtype,
-        stays=not is_hooked(),
+        stays=call.exchange is not None and not torch.compiler.is_compiling() and not is_hooked(),
     )
     return [*of_weights, *saved], state
 

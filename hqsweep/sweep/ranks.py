@@ -6,6 +6,7 @@ The first failure ends all ranks. Its consequences (such as a connection that th
 reported: a rank that has lost another gives way, so that the launcher sees the cause first.
 """
 
+import gc
 import json
 import logging
 import os
@@ -131,6 +132,7 @@ def _be_rank(told: _Rank) -> None:
     from hqsweep.dist.spawn import end_with_starter
 
     end_with_starter()
+    gc.freeze()  # what the server has imported
     die_with_parent()
     name_process(f"hqsweep:{os.environ['RANK']}")
     write_to(RunDir(told.path).log)

@@ -47,7 +47,7 @@ BESIDE = {
     "matrices": (NVFP4, MATRICES | {"model": FOUR | CUT_EXPERTS, "recompute": "layer", "stages": 2}),
     "held matrices": (DELAYED_LAYERS, MATRICES | {"model": {"ffn": 128, "quantized_weights": True}}),
     "tied matrices": ("mxfp8", MATRICES | {"model": {"ffn": 128, "tied": True}}),
-    "experts over ranks": (DELAYED_LAYERS, EXPERTS | {"model": FOUR | {"experts": 4, "first_moe_layer": 2}}),
+    "experts over ranks": (DELAYED_LAYERS, EXPERTS | {"model": {"experts": 4, "first_moe_layer": 1}}),
     "held experts": (
         NVFP4,
         EXPERTS | {"model": FOUR | {"experts": 4, "quantized_weights": True}, "stages": 2, "recompute": "layer"},
