@@ -57,8 +57,8 @@ SCALING_GOALS = {"time": 0.93, "tp": 0.85}
 QUICK = Size(model=ModelConfig(dim=64, layers=2, heads=2), batch=2, context=32, vocabulary=96, turn=1)
 WIRE_BYTES = 1 << 28
 COLUMNS = (
-    "section", "size", "case", "recipe", "deterministic", "ranks", "ms", "share", "goal", "scaling", "scaling_goal",
-    "pass", "ktokens_s", "tflops", "peak_gb", "shared_gb", "first_step_s", "gather_gbs", "reduce_gbs",
+    "section", "device", "size", "case", "recipe", "deterministic", "ranks", "ms", "share", "goal", "scaling",
+    "scaling_goal", "pass", "ktokens_s", "tflops", "peak_gb", "shared_gb", "first_step_s", "gather_gbs", "reduce_gbs",
 )  # fmt: skip
 
 
