@@ -62,7 +62,7 @@ def fastest_product(
     if key not in _CHOICES:
         if torch.cuda.is_current_stream_capturing():
             return None
-        _CHOICES[key] = _choose(key, reference)
+        _CHOICES[key] = choose(key, reference)
     choice = _CHOICES[key]
     if choice is None:
         return None
@@ -72,7 +72,16 @@ def fastest_product(
     return out
 
 
-def _choose(key: tuple, reference: Reference) -> Choice | None:
+def choose(key: tuple, reference: Reference) -> Choice | None:
+    """The choice for a product of these facts: device, sizes, how both matrices lie and are aligned, the dtype and the
+    alignment of the output. None also where there is no memory to try any."""
+    try:
+        return _try(key, reference)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _try(key: tuple, reference: Reference) -> Choice | None:
     device, (_, m, n, k), lie_a, lie_b, dtype, _ = key
     lines = [(x[0] * (k if x[2] else rows)) for x, rows in ((lie_a, m), (lie_b, n))]
     if 2 * sum(lines) + 2 * m * n * dtype.itemsize > MOST_BYTES:

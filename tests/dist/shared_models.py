@@ -42,6 +42,7 @@ from hqsweep.nn import (
 from hqsweep.nn.left_sums import LeftGradient, LeftOutput
 from hqsweep.nn.linear_call import LinearCall
 from hqsweep.nn.linear_loss import cross_entropy, vocabulary_group
+from hqsweep.nn.residual import residual_under_fsdp
 from hqsweep.nn.turns import OperandsInTurn
 from hqsweep.nn.vocabulary import split_embedding
 from hqsweep.parallel.data import gather_in_linear_dtype
@@ -321,7 +322,25 @@ def left_sums(rank: int, world: int, recipes: list[str]) -> list[tuple[list[int]
     return results
 
 
-def _leaving(mesh: DeviceMesh, recipe: str, recompute: str, *, leaves: bool) -> tuple[dict[str, Tensor], list[int]]:
+def left_under_fsdp(rank: int, world: int) -> tuple[list[int], list[str]]:
+    """The same for layers that fully_shard cuts further, over `world` ranks of which two share matrices."""
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+
+    def cut(model: GPT) -> GPT:
+        model = _cut(model, mesh, fsdp_placement)
+        for layer in model.layers:
+            residual_under_fsdp(layer)
+        return model
+
+    (one, counts), (other, _) = (
+        _leaving(mesh["tp"], "mxfp8", "none", leaves=leaves, cut=cut) for leaves in (True, False)
+    )
+    return counts, [name for name, value in other.items() if not torch.equal(one[name], value)]
+
+
+def _leaving(
+    mesh: DeviceMesh, recipe: str, recompute: str, *, leaves: bool, cut: Callable[[GPT], GPT] = lambda model: model
+) -> tuple[dict[str, Tensor], list[int]]:
     """The loss and the gradients of a step, and the counts of left_sums()."""
     device, left, summands = rank_device(), [], PendingSum.summands
     sent, order = [], []
@@ -344,7 +363,7 @@ def _leaving(mesh: DeviceMesh, recipe: str, recompute: str, *, leaves: bool) -> 
                 patch.setattr(module, "use_kernels", lambda x: True)
             for name in ("norm", "norm_backward"):
                 patch.setattr(norm.norm, name, getattr(emulated, name))
-        model = tensor_parallel(build({"linear": recipe}, layers=2).to(device), mesh, axis=0)
+        model = cut(tensor_parallel(build({"linear": recipe}, layers=2).to(device), mesh, axis=0))
         model.recompute = recompute
         with quantization(seed=1, step=1):
             loss, _ = model.loss(*(x.to(device) for x in data(1)))

@@ -26,6 +26,14 @@ def test_the_fastest_is_preferred(times, scratch, expected):
     assert preferred(choices, times) is (None if expected is None else choices[expected])
 
 
+def test_without_memory_to_try_any_it_is_torchs(monkeypatch):
+    def fails(*_):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(product_choice, "_try", fails)
+    assert product_choice.choose((), None) is None
+
+
 def test_cpus_and_small_products_are_left_to_torch():
     a = torch.zeros(64, 64, dtype=torch.bfloat16)
     assert fastest_product(a, a, torch.bfloat16, None) is None

@@ -150,6 +150,11 @@ def test_sums_that_norms_read_are_those_of_a_pass_of_their_own(backend):
         assert results == [([8, 0, 4, 4], []), ([12, 0, 2, 4], [])] * 3
 
 
+@pytest.mark.slow
+def test_sums_are_left_under_fully_shard_too():
+    assert run_ranks(4, shared_models.left_under_fsdp, 4) == [([8, 0, 4, 4], [])] * 4
+
+
 @pytest.mark.gpu2
 def test_what_comes_in_turn_has_the_bits_of_the_whole(monkeypatch):
     """Attention and activation of two layers, of two ranks' sequences each; nvfp4 has a scale of the whole. Without
