@@ -102,7 +102,7 @@ class _LateGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight: Tensor, gradient: LeftGradient) -> Tensor:
         ctx.call = gradient
-        return weight.new_empty(0)
+        return torch.empty(0, dtype=weight.dtype, device=weight.device)
 
     @staticmethod
     @once_differentiable
