@@ -14,10 +14,8 @@ for an exchange knows that the others had begun it. From that follows which slot
 
 import os
 import socket
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from hqsweep.dist.slots import Exchange, Slots
 
 SWITCH = "HQSWEEP_PEER_COPIES"
 """The environment variable that turns copies off where it is 0 for some rank."""
@@ -172,54 +172,6 @@ def _are_neighbours(places: list[tuple[str, str]]) -> bool:
     return len({host for host, _ in places}) == 1 and len({gpu for _, gpu in places}) == len(places)
 
 
-@dataclass(eq=False)
-class _Exchange:
-    slot: int
-    begun: int
-    """The number of exchanges that had begun before."""
-    waited: bool = False
-    """Whether this rank has waited for it, and so knows that the others had begun it."""
-    read: int | None = None
-    """The number of exchanges that had begun when all its reads were enqueued."""
-
-
-class Slots:
-    """Which slots are free, from the order in which exchanges begin and are waited for, which all ranks have alike."""
-
-    def __init__(self, count: int) -> None:
-        self.last: list[_Exchange | None] = [None] * count
-        self.recent: deque[_Exchange] = deque(maxlen=2 * count)
-        self.begun = 0
-
-    def take(self) -> _Exchange | None:
-        """A new exchange in a free slot; None where none is known to be free."""
-        for each in self.recent:
-            if each.waited and each.read is None:
-                each.read = self.begun
-        slot = next((slot for slot, last in enumerate(self.last) if last is None or self._is_free(last)), None)
-        if slot is None:
-            return None
-        exchange = _Exchange(slot, self.begun)
-        self.last[slot] = exchange
-        self.recent.append(exchange)
-        self.begun += 1
-        return exchange
-
-    def _is_free(self, last: _Exchange) -> bool:
-        """Whether the others have enqueued their reads of it before they began one that this rank has waited for."""
-        read = last.read
-        return read is not None and any(each.waited and each.begun >= read for each in self.recent)
-
-    def settle(self) -> None:
-        """Note that the others have done all that they had enqueued, as a barrier shows."""
-        self.last = [None if last is None or last.waited else last for last in self.last]
-
-    def clear(self) -> None:
-        """Forget exchanges that nobody will wait for, as those of a capture that failed, too."""
-        self.last = [None] * len(self.last)
-        self.recent.clear()
-
-
 class Mailbox:
     """Memory of each rank of a group that the others write to: slots of `size` bytes."""
 
@@ -253,7 +205,7 @@ class Mailbox:
             sending.write(self.beside, self.rank, self.rank * size, own)
         return sending
 
-    def _take(self) -> _Exchange | None:
+    def _take(self) -> Exchange | None:
         """An exchange in a free slot, after a barrier where none is known to be free."""
         stream, capturing = torch.cuda.current_stream(), torch.cuda.is_current_stream_capturing()
         program = _PROGRAMS[-1] if _PROGRAMS else capturing
@@ -278,7 +230,7 @@ class Sending:
     """An exchange whose messages, of `size` bytes, leave piece by piece."""
 
     def __init__(
-        self, mailbox: Mailbox, exchange: _Exchange, size: int, *, has_own: bool, since: torch.cuda.Event | None
+        self, mailbox: Mailbox, exchange: Exchange, size: int, *, has_own: bool, since: torch.cuda.Event | None
     ) -> None:
         self.mailbox, self.exchange, self.size, self.has_own = mailbox, exchange, size, has_own
         self.since = since

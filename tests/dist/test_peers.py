@@ -7,7 +7,7 @@ import pytest
 from ranks import run_ranks
 
 from hqsweep.dist import peers
-from hqsweep.dist.peers import Slots
+from hqsweep.dist.slots import Slots
 
 COUNT = 4
 
