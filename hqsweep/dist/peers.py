@@ -76,7 +76,7 @@ def begin(
         return None
     for other, message in messages.items():
         sending.send(other, message)
-    return sending.sent()
+    return sending.received
 
 
 def start(
@@ -247,10 +247,6 @@ class Sending:
         last = first + sum(piece.nbytes for piece in message)
         self.write(box.engine, other, place * self.size + first, message, signals=last == self.size)
 
-    def sent(self) -> Received:
-        """begin()'s result, when all has been sent."""
-        return self._received
-
     def write(
         self, engine: torch.cuda.Stream, rank: int, start: int, message: Message, *, signals: bool = False
     ) -> None:
@@ -269,7 +265,8 @@ class Sending:
             self.copied.append(engine.record_event())
         self.messages.append(message)
 
-    def _received(self) -> Tensor:
+    def received(self) -> Tensor:
+        """begin()'s result, when all has been sent."""
         box, exchange = self.mailbox, self.exchange
         if not exchange.waited:
             for event in self.copied:

@@ -157,7 +157,7 @@ class SumOfRows:
         """begin_sum_rows(), when the rows of all other ranks are ready."""
         if self.sending is None:
             return begin_sum_rows(self.x, self.group)
-        return _pending_sum(self.x, self.group, 1, self.sending.sent())
+        return _pending_sum(self.x, self.group, 1, self.sending.received)
 
 
 def start_sum_rows(x: Tensor, group: ProcessGroup) -> SumOfRows:

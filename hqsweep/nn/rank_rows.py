@@ -5,7 +5,7 @@ sum over ranks the rows of the others come first, and travel while the own ones 
 depend on the rows beside them (tests/gemm/test_exact.py holds that for cuBLAS), so all bits are those of one product.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,14 +105,10 @@ def quantize_tokens(
         return call.quantize(tensor, x, **outputs, **options)
     by_ranks = by_ranks and rowwise is not None and multiplies_by_ranks(call, part, x)
     if _sends_codes(call, tensor, x, part, rowwise, columnwise):
-        own = call.quantize_part(tensor, x, part, **{name: output and "codes" for name, output in outputs.items()})
-        row = own.rowwise and Gathering(own.rowwise, 0, part)
-        column = own.columnwise
-        if column is not None and tensor != "input":
-            column = Gathering(column, 1, part).whole()
+        row, column = _send_codes(call, tensor, x, part, outputs)
         if by_ranks:
             row = RankRows(part=part, rows=len(x), of_rank=row.of_rank)
-        return HybridOperand(rowwise=row.whole() if isinstance(row, Gathering) else row, columnwise=column)
+        return HybridOperand(rowwise=_whole(row), columnwise=_whole(column))
     if not by_ranks or not is_alone(call.quantizer(tensor), x.shape, part, rowwise, None):
         return call.quantize(tensor, call.gathered(tensor, x), **outputs, **options)
     arriving = call.exchange.begin_lent(tensor, x)
@@ -128,9 +124,21 @@ def begin_tokens(
     if part is None or not _sends_codes(call, tensor, x, part, rowwise, columnwise):
         arriving = (lambda: x) if part is None else call.exchange.begin_lent(tensor, x)
         return lambda: call.quantize(tensor, arriving(), **outputs)
+    row, column = _send_codes(call, tensor, x, part, outputs)
+    return lambda: HybridOperand(rowwise=_whole(row), columnwise=_whole(column))
+
+
+def _send_codes(
+    call: Any, tensor: str, x: Tensor, part: Part, outputs: Mapping[str, Output | None]
+) -> tuple[Gathering | None, Gathering | Operand | None]:
+    """The codes of this rank's tokens, on their way to the others; an input's columnwise ones stay."""
     own = call.quantize_part(tensor, x, part, **{name: output and "codes" for name, output in outputs.items()})
-    row, column = own.rowwise and Gathering(own.rowwise, 0, part), own.columnwise and Gathering(own.columnwise, 1, part)
-    return lambda: HybridOperand(rowwise=row and row.whole(), columnwise=column and column.whole())
+    row, column = own.rowwise and Gathering(own.rowwise, 0, part), own.columnwise
+    return row, column if column is None or tensor == "input" else Gathering(column, 1, part)
+
+
+def _whole(operand: Gathering | RankRows | Operand | None) -> RankRows | Operand | None:
+    return operand.whole() if isinstance(operand, Gathering) else operand
 
 
 def span(rank: int, rows: int) -> Span:
@@ -154,8 +162,9 @@ def hides(x: Tensor) -> bool:
 def begin_summed_product(call: Any, gemm: str, tensor: str, a: OneOperand | RankRows, b: OneOperand) -> Pending:
     """The product of a call, summed over ranks where each has a part of its sums: all of it, or this rank's tokens. It
     is begun (dist.tokens)."""
-    a = _by_ranks(call, tensor, a)
-    if not isinstance(a, RankRows) or call.exchange is None or not call.exchange.splits_tokens(tensor):
+    splits = call.exchange is not None and call.exchange.splits_tokens(tensor)
+    a = _by_ranks(call, tensor, a) if splits else a
+    if not splits or not isinstance(a, RankRows):
         return call.begin_summed(tensor, call.product(gemm, a, b, call.dtype))
     (own, place), *others = a.order
     b = _decoded(b)
@@ -179,12 +188,10 @@ def pieces_of(gemm: str, rows: int) -> int:
 
 
 def _by_ranks(call: Any, tensor: str, a: OneOperand | RankRows) -> OneOperand | RankRows:
-    """a by the rows of each rank, where the product is to be formed so, of which ranks keep their own."""
-    if not isinstance(a, ExactOperand) or a.matrix.dim() != 2 or call.exchange is None:
+    """a by the rows of each rank, where a product of which ranks keep their tokens is to be formed so."""
+    if not isinstance(a, ExactOperand) or a.matrix.dim() != 2:
         return a
-    part = call.exchange.parts.get(tensor)
-    if part is None or not call.exchange.splits_tokens(tensor):
-        return a
+    part = call.exchange.parts[tensor]
     rows = len(a.matrix) // part.group.size()
     if not multiplies_by_ranks(call, part, a.matrix[:rows]):
         return a

@@ -10,7 +10,7 @@ torch promises nothing for its operators. All are therefore tried once for every
 torch chooses by itself where they do not agree with what it would have computed.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 import torch.nn.functional as F
@@ -51,9 +51,13 @@ def way_back(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str | None:
 
 @constant_result
 def _tried(*case: Hashable) -> str | None:
-    """_agreeing(); while a CUDA graph is recorded nothing can be tried, and what is not known yet is None."""
-    known = case in _agreeing.results or not torch.cuda.is_current_stream_capturing()
-    return _agreeing(*case) if known else None
+    """_agreeing(), where that is known or can be tried; else None."""
+    return _agreeing(*case) if _is_answered(_agreeing, case) else None
+
+
+def _is_answered(trial: Callable[..., Hashable], case: tuple[Hashable, ...]) -> bool:
+    """Whether a trial has an answer: while a CUDA graph is recorded nothing can be tried."""
+    return case in trial.results or not torch.cuda.is_current_stream_capturing()
 
 
 @memo
@@ -69,19 +73,14 @@ def _agreeing(device: torch.device, width: int, is_causal: bool) -> str | None:
 def repeats_in_parts(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
     """Whether the output of q, k, v [B, H, T, E], which cuDNN computes, has the same bits where attention_forward()
     computes it, a part of the sequences at a time."""
-    return has_cudnn() and _tried_in_parts(q.device, q.shape[3], is_causal) is True
-
-
-@constant_result
-def _tried_in_parts(*case: Hashable) -> bool | None:
-    known = case in _same_in_parts.results or not torch.cuda.is_current_stream_capturing()
-    return _same_in_parts(*case) if known else None
+    case = q.device, q.shape[3], is_causal
+    return has_cudnn() and _is_answered(_same_in_parts, case) and _same_in_parts(*case)
 
 
 @memo
 def _same_in_parts(device: torch.device, width: int, is_causal: bool) -> bool:
     with torch.inference_mode(False), torch.no_grad():
-        return all(_is_same_in_parts(device, length, width, is_causal) for length in LENGTHS)
+        return _at_all_lengths(lambda length: _is_same_in_parts(device, length, width, is_causal))
 
 
 def _is_same_in_parts(device: torch.device, length: int, width: int, is_causal: bool) -> bool:
@@ -100,8 +99,12 @@ def _ways() -> list[str]:
 
 
 def _agrees(way: str, device: torch.device, width: int, is_causal: bool) -> bool:
+    return _at_all_lengths(lambda length: _agrees_at(way, device, length, width, is_causal))
+
+
+def _at_all_lengths(agrees: Callable[[int], bool]) -> bool:
     try:
-        return all(_agrees_at(way, device, length, width, is_causal) for length in LENGTHS)
+        return all(map(agrees, LENGTHS))
     except Exception:  # of whatever kind libraries raise that are of another version than they look
         return False
 

@@ -6,6 +6,9 @@ product is not written and read once more, and nothing waits for the factors. It
 The library is the one that torch has loaded; without it torch.mm and scale_product compute the same.
 """
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -50,8 +53,9 @@ def takes(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
     return filled and has_products() and lie_of(a) is not None and lie_of(b) is not None
 
 
-def alignment(address: int) -> int:
-    """The largest power of two up to 256 that divides the address."""
+def alignment(x: Tensor) -> int:
+    """The largest power of two up to 256 that divides the address of x."""
+    address = x.data_ptr()
     return min(address & -address, 256)
 
 
@@ -66,12 +70,25 @@ def _check(a: Tensor, b: Tensor, dtype: torch.dtype, factors: tuple[Tensor | Non
             raise ValueError(f"factor is {described(factor)}; it takes one float32 on {a.device}")
 
 
+class Planned(NamedTuple):
+    """A plan of the extension, and the bytes that its calls need."""
+
+    plan: Any
+    scratch: int
+
+    def run(self, out: Tensor, a: Tensor, b: Tensor, factors: Sequence[int] = (0, 0), constant: float = 1.0) -> None:
+        """Write the product to out. factors: the addresses of those of a and b."""
+        scratch = empty(a, (self.scratch // 4,), (1,), torch.float32)
+        addresses = a.data_ptr(), b.data_ptr(), out.data_ptr(), *factors
+        self.plan.run(*addresses, constant, scratch.data_ptr(), *where(a))
+
+
 @memo
-def _plan(device: int, sizes: tuple, a: tuple, b: tuple, out: tuple):
-    """The extension's plan, made once for equal arguments; None where the library has no algorithm."""
+def _plan(device: int, sizes: tuple, a: tuple, b: tuple, out: tuple) -> Planned | None:
+    """The plan made once for equal arguments; None where the library has no algorithm."""
     dtype, alignment, accumulate, scaled = out
     plan = extension().ProductPlan(sizes, a, b, DTYPES[dtype], alignment, accumulate, scaled, device)
-    return (plan, plan.scratch) if plan.found else None
+    return Planned(plan, plan.scratch) if plan.found else None
 
 
 def _multiply(out: Tensor, a: Tensor, b: Tensor, factors: tuple, constant: float, accumulate: bool) -> bool:
@@ -80,17 +97,14 @@ def _multiply(out: Tensor, a: Tensor, b: Tensor, factors: tuple, constant: float
     (m, k), n, count = a.shape[-2:], b.shape[-2], a.shape[0] if a.dim() == 3 else 1
     if m == 1 or n == 1:
         return False
-    at_a, at_b, at_out = a.data_ptr(), b.data_ptr(), out.data_ptr()
     addresses = [0 if factor is None else factor.data_ptr() for factor in factors]
     planned = _plan(
-        a.get_device(), (count, m, n, k), (*lie_of(a), alignment(at_a)), (*lie_of(b), alignment(at_b)),
-        (out.dtype, alignment(at_out), accumulate, any(addresses)),
+        a.get_device(), (count, m, n, k), (*lie_of(a), alignment(a)), (*lie_of(b), alignment(b)),
+        (out.dtype, alignment(out), accumulate, any(addresses)),
     )  # fmt: skip
     if planned is None:
         return False
-    plan, size = planned
-    scratch = empty(a, (size // 4,), (1,), torch.float32)
-    plan.run(at_a, at_b, at_out, *addresses, constant, scratch.data_ptr(), *where(a))
+    planned.run(out, a, b, addresses, constant)
     return True
 
 

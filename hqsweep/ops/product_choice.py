@@ -6,15 +6,14 @@ it gives every bit that torch's product gives; hence results do not depend on wh
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hqsweep.ops.addresses import empty
 from hqsweep.ops.kernels import DTYPES
-from hqsweep.ops.library import extension, where
-from hqsweep.ops.product import alignment, lie_of, takes
+from hqsweep.ops.library import extension
+from hqsweep.ops.product import Planned, alignment, lie_of, takes
 
 Reference = Callable[..., Tensor]
 """(a [m, k], b [n, k]) -> the product [m, n] as torch computes it."""
@@ -24,27 +23,14 @@ MOST_BYTES = 640 << 20
 """The memory that a choice may take while it is made."""
 WORKSPACES = (0, 32 << 20)
 """Bytes that algorithms may ask for. Of two that are as fast the one without a workspace is taken: it needs no counter
-in memory that is set to zero before, which costs 4 microseconds more where a CUDA graph has copies beside it."""
+in memory that is set to zero before, which costs 5 us, and up to 9 where a CUDA graph has copies beside it."""
 RANKS = 6
 ROUNDS, CALLS = 3, 4
 ALIKE = 1.01
 """Times of this ratio are as good."""
 
 
-class Choice(NamedTuple):
-    """A plan of the extension, and the bytes that its calls need."""
-
-    plan: Any
-    scratch: int
-
-    def run(self, out: Tensor, a: Tensor, b: Tensor) -> None:
-        """Write the product to out."""
-        scratch = empty(a, (self.scratch // 4,), (1,), torch.float32)
-        addresses = a.data_ptr(), b.data_ptr(), out.data_ptr()
-        self.plan.run(*addresses, 0, 0, 1.0, scratch.data_ptr(), *where(a))
-
-
-_CHOICES: dict[tuple, Choice | None] = {}
+_CHOICES: dict[tuple, Planned | None] = {}
 """What was chosen for each shape; None: torch's product."""
 
 
@@ -56,8 +42,8 @@ def fastest_product(
     tried."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[0] * a.shape[1] * b.shape[0] < LEAST_WORK or not takes(a, b, dtype):
         return None
-    at_out = 256 if out is None else alignment(out.data_ptr())
-    lies = (*lie_of(a), alignment(a.data_ptr())), (*lie_of(b), alignment(b.data_ptr()))
+    at_out = 256 if out is None else alignment(out)
+    lies = (*lie_of(a), alignment(a)), (*lie_of(b), alignment(b))
     key = (a.get_device(), (1, a.shape[0], b.shape[0], a.shape[1]), *lies, dtype, at_out)
     if key not in _CHOICES:
         if torch.cuda.is_current_stream_capturing():
@@ -72,7 +58,7 @@ def fastest_product(
     return out
 
 
-def choose(key: tuple, reference: Reference) -> Choice | None:
+def choose(key: tuple, reference: Reference) -> Planned | None:
     """The choice for a product of these facts: device, sizes, how both matrices lie and are aligned, the dtype and the
     alignment of the output. None also where there is no memory to try any."""
     try:
@@ -81,7 +67,7 @@ def choose(key: tuple, reference: Reference) -> Choice | None:
         return None
 
 
-def _try(key: tuple, reference: Reference) -> Choice | None:
+def _try(key: tuple, reference: Reference) -> Planned | None:
     device, (_, m, n, k), lie_a, lie_b, dtype, _ = key
     lines = [(x[0] * (k if x[2] else rows)) for x, rows in ((lie_a, m), (lie_b, n))]
     if 2 * sum(lines) + 2 * m * n * dtype.itemsize > MOST_BYTES:
@@ -96,7 +82,7 @@ def _try(key: tuple, reference: Reference) -> Choice | None:
         return preferred(same, _times(calls))
 
 
-def preferred(choices: Sequence[Choice], times: Sequence[float]) -> Choice | None:
+def preferred(choices: Sequence[Planned], times: Sequence[float]) -> Planned | None:
     """Of the reference and the choices, whose times stand in this order, the fastest; of those that are as fast the
     choice with the least workspace. None is the reference."""
     good = [choice for choice, time in zip([None, *choices], times, strict=True) if time <= ALIKE * min(times)]
@@ -111,7 +97,7 @@ def _numbers(rows: int, cols: int, lie: tuple, generator: torch.Generator) -> Te
     return x.t() if turned else x
 
 
-def _candidates(key: tuple) -> list[Choice]:
+def _candidates(key: tuple) -> list[Planned]:
     device, sizes, lie_a, lie_b, dtype, at_out = key
     found = []
     for most in WORKSPACES:
@@ -120,11 +106,11 @@ def _candidates(key: tuple) -> list[Choice]:
             plan = extension().ProductPlan(*fields, most_workspace=most, rank=rank)
             if not plan.found:
                 break
-            found.append(Choice(plan, plan.scratch))
+            found.append(Planned(plan, plan.scratch))
     return found
 
 
-def _agrees(choice: Choice, out: Tensor, a: Tensor, b: Tensor, expected: Tensor) -> bool:
+def _agrees(choice: Planned, out: Tensor, a: Tensor, b: Tensor, expected: Tensor) -> bool:
     try:
         choice.run(out, a, b)
     except RuntimeError:  # an algorithm that the library takes back

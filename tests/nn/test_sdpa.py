@@ -100,6 +100,24 @@ def test_parts_of_batch_and_heads_have_the_bits_of_the_whole(monkeypatch, determ
         monkeypatch.undo()
 
 
+@pytest.mark.parametrize("fault", ["other bits", "not taken", "an error", None])
+def test_parts_are_tried_before_they_are_trusted(monkeypatch, fault):
+    def forward(q, k, v, is_causal):
+        scores = q.float() @ k.float().mT
+        return (scores.softmax(-1) @ v.float()).bfloat16(), scores.logsumexp(-1)
+
+    def in_parts(q, k, v, is_causal, o, sums):
+        if fault == "an error":
+            raise TypeError("sdpa() got an unexpected keyword argument")
+        for place, values in zip((o, sums), forward(q, k, v, is_causal), strict=True):
+            place.copy_(values + (fault == "other bits"))
+        return fault != "not taken"
+
+    monkeypatch.setattr(sdpa, "cudnn_forward", forward)
+    monkeypatch.setattr(sdpa, "attention_forward", in_parts)
+    assert sdpa._same_in_parts.__wrapped__(torch.device("cpu"), 16, True) is (fault is None)
+
+
 @on_hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(4, 6, 256, 64), (6, 4, 1024, 64), (2, 3, 300, 128)], ids=str)

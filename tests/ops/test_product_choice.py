@@ -5,7 +5,8 @@ import torch
 
 from hqsweep.gemm.exact import mm_t, plain_product
 from hqsweep.ops import product_choice
-from hqsweep.ops.product_choice import Choice, fastest_product, preferred
+from hqsweep.ops.product import Planned
+from hqsweep.ops.product_choice import fastest_product, preferred
 
 M, N, K = 4096, 2048, 768
 
@@ -22,7 +23,7 @@ M, N, K = 4096, 2048, 768
     ],
 )
 def test_the_fastest_is_preferred(times, scratch, expected):
-    choices = [Choice(None, size) for size in scratch]
+    choices = [Planned(None, size) for size in scratch]
     assert preferred(choices, times) is (None if expected is None else choices[expected])
 
 
@@ -54,6 +55,17 @@ def test_bits_are_those_of_torch(monkeypatch, turned, dtype):
     assert len(choices) == 1
     monkeypatch.setattr(product_choice, "LEAST_WORK", 1 << 60)
     assert torch.equal(y, plain_product(a, b.t(), dtype))
+
+
+@pytest.mark.gpu
+def test_a_faster_algorithm_with_the_same_bits_is_taken(monkeypatch):
+    """All are faster here, so that what is measured does not decide."""
+    monkeypatch.setattr(product_choice, "_CHOICES", {})
+    monkeypatch.setattr(product_choice, "_times", lambda calls: [2.0] + [1.0] * (len(calls) - 1))
+    a, b = drawn(4 * M, K, turned=False), drawn(N, K, turned=False)
+    y = fastest_product(a, b, torch.bfloat16, lambda a, b: torch.mm(a, b.t()))
+    assert y is not None
+    assert torch.equal(y, torch.mm(a, b.t()))
 
 
 @pytest.mark.gpu
