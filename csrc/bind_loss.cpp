@@ -66,6 +66,25 @@ void bind_loss(py::module_& m) {
   }, "logits"_a, "targets"_a, "parts"_a, "losses"_a, "rows"_a, "vocabulary"_a, "first"_a, "ranks"_a, "scale"_a,
      "gradient"_a, "stream"_a = 0,
      "cross_entropy_cuda for logits of a vocabulary's entries from `first` on, with the parts [ranks, rows, 4] of all.");
+  m.def("joint_cross_entropy_cuda", [](uintptr_t logits, uintptr_t targets, uintptr_t losses, uintptr_t boxes,
+                                       uintptr_t state, int64_t rows, int64_t vocabulary, int64_t first, int64_t room,
+                                       int ranks, int rank, float scale, uintptr_t stream) {
+    check_logits(logits, targets, rows, vocabulary);
+    check_rows(losses, rows, 4, "losses");
+    HQ_REQUIRE(boxes && state, "boxes or state are at address 0");
+    check_aligned(boxes, 8, "boxes");
+    check_aligned(state, 4, "state");
+    HQ_REQUIRE(ranks > 1 && ranks <= kMostRanks && rank >= 0 && rank < ranks,
+               "rank is " + text(rank) + " of " + text(ranks) + ", must be one of 2 to " + text(kMostRanks));
+    HQ_REQUIRE(first >= 0 && rows <= room, "first is " + text(first) + ", must be >= 0, and there are " + text(rows) +
+                                               " rows in boxes for " + text(room));
+    return joint_cross_entropy_cuda({pointer<void>(logits), pointer<int64_t>(targets), pointer<float>(losses),
+                                     pointer<LossPart*>(boxes), pointer<unsigned>(state), rows, vocabulary, first, room,
+                                     ranks, rank, scale}, stream);
+  }, "logits"_a, "targets"_a, "losses"_a, "boxes"_a, "state"_a, "rows"_a, "vocabulary"_a, "first"_a, "room"_a, "ranks"_a,
+     "rank"_a, "scale"_a, "stream"_a = 0,
+     "shared_cross_entropy_cuda with the gradient, whose ranks' kernels run together and tell each other their parts, in\n"
+     "boxes [2, ranks, room, 4] of each; False where rows do not fit into shared memory.");
   m.def("scale_values_cuda", [](uintptr_t values, int dtype, int64_t count, uintptr_t factor, uintptr_t stream) {
     HQ_REQUIRE(dtype == 0 || dtype == 1, "dtype of the values is " + text(dtype) + ", must be 0 (fp32) or 1 (bf16)");
     HQ_REQUIRE(count >= 0 && count < kMostElements, "count is " + text(count) + ", must be >= 0 and less than 2^59");

@@ -1,5 +1,8 @@
 // Python bindings of the norms: addresses and sizes checked and turned into calls.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <vector>
 
 #include "arguments.h"
 #include "norm.h"
@@ -37,13 +40,26 @@ Summands summands_of(uintptr_t received, int ranks, int rank, const NormArray& o
   return {pointer<void>(received), ranks, rank};
 }
 
+// Arrays that get h, too.
+Copies copies_of(const std::vector<uintptr_t>& to, uintptr_t h, int dtype) {
+  HQ_REQUIRE(to.empty() || (h && to.size() <= static_cast<size_t>(kNormMostCopies)),
+             "there are " + text(static_cast<int64_t>(to.size())) + " copies, must be of an h, and at most " + text(kNormMostCopies));
+  Copies copies{};
+  for (const uintptr_t each : to) {
+    HQ_REQUIRE(each, "a copy is at address 0");
+    copies.to[copies.count++] = array_of(each, dtype, "a copy").data;
+  }
+  return copies;
+}
+
 }  // namespace
 
 void bind_norm(py::module_& m) {
   m.def("norm_forward_cuda", [](uintptr_t x, int dtype, uintptr_t branch, int branch_dtype, uintptr_t gain,
                                 uintptr_t bias, float epsilon, int64_t rows, int64_t cols, uintptr_t sum, uintptr_t h,
                                 int h_dtype, uintptr_t statistics, uintptr_t amax, uintptr_t column_amax, bool signs,
-                                uintptr_t received, int ranks, int rank, uintptr_t stream) {
+                                uintptr_t received, int ranks, int rank, const std::vector<uintptr_t>& copies,
+                                uintptr_t stream) {
     const int width = check_norm(rows, cols);
     HQ_REQUIRE(rows == 0 || (x && gain && statistics && (sum || !branch)), "an array of the norm is at address 0");
     check_aligned(gain | bias, 16, "gain or bias");
@@ -51,20 +67,20 @@ void bind_norm(py::module_& m) {
     const NormArray added = array_of(branch, branch_dtype, "branch");
     const NormForward call{array_of(x, dtype, "x"), added, array_of(sum, dtype, "sum"), array_of(h, h_dtype, "h"),
                            summands_of(received, ranks, rank, added, "branch"), pointer<float>(gain), pointer<float>(bias),
-                           pointer<float>(statistics), epsilon, rows, width};
+                           pointer<float>(statistics), epsilon, rows, width, copies_of(copies, h, h_dtype)};
     HQ_REQUIRE(amax || !column_amax, "the amax of columns is found with that of h");
     if (!amax) return norm_forward_cuda(call, stream);
     check_aligned(amax | column_amax, 4, "an amax");
-    HQ_REQUIRE(!received, "amaxes are found where branch is whole");
+    HQ_REQUIRE(!received && copies.empty(), "amaxes are found where branch is whole, and h is written once");
     HQ_REQUIRE((h || rows == 0) && rows % kNormStrip == 0 && cols <= kNormMostMeasured && call.h.dtype == Dtype::bf16,
                "amaxes are found of bf16, of a multiple of " + text(kNormStrip) + " rows and at most " +
                    text(kNormMostMeasured) + " columns, got " + text(rows) + " x " + text(cols));
     norm_measured_cuda(call, {pointer<float>(amax), pointer<float>(column_amax), signs}, stream);
   }, "x"_a, "dtype"_a, "branch"_a, "branch_dtype"_a, "gain"_a, "bias"_a, "epsilon"_a, "rows"_a, "cols"_a, "sum"_a, "h"_a,
      "h_dtype"_a, "statistics"_a, "amax"_a = 0, "column_amax"_a = 0, "signs"_a = false, "received"_a = 0,
-     "ranks"_a = 1, "rank"_a = 0, "stream"_a = 0,
+     "ranks"_a = 1, "rank"_a = 0, "copies"_a = std::vector<uintptr_t>(), "stream"_a = 0,
      "x + branch and its norm, by rows; bias 0: RMSNorm. branch, sum and h may be 0; amaxes are raised, or 0. received: "
-     "other ranks' summands of branch, or 0.");
+     "other ranks' summands of branch, or 0. copies: arrays that get h, too.");
   m.def("quantize_normed_cuda", [](uintptr_t sum, uintptr_t gain, uintptr_t bias, uintptr_t statistics, int64_t rows,
                                    int64_t cols, const Direction* row, const Direction* column, bool dequantized,
                                    uintptr_t stream) {

@@ -17,6 +17,7 @@ using namespace py::literals;
 namespace hq {
 void bind_activation(py::module_& m);
 void bind_adam(py::module_& m);
+void bind_embedding(py::module_& m);
 void bind_loss(py::module_& m);
 void bind_norm(py::module_& m);
 void bind_product(py::module_& m);
@@ -188,6 +189,7 @@ PYBIND11_MODULE(_C, m) {
   bind_cuda(m);
   hq::bind_activation(m);
   hq::bind_adam(m);
+  hq::bind_embedding(m);
   hq::bind_loss(m);
   hq::bind_norm(m);
   hq::bind_product(m);

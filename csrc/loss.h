@@ -47,6 +47,23 @@ struct SharedCrossEntropy {
   bool gradient;
 };
 
+constexpr int kMostRanks = 16;  // of a joint cross entropy
+
+// SharedCrossEntropy, with the gradient, in one pass over the logits: kernels of all ranks, each on a GPU of its own, run at
+// the same time, and tell each other the parts of each row. A box is memory of a rank that the others write to: [2, ranks,
+// room] parts, of which every byte is 0xFF before the first launch, and again when a launch has read them; launches of a
+// group take both halves by turns. state: [3] of zeros before the first launch, of this rank alone.
+struct JointCrossEntropy {
+  void* logits;             // bfloat16 [rows, vocabulary]; a block has room for its rows in shared memory
+  const int64_t* targets;   // [rows], of the whole vocabulary
+  float* losses;            // [rows]
+  LossPart* const* boxes;   // [ranks]
+  unsigned* state;
+  int64_t rows, vocabulary, first, room;  // rows <= room
+  int ranks, rank;
+  float scale;
+};
+
 // values[i] *= factor[0], rounded to dtype (fp32 or bf16); nothing is touched where the factor is 1.
 struct Scaling {
   void* values;
@@ -60,6 +77,8 @@ struct Scaling {
 void cross_entropy_cuda(const CrossEntropy& call, uintptr_t stream);
 void loss_parts_cuda(const LossParts& call, uintptr_t stream);
 void shared_cross_entropy_cuda(const SharedCrossEntropy& call, uintptr_t stream);
+// False, and nothing is done, where the rows of a block do not fit into shared memory.
+bool joint_cross_entropy_cuda(const JointCrossEntropy& call, uintptr_t stream);
 void scale_values_cuda(const Scaling& call, uintptr_t stream);
 #endif
 

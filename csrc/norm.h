@@ -31,6 +31,14 @@ struct Summands {
   int ranks, rank;
 };
 
+constexpr int kNormMostCopies = 15;
+
+// Arrays as h that get it, too: memory of other GPUs, perhaps.
+struct Copies {
+  void* to[kNormMostCopies];
+  int count;
+};
+
 struct NormForward {
   NormArray x, branch, sum, h;  // sum: of x's dtype, null without a branch; h: null where only the rest is wanted
   Summands of_branch;
@@ -39,6 +47,7 @@ struct NormForward {
   float epsilon;
   int64_t rows;
   int cols;
+  Copies copies;
 };
 
 // d sum_i = rstd * (g_i - xhat_i * mean(g * xhat) [- mean(g)]), g = dh * gain, xhat = (sum - mean) * rstd, rounded to the

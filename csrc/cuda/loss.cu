@@ -61,24 +61,6 @@ __global__ void __launch_bounds__(kMostThreads, 2) cross_entropy(const __grid_co
   if (call.amax) raise(call.amax, most);
 }
 
-// Bytes that a thread block of the current device can have as dynamic shared memory beside what it has anyway.
-int most_shared_bytes() {
-  int device = 0, bytes = 0;
-  check(cudaGetDevice(&device), "cross_entropy_cuda");
-  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "cross_entropy_cuda");
-  return bytes - static_cast<int>(sizeof(Partial)) * (kMostThreads / kWarp);
-}
-
-constexpr int kUnasked = 48 * 1024;  // bytes of shared memory that a kernel has without asking
-
-// Ask for as much shared memory as there is, so that an SM has as many rows as fit.
-void ask_for_shared(int bytes) {
-  const auto kernel = cross_entropy<true>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "cross_entropy_cuda");
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
-        "cross_entropy_cuda");
-}
-
 __device__ void put(float value, float& out) { out = value; }
 __device__ void put(float value, __nv_bfloat16& out) { out = __float2bfloat16_rn(value); }
 __device__ float get(float value) { return value; }
@@ -128,9 +110,7 @@ void cross_entropy_cuda(const CrossEntropy& call, uintptr_t stream) {
   const unsigned grid =
       grid_of((call.rows + rows - 1) / rows, "cross_entropy_cuda", "there are too many rows for one launch");
   const cudaStream_t queue = reinterpret_cast<cudaStream_t>(stream);
-  const int most = call.gradient && bytes > kUnasked ? most_shared_bytes() : kUnasked;
-  if (call.gradient && bytes <= most) {
-    if (bytes > kUnasked) ask_for_shared(most);
+  if (call.gradient && has_shared(cross_entropy<true>, bytes, "cross_entropy_cuda")) {
     cross_entropy<true><<<grid, dim3(threads, rows), static_cast<size_t>(bytes), queue>>>(call);
   } else {
     cross_entropy<false><<<grid, dim3(threads, rows), 0, queue>>>(call);

@@ -1,5 +1,6 @@
 // Cross entropy over a vocabulary that ranks share out: of each row its part, 2 bytes a logit; then, when all ranks have
-// the parts of all, the losses and the gradient, 4 bytes a logit.
+// the parts of all, the losses and the gradient, 4 bytes a logit. Or both in one kernel, 4 bytes a logit in all: its rows
+// wait in shared memory for the parts of the other ranks, which come over NVLink in 2 to 4 us, while an SM has other rows.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -31,31 +32,57 @@ struct Whole {
   float of_target;
 };
 
-__device__ Whole whole_row(const SharedCrossEntropy& call, int64_t r) {
+// part_of(rank) -> LossPart
+template <class PartOf>
+__device__ Whole whole_row(int64_t ranks, const PartOf& part_of) {
   Whole whole{{-kInfinity, 0.0f}, __uint_as_float(0x7FC00000u)};
-  for (int64_t w = 0; w < call.ranks; ++w) {
-    const LossPart part = call.parts[w * call.rows + r];
+#pragma unroll 1
+  for (int64_t w = 0; w < ranks; ++w) {
+    const LossPart part = part_of(w);
     whole.sums.largest = fmaxf(whole.sums.largest, part.largest);
     if (part.has_target != 0.0f) whole.of_target = part.of_target;
   }
-  for (int64_t w = 0; w < call.ranks; ++w) {
-    const LossPart part = call.parts[w * call.rows + r];
+#pragma unroll 1
+  for (int64_t w = 0; w < ranks; ++w) {
+    const LossPart part = part_of(w);
     whole.sums.sum += rescaled({part.largest, part.sum}, whole.sums.largest);
   }
   return whole;
 }
 
+__device__ float loss_of(const Whole& whole) {
+  return logf(whole.sums.sum) + (whole.sums.largest - whole.of_target);
+}
+
+// The gradient of a row, from its logits.
+struct Gradients {
+  float base, factor;
+  int64_t target_unit;
+  int target_place;
+  __nv_bfloat16 at_target;
+
+  // target: within this rank's entries, or outside of them.
+  __device__ Gradients(const Whole& whole, int64_t target, int64_t vocabulary, float scale)
+      : base(base_of(whole.sums.largest)),
+        factor(scale / whole.sums.sum),
+        target_unit(target >= 0 && target < vocabulary ? target / kLogitsOfLoad : -1),
+        target_place(static_cast<int>(target % kLogitsOfLoad)),
+        at_target(__float2bfloat16_rn((exp_of(whole.of_target, base) / whole.sums.sum - 1.0f) * scale)) {}
+
+  __device__ uint4 of(const uint4& logits, int unit) const {
+    const uint4 gradient = softmax_of(logits, base, factor);
+    return unit == target_unit ? replaced(gradient, target_place, at_target) : gradient;
+  }
+};
+
 __global__ void __launch_bounds__(kMostThreads) shared_cross_entropy(const __grid_constant__ SharedCrossEntropy call) {
   const int64_t r = own_row();
   if (r >= call.rows) return;
-  const Whole whole = whole_row(call, r);
-  if (threadIdx.x == 0) call.losses[r] = logf(whole.sums.sum) + (whole.sums.largest - whole.of_target);
+  const Whole whole = whole_row(call.ranks, [&](int64_t w) { return call.parts[w * call.rows + r]; });
+  if (threadIdx.x == 0) call.losses[r] = loss_of(whole);
   if (!call.gradient) return;
   uint4* row = reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(call.logits) + r * call.vocabulary);
-  const int64_t target = call.targets[r] - call.first;
-  const int64_t target_unit = target >= 0 && target < call.vocabulary ? target / kLogitsOfLoad : -1;
-  const float base = base_of(whole.sums.largest), factor = call.scale / whole.sums.sum;
-  const float at_target = (exp_of(whole.of_target, base) / whole.sums.sum - 1.0f) * call.scale;
+  const Gradients gradients(whole, call.targets[r] - call.first, call.vocabulary, call.scale);
   const int units = static_cast<int>(call.vocabulary / kLogitsOfLoad), step = blockDim.x;
   for (int begin = threadIdx.x; begin < units; begin += kTogether * step) {
     uint4 loaded[kTogether];
@@ -65,13 +92,89 @@ __global__ void __launch_bounds__(kMostThreads) shared_cross_entropy(const __gri
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       const int u = begin + i * step;
-      if (u >= units) continue;
-      uint4 gradient = softmax_of(loaded[i], base, factor);
-      if (u == target_unit)
-        gradient = replaced(gradient, static_cast<int>(target % kLogitsOfLoad), __float2bfloat16_rn(at_target));
-      row[u] = gradient;
+      if (u < units) row[u] = gradients.of(loaded[i], u);
     }
   }
+}
+
+// The two words of a part, which travel one by one. No part has a word of ones alone: `largest` is no NaN, has_target 0
+// or 1.
+constexpr unsigned long long kNoWord = ~0ull;
+
+__device__ unsigned long long word_of(float low, float high) {
+  return static_cast<unsigned long long>(__float_as_uint(high)) << 32 | __float_as_uint(low);
+}
+
+__device__ void tell(LossPart* to, const LossPart& part) {
+  auto* words = reinterpret_cast<unsigned long long*>(to);
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(words), "l"(word_of(part.largest, part.sum)) : "memory");
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(words + 1), "l"(word_of(part.of_target, part.has_target))
+               : "memory");
+}
+
+// The word that another rank writes there, once it has; its place is then free again.
+__device__ unsigned long long heard(unsigned long long* word) {
+  unsigned long long value;
+  do {
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  } while (value == kNoWord);
+  *word = kNoWord;
+  return value;
+}
+
+__device__ LossPart heard(LossPart* from) {
+  auto* words = reinterpret_cast<unsigned long long*>(from);
+  const unsigned long long first = heard(words), second = heard(words + 1);
+  const auto low = [](unsigned long long word) { return __uint_as_float(static_cast<unsigned>(word)); };
+  const auto high = [](unsigned long long word) { return __uint_as_float(static_cast<unsigned>(word >> 32)); };
+  return {low(first), high(first), low(second), high(second)};
+}
+
+__device__ void wait_for_row() {
+  if (blockDim.x == kWarp)
+    __syncwarp();
+  else
+    __syncthreads();
+}
+
+// Blocks take rows in the order in which they begin, so that the first rows that are not done are in blocks of all ranks.
+// state: the next block, the number of those done, and the half of the boxes.
+__global__ void __launch_bounds__(kMostThreads, 3) joint_cross_entropy(const __grid_constant__ JointCrossEntropy call) {
+  extern __shared__ uint4 staged[];
+  __shared__ LossPart parts[kRowsOfBlock][kMostRanks];
+  __shared__ unsigned place, half;
+  const bool leads = threadIdx.x == 0 && threadIdx.y == 0;
+  if (leads) {
+    place = atomicInc(call.state, gridDim.x - 1);
+    half = *static_cast<volatile unsigned*>(call.state + 2);
+  }
+  __syncthreads();
+  const int64_t r = static_cast<int64_t>(place) * blockDim.y + threadIdx.y;
+  if (r < call.rows) {
+    const int units = static_cast<int>(call.vocabulary / kLogitsOfLoad), ranks = call.ranks;
+    __nv_bfloat16* logits = static_cast<__nv_bfloat16*>(call.logits) + r * call.vocabulary;
+    uint4 *row = reinterpret_cast<uint4*>(logits), *kept = staged + threadIdx.y * units;
+    const int64_t target = call.targets[r] - call.first;
+    const bool has = target >= 0 && target < call.vocabulary;
+    const float of_target = has ? __bfloat162float(logits[target]) : 0.0f;
+    const Partial sums = of_row(read_row(row, units, kept));
+    const LossPart own{sums.largest, sums.sum, of_target, has ? 1.0f : 0.0f};
+    for (int w = static_cast<int>(threadIdx.x); w < ranks; w += blockDim.x) {
+      const auto box = [&](int of, int from) { return call.boxes[of] + (half * ranks + from) * call.room + r; };
+      if (w != call.rank) tell(box(w, call.rank), own);
+      parts[threadIdx.y][w] = w == call.rank ? own : heard(box(call.rank, w));
+    }
+    wait_for_row();
+    const Whole whole = whole_row(ranks, [&](int64_t w) { return parts[threadIdx.y][w]; });
+    if (threadIdx.x == 0) call.losses[r] = loss_of(whole);
+    const Gradients gradients(whole, target, call.vocabulary, call.scale);
+#pragma unroll 1
+    for (int u = threadIdx.x; u < units; u += blockDim.x) row[u] = gradients.of(kept[u], u);
+  }
+  __syncthreads();
+  if (!leads) return;
+  __threadfence();  // every block reads the half before it is done
+  if (atomicInc(call.state + 1, gridDim.x - 1) == gridDim.x - 1) call.state[2] = half ^ 1;
 }
 
 // Thread blocks of a launch for so many rows, and their shape.
@@ -100,6 +203,17 @@ void shared_cross_entropy_cuda(const SharedCrossEntropy& call, uintptr_t stream)
   const Launch launch = launch_of(call.rows, call.vocabulary, "shared_cross_entropy_cuda");
   shared_cross_entropy<<<launch.blocks, launch.threads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(call);
   check(cudaGetLastError(), "shared_cross_entropy_cuda");
+}
+
+bool joint_cross_entropy_cuda(const JointCrossEntropy& call, uintptr_t stream) {
+  if (call.rows == 0) return true;
+  const Launch launch = launch_of(call.rows, call.vocabulary, "joint_cross_entropy_cuda");
+  const int64_t bytes = launch.threads.y * (call.vocabulary / kLogitsOfLoad) * static_cast<int64_t>(sizeof(uint4));
+  if (!has_shared(joint_cross_entropy, bytes, "joint_cross_entropy_cuda")) return false;
+  joint_cross_entropy<<<launch.blocks, launch.threads, static_cast<size_t>(bytes),
+                        reinterpret_cast<cudaStream_t>(stream)>>>(call);
+  check(cudaGetLastError(), "joint_cross_entropy_cuda");
+  return true;
 }
 
 }  // namespace hq

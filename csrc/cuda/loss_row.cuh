@@ -10,6 +10,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cuda/check.cuh"
+
 namespace hq {
 namespace {
 
@@ -142,6 +144,26 @@ inline unsigned threads_for(int64_t units) {
 
 // Rows of a block of so many threads a row.
 inline unsigned rows_of_block(unsigned threads) { return threads == kWarp ? kRowsOfBlock : 1; }
+
+constexpr int64_t kUnasked = 48 * 1024;  // bytes of shared memory that a kernel has without asking
+
+// Whether a block of the kernel can have so many bytes of dynamic shared memory; where it has to ask for them, it asks for
+// as much as there is, so that an SM has as many rows as fit.
+template <class Kernel>
+bool has_shared(Kernel kernel, int64_t bytes, const char* binding) {
+  if (bytes <= kUnasked / 2) return true;  // beside what kernels have anyway
+  int device = 0, most = 0;
+  cudaFuncAttributes own;
+  check(cudaGetDevice(&device), binding);
+  check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), binding);
+  check(cudaFuncGetAttributes(&own, kernel), binding);
+  most -= static_cast<int>(own.sharedSizeBytes);
+  if (bytes > most) return false;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most), binding);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+        binding);
+  return true;
+}
 
 }  // namespace
 }  // namespace hq

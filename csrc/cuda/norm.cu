@@ -89,6 +89,8 @@ __global__ void __launch_bounds__(kNormThreads) norm_forward(const __grid_consta
   RowUnits<kUnits> h;
   make_row<kUnits, kCentred, kSummed>(call, row, units, own, shared, h);
   if (call.h.data) store_row<kUnits>(h, row, call.cols, units, own, call.h);
+  for (int copy = 0; copy < call.copies.count; ++copy)
+    store_row<kUnits>(h, row, call.cols, units, own, {call.copies.to[copy], call.h.dtype});
 }
 
 // A thread block has a strip of 16 rows, which it keeps as bf16 in shared memory: [16, cols]. A thread then has whole

@@ -12,23 +12,18 @@ exchange has enqueued the reads of those before, but for the ones that have not 
 for an exchange knows that the others had begun it. From that follows which slots are free, with no message about it.
 """
 
-import os
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hqsweep.dist.shared_memory import shared_memory
 from hqsweep.dist.slots import Exchange, Slots
 
-SWITCH = "HQSWEEP_PEER_COPIES"
-"""The environment variable that turns copies off where it is 0 for some rank."""
-BOOT = Path("/proc/sys/kernel/random/boot_id")
 LEAST_BYTES = 1 << 20
 """Bytes of a message from which it is written by a copy engine; NCCL is as fast for fewer."""
 
@@ -71,9 +66,11 @@ def begin(
     if not pieces or any(piece.nbytes % WORD for piece in pieces):
         return None
     size = sum(piece.nbytes for piece in pieces)
-    sending = start(size, group, pieces[0].device, own=own, purpose=purpose, early=early)
+    sending = start(size, group, pieces[0].device, has_own=bool(own), purpose=purpose, early=early)
     if sending is None:
         return None
+    if own:
+        sending.owe(own)
     for other, message in messages.items():
         sending.send(other, message)
     return sending.received
@@ -84,18 +81,18 @@ def start(
     group: ProcessGroup,
     device: torch.device,
     *,
-    own: Message = (),
+    has_own: bool = False,
     purpose: Purpose = ROWS,
     early: bool = False,
 ) -> "Sending | None":
     """begin() of messages of `size` bytes that leave piece by piece, from a device; of all ranks at the same place."""
     if device.type != "cuda" or torch.compiler.is_compiling() or "nccl" not in dist.get_backend(group):
         return None
-    received = size * (group.size() - (not own))
+    received = size * (group.size() - (not has_own))
     if size < LEAST_BYTES or size % WORD or received > purpose.most:
         return None
     mailbox = _mailbox(group, device, purpose, received)
-    return None if mailbox is None else mailbox.start(own, size, early)
+    return None if mailbox is None else mailbox.start(size, has_own=has_own, early=early)
 
 
 def all_read(group: ProcessGroup, device: torch.device, purpose: Purpose = ROWS) -> None:
@@ -139,49 +136,19 @@ def _mailbox(group: ProcessGroup, device: torch.device, purpose: Purpose, size: 
         return mailbox
     if torch.cuda.is_current_stream_capturing():
         return None
-    if mailbox is None and not _all_say(_place(device), group, _are_neighbours):
-        _MAILBOXES[key] = None
-        return None
     if mailbox is not None and mailbox.captured:
         _OUTGROWN.append(mailbox)
-    torch.cuda.synchronize(device)
-    try:
-        mailbox = Mailbox(group, device, purpose.slots, 1 << (size - 1).bit_length())
-    except Exception:  # of drivers, and of torch where it is built without such memory
-        mailbox = None
-    _MAILBOXES[key] = mailbox if _all_say(mailbox is not None, group, all) else None
+    size = 1 << (size - 1).bit_length()
+    memory = shared_memory(group, device, purpose.slots * size)
+    _MAILBOXES[key] = None if memory is None else Mailbox(group, memory, device, purpose.slots, size)
     return _MAILBOXES[key]
-
-
-def _place(device: torch.device) -> tuple[str, str]:
-    """The machine and the GPU of this rank; for a rank that was told to send no copies a machine of its own. Machines
-    may share a name, and containers of one machine a boot."""
-    machine = f"{socket.gethostname()} {BOOT.read_text()}" if BOOT.exists() else socket.gethostname()
-    own = f"{dist.get_rank()}" if os.environ.get(SWITCH) == "0" else machine
-    return own, str(torch.cuda.get_device_properties(device).uuid)
-
-
-def _all_say(word: object, group: ProcessGroup, agree: Callable[[list], bool]) -> bool:
-    words: list = [None] * group.size()
-    dist.all_gather_object(words, word, group=group)
-    return agree(words)
-
-
-def _are_neighbours(places: list[tuple[str, str]]) -> bool:
-    """Whether all are on one machine, each on a GPU of its own."""
-    return len({host for host, _ in places}) == 1 and len({gpu for _, gpu in places}) == len(places)
 
 
 class Mailbox:
     """Memory of each rank of a group that the others write to: slots of `size` bytes."""
 
-    def __init__(self, group: ProcessGroup, device: torch.device, slots: int, size: int) -> None:
-        from torch.distributed import _symmetric_memory as symmetric
-
-        self.size, self.bytes = size, slots * size
-        # Not symmetric.empty, which would open a pool of the allocator's inside of another one.
-        memory = symmetric._SymmetricMemory.empty_strided_p2p((slots * size,), (1,), torch.uint8, device)
-        self.handle = symmetric.rendezvous(memory, group.group_name)
+    def __init__(self, group: ProcessGroup, memory: Any, device: torch.device, slots: int, size: int) -> None:
+        self.size, self.bytes, self.handle = size, slots * size, memory
         self.rank, self.world = group.rank(), group.size()
         every = [self.handle.get_buffer(rank, (slots, size), torch.uint8) for rank in range(self.world)]
         self.slots_of = [buffer.unbind() for buffer in every]
@@ -192,18 +159,17 @@ class Mailbox:
         self.captured = False
         self.quiet: torch.cuda.Event | None = None
         """When all that had come was read; None where more has come since."""
-        self.engine, self.beside = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
-        """The streams of copies to others, and of a rank's own."""
+        self.engine = torch.cuda.Stream(device, priority=-1)
+        """The stream of copies to others."""
+        self.owed: list[tuple[Tensor, Message]] = []
+        """What is still to be copied to places of this rank's own slots."""
 
-    def start(self, own: Message, size: int, early: bool) -> "Sending | None":
+    def start(self, size: int, *, has_own: bool, early: bool) -> "Sending | None":
         """start() of this module."""
         exchange = self._take()
         if exchange is None:
             return None
-        sending = Sending(self, exchange, size, has_own=bool(own), since=self.quiet if early else None)
-        if own:  # beside the messages
-            sending.write(self.beside, self.rank, self.rank * size, own)
-        return sending
+        return Sending(self, exchange, size, has_own=has_own, since=self.quiet if early else None)
 
     def _take(self) -> Exchange | None:
         """An exchange in a free slot, after a barrier where none is known to be free."""
@@ -214,6 +180,7 @@ class Mailbox:
         if program is not self.program:
             self.program, self.quiet = program, None
             self.slots.clear()
+            self.owed.clear()
         else:
             stream.wait_stream(self.stream)  # where reads of the last exchange are
             exchange = None if isinstance(program, bool) else self.slots.take()
@@ -239,42 +206,66 @@ class Sending:
         self.messages: list[Message] = []
         """What is on its way: it lives until the stream has waited for its copies."""
 
+    @property
+    def others(self) -> list[int]:
+        """The ranks of the group but this one."""
+        return [rank for rank in range(self.mailbox.world) if rank != self.mailbox.rank]
+
+    def place(self, rank: int) -> Tensor:
+        """uint8 [size]: where this rank's message to a rank lies, or, with its own number, where it keeps one for
+        itself. Kernels of the current stream may write it, in place of send(); written() tells when."""
+        box = self.mailbox
+        place = box.rank - (not self.has_own and box.rank > rank)
+        return box.slots_of[rank][self.exchange.slot][place * self.size : (place + 1) * self.size]
+
     def send(self, other: int, message: Message, first: int = 0) -> None:
         """Send a rank what is to lie from the byte `first` of its message on, once what is on the current stream has
         written it. With its last byte it is signalled."""
-        box, rank = self.mailbox, self.mailbox.rank
-        place = rank - (not self.has_own and rank > other)
-        last = first + sum(piece.nbytes for piece in message)
-        self.write(box.engine, other, place * self.size + first, message, signals=last == self.size)
-
-    def write(
-        self, engine: torch.cuda.Stream, rank: int, start: int, message: Message, *, signals: bool = False
-    ) -> None:
-        """Write to a rank's slot from a byte on, by the stream of an engine, behind what is on the current one."""
+        engine, place = self.mailbox.engine, self.place(other)
         if self.since is None:
             engine.wait_stream(torch.cuda.current_stream())
         else:
             engine.wait_event(self.since)
-        slot = self.mailbox.slots_of[rank][self.exchange.slot]
         with torch.cuda.stream(engine):
-            for piece in message:
-                slot[start : start + piece.nbytes].copy_(piece.view(torch.uint8).view(-1))
-                start += piece.nbytes
-            if signals:
-                self.mailbox.handle.put_signal(rank, self.exchange.slot)
+            if first + _copy(place[first:], message) == self.size:
+                self.mailbox.handle.put_signal(other, self.exchange.slot)
             self.copied.append(engine.record_event())
         self.messages.append(message)
+
+    def written(self, other: int) -> None:
+        """Signal a rank that its message is in its place, once what is on the current stream has written it."""
+        engine = self.mailbox.engine
+        engine.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(engine):
+            self.mailbox.handle.put_signal(other, self.exchange.slot)
+            self.copied.append(engine.record_event())
+
+    def owe(self, message: Message) -> None:
+        """Have this rank's own message copied to its place before the stream next waits for other ranks, when it has
+        nothing else to do."""
+        self.mailbox.owed.append((self.place(self.mailbox.rank), message))
 
     def received(self) -> Tensor:
         """begin()'s result, when all has been sent."""
         box, exchange = self.mailbox, self.exchange
         if not exchange.waited:
+            for place, message in box.owed:
+                _copy(place, message)
+            box.owed.clear()
             for event in self.copied:
                 torch.cuda.current_stream().wait_event(event)
-            for other in range(box.world):
-                if other != box.rank:
-                    box.handle.wait_signal(other, exchange.slot)
+            for other in self.others:
+                box.handle.wait_signal(other, exchange.slot)
             exchange.waited, box.quiet = True, None
             self.messages.clear()
         rows = box.world - (not self.has_own)
         return box.slots_of[box.rank][exchange.slot][: rows * self.size].view(rows, self.size)
+
+
+def _copy(place: Tensor, message: Message) -> int:
+    """Copy a message, of so many bytes, to the beginning of a place."""
+    first = 0
+    for piece in message:
+        place[first : first + piece.nbytes].copy_(piece.view(torch.uint8).view(-1))
+        first += piece.nbytes
+    return first

@@ -8,9 +8,10 @@ What `begin_` starts goes on beside the work that follows; calling what it retur
 ranks begin the same collectives of a group in the same order.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,14 @@ from hqsweep.dist import collectives, peers, words
 from hqsweep.ops.sum_parts import sum_parts
 
 Pending = Callable[[], Tensor]
+
+
+class TakesGradient(Protocol):
+    def place(self, like: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Where the gradient had best be written, of the shape of `like` and of a dtype; None: anywhere."""
+
+    def tell(self, gradient: Tensor) -> None:
+        """Take the gradient."""
 
 
 class Summands(NamedTuple):
@@ -34,8 +43,8 @@ class Summands(NamedTuple):
     parts: Tensor
     """[1, W, n]: what this rank has computed of the rows of each, among them `own`."""
     rank: int
-    tell: Callable[[Tensor], None] | None = None
-    """Takes the gradient of the sum, as soon as its reader knows it."""
+    writer: "TakesGradient | None" = None
+    """Who takes the gradient of the sum, as soon as its reader knows it."""
 
     def of(self, own: Tensor) -> "Summands":
         """The same with `own` as autograd knows it, in any shape of its rows."""
@@ -112,6 +121,31 @@ def begin_lent_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Pending:
     if arriving is None:
         return begin_gather_rows(x, group, lead)
     return lambda: arriving().view(x.dtype).view(world * x.shape[0], *x.shape[1:])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LentRows:
+    """begin_lent_rows(rows, group) of rows [t, C] that are about to be written: to their place among those of all
+    ranks."""
+
+    rows: Tensor
+    sending: peers.Sending
+
+    def begun(self) -> Pending:
+        """begin_lent_rows(), when the rows are written."""
+        for other in self.sending.others:
+            self.sending.send(other, (self.rows,))
+        return lambda: self.sending.received().view(self.rows.dtype).view(-1, *self.rows.shape[1:])
+
+
+def start_lent_rows(
+    shape: tuple[int, int], dtype: torch.dtype, group: ProcessGroup, device: torch.device
+) -> LentRows | None:
+    """Rows of that shape and dtype; None, on all ranks, where no memory waits for them."""
+    sending = peers.start(math.prod(shape) * dtype.itemsize, group, device, has_own=True)
+    if sending is None:
+        return None
+    return LentRows(rows=sending.place(group.rank()).view(dtype).view(shape), sending=sending)
 
 
 def sum_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Tensor:

@@ -1,5 +1,6 @@
 """LayerNormLinear: a norm, whose output is quantized as the input of the linear that follows."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from hqsweep.nn.left_sums import LeftGradient
 from hqsweep.nn.linear import Linear
 from hqsweep.nn.norm import Norm
 from hqsweep.nn.options import LayerNormLinearOptions
+from hqsweep.nn.rank_rows import start_values
 from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.nn.residual import AddsBranch, Branch
 
@@ -49,11 +51,10 @@ class LayerNormLinear(AddsBranch, Linear):
         where the norm's kernel finds the amaxes that the quantizer takes, it is these."""
         parts = self.parallel is not None and self.parallel.sequence is not None  # of h, which is quantized whole
         if parts or not use_kernels(x) or torch.compiler.is_compiling():
-            gradient = LeftGradient(self.name) if parts and not torch.compiler.is_compiling() else None
-            if gradient is not None:
-                gradient.before_norm(self.own(self.weight))
+            gradient = self._left_gradient(x) if parts and not torch.compiler.is_compiling() else None
             added = self.norm.added(x, branch, self.dtype, gradient)
-            return *added, {"gradient": gradient} if gradient is not None and gradient.is_taken else {}
+            taken = gradient is not None and gradient.is_taken
+            return *added, {"gradient": gradient, "sent": gradient.sent} if taken else {}
         saves_column = torch.is_grad_enabled() and self.weight.requires_grad and not self.save_original_input
         quantizer, outputs = self.active_quantizers().input, ("codes", "codes" if saves_column else None)
         if not (current().probe or self.save_original_input) and quantizer.takes_normed(*outputs):
@@ -62,3 +63,9 @@ class LayerNormLinear(AddsBranch, Linear):
                 return *described[:2], {"normed": [described[2]]}
         total, h, *amaxes = self.norm.measured(x, branch, self.dtype, *quantizer.takes_amaxes(*outputs))
         return total, h, {"input_amaxes": amaxes}
+
+    def _left_gradient(self, x: Tensor) -> LeftGradient:
+        part = self.parallel.exchange(x.shape[:-1]).tokens("input", x.shape[:-1].numel())
+        gradient = LeftGradient(self.name, partial(start_values, self.active_quantizers().input, part))
+        gradient.before_norm(self.own(self.weight))
+        return gradient

@@ -10,14 +10,17 @@ Autograd knows this rank's summand as the tensor. That is safe since nobody else
 to its gradient, and since the reader is the next thing that runs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from hqsweep.dist.peers import Sending
 from hqsweep.dist.tokens import Pending, Summands, left_by
 from hqsweep.nn.products import once_differentiable
+from hqsweep.nn.rank_rows import Outgoing
 from hqsweep.quant.operand import HybridOperand
 
 Arriving = Callable[[], HybridOperand]
@@ -29,8 +32,8 @@ class LeftOutput:
     """Between one call of a linear and the norm that alone reads its output."""
 
     summands: Summands | None = None
-    begin: Callable[[Tensor], Arriving] | None = None
-    """Begins to send the gradient of the output, whose operands backward asks for."""
+    outgoing: Outgoing | None = None
+    """The gradient of the output, whose operands backward asks for."""
     _sent: tuple[Tensor, Arriving] | None = field(default=None, init=False)
 
     def leave(self, pending: Pending) -> Tensor:
@@ -41,12 +44,17 @@ class LeftOutput:
     def take(self, y: Tensor) -> Tensor | Summands:
         """The output y for the norm, once: the call lives until backward, and summands must not."""
         summands, self.summands = self.summands, None
-        return y if summands is None else summands.of(y)._replace(tell=self._send)
+        return y if summands is None else summands.of(y)._replace(writer=self)
 
-    def _send(self, dy: Tensor) -> None:
-        if self.begin is not None:
+    def place(self, like: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Where the gradient had best be written (dist.tokens.TakesGradient)."""
+        return None if self.outgoing is None else self.outgoing.place(like, dtype)
+
+    def tell(self, dy: Tensor) -> None:
+        """Send the gradient."""
+        if self.outgoing is not None:
             dy = dy.reshape(-1, dy.shape[-1])
-            self._sent = dy, self.begin(dy)
+            self._sent = dy, self.outgoing.begin(dy)
 
     def operands(self, dy: Tensor) -> HybridOperand | None:
         """The operands of the gradient dy, once; None where it was not sent."""
@@ -63,6 +71,11 @@ class LeftGradient:
 
     name: str
     """The linear's, for messages."""
+    start: Callable[[Tensor, torch.dtype], Sending | None]
+    """Begins to exchange the output, which has the shape of a tensor, where the norm is to send it as it is computed
+    (nn.rank_rows.start_values)."""
+    sent: list[Sending] = field(default_factory=list)
+    """The exchange that has begun so, for the linear."""
     is_taken: bool = False
     """Whether the norm's backward takes what is left here."""
     left: tuple[Tensor, int] | None = None
@@ -83,6 +96,18 @@ class LeftGradient:
         """What was left, once, in the shape of the gradient that autograd has."""
         left, self.left = self.left, None
         return () if left is None or dh is None else (left[0].view(-1, *dh.shape), left[1])
+
+    @contextmanager
+    def sending(self, x: Tensor, dtype: torch.dtype) -> Iterator[Sequence[Tensor]]:
+        """Memory of other ranks, of the shape of x and a dtype, that gets the norm's output, too, inside; or none."""
+        sending = self.start(x, dtype)
+        if sending is None:
+            yield ()
+            return
+        yield [sending.place(other).view(dtype).view(x.shape) for other in sending.others]
+        for other in sending.others:
+            sending.written(other)
+        self.sent.append(sending)
 
     def before_norm(self, weight: Tensor) -> None:
         """Note that the norm runs next. Of what can run in backward, autograd takes first what forward ran last: the

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hqsweep.dist.peers import Sending
 from hqsweep.dist.tokens import Pending
 from hqsweep.errors import UserError
 from hqsweep.gemm.exact import mm_t
@@ -70,6 +71,8 @@ class LinearCall(Call):
     """The amaxes of x that are known beforehand (HybridQuantizer.takes_amaxes)."""
     turns: list[Turns] = field(default_factory=list, compare=False)
     """How x is written, if it is written rank by rank; taken out where it is quantized."""
+    sent: list[Sending] = field(default_factory=list, compare=False)
+    """The exchange in which the rows of x were sent as they were computed, if they were; taken out as `turns` is."""
     normed: list[Normed] = field(default_factory=list, compare=False)
     """What x is computed of, if x has no values; taken out where it is quantized, so that nothing keeps it."""
     codes: Codes | None = field(default=None, compare=False)

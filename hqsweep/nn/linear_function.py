@@ -26,7 +26,7 @@ from hqsweep.nn.parameter import (
     unflatten_weights,
 )
 from hqsweep.nn.products import once_differentiable, returned
-from hqsweep.nn.rank_rows import LateOperands, RankRows, begin_summed_product, begin_tokens, quantize_tokens
+from hqsweep.nn.rank_rows import LateOperands, Outgoing, RankRows, begin_summed_product, quantize_tokens
 from hqsweep.nn.turns import OperandsInTurn, in_turn, is_hooked
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.ops.request import Output
@@ -118,7 +118,7 @@ def send_gradient(call: Call, *, rowwise: bool, columnwise: bool) -> None:
     if call.left is not None and (rowwise or columnwise):
         alone, takes = replace(call, left=None), call.product_takes  # not itself, which would never be freed
         outputs = {"rowwise": takes if rowwise else None, "columnwise": takes if columnwise else None}
-        call.left.begin = partial(begin_tokens, alone, "grad_output", **outputs)
+        call.left.outgoing = Outgoing(call=alone, tensor="grad_output", **outputs)
 
 
 def quantize_gradient(call: Call, dy: Tensor, **outputs: Any) -> HybridOperand:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hqsweep.dist.meeting import meeting
 from hqsweep.dist.tokens import gather_rows
 from hqsweep.errors import UserError
 from hqsweep.formats import WHOLE, ExactOperand, Format
@@ -28,7 +29,7 @@ from hqsweep.nn.rank_rows import RankRows, quantize_tokens, rows_of
 from hqsweep.nn.vocabulary import split_cross_entropy
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.ops.loss import cross_entropy_, scale_
-from hqsweep.ops.loss_parts import loss_parts, shared_cross_entropy_
+from hqsweep.ops.loss_parts import PART_BYTES, joint_cross_entropy_, loss_parts, shared_cross_entropy_
 from hqsweep.ops.request import Output
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.operand import HybridOperand, Operand
@@ -227,7 +228,14 @@ class _Chunks:
 
     def _shared(self, logits: Tensor, targets: Tensor, gradient: bool) -> Tensor:
         """The losses of a chunk whose vocabulary ranks share, of which `logits` are this rank's."""
-        first = self.group.rank() * logits.shape[1]
+        rank, ranks = self.group.rank(), self.group.size()
+        place = meeting(self.group, logits.device, len(logits), PART_BYTES) if gradient else None
+        if place is not None:
+            told = (place.boxes, place.state, place.rows, ranks, rank)
+            losses = joint_cross_entropy_(logits, targets, *told, self.scale)
+            if losses is not None:
+                return losses
+        first = rank * logits.shape[1]
         own = loss_parts(logits, targets, first)
         parts = gather_rows(own, self.group).view(-1, *own.shape)
         return shared_cross_entropy_(logits, targets, parts, first, self.scale, gradient=gradient)

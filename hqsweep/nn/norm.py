@@ -1,6 +1,7 @@
 """Norm: LayerNorm or RMSNorm in float32, with a gain in the values of the recipe's `norm` quantizer."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hqsweep.dist.tokens import Summands
+from hqsweep.dist.tokens import Summands, TakesGradient
 from hqsweep.nn.context import use_kernels
 from hqsweep.nn.left_sums import LeftGradient
 from hqsweep.nn.options import EPSILON
@@ -35,6 +36,8 @@ class _NormCall:
     """The summands of a branch that is a sum over ranks."""
     gradient: LeftGradient | None = None
     """Where the gradient of the norm may be left as its summands."""
+    copies: Sequence[Tensor] = ()
+    """Memory, elsewhere, that gets the norm, too."""
 
 
 class _NormFunction(torch.autograd.Function):
@@ -49,12 +52,15 @@ class _NormFunction(torch.autograd.Function):
         ctx, x: Tensor, branch: Tensor | None, gain: Tensor, bias: Tensor | None, call: _NormCall
     ) -> tuple[Tensor, ...]:
         others = () if call.of_branch is None else (call.of_branch.received, call.of_branch.rank)
-        options = (call.epsilon, call.dtype, call.amax, call.signs)
-        h, statistics, *results = norm.norm(x, branch, gain, bias, *options, *others)
+        row = (x, branch, gain, bias, call.epsilon, call.dtype)
+        if call.copies:
+            h, statistics, *results = norm.norm_copied(*row, *others, copies=call.copies)
+        else:
+            h, statistics, *results = norm.norm(*row, call.amax, call.signs, *others)
         total, results = (x, results) if branch is None else (results[0], results[1:])
         ctx.save_for_backward(total, gain, statistics)
         ctx.branch_dtype = branch.dtype if branch is not None and ctx.needs_input_grad[1] else None
-        ctx.gradient, ctx.tell = call.gradient, call.of_branch and call.of_branch.tell
+        ctx.gradient, ctx.writer = call.gradient, call.of_branch and call.of_branch.writer
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*results)
         return total, h, *results
@@ -63,24 +69,34 @@ class _NormFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dtotal: Tensor | None, dh: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         others = () if ctx.gradient is None else ctx.gradient.take(dh)
-        dx, dbranch, *rest = _gradients(ctx, dtotal, dh, *others)
-        if ctx.tell is not None and dbranch is not None:
-            ctx.tell(dbranch)
+        dx, dbranch, *rest = _gradients(ctx, dtotal, dh, *others, writer=ctx.writer)
+        if ctx.writer is not None and dbranch is not None:
+            ctx.writer.tell(dbranch)
         return dx, dbranch, *rest, None
 
 
 def _gradients(
-    ctx: Any, dtotal: Tensor | None, dh: Tensor | None, received: Tensor | None = None, rank: int = 0
+    ctx: Any,
+    dtotal: Tensor | None,
+    dh: Tensor | None,
+    received: Tensor | None = None,
+    rank: int = 0,
+    writer: TakesGradient | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, branch, gain and bias. The stream's gradient is added in the pass that makes the norm's; both
-    are rounded to the stream's dtype. received and rank: of a dh that ranks sum."""
+    are rounded to the stream's dtype. received and rank: of a dh that ranks sum. writer: of the branch."""
     total, gain, statistics = ctx.saved_tensors
     branch_dtype = ctx.branch_dtype
     if dh is None:
         dbranch = None if dtotal is None or branch_dtype is None else in_dtype(dtotal, branch_dtype)
         return dtotal, dbranch, None, None
     apart = branch_dtype if branch_dtype is not total.dtype else None
-    dx, dgain, *rest = norm.norm_backward(dh, total, dtotal, gain, statistics, apart, received, rank)
+    place = None if apart is None or writer is None else writer.place(total, apart)
+    of_row = (dh, total, dtotal, gain, statistics)
+    if place is None:
+        dx, dgain, *rest = norm.norm_backward(*of_row, apart, received, rank)
+    else:
+        dx, dgain, *rest = *norm.norm_backward_to(*of_row, received, rank, place=place), place
     dbranch = None if branch_dtype is None else rest[0] if rest else dx
     return dx, dbranch, dgain[0], dgain[1] if len(dgain) == 2 else None
 
@@ -136,7 +152,7 @@ class Norm(QuantizedWeight):
         self, x: Tensor, branch: Branch, dtype: torch.dtype = torch.float32, gradient: LeftGradient | None = None
     ) -> tuple[Tensor, Tensor]:
         """(x + branch, its norm rounded to `dtype`), with the sum as add_branch gives it, in one pass on CUDA.
-        gradient: of the one who alone reads the norm."""
+        gradient: of the one who alone reads the norm; the norm may be sent as it is computed."""
         if is_observed(self):
             total = add_branch(x, branch)
             return total, in_dtype(self(total), dtype)
@@ -178,9 +194,11 @@ class Norm(QuantizedWeight):
         if use_kernels(x) and norm.takes(x, own, weight, dtype):
             wanted = {"amax": amax, "signs": signs} if norm.measures(x, dtype) else {}
             call = _NormCall(epsilon=self.epsilon, dtype=dtype, of_branch=summands, gradient=gradient, **wanted)
-            if gradient is not None:
-                gradient.is_taken = True
-            return _NormFunction.apply(x, own, weight, bias, call)
+            if gradient is None:
+                return _NormFunction.apply(x, own, weight, bias, call)
+            gradient.is_taken = True
+            with gradient.sending(x, dtype) as copies:
+                return _NormFunction.apply(x, own, weight, bias, replace(call, copies=copies))
         total = add_branch(x, branch)
         x, shape = total.float(), (total.shape[-1],)
         if bias is None:

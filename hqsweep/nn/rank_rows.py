@@ -6,18 +6,20 @@ depend on the rows beside them (tests/gemm/test_exact.py holds that for cuBLAS),
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hqsweep.dist.tokens import Pending, start_sum_rows
+from hqsweep.dist import peers
+from hqsweep.dist.tokens import LentRows, Pending, start_lent_rows, start_sum_rows
 from hqsweep.formats import ExactOperand
 from hqsweep.gemm.exact import mm_t
 from hqsweep.memo import cached_property
 from hqsweep.ops.request import Output
 from hqsweep.quant.gather import Gathering, sent_bytes
+from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.operand import HybridOperand, Operand
 from hqsweep.quant.part import Part, is_alone, is_part
 
@@ -104,7 +106,7 @@ def quantize_tokens(
     if part is None:
         return call.quantize(tensor, x, **outputs, **options)
     by_ranks = by_ranks and rowwise is not None and multiplies_by_ranks(call, part, x)
-    if _sends_codes(call, tensor, x, part, rowwise, columnwise):
+    if _sends_codes(call.quantizer(tensor), tensor, x, part, rowwise, columnwise):
         row, column = _send_codes(call, tensor, x, part, outputs)
         if by_ranks:
             row = RankRows(part=part, rows=len(x), of_rank=row.of_rank)
@@ -116,16 +118,52 @@ def quantize_tokens(
     return LateOperands(part=part, own=own, arrive=lambda: call.quantize(tensor, arriving(), **outputs, **options))
 
 
-def begin_tokens(
-    call: Any, tensor: str, x: Tensor, *, rowwise: Output | None = None, columnwise: Output | None = None
-) -> Callable[[], HybridOperand]:
-    """quantize_tokens(), begun: the operands of all tokens, each as one, once what is sent now has come."""
-    outputs, part = {"rowwise": rowwise, "columnwise": columnwise}, call.tokens_of(tensor, x)
-    if part is None or not _sends_codes(call, tensor, x, part, rowwise, columnwise):
-        arriving = (lambda: x) if part is None else call.exchange.begin_lent(tensor, x)
+@dataclass(kw_only=True, eq=False)
+class Outgoing:
+    """quantize_tokens() of a tensor that is sent as soon as its rows are known."""
+
+    call: Any
+    tensor: str
+    rowwise: Output | None
+    columnwise: Output | None
+    _placed: LentRows | None = field(default=None, init=False)
+
+    def place(self, like: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Where the rows had best be written, of the shape of `like` and of a dtype; None: anywhere."""
+        rows = torch.empty((like.shape[:-1].numel(), like.shape[-1]), dtype=dtype, device="meta")
+        part = self.call.tokens_of(self.tensor, rows)
+        if part is None or part.runs > 1 or self._sends_codes(rows, part):
+            return None
+        self._placed = start_lent_rows(tuple(rows.shape), dtype, part.group, like.device)
+        return None if self._placed is None else self._placed.rows.view(like.shape)
+
+    def begin(self, x: Tensor) -> Callable[[], HybridOperand]:
+        """The operands of all tokens, each as one, once what is sent now has come."""
+        call, tensor, placed = self.call, self.tensor, self._placed
+        outputs, part = {"rowwise": self.rowwise, "columnwise": self.columnwise}, call.tokens_of(tensor, x)
+        self._placed = None
+        if placed is None and part is not None and self._sends_codes(x, part):
+            row, column = _send_codes(call, tensor, x, part, outputs)
+            return lambda: HybridOperand(rowwise=_whole(row), columnwise=_whole(column))
+        if placed is not None:
+            arriving = placed.begun()
+        else:
+            arriving = (lambda: x) if part is None else call.exchange.begin_lent(tensor, x)
         return lambda: call.quantize(tensor, arriving(), **outputs)
-    row, column = _send_codes(call, tensor, x, part, outputs)
-    return lambda: HybridOperand(rowwise=_whole(row), columnwise=_whole(column))
+
+    def _sends_codes(self, x: Tensor, part: Part) -> bool:
+        return _sends_codes(self.call.quantizer(self.tensor), self.tensor, x, part, self.rowwise, self.columnwise)
+
+
+def start_values(quantizer: HybridQuantizer, part: Part | None, x: Tensor, dtype: torch.dtype) -> peers.Sending | None:
+    """An exchange for the rows of an input in a dtype, of which x has the shape and the device, where these are what
+    quantize_tokens() sends as codes: for whoever computes the rows, and can write them to the places of all ranks. None
+    where there is no such exchange."""
+    rows = torch.empty((x.shape[:-1].numel(), x.shape[-1]), dtype=dtype, device="meta")
+    if part is None or part.runs > 1 or not quantizer.rowwise.high_precision or dtype is not torch.bfloat16:
+        return None
+    codes = all(_sends_codes(quantizer, "input", rows, part, "codes", column) for column in (None, "codes"))
+    return peers.start(rows.nbytes, part.group, x.device) if codes else None
 
 
 def _send_codes(
@@ -133,7 +171,8 @@ def _send_codes(
 ) -> tuple[Gathering | None, Gathering | Operand | None]:
     """The codes of this rank's tokens, on their way to the others; an input's columnwise ones stay."""
     own = call.quantize_part(tensor, x, part, **{name: output and "codes" for name, output in outputs.items()})
-    row, column = own.rowwise and Gathering(own.rowwise, 0, part), own.columnwise
+    sending = call.sent.pop() if tensor == "input" and call.sent else None
+    row, column = own.rowwise and Gathering(own.rowwise, 0, part, sending=sending), own.columnwise
     return row, column if column is None or tensor == "input" else Gathering(column, 1, part)
 
 
@@ -210,11 +249,15 @@ def _decoded(operand: OneOperand) -> ExactOperand:
 
 
 def _sends_codes(
-    call: Any, tensor: str, x: Tensor, part: Part, rowwise: Output | None, columnwise: Output | None
+    quantizer: HybridQuantizer,
+    tensor: str,
+    x: Tensor,
+    part: Part,
+    rowwise: Output | None,
+    columnwise: Output | None,
 ) -> bool:
     """Whether codes of this rank's tokens go to the others in place of x. Those of an input go one by one, in forward
     and in backward."""
-    quantizer = call.quantizer(tensor)
     if not is_part(quantizer, x.shape, part, rowwise, columnwise):
         return False
     row = sent_bytes(quantizer.rowwise, tuple(x.shape), 0) if rowwise else 0

@@ -2,14 +2,15 @@
 
 A rank has the logits of the entries [first, first + V) of the whole vocabulary. Of each row it tells the others four
 numbers, its part; with those of all ranks it knows the loss, and the gradient of its own logits. On CUDA each of the
-two is one pass of a kernel; torch's operators are the reference, and compute what the kernels do not take.
+two is one pass of a kernel; torch's operators are the reference, and compute what the kernels do not take. Where ranks
+write to each other's memory, one kernel does both, and reads the logits once (joint_cross_entropy_).
 """
 
 import torch
 from torch import Tensor
 
 from hqsweep.ops.addresses import described
-from hqsweep.ops.library import extension, has_kernels, operator, where
+from hqsweep.ops.library import extension, has_kernels, on_its_device, operator, where
 from hqsweep.ops.loss import check_loss, takes
 
 NUMBERS = 4
@@ -96,6 +97,32 @@ def shared_cross_entropy_(
         softmax[rows, own] -= has.float()  # torch.use_deterministic_algorithms lets it pass
         logits.copy_(softmax.mul_(scale))
     return total.log() + (largest - of_target)
+
+
+PART_BYTES = 4 * NUMBERS
+MOST_RANKS = 16
+"""Ranks of a joint cross entropy (csrc/loss.h)."""
+
+
+@on_its_device
+def joint_cross_entropy_(
+    logits: Tensor, targets: Tensor, boxes: int, state: Tensor, room: int, ranks: int, rank: int, scale: float
+) -> Tensor | None:
+    """shared_cross_entropy_ with the gradient, to the bit, by a kernel on every rank's GPU that tells the others the
+    parts of its rows; rank r has the entries [r * V, (r + 1) * V). None, and nothing is done, where the kernel does not
+    take the logits.
+
+    boxes: the address, on the device, of the addresses of the ranks' boxes for parts of `room` rows, and state, uint32
+    [3], as csrc/loss.h has them (dist.meeting).
+    """
+    if not (has_kernels("cuda") and takes(logits) and ranks <= MOST_RANKS):
+        return None
+    check_loss(logits, targets)
+    rows, vocabulary = logits.shape
+    losses = logits.new_empty(rows, dtype=torch.float32)
+    call = (logits.data_ptr(), targets.data_ptr(), losses.data_ptr(), boxes, state.data_ptr(), rows, vocabulary)
+    options = (rank * vocabulary, room, ranks, rank, scale)
+    return losses if extension().joint_cross_entropy_cuda(*call, *options, *where(logits)) else None
 
 
 def _base(largest: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ this rank, whose number is `rank`, and `received`, [W - 1, ...] of its shape, of
 are added as ops.sum_parts adds them.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from hqsweep.ops.addresses import described
 from hqsweep.ops.kernels import DTYPES
-from hqsweep.ops.library import extension, operator, where
+from hqsweep.ops.library import extension, on_its_device, operator, where
 
 UNIT = 4
 MOST_COLS = 6144
@@ -61,6 +62,13 @@ def _check_summands(name: str, own: Tensor | None, received: Tensor | None, rank
     if not len(received) or not ours:
         wanted = f"contiguous, of a {name} in bfloat16, of a rank up to the number of them"
         raise ValueError(f"received of {name} is {described(received)} of rank {rank}; it takes summands {wanted}")
+
+
+def _check_place(name: str, tensor: Tensor, like: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """ValueError for what a kernel cannot write as a tensor of that shape and of these dtypes."""
+    _check(name, tensor, like, like.shape, dtypes)
+    if not tensor.is_contiguous() or tensor.data_ptr() % 16:
+        raise ValueError(f"{name} is {described(tensor)}; it is contiguous, at a multiple of 16 bytes")
 
 
 def _check_rows(x: Tensor) -> None:
@@ -143,11 +151,32 @@ def norm(
     return _run(x, branch, gain, bias, epsilon, dtype, amax, signs, received, rank)
 
 
-def _run(x, branch, gain, bias, epsilon, dtype, amax=False, signs=None, received=None, rank=0) -> list[Tensor]:
+@on_its_device
+def norm_copied(
+    x: Tensor,
+    branch: Tensor | None,
+    gain: Tensor,
+    bias: Tensor | None,
+    epsilon: float,
+    dtype: torch.dtype,
+    *received_and_rank: Tensor | int,
+    copies: Sequence[Tensor],
+) -> list[Tensor]:
+    """`norm` without amaxes, whose output up to 15 tensors of its shape and dtype get, too, which may be memory of
+    other GPUs. No operator: a trace knows of no other ranks."""
+    received, rank = received_and_rank or (None, 0)
+    return _run(x, branch, gain, bias, epsilon, dtype, received=received, rank=rank, copies=copies)
+
+
+def _run(
+    x, branch, gain, bias, epsilon, dtype, amax=False, signs=None, received=None, rank=0, copies=()
+) -> list[Tensor]:
     """dtype: None where h is not wanted."""
     _check_rows(x)
     _check("branch", branch, x, x.shape, STREAMS)
     _check_summands("branch", branch, received, rank)
+    for copy in copies:
+        _check_place("a copy", copy, x, (dtype,))
     for name, tensor in (("gain", gain), ("bias", bias)):
         _check(name, tensor, x, x.shape[-1:], (torch.float32,))
     summed = [] if branch is None else [_compact(x, x.dtype)]
@@ -160,7 +189,8 @@ def _run(x, branch, gain, bias, epsilon, dtype, amax=False, signs=None, received
     call = (*_address(x), *_address(branch), gain.data_ptr(), _address(bias)[0], epsilon, *shape)
     to = (_address(*summed)[0], *_address(*h), statistics.data_ptr())
     amax_addresses = [amax.data_ptr() for amax in amaxes] + [0] * (2 - len(amaxes))
-    extension().norm_forward_cuda(*call, *to, *amax_addresses, bool(signs), *_ranks(received, rank), *where(x))
+    others = (*_ranks(received, rank), [copy.data_ptr() for copy in copies])
+    extension().norm_forward_cuda(*call, *to, *amax_addresses, bool(signs), *others, *where(x))
     return outputs
 
 
@@ -223,6 +253,26 @@ def norm_backward(
     number of rows and of the GPU's multiprocessors. received and rank: of a dh that is a sum over ranks. It raises
     ValueError as `norm` does.
     """
+    return _run_backward(dh, total, dtotal, gain, statistics, branch_dtype, received, rank)
+
+
+@on_its_device
+def norm_backward_to(
+    dh: Tensor,
+    total: Tensor,
+    dtotal: Tensor | None,
+    gain: Tensor,
+    statistics: Tensor,
+    *received_and_rank: Tensor | int,
+    place: Tensor,
+) -> list[Tensor]:
+    """`norm_backward`, whose dx another tensor of its shape gets, too, in its own dtype. No operator, as
+    norm_copied."""
+    received, rank = received_and_rank or (None, 0)
+    return _run_backward(dh, total, dtotal, gain, statistics, None, received, rank, place)
+
+
+def _run_backward(dh, total, dtotal, gain, statistics, branch_dtype, received, rank, place=None) -> list[Tensor]:
     _check_rows(total)
     rows, cols = total.numel() // total.shape[-1], total.shape[-1]
     _check("dh", dh, total, total.shape, STREAMS)
@@ -233,7 +283,9 @@ def norm_backward(
     if branch_dtype not in (None, *STREAMS):
         raise ValueError(f"branch_dtype is {branch_dtype}; a gradient is rounded to float32 or bfloat16")
     outputs = _gradients(total, statistics, branch_dtype)
-    dx, dgain, dbranch = (*outputs, None)[:3]
+    dx, dgain, dbranch = (*outputs, place)[:3]
+    if place is not None:
+        _check_place("place", place, total, STREAMS)
     blocks = min(rows, BLOCKS_EACH * _multiprocessors(total.get_device()))
     partials = dgain.new_empty((len(statistics), blocks, cols))
     dh, total, gain, statistics = (ready(tensor) for tensor in (dh, total, gain, statistics))

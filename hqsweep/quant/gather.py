@@ -27,14 +27,26 @@ class Gathering:
     work that follows; results wait (dist.tokens).
 
     lent: whether exact() may be where it has arrived, good until ranks of the group begin to exchange other rows.
-    early: as in dist.peers.begin."""
+    early: as in dist.peers.begin. sending: in which this rank's part, of one buffer, was sent before."""
 
-    def __init__(self, operand: Operand, axis: int, part: Part, *, lent: bool = False, early: bool = False) -> None:
+    def __init__(
+        self,
+        operand: Operand,
+        axis: int,
+        part: Part,
+        *,
+        lent: bool = False,
+        early: bool = False,
+        sending: peers.Sending | None = None,
+    ) -> None:
         self.operand, self.axis, self.part = operand, axis, part
         sent = {name: _Sent.of(operand.buffers[name], axis) for name in cut_buffers(operand.format, axis)}
         pieces = [_padded(own.buffer.view(torch.uint8).flatten()) for own in sent.values()]
         self._joins = lent and operand.format.high_precision and part.runs == 1 and _follow(sent)
-        self._arriving = _begin_messages(pieces, part.group, own=self._joins, early=early)
+        if sending is None:
+            self._arriving = _begin_messages(pieces, part.group, own=self._joins, early=early)
+        else:
+            self._arriving = sending.received
         starts = accumulate((len(piece) for piece in pieces), initial=0)
         self.sent = [(name, own, start) for (name, own), start in zip(sent.items(), starts, strict=False)]
 

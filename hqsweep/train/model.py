@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hqsweep.config.job import ConvergenceConfig
@@ -30,7 +29,7 @@ from hqsweep.nn.recipe_argument import module_quantizers
 from hqsweep.nn.saved import saved_input_bytes
 from hqsweep.nn.tensor_parallel import whole_features
 from hqsweep.nn.transformer_layer import TransformerLayer
-from hqsweep.nn.vocabulary import split_embedding
+from hqsweep.nn.vocabulary import embedding, split_embedding
 from hqsweep.nn.weight import QuantizedWeight
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.base import AnyRecipe
@@ -56,7 +55,7 @@ class Embedding(QuantizedWeight):
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.part is None:
-            return F.embedding(tokens, self.quantized_weight())
+            return embedding(tokens, self.quantized_weight())
         return split_embedding(tokens, self.quantized_weight(), self.part.group, split=self.split)
 
 

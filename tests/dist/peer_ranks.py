@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hqsweep.dist import peers
-from hqsweep.dist.tokens import begin_lent_rows, begin_sum_rows, gather_rows, start_sum_rows
+from hqsweep.dist.tokens import begin_lent_rows, begin_sum_rows, gather_rows, start_lent_rows, start_sum_rows
 from hqsweep.dist.unit_comms import Gather, Sum
 from hqsweep.formats.inputs import draw
-from hqsweep.nn import Linear, quantization
+from hqsweep.nn import Linear, linear_cross_entropy, linear_loss, quantization
+from hqsweep.nn.vocabulary import split_embedding
 from hqsweep.parallel.tensor import ColwiseLinear, RowwiseLinear
 from hqsweep.train.graph import GraphPool
 
@@ -63,6 +64,72 @@ def pieces(mesh: DeviceMesh) -> Work:
             arriving = peers.begin({other: (message,)}, group, own=(message,), early=True)
             whole = gather_rows(message, group) if arriving is None else arriving().clone().view(x.dtype)
             results.append(whole.view_as(x))
+        return results
+
+    return run
+
+
+def places(mesh: DeviceMesh) -> Work:
+    """Rows that kernels write to where they belong: on the other rank, and among those of all on this one."""
+    group, rank = mesh.get_group(), mesh.get_local_rank()
+    x = draw("normal", ROWS, WIDTH, rank).cuda()
+
+    def run() -> list[Tensor]:
+        results = []
+        for i in range(12):
+            own, sending = x * (i + 1), peers.start(x.nbytes, group, x.device)
+            if sending is None:
+                received = gather_rows(own, group).view(2, ROWS, WIDTH)[1 - rank]
+            else:
+                torch.mul(x, i + 1, out=sending.place(1 - rank).view(x.dtype).view(x.shape))
+                sending.written(1 - rank)
+                received = sending.received().view(x.dtype).view(x.shape)
+            results.append(received.clone())
+            lent = start_lent_rows(tuple(x.shape), x.dtype, group, x.device)
+            if lent is not None:
+                own = torch.mul(x, i + 1, out=lent.rows)
+            results.append((begin_lent_rows(own, group) if lent is None else lent.begun())().clone())
+        return results
+
+    return run
+
+
+def rows_of_a_table(mesh: DeviceMesh) -> Work:
+    """Rows of a table whose entries lie over both ranks, and its gradient, whose values are whole numbers."""
+    group, rank = mesh.get_group(), mesh.get_local_rank()
+    draw_on = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 300, (2, ROWS), generator=draw_on).cuda()
+    tokens[:, ::3] = 7
+    table = draw("normal", 150, WIDTH, rank).cuda().float().requires_grad_()
+    gradient = torch.randint(-8, 8, (1, ROWS, WIDTH), generator=draw_on).cuda().float() * (1 + rank)
+
+    def run() -> list[Tensor]:
+        table.grad = None
+        rows = split_embedding(tokens, table, group, split=0)
+        rows.backward(gradient)
+        return [rows.detach(), table.grad]
+
+    return run
+
+
+def losses(mesh: DeviceMesh) -> Work:
+    """Losses of rows whose logits lie over both ranks, and their gradients, chunk by chunk."""
+    calls = []
+    for entries, rows in ((1000, 640), (6000, 1000)):
+        torch.manual_seed(0)
+        head = Linear(WIDTH, entries, name="head", recipe=quantizers("bf16"), bias=False).cuda()
+        head = parallelize_module(head, mesh, ColwiseLinear())
+        targets = (torch.arange(rows) * 37 % entries).cuda()
+        calls.append((head, draw("normal", rows, WIDTH).cuda(), targets))
+
+    def run() -> list[Tensor]:
+        results = []
+        for head, h, targets in calls:
+            h, head.weight.grad = h.clone().requires_grad_(), None
+            with quantization(step=1):
+                loss = linear_cross_entropy(h, head, targets, chunk=256)
+            loss.backward()
+            results += [loss.detach(), h.grad, head.weight.grad.to_local()]
         return results
 
     return run
@@ -119,19 +186,20 @@ def units(mesh: DeviceMesh) -> Work:
     return run
 
 
-WORK = (exchanges, pieces, linears, units)
+WORK = {exchanges: 12, pieces: 12, places: 12, rows_of_a_table: 2, losses: 0, linears: 12, units: 12}
+"""What is computed -> the number of messages that a run of it sends at least."""
 
 
 def beside_collectives(rank: int, which: int) -> tuple[list[str], int | None]:
     """What differs, eagerly and in replays of a graph, and how many messages were sent; None where ranks share a
     GPU."""
-    run, pool, start, sent = WORK[which](init_device_mesh("cuda", (2,))), GraphPool(), peers.Mailbox.start, []
-    with mock.patch.object(peers, "LEAST_BYTES", 1 << 40):
+    run, pool, start, sent = list(WORK)[which](init_device_mesh("cuda", (2,))), GraphPool(), peers.Mailbox.start, []
+    with mock.patch.object(peers, "LEAST_BYTES", 1 << 40), mock.patch.object(linear_loss, "meeting", lambda *_: None):
         expected = run()
 
-    def counted(mailbox: peers.Mailbox, *messages: object) -> object:
-        sent.append(messages)
-        return start(mailbox, *messages)
+    def counted(mailbox: peers.Mailbox, size: int, **options: bool) -> object:
+        sent.append(size)
+        return start(mailbox, size, **options)
 
     with mock.patch.object(peers.Mailbox, "start", counted):
         results = {"eager": run()}

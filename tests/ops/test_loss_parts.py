@@ -7,7 +7,7 @@ from loss_inputs import INFINITY, devices, inputs
 
 from hqsweep.ops import loss_parts as module
 from hqsweep.ops.loss import cross_entropy_
-from hqsweep.ops.loss_parts import loss_parts, shared_cross_entropy_
+from hqsweep.ops.loss_parts import joint_cross_entropy_, loss_parts, shared_cross_entropy_
 
 
 def shared(logits, targets, sizes, scale, gradient=True):
@@ -125,3 +125,28 @@ def test_traced_graphs_know_the_shapes():
     assert parts.shape == (3, 4) and parts.dtype == torch.float32
     losses = torch.ops.hqsweep.shared_cross_entropy_(logits, targets, parts[None], 0, 1.0, True)
     assert losses.shape == (3,) and losses.dtype == torch.float32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(8, 8), (48, 48, 48), (2048, 2048), (25152, 25152)])
+def test_kernels_that_tell_each_other_their_parts_have_the_same_bits(sizes):
+    """Ranks are streams here, which one GPU runs together, as it has room for all of their blocks."""
+    rows, room, ranks = 40, 64, len(sizes)
+    boxes = [torch.full((2 * ranks * room * 16,), 0xFF, dtype=torch.uint8, device="cuda") for _ in sizes]
+    addresses = torch.tensor([box.data_ptr() for box in boxes], device="cuda")
+    states = [torch.zeros(3, dtype=torch.uint32, device="cuda") for _ in sizes]
+    streams = [torch.cuda.Stream() for _ in sizes]
+    for turn in range(5):
+        logits, targets = inputs(rows, sum(sizes), "cuda", spread=1.0 + turn)
+        losses, gradients = shared(logits, targets, sizes, 1 / 64)
+        pieces = [piece.clone(memory_format=torch.contiguous_format) for piece in logits.split(sizes, 1)]
+        torch.cuda.synchronize()
+        results = []
+        for rank, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                call = (addresses.data_ptr(), states[rank], room, ranks, rank, 1 / 64)
+                results.append(joint_cross_entropy_(pieces[rank], targets, *call))
+        torch.cuda.synchronize()
+        assert torch.equal(torch.cat(pieces, 1).view(torch.int16), gradients.view(torch.int16)), turn
+        assert all(torch.equal(own.view(torch.int32), losses.view(torch.int32)) for own in results), turn
+    assert all(bool((box == 0xFF).all()) for box in boxes)  # ready for others
