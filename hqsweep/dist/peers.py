@@ -84,15 +84,17 @@ def start(
     has_own: bool = False,
     purpose: Purpose = ROWS,
     early: bool = False,
+    reading: bool = False,
 ) -> "Sending | None":
-    """begin() of messages of `size` bytes that leave piece by piece, from a device; of all ranks at the same place."""
+    """begin() of messages of `size` bytes that leave piece by piece, from a device; of all ranks at the same place.
+    reading: what came last is still to be read, by what writes the messages."""
     if device.type != "cuda" or torch.compiler.is_compiling() or "nccl" not in dist.get_backend(group):
         return None
     received = size * (group.size() - (not has_own))
     if size < LEAST_BYTES or size % WORD or received > purpose.most:
         return None
     mailbox = _mailbox(group, device, purpose, received)
-    return None if mailbox is None else mailbox.start(size, has_own=has_own, early=early)
+    return None if mailbox is None else mailbox.start(size, has_own=has_own, early=early, reading=reading)
 
 
 def all_read(group: ProcessGroup, device: torch.device, purpose: Purpose = ROWS) -> None:
@@ -161,17 +163,21 @@ class Mailbox:
         """When all that had come was read; None where more has come since."""
         self.engine = torch.cuda.Stream(device, priority=-1)
         """The stream of copies to others."""
+        self.heard = -1
+        """The last exchange whose signals have come, by its number."""
+        self.latest: Exchange | None = None
+        """The last one that was waited for."""
         self.owed: list[tuple[Tensor, Message]] = []
         """What is still to be copied to places of this rank's own slots."""
 
-    def start(self, size: int, *, has_own: bool, early: bool) -> "Sending | None":
+    def start(self, size: int, *, has_own: bool, early: bool, reading: bool) -> "Sending | None":
         """start() of this module."""
-        exchange = self._take()
+        exchange = self._take(self.latest if reading else None)
         if exchange is None:
             return None
         return Sending(self, exchange, size, has_own=has_own, since=self.quiet if early else None)
 
-    def _take(self) -> Exchange | None:
+    def _take(self, reading: Exchange | None) -> Exchange | None:
         """An exchange in a free slot, after a barrier where none is known to be free."""
         stream, capturing = torch.cuda.current_stream(), torch.cuda.is_current_stream_capturing()
         program = _PROGRAMS[-1] if _PROGRAMS else capturing
@@ -183,13 +189,13 @@ class Mailbox:
             self.owed.clear()
         else:
             stream.wait_stream(self.stream)  # where reads of the last exchange are
-            exchange = None if isinstance(program, bool) else self.slots.take()
+            exchange = None if isinstance(program, bool) else self.slots.take(reading)
         self.stream = stream
         if exchange is None:
             self.quiet = None
             self.handle.barrier(channel=self.barrier)
-            self.slots.settle()
-            exchange = self.slots.take()
+            self.slots.settle(reading)
+            exchange = self.slots.take(reading)
         return exchange
 
 
@@ -202,7 +208,6 @@ class Sending:
         self.mailbox, self.exchange, self.size, self.has_own = mailbox, exchange, size, has_own
         self.since = since
         """Behind what copies are enqueued; None: behind what is on the stream when they are."""
-        self.copied: list[torch.cuda.Event] = []
         self.messages: list[Message] = []
         """What is on its way: it lives until the stream has waited for its copies."""
 
@@ -213,32 +218,26 @@ class Sending:
 
     def place(self, rank: int) -> Tensor:
         """uint8 [size]: where this rank's message to a rank lies, or, with its own number, where it keeps one for
-        itself. Kernels of the current stream may write it, in place of send(); written() tells when."""
+        itself. Kernels of the current stream may write it, in place of send(); written() ends that."""
         box = self.mailbox
         place = box.rank - (not self.has_own and box.rank > rank)
         return box.slots_of[rank][self.exchange.slot][place * self.size : (place + 1) * self.size]
 
     def send(self, other: int, message: Message, first: int = 0) -> None:
         """Send a rank what is to lie from the byte `first` of its message on, once what is on the current stream has
-        written it. With its last byte it is signalled."""
+        written it."""
         engine, place = self.mailbox.engine, self.place(other)
         if self.since is None:
             engine.wait_stream(torch.cuda.current_stream())
         else:
             engine.wait_event(self.since)
         with torch.cuda.stream(engine):
-            if first + _copy(place[first:], message) == self.size:
-                self.mailbox.handle.put_signal(other, self.exchange.slot)
-            self.copied.append(engine.record_event())
+            _copy(place[first:], message)
         self.messages.append(message)
 
-    def written(self, other: int) -> None:
-        """Signal a rank that its message is in its place, once what is on the current stream has written it."""
-        engine = self.mailbox.engine
-        engine.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(engine):
-            self.mailbox.handle.put_signal(other, self.exchange.slot)
-            self.copied.append(engine.record_event())
+    def written(self) -> None:
+        """Say that all places of other ranks are written by what is on the current stream."""
+        self.mailbox.engine.wait_stream(torch.cuda.current_stream())
 
     def owe(self, message: Message) -> None:
         """Have this rank's own message copied to its place before the stream next waits for other ranks, when it has
@@ -252,14 +251,24 @@ class Sending:
             for place, message in box.owed:
                 _copy(place, message)
             box.owed.clear()
-            for event in self.copied:
-                torch.cuda.current_stream().wait_event(event)
-            for other in self.others:
-                box.handle.wait_signal(other, exchange.slot)
-            exchange.waited, box.quiet = True, None
+            if exchange.begun > box.heard:
+                self._hear()
+            exchange.waited, box.latest, box.quiet = True, exchange, None
             self.messages.clear()
         rows = box.world - (not self.has_own)
         return box.slots_of[box.rank][exchange.slot][: rows * self.size].view(rows, self.size)
+
+    def _hear(self) -> None:
+        """Signal the others, and wait for their signals. What an engine does is in its order, so that with this
+        exchange all have come that had begun before it; ranks ask for what has come in the same order."""
+        box, stream = self.mailbox, torch.cuda.current_stream()
+        with torch.cuda.stream(box.engine):
+            for other in self.others:
+                box.handle.put_signal(other, self.exchange.slot)
+        stream.wait_stream(box.engine)
+        for other in self.others:
+            box.handle.wait_signal(other, self.exchange.slot)
+        box.heard = self.exchange.begun
 
 
 def _copy(place: Tensor, message: Message) -> int:

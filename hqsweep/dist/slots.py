@@ -24,10 +24,11 @@ class Slots:
         self.recent: deque[Exchange] = deque(maxlen=2 * count)
         self.begun = 0
 
-    def take(self) -> Exchange | None:
-        """A new exchange in a free slot; None where none is known to be free."""
+    def take(self, reading: Exchange | None = None) -> Exchange | None:
+        """A new exchange in a free slot; None where none is known to be free. reading: one that has been waited for,
+        and whose reads are still to be enqueued."""
         for each in self.recent:
-            if each.waited and each.read is None:
+            if each.waited and each.read is None and each is not reading:
                 each.read = self.begun
         slot = next((slot for slot, last in enumerate(self.last) if last is None or self._is_free(last)), None)
         if slot is None:
@@ -43,9 +44,9 @@ class Slots:
         read = last.read
         return read is not None and any(each.waited and each.begun >= read for each in self.recent)
 
-    def settle(self) -> None:
-        """Note that the others have done all that they had enqueued, as a barrier shows."""
-        self.last = [None if last is None or last.waited else last for last in self.last]
+    def settle(self, reading: Exchange | None = None) -> None:
+        """Note that the others have done all that they had enqueued, as a barrier shows; not yet reads of `reading`."""
+        self.last = [last if last is not None and (not last.waited or last is reading) else None for last in self.last]
 
     def clear(self) -> None:
         """Forget exchanges that nobody will wait for, as those of a capture that failed, too."""

@@ -25,6 +25,9 @@ Pending = Callable[[], Tensor]
 
 
 class TakesGradient(Protocol):
+    def prepare(self) -> None:
+        """Do what needs no gradient, before others are waited for."""
+
     def place(self, like: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Where the gradient had best be written, of the shape of `like` and of a dtype; None: anywhere."""
 
@@ -37,9 +40,9 @@ class Summands(NamedTuple):
 
     own: Tensor
     """What this rank has computed of the rows, in the shape of the sum."""
-    received: Tensor
-    """[W - 1, *own.shape]: what the other ranks have, in their order. It is good until ranks of the group begin to
-    exchange other rows, so the sum is read at once, and never kept."""
+    arriving: Pending
+    """What the other ranks have, in their order. It is good until ranks of the group begin to exchange other rows, so
+    the sum is read at once, and never kept."""
     parts: Tensor
     """[1, W, n]: what this rank has computed of the rows of each, among them `own`."""
     rank: int
@@ -48,11 +51,15 @@ class Summands(NamedTuple):
 
     def of(self, own: Tensor) -> "Summands":
         """The same with `own` as autograd knows it, in any shape of its rows."""
-        return self._replace(own=own, received=self.received.view(-1, *own.shape))
+        return self._replace(own=own)
+
+    def received(self) -> Tensor:
+        """[W - 1, *own.shape]: what the other ranks have, once it has come."""
+        return self.arriving().view(-1, *self.own.shape)
 
     def total(self) -> Tensor:
         """The sum."""
-        received = self.received.view(len(self.received), 1, -1)
+        received = self.received().flatten(1)[:, None]
         return sum_parts(self.parts, received, self.rank).view(self.own.shape)
 
 
@@ -71,13 +78,12 @@ class PendingSum:
         return sum_parts(self.parts, self._received(), self.rank).view(self.shape)
 
     def summands(self) -> Summands | None:
-        """What is to be added, once it has come; None for what a norm's kernel does not read so, such as rows of
-        several sequences, which lie apart."""
+        """What is to be added; None for what a norm's kernel does not read so, such as rows of several sequences, which
+        lie apart."""
         if len(self.parts) > 1 or self.parts.dtype is not torch.bfloat16:
             return None
-        received = self._received()
         own = self.parts[0, self.rank].view(self.shape)
-        return Summands(own, received.view(len(received), *self.shape), self.parts, self.rank)
+        return Summands(own, self._received, self.parts, self.rank)
 
     def _received(self) -> Tensor:
         lead, world, count = self.parts.shape
@@ -141,8 +147,9 @@ class LentRows:
 def start_lent_rows(
     shape: tuple[int, int], dtype: torch.dtype, group: ProcessGroup, device: torch.device
 ) -> LentRows | None:
-    """Rows of that shape and dtype; None, on all ranks, where no memory waits for them."""
-    sending = peers.start(math.prod(shape) * dtype.itemsize, group, device, has_own=True)
+    """Rows of that shape and dtype, to be written by what reads what came last; None, on all ranks, where no memory
+    waits for them."""
+    sending = peers.start(math.prod(shape) * dtype.itemsize, group, device, has_own=True, reading=True)
     if sending is None:
         return None
     return LentRows(rows=sending.place(group.rank()).view(dtype).view(shape), sending=sending)

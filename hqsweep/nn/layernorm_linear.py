@@ -9,6 +9,7 @@ from torch import Tensor
 from hqsweep.nn.context import current, use_kernels
 from hqsweep.nn.left_sums import LeftGradient
 from hqsweep.nn.linear import Linear
+from hqsweep.nn.linear_call import LinearCall
 from hqsweep.nn.norm import Norm
 from hqsweep.nn.options import LayerNormLinearOptions
 from hqsweep.nn.rank_rows import start_values
@@ -51,10 +52,9 @@ class LayerNormLinear(AddsBranch, Linear):
         where the norm's kernel finds the amaxes that the quantizer takes, it is these."""
         parts = self.parallel is not None and self.parallel.sequence is not None  # of h, which is quantized whole
         if parts or not use_kernels(x) or torch.compiler.is_compiling():
-            gradient = self._left_gradient(x) if parts and not torch.compiler.is_compiling() else None
-            added = self.norm.added(x, branch, self.dtype, gradient)
-            taken = gradient is not None and gradient.is_taken
-            return *added, {"gradient": gradient, "sent": gradient.sent} if taken else {}
+            if not parts or torch.compiler.is_compiling():
+                return *self.norm.added(x, branch, self.dtype), {}
+            return self._normed_part(x, branch)
         saves_column = torch.is_grad_enabled() and self.weight.requires_grad and not self.save_original_input
         quantizer, outputs = self.active_quantizers().input, ("codes", "codes" if saves_column else None)
         if not (current().probe or self.save_original_input) and quantizer.takes_normed(*outputs):
@@ -64,8 +64,13 @@ class LayerNormLinear(AddsBranch, Linear):
         total, h, *amaxes = self.norm.measured(x, branch, self.dtype, *quantizer.takes_amaxes(*outputs))
         return total, h, {"input_amaxes": amaxes}
 
-    def _left_gradient(self, x: Tensor) -> LeftGradient:
-        part = self.parallel.exchange(x.shape[:-1]).tokens("input", x.shape[:-1].numel())
-        gradient = LeftGradient(self.name, partial(start_values, self.active_quantizers().input, part))
-        gradient.before_norm(self.own(self.weight))
-        return gradient
+    def _normed_part(self, x: Tensor, branch: Branch) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """normed(), of this rank's tokens of h."""
+        call, weight = LinearCall(**self.linear_facts(), exchange=self.exchange(x.shape[:-1])), self.own(self.weight)
+        early = call.early_operand([weight], "rowwise")  # before the branch's sum over ranks is waited for
+        part = call.exchange.tokens("input", x.shape[:-1].numel())
+        gradient = LeftGradient(self.name, partial(start_values, call.quantizers.input, part, len(weight)))
+        gradient.before_norm(weight)
+        added = self.norm.added(x, branch, self.dtype, gradient)
+        known = {"gradient": gradient, "sent": gradient.sent} if gradient.is_taken else {}
+        return *added, {"early": early} | known

@@ -20,7 +20,7 @@ from torch import Tensor
 from hqsweep.dist.peers import Sending
 from hqsweep.dist.tokens import Pending, Summands, left_by
 from hqsweep.nn.products import once_differentiable
-from hqsweep.nn.rank_rows import Outgoing
+from hqsweep.nn.rank_rows import OneOperand, Outgoing
 from hqsweep.quant.operand import HybridOperand
 
 Arriving = Callable[[], HybridOperand]
@@ -34,6 +34,10 @@ class LeftOutput:
     summands: Summands | None = None
     outgoing: Outgoing | None = None
     """The gradient of the output, whose operands backward asks for."""
+    make: Callable[[], list[OneOperand]] | None = None
+    """Makes the operand of the linear's weight for the gradient of its input, if it may be made beforehand."""
+    made: list[OneOperand] = field(default_factory=list, init=False)
+    """That operand, until it is multiplied."""
     _sent: tuple[Tensor, Arriving] | None = field(default=None, init=False)
 
     def leave(self, pending: Pending) -> Tensor:
@@ -45,6 +49,11 @@ class LeftOutput:
         """The output y for the norm, once: the call lives until backward, and summands must not."""
         summands, self.summands = self.summands, None
         return y if summands is None else summands.of(y)._replace(writer=self)
+
+    def prepare(self) -> None:
+        """Make what backward takes first, before other ranks are waited for."""
+        if self.make is not None:
+            self.made = self.make()
 
     def place(self, like: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Where the gradient had best be written (dist.tokens.TakesGradient)."""
@@ -78,7 +87,7 @@ class LeftGradient:
     """The exchange that has begun so, for the linear."""
     is_taken: bool = False
     """Whether the norm's backward takes what is left here."""
-    left: tuple[Tensor, int] | None = None
+    left: tuple[Pending, int] | None = None
     """What the other ranks have of the gradient, and the number of this one; None: the gradient is whole."""
     late: WeightGradient | None = None
     """The gradient of the linear's weight, which is still to be computed."""
@@ -89,13 +98,13 @@ class LeftGradient:
         summands = left_by(pending) if self.is_taken else None
         if summands is None:
             return pending()
-        self.left = summands.received, summands.rank
+        self.left = summands.arriving, summands.rank
         return summands.own
 
     def take(self, dh: Tensor | None) -> tuple[Tensor, int] | tuple[()]:
         """What was left, once, in the shape of the gradient that autograd has."""
         left, self.left = self.left, None
-        return () if left is None or dh is None else (left[0].view(-1, *dh.shape), left[1])
+        return () if left is None or dh is None else (left[0]().view(-1, *dh.shape), left[1])
 
     @contextmanager
     def sending(self, x: Tensor, dtype: torch.dtype) -> Iterator[Sequence[Tensor]]:
@@ -105,8 +114,7 @@ class LeftGradient:
             yield ()
             return
         yield [sending.place(other).view(dtype).view(x.shape) for other in sending.others]
-        for other in sending.others:
-            sending.written(other)
+        sending.written()
         self.sent.append(sending)
 
     def before_norm(self, weight: Tensor) -> None:

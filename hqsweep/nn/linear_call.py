@@ -41,7 +41,7 @@ from hqsweep.ops.request import Output
 from hqsweep.quant.gather import Gathering
 from hqsweep.quant.group import quantize_group
 from hqsweep.quant.held_part import own_part
-from hqsweep.quant.hybrid import DIRECTIONS, Direction
+from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
 from hqsweep.quant.operand import HybridOperand, Operand, OperandParts, Skeleton, unflatten
 from hqsweep.quant.part import Part
 from hqsweep.quant.tensor import HybridQuantizedTensor
@@ -71,6 +71,8 @@ class LinearCall(Call):
     """The amaxes of x that are known beforehand (HybridQuantizer.takes_amaxes)."""
     turns: list[Turns] = field(default_factory=list, compare=False)
     """How x is written, if it is written rank by rank; taken out where it is quantized."""
+    early: list[AnyOperand] = field(default_factory=list, compare=False)
+    """The weight's rowwise operand, if it was made beforehand; taken out where it is multiplied."""
     sent: list[Sending] = field(default_factory=list, compare=False)
     """The exchange in which the rows of x were sent as they were computed, if they were; taken out as `turns` is."""
     normed: list[Normed] = field(default_factory=list, compare=False)
@@ -205,6 +207,17 @@ class LinearCall(Call):
             forms["columnwise"] = (takes, by_rows)
         together = self.exchange is not None
         return self.workspace.take(weights, forms, self.quantizers.weight, self.key("weight"), make, together)
+
+    @torch.no_grad()
+    def early_operand(self, weights: Weights, direction: Direction) -> list[AnyOperand]:
+        """weight(), before it is asked for; none where it is made of more than the weights, or is there."""
+        quantizer = self.quantizers.weight
+        plain = type(quantizer) is HybridQuantizer and not quantizer.delayed and not self.context.probe
+        if not plain or self.workspace is not None or is_held(weights) or is_gathered(weights):
+            return []
+        if not weights[0].untyped_storage().nbytes():  # which fully_shard has freed, and not yet gathered again
+            return []
+        return [self.weight(weights, direction)]
 
     def check_weights(self, weights: Weights, needs_dx: bool, needs_dw: bool) -> None:
         """UserError, with the name of the module, for weights that one of the GEMMs could not use. A step's use of ones

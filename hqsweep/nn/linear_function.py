@@ -75,7 +75,7 @@ def check_weights(call: Call, weights: Weights, needs_dx: bool, needs_dw: bool) 
 
 def fprop(call: Call, weights: Weights, x: AnyOperand | RankRows, needs_dx: bool) -> Tensor:
     """y, from x's rowwise operand; summed over ranks, where each has a part of its sums, or left so."""
-    w = call.weight(weights, "rowwise", needs_dx=needs_dx)
+    w = call.early.pop() if call.early else call.weight(weights, "rowwise", needs_dx=needs_dx)
     return call.output_of(begin_summed_product(call, "fprop", "output", x, w))
 
 
@@ -113,12 +113,15 @@ def keep(
     return [*of_weights, *saved], state
 
 
-def send_gradient(call: Call, *, rowwise: bool, columnwise: bool) -> None:
-    """Have the norm that alone reads y, where there is one, send dy as soon as it knows it."""
+def send_gradient(call: Call, weights: Weights, *, rowwise: bool, columnwise: bool) -> None:
+    """Have the norm that alone reads y, where there is one, send dy as soon as it knows it, and the weights' operand
+    for dgrad made before others are waited for."""
     if call.left is not None and (rowwise or columnwise):
         alone, takes = replace(call, left=None), call.product_takes  # not itself, which would never be freed
         outputs = {"rowwise": takes if rowwise else None, "columnwise": takes if columnwise else None}
         call.left.outgoing = Outgoing(call=alone, tensor="grad_output", **outputs)
+        if rowwise:
+            call.left.make = partial(alone.early_operand, weights, "columnwise")
 
 
 def quantize_gradient(call: Call, dy: Tensor, **outputs: Any) -> HybridOperand:
@@ -132,7 +135,11 @@ def begin_dgrad(state: BackwardState, tensors: Sequence[Tensor], dy: AnyOperand 
     keep() gave."""
     of_weights, _ = state.parts(tensors)
     call, skeletons = state.call, state.weight_skeletons
-    w_column = unflatten_weights(of_weights, skeletons) if skeletons else call.weight(of_weights, "columnwise")
+    made = [] if call.left is None else call.left.made
+    if made:
+        w_column = made.pop()
+    else:
+        w_column = unflatten_weights(of_weights, skeletons) if skeletons else call.weight(of_weights, "columnwise")
     return begin_summed_product(call, "dgrad", "grad_input", dy, w_column)
 
 
@@ -204,7 +211,7 @@ class LinearFunction(torch.autograd.Function):
             call, weights, x if needs_dw else None, operands.columnwise if column else None, needs_dx
         )
         ctx.call, ctx.count = call, count
-        send_gradient(call, rowwise=needs_dx, columnwise=needs_dw)
+        send_gradient(call, weights, rowwise=needs_dx, columnwise=needs_dw)
         ctx.biases = [(bias.dtype, bias.dim()) for bias in biases] if biases else ()
         ctx.save_for_backward(*tensors)
         return returned(_add_biases(call, y, biases) if biases else y)

@@ -9,10 +9,10 @@ vocabulary tell each other four numbers of each row of a chunk (ops.loss_parts).
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hqsweep.dist.meeting import meeting
@@ -25,11 +25,11 @@ from hqsweep.nn.linear import Linear, as_rows
 from hqsweep.nn.linear_call import AnyOperand, LinearCall
 from hqsweep.nn.parameter import is_gathered, is_held, main_grad_of, weight_matrix
 from hqsweep.nn.products import once_differentiable, outside_autocast
-from hqsweep.nn.rank_rows import RankRows, quantize_tokens, rows_of
-from hqsweep.nn.vocabulary import split_cross_entropy
+from hqsweep.nn.rank_rows import Outgoing, RankRows, quantize_tokens, rows_of
+from hqsweep.nn.vocabulary import cross_entropy
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.ops.loss import cross_entropy_, scale_
-from hqsweep.ops.loss_parts import PART_BYTES, joint_cross_entropy_, loss_parts, shared_cross_entropy_
+from hqsweep.ops.loss_parts import PART_BYTES, Boxes, joint_cross_entropy_, loss_parts, shared_cross_entropy_
 from hqsweep.ops.request import Output
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.operand import HybridOperand, Operand
@@ -123,6 +123,10 @@ def _tie(call: LinearCall) -> str | None:
     return None
 
 
+_Input = tuple[AnyOperand | RankRows, Callable[[], AnyOperand] | None]
+"""The operand of the input for fprop and, if wanted, that for wgrad, which may still be on its way."""
+
+
 class LinearCrossEntropy(torch.autograd.Function):
     """h [M, K] in call.dtype, targets [M], weight [V, K] -> the mean cross entropy of h @ weight.T, float32 []. Where
     ranks share the linear h may be a rank's tokens of the M, and the weight its rows of the whole."""
@@ -167,8 +171,9 @@ class _Chunks:
         """The mean loss, the gradient of h, and that of the weight in float32."""
         call, takes, probe = self.call, self.call.product_takes, self.call.context.probe
         row, column = (takes if needed else None for needed in (needs_dx, needs_dw))
-        x, x_arriving = self._input(column)
+        arriving = self._begin_input(column)
         w, w_column = self._weight(needs_dx)
+        x, x_arriving = arriving()
         formed = (call.product("fprop", _rows(x, *span), w, call.dtype) for span in self.spans)
         if probe:  # it sees whole tensors
             whole = torch.cat(list(formed))
@@ -191,13 +196,20 @@ class _Chunks:
             self._probe_gradients(whole, probed, dx, dw)
         return _joined(losses).mean(), dx if dx is None else call.rounded("grad_input", dx), dw
 
-    def _input(self, column: Output | None) -> tuple[AnyOperand | RankRows, Callable[[], AnyOperand] | None]:
-        """The operands of all rows of h for fprop and, if wanted, for wgrad, which may still be on its way."""
+    def _begin_input(self, column: Output | None) -> Callable[[], "_Input"]:
+        """The operands of all rows of h, which may be on their way."""
         call, takes = self.call, self.call.product_takes
-        outputs = {"rowwise": takes, "columnwise": column, "by_ranks": len(self.spans) == 1}
-        operands = quantize_tokens(call, "input", self.h, **outputs)
-        arriving = operands.columnwise and call.begin_whole_input(operands.columnwise)
-        return _as_taken(operands.rowwise, takes), arriving
+        outputs = {"rowwise": takes, "columnwise": column}
+        if len(self.spans) == 1:  # which is multiplied by the rows of each rank
+            arriving = partial(quantize_tokens, call, "input", self.h, **outputs)
+        else:
+            arriving = Outgoing(call=call, tensor="input", lent=False, **outputs).begin(self.h)
+
+        def result() -> _Input:
+            whole = arriving()
+            return _as_taken(whole.rowwise, takes), whole.columnwise and call.begin_whole_input(whole.columnwise)
+
+        return result
 
     def _weight(self, needs_dx: bool) -> tuple[AnyOperand, AnyOperand | None]:
         """The operands of the weight for fprop and, if wanted, for dgrad, from one read."""
@@ -231,8 +243,8 @@ class _Chunks:
         rank, ranks = self.group.rank(), self.group.size()
         place = meeting(self.group, logits.device, len(logits), PART_BYTES) if gradient else None
         if place is not None:
-            told = (place.boxes, place.state, place.rows, ranks, rank)
-            losses = joint_cross_entropy_(logits, targets, *told, self.scale)
+            boxes = Boxes(place.boxes, place.state, place.rows, ranks, rank)
+            losses = joint_cross_entropy_(logits, targets, boxes, self.scale)
             if losses is not None:
                 return losses
         first = rank * logits.shape[1]
@@ -287,12 +299,3 @@ def _added(call: LinearCall, total: Gradient, dy: AnyOperand, x: AnyOperand) -> 
 def vocabulary_group(head: Linear) -> Any:
     """The ranks that have each a part of the vocabulary; None where there are none."""
     return None if head.parallel is None or head.parallel.mode != "column" else head.parallel.group
-
-
-def cross_entropy(logits: Tensor, targets: Tensor, group: Any = None) -> Tensor:
-    """The mean cross entropy of logits [..., V] with targets int64 [...], float32 []: torch's, in float32. group: the
-    ranks each of which has V of the vocabulary's logits, in their order (nn.vocabulary)."""
-    rows, targets = logits.flatten(0, -2), targets.reshape(-1)
-    if group is not None:
-        return split_cross_entropy(rows, targets, group)
-    return F.cross_entropy(rows.float(), targets)

@@ -51,7 +51,7 @@ class _NormFunction(torch.autograd.Function):
     def forward(
         ctx, x: Tensor, branch: Tensor | None, gain: Tensor, bias: Tensor | None, call: _NormCall
     ) -> tuple[Tensor, ...]:
-        others = () if call.of_branch is None else (call.of_branch.received, call.of_branch.rank)
+        others = () if call.of_branch is None else (call.of_branch.received(), call.of_branch.rank)
         row = (x, branch, gain, bias, call.epsilon, call.dtype)
         if call.copies:
             h, statistics, *results = norm.norm_copied(*row, *others, copies=call.copies)
@@ -68,6 +68,8 @@ class _NormFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dtotal: Tensor | None, dh: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if ctx.writer is not None:
+            ctx.writer.prepare()
         others = () if ctx.gradient is None else ctx.gradient.take(dh)
         dx, dbranch, *rest = _gradients(ctx, dtotal, dh, *others, writer=ctx.writer)
         if ctx.writer is not None and dbranch is not None:
@@ -197,6 +199,8 @@ class Norm(QuantizedWeight):
             if gradient is None:
                 return _NormFunction.apply(x, own, weight, bias, call)
             gradient.is_taken = True
+            if summands is not None:
+                summands.received()  # before more is sent
             with gradient.sending(x, dtype) as copies:
                 return _NormFunction.apply(x, own, weight, bias, replace(call, copies=copies))
         total = add_branch(x, branch)

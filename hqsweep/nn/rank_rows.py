@@ -25,6 +25,9 @@ from hqsweep.quant.part import Part, is_alone, is_part
 
 LEAST_ROWS = 2048
 """Rows of a rank from which products are formed by ranks; of fewer a launch costs more than what it hides."""
+HIDING_FEATURES = 1600
+"""Output features from which a product in bfloat16 takes longer than its input takes to another GPU: 2 K operations for
+each at 600 TFLOP/s, and 2 K bytes of a row at 370 GB/s."""
 OneOperand = Operand | ExactOperand
 Span = tuple[int, int]
 
@@ -126,6 +129,8 @@ class Outgoing:
     tensor: str
     rowwise: Output | None
     columnwise: Output | None
+    lent: bool = True
+    """Whether operands may be what arrives, good until ranks of the group begin to exchange other rows."""
     _placed: LentRows | None = field(default=None, init=False)
 
     def place(self, like: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -148,22 +153,27 @@ class Outgoing:
         if placed is not None:
             arriving = placed.begun()
         else:
-            arriving = (lambda: x) if part is None else call.exchange.begin_lent(tensor, x)
+            exchange = call.exchange
+            begin = None if part is None else exchange.begin_lent if self.lent else exchange.begin_gathered
+            arriving = (lambda: x) if begin is None else begin(tensor, x)
         return lambda: call.quantize(tensor, arriving(), **outputs)
 
     def _sends_codes(self, x: Tensor, part: Part) -> bool:
         return _sends_codes(self.call.quantizer(self.tensor), self.tensor, x, part, self.rowwise, self.columnwise)
 
 
-def start_values(quantizer: HybridQuantizer, part: Part | None, x: Tensor, dtype: torch.dtype) -> peers.Sending | None:
+def start_values(
+    quantizer: HybridQuantizer, part: Part | None, features: int, x: Tensor, dtype: torch.dtype
+) -> peers.Sending | None:
     """An exchange for the rows of an input in a dtype, of which x has the shape and the device, where these are what
     quantize_tokens() sends as codes: for whoever computes the rows, and can write them to the places of all ranks. None
-    where there is no such exchange."""
+    where there is no such exchange, or the product of own rows, of so many features, hides copies of them."""
     rows = torch.empty((x.shape[:-1].numel(), x.shape[-1]), dtype=dtype, device="meta")
-    if part is None or part.runs > 1 or not quantizer.rowwise.high_precision or dtype is not torch.bfloat16:
+    plain = quantizer.rowwise.high_precision and dtype is torch.bfloat16
+    if part is None or part.runs > 1 or not plain or features >= HIDING_FEATURES:
         return None
     codes = all(_sends_codes(quantizer, "input", rows, part, "codes", column) for column in (None, "codes"))
-    return peers.start(rows.nbytes, part.group, x.device) if codes else None
+    return peers.start(rows.nbytes, part.group, x.device, reading=True) if codes else None
 
 
 def _send_codes(
@@ -208,7 +218,7 @@ def begin_summed_product(call: Any, gemm: str, tensor: str, a: OneOperand | Rank
     (own, place), *others = a.order
     b = _decoded(b)
     y = b.matrix.new_empty((a.rows * (1 + len(others)), len(b.matrix)), dtype=call.dtype)
-    total, pieces = start_sum_rows(y, a.part.group), pieces_of(gemm, a.rows)
+    total, pieces = start_sum_rows(y, a.part.group), pieces_of(a.rows)
     for other, (start, _) in others:
         of_other = _decoded(a.of_rank(other))
         for piece in range(pieces):
@@ -220,10 +230,10 @@ def begin_summed_product(call: Any, gemm: str, tensor: str, a: OneOperand | Rank
     return pending
 
 
-def pieces_of(gemm: str, rows: int) -> int:
-    """The number of pieces in which a product of a rank's rows is formed and sent: dx in two, since nothing but this
-    rank's own part of it hides what it takes, while forward has its input to compute, too."""
-    return 2 if gemm == "dgrad" and rows % 2 == 0 and rows >= 2 * LEAST_ROWS else 1
+def pieces_of(rows: int) -> int:
+    """The number of pieces in which a product of a rank's rows is formed and sent, so that the first is on its way
+    while the second is formed."""
+    return 2 if rows % 2 == 0 and rows >= 2 * LEAST_ROWS else 1
 
 
 def _by_ranks(call: Any, tensor: str, a: OneOperand | RankRows) -> OneOperand | RankRows:

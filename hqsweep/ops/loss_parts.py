@@ -6,6 +6,8 @@ two is one pass of a kernel; torch's operators are the reference, and compute wh
 write to each other's memory, one kernel does both, and reads the logits once (joint_cross_entropy_).
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -104,24 +106,32 @@ MOST_RANKS = 16
 """Ranks of a joint cross entropy (csrc/loss.h)."""
 
 
+class Boxes(NamedTuple):
+    """Memory of the GPUs of all ranks in which kernels tell each other parts, as csrc/loss.h has it (dist.meeting)."""
+
+    address: int
+    """The address, on this rank's device, of the addresses of the ranks' boxes."""
+    state: Tensor
+    """uint32 [3]."""
+    rows: int
+    """The rows that a box has room for."""
+    ranks: int
+    rank: int
+
+
 @on_its_device
-def joint_cross_entropy_(
-    logits: Tensor, targets: Tensor, boxes: int, state: Tensor, room: int, ranks: int, rank: int, scale: float
-) -> Tensor | None:
+def joint_cross_entropy_(logits: Tensor, targets: Tensor, boxes: Boxes, scale: float) -> Tensor | None:
     """shared_cross_entropy_ with the gradient, to the bit, by a kernel on every rank's GPU that tells the others the
     parts of its rows; rank r has the entries [r * V, (r + 1) * V). None, and nothing is done, where the kernel does not
-    take the logits.
-
-    boxes: the address, on the device, of the addresses of the ranks' boxes for parts of `room` rows, and state, uint32
-    [3], as csrc/loss.h has them (dist.meeting).
-    """
-    if not (has_kernels("cuda") and takes(logits) and ranks <= MOST_RANKS):
+    take the logits."""
+    if not (has_kernels("cuda") and takes(logits) and boxes.ranks <= MOST_RANKS):
         return None
     check_loss(logits, targets)
     rows, vocabulary = logits.shape
     losses = logits.new_empty(rows, dtype=torch.float32)
-    call = (logits.data_ptr(), targets.data_ptr(), losses.data_ptr(), boxes, state.data_ptr(), rows, vocabulary)
-    options = (rank * vocabulary, room, ranks, rank, scale)
+    told = (boxes.address, boxes.state.data_ptr(), rows, vocabulary)
+    call = (logits.data_ptr(), targets.data_ptr(), losses.data_ptr(), *told)
+    options = (boxes.rank * vocabulary, boxes.rows, boxes.ranks, boxes.rank, scale)
     return losses if extension().joint_cross_entropy_cuda(*call, *options, *where(logits)) else None
 
 

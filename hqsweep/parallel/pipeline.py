@@ -20,9 +20,9 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from hqsweep.dist.local import is_spread, local, squared_norms
 from hqsweep.errors import UserError
 from hqsweep.nn.context import current, within
+from hqsweep.nn.embedding import check_tokens
 from hqsweep.nn.module import WHOLE_ROLES, roles_of
 from hqsweep.nn.moe import MoELayer
-from hqsweep.nn.vocabulary import check_tokens
 from hqsweep.parallel.data import reshard
 from hqsweep.parallel.peers import axis_of, peers
 from hqsweep.parallel.stage import Stage, StageOfLayers

@@ -15,7 +15,7 @@ from hqsweep.dist.tokens import begin_lent_rows, begin_sum_rows, gather_rows, st
 from hqsweep.dist.unit_comms import Gather, Sum
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, linear_cross_entropy, linear_loss, quantization
-from hqsweep.nn.vocabulary import split_embedding
+from hqsweep.nn.embedding import split_embedding
 from hqsweep.parallel.tensor import ColwiseLinear, RowwiseLinear
 from hqsweep.train.graph import GraphPool
 
@@ -82,7 +82,7 @@ def places(mesh: DeviceMesh) -> Work:
                 received = gather_rows(own, group).view(2, ROWS, WIDTH)[1 - rank]
             else:
                 torch.mul(x, i + 1, out=sending.place(1 - rank).view(x.dtype).view(x.shape))
-                sending.written(1 - rank)
+                sending.written()
                 received = sending.received().view(x.dtype).view(x.shape)
             results.append(received.clone())
             lent = start_lent_rows(tuple(x.shape), x.dtype, group, x.device)

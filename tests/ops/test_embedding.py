@@ -53,7 +53,7 @@ def test_gradients_are_those_of_float64(entries, width, count, dtype):
     tokens, rows = tokens_of(count, entries), torch.randn(count, width, device="cuda").to(dtype)
     table = torch.zeros(entries, width, dtype=torch.float64, device="cuda").index_add_(0, tokens, rows.double())
     gradient = table_gradient(rows, tokens, *by_entry(tokens, entries))
-    torch.testing.assert_close(gradient.double(), table, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient.double(), table, rtol=1e-5, atol=1e-4)  # up to 1,400 rows of an entry
     assert torch.equal(gradient, table_gradient(rows, tokens, *by_entry(tokens, entries)))
 
 

@@ -7,7 +7,7 @@ from loss_inputs import INFINITY, devices, inputs
 
 from hqsweep.ops import loss_parts as module
 from hqsweep.ops.loss import cross_entropy_
-from hqsweep.ops.loss_parts import joint_cross_entropy_, loss_parts, shared_cross_entropy_
+from hqsweep.ops.loss_parts import Boxes, joint_cross_entropy_, loss_parts, shared_cross_entropy_
 
 
 def shared(logits, targets, sizes, scale, gradient=True):
@@ -144,8 +144,8 @@ def test_kernels_that_tell_each_other_their_parts_have_the_same_bits(sizes):
         results = []
         for rank, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                call = (addresses.data_ptr(), states[rank], room, ranks, rank, 1 / 64)
-                results.append(joint_cross_entropy_(pieces[rank], targets, *call))
+                told = Boxes(addresses.data_ptr(), states[rank], room, ranks, rank)
+                results.append(joint_cross_entropy_(pieces[rank], targets, told, 1 / 64))
         torch.cuda.synchronize()
         assert torch.equal(torch.cat(pieces, 1).view(torch.int16), gradients.view(torch.int16)), turn
         assert all(torch.equal(own.view(torch.int32), losses.view(torch.int32)) for own in results), turn
