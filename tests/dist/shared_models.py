@@ -39,12 +39,13 @@ from hqsweep.nn import (
     quantized_model_init,
     turns,
 )
+from hqsweep.nn.embedding import split_embedding
 from hqsweep.nn.left_sums import LeftGradient, LeftOutput
 from hqsweep.nn.linear_call import LinearCall
 from hqsweep.nn.linear_loss import vocabulary_group
 from hqsweep.nn.residual import residual_under_fsdp
 from hqsweep.nn.turns import OperandsInTurn
-from hqsweep.nn.vocabulary import cross_entropy, split_embedding
+from hqsweep.nn.vocabulary import cross_entropy
 from hqsweep.parallel.data import gather_in_linear_dtype
 from hqsweep.parallel.expert import expert_parallel
 from hqsweep.parallel.mesh import Ranks
