@@ -163,6 +163,8 @@ class Mailbox:
         """When all that had come was read; None where more has come since."""
         self.engine = torch.cuda.Stream(device, priority=-1)
         """The stream of copies to others."""
+        self.ear = torch.cuda.Stream(device, priority=-1)
+        """The stream that waits for the others' signals, beside what this rank still computes."""
         self.heard = -1
         """The last exchange whose signals have come, by its number."""
         self.latest: Exchange | None = None
@@ -189,13 +191,13 @@ class Mailbox:
             self.owed.clear()
         else:
             stream.wait_stream(self.stream)  # where reads of the last exchange are
-            exchange = None if isinstance(program, bool) else self.slots.take(reading)
+            exchange = None if isinstance(program, bool) else self.slots.take()
         self.stream = stream
         if exchange is None:
             self.quiet = None
             self.handle.barrier(channel=self.barrier)
             self.slots.settle(reading)
-            exchange = self.slots.take(reading)
+            exchange = self.slots.take()
         return exchange
 
 
@@ -261,13 +263,15 @@ class Sending:
     def _hear(self) -> None:
         """Signal the others, and wait for their signals. What an engine does is in its order, so that with this
         exchange all have come that had begun before it; ranks ask for what has come in the same order."""
-        box, stream = self.mailbox, torch.cuda.current_stream()
+        box = self.mailbox
         with torch.cuda.stream(box.engine):
             for other in self.others:
                 box.handle.put_signal(other, self.exchange.slot)
-        stream.wait_stream(box.engine)
-        for other in self.others:
-            box.handle.wait_signal(other, self.exchange.slot)
+        box.ear.wait_stream(box.engine)
+        with torch.cuda.stream(box.ear):
+            for other in self.others:
+                box.handle.wait_signal(other, self.exchange.slot)
+        torch.cuda.current_stream().wait_stream(box.ear)
         box.heard = self.exchange.begun
 
 

@@ -24,11 +24,11 @@ class Slots:
         self.recent: deque[Exchange] = deque(maxlen=2 * count)
         self.begun = 0
 
-    def take(self, reading: Exchange | None = None) -> Exchange | None:
-        """A new exchange in a free slot; None where none is known to be free. reading: one that has been waited for,
-        and whose reads are still to be enqueued."""
+    def take(self) -> Exchange | None:
+        """A new exchange in a free slot; None where none is known to be free. Ranks signal that its messages have come
+        behind all reads of those that were waited for before."""
         for each in self.recent:
-            if each.waited and each.read is None and each is not reading:
+            if each.waited and each.read is None:
                 each.read = self.begun
         slot = next((slot for slot, last in enumerate(self.last) if last is None or self._is_free(last)), None)
         if slot is None:
@@ -45,7 +45,8 @@ class Slots:
         return read is not None and any(each.waited and each.begun >= read for each in self.recent)
 
     def settle(self, reading: Exchange | None = None) -> None:
-        """Note that the others have done all that they had enqueued, as a barrier shows; not yet reads of `reading`."""
+        """Note that the others have done all that they had enqueued, as a barrier shows; not yet, if there is such a
+        one, the reads of an exchange that was waited for."""
         self.last = [last if last is not None and (not last.waited or last is reading) else None for last in self.last]
 
     def clear(self) -> None:

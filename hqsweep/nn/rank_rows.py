@@ -41,6 +41,14 @@ class RankRows:
     """The rows of each rank."""
     of_rank: Callable[[int], OneOperand]
     """A rank's rows; those of another rank wait until they have arrived."""
+    by_halves: bool = False
+    """Whether a sum of the product sends another rank the first half of its rows while the second is formed. Where not,
+    what is computed for own rows takes longer than rows travel."""
+
+    @property
+    def pieces(self) -> int:
+        """The number of equal pieces of another rank's rows that leave one by one."""
+        return 2 if self.by_halves and self.rows % 2 == 0 and self.rows >= 2 * LEAST_ROWS else 1
 
     @property
     def order(self) -> list[tuple[int, Span]]:
@@ -218,7 +226,7 @@ def begin_summed_product(call: Any, gemm: str, tensor: str, a: OneOperand | Rank
     (own, place), *others = a.order
     b = _decoded(b)
     y = b.matrix.new_empty((a.rows * (1 + len(others)), len(b.matrix)), dtype=call.dtype)
-    total, pieces = start_sum_rows(y, a.part.group), pieces_of(a.rows)
+    total, pieces = start_sum_rows(y, a.part.group), a.pieces
     for other, (start, _) in others:
         of_other = _decoded(a.of_rank(other))
         for piece in range(pieces):
@@ -230,12 +238,6 @@ def begin_summed_product(call: Any, gemm: str, tensor: str, a: OneOperand | Rank
     return pending
 
 
-def pieces_of(rows: int) -> int:
-    """The number of pieces in which a product of a rank's rows is formed and sent, so that the first is on its way
-    while the second is formed."""
-    return 2 if rows % 2 == 0 and rows >= 2 * LEAST_ROWS else 1
-
-
 def _by_ranks(call: Any, tensor: str, a: OneOperand | RankRows) -> OneOperand | RankRows:
     """a by the rows of each rank, where a product of which ranks keep their tokens is to be formed so."""
     if not isinstance(a, ExactOperand) or a.matrix.dim() != 2:
@@ -244,7 +246,7 @@ def _by_ranks(call: Any, tensor: str, a: OneOperand | RankRows) -> OneOperand | 
     rows = len(a.matrix) // part.group.size()
     if not multiplies_by_ranks(call, part, a.matrix[:rows]):
         return a
-    return RankRows(part=part, rows=rows, of_rank=lambda rank: rows_of(a, *span(rank, rows)))
+    return RankRows(part=part, rows=rows, of_rank=lambda rank: rows_of(a, *span(rank, rows)), by_halves=True)
 
 
 def rows_of(operand: ExactOperand, start: int, stop: int) -> ExactOperand:

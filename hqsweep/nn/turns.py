@@ -28,6 +28,8 @@ class Turns:
     """How ranks share the rows of the output."""
     write: Callable[[int], None] | None = None
     """Writes the rows of one rank."""
+    by_halves: bool = False
+    """As in nn.rank_rows.RankRows."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -39,6 +41,8 @@ class OperandsInTurn:
     """The rows of each rank."""
     quantize: Callable[[int], HybridOperand]
     """The operands of one rank's rows."""
+    by_halves: bool = False
+    """As in RankRows."""
     whole: Callable[[], Operand] | None = None
     """The columnwise operand of all rows, once they are written; None: quantize() gives that of each rank's."""
     columns: dict[int, Operand | None] = field(default_factory=dict, init=False)
@@ -46,7 +50,7 @@ class OperandsInTurn:
     @property
     def rowwise(self) -> RankRows:
         """The rowwise operand by the rows of each rank."""
-        return RankRows(part=self.part, rows=self.rows, of_rank=self._of_rank)
+        return RankRows(part=self.part, rows=self.rows, of_rank=self._of_rank, by_halves=self.by_halves)
 
     @property
     def columnwise(self) -> Operand | OperandParts | None:
@@ -87,7 +91,7 @@ def in_turn(call: Any, turns: Turns, x: Tensor, *, rowwise: Output, columnwise: 
         return call.quantize("input", x[slice(*span(rank, rows))], rowwise=rowwise, columnwise=of_rank)
 
     whole = (lambda: call.quantize("input", x, columnwise=columnwise).columnwise) if is_whole else None
-    return OperandsInTurn(part=turns.part, rows=rows, quantize=quantize, whole=whole)
+    return OperandsInTurn(part=turns.part, rows=rows, quantize=quantize, by_halves=turns.by_halves, whole=whole)
 
 
 def activated_in_turn(call: Any, z: Tensor, kind: str, *, rowwise: Output, columnwise: Output | None) -> Any:
@@ -100,14 +104,14 @@ def activated_in_turn(call: Any, z: Tensor, kind: str, *, rowwise: Output, colum
     if columnwise is not None and quantizer.columnwise.high_precision:
         h = z.new_empty(len(z), width)
         of_rank = [slice(*span(rank, rows)) for rank in range(part.group.size())]
-        turns = Turns(part, lambda rank: activation_into(h[of_rank[rank]], z[of_rank[rank]], kind))
+        turns = Turns(part, lambda rank: activation_into(h[of_rank[rank]], z[of_rank[rank]], kind), True)
         return in_turn(call, turns, h, rowwise=rowwise, columnwise=columnwise)
 
     def quantize(rank: int) -> HybridOperand:
         own = z[slice(*span(rank, rows))]
         return call.quantize_activated("input", own, None, kind, rowwise=rowwise, columnwise=columnwise)
 
-    return OperandsInTurn(part=part, rows=rows, quantize=quantize)
+    return OperandsInTurn(part=part, rows=rows, quantize=quantize, by_halves=True)
 
 
 def is_hooked() -> bool:
