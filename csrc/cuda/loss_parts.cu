@@ -139,7 +139,7 @@ __device__ void wait_for_row() {
 
 // Blocks take rows in the order in which they begin, so that the first rows that are not done are in blocks of all ranks.
 // state: the next block, the number of those done, and the half of the boxes.
-__global__ void __launch_bounds__(kMostThreads, 4) joint_cross_entropy(const __grid_constant__ JointCrossEntropy call) {
+__global__ void __launch_bounds__(kMostThreads, 3) joint_cross_entropy(const __grid_constant__ JointCrossEntropy call) {
   extern __shared__ uint4 staged[];
   __shared__ LossPart parts[kRowsOfBlock][kMostRanks];
   __shared__ unsigned place, half;

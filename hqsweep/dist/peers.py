@@ -14,6 +14,7 @@ for an exchange knows that the others had begun it. From that follows which slot
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -70,7 +71,7 @@ def begin(
     if sending is None:
         return None
     if own:
-        sending.owe(own)
+        owe(group, pieces[0].device, partial(_copy, sending.place(group.rank()), own), purpose)
     for other, message in messages.items():
         sending.send(other, message)
     return sending.received
@@ -95,6 +96,14 @@ def start(
         return None
     mailbox = _mailbox(group, device, purpose, received)
     return None if mailbox is None else mailbox.start(size, has_own=has_own, early=early, reading=reading)
+
+
+def owe(group: ProcessGroup, device: torch.device, work: Callable[[], None], purpose: Purpose = ROWS) -> None:
+    """Have work of this rank's own enqueued before the current stream next waits for others, when it has nothing else
+    to do; never, where they send no copies."""
+    mailbox = _MAILBOXES.get((group.group_name, device.index, purpose))
+    if mailbox is not None:
+        mailbox.owed.append(work)
 
 
 def all_read(group: ProcessGroup, device: torch.device, purpose: Purpose = ROWS) -> None:
@@ -169,8 +178,8 @@ class Mailbox:
         """The last exchange whose signals have come, by its number."""
         self.latest: Exchange | None = None
         """The last one that was waited for."""
-        self.owed: list[tuple[Tensor, Message]] = []
-        """What is still to be copied to places of this rank's own slots."""
+        self.owed: list[Callable[[], None]] = []
+        """What is to be done before the stream waits."""
 
     def start(self, size: int, *, has_own: bool, early: bool, reading: bool) -> "Sending | None":
         """start() of this module."""
@@ -241,18 +250,13 @@ class Sending:
         """Say that all places of other ranks are written by what is on the current stream."""
         self.mailbox.engine.wait_stream(torch.cuda.current_stream())
 
-    def owe(self, message: Message) -> None:
-        """Have this rank's own message copied to its place before the stream next waits for other ranks, when it has
-        nothing else to do."""
-        self.mailbox.owed.append((self.place(self.mailbox.rank), message))
-
     def received(self) -> Tensor:
         """begin()'s result, when all has been sent."""
         box, exchange = self.mailbox, self.exchange
         if not exchange.waited:
-            for place, message in box.owed:
-                _copy(place, message)
-            box.owed.clear()
+            owed, box.owed = box.owed, []
+            for work in owed:
+                work()
             if exchange.begun > box.heard:
                 self._hear()
             exchange.waited, box.latest, box.quiet = True, exchange, None
@@ -275,10 +279,9 @@ class Sending:
         box.heard = self.exchange.begun
 
 
-def _copy(place: Tensor, message: Message) -> int:
-    """Copy a message, of so many bytes, to the beginning of a place."""
+def _copy(place: Tensor, message: Message) -> None:
+    """Copy a message to the beginning of a place."""
     first = 0
     for piece in message:
         place[first : first + piece.nbytes].copy_(piece.view(torch.uint8).view(-1))
         first += piece.nbytes
-    return first

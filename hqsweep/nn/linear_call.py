@@ -260,8 +260,9 @@ class LinearCall(Call):
         part = self.exchange.tokens("input", column.shape[1])
         if part is None:
             return lambda: column
-        gathering = Gathering(column, 1, part, lent=lent, early=early)
-        return gathering.exact if self.product_takes == "exact" else gathering.whole
+        exact = self.product_takes == "exact"
+        gathering = Gathering(column, 1, part, lent=lent and exact, early=early)
+        return gathering.exact if exact else gathering.whole
 
     def probe_forward(self, x: Tensor, weights: Weights, y: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Report the tensors of forward; returns x and the weights in high precision, which backward compares with."""

@@ -54,15 +54,43 @@ def exact_operand_of(
 def exact_operand_of_parts(parts: Sequence[Buffers], format: Format, shape: tuple[int, int]) -> ExactOperand:
     """exact_operand_of() an operand whose columns are those of the parts, one after the other: the buffers of operands
     [rows, cols] of one shape, whose blocks end where they end; entries that cover a row are alike in all."""
-    (rows, cols), spec, first = shape, spec_named(format.text), parts[0]
-    tensors = [_tensors(buffers, spec, shape) for buffers in parts]
-    if not tensors[0][0].is_cuda or not _by_kernel(tensors[0], spec, "auto", spec.gpu_exact_dtype):
-        exact = [exact_operand_of(buffers, format, shape) for buffers in parts]
-        return replace(exact[0], matrix=torch.cat([each.matrix for each in exact], dim=1))
-    matrix = tensors[0][0].new_empty(rows, cols * len(parts), dtype=spec.gpu_exact_dtype)
-    for columns, own in zip(matrix.chunk(len(parts), dim=1), tensors, strict=True):
-        operators.decode_into(columns, own, spec.text)
-    return ExactOperand(matrix, first[spec.amax_name] if spec.amax_name else None, spec.divisor)
+    whole = ExactParts(len(parts), format, shape)
+    for number, buffers in enumerate(parts):
+        whole.decode(number, buffers)
+    return whole.operand()
+
+
+class ExactParts:
+    """exact_operand_of_parts() of so many parts that are decoded one by one, in any order."""
+
+    def __init__(self, count: int, format: Format, shape: tuple[int, int]) -> None:
+        self.count, self.format, self.shape = count, format, shape
+        self.exact: dict[int, ExactOperand] = {}
+        """The parts that are decoded: views of the whole, where a kernel decodes."""
+        self._matrix: Tensor | None = None
+
+    def decode(self, number: int, buffers: Buffers) -> None:
+        """Decode a part, if it is not."""
+        if number in self.exact:
+            return
+        spec = spec_named(self.format.text)
+        tensors = _tensors(buffers, spec, self.shape)
+        if not tensors[0].is_cuda or not _by_kernel(tensors, spec, "auto", spec.gpu_exact_dtype):
+            self.exact[number] = exact_operand_of(buffers, self.format, self.shape)
+            return
+        if self._matrix is None:
+            rows, cols = self.shape
+            self._matrix = tensors[0].new_empty(rows, cols * self.count, dtype=spec.gpu_exact_dtype)
+        columns = self._matrix.chunk(self.count, dim=1)[number]
+        operators.decode_into(columns, tensors, spec.text)
+        factor = buffers[spec.amax_name] if spec.amax_name else None
+        self.exact[number] = ExactOperand(columns, factor, spec.divisor)
+
+    def operand(self) -> ExactOperand:
+        """The whole, when all parts are decoded."""
+        parts = [self.exact[number] for number in range(self.count)]
+        whole = torch.cat([part.matrix for part in parts], dim=1) if self._matrix is None else self._matrix
+        return replace(parts[0], matrix=whole)
 
 
 def _exact_members(buffers: Buffers, format: Format, layout: Layout) -> PackedExact:

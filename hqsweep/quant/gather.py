@@ -13,7 +13,7 @@ from hqsweep.dist import peers, words
 from hqsweep.dist.collectives import begin_gather_bytes
 from hqsweep.formats import WHOLE, ExactOperand, Format
 from hqsweep.memo import cached_property
-from hqsweep.ops.dequantize import exact_operand_of_parts
+from hqsweep.ops.dequantize import ExactParts
 from hqsweep.quant.operand import Operand
 from hqsweep.quant.part import Part
 
@@ -47,6 +47,9 @@ class Gathering:
             self._arriving = _begin_messages(pieces, part.group, own=self._joins, early=early)
         else:
             self._arriving = sending.received
+        self._parts = ExactParts(part.group.size(), operand.format, operand.shape)
+        if lent and self._decodes_parts:
+            peers.owe(part.group, pieces[0].device, self._decode_own)
         starts = accumulate((len(piece) for piece in pieces), initial=0)
         self.sent = [(name, own, start) for (name, own), start in zip(sent.items(), starts, strict=False)]
 
@@ -79,13 +82,21 @@ class Gathering:
     def exact(self) -> ExactOperand:
         """whole().operand(). Where ranks have columns that follow each other, each part is decoded where it is, and
         values that may be lent are copied nowhere."""
-        operand = self.operand
         if self._joins:
             return self._of({name: own.joined(self.messages) for name, own, _ in self.sent}).operand()
-        if self.axis == 0 or self.part.runs > 1 or operand.format.high_precision:
+        if not self._decodes_parts:
             return self.whole().operand()
-        parts = [self.of_rank(rank).buffers for rank in range(self.part.group.size())]
-        return exact_operand_of_parts(parts, operand.format, operand.shape)
+        self._decode_own()
+        for rank in self.arrived:
+            self._parts.decode(rank, self.of_rank(rank).buffers)
+        return self._parts.operand()
+
+    @property
+    def _decodes_parts(self) -> bool:
+        return self.axis == 1 and self.part.runs == 1 and not self.operand.format.high_precision
+
+    def _decode_own(self) -> None:
+        self._parts.decode(self.part.group.rank(), self.operand.buffers)
 
     def _bytes(self, rank: int, own: "_Sent", start: int) -> Tensor:
         """The bytes of a rank's buffer, of which this rank's begins at `start` of its message."""

@@ -52,6 +52,20 @@ def test_two_exchanges_at_a_time_need_no_barrier():
     assert slots.begun == 20
 
 
+def test_a_barrier_frees_no_slot_that_is_still_to_be_read():
+    """A kernel that reads what came last writes the next messages, so that its slot is taken before."""
+    slots = Slots(2)
+    last = slots.take()
+    last.waited = True
+    slots.settle(last)
+    assert [slots.take().slot, slots.take()] == [1 - last.slot, None]
+    slots = Slots(2)
+    last = slots.take()
+    last.waited = True
+    slots.settle()
+    assert {slots.take().slot, slots.take().slot} == {0, 1}
+
+
 def test_what_nobody_waits_for_is_forgotten():
     slots = Slots(COUNT)
     assert [slots.take().slot for _ in range(COUNT)] == list(range(COUNT))
