@@ -23,7 +23,7 @@ def shared_memory(group: ProcessGroup, device: torch.device, size: int) -> Any:
     ranks, where some cannot. It waits for the device, and for the others, so not while a graph is captured."""
     key = (group.group_name, device.index)
     if key not in _ARE_NEIGHBOURS:
-        _ARE_NEIGHBOURS[key] = _all_say(_place(device), group, are_neighbours)
+        _ARE_NEIGHBOURS[key] = all_say(_place(device), group, are_neighbours)
     if not _ARE_NEIGHBOURS[key]:
         return None
     torch.cuda.synchronize(device)
@@ -31,7 +31,7 @@ def shared_memory(group: ProcessGroup, device: torch.device, size: int) -> Any:
         handle = _handle(group, device, size)
     except Exception:  # of drivers, and of torch where it is built without such memory
         handle = None
-    return handle if _all_say(handle is not None, group, all) else None
+    return handle if all_say(handle is not None, group, all) else None
 
 
 def _handle(group: ProcessGroup, device: torch.device, size: int) -> Any:
@@ -50,7 +50,8 @@ def _place(device: torch.device) -> tuple[str, str]:
     return own, str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _all_say(word: object, group: ProcessGroup, agree: Callable[[list], bool]) -> bool:
+def all_say(word: object, group: ProcessGroup, agree: Callable[[list], bool]) -> bool:
+    """What agree() says of the words of all ranks, on each."""
     words: list = [None] * group.size()
     dist.all_gather_object(words, word, group=group)
     return agree(words)

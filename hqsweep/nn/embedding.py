@@ -65,7 +65,8 @@ class _SplitEmbedding(torch.autograd.Function):
             shape[split] //= group.size()
         ctx.group, ctx.split, ctx.entries = group, split is not None, len(table)
         ctx.lead = math.prod(shape[:split]) if ctx.split else 1
-        ctx.by_kernels = ctx.split and ctx.lead == 1 and use_kernels(table) and takes(table, tokens)
+        shared = ctx.split and ctx.lead == 1 and group.size() > 1
+        ctx.by_kernels = shared and use_kernels(table) and takes(table, tokens)
         tokens = tokens.reshape(-1)
         ctx.save_for_backward(tokens)
         sending = _start_rows(ctx, len(tokens) // group.size(), table) if ctx.by_kernels else None

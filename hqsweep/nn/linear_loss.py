@@ -29,7 +29,7 @@ from hqsweep.nn.rank_rows import Outgoing, RankRows, quantize_tokens, rows_of
 from hqsweep.nn.vocabulary import cross_entropy
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.ops.loss import cross_entropy_, scale_
-from hqsweep.ops.loss_parts import PART_BYTES, Boxes, joint_cross_entropy_, loss_parts, shared_cross_entropy_
+from hqsweep.ops.loss_parts import joint_cross_entropy_, loss_parts, shared_cross_entropy_
 from hqsweep.ops.request import Output
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.operand import HybridOperand, Operand
@@ -240,14 +240,11 @@ class _Chunks:
 
     def _shared(self, logits: Tensor, targets: Tensor, gradient: bool) -> Tensor:
         """The losses of a chunk whose vocabulary ranks share, of which `logits` are this rank's."""
-        rank, ranks = self.group.rank(), self.group.size()
-        place = meeting(self.group, logits.device, len(logits), PART_BYTES) if gradient else None
-        if place is not None:
-            boxes = Boxes(place.boxes, place.state, place.rows, ranks, rank)
-            losses = joint_cross_entropy_(logits, targets, boxes, self.scale)
-            if losses is not None:
-                return losses
-        first = rank * logits.shape[1]
+        boxes = meeting(self.group, logits.device, len(logits)) if gradient else None
+        losses = None if boxes is None else joint_cross_entropy_(logits, targets, boxes, self.scale)
+        if losses is not None:
+            return losses
+        first = self.group.rank() * logits.shape[1]
         own = loss_parts(logits, targets, first)
         parts = gather_rows(own, self.group).view(-1, *own.shape)
         return shared_cross_entropy_(logits, targets, parts, first, self.scale, gradient=gradient)

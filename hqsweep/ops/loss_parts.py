@@ -101,7 +101,6 @@ def shared_cross_entropy_(
     return total.log() + (largest - of_target)
 
 
-PART_BYTES = 4 * NUMBERS
 MOST_RANKS = 16
 """Ranks of a joint cross entropy (csrc/loss.h)."""
 
@@ -124,7 +123,7 @@ def joint_cross_entropy_(logits: Tensor, targets: Tensor, boxes: Boxes, scale: f
     """shared_cross_entropy_ with the gradient, to the bit, by a kernel on every rank's GPU that tells the others the
     parts of its rows; rank r has the entries [r * V, (r + 1) * V). None, and nothing is done, where the kernel does not
     take the logits."""
-    if not (has_kernels("cuda") and takes(logits) and boxes.ranks <= MOST_RANKS):
+    if not (has_kernels("cuda") and takes(logits)):
         return None
     check_loss(logits, targets)
     rows, vocabulary = logits.shape
