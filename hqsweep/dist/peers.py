@@ -6,10 +6,11 @@ for as long as it waits, and the GEMM with its waves of tiles takes up to half l
 NCCL). The memory and its signals are torch's (torch.distributed._symmetric_memory); this module says when a part of it
 is free.
 
-A mailbox has slots, each for one exchange: every rank writes to all others, and signals; a rank that wants what has
-come waits for their signals on its stream. What has come is good until the next exchange begins. So whoever begins an
-exchange has enqueued the reads of those before, but for the ones that have not been waited for; and whoever has waited
-for an exchange knows that the others had begun it. From that follows which slots are free, with no message about it.
+A mailbox has slots, each for one exchange: every rank writes to all others; a rank that wants what has come signals
+that its own messages are written, and waits for the others' signals. What has come is good until the next exchange
+begins. So whoever begins an exchange has enqueued the reads of those before, but for the ones that have not been waited
+for; and whoever has waited for an exchange knows that the others had begun it. From that follows which slots are free,
+with no message about it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -174,8 +175,8 @@ class Mailbox:
         """The stream of copies to others."""
         self.ear = torch.cuda.Stream(device, priority=-1)
         """The stream that waits for the others' signals, beside what this rank still computes."""
-        self.heard = -1
-        """The last exchange whose signals have come, by its number."""
+        self.sent, self.heard = 0, 0
+        """The number of messages, or pieces, that are on the engine, and of those that are known to have come."""
         self.latest: Exchange | None = None
         """The last one that was waited for."""
         self.owed: list[Callable[[], None]] = []
@@ -219,6 +220,8 @@ class Sending:
         self.mailbox, self.exchange, self.size, self.has_own = mailbox, exchange, size, has_own
         self.since = since
         """Behind what copies are enqueued; None: behind what is on the stream when they are."""
+        self.last = 0
+        """The number of its last message."""
         self.messages: list[Message] = []
         """What is on its way: it lives until the stream has waited for its copies."""
 
@@ -245,10 +248,16 @@ class Sending:
         with torch.cuda.stream(engine):
             _copy(place[first:], message)
         self.messages.append(message)
+        self._count()
 
     def written(self) -> None:
         """Say that all places of other ranks are written by what is on the current stream."""
         self.mailbox.engine.wait_stream(torch.cuda.current_stream())
+        self._count()
+
+    def _count(self) -> None:
+        self.mailbox.sent += 1
+        self.last = self.mailbox.sent
 
     def received(self) -> Tensor:
         """begin()'s result, when all has been sent."""
@@ -257,7 +266,7 @@ class Sending:
             owed, box.owed = box.owed, []
             for work in owed:
                 work()
-            if exchange.begun > box.heard:
+            if self.last > box.heard:
                 self._hear()
             exchange.waited, box.latest, box.quiet = True, exchange, None
             self.messages.clear()
@@ -265,8 +274,8 @@ class Sending:
         return box.slots_of[box.rank][exchange.slot][: rows * self.size].view(rows, self.size)
 
     def _hear(self) -> None:
-        """Signal the others, and wait for their signals. What an engine does is in its order, so that with this
-        exchange all have come that had begun before it; ranks ask for what has come in the same order."""
+        """Signal the others, and wait for their signals. An engine writes in the order in which ranks send, which is
+        the same on all, so that whatever was sent before has come, too."""
         box = self.mailbox
         with torch.cuda.stream(box.engine):
             for other in self.others:
@@ -276,7 +285,7 @@ class Sending:
             for other in self.others:
                 box.handle.wait_signal(other, self.exchange.slot)
         torch.cuda.current_stream().wait_stream(box.ear)
-        box.heard = self.exchange.begun
+        box.heard = box.sent
 
 
 def _copy(place: Tensor, message: Message) -> None:
