@@ -1,6 +1,6 @@
 // Cross entropy over a vocabulary that ranks share out: of each row its part, 2 bytes a logit; then, when all ranks have
 // the parts of all, the losses and the gradient, 4 bytes a logit. Or both in one kernel, 4 bytes a logit in all: its rows
-// wait in shared memory for the parts of the other ranks, which come over NVLink in 2 to 4 us, while an SM has other rows.
+// wait in shared memory for the parts of the other ranks, which come over NVLink, while an SM has other rows.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 

@@ -51,9 +51,9 @@ class LayerNormLinear(AddsBranch, Linear):
         quantized as it is computed, that is the description that it is computed from, and the output has no values;
         where the norm's kernel finds the amaxes that the quantizer takes, it is these."""
         parts = self.parallel is not None and self.parallel.sequence is not None  # of h, which is quantized whole
-        if parts or not use_kernels(x) or torch.compiler.is_compiling():
-            if not parts or torch.compiler.is_compiling():
-                return *self.norm.added(x, branch, self.dtype), {}
+        if torch.compiler.is_compiling() or not (parts or use_kernels(x)):
+            return *self.norm.added(x, branch, self.dtype), {}
+        if parts:
             return self._normed_part(x, branch)
         saves_column = torch.is_grad_enabled() and self.weight.requires_grad and not self.save_original_input
         quantizer, outputs = self.active_quantizers().input, ("codes", "codes" if saves_column else None)

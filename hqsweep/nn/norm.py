@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,11 +53,9 @@ class _NormFunction(torch.autograd.Function):
         ctx, x: Tensor, branch: Tensor | None, gain: Tensor, bias: Tensor | None, call: _NormCall
     ) -> tuple[Tensor, ...]:
         others = () if call.of_branch is None else (call.of_branch.received(), call.of_branch.rank)
-        row = (x, branch, gain, bias, call.epsilon, call.dtype)
-        if call.copies:
-            h, statistics, *results = norm.norm_copied(*row, *others, copies=call.copies)
-        else:
-            h, statistics, *results = norm.norm(*row, call.amax, call.signs, *others)
+        run = partial(norm.norm_copied, copies=call.copies) if call.copies else norm.norm
+        options = (call.epsilon, call.dtype, call.amax, call.signs)
+        h, statistics, *results = run(x, branch, gain, bias, *options, *others)
         total, results = (x, results) if branch is None else (results[0], results[1:])
         ctx.save_for_backward(total, gain, statistics)
         ctx.branch_dtype = branch.dtype if branch is not None and ctx.needs_input_grad[1] else None
@@ -98,7 +97,7 @@ def _gradients(
     if place is None:
         dx, dgain, *rest = norm.norm_backward(*of_row, apart, received, rank)
     else:
-        dx, dgain, *rest = *norm.norm_backward_to(*of_row, received, rank, place=place), place
+        dx, dgain, *rest = *norm.norm_backward_to(*of_row, None, received, rank, place=place), place
     dbranch = None if branch_dtype is None else rest[0] if rest else dx
     return dx, dbranch, dgain[0], dgain[1] if len(dgain) == 2 else None
 

@@ -104,11 +104,10 @@ def quantize_tokens(
     *,
     rowwise: Output | None = None,
     columnwise: Output | None = None,
-    by_ranks: bool = True,
     **options: Any,
 ) -> HybridOperand | LateOperands:
     """call.quantize() for a tensor of which each rank may have some of the tokens: the operands of all tokens, the
-    rowwise one as RankRows where by_ranks lets it and that is worth it.
+    rowwise one as RankRows where that is worth it.
 
     They travel as codes where that takes fewer bytes and no block is cut, else x is gathered and quantized once. Where
     an input travels as codes, its columnwise operand stays that of this rank's tokens until begin_whole_input().
@@ -116,7 +115,7 @@ def quantize_tokens(
     outputs, part = {"rowwise": rowwise, "columnwise": columnwise}, call.tokens_of(tensor, x)
     if part is None:
         return call.quantize(tensor, x, **outputs, **options)
-    by_ranks = by_ranks and rowwise is not None and multiplies_by_ranks(call, part, x)
+    by_ranks = rowwise is not None and multiplies_by_ranks(call, part, x)
     if _sends_codes(call.quantizer(tensor), tensor, x, part, rowwise, columnwise):
         row, column = _send_codes(call, tensor, x, part, outputs)
         if by_ranks:

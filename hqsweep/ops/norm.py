@@ -10,6 +10,7 @@ are added as ops.sum_parts adds them.
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,20 +153,10 @@ def norm(
 
 
 @on_its_device
-def norm_copied(
-    x: Tensor,
-    branch: Tensor | None,
-    gain: Tensor,
-    bias: Tensor | None,
-    epsilon: float,
-    dtype: torch.dtype,
-    *received_and_rank: Tensor | int,
-    copies: Sequence[Tensor],
-) -> list[Tensor]:
-    """`norm` without amaxes, whose output up to 15 tensors of its shape and dtype get, too, which may be memory of
-    other GPUs. No operator: a trace knows of no other ranks."""
-    received, rank = received_and_rank or (None, 0)
-    return _run(x, branch, gain, bias, epsilon, dtype, received=received, rank=rank, copies=copies)
+def norm_copied(x: Tensor, *of_norm: Any, copies: Sequence[Tensor]) -> list[Tensor]:
+    """norm(x, *of_norm) without amaxes, whose output up to 15 tensors of its shape and dtype get, too, which may be
+    memory of other GPUs. No operator: a trace knows of no other ranks."""
+    return _run(x, *of_norm, copies=copies)
 
 
 def _run(
@@ -257,19 +248,10 @@ def norm_backward(
 
 
 @on_its_device
-def norm_backward_to(
-    dh: Tensor,
-    total: Tensor,
-    dtotal: Tensor | None,
-    gain: Tensor,
-    statistics: Tensor,
-    *received_and_rank: Tensor | int,
-    place: Tensor,
-) -> list[Tensor]:
-    """`norm_backward`, whose dx another tensor of its shape gets, too, in its own dtype. No operator, as
-    norm_copied."""
-    received, rank = received_and_rank or (None, 0)
-    return _run_backward(dh, total, dtotal, gain, statistics, None, received, rank, place)
+def norm_backward_to(dh: Tensor, *of_norm: Any, place: Tensor) -> list[Tensor]:
+    """norm_backward(dh, *of_norm) with branch_dtype=None, whose dx another tensor of its shape gets, too, in its own
+    dtype. No operator, as norm_copied."""
+    return _run_backward(dh, *of_norm, place=place)
 
 
 def _run_backward(dh, total, dtotal, gain, statistics, branch_dtype, received, rank, place=None) -> list[Tensor]:
