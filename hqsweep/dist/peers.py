@@ -291,6 +291,23 @@ class Sending:
 def _copy(place: Tensor, message: Message) -> None:
     """Copy a message to the beginning of a place."""
     first = 0
-    for piece in message:
-        place[first : first + piece.nbytes].copy_(piece.view(torch.uint8).view(-1))
-        first += piece.nbytes
+    for piece in _joined([piece.view(torch.uint8).view(-1) for piece in message]):
+        place[first : first + len(piece)].copy_(piece)
+        first += len(piece)
+
+
+def _joined(pieces: Sequence[Tensor]) -> list[Tensor]:
+    """uint8 pieces, of which those that follow each other in one memory are one: each copy costs an engine 8 us."""
+    joined: list[Tensor] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if last is not None and _follows(piece, last):
+            joined[-1] = last.as_strided((len(last) + len(piece),), (1,))
+        else:
+            joined.append(piece)
+    return joined
+
+
+def _follows(piece: Tensor, last: Tensor) -> bool:
+    same = piece.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    return same and piece.data_ptr() == last.data_ptr() + len(last)

@@ -20,7 +20,7 @@ from torch import Tensor
 from hqsweep.dist.peers import Sending
 from hqsweep.dist.tokens import Pending, Summands, left_by
 from hqsweep.nn.products import once_differentiable
-from hqsweep.nn.rank_rows import OneOperand, Outgoing
+from hqsweep.nn.rank_rows import Outgoing
 from hqsweep.quant.operand import HybridOperand
 
 Arriving = Callable[[], HybridOperand]
@@ -34,10 +34,8 @@ class LeftOutput:
     summands: Summands | None = None
     outgoing: Outgoing | None = None
     """The gradient of the output, whose operands backward asks for."""
-    make: Callable[[], list[OneOperand]] | None = None
-    """Makes the operand of the linear's weight for the gradient of its input, if it may be made beforehand."""
-    made: list[OneOperand] = field(default_factory=list, init=False)
-    """That operand, until it is multiplied."""
+    owed: list[Callable[[], None]] = field(default_factory=list)
+    """What backward may do before it has the gradient: it makes operands of weights."""
     _sent: tuple[Tensor, Arriving] | None = field(default=None, init=False)
 
     def leave(self, pending: Pending) -> Tensor:
@@ -51,9 +49,9 @@ class LeftOutput:
         return y if summands is None else summands.of(y)._replace(writer=self)
 
     def prepare(self) -> None:
-        """Make what backward takes first, before other ranks are waited for."""
-        if self.make is not None:
-            self.made = self.make()
+        """Do what is owed, before other ranks are waited for."""
+        for work in self.owed:
+            work()
 
     def place(self, like: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Where the gradient had best be written (dist.tokens.TakesGradient)."""

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from hqsweep.dist.local import local as stored
 from hqsweep.dist.tokens import Summands
 from hqsweep.nn.context import current, use_kernels
+from hqsweep.nn.early import early_operand
 from hqsweep.nn.left_sums import LeftOutput
 from hqsweep.nn.linear_call import LinearCall
 from hqsweep.nn.linear_function import LinearFunction
 from hqsweep.nn.module import BOUNDARIES, Boundary, QuantizedModule
 from hqsweep.nn.options import LinearOptions
-from hqsweep.nn.parameter import gemm_weight, is_held, link_states
+from hqsweep.nn.parameter import AnyOperand, gemm_weight, is_held, link_states
 from hqsweep.nn.products import outside_autocast, untraced
 from hqsweep.nn.recipe_argument import RecipeArgument, module_quantizers
 from hqsweep.nn.residual import is_observed
@@ -144,7 +145,8 @@ class Linear(LinearBase):
         left = self.sum_left(x)
         if left is None:
             return self(x)
-        return left.take(self._product(x, {"left": left, "turns": [turns] if turns else []}))
+        known = {"left": left, "turns": [turns] if turns else [], "early": early_operand(self)}
+        return left.take(self._product(x, known))
 
     def sum_left(self, x: Tensor) -> LeftOutput | None:
         """Where a call leaves the sum over ranks of its output; None where that is more than a sum, or is read by
@@ -170,6 +172,15 @@ class Linear(LinearBase):
             return None
         link_states([stored(self.weight)], self.states)  # and not a view of the part
         return self.parallel.exchange(shape)
+
+    def early_operand(self, shape: Sequence[int]) -> list[AnyOperand]:
+        """The rowwise operand of the weight for a call with an input [*shape, K], before it is asked for; none where
+        it is made of more than the weight, or somebody observes the call."""
+        if is_observed(self):
+            return []
+        call = LinearCall(**self.linear_facts(), exchange=self.exchange(shape))
+        call.make_early([self.own(self.weight)], "rowwise")
+        return list(call.early.values())
 
     def own_weight(self, call: LinearCall) -> tuple[Tensor, Tensor | None]:
         """This rank's part of the weight for a call, and a ticket if its gradient is to come late."""

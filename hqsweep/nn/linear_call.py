@@ -71,8 +71,8 @@ class LinearCall(Call):
     """The amaxes of x that are known beforehand (HybridQuantizer.takes_amaxes)."""
     turns: list[Turns] = field(default_factory=list, compare=False)
     """How x is written, if it is written rank by rank; taken out where it is quantized."""
-    early: list[AnyOperand] = field(default_factory=list, compare=False)
-    """The weight's rowwise operand, if it was made beforehand; taken out where it is multiplied."""
+    early: dict[Direction, AnyOperand] = field(default_factory=dict, compare=False)
+    """The weight's operands that were made beforehand; taken out where they are multiplied."""
     sent: list[Sending] = field(default_factory=list, compare=False)
     """The exchange in which the rows of x were sent as they were computed, if they were; taken out as `turns` is."""
     normed: list[Normed] = field(default_factory=list, compare=False)
@@ -209,15 +209,14 @@ class LinearCall(Call):
         return self.workspace.take(weights, forms, self.quantizers.weight, self.key("weight"), make, together)
 
     @torch.no_grad()
-    def early_operand(self, weights: Weights, direction: Direction) -> list[AnyOperand]:
-        """weight(), before it is asked for; none where it is made of more than the weights, or is there."""
+    def make_early(self, weights: Weights, direction: Direction) -> None:
+        """Make weight() before it is asked for, unless it is made of more than the weights, or is there."""
         quantizer = self.quantizers.weight
         plain = type(quantizer) is HybridQuantizer and not quantizer.delayed and not self.context.probe
         if not plain or self.workspace is not None or is_held(weights) or is_gathered(weights):
-            return []
-        if not weights[0].untyped_storage().nbytes():  # which fully_shard has freed, and not yet gathered again
-            return []
-        return [self.weight(weights, direction)]
+            return
+        if weights[0].untyped_storage().nbytes():  # which fully_shard may have freed, and not yet gathered again
+            self.early[direction] = self.weight(weights, direction)
 
     def check_weights(self, weights: Weights, needs_dx: bool, needs_dw: bool) -> None:
         """UserError, with the name of the module, for weights that one of the GEMMs could not use. A step's use of ones

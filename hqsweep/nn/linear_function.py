@@ -75,7 +75,8 @@ def check_weights(call: Call, weights: Weights, needs_dx: bool, needs_dw: bool) 
 
 def fprop(call: Call, weights: Weights, x: AnyOperand | RankRows, needs_dx: bool) -> Tensor:
     """y, from x's rowwise operand; summed over ranks, where each has a part of its sums, or left so."""
-    w = call.early.pop() if call.early else call.weight(weights, "rowwise", needs_dx=needs_dx)
+    early = call.early.pop("rowwise", None)
+    w = call.weight(weights, "rowwise", needs_dx=needs_dx) if early is None else early
     return call.output_of(begin_summed_product(call, "fprop", "output", x, w))
 
 
@@ -121,7 +122,7 @@ def send_gradient(call: Call, weights: Weights, *, rowwise: bool, columnwise: bo
         outputs = {"rowwise": takes if rowwise else None, "columnwise": takes if columnwise else None}
         call.left.outgoing = Outgoing(call=alone, tensor="grad_output", **outputs)
         if rowwise:
-            call.left.make = partial(alone.early_operand, weights, "columnwise")
+            call.left.owed.append(partial(alone.make_early, weights, "columnwise"))
 
 
 def quantize_gradient(call: Call, dy: Tensor, **outputs: Any) -> HybridOperand:
@@ -135,10 +136,8 @@ def begin_dgrad(state: BackwardState, tensors: Sequence[Tensor], dy: AnyOperand 
     keep() gave."""
     of_weights, _ = state.parts(tensors)
     call, skeletons = state.call, state.weight_skeletons
-    made = [] if call.left is None else call.left.made
-    if made:
-        w_column = made.pop()
-    else:
+    w_column = call.early.pop("columnwise", None)
+    if w_column is None:
         w_column = unflatten_weights(of_weights, skeletons) if skeletons else call.weight(of_weights, "columnwise")
     return begin_summed_product(call, "dgrad", "grad_input", dy, w_column)
 

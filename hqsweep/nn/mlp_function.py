@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hqsweep.nn.call import Call
 from hqsweep.nn.context import current, use_kernels
+from hqsweep.nn.early import early_operand
 from hqsweep.nn.left_sums import LeftOutput
 from hqsweep.nn.linear import NOTHING, Linear, as_rows
 from hqsweep.nn.linear_call import LinearCall
@@ -66,6 +67,8 @@ class MLPFunction(torch.autograd.Function):
         y = fprop(second, (w2,), operands.rowwise, needs_dz)
         saved2, ctx.second = keep(second, (w2,), None, operands.columnwise, needs_dz)
         send_gradient(second, (w2,), rowwise=needs_dz, columnwise=needs_dw2)
+        if second.left is not None and needs_dx:
+            second.left.owed.append(partial(first.make_early, (w1,), "columnwise"))
         ctx.call, ctx.kind, ctx.count = first, kind, len(saved1)
         ctx.save_for_backward(*saved1, *saved2, *([z] if needs_dz else []))
         return y
@@ -155,7 +158,7 @@ def joined(
     first, second = _exchanges(fc1, fc2, x)
     calls = (
         LinearCall(**fc1.linear_facts(), exchange=first, **known),
-        LinearCall(**fc2.linear_facts(), exchange=second, left=left),
+        LinearCall(**fc2.linear_facts(), exchange=second, left=left, early=early_operand(fc2)),
     )
     w1, ticket = fc1.own_weight(calls[0])
     y = MLPFunction.apply(in_dtype(as_rows(x), fc1.dtype), *calls, kind, ticket, w1, fc2.own(fc2.weight))

@@ -17,6 +17,7 @@ from hqsweep.dist.tokens import LentRows, Pending, start_lent_rows, start_sum_ro
 from hqsweep.formats import ExactOperand
 from hqsweep.gemm.exact import mm_t
 from hqsweep.memo import cached_property
+from hqsweep.nn.early import owe_weights
 from hqsweep.ops.request import Output
 from hqsweep.quant.gather import Gathering, sent_bytes
 from hqsweep.quant.hybrid import HybridQuantizer
@@ -117,14 +118,18 @@ def quantize_tokens(
         return call.quantize(tensor, x, **outputs, **options)
     by_ranks = rowwise is not None and multiplies_by_ranks(call, part, x)
     if _sends_codes(call.quantizer(tensor), tensor, x, part, rowwise, columnwise):
-        row, column = _send_codes(call, tensor, x, part, outputs)
+        row, column, exact = _send_codes(call, tensor, x, part, outputs, decoded=by_ranks)
         if by_ranks:
-            row = RankRows(part=part, rows=len(x), of_rank=row.of_rank)
+            rank, of_codes = part.group.rank(), row.of_rank
+            of_rank = of_codes if exact is None else lambda each: exact if each == rank else of_codes(each)
+            row = RankRows(part=part, rows=len(x), of_rank=of_rank)
         return HybridOperand(rowwise=_whole(row), columnwise=_whole(column))
     if not by_ranks or not is_alone(call.quantizer(tensor), x.shape, part, rowwise, None):
         return call.quantize(tensor, call.gathered(tensor, x), **outputs, **options)
     arriving = call.exchange.begin_lent(tensor, x)
     own = call.quantize_part(tensor, x, part, rowwise=rowwise).rowwise
+    if tensor == "input":
+        owe_weights(part.group, x.device)
     return LateOperands(part=part, own=own, arrive=lambda: call.quantize(tensor, arriving(), **outputs, **options))
 
 
@@ -155,7 +160,7 @@ class Outgoing:
         outputs, part = {"rowwise": self.rowwise, "columnwise": self.columnwise}, call.tokens_of(tensor, x)
         self._placed = None
         if placed is None and part is not None and self._sends_codes(x, part):
-            row, column = _send_codes(call, tensor, x, part, outputs)
+            row, column, _ = _send_codes(call, tensor, x, part, outputs)
             return lambda: HybridOperand(rowwise=_whole(row), columnwise=_whole(column))
         if placed is not None:
             arriving = placed.begun()
@@ -184,13 +189,18 @@ def start_values(
 
 
 def _send_codes(
-    call: Any, tensor: str, x: Tensor, part: Part, outputs: Mapping[str, Output | None]
-) -> tuple[Gathering | None, Gathering | Operand | None]:
-    """The codes of this rank's tokens, on their way to the others; an input's columnwise ones stay."""
-    own = call.quantize_part(tensor, x, part, **{name: output and "codes" for name, output in outputs.items()})
+    call: Any, tensor: str, x: Tensor, part: Part, outputs: Mapping[str, Output | None], *, decoded: bool = False
+) -> tuple[Gathering | None, Gathering | Operand | None, ExactOperand | None]:
+    """The codes of this rank's tokens, on their way to the others; an input's columnwise ones stay. decoded: the exact
+    operand of the rowwise ones is wanted, too, if it comes with them."""
+    codes = {name: output and "codes" for name, output in outputs.items()}
+    own = call.quantize_part(tensor, x, part, decoded=decoded, **codes)
+    if tensor == "input":
+        owe_weights(part.group, x.device)
     sending = call.sent.pop() if tensor == "input" and call.sent else None
     row, column = own.rowwise and Gathering(own.rowwise, 0, part, sending=sending), own.columnwise
-    return row, column if column is None or tensor == "input" else Gathering(column, 1, part)
+    column = column if column is None or tensor == "input" else Gathering(column, 1, part)
+    return row, column, own.rowwise_exact
 
 
 def _whole(operand: Gathering | RankRows | Operand | None) -> RankRows | Operand | None:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from hqsweep.nn.early import early_weights
 from hqsweep.nn.layernorm_mlp import LayerNormMLP
 from hqsweep.nn.multihead_attention import MultiheadAttention
 from hqsweep.nn.options import TransformerOptions
@@ -42,5 +43,11 @@ class TransformerLayer(nn.Module):
         return self._residual(x, branch, checkpoint_core_attention)
 
     def _residual(self, x: Tensor, branch: Branch, checkpoint_core_attention: bool) -> tuple[Tensor, Branch]:
-        x, branch = self.attn.added(x, branch, checkpoint_core_attention)
-        return self.mlp.added(x, branch)
+        exchange = None if torch.compiler.is_compiling() else self.attn.qkv.exchange(x.shape[:-1])
+        if exchange is None:
+            x, branch = self.attn.added(x, branch, checkpoint_core_attention)
+            return self.mlp.added(x, branch)
+        shape, whole = x.shape[:-1], exchange.shape(x.shape[:-1])
+        with early_weights([(self.attn.proj, whole), (self.mlp.fc1, shape), (self.mlp.fc2, whole)]):
+            x, branch = self.attn.added(x, branch, checkpoint_core_attention)
+            return self.mlp.added(x, branch)

@@ -1,5 +1,6 @@
 """Addresses of tensors, for the extension, which does not link to torch, so that one build serves every torch."""
 
+import math
 from collections.abc import Sequence
 from ctypes import c_int64
 from functools import partial
@@ -25,6 +26,18 @@ except ImportError:
 def empty(x: Tensor, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """An uninitialised tensor on x's device, which is the current one."""
     return (empty_strided_cuda if x.is_cuda else empty_strided_cpu)(shape, stride, dtype)
+
+
+def in_one_memory(x: Tensor, tensors: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+    """empty() contiguous tensors of these shapes, strides and dtypes, one behind the other: each from a multiple of 16
+    bytes on."""
+    sizes = [math.prod(shape) * dtype.itemsize for shape, _, dtype in tensors]
+    starts = list(accumulate((-(-size // 16) * 16 for size in sizes), initial=0))
+    memory = empty(x, (starts[-1],), (1,), torch.uint8)
+    return [
+        memory[start : start + size].view(dtype).view(shape)
+        for (shape, _, dtype), start, size in zip(tensors, starts, sizes, strict=False)
+    ]
 
 
 def check_offsets(x: Tensor, offsets: Tensor) -> int:

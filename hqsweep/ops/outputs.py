@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.memo import memo
-from hqsweep.ops.addresses import empty_strided_cpu, empty_strided_cuda
+from hqsweep.ops.addresses import empty_strided_cpu, empty_strided_cuda, in_one_memory
 from hqsweep.ops.kernels import DTYPES, NO_KEY, SUMS, TILE, KernelSpec, kernel_of, spec_named
 from hqsweep.ops.library import extension
 
@@ -38,6 +38,9 @@ class Wanted(NamedTuple):
     statistics: bool = False
     by_rows: bool = False
     """Whether exact values of columnwise members stand where the elements of X stand that they come from."""
+    decoded: bool = False
+    """Whether the exact matrix of codes of one matrix is wanted behind them. All buffers are then in one memory, one
+    behind the other, each from a multiple of 16 bytes on."""
 
 
 class Outputs(NamedTuple):
@@ -54,6 +57,8 @@ class Outputs(NamedTuple):
     amaxes: int
     """How many global amaxes there are."""
     by_rows: bool
+    together: int = 0
+    """How many of the first tensors are in one memory."""
 
 
 def allocations(x: Matrices, wanted: Wanted, on_gpu: bool) -> list[Allocation]:
@@ -71,6 +76,7 @@ def allocations(x: Matrices, wanted: Wanted, on_gpu: bool) -> list[Allocation]:
             buffers.append((factor.rows, factor.cols, torch.float32))
     else:
         buffers = [(down, across, dtype) for name, down, across, dtype in spec.buffers if name != held]
+        buffers += [(1, 1, spec.gpu_exact_dtype if on_gpu else spec.cpu_exact_dtype)] * wanted.decoded
     if x.members is not None:
         return [((packed_entries(x, wanted.columnwise, down, across),), dtype) for down, across, dtype in buffers]
     rows, cols = (x.cols, x.rows) if wanted.columnwise else (x.rows, x.cols)
@@ -126,9 +132,9 @@ def _outputs(x: Matrices, wanted: Wanted, on_gpu: bool) -> Outputs:
         factor = None if wanted.amax_given and spec.amax_name == "g" else spec.amax_name
         names += {"g": ["global"], "s": ["scales"]}.get(factor, [])
     else:
-        names += ["scales", "global"][: len(shapes) - 1 - 2 * wanted.statistics]
-    names += ["sums", "row_errors"] * wanted.statistics
-    exact_dtype, scratch = DTYPES[shapes[0][1]] if wanted.exact else 0, 0
+        names += ["scales", "global"][: len(shapes) - 1 - 2 * wanted.statistics - wanted.decoded]
+    names += ["exact"] * wanted.decoded + ["sums", "row_errors"] * wanted.statistics
+    exact_dtype, scratch = DTYPES[shapes[names.index("exact")][1]] if "exact" in names else 0, 0
     if spec.amax_name == "s" and not wanted.amax_given:  # found apart from the scale, which takes its buffer in the end
         shapes.append(((1 if x.members is None else x.members,), torch.float32))
         names.append("found")
@@ -136,8 +142,8 @@ def _outputs(x: Matrices, wanted: Wanted, on_gpu: bool) -> Outputs:
     places = [(i, ADDRESSES.index(name)) for i, name in enumerate(names)]
     places += [(i, ADDRESSES.index("found")) for i, name in enumerate(names) if name == "global"]
     tensors = [(shape, (shape[1] or 1, 1) if len(shape) == 2 else (1,), dtype) for shape, dtype in shapes]
-    amaxes = amax_count(spec, x, wanted.columnwise)
-    return Outputs(spec, tensors, scratch, places, exact_dtype, amaxes, wanted.by_rows)
+    amaxes, together = amax_count(spec, x, wanted.columnwise), names.index("exact") if wanted.decoded else 0
+    return Outputs(spec, tensors, scratch, places, exact_dtype, amaxes, wanted.by_rows, together)
 
 
 class Stream(NamedTuple):
@@ -174,7 +180,8 @@ def direction(
     """The extension's Direction that fills new outputs, which are appended to `tensors`; `scratch` takes those that
     must live until the call has run. The amaxes of members stand one after the other."""
     allocate = empty_strided_cuda if x.is_cuda else empty_strided_cpu
-    allocated = [allocate(*wanted) for wanted in outputs.tensors]
+    allocated = in_one_memory(x, outputs.tensors[: outputs.together]) if outputs.together else []
+    allocated += [allocate(*wanted) for wanted in outputs.tensors[outputs.together :]]
     addresses = [0, 0, 0, 0, 0, 0, outputs.exact_dtype, 0, 0]
     for i, place in outputs.places:
         addresses[place] = allocated[i].data_ptr()

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hqsweep.formats import ExactOperand
 from hqsweep.memo import memo
 from hqsweep.ops.kernels import DTYPES
 from hqsweep.ops.layout import GroupLayout
@@ -29,6 +30,8 @@ class Pair(NamedTuple):
     row_output: Output | None
     column_output: Output | None
     by_rows: bool = False
+    decoded: bool = False
+    """Whether the exact operand of rowwise codes is wanted, too, if the same pass can write it."""
 
 
 class _Plan(NamedTuple):
@@ -49,7 +52,7 @@ def _plan(
 ) -> _Plan | None:
     """The plan for matrices of a size, as ops.outputs.Matrices has it; None where ops.quantize has another way, or an
     error, for the call."""
-    row_text, column_text, source, row_output, column_output, by_rows = pair
+    row_text, column_text, source, row_output, column_output, by_rows, decoded = pair
     rows, cols, members, sizes = size
     by_rows = by_rows and members is not None
     dequantized = column_output is not None and source == "rowwise_dequantized"
@@ -62,17 +65,21 @@ def _plan(
     has_one_call = request.kernels and dtype in DTYPES and has_kernels(device_type)
     if not (row_text or column_text) or members == 0 or not (blocks_fit and takes_x_alone and has_one_call):
         return None
+    decoded = decoded and row_output == "codes" and members is None and request.row.amax_name is None
     row, column = outputs_of(
         size,
-        (row_text, False, row_output == "exact", False, False) if row_text else None,
+        (row_text, False, row_output == "exact", False, False, False, decoded) if row_text else None,
         (column_text, True, column_output == "exact", False, False, by_rows) if column_text else None,
         device_type == "cuda",
     )
     return _Plan(row, column, dequantized, DTYPES[dtype])
 
 
-def quantize_plain(x: Tensor, splits: Splits | None, pair: Pair) -> tuple[Result | None, Result | None] | None:
-    """The results of x [rows, cols], or packed those of its members; None where ops.quantize has to make them."""
+def quantize_plain(
+    x: Tensor, splits: Splits | None, pair: Pair
+) -> tuple[Result | None, Result | None, ExactOperand | None] | None:
+    """The results of x [rows, cols], or packed those of its members, and the exact operand of the rowwise codes, if it
+    is made; None where ops.quantize has to make them."""
     if not direct(x) or x.dim() != 2:
         return None
     on_gpu, (rows, cols) = x.is_cuda, x.shape
@@ -96,6 +103,7 @@ def quantize_plain(x: Tensor, splits: Splits | None, pair: Pair) -> tuple[Result
     return (
         _result(plan.row, of_row, pair.row_output, cols, splits, False),
         _result(plan.column, of_column, pair.column_output, cols, splits, True),
+        ExactOperand(of_row[-1], None, plan.row.spec.divisor) if plan.row is not None and plan.row.together else None,
     )
 
 

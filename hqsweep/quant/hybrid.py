@@ -141,6 +141,7 @@ class HybridQuantizer:
         by_rows: bool = False,
         amaxes: Sequence[Tensor] = (),
         place: Place | None = None,
+        decoded: bool = False,
     ) -> HybridOperand:
         """[rows, cols] -> operands of the directions asked for, in one read of x; the columnwise one encodes x.T.
 
@@ -156,14 +157,19 @@ class HybridQuantizer:
 
         place: x is a part of a whole matrix, and its elements draw the random bits that they draw there. Scales come
         from x alone: amaxes that the whole shares are given. UserError for a place together with splits.
+
+        decoded: rowwise codes are to be sent and multiplied. Where one pass can write both, the result has their exact
+        operand, too, and their buffers lie in one memory.
         """
         if place is not None and splits is not None:
             raise UserError("quantize: a place is that of one matrix; the matrices of splits are each a whole")
         if self.takes_values_alone and states is None and not amaxes:
             texts = self.rowwise.text, self.columnwise.text
-            plain = quantize_plain(x, splits, Pair(*texts, self.columnwise_source, rowwise, columnwise, by_rows))
+            pair = Pair(*texts, self.columnwise_source, rowwise, columnwise, by_rows, decoded)
+            plain = quantize_plain(x, splits, pair)
             if plain is not None:
-                return self._operands(Quantized(*plain), tuple(x.shape), x.dtype, splits, rowwise)
+                results = Quantized(*plain[:2], rowwise_exact=plain[2])
+                return self._operands(results, tuple(x.shape), x.dtype, splits, rowwise)
         row, column = self._targets(rowwise, columnwise, by_rows)
         if amaxes:
             row, column = self._under(row, column, amaxes)
@@ -326,7 +332,7 @@ class HybridQuantizer:
         """The operands of a matrix of this shape, the rowwise one only if it is asked for."""
         row = _operand(results.rowwise, self.rowwise, shape, dtype, splits) if rowwise else None
         column = _operand(results.columnwise, self.columnwise, shape[::-1], dtype, splits, columnwise=True)
-        return HybridOperand(rowwise=row, columnwise=column)
+        return HybridOperand(rowwise=row, columnwise=column, rowwise_exact=results.rowwise_exact)
 
     def statistics(
         self, x: Tensor, key: RngKey | None = None, states: SlotStates | None = None

@@ -77,6 +77,8 @@ class HybridOperand:
 
     rowwise: Operand | ExactOperand | None
     columnwise: Operand | ExactOperand | None
+    rowwise_exact: ExactOperand | None = None
+    """rowwise.operand(), where the pass that made the codes has written it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,3 +84,14 @@ def test_own_work_comes_before_a_wait_and_once(mailbox):
     exchange.received()
     exchange.received()
     assert mailbox.log == ["own", ("signal", 1, 0), ("wait", 1, 0)] and not mailbox.owed
+
+
+def test_pieces_that_lie_together_are_one_copy(monkeypatch):
+    memory = torch.arange(64, dtype=torch.uint8)
+    apart = torch.arange(100, 132, dtype=torch.uint8)
+    place = torch.zeros(96, dtype=torch.uint8)
+    joined = peers._joined([memory[:32].view(torch.int32).view(torch.uint8), memory[32:48], apart])
+    assert [len(piece) for piece in joined] == [48, 32]
+    assert len(peers._joined([memory[16:32], memory[:16]])) == 2  # which follow the other way round
+    peers._copy(place, [memory[:32].view(2, 4, 4), memory[32:48].view(torch.float32), apart])
+    assert place[:80].tolist() == [*range(48), *range(100, 132)]

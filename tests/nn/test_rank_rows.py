@@ -62,11 +62,12 @@ def test_operands_of_weights_that_may_change_are_not_made_early():
         linear = Linear(64, 64, name="l", recipe=recipe)
         with quantization(step=1, **options):
             call = LinearCall(**linear.linear_facts())
-        return call.early_operand([linear.weight if weight is None else weight], "rowwise")
+        call.make_early([linear.weight if weight is None else weight], "rowwise")
+        return call.early
 
-    (operand,) = early("mxfp8")
+    operand = early("mxfp8")["rowwise"]
     assert operand.matrix.shape == (64, 64) and not operand.matrix.requires_grad
-    assert early("fp8_delayed") == []  # which histories are part of
+    assert early("fp8_delayed") == {}  # which histories are part of
     freed = nn.Parameter(torch.zeros(64, 64))
     freed.untyped_storage().resize_(0)
-    assert early("mxfp8", freed) == []
+    assert early("mxfp8", freed) == {}

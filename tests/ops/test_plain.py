@@ -1,6 +1,7 @@
 """The short way of quantize() gives the bytes of ops.quantize, and leaves to it what it does not take."""
 
 from dataclasses import fields
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from cases import FEW, LOW_BASES, STATELESS
 
 from hqsweep.formats import ExactOperand
 from hqsweep.formats.inputs import draw
+from hqsweep.ops.dequantize import exact_operand_of
 from hqsweep.ops.plain import Pair, quantize_plain
 from hqsweep.ops.quantize import quantize
 from hqsweep.ops.request import NO_TARGET, Target
@@ -20,9 +22,9 @@ OUTPUTS = [("codes", "exact"), ("exact", "codes"), ("exact", None), (None, "exac
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
-def pair_of(text, outputs=("codes", "codes"), by_rows=False):
+def pair_of(text, outputs=("codes", "codes"), **options):
     quantizer = HybridQuantizer.parse(text)
-    return Pair(str(quantizer.rowwise), str(quantizer.columnwise), quantizer.columnwise_source, *outputs, by_rows)
+    return Pair(str(quantizer.rowwise), str(quantizer.columnwise), quantizer.columnwise_source, *outputs, **options)
 
 
 def usual(x, splits, text, outputs, by_rows):
@@ -56,9 +58,28 @@ def test_the_bytes_are_those_of_ops_quantize(text, sizes, device):
     for dtype in (torch.bfloat16, torch.float32):
         x = draw("heavy", COLS, ROWS, dtype=dtype).to(device).t()
         for outputs in OUTPUTS:
-            got = quantize_plain(x, splits, pair_of(text, outputs, by_rows=True))
+            *got, exact = quantize_plain(x, splits, pair_of(text, outputs, by_rows=True))
+            assert exact is None
             for own, wanted in zip(got, usual(x, splits, text, outputs, by_rows=True), strict=True):
                 assert_same(own, wanted)
+
+
+@devices
+@pytest.mark.parametrize("column", ["codes", None])
+@pytest.mark.parametrize("text", [text for text in STATELESS if HybridQuantizer.parse(text).takes_values_alone])
+def test_codes_that_are_sent_come_decoded_and_in_one_memory(text, column, device):
+    x, shape = draw("heavy", ROWS, COLS, dtype=torch.bfloat16).to(device), (ROWS, COLS)
+    row, of_columns, exact = quantize_plain(x, None, pair_of(text, ("codes", column), decoded=True))
+    for own, wanted in zip((row, of_columns), usual(x, None, text, ("codes", column), by_rows=False), strict=True):
+        assert_same(own, wanted)
+    format = HybridQuantizer.parse(text).rowwise
+    assert (exact is None) == (format.amax_name is not None)
+    if exact is not None:
+        assert_same(exact, exact_operand_of(row, format, shape))
+        first, *others = row.values()
+        for before, buffer in pairwise([first, *others]):
+            assert buffer.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            assert buffer.data_ptr() == before.data_ptr() + -(-before.nbytes // 16) * 16
 
 
 def test_a_parameter_goes_the_short_way():
