@@ -1,6 +1,6 @@
 """Operands of a layer's weights that are made while ranks wait for each other, before they are asked for."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,23 +14,27 @@ from hqsweep.quant.hybrid import Direction
 
 
 class MakesOperand(Protocol):
-    def early_operand(self, shape: Sequence[int]) -> list[AnyOperand]:
-        """The operand of the weight for forward of an input [*shape, K]; none where it is not to be made beforehand."""
+    def early_operand(self, shape: Sequence[int]) -> AnyOperand | None:
+        """The operand of the weight for forward of an input [*shape, K]; None where it is not to be made beforehand."""
 
 
 @dataclass(eq=False)
 class EarlyWeights:
-    """Linears of a layer that are called next, each with the leading axes of its input."""
+    """The weights of one call of a layer."""
 
     linears: Sequence[tuple[MakesOperand, Sequence[int]]]
+    """Linears whose operands for forward are still to be made, each with the leading axes of its input."""
     made: dict[MakesOperand, AnyOperand] = field(default_factory=dict, init=False)
-    """The operands that are made, and not yet taken."""
+    """Those that are made, and not yet taken."""
+    backward: list[Callable[[], None]] = field(default_factory=list, init=False)
+    """Each makes an operand for backward, if it is not made; in the order of backward."""
 
     def make(self) -> None:
-        """Make those that are not made."""
+        """Make the operands for forward."""
         linears, self.linears = self.linears, ()
         for linear, shape in linears:
-            for operand in linear.early_operand(shape):
+            operand = linear.early_operand(shape)
+            if operand is not None:
                 self.made[linear] = operand
 
 
@@ -38,19 +42,29 @@ _WEIGHTS: Scoped[EarlyWeights | None] = Scoped(None)
 
 
 def early_weights(linears: Sequence[tuple[MakesOperand, Sequence[int]]]) -> Entered[EarlyWeights | None]:
-    """A context for the call of a layer: inside, the first wait that owe_weights() announces makes the operands."""
+    """A context for a call of a layer: inside, the first wait that owe_weights() announces makes the operands."""
     return _WEIGHTS.entered(EarlyWeights(linears))
 
 
 def owe_weights(group: ProcessGroup, device: torch.device) -> None:
-    """Have the operands of the layer made before the current stream next waits for ranks of the group."""
+    """Have the operands for forward made before the current stream next waits for ranks of the group."""
     weights = _WEIGHTS.get()
     if weights is not None and weights.linears:
         peers.owe(group, device, weights.make)
 
 
 def early_operand(linear: MakesOperand) -> dict[Direction, AnyOperand]:
-    """The operand that was made for a call of the linear, once."""
+    """The operand that was made for forward of the linear, once."""
     weights = _WEIGHTS.get()
     operand = None if weights is None else weights.made.pop(linear, None)
     return {} if operand is None else {"rowwise": operand}
+
+
+def made_in_backward(*makers: Callable[[], None]) -> list[Callable[[], None]]:
+    """What makes the operands for backward of the layer, up to the linear that forward calls now, whose own makers come
+    first."""
+    weights = _WEIGHTS.get()
+    if weights is None:
+        return list(makers)
+    weights.backward = [*makers, *weights.backward]
+    return weights.backward

@@ -118,7 +118,8 @@ def _received_rows(tokens: Tensor, table: Tensor, group: ProcessGroup, sending: 
 
 def _table_gradient(rows: Tensor, tokens: Tensor, entries: int, group: ProcessGroup, sending: peers.Sending) -> Tensor:
     """The gradient of this rank's part of the table, from those of the rows of all ranks' tokens."""
-    own, stream, beside = tokens.view(group.size(), -1)[group.rank()], torch.cuda.current_stream(), torch.cuda.Stream(priority=-1)
+    own, stream = tokens.view(group.size(), -1)[group.rank()], torch.cuda.current_stream()
+    beside = torch.cuda.Stream(priority=-1)  # whose small kernels get their places before the rest of a large one
     beside.wait_stream(stream)
     with torch.cuda.stream(beside):
         order, starts = by_entry(tokens, entries, group.rank())

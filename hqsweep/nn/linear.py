@@ -173,14 +173,14 @@ class Linear(LinearBase):
         link_states([stored(self.weight)], self.states)  # and not a view of the part
         return self.parallel.exchange(shape)
 
-    def early_operand(self, shape: Sequence[int]) -> list[AnyOperand]:
-        """The rowwise operand of the weight for a call with an input [*shape, K], before it is asked for; none where
+    def early_operand(self, shape: Sequence[int]) -> AnyOperand | None:
+        """The rowwise operand of the weight for a call with an input [*shape, K], before it is asked for; None where
         it is made of more than the weight, or somebody observes the call."""
         if is_observed(self):
-            return []
+            return None
         call = LinearCall(**self.linear_facts(), exchange=self.exchange(shape))
         call.make_early([self.own(self.weight)], "rowwise")
-        return list(call.early.values())
+        return call.early.get("rowwise")
 
     def own_weight(self, call: LinearCall) -> tuple[Tensor, Tensor | None]:
         """This rank's part of the weight for a call, and a ticket if its gradient is to come late."""

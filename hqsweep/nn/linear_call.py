@@ -211,6 +211,8 @@ class LinearCall(Call):
     @torch.no_grad()
     def make_early(self, weights: Weights, direction: Direction) -> None:
         """Make weight() before it is asked for, unless it is made of more than the weights, or is there."""
+        if direction in self.early:
+            return
         quantizer = self.quantizers.weight
         plain = type(quantizer) is HybridQuantizer and not quantizer.delayed and not self.context.probe
         if not plain or self.workspace is not None or is_held(weights) or is_gathered(weights):

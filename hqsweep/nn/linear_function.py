@@ -16,6 +16,7 @@ from torch import Tensor
 from hqsweep.dist.tokens import Pending
 from hqsweep.gemm.exact import add_mm_t
 from hqsweep.nn.call import Call
+from hqsweep.nn.early import made_in_backward
 from hqsweep.nn.parameter import (
     AnyOperand,
     Weights,
@@ -33,6 +34,7 @@ from hqsweep.ops.request import Output
 from hqsweep.quant.operand import HybridOperand, Skeleton, flatten
 
 Gradient = Tensor | None
+Maker = Callable[[], None]
 
 
 class BackwardState(NamedTuple):
@@ -114,15 +116,18 @@ def keep(
     return [*of_weights, *saved], state
 
 
-def send_gradient(call: Call, weights: Weights, *, rowwise: bool, columnwise: bool) -> None:
-    """Have the norm that alone reads y, where there is one, send dy as soon as it knows it, and the weights' operand
-    for dgrad made before others are waited for."""
-    if call.left is not None and (rowwise or columnwise):
+def send_gradient(call: Call, weights: Weights, *, rowwise: bool, columnwise: bool, also: Sequence[Maker] = ()) -> None:
+    """Have the norm that alone reads y, where there is one, send dy as soon as it knows it, and the operands for dgrad
+    of the weights, and of what follows in backward, made before others are waited for. also: makes such ones."""
+    if call.left is None:
+        if rowwise and call.exchange is not None:
+            made_in_backward(partial(call.make_early, weights, "columnwise"))
+    elif rowwise or columnwise:
         alone, takes = replace(call, left=None), call.product_takes  # not itself, which would never be freed
         outputs = {"rowwise": takes if rowwise else None, "columnwise": takes if columnwise else None}
         call.left.outgoing = Outgoing(call=alone, tensor="grad_output", **outputs)
         if rowwise:
-            call.left.owed.append(partial(alone.make_early, weights, "columnwise"))
+            call.left.owed = made_in_backward(partial(alone.make_early, weights, "columnwise"), *also)
 
 
 def quantize_gradient(call: Call, dy: Tensor, **outputs: Any) -> HybridOperand:

@@ -19,7 +19,7 @@ from hqsweep.dist.meeting import meeting
 from hqsweep.dist.tokens import gather_rows
 from hqsweep.errors import UserError
 from hqsweep.formats import WHOLE, ExactOperand, Format
-from hqsweep.gemm.exact import add_mm_t
+from hqsweep.gemm.exact import add_mm_t, mm_t
 from hqsweep.nn.context import use_kernels
 from hqsweep.nn.linear import Linear, as_rows
 from hqsweep.nn.linear_call import AnyOperand, LinearCall
@@ -179,14 +179,14 @@ class _Chunks:
             whole = torch.cat(list(formed))
             probed = call.probe_forward(call.gathered("input", self.h), self.weights, whole)
             formed = (whole[start:end] for start, end in self.spans)
-        losses, dx, dw, x_column = [], [], None, None
+        losses, dx, dw, x_column = [], None, None, None
         for span in self.spans:
             loss, dy = self._gradient(next(formed), span, row, column)
             losses.append(loss)
             if needs_dx:
-                dx.append(call.product("dgrad", dy.rowwise, w_column, call.dtype))
+                dx = self._dgrad(dx, dy.rowwise, w_column, span)
                 if span == self.spans[-1]:  # which is summed beside wgrad
-                    dx_sum = call.begin_summed("grad_input", _joined(dx))
+                    dx_sum = call.begin_summed("grad_input", dx)
             if needs_dw:
                 x_column = x_column or _as_taken(x_arriving(), takes)
                 dw = _added(call, dw, dy.columnwise, _columns(x_column, *span))
@@ -195,6 +195,16 @@ class _Chunks:
         if probe and (needs_dx or needs_dw):
             self._probe_gradients(whole, probed, dx, dw)
         return _joined(losses).mean(), dx if dx is None else call.rounded("grad_input", dx), dw
+
+    def _dgrad(self, dx: Gradient, dy: AnyOperand, w: AnyOperand, span: tuple[int, int]) -> Tensor:
+        """dx, with the rows of a chunk in it."""
+        call = self.call
+        if len(self.spans) == 1:
+            return call.product("dgrad", dy, w, call.dtype)
+        if dx is None:
+            dx = self.h.new_empty(len(self.targets), self.h.shape[1], dtype=call.dtype)
+        mm_t(dy, w, out_dtype=call.dtype, out=dx[slice(*span)])
+        return dx
 
     def _begin_input(self, column: Output | None) -> Callable[[], "_Input"]:
         """The operands of all rows of h, which may be on their way."""

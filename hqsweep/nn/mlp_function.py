@@ -66,9 +66,8 @@ class MLPFunction(torch.autograd.Function):
         operands = activated_in_turn(second, z, kind, rowwise=second.product_takes, columnwise=column)
         y = fprop(second, (w2,), operands.rowwise, needs_dz)
         saved2, ctx.second = keep(second, (w2,), None, operands.columnwise, needs_dz)
-        send_gradient(second, (w2,), rowwise=needs_dz, columnwise=needs_dw2)
-        if second.left is not None and needs_dx:
-            second.left.owed.append(partial(first.make_early, (w1,), "columnwise"))
+        of_first = [partial(first.make_early, (w1,), "columnwise")] if needs_dx else []
+        send_gradient(second, (w2,), rowwise=needs_dz, columnwise=needs_dw2, also=of_first)
         ctx.call, ctx.kind, ctx.count = first, kind, len(saved1)
         ctx.save_for_backward(*saved1, *saved2, *([z] if needs_dz else []))
         return y

@@ -138,13 +138,6 @@ class Plan:
     """Bytes."""
 
     def run(self, tensors: Mapping[int, Tensor], workspace: Tensor) -> None:
-        import os
-        if not os.environ.get("HQ_OFF") or len(tensors) > 5:
-            return self._run(tensors, workspace)
-        from hqsweep.ops import offpath
-        offpath.run(self, tensors, workspace)
-
-    def _run(self, tensors: Mapping[int, Tensor], workspace: Tensor) -> None:
         """Compute on the current stream. A tensor says where its first element lies."""
         device = workspace.get_device()
         handle = _handle(device, threading.get_ident())
