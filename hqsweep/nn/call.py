@@ -156,16 +156,14 @@ class Call:
         rowwise: Output | None = None,
         columnwise: Output | None = None,
         by_rows: bool = False,
-        decoded: bool = False,
     ) -> HybridOperand:
-        """quantize() for one matrix, of which this rank has a part, or for a part of every expert's. decoded: as in
-        HybridQuantizer.quantize, for one matrix."""
+        """quantize() for one matrix, of which this rank has a part, or for a part of every expert's."""
         quantizer, outputs = self.quantizer(tensor), {"rowwise": rowwise, "columnwise": columnwise}
         key, states = self.key(tensor) if quantizer.reads_key else None, self.states_of(tensor, x)
         splits = self.weight_splits if tensor == "weight" else self.splits
         try:
             if splits is None:
-                return quantize_part(quantizer, x, part, key=key, states=states, decoded=decoded, **outputs)
+                return quantize_part(quantizer, x, part, key=key, states=states, **outputs)
             wanted = Wanted(**outputs, keys=key, states=states, by_rows=by_rows)
             return quantize_group_part(quantizer, x, splits, part, wanted)
         except UserError as error:

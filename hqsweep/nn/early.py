@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import ProcessGroup
 
 from hqsweep.dist import peers
-from hqsweep.nn.parameter import AnyOperand
 from hqsweep.nn.scoped import Entered, Scoped
-from hqsweep.quant.hybrid import Direction
+
+AnyOperand = Any
+"""An operand as a product takes it (nn.parameter.AnyOperand)."""
 
 
 class MakesOperand(Protocol):
@@ -53,7 +54,7 @@ def owe_weights(group: ProcessGroup, device: torch.device) -> None:
         peers.owe(group, device, weights.make)
 
 
-def early_operand(linear: MakesOperand) -> dict[Direction, AnyOperand]:
+def early_operand(linear: MakesOperand) -> dict[str, AnyOperand]:
     """The operand that was made for forward of the linear, once."""
     weights = _WEIGHTS.get()
     operand = None if weights is None else weights.made.pop(linear, None)

@@ -193,8 +193,11 @@ def _send_codes(
 ) -> tuple[Gathering | None, Gathering | Operand | None, ExactOperand | None]:
     """The codes of this rank's tokens, on their way to the others; an input's columnwise ones stay. decoded: the exact
     operand of the rowwise ones is wanted, too, if it comes with them."""
-    codes = {name: output and "codes" for name, output in outputs.items()}
-    own = call.quantize_part(tensor, x, part, decoded=decoded, **codes)
+    codes, quantizer = {name: output and "codes" for name, output in outputs.items()}, call.quantizer(tensor)
+    if decoded and is_alone(quantizer, x.shape, part, **codes):
+        own = quantizer.quantize_sent(x, codes["columnwise"])
+    else:
+        own = call.quantize_part(tensor, x, part, **codes)
     if tensor == "input":
         owe_weights(part.group, x.device)
     sending = call.sent.pop() if tensor == "input" and call.sent else None

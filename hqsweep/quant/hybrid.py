@@ -141,7 +141,6 @@ class HybridQuantizer:
         by_rows: bool = False,
         amaxes: Sequence[Tensor] = (),
         place: Place | None = None,
-        decoded: bool = False,
     ) -> HybridOperand:
         """[rows, cols] -> operands of the directions asked for, in one read of x; the columnwise one encodes x.T.
 
@@ -157,24 +156,29 @@ class HybridQuantizer:
 
         place: x is a part of a whole matrix, and its elements draw the random bits that they draw there. Scales come
         from x alone: amaxes that the whole shares are given. UserError for a place together with splits.
-
-        decoded: rowwise codes are to be sent and multiplied. Where one pass can write both, the result has their exact
-        operand, too, and their buffers lie in one memory.
         """
         if place is not None and splits is not None:
             raise UserError("quantize: a place is that of one matrix; the matrices of splits are each a whole")
         if self.takes_values_alone and states is None and not amaxes:
             texts = self.rowwise.text, self.columnwise.text
-            pair = Pair(*texts, self.columnwise_source, rowwise, columnwise, by_rows, decoded)
-            plain = quantize_plain(x, splits, pair)
+            plain = quantize_plain(x, splits, Pair(*texts, self.columnwise_source, rowwise, columnwise, by_rows))
             if plain is not None:
-                results = Quantized(*plain[:2], rowwise_exact=plain[2])
-                return self._operands(results, tuple(x.shape), x.dtype, splits, rowwise)
+                return self._operands(Quantized(*plain[:2]), tuple(x.shape), x.dtype, splits, rowwise)
         row, column = self._targets(rowwise, columnwise, by_rows)
         if amaxes:
             row, column = self._under(row, column, amaxes)
         results = self._quantize(x, row, column, key, states, splits=splits, place=place)
         return self._operands(results, tuple(x.shape), x.dtype, splits, rowwise)
+
+    def quantize_sent(self, x: Tensor, columnwise: Output | None = None) -> HybridOperand:
+        """quantize() to rowwise codes that are to be sent, and to be multiplied here, without random bits and states:
+        where one pass can write both, the result has their exact operand, too, and their buffers lie in one memory."""
+        texts = self.rowwise.text, self.columnwise.text
+        pair = Pair(*texts, self.columnwise_source, "codes", columnwise, decoded=True)
+        plain = quantize_plain(x, None, pair) if self.takes_values_alone else None
+        if plain is None:
+            return self.quantize(x, columnwise=columnwise)
+        return self._operands(Quantized(*plain[:2], rowwise_exact=plain[2]), tuple(x.shape), x.dtype, None, "codes")
 
     def quantize_given(
         self,

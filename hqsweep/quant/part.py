@@ -57,14 +57,11 @@ def quantize_part(
     columnwise: Output | None = None,
     key: RngKey | None = None,
     states: SlotStates | None = None,
-    decoded: bool = False,
 ) -> HybridOperand:
     """quantizer.quantize() for this rank's part x [rows, cols]: the operands have the bytes that their part has in the
     operands of the whole. It is a collective where a format has an amax of the whole. UserError as check_part raises
     it."""
     check_part(quantizer, x, part, rowwise, columnwise)
-    if is_alone(quantizer, x.shape, part, rowwise, columnwise):
-        return quantizer.quantize(x, rowwise=rowwise, columnwise=columnwise, decoded=decoded)
     decodes = columnwise is not None and quantizer.columnwise_source == "rowwise_dequantized"
     row = quantizer.rowwise if rowwise or decodes else None
     column = quantizer.columnwise if columnwise else None
