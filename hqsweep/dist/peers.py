@@ -237,6 +237,14 @@ class Sending:
         place = box.rank - (not self.has_own and box.rank > rank)
         return box.slots_of[rank][self.exchange.slot][place * self.size : (place + 1) * self.size]
 
+    def keep(self) -> None:
+        """Have what comes stay good until release(), whatever ranks of the group exchange meanwhile."""
+        self.exchange.kept = True
+
+    def release(self) -> None:
+        """Say that the current stream has got all reads of what keep() keeps."""
+        self.exchange.kept = False
+
     def send(self, other: int, message: Message, first: int = 0) -> None:
         """Send a rank what is to lie from the byte `first` of its message on, once what is on the current stream has
         written it."""

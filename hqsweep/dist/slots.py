@@ -14,6 +14,8 @@ class Exchange:
     """Whether this rank has waited for it, and so knows that the others had begun it."""
     read: int | None = None
     """The number of exchanges that had begun when all its reads were enqueued."""
+    kept: bool = False
+    """Whether it will be read after others have begun."""
 
 
 class Slots:
@@ -27,8 +29,8 @@ class Slots:
     def take(self) -> Exchange | None:
         """A new exchange in a free slot; None where none is known to be free. Ranks signal that its messages have come
         behind all reads of those that were waited for before."""
-        for each in self.recent:
-            if each.waited and each.read is None:
+        for each in self.last:
+            if each is not None and each.waited and each.read is None and not each.kept:
                 each.read = self.begun
         slot = next((slot for slot, last in enumerate(self.last) if last is None or self._is_free(last)), None)
         if slot is None:
@@ -45,9 +47,13 @@ class Slots:
         return read is not None and any(each.waited and each.begun >= read for each in self.recent)
 
     def settle(self, reading: Exchange | None = None) -> None:
-        """Note that the others have done all that they had enqueued, as a barrier shows; not yet, if there is such a
-        one, the reads of an exchange that was waited for."""
-        self.last = [last if last is not None and (not last.waited or last is reading) else None for last in self.last]
+        """Note that the others have done all that they had enqueued, as a barrier shows; not yet the reads of exchanges
+        that are kept, and, if there is such a one, of another that was waited for."""
+
+        def stays(last: Exchange) -> bool:
+            return not last.waited or last.kept or last is reading
+
+        self.last = [last if last is not None and stays(last) else None for last in self.last]
 
     def clear(self) -> None:
         """Forget exchanges that nobody will wait for, as those of a capture that failed, too."""

@@ -155,6 +155,28 @@ def start_lent_rows(
     return LentRows(rows=sending.place(group.rank()).view(dtype).view(shape), sending=sending)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KeptRows:
+    """The rows of all ranks, where they have arrived: good until release()."""
+
+    received: Pending
+    release: Callable[[], None]
+    """Says that the current stream has got all reads of them."""
+
+
+def begin_kept_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> KeptRows:
+    """begin_gather_rows(x, group, lead), copied nowhere if copy engines carry it."""
+    x = x.contiguous()
+    sending = peers.start(x.nbytes, group, x.device, has_own=True) if lead == 1 else None
+    if sending is None:
+        return KeptRows(received=begin_gather_rows(x, group, lead), release=lambda: None)
+    sending.keep()
+    own = sending.place(group.rank()).view(x.dtype).view(x.shape)
+    peers.owe(group, x.device, lambda: own.copy_(x))
+    lent = LentRows(rows=x, sending=sending)
+    return KeptRows(received=lent.begun(), release=sending.release)
+
+
 def sum_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Tensor:
     """[lead * W * t, C] of each rank -> this rank's rows [lead * t, C] of their sum."""
     return begin_sum_rows(x, group, lead)()

@@ -8,7 +8,7 @@ chunks' products, in float32. Where the quantizer of dy ties its rows together t
 vocabulary tell each other four numbers of each row of a chunk (ops.loss_parts).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.dist.meeting import meeting
-from hqsweep.dist.tokens import gather_rows
+from hqsweep.dist.tokens import KeptRows, begin_kept_rows, gather_rows
 from hqsweep.errors import UserError
 from hqsweep.formats import WHOLE, ExactOperand, Format
 from hqsweep.gemm.exact import add_mm_t, mm_t
@@ -166,6 +166,8 @@ class _Chunks:
         self.group = None if call.exchange is None else call.exchange.parallel.group
         self.spans = [(start, min(start + chunk, rows)) for start in range(0, max(rows, 1), chunk)]
         self.scale = 1 / max(rows, 1)
+        self.release: Callable[[], None] = lambda: None
+        """Ends the use of what other ranks sent of h."""
 
     def run(self, needs_dx: bool, needs_dw: bool) -> tuple[Tensor, Gradient, Gradient]:
         """The mean loss, the gradient of h, and that of the weight in float32."""
@@ -191,6 +193,7 @@ class _Chunks:
                 x_column = x_column or _as_taken(x_arriving(), takes)
                 dw = _added(call, dw, dy.columnwise, _columns(x_column, *span))
             del dy  # before the next chunk is formed
+        self.release()
         dx = dx_sum() if needs_dx else None
         if probe and (needs_dx or needs_dw):
             self._probe_gradients(whole, probed, dx, dw)
@@ -212,6 +215,8 @@ class _Chunks:
         outputs = {"rowwise": takes, "columnwise": column}
         if len(self.spans) == 1:  # which is multiplied by the rows of each rank
             arriving = partial(quantize_tokens, call, "input", self.h, **outputs)
+        elif (kept := self._kept_input()) is not None:
+            self.release, arriving = kept.release, partial(self._quantize_kept, kept, outputs)
         else:
             arriving = Outgoing(call=call, tensor="input", lent=False, **outputs).begin(self.h)
 
@@ -220,6 +225,15 @@ class _Chunks:
             return _as_taken(whole.rowwise, takes), whole.columnwise and call.begin_whole_input(whole.columnwise)
 
         return result
+
+    def _kept_input(self) -> KeptRows | None:
+        """The rows of h of all ranks, if these have some each, and both directions read them as they are."""
+        part, quantizer = self.call.tokens_of("input", self.h), self.call.quantizers.input
+        plain = all(format.high_precision for format in (quantizer.rowwise, quantizer.columnwise))
+        return begin_kept_rows(self.h, part.group, part.runs) if part is not None and plain else None
+
+    def _quantize_kept(self, kept: KeptRows, outputs: Mapping[str, Output | None]) -> HybridOperand:
+        return self.call.quantize("input", kept.received(), **outputs)
 
     def _weight(self, needs_dx: bool) -> tuple[AnyOperand, AnyOperand | None]:
         """The operands of the weight for fprop and, if wanted, for dgrad, from one read."""

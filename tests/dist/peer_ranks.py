@@ -113,14 +113,15 @@ def rows_of_a_table(mesh: DeviceMesh) -> Work:
 
 
 def losses(mesh: DeviceMesh) -> Work:
-    """Losses of rows whose logits lie over both ranks, and their gradients, chunk by chunk."""
+    """Losses of rows whose logits lie over both ranks, and their gradients, chunk by chunk. Of the last, each rank has
+    half of the rows: they are read where they have arrived, until all chunks are done."""
     calls = []
-    for entries, rows in ((1008, 640), (6000, 1000)):
+    for entries, rows, sequence in ((1008, 640, None), (6000, 1000, None), (1008, ROWS, 0)):
         torch.manual_seed(0)
         head = Linear(WIDTH, entries, name="head", recipe=quantizers("bf16"), bias=False).cuda()
-        head = parallelize_module(head, mesh, ColwiseLinear())
-        targets = (torch.arange(rows) * 37 % entries).cuda()
-        calls.append((head, draw("normal", rows, WIDTH).cuda(), targets))
+        head = parallelize_module(head, mesh, ColwiseLinear(sequence=sequence))
+        targets, h = (torch.arange(rows) * 37 % entries).cuda(), draw("normal", rows, WIDTH).cuda()
+        calls.append((head, h if sequence is None else h.chunk(2)[mesh.get_local_rank()], targets))
 
     def run() -> list[Tensor]:
         results = []
@@ -186,7 +187,7 @@ def units(mesh: DeviceMesh) -> Work:
     return run
 
 
-WORK = {exchanges: 12, pieces: 12, places: 12, rows_of_a_table: 2, losses: 7, linears: 12, units: 12}
+WORK = {exchanges: 12, pieces: 12, places: 12, rows_of_a_table: 2, losses: 7 + ROWS // 256 + 2, linears: 12, units: 12}
 """What is computed -> the number of messages that a run of it sends at least, or of chunks whose parts kernels tell."""
 
 

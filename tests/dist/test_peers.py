@@ -66,6 +66,25 @@ def test_a_barrier_frees_no_slot_that_is_still_to_be_read():
     assert {slots.take().slot, slots.take().slot} == {0, 1}
 
 
+def test_what_is_kept_stays_until_it_is_released():
+    slots = Slots(COUNT)
+    kept = slots.take()
+    kept.kept = kept.waited = True
+    for _ in range(20):
+        exchange = slots.take()
+        if exchange is None:
+            slots.settle()
+            exchange = slots.take()
+        assert exchange.slot != kept.slot
+        exchange.waited = True
+    kept.kept = False
+    taken = []
+    for _ in range(COUNT + 1):
+        taken.append(slots.take())
+        taken[-1].waited = True
+    assert kept.slot in [each.slot for each in taken]
+
+
 def test_what_nobody_waits_for_is_forgotten():
     slots = Slots(COUNT)
     assert [slots.take().slot for _ in range(COUNT)] == list(range(COUNT))
