@@ -6,7 +6,7 @@ activation, and of its gradient, is quantized alone.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from hqsweep.nn.left_sums import LeftOutput
 from hqsweep.nn.linear import NOTHING, Linear, as_rows
 from hqsweep.nn.linear_call import LinearCall
 from hqsweep.nn.linear_function import (
+    AnyOperand,
     Gradient,
     begin_dgrad,
     begin_input,
@@ -82,12 +83,16 @@ class MLPFunction(torch.autograd.Function):
         takes = second.call.product_takes
         row, column = (takes if needs_dz else None), (takes if needs_dw2 else None)
         dy = in_dtype(dy, second.call.dtype)
-        operands = quantize_gradient(second.call, dy, rowwise=row, columnwise=column)
         saved = tensors[ctx.count :]
+        h_column = begin_input(second, saved) if needs_dw2 else None
+        if needs_dw2 and second.call.left is not None:
+            h_column = _ready(h_column())  # while dy is still on its way
+        operands = quantize_gradient(second.call, dy, rowwise=row, columnwise=column)
         if needs_dz:
             dh = begin_dgrad(second, saved, operands.rowwise)()
         if needs_dw2:
-            dw2 = one_wgrad(second, operands.columnwise, begin_input(second, saved))
+            dw2 = one_wgrad(second, operands.columnwise, h_column)
+            del h_column
         if not needs_dz:
             return None, None, None, None, None, None, dw2
         takes = first.call.product_takes
@@ -107,6 +112,10 @@ class MLPFunction(torch.autograd.Function):
         if needs_dx:
             dx = first.call.gradient_of(dx_sum)
         return dx, None, None, None, dticket, dw1, dw2
+
+
+def _ready(operand: AnyOperand) -> Callable[[], AnyOperand]:
+    return lambda: operand
 
 
 def joins(fc1: Linear, fc2: Linear, kind: str, x: Tensor) -> bool:

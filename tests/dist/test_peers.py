@@ -83,6 +83,11 @@ def test_what_is_kept_stays_until_it_is_released():
         taken.append(slots.take())
         taken[-1].waited = True
     assert kept.slot in [each.slot for each in taken]
+    slots = Slots(2)
+    kept = slots.take()
+    kept.kept = kept.waited = True
+    slots.settle()
+    assert [slots.take().slot, slots.take()] == [1 - kept.slot, None]
 
 
 def test_what_nobody_waits_for_is_forgotten():
