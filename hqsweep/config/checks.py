@@ -25,7 +25,8 @@ CALIBRATE_DISTRIBUTIONS = ("normal", "laplace", "t5", "t3", "outlier_channels", 
 
 class ParitySection(Section):
     """Formats, distributions and shapes that are compared to the byte, and the checks that compare them. ranks: in how
-    many processes on this machine, 2 or 4, what several ranks compute together is compared with one process."""
+    many processes on this machine, 2 or 4 or both as [2,4], what several ranks compute together is compared with one
+    process."""
 
     formats: Names
     distributions: Names
@@ -33,6 +34,11 @@ class ParitySection(Section):
     checks: Names
     device: Device = "auto"
     ranks: list[Literal[2, 4]] = Field(default_factory=list)
+
+    @field_validator("ranks", mode="before")
+    @classmethod
+    def _one_or_many(cls, ranks: Any) -> Any:
+        return [ranks] if type(ranks) is int else ranks
 
     @model_validator(mode="after")
     def _known(self) -> "ParitySection":

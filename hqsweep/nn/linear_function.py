@@ -23,7 +23,7 @@ from hqsweep.nn.parameter import (
     are_filled_again,
     flatten_weights,
     is_held,
-    main_grad_of,
+    summed_main_grad,
     unflatten_weights,
 )
 from hqsweep.nn.products import once_differentiable, returned
@@ -161,7 +161,7 @@ def wgrad(
     it does unless may_add is False."""
     call = state.call
     if may_add and state.weights is not None and call.plans is None and call.gemm != "native":
-        add_mm_t(main_grad_of(state.weights[0]), dy, x)
+        add_mm_t(summed_main_grad(state.weights[0]), dy, x)
         return None
     return call.product("wgrad", dy, x, state.dw_dtype)
 
@@ -179,11 +179,13 @@ def delivered(
     if weights is None:
         return [dw if needed else None for dw, needed in zip(gradients, needs, strict=True)]
     if whole:
-        main_grad_of(weights[0]).add_(gradients)
+        summed_main_grad(weights[0]).add_(gradients)
         return [None]
-    main_grads = main_grad_of(weights[0]).unbind(0) if one_parameter else [main_grad_of(weight) for weight in weights]
     needed = [i for i in range(len(gradients)) if needs[0 if one_parameter else i]]
-    torch._foreach_add_([main_grads[i] for i in needed], [gradients[i] for i in needed])
+    main_grads = (
+        summed_main_grad(weights[0]).unbind(0) if one_parameter else [summed_main_grad(weights[i]) for i in needed]
+    )
+    torch._foreach_add_(main_grads, [gradients[i] for i in needed])
     return [None] * len(needs)
 
 

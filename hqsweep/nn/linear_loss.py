@@ -23,7 +23,7 @@ from hqsweep.gemm.exact import add_mm_t, mm_t
 from hqsweep.nn.context import use_kernels
 from hqsweep.nn.linear import Linear, as_rows
 from hqsweep.nn.linear_call import AnyOperand, LinearCall
-from hqsweep.nn.parameter import is_gathered, is_held, main_grad_of, weight_matrix
+from hqsweep.nn.parameter import is_gathered, is_held, summed_main_grad, weight_matrix
 from hqsweep.nn.products import once_differentiable, outside_autocast
 from hqsweep.nn.rank_rows import Outgoing, RankRows, quantize_tokens, rows_of
 from hqsweep.nn.vocabulary import cross_entropy
@@ -152,7 +152,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         ctx.done, saved = True, iter(ctx.saved_tensors)
         dx, dw = (scale_(next(saved), gradient) if there else None for there in ctx.has)
         if dw is not None and ctx.weight is not None:
-            main_grad_of(ctx.weight).add_(dw)
+            summed_main_grad(ctx.weight).add_(dw)
             dw = None
         return dx, None, None, None, dw
 

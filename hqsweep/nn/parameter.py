@@ -194,6 +194,17 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
     return unsharded_sum(weight) if main_grad is None else main_grad
 
 
+def summed_main_grad(weight: Tensor) -> Tensor:
+    """main_grad_of(), for what adds this backward's dw to it. As in TransformerEngine it is zeroed first where
+    weight.overwrite_main_grad is true, and weight.grad_added_to_main_grad, where there is one, becomes true."""
+    main_grad = main_grad_of(weight)
+    if getattr(weight, "overwrite_main_grad", False):
+        main_grad.zero_()
+    if hasattr(weight, "grad_added_to_main_grad"):
+        weight.grad_added_to_main_grad = True
+    return main_grad
+
+
 def check_main_grad(weight: Tensor) -> None:
     """UserError unless the weight has an FP32 main_grad to accumulate into."""
     main_grad = main_grad_of(weight)

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from hqsweep.dist import peers
+from hqsweep.dist.local import is_spread
 from hqsweep.dist.tokens import Pending, begin_gather_rows, begin_lent_rows, begin_sum_rows, gather_rows, sum_whole
 from hqsweep.errors import UserError
 from hqsweep.quant.part import CUTS, Mode, Part
@@ -121,13 +122,14 @@ class Exchange:
 def local(parameter: Tensor) -> Tensor:
     """This rank's part of a parameter that is a DTensor; any other parameter as it is. A part with a main_grad is a
     leaf, since autograd gets no gradient of it: torch 2.11 would make one of zeros."""
-    if getattr(parameter, "to_local", None) is None:
+    if not is_spread(parameter):
         return parameter
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is None:
         return parameter.to_local()
     part = parameter.to_local().detach().requires_grad_(parameter.requires_grad)
     part.main_grad = main_grad.to_local() if hasattr(main_grad, "to_local") else main_grad
+    part.overwrite_main_grad = getattr(parameter, "overwrite_main_grad", False)
     return part
 
 

@@ -157,6 +157,12 @@ def test_a_rank_that_fails_is_a_row(monkeypatch):
     assert last["subject"] == "nvfp4+rht+sr"
 
 
+def test_one_number_of_ranks_needs_no_list():
+    job = config(2).model_dump()
+    alone = parse(job | {"parity": job["parity"] | {"ranks": 2}})
+    assert alone == config(2) and alone.parity.ranks == [2]
+
+
 def test_other_numbers_of_ranks_are_refused():
     with pytest.raises(UserError, match=r"parity.ranks"):
         config(3)
