@@ -110,6 +110,11 @@ def accumulate(model, last):
     model.set_is_last_backward(last)
 
 
+def reduce_last(model, last):
+    """Accumulate as runs do: weights are sharded again after each microbatch."""
+    model.set_requires_gradient_sync(last)
+
+
 def evaluate(model):
     model.eval()
     with torch.no_grad(), quantization(seed=0, step=1):
@@ -140,6 +145,7 @@ CASES = {
     "reentrant checkpoint around": ({"around": True}, shard, {}),
     "accumulates": ({}, shard, {"microbatches": 3, "held_back": accumulate}),
     "accumulates and keeps": ({}, partial(shard, raf=False), {"microbatches": 3, "held_back": accumulate}),
+    "accumulates and reshards": ({}, shard, {"microbatches": 3, "held_back": reduce_last}),
     "reduces each microbatch": ({}, shard, {"microbatches": 3}),
     "evaluates between": ({}, shard, {"between": evaluate}),
     "evaluates between and keeps": ({}, partial(shard, raf=False), {"between": evaluate}),

@@ -2,11 +2,13 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 import fake_worker
 import pytest
 
 from hqsweep.sweep import process, slurm_job
+from hqsweep.sweep.ranks import nodes_arguments
 from hqsweep.sweep.scheduler import Job
 
 
@@ -52,6 +54,34 @@ def test_a_stopped_job(make_runs, monkeypatch, requeued, told_to_stop, state, li
         slurm_job.work([run.path], limit_s, {})
     assert requeued == names
     assert run.status()["state"] == outcome[0] and run.status()["reason"].startswith(outcome[1])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_machines_of_a_job_meet_at_its_first_one_at_a_port_that_its_id_gives(monkeypatch, rank):
+    """The first brings the runs to their ends, with the arguments by which their ranks find each other; others help."""
+    said, port = [], slurm_job.FIRST_PORT + 70_003 % slurm_job.PORTS
+
+    class Meeting:
+        def __init__(self, endpoint, serves):
+            said.append(("meets", endpoint, serves))
+
+        def finish(self):
+            said.append("finished")
+
+    job = SimpleNamespace(hostnames=["node7", "node8"], global_rank=rank)
+    monkeypatch.setattr("submitit.JobEnvironment", lambda: job)
+    monkeypatch.setattr(slurm_job, "Meeting", Meeting)
+    monkeypatch.setattr(slurm_job, "help_out", lambda *all: said.append(("helps", *all)))
+    monkeypatch.setattr(slurm_job, "bring_to_end", lambda paths, limit_s, options: said.append((paths, options)))
+    monkeypatch.setenv("SLURM_JOB_ID", "70003")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    slurm_job.work(["run"], None, {"retries": 1})
+    endpoint = f"node7:{port}"
+    if rank:
+        assert said == [("helps", 2, endpoint)]
+    else:
+        options = {"retries": 1, "nodes": nodes_arguments(2, endpoint)}
+        assert said == [("meets", endpoint, True), (["run"], options), "finished"]
 
 
 def test_the_exit_code_says_how_the_run_ended(make_runs, requeued):
