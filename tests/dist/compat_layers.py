@@ -3,6 +3,7 @@
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -43,8 +44,10 @@ def differences(rank: int, world: int) -> list[str]:
             expected = run(styled, LOW, (1, -1, D), tokens)
             actual = run(own, LOW, (-1, 1, D), tokens)
             faults += [f"{name} {sequence}: {n}" for n, t in expected.items() if not torch.equal(t, actual[n])]
-            whole = run(seeded(build), HIGH, (-1, 1, D), partial(part, rank=0, ranks=1))
+            alone = seeded(build)
+            whole = run(alone, HIGH, (-1, 1, D), partial(part, rank=0, ranks=1))
             actual = run(own, HIGH, (-1, 1, D), tokens)
+            faults += [f"{name} {sequence}: {n}" for n in gains_that_differ(own, alone, group, sequence)]
             for n in ("y", "dx"):
                 error = (actual[n].float() - tokens(whole[n]).float()).norm() / tokens(whole[n]).float().norm()
                 faults += [f"{name} {sequence}: {n} is off by {error}"] if error > 1e-2 else []
@@ -55,6 +58,20 @@ def differences(rank: int, world: int) -> list[str]:
     later.load_state_dict(at_once.state_dict())
     x = draw("normal", S, D, 3).view(S, 1, D)
     return faults + ([] if torch.equal(later(x), at_once(x)) else ["a group that comes later"])
+
+
+def gains_that_differ(shared: nn.Module, alone: nn.Module, group: dist.ProcessGroup, sequence: bool) -> list[str]:
+    """Names of gains of norms that do not say whose tokens their gradients are of, or whose gradients, summed over the
+    ranks where these have some of the tokens each, are not near those of one process."""
+    faults, whole = [], dict(alone.named_parameters())
+    for name, gain in shared.named_parameters():
+        if "norm" in name:
+            total = gain.grad.float()
+            if sequence:
+                dist.all_reduce(total, group=group)
+            error = (total - whole[name].grad).norm() / whole[name].grad.norm()
+            faults += [f"{name}: {error}"] if gain.sequence_parallel is not sequence or not error <= 1e-2 else []
+    return faults or ([] if any("norm" in name for name in whole) else ["no gain"])
 
 
 def seeded(build, **options: object) -> nn.Module:
