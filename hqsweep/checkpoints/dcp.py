@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hqsweep.checkpoints.checkpoint import Checkpoint, first_names, step_in_name
-from hqsweep.checkpoints.dcp_metadata import METADATA, Chunk, Stored, count_of, tensors_of
+from hqsweep.checkpoints.dcp_metadata import METADATA, Chunk, Place, Stored, count_of, tensors_of
 from hqsweep.errors import UserError
 from hqsweep.models.names import clean_name
 
@@ -24,6 +24,8 @@ NOT_MODEL = (
     "hqsweep",
 )
 """The top names of what torchtitan and others keep beside the weights."""
+TIED = "tied"
+"""The name under hqsweep of a mark for each weight that save_sharded has written once more, by another of its names."""
 MODELS = ("model", "app.model", "state_dict", "module")
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -65,7 +67,7 @@ def _missing_bytes(folder: Path, stored: dict[str, Stored]) -> list[str]:
 
 
 def _weights(stored: dict[str, Stored]) -> dict[str, str]:
-    """Clean name of a tensor of the model -> its saved name."""
+    """Clean name of a tensor of the model -> its saved name; tied ones once, where marks say so."""
     by_name = {}
     for saved, tensor in stored.items():
         first, *rest = tensor.path
@@ -73,7 +75,7 @@ def _weights(stored: dict[str, Stored]) -> dict[str, str]:
             by_name[clean_name(".".join(rest))] = saved
         elif saved.partition(".")[0] not in NOT_MODEL:
             by_name[clean_name(saved)] = saved
-    return by_name
+    return {name: saved for name, saved in by_name.items() if f"hqsweep.{TIED}.{name}" not in stored}
 
 
 def _moment(tensor: Stored) -> tuple[str, str] | None:
@@ -136,17 +138,28 @@ def _slices(ranges: list[tuple[int, int]], offsets: tuple[int, ...]) -> tuple[sl
     return tuple(slice(first - offset, last - offset) for (first, last), offset in zip(ranges, offsets, strict=True))
 
 
+def read_object(folder: Path, name: str, place: Place) -> Any:
+    """An object that is no tensor, made of numbers, texts, tuples and the like. UserError for bytes of any other, whose
+    code is not run."""
+    return _read(folder, name, place, "number and no text")
+
+
 def _read_chunk(folder: Path, name: str, chunk: Chunk) -> Any:
+    return _read(folder, name, chunk, "such tensor")
+
+
+def _read(folder: Path, name: str, place: Place, what: str) -> Any:
+    """What the bytes at a place are, by torch.load(weights_only=True); of a chunk, of its shape."""
     import torch
 
-    with (folder / chunk.file).open("rb") as file:
-        file.seek(chunk.start)
-        content = file.read(chunk.length)
+    with (folder / place.file).open("rb") as file:
+        file.seek(place.start)
+        content = file.read(place.length)
     try:
-        part = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        if tuple(part.shape) != chunk.shape:
-            raise ValueError(f"it has the shape {tuple(part.shape)}, not {chunk.shape}")
-        return part
+        value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        if isinstance(place, Chunk) and tuple(value.shape) != place.shape:
+            raise ValueError(f"it has the shape {tuple(value.shape)}, not {place.shape}")
+        return value
     except Exception as error:  # bytes of others make torch.load raise anything
         why = (str(error) or type(error).__name__).splitlines()[0][:200]
-        raise UserError(f"{folder / chunk.file}: the bytes of {name} are no such tensor ({why})") from None
+        raise UserError(f"{folder / place.file}: the bytes of {name} are no {what} ({why})") from None

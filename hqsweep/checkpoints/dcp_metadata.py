@@ -8,12 +8,16 @@ of Python.
 
 import io
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hqsweep.errors import UserError
 
+T = TypeVar("T")
+Places = dict[tuple[str, tuple[int, ...] | None], Any]
+"""(name, offsets of a chunk; None for an object) -> torch's record of its bytes."""
 METADATA = ".metadata"
 MOST_METADATA = 2**30
 """The most bytes of .metadata."""
@@ -121,15 +125,21 @@ def _refused(module: str, name: str) -> UserError:
     return UserError(f"{asks}; it is refused, and nothing of it was run")
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """A part of a tensor: its place in the tensor, its shape, and its bytes in a file of the folder."""
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Bytes in a file of the folder."""
 
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
     file: str
     start: int
     length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk(Place):
+    """A part of a tensor: its place in the tensor, its shape, and its bytes."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -146,13 +156,23 @@ class Stored:
 def tensors_of(folder: Path) -> dict[str, Stored]:
     """Saved name -> the place of the tensor. UserError for a .metadata that is missing, is no metadata, or asks for
     more."""
+    return _read(folder, _stored)
+
+
+def objects_of(folder: Path) -> dict[str, Place]:
+    """Saved name -> the place of each object that is no tensor. UserError as of tensors_of."""
+    return _read(folder, _objects)
+
+
+def _read(folder: Path, what: Callable[[Any], T]) -> T:
+    """What the document in .metadata holds of a kind."""
     path = folder / METADATA
     if not path.is_file():
         raise UserError(f"it has no {METADATA}, which is written last: half a checkpoint; copy or save it again")
     if path.stat().st_size > MOST_METADATA:
         raise UserError(f"its {METADATA} has more than {MOST_METADATA} bytes")
     try:
-        return _stored(_Unpickler(io.BytesIO(path.read_bytes())).load())
+        return what(_Unpickler(io.BytesIO(path.read_bytes())).load())
     except (UserError, OSError):
         raise
     except Exception as error:  # garbage makes an unpickler raise anything
@@ -160,10 +180,7 @@ def tensors_of(folder: Path) -> dict[str, Stored]:
 
 
 def _stored(document: Any) -> dict[str, Stored]:
-    places: dict[tuple[str, tuple[int, ...] | None], Any] = {
-        (index.fqn, index.offset): info for index, info in document.storage_data.items()
-    }
-    paths = document.planner_data or {}
+    places, paths = _places(document), document.planner_data or {}
     tensors = {}
     for name, metadata in document.state_dict_metadata.items():
         if isinstance(metadata, _Bytes):
@@ -180,15 +197,30 @@ def _stored(document: Any) -> dict[str, Stored]:
     return tensors
 
 
-def _chunk(name: str, chunk: Any, places: dict[tuple[str, tuple[int, ...] | None], Any]) -> Chunk:
+def _objects(document: Any) -> dict[str, Place]:
+    places, entries = _places(document), document.state_dict_metadata.items()
+    return {
+        _text(name): Place(**_bytes(name, places[name, None])) for name, kind in entries if isinstance(kind, _Bytes)
+    }
+
+
+def _places(document: Any) -> Places:
+    return {(index.fqn, index.offset): info for index, info in document.storage_data.items()}
+
+
+def _chunk(name: str, chunk: Any, places: Places) -> Chunk:
     offsets = _sizes(chunk.offsets)
-    info = places[name, offsets]
+    return Chunk(offsets=offsets, shape=_sizes(chunk.sizes), **_bytes(name, places[name, offsets]))
+
+
+def _bytes(name: str, info: Any) -> dict[str, Any]:
+    """The fields of a Place."""
     file = _text(info.relative_path)
     if Path(file).name != file or file in (".", ".."):
         raise UserError(f"its {METADATA} names the file {file!r}, which is none of its folder")
     if getattr(info, "transform_descriptors", None):
         raise UserError(f"{name} is stored compressed; save it without extensions")
-    return Chunk(offsets, _sizes(chunk.sizes), file, int(info.offset), int(info.length))
+    return {"file": file, "start": int(info.offset), "length": int(info.length)}
 
 
 def _text(value: Any) -> str:

@@ -1,7 +1,9 @@
 """save_sharded and load_sharded: the checkpoint of a training over any number of ranks, which any other number loads.
 
-torch.distributed.checkpoint writes it, each rank its shards, in torchtitan's layout. It is written whole or not at all:
-it lies in NAME.partial until all ranks have written and the disk has it.
+torch.distributed.checkpoint writes it, each rank its shards, in torchtitan's layout: a program of torch alone, with the
+same model and torch.optim.AdamW, finds every key of get_model_state_dict and, under optimizer, of its flattened
+get_optimizer_state_dict, where each parameter has made a step. It is written whole or not at all: it lies in
+NAME.partial until all ranks have written and the disk has it.
 """
 
 import os

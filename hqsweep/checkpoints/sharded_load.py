@@ -15,6 +15,7 @@ from hqsweep.checkpoints.checkpoint import Checkpoint, first_names
 from hqsweep.checkpoints.dcp import Box, inspect_folder, read_part
 from hqsweep.checkpoints.dcp_metadata import Stored, tensors_of
 from hqsweep.checkpoints.fit import refuse_shape, refuse_strange
+from hqsweep.checkpoints.options import load_options, saved_groups
 from hqsweep.checkpoints.planes import take_, whole_of
 from hqsweep.checkpoints.sharded_state import (
     DELAYED,
@@ -32,6 +33,7 @@ from hqsweep.checkpoints.sharded_state import (
     key_of,
     local_leads,
     parameters_of,
+    tied_names,
 )
 from hqsweep.dist.agreed import count_in, gathered, rank_in, together
 from hqsweep.dist.local import is_in_pieces, is_spread, local, note_update, spread_like, spread_out, write_held
@@ -63,8 +65,8 @@ def load_sharded(
     it. Every rank reads what it holds: the number of ranks, the mesh and the placements may have changed.
 
     Training goes on with the bytes that it would have had. torch's generators go on on ranks that were there. A folder
-    of torchtitan with the model's own names is read too: weights and moments; all else begins anew. optimizer: None for
-    the weights alone.
+    of torchtitan with the model's own names is read too: weights, moments, and options such as rates, betas and decay,
+    of which one that is no number is left with a warning; all else begins anew. optimizer: None for the weights alone.
 
     Raises UserError on all ranks: before anything is written for names and shapes that are not the model's, for an
     incomplete checkpoint, and for histories of +local_amax that another number of ranks wrote; afterwards for bytes
@@ -97,8 +99,10 @@ def load_but_codes(
     folder = Path(folder)
     content = together(lambda: Content.of(folder), group)
     params, buffers = parameters_of(model), buffers_of(model)
-    everywhere = {name for names in gathered([*params, *buffers], group) for name in names}
+    tied = tied_names(model, params)
+    everywhere = {name for names in gathered([*params, *buffers, *tied], group) for name in names}
     together(lambda: content.check({**params, **buffers}, everywhere), group)
+    together(lambda: content.check_tied(tied, params), group)
     rank, ranks = rank_in(group), count_in(group)
     together(lambda: content.check_ranks(local_leads(model), ranks), group)
     return together(lambda: _load(content, model, params, optimizer, rank, ranks), group)
@@ -141,6 +145,14 @@ class Content:
         for name, value in wanted.items():
             if there[name][0] != tuple(value.shape):
                 refuse_shape(self.checkpoint, name, there[name][0], tuple(value.shape))
+
+    def check_tied(self, tied: Mapping[str, str], params: Mapping[str, Tensor]) -> None:
+        """UserError where another program wrote two values of what the model ties."""
+        there = self.checkpoint.tensors
+        for name, first in tied.items() if self.facts is None else ():
+            both = [self.weight(each, params[first]) for each in (name, first) if there.get(each) == there[first]]
+            if name in there and not (len(both) == 2 and torch.equal(*both)):
+                raise UserError(f"{self.checkpoint.path}: the model ties {name} and {first}, which differ there")
 
     def check_ranks(self, own: tuple[str, ...], ranks: int) -> None:
         """UserError where states of the model of which every rank has its own were those of another number of
@@ -199,6 +211,8 @@ def _load(
     content: Content, model: nn.Module, params: Mapping[str, nn.Parameter], optimizer: Optimizer, rank: int, ranks: int
 ) -> tuple[dict[str, Any], list[Held]]:
     """Load all but the codes of held weights, which ranks make together."""
+    facts, path = content.facts, content.checkpoint.path
+    groups = saved_groups(path, content.stored, params, optimizer) if facts is None else facts["groups"]
     for name, buffer in buffers_of(model).items():
         local(buffer).copy_(content.weight(name, buffer))
     _load_delayed(model, content.beside(DELAYED), content.delayed_of(rank, ranks, local_leads(model, local=False)))
@@ -216,12 +230,12 @@ def _load(
             own.copy_(value)
     torch.autograd.graph.increment_version(list(params.values()))
     note_update()
-    if content.facts is None:
+    load_options(groups, params, optimizer)
+    if facts is None:
         return {}, values
-    _load_options(content.facts["groups"], params, optimizer)
     _load_generators(content.beside(RANDOM), rank)
     extra = {f"{EXTRA}.{name}": value for name, value in content.beside(EXTRA).items()}
-    return from_text(content.facts[EXTRA], extra), values
+    return from_text(facts[EXTRA], extra), values
 
 
 def _load_held(content: Content, name: str, p: nn.Parameter, value: Tensor) -> list[Held]:
@@ -264,20 +278,6 @@ def _state(content: Content, name: str, p: Tensor, value: Tensor, optimizer: tor
     if state and isinstance(optimizer, FusedAdam) and optimizer.master_weights and not own_master:
         state[MASTER] = spread_like(p, value.to(torch.float32, copy=True))
     return state
-
-
-def _load_options(groups: list[dict[str, Any]], params: Mapping[str, Tensor], optimizer: Optimizer) -> None:
-    """Give each group of the optimizer the options of the saved group with the same parameters."""
-    names = {id(p): name for name, p in params.items()}
-    options = {name: group["options"] for group in groups for name in group["params"]}
-    for group in optimizer.param_groups if optimizer else ():
-        first = next((names[id(p)] for p in group["params"] if id(p) in names), None)
-        for key, value in options.get(first, {}).items():
-            old = group.get(key)
-            if isinstance(old, Tensor):
-                old.fill_(value)
-            else:
-                group[key] = tuple(value) if isinstance(value, list) else value
 
 
 def _load_delayed(model: nn.Module, shared: Mapping[str, Tensor], of_rank: Mapping[str, Tensor]) -> None:

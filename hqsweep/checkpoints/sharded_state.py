@@ -1,21 +1,24 @@
 """The tensors, by name, that make up a checkpoint of a training over any number of ranks.
 
-Weights stand under the names of the plain model, each as its FP32 master where it has one; moments stand under
-optimizer, as torchtitan names them. The rest, under hqsweep, is small and equal on all ranks: the histories of delayed
-scaling, and one text of numbers: keys of random bits, options of the optimizer's groups, and what the caller adds.
-Histories of +local_amax and states of generators are those of each rank, under its number. All are tensors, as any
-other object would be a pickle. Codes of held weights are made again from their masters; only
-weights without a master are stored as codes.
+Weights stand under the names of the plain model, each as its FP32 master where it has one, and tied ones under each of
+their names; moments and options stand under optimizer, as torchtitan names them. The rest, under hqsweep, is small and
+equal on all ranks: the histories of delayed scaling, and one text of numbers: keys of random bits, options of the
+optimizer's groups, and what the caller adds. Histories of +local_amax and states of generators are those of each rank,
+under its number. All that is read again are tensors, as any other object is a pickle; such are the options under
+optimizer, which torch reads. Codes of held weights are made again from their masters; only weights without a master are
+stored as codes.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hqsweep.checkpoints.dcp import TIED
+from hqsweep.checkpoints.options import flat_options, groups_of, one_group
 from hqsweep.checkpoints.planes import planes_of
 from hqsweep.dist.agreed import gathered
 from hqsweep.dist.local import is_in_pieces, local, spread_like, whole_tensor
@@ -31,7 +34,6 @@ from hqsweep.quant.grouped import GroupedTensor
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 Optimizer = torch.optim.Optimizer
-Params = Mapping[str, nn.Parameter]
 
 OWN = "hqsweep"
 """The top name of what stands beside weights and moments: "facts", and tensors under the other names."""
@@ -50,12 +52,23 @@ def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return {clean_name(name): p for name, p in model.named_parameters()}
 
 
+def tied_names(model: nn.Module, params: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """Each other name under which a state_dict has a tied parameter -> its name among the parameters."""
+    names = {id(p): name for name, p in params.items()}
+    every = [(name, names[id(p)]) for name, p in model.named_parameters(remove_duplicate=False)]
+    there = model.state_dict().keys() if len(every) > len(params) else ()
+    tied = {clean_name(name): first for name, first in every if name in there}
+    return {name: first for name, first in tied.items() if name not in params}
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Collected:
     """The state that one rank has to save."""
 
     weights: dict[str, Tensor]
     moments: dict[str, Tensor]
+    options: dict[str, Any]
+    """Those of the optimizer's groups, flattened."""
     beside: dict[str, Tensor]
     facts: dict[str, Any]
     """The numbers and texts; parameters and keys are those of this rank."""
@@ -73,7 +86,9 @@ def collect(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, A
             described, planes = ({}, {}) if has_value else planes_of(p)
             beside |= {f"{PLANES}.{name}.{buffer}": plane for buffer, plane in planes.items()}
             held[name] = {"key": key_numbers(own.metadata.key), "quantizer": str(own.quantizer), **described}
-    weights |= buffers_of(model)
+    tied = tied_names(model, params)
+    weights |= buffers_of(model) | {name: weights[first] for name, first in tied.items()}
+    beside |= {f"{TIED}.{name}": torch.ones(1, dtype=torch.uint8) for name in tied}
     if taken := {"optimizer", OWN} & {name.partition(".")[0] for name in weights}:
         raise UserError(
             f"save_sharded: the model has a module {taken.pop()!r}, a name that the checkpoint needs itself"
@@ -82,8 +97,9 @@ def collect(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, A
     for name, value in delayed_tensors(model).items():
         beside[f"{of_rank if name.startswith(own) else DELAYED}.{name}"] = value
     beside |= {f"{RANDOM}.{rank}.{device}": state for device, state in generators().items()}
-    facts = {"held": held, "groups": _groups(params, optimizer), EXTRA: _as_text(extra, EXTRA, beside)}
-    return Collected(weights=weights, moments=dict(_moments(params, optimizer)), beside=beside, facts=facts)
+    facts = {"held": held, "groups": groups_of(params, optimizer), EXTRA: _as_text(extra, EXTRA, beside)}
+    moments, options = dict(_moments(params, optimizer)), flat_options(params, optimizer)
+    return Collected(weights=weights, moments=moments, options=options, beside=beside, facts=facts)
 
 
 def joined(own: Collected, group: Any) -> dict[str, Any]:
@@ -91,12 +107,12 @@ def joined(own: Collected, group: Any) -> dict[str, Any]:
     of_ranks = gathered(own.facts, group)
     facts = own.facts | {
         "held": {name: told for rank in of_ranks for name, told in rank["held"].items()},
-        "groups": [_one_group(parts) for parts in zip(*(rank["groups"] for rank in of_ranks), strict=True)],
+        "groups": [one_group(parts) for parts in zip(*(rank["groups"] for rank in of_ranks), strict=True)],
         RANKS: len(of_ranks),
     }
     text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
     weights, moments = ({n: _storable(x) for n, x in tensors.items()} for tensors in (own.weights, own.moments))
-    return weights | {"optimizer": moments, OWN: own.beside | {FACTS: text}}
+    return weights | {"optimizer": moments | own.options, OWN: own.beside | {FACTS: text}}
 
 
 def _storable(x: Tensor) -> Tensor:
@@ -126,37 +142,6 @@ def _moments(params: Mapping[str, nn.Parameter], optimizer: Optimizer | None) ->
         for key, value in (optimizer.state.get(p, {}) if optimizer else {}).items():
             if isinstance(value, Tensor) and key != MASTER:
                 yield f"state.{name}.{key}", value
-
-
-def _groups(params: Params, optimizer: Optimizer | None) -> list[dict[str, Any]]:
-    """The names of the parameters, and the options that are numbers, of each group of the optimizer."""
-    names = {id(p): name for name, p in params.items()}
-    return [
-        {
-            "params": [names[id(p)] for p in group["params"] if id(p) in names],
-            "options": {key: _number(value) for key, value in group.items() if _is_number(value)},
-        }
-        for group in (optimizer.param_groups if optimizer else ())
-    ]
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return all(map(_is_number, value))
-    return isinstance(value, bool | int | float) or (isinstance(value, Tensor) and value.dim() == 0)
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return [_number(entry) for entry in value]
-    return value.item() if isinstance(value, Tensor) else value
-
-
-def _one_group(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """One group from what each rank has of it: a stage of a pipeline has its own parameters."""
-    parts = list(parts)
-    names = dict.fromkeys(name for part in parts for name in part["params"])
-    return {"params": list(names), "options": parts[0]["options"]}
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:

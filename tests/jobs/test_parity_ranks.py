@@ -1,5 +1,7 @@
 """parity.ranks: what ranks compute together is one process to the byte, and a rank that has another byte is named."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -155,6 +157,22 @@ def test_a_rank_that_fails_is_a_row(monkeypatch):
     assert [row["note"] for row in rows[: len(ranks.COLUMNS)]] == ["refused"] * len(ranks.COLUMNS)
     assert (last["status"], last["note"]) == ("FAIL", "rank 1 ended with ValueError: no such weight")
     assert last["subject"] == "nvfp4+rht+sr"
+
+
+def test_what_ranks_have_is_compared_with_one_thread(monkeypatch):
+    """Each rank has one; of "fp8_block+fp32_scale" two threads gave gradients of experts other last bits."""
+    threads, before = [], torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        noting = {"expected": lambda *_: threads.append(torch.get_num_threads()) or []}
+        monkeypatch.setattr(ranks, "COLUMNS", tuple(replace(column, **noting) for column in ranks.COLUMNS))
+        monkeypatch.setattr(ranks, "order_of_sums", lambda *_: ())
+        monkeypatch.setattr(ranks, "shared_sums", lambda *_: None)
+        problem = rank_cases.Problem(ranks.everywhere(ranks.parse("mxfp8")), 0, 2, torch.device("cpu"))
+        assert len(list(ranks._rows("mxfp8", problem, []))) == len(ranks.COLUMNS)
+        assert set(threads) == {1} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_one_number_of_ranks_needs_no_list():
