@@ -41,8 +41,6 @@ class Quantized(NamedTuple):
     columnwise: Result | None = None
     rowwise_statistics: Statistics | None = None
     columnwise_statistics: Statistics | None = None
-    rowwise_exact: ExactOperand | None = None
-    """The exact operand of rowwise codes, where it was made with them."""
 
 
 def quantize(

@@ -178,7 +178,8 @@ class HybridQuantizer:
         plain = quantize_plain(x, None, pair) if self.takes_values_alone else None
         if plain is None:
             return self.quantize(x, columnwise=columnwise)
-        return self._operands(Quantized(*plain[:2], rowwise_exact=plain[2]), tuple(x.shape), x.dtype, None, "codes")
+        operands = self._operands(Quantized(*plain[:2]), tuple(x.shape), x.dtype, None, "codes")
+        return replace(operands, rowwise_exact=plain[2])
 
     def quantize_given(
         self,
@@ -336,7 +337,7 @@ class HybridQuantizer:
         """The operands of a matrix of this shape, the rowwise one only if it is asked for."""
         row = _operand(results.rowwise, self.rowwise, shape, dtype, splits) if rowwise else None
         column = _operand(results.columnwise, self.columnwise, shape[::-1], dtype, splits, columnwise=True)
-        return HybridOperand(rowwise=row, columnwise=column, rowwise_exact=results.rowwise_exact)
+        return HybridOperand(rowwise=row, columnwise=column)
 
     def statistics(
         self, x: Tensor, key: RngKey | None = None, states: SlotStates | None = None

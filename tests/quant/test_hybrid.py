@@ -131,3 +131,16 @@ def test_keys_are_read_where_bits_are_drawn_and_in_classes_of_somebody_else():
     assert not HybridQuantizer(formats[0], formats[0]).reads_key
     assert HybridQuantizer(formats[0], formats[1]).reads_key
     assert Named(formats[0], formats[0]).reads_key
+
+
+@pytest.mark.parametrize(("text", "decodes"), [("mxfp8", True), ("fp8_block|mxfp8", True), ("nvfp4", False)])
+def test_codes_that_are_sent_are_those_of_quantize(text, decodes):
+    """With their exact operand where nothing is scaled by the whole matrix."""
+    x, quantizer = draw("heavy", 64, 128, dtype=torch.bfloat16), HybridQuantizer.parse(text)
+    sent, usual = quantizer.quantize_sent(x, "codes"), quantizer.quantize(x)
+    for direction in ("rowwise", "columnwise"):
+        ours, theirs = getattr(sent, direction).buffers, getattr(usual, direction).buffers
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert usual.rowwise_exact is None and (sent.rowwise_exact is not None) == decodes
+    if decodes:
+        assert torch.equal(sent.rowwise_exact.matrix, usual.rowwise.operand().matrix)
