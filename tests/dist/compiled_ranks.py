@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hqsweep.dist.local import local
-from hqsweep.nn import TransformerLayer, quantization
+from hqsweep.nn import LayerNormMLP, quantization
 from hqsweep.parallel.tensor import fsdp_placement, tensor_parallel
 
 SHAPE = (2, 64, 64)
@@ -18,7 +18,7 @@ def differences(rank: int, recipe: str) -> list[str]:
     mesh, results = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), []
     for compiled in (False, True):
         torch.manual_seed(0)
-        layer = TransformerLayer(64, 128, 4, name="layer", recipe=recipe)
+        layer = LayerNormMLP(64, 128, name="layer", recipe=recipe)
         tensor_parallel(layer, mesh["tp"])
         if compiled:
             layer.compile(backend="aot_eager")
