@@ -5,7 +5,6 @@ Elementwise arithmetic is done on parts, which are plain tensors; only a sum ove
 
 import sys
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -157,26 +156,13 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     alike: dict[tuple[Any, ...], list[int]] = {}
     for index, x in enumerate(tensors):
         alike.setdefault(shard_groups(x), []).append(index)
-    sums = []
+    totals: dict[int, Tensor] = {}
     for groups, indices in alike.items():
         squares = torch.stack([norms[index] for index in indices]).square()
         for group in groups:
             dist.all_reduce(squares, group=group)
-        sums.append(squares)
-    return sums[0] if len(sums) == 1 else _in_order(torch.cat(sums), list(chain.from_iterable(alike.values())))
-
-
-def _in_order(x: Tensor, indices: Sequence[int]) -> Tensor:
-    """x [n], whose entries belong at these indices, in their order. A CUDA graph holds no copy of indices from the
-    host; where there is none on the device yet, slices are joined, which takes 19 us for 75 entries."""
-    key = tuple(indices), x.device
-    if key not in _PLACES and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        _PLACES[key] = torch.tensor(sorted(range(len(indices)), key=indices.__getitem__), device=x.device)
-    if key in _PLACES:
-        return x[_PLACES[key]]
-    entries = dict(zip(indices, x.unbind(), strict=True))
-    return torch.stack([entries[index] for index in range(len(entries))])
-
-
-_PLACES: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
-"""Indices and a device -> where the entry of each index stands."""
+        if len(alike) == 1:
+            return squares
+        totals.update(zip(indices, squares.unbind(), strict=True))
+    # By slices, as indices would be a copy from the host, which no CUDA graph holds.
+    return torch.stack([totals[index] for index in range(len(totals))])

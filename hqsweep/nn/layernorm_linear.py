@@ -67,13 +67,12 @@ class LayerNormLinear(AddsBranch, Linear):
 
     def _normed_part(self, x: Tensor, branch: Branch) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """normed(), of this rank's tokens of h."""
-        call, weight = LinearCall(**self.linear_facts(), exchange=self.exchange(x.shape[:-1])), self.own(self.weight)
-        early = early_operand(self)
-        if not early:
-            call.make_early([weight], "rowwise")  # before the branch's sum over ranks is waited for
+        facts, exchange, weight = self.linear_facts(), self.exchange(x.shape[:-1]), self.own(self.weight)
+        call = LinearCall(**facts, exchange=exchange, early=early_operand(self))
+        call.make_early([weight], "rowwise")  # before the branch's sum over ranks is waited for
         part = call.exchange.tokens("input", x.shape[:-1].numel())
         gradient = LeftGradient(self.name, partial(start_values, call.quantizers.input, part, len(weight)))
         gradient.before_norm(weight)
         added = self.norm.added(x, branch, self.dtype, gradient)
         known = {"gradient": gradient, "sent": gradient.sent} if gradient.is_taken else {}
-        return *added, {"early": early or call.early} | known
+        return *added, {"early": call.early} | known

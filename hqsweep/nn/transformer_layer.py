@@ -1,5 +1,8 @@
 """TransformerLayer: attention and MLP, each added to the residual stream."""
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor, nn
 
@@ -43,11 +46,14 @@ class TransformerLayer(nn.Module):
         return self._residual(x, branch, checkpoint_core_attention)
 
     def _residual(self, x: Tensor, branch: Branch, checkpoint_core_attention: bool) -> tuple[Tensor, Branch]:
-        exchange = None if torch.compiler.is_compiling() else self.attn.qkv.exchange(x.shape[:-1])
+        with self._early_weights(x.shape[:-1]):
+            x, branch = self.attn.added(x, branch, checkpoint_core_attention)
+            return self.mlp.added(x, branch)
+
+    def _early_weights(self, shape: Sequence[int]) -> AbstractContextManager:
+        """A context for a call of x [*shape, D], in which weights that ranks share may be made operands early."""
+        exchange = None if torch.compiler.is_compiling() else self.attn.qkv.exchange(shape)
         if exchange is None:
-            x, branch = self.attn.added(x, branch, checkpoint_core_attention)
-            return self.mlp.added(x, branch)
-        shape, whole = x.shape[:-1], exchange.shape(x.shape[:-1])
-        with early_weights([(self.attn.proj, whole), (self.mlp.fc1, shape), (self.mlp.fc2, whole)]):
-            x, branch = self.attn.added(x, branch, checkpoint_core_attention)
-            return self.mlp.added(x, branch)
+            return nullcontext()
+        whole = exchange.shape(shape)
+        return early_weights([(self.attn.proj, whole), (self.mlp.fc1, shape), (self.mlp.fc2, whole)])

@@ -129,6 +129,7 @@ def exchanged(recipe, dims, recompute):
     return sorted(counted), sorted(reduced)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
 @pytest.mark.parametrize("world", RUNS)
 def test_a_run_exchanges_what_the_plan_says(world):

@@ -29,13 +29,3 @@ def test_each_tensor_keeps_its_place_among_those_that_are_cut_otherwise(cut):
     own[:] = tensors
     assert local.squared_norms(tensors).tolist() == pytest.approx([8, 16, 24, 32, 40])
     assert sums == [2, 5]
-
-
-def test_the_order_is_restored_with_and_without_indices_on_the_device(monkeypatch):
-    x, indices = torch.tensor([10.0, 11.0, 12.0, 13.0]), [2, 0, 3, 1]
-    joined = torch.stack
-    monkeypatch.setattr(torch, "stack", lambda _: pytest.fail("joined"))
-    assert local._in_order(x, indices).tolist() == [11, 13, 10, 12]
-    monkeypatch.setattr(torch, "stack", joined)
-    monkeypatch.setattr(local, "_PLACES", type("Forgets", (dict,), {"__setitem__": lambda *_: None})())
-    assert local._in_order(x, indices).tolist() == [11, 13, 10, 12]
