@@ -86,11 +86,17 @@ class ParallelConfig(Section):
         if self.ep > 1 and not model.experts:
             raise UserError(f"train.parallel.ep: {self.ep}, but model.experts is 0; give experts, or ep=1")
         shared = f"ep={self.ep}" if self.ep > 1 else f"tp={self.tp}"
-        if max(self.ep, self.tp) > 1 and model.experts % self.dp_shard:
-            raise UserError(
-                f"train.parallel.dp_shard: {self.dp_shard} does not divide model.experts ({model.experts}), which with"
-                f" {shared} all of its ranks share out; give a divisor, or dp_replicate for the rest"
-            )
+        if max(self.ep, self.tp) > 1 and model.experts % self.dp_shard:  # ranks share out columns of experts instead
+            sharers, held = self.dp_shard // self.ep, ", held quantized," if model.quantized_weights else ""
+            if held or model.dim % sharers:
+                width = (
+                    "" if held else f", and {sharers} ranks of the same experts do not divide model.dim ({model.dim})"
+                )
+                raise UserError(
+                    f"train.parallel.dp_shard: {self.dp_shard} does not divide model.experts ({model.experts}),"
+                    f" which{held} all of its ranks share out with {shared}{width}; give a divisor, or dp_replicate for"
+                    " the rest"
+                )
         stages = self.pp * self.stages_per_rank
         if self.pp > 1 and stages > model.layers:
             more = f" * stages_per_rank={self.stages_per_rank}" if self.stages_per_rank > 1 else ""

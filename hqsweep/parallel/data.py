@@ -7,6 +7,7 @@ run in one process does without.
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,12 +33,13 @@ def shard(model: nn.Module, ranks: Ranks, methods: Iterable[str] = (), apart: Co
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     from hqsweep.dist.unit_comms import exchange_by_copies
-    from hqsweep.parallel.tensor import fsdp_placement
+    from hqsweep.parallel.tensor import shard_placement
 
     # Layers and heads of hqsweep give views of their products, which nothing here changes in place.
     modules = r"\(FSDP(TransformerLayer|MoELayer|Head)\)"
     warnings.filterwarnings("ignore", rf"FSDP2-wrapped module {modules} returned a view")
-    options = {"mesh": ranks.fsdp_mesh, "ignored_params": set(apart), "shard_placement_fn": fsdp_placement}
+    placement = partial(shard_placement, ranks=ranks.dims.dp_shard)
+    options = {"mesh": ranks.fsdp_mesh, "ignored_params": set(apart), "shard_placement_fn": placement}
     for block in blocks(model):
         fully_shard(block, reshard_after_forward=True, **options)
         residual_under_fsdp(block)

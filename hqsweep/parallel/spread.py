@@ -1,6 +1,7 @@
 """A model over the ranks of a mesh: its matrices, its layers, its experts, then its parameters."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -56,11 +57,14 @@ def spread_experts(model: nn.Module, ranks: Ranks) -> set[nn.Parameter]:
     from torch.distributed.fsdp import fully_shard
 
     from hqsweep.parallel.expert import expert_parallel
+    from hqsweep.parallel.tensor import shard_placement
 
     expert_parallel(model, mesh, average=False)
     experts = [grouped for mixture in mixtures for grouped in (mixture.fc1, mixture.fc2)]
     if ranks.data_size == ranks.dims.ep:
         return {parameter for grouped in experts for parameter in grouped.parameters()}
+    placement = partial(shard_placement, ranks=ranks.dims.dp_shard // ranks.dims.ep)
     for grouped in experts:
-        fully_shard(grouped, mesh=ranks.expert_fsdp_mesh, reshard_after_forward=True)
+        options = {"mesh": ranks.expert_fsdp_mesh, "shard_placement_fn": placement}
+        fully_shard(grouped, reshard_after_forward=True, **options)
     return set()
