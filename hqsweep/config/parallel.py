@@ -105,8 +105,8 @@ class ParallelConfig(Section):
             fault = f"the {sharers} ranks of the same experts do not divide model.dim ({model.dim})"
         if fault:
             raise UserError(
-                f"train.parallel.dp_shard: {self.dp_shard} does not divide model.experts ({model.experts}), and {fault};"
-                " give a divisor, or dp_replicate for the rest"
+                f"train.parallel.dp_shard: {self.dp_shard} does not divide model.experts ({model.experts}), and"
+                f" {fault}; give a divisor, or dp_replicate for the rest"
             )
 
     @staticmethod
