@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from hqsweep.nn.moe import LayerNormMoE
@@ -11,13 +12,19 @@ from hqsweep.parallel.data import shard
 from hqsweep.parallel.mesh import Ranks
 
 
-def spread(model: nn.Module, ranks: Ranks, sequences: int, methods: Iterable[str] = ()) -> None:
-    """Share out a GPT, in place, along every axis of the mesh that has several ranks: tp, ep, then dp_shard. sequences:
-    of which the number in each batch is a multiple; methods: of the model, that compute as its forward does."""
+def spread(
+    model: nn.Module,
+    ranks: Ranks,
+    sequences: int,
+    methods: Iterable[str] = (),
+    autocast: torch.dtype | None = None,
+) -> None:
+    """Share out a model, in place, along every axis of the mesh that has several ranks: tp, ep, then dp_shard.
+    sequences: of which the number in each batch is a multiple; methods, autocast: as parallel.data.shard takes them."""
     spread_matrices(model, ranks, sequences)
     apart = spread_experts(model, ranks)
     if ranks.data_size > 1:
-        shard(model, ranks, methods, apart)
+        shard(model, ranks, methods, apart, autocast)
 
 
 def spread_layers(model: nn.Module, ranks: Ranks, sequences: int, microbatches: int, load_balance: float) -> Any:
