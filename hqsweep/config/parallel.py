@@ -85,18 +85,28 @@ class ParallelConfig(Section):
             )
         if self.ep > 1 and not model.experts:
             raise UserError(f"train.parallel.ep: {self.ep}, but model.experts is 0; give experts, or ep=1")
-        shared = f"ep={self.ep}" if self.ep > 1 else f"tp={self.tp}"
-        if max(self.ep, self.tp) > 1 and model.experts % self.dp_shard:
-            raise UserError(
-                f"train.parallel.dp_shard: {self.dp_shard} does not divide model.experts ({model.experts}), which with"
-                f" {shared} all of its ranks share out; give a divisor, or dp_replicate for the rest"
-            )
+        self._check_experts(model)
         stages = self.pp * self.stages_per_rank
         if self.pp > 1 and stages > model.layers:
             more = f" * stages_per_rank={self.stages_per_rank}" if self.stages_per_rank > 1 else ""
             raise UserError(
                 f"train.parallel: pp={self.pp}{more} is {stages} stages of {model.layers} model.layers; lower one of"
                 " them"
+            )
+
+    def _check_experts(self, model: ModelConfig) -> None:
+        """UserError where ranks of dp_shard can share out neither whole experts nor parts of each."""
+        if max(self.ep, self.tp) == 1 or model.experts % self.dp_shard == 0:
+            return
+        sharers, fault = self.dp_shard // self.ep, None
+        if model.quantized_weights:
+            fault = "experts that are held quantized are not cut themselves"
+        elif model.dim % sharers:
+            fault = f"the {sharers} ranks of the same experts do not divide model.dim ({model.dim})"
+        if fault:
+            raise UserError(
+                f"train.parallel.dp_shard: {self.dp_shard} does not divide model.experts ({model.experts}), and"
+                f" {fault}; give a divisor, or dp_replicate for the rest"
             )
 
     @staticmethod

@@ -7,6 +7,7 @@ run in one process does without.
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,27 +18,35 @@ from hqsweep.dist import collectives
 from hqsweep.dist.fsdp import groups_of
 from hqsweep.dist.local import spread_out, whole_tensor
 from hqsweep.nn.linear import LinearBase
+from hqsweep.nn.module import PARTS
 from hqsweep.nn.residual import residual_under_fsdp
 from hqsweep.parallel.mesh import Ranks
 
 
-def shard(model: nn.Module, ranks: Ranks, methods: Iterable[str] = (), apart: Collection[nn.Parameter] = ()) -> None:
+def shard(
+    model: nn.Module,
+    ranks: Ranks,
+    methods: Iterable[str] = (),
+    apart: Collection[nn.Parameter] = (),
+    autocast: torch.dtype | None = None,
+) -> None:
     """Share out the parameters of a model over ranks.fsdp_mesh, a unit for each of its blocks, one for the head of a
     GPT, and one for the rest.
 
     Gradients are summed over ranks, so that a rank's part of the loss is its share of the mean. Weights of linears are
     gathered in the linear's dtype, all others in their own. methods: the names of the model's methods that compute as
-    its forward does. apart: parameters that this rank alone has, and keeps.
+    its forward does. apart: parameters that this rank alone has, and keeps. autocast: see gather_in_linear_dtype().
     """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     from hqsweep.dist.unit_comms import exchange_by_copies
-    from hqsweep.parallel.tensor import fsdp_placement
+    from hqsweep.parallel.tensor import shard_placement
 
     # Layers and heads of hqsweep give views of their products, which nothing here changes in place.
     modules = r"\(FSDP(TransformerLayer|MoELayer|Head)\)"
     warnings.filterwarnings("ignore", rf"FSDP2-wrapped module {modules} returned a view")
-    options = {"mesh": ranks.fsdp_mesh, "ignored_params": set(apart), "shard_placement_fn": fsdp_placement}
+    placement = partial(shard_placement, ranks=ranks.dims.dp_shard)
+    options = {"mesh": ranks.fsdp_mesh, "ignored_params": set(apart), "shard_placement_fn": placement}
     for block in blocks(model):
         fully_shard(block, reshard_after_forward=True, **options)
         residual_under_fsdp(block)
@@ -45,7 +54,7 @@ def shard(model: nn.Module, ranks: Ranks, methods: Iterable[str] = (), apart: Co
         fully_shard(head, reshard_after_forward=False, **options)
         register_fsdp_forward_method(head, "loss")
     fully_shard(model, **options)
-    gather_in_linear_dtype(model)
+    gather_in_linear_dtype(model, autocast)
     for name in methods:
         register_fsdp_forward_method(model, name)
     for unit in units(model):
@@ -62,9 +71,10 @@ def _own_head(model: nn.Module) -> nn.Module | None:
     return head if hasattr(head, "loss") and not tied else None
 
 
-def gather_in_linear_dtype(model: nn.Module) -> None:
+def gather_in_linear_dtype(model: nn.Module, autocast: torch.dtype | None = None) -> None:
     """Have plain weights of linears that fully_shard has cut travel in the dtype that their linear rounds them to. Call
-    it when every unit of the model is made, and before its first forward.
+    it when every unit of the model is made, and before its first forward. autocast: the dtype of torch.autocast in
+    every forward, to which linears of convert() round; None: their weights travel as they are.
 
     Values, gradients and random bits do not change: a float32 weight of a bfloat16 linear has float32 gradients, and is
     quantized from its values in bfloat16. Between forward and backward every reader of the weight sees those values.
@@ -76,24 +86,30 @@ def gather_in_linear_dtype(model: nn.Module) -> None:
 
     for module in model.modules():
         for group in groups_of(module):
-            dtypes = {parameter: _linear_dtype(parameter) for parameter in group.fsdp_params}
+            dtypes = {parameter: _linear_dtype(parameter, autocast) for parameter in group.fsdp_params}
             first = next((dtype for dtype in dtypes.values() if dtype is not None), None)
             for parameter, dtype in dtypes.items():
                 if dtype is not None and dtype == first and not hasattr(parameter, "_unsharded_param"):
                     gather_in(group, parameter, dtype)
 
 
-def _linear_dtype(parameter: Any) -> torch.dtype | None:
+def _linear_dtype(parameter: Any, autocast: torch.dtype | None) -> torch.dtype | None:
     """The dtype in which an FSDPParam that is a weight of linears, and of nothing else, is gathered."""
     info = parameter._module_info
-    owners = {*zip([info.module, *info.shared_modules], [info.param_name, *info.shared_param_names], strict=True)}
-    if not all(isinstance(owner, LinearBase) and name.startswith("weight") for owner, name in owners):
-        return None
-    [dtype, *others] = {owner.dtype for owner, _ in owners}
+    owners = zip([info.module, *info.shared_modules], [info.param_name, *info.shared_param_names], strict=True)
+    [dtype, *others] = {_rounds_to(owner, name, autocast) for owner, name in owners}
     own, local_tensor = parameter.sharded_param.dtype, parameter.sharded_param.to_local()
-    if others or not own.is_floating_point or hasattr(local_tensor, "fsdp_pre_all_gather"):
+    if others or dtype is None or not own.is_floating_point or hasattr(local_tensor, "fsdp_pre_all_gather"):
         return None
     return dtype if dtype.itemsize < own.itemsize else own
+
+
+def _rounds_to(owner: nn.Module, name: str, autocast: torch.dtype | None) -> torch.dtype | None:
+    """The dtype to which a module rounds its parameter of that name, if it is the weight of a linear."""
+    if isinstance(owner, LinearBase):
+        return owner.dtype if name.startswith("weight") else None
+    kinds = [part.module_type for part in owner.__dict__.get(PARTS, ())]
+    return autocast if name == "weight" and kinds == ["linear"] else None
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

@@ -1,8 +1,10 @@
 """A model over the ranks of a mesh: its matrices, its layers, its experts, then its parameters."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from hqsweep.nn.moe import LayerNormMoE
@@ -10,13 +12,19 @@ from hqsweep.parallel.data import shard
 from hqsweep.parallel.mesh import Ranks
 
 
-def spread(model: nn.Module, ranks: Ranks, sequences: int, methods: Iterable[str] = ()) -> None:
-    """Share out a GPT, in place, along every axis of the mesh that has several ranks: tp, ep, then dp_shard. sequences:
-    of which the number in each batch is a multiple; methods: of the model, that compute as its forward does."""
+def spread(
+    model: nn.Module,
+    ranks: Ranks,
+    sequences: int,
+    methods: Iterable[str] = (),
+    autocast: torch.dtype | None = None,
+) -> None:
+    """Share out a model, in place, along every axis of the mesh that has several ranks: tp, ep, then dp_shard.
+    sequences: of which the number in each batch is a multiple; methods, autocast: as parallel.data.shard takes them."""
     spread_matrices(model, ranks, sequences)
     apart = spread_experts(model, ranks)
     if ranks.data_size > 1:
-        shard(model, ranks, methods, apart)
+        shard(model, ranks, methods, apart, autocast)
 
 
 def spread_layers(model: nn.Module, ranks: Ranks, sequences: int, microbatches: int, load_balance: float) -> Any:
@@ -56,11 +64,14 @@ def spread_experts(model: nn.Module, ranks: Ranks) -> set[nn.Parameter]:
     from torch.distributed.fsdp import fully_shard
 
     from hqsweep.parallel.expert import expert_parallel
+    from hqsweep.parallel.tensor import shard_placement
 
     expert_parallel(model, mesh, average=False)
     experts = [grouped for mixture in mixtures for grouped in (mixture.fc1, mixture.fc2)]
     if ranks.data_size == ranks.dims.ep:
         return {parameter for grouped in experts for parameter in grouped.parameters()}
+    placement = partial(shard_placement, ranks=ranks.dims.dp_shard // ranks.dims.ep)
     for grouped in experts:
-        fully_shard(grouped, mesh=ranks.expert_fsdp_mesh, reshard_after_forward=True)
+        options = {"mesh": ranks.expert_fsdp_mesh, "shard_placement_fn": placement}
+        fully_shard(grouped, reshard_after_forward=True, **options)
     return set()

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from hqsweep.dist.local import local
 from hqsweep.errors import UserError
 from hqsweep.nn.layernorm_linear import LayerNormLinear
 from hqsweep.nn.layernorm_mlp import LayerNormMLP
@@ -27,6 +28,8 @@ from hqsweep.quant.part import Part
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 AXIS = "tp"
+EXPERTS_AXES = 3
+"""The axes of the weights [E, N, K] of all experts."""
 TOKENS = 1
 """The axis of the tokens in x [B, T, D], which takes any batch; whole sequences lie along axis 0."""
 
@@ -210,6 +213,21 @@ def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
     return (
         Shard(1) if any(isinstance(placement, _StridedShard) and placement.dim == 0 for placement in spread) else None
     )
+
+
+def shard_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
+    """fsdp_placement() for so many ranks of fully_shard, but for plain weights [E, N, K] of experts that these do not
+    divide: the first axis that they do divide, and that is cut over no other ranks. torch's placements cannot name
+    uneven parts of experts that lie over ranks already, and a rank without an expert would have no part."""
+    own = local(parameter)
+    if own.dim() == EXPERTS_AXES and own.shape[0] % ranks and not isinstance(own, HybridQuantizedTensor):
+        spread = parameter.placements if isinstance(parameter, DTensor) else ()
+        cut = {placement.dim for placement in spread if not placement.is_replicate()}
+        free = (axis for axis in range(1, EXPERTS_AXES) if axis not in cut and own.shape[axis] % ranks == 0)
+        axis = next(free, None)
+        if axis is not None:
+            return Shard(axis)
+    return fsdp_placement(parameter)
 
 
 def _cut(axis: int, pieces: int) -> Placement:

@@ -57,6 +57,8 @@ class ModelAdapter(Protocol):
     """Whether there is an auxiliary loss, which is reported."""
     methods: Sequence[str]
     """The names of the model's methods that are called as its forward is."""
+    autocast: torch.dtype | None
+    """The dtype of torch.autocast in which the model computes; None where it computes without."""
     why_eager: str | None
     """Why its steps cannot be CUDA graphs; None where they may."""
     facts: Mapping[str, Any]

@@ -80,7 +80,7 @@ class Trainer:
                 numbers = (sequences, config.train.microbatches, config.model.load_balance)
                 self.pipeline = spread_layers(self.model, ranks, *numbers)
             else:
-                spread(self.model, ranks, sequences, self.adapter.methods)
+                spread(self.model, ranks, sequences, self.adapter.methods, self.adapter.autocast)
         self.optimizer = make_optimizer(self.adapter, config.train)
         self.saving = ActivationOffload(self.model).saving if config.train.offload else nullcontext
         self.saved = SavedBytes(self.model)

@@ -152,7 +152,7 @@ class GPT(nn.Module):
 class GPTAdapter:
     """hqsweep's own GPT as the training loop's model (adapter.ModelAdapter)."""
 
-    why_eager = None
+    autocast = why_eager = None
     facts: Mapping[str, Any] = MappingProxyType({})
     methods = ("loss",)
 

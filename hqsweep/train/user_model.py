@@ -62,7 +62,8 @@ class UserAdapter:
         head_loss: HeadLoss | None = None,
         origin: Origin | None = None,
     ) -> None:
-        self.model, self.conversion, self.dtype, self.origin = model, conversion, dtype, origin
+        self.model, self.conversion, self.origin = model, conversion, origin
+        self.autocast = None if dtype is torch.float32 else dtype
         self.around = head_loss or nullcontext
         own_loss = not is_hugging_face(model) and callable(getattr(model, "loss", None))
         self.methods = ("loss",) if own_loss else ()
@@ -145,9 +146,7 @@ class UserAdapter:
         return self.conversion.unused()
 
     def _autocast(self) -> AbstractContextManager:
-        if self.dtype is torch.float32:
-            return nullcontext()
-        return torch.autocast(self.device.type, self.dtype)
+        return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
 
 
 def is_captured(device: torch.device) -> bool:

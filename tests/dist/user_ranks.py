@@ -8,6 +8,7 @@ from training_ranks import trainer
 
 from hqsweep.checkpoints.save import save_model
 from hqsweep.config.job import parse
+from hqsweep.dist.fsdp import parameters_of
 from hqsweep.recipe.factories import find_factory
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 
@@ -81,7 +82,13 @@ def train(cfg, folder: Path | None = None) -> tuple:
     steps += list(run.steps())
     if folder is not None:
         save_model(run.model, folder / "out")
-    return [step.metrics for step in steps], [step.stats for step in steps]
+    return [step.metrics for step in steps], [step.stats for step in steps], travelling(run.model)
+
+
+def travelling(model: nn.Module) -> dict[str, torch.dtype]:
+    """The dtype in which each weight under fully_shard is gathered."""
+    units = parameters_of(model)
+    return {unit._param_fqn: unit.all_gather_outputs[0].dtype for unit in units if unit.all_gather_outputs}
 
 
 def train_all(rank: int, folder: Path, cases: list) -> list:

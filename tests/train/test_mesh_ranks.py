@@ -27,15 +27,19 @@ CLOSE = [
     ("mxfp8", {"model": HELD, "parallel": TWO, "recompute": "layer", "clip": 0.1}),
     (DELAYED, {"model": HELD, "parallel": TWO}),
 ]
-MESHES = ({"dp_shard": 4, "ep": 2}, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {"dp_shard": 4, "ep": 4})
+FOUR = {"dp_shard": 4, "ep": 2}
+MESHES = (FOUR, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {"dp_shard": 4, "ep": 4}, FOUR)
+FEW = EXPERTS | {"experts": 6}
+"""Three for each rank of ep, which two ranks cannot share out evenly: each has half of every one's columns or rows."""
 OF_FOUR = [
     ("mxfp8", {"model": model, "parallel": mesh} | FIRST)
-    for mesh, model in zip(MESHES, (HELD, EXPERTS, EXPERTS), strict=True)
+    for mesh, model in zip(MESHES, (HELD, EXPERTS, EXPERTS, FEW), strict=True)
 ]
 SHARED = {"model": {"ffn": 128}, "clip": 1e9, "steps": 2}
 MIXTURE = {"ffn": 128, "experts": 4, "first_moe_layer": 1}
+THREE = MIXTURE | {"experts": 3, "shared_expert": True}
 MATRICES = [("mxfp8", SHARED | {"model": {"ffn": 128, "tied": True}}), (DELAYED, SHARED), (NVFP4, SHARED)]
-MATRICES += [(NVFP4, {"model": MIXTURE | {"shared_expert": True}, "clip": 1e9, "steps": 2})]
+MATRICES += [(NVFP4, {"model": THREE, "clip": 1e9, "steps": 2})]
 """Over 2 ranks of tp with as many microbatches, and over tp and the axes that follow."""
 TP_ALONE = [(r, c | {"parallel": {"tp": 2}, "microbatches": 2}) for r, c in MATRICES]
 HELD_PARTS = [(r, c | {"model": c["model"] | {"quantized_weights": True}}) for r, c in TP_ALONE[:3]]
@@ -47,6 +51,7 @@ WHOLE_EXPERTS = [("mxfp8", {"model": MIXTURE, "parallel": {"tp": 2}, "microbatch
 RESUMES = [
     (DELAYED, {"model": HELD, "parallel": MESHES[0]}),
     (DELAYED, {"model": MIXTURE, "parallel": PARTS_OF_EXPERTS}),
+    ("mxfp8", {"model": FEW, "parallel": FOUR}),
 ]
 
 
