@@ -22,8 +22,7 @@ from hqsweep.ops.amax import NO_SEARCH, Search, find_amax
 from hqsweep.ops.request import Output, Target
 from hqsweep.quant.delayed import SlotStates, grids_of, note
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
-from hqsweep.quant.operand import HybridOperand, Operand, narrow
-from hqsweep.quant.part import joined
+from hqsweep.quant.operand import HybridOperand, Operand, joined, narrow
 from hqsweep.quant.place import Place
 
 Write = tuple[Any, Tensor, RngKey | None]

@@ -17,13 +17,13 @@ from torch.distributed import ProcessGroup
 from hqsweep.dist.collectives import maximum_
 from hqsweep.dist.exchange import Area
 from hqsweep.errors import UserError
-from hqsweep.formats import WHOLE, ExactOperand, Format, RngKey
+from hqsweep.formats import WHOLE, Format, RngKey
 from hqsweep.ops.amax import NO_SEARCH, Search, find_amax
 from hqsweep.ops.request import Output
 from hqsweep.ops.stats import Sums
 from hqsweep.quant.delayed import SlotStates, grids_of
 from hqsweep.quant.hybrid import Direction, HybridQuantizer
-from hqsweep.quant.operand import HybridOperand, Operand
+from hqsweep.quant.operand import HybridOperand, joined
 from hqsweep.quant.place import Place
 
 Mode = Literal["column", "row"]
@@ -121,29 +121,6 @@ def _placed(x: Tensor, part: Part) -> list[tuple[Tensor, Place]]:
     rows, cols = x.shape
     own = Area(0, rows, 0, cols)
     return [(area.of(x, own), place) for area, place in part.placed(own, (rows, cols))]
-
-
-def joined(operands: list[HybridOperand], axis: int) -> HybridOperand:
-    """The operands of pieces of a matrix that follow each other along an axis of it."""
-    if len(operands) == 1:
-        return operands[0]
-    rows, columns = [each.rowwise for each in operands], [each.columnwise for each in operands]
-    return HybridOperand(
-        rowwise=None if rows[0] is None else _joined(rows, axis),
-        columnwise=None if columns[0] is None else _joined(columns, 1 - axis),
-    )
-
-
-def _joined(operands: list[Operand | ExactOperand], axis: int) -> Operand | ExactOperand:
-    """The operands of pieces joined, one after the other along an axis."""
-    first = operands[0]
-    if isinstance(first, ExactOperand):  # of formats that draw bits, with one factor for all
-        return replace(first, matrix=torch.cat([operand.matrix for operand in operands], axis))
-    cut = [name for name, buffer in first.format.layout.items() if (buffer.rows, buffer.cols)[axis] != WHOLE]
-    buffers = {name: torch.cat([operand.buffers[name] for operand in operands], axis) for name in cut}
-    shape = list(first.shape)
-    shape[axis] *= len(operands)
-    return replace(first, buffers={**first.buffers, **buffers}, shape=tuple(shape))
 
 
 def check_part(
