@@ -20,7 +20,7 @@ from hqsweep.quant.tensor import KINDS, HybridQuantizedTensor
 def planes_of(p: nn.Parameter) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A description of the whole tensor and its cut, in texts and numbers, and "rowwise_q" and so on -> its bytes.
 
-    UserError for a tensor that is cut otherwise than fully_shard does it."""
+    UserError for a tensor that is cut otherwise than fully_shard does it alone."""
     own, (cut, axis) = local(p), _cut_of(p)
     ranks, rank = (p.device_mesh.size(axis), p.device_mesh.get_local_rank(axis)) if axis is not None else (1, 0)
     cuts = buffer_cuts(cut, ranks)
@@ -38,10 +38,11 @@ def _cut_of(p: nn.Parameter) -> tuple[Cut, int | None]:
     axes = [i for i, cut in enumerate(p.placements) if not cut.is_replicate()] if is_spread(p) else []
     if not axes:
         return Cut.of(own.metadata, own.shape, max(own.shape[0], 1)), None
-    if len(axes) > 1 or own.sharding is None:
+    if len(axes) > 1 or own.sharding is None or own.part is not None:
         raise UserError(
-            f"save_sharded: a weight in {own.quantizer} without a master is cut along {len(axes)} axes of its mesh;"
-            " fully_shard's one axis is taken, so give the optimizer that has its master"
+            f"save_sharded: a weight in {own.quantizer} without a master, of which ranks of tp or ep have parts, is"
+            " not saved as codes; give the optimizer that has its master, or build the model with"
+            " quantized_model_init(preserve_high_precision_init_val=True)"
         )
     return own.sharding.cut, axes[0]
 

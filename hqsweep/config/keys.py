@@ -125,14 +125,11 @@ def check_possible(training: Training) -> None:
 def check_shared_matrices(training: Training) -> None:
     """UserError for what a training with tp cannot have."""
     dims, model = training.train.parallel, training.model
-    faults = {
-        "both model.quantized_weights and several copies or shards of the model; give false, or dp_replicate=1 and"
-        " dp_shard=1": model.quantized_weights and dims.data > 1,
-        "both model.quantized_weights and model.experts; give false, or experts=0": model.quantized_weights
-        and model.experts > 0,
-    }
-    if fault := next((fault for fault, there in faults.items() if there), None):
-        raise UserError(f"train.parallel.tp: {dims.tp} does not go with {fault}")
+    if model.quantized_weights and model.experts > 0:
+        raise UserError(
+            f"train.parallel.tp: {dims.tp} does not go with both model.quantized_weights and model.experts; give false,"
+            " or experts=0"
+        )
     if training.train.context % dims.tp:
         raise UserError(f"train.parallel.tp: {dims.tp} does not divide train.context ({training.train.context})")
 

@@ -3,6 +3,7 @@
 Elementwise arithmetic is done on parts, which are plain tensors; only a sum over elements needs other ranks.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hqsweep.dist.collectives import gather_bytes
-from hqsweep.errors import UserError
 
 
 def first_broadcast() -> tuple[Any, int] | None:
@@ -51,42 +51,56 @@ def spread_out(whole: Tensor, like: Tensor) -> Tensor:
     where `like` is not spread."""
     if not is_spread(like):
         return whole
-    distribute = sys.modules["torch.distributed.tensor"].distribute_tensor
-    return distribute(whole, like.device_mesh, like.placements, src_data_rank=None)
+    if not is_in_pieces(like):
+        distribute = sys.modules["torch.distributed.tensor"].distribute_tensor
+        return distribute(whole, like.device_mesh, like.placements, src_data_rank=None)
+    part, mesh = whole, like.device_mesh
+    for axis, dim, runs in _cuts(like):
+        pieces = part.unflatten(dim, (runs, -1)).chunk(mesh.size(axis), dim + 1)
+        rank = mesh.get_local_rank(axis)
+        own = pieces[rank] if rank < len(pieces) else pieces[0].narrow(dim + 1, 0, 0)
+        part = own.flatten(dim, dim + 1)
+    return spread_like(like, part.clone(memory_format=torch.contiguous_format))
 
 
 def is_in_pieces(x: Tensor) -> bool:
-    """Whether a rank's part is several pieces that do not follow each other in the whole, as of q, k and v that are cut
-    each for itself; torch.distributed.checkpoint has no name for those. UserError where fully_shard has cut the rows of
-    such a part once more: torch's placements then name other rows than it has."""
-    cuts = [placement for placement in x.placements if not placement.is_replicate()] if is_spread(x) else []
-    last = {cut.dim: cut for cut in cuts}
-    in_pieces = [cut for cut in last.values() if type(cut).__name__ == "_StridedShard"]
-    if any(sum(other.dim == cut.dim for other in cuts) > 1 for cut in in_pieces):
-        raise UserError(
-            f"fully_shard has cut a weight {tuple(x.shape)} along rows of which tp gave each rank pieces, as of q, k"
-            " and v, and which rows those are is lost; give fully_shard"
-            " shard_placement_fn=hqsweep.parallel.tensor.fsdp_placement"
-        )
-    return bool(in_pieces)
+    """Whether a rank's part is, or was before fully_shard cut it further, several pieces that do not follow each other
+    in the whole, as of q, k and v that are cut each for itself; torch.distributed.checkpoint has no name for those."""
+    return is_spread(x) and any(runs > 1 for _, _, runs in _cuts(x))
+
+
+def _cuts(x: Tensor) -> list[tuple[int, int, int]]:
+    """(axis of the mesh, axis of x, number of pieces that are cut each for itself) of each cut of a DTensor, those that
+    are within others last.
+
+    Of two along one axis of x, fully_shard made the one that the mesh has first, within the part of the other: it cuts
+    this as torch.chunk does. torch calls it a _StridedShard, as if pieces were cut, which names the same rows only
+    where the other's part has no pieces."""
+    cuts = [(axis, cut) for axis, cut in enumerate(x.placements) if not cut.is_replicate()]
+    last = {cut.dim: axis for axis, cut in cuts}
+    outer = [(axis, cut.dim, getattr(cut, "split_factor", 1)) for axis, cut in cuts if last[cut.dim] == axis]
+    return outer + [(axis, cut.dim, 1) for axis, cut in cuts if last[cut.dim] != axis]
 
 
 def whole_tensor(x: Tensor) -> Tensor:
     """All of x, on every rank; x itself where it is not spread. A collective.
 
-    DTensor.full_tensor() takes no pieces in torch 2.11, so these are joined here: they are of equal sizes on all ranks.
+    DTensor.full_tensor() takes no pieces in torch 2.11, so these are joined here.
     """
     if not is_spread(x):
         return x
     if not is_in_pieces(x):
         return x.full_tensor()
-    joined = x.to_local()
-    for axis, placement in reversed(list(enumerate(x.placements))):  # the last cut is within those before it
-        if placement.is_replicate():
-            continue
-        parts = gather_bytes(joined, x.device_mesh.get_group(axis)).view(joined.dtype).unbind()
-        pieces = [part.chunk(getattr(placement, "split_factor", 1), placement.dim) for part in parts]
-        joined = torch.cat([piece for of_ranks in zip(*pieces, strict=True) for piece in of_ranks], placement.dim)
+    joined, cuts = x.to_local(), _cuts(x)
+    for index, (axis, dim, runs) in reversed(list(enumerate(cuts))):
+        ranks = x.device_mesh.size(axis)
+        size = x.shape[dim] // math.prod(x.device_mesh.size(other) for other, d, _ in cuts[:index] if d == dim)
+        padded = joined.new_zeros([-(-size // ranks) if d == dim else n for d, n in enumerate(joined.shape)])
+        padded.narrow(dim, 0, joined.shape[dim]).copy_(joined)
+        parts = gather_bytes(padded, x.device_mesh.get_group(axis)).view(joined.dtype).unbind()
+        pieces = [part.chunk(runs, dim) for part in parts]
+        joined = torch.cat([piece for of_ranks in zip(*pieces, strict=True) for piece in of_ranks], dim)
+        joined = joined.narrow(dim, 0, size)
     return joined
 
 
@@ -109,11 +123,17 @@ def shard_groups(x: Tensor) -> tuple[Any, ...]:
     return tuple(x.device_mesh.get_group(i) for i, placement in enumerate(x.placements) if not placement.is_replicate())
 
 
+def group_of_shards(x: Tensor) -> Any:
+    """The process group along the first axis of a mesh over which x is cut, fully_shard's where that has cut it; None
+    where x is not cut."""
+    return next(iter(shard_groups(x)), None)
+
+
 def write_held(p: Tensor, value: Tensor, key: Any) -> None:
     """Quantize this rank's part of a weight that is held quantized from its values, under a key; the ranks that share
     the weight call this together."""
     own = local(p)
-    own.quantize_(value.view(own.shape), key=key, group=next(iter(shard_groups(p)), None))
+    own.quantize_(value.view(own.shape), key=key, group=group_of_shards(p))
 
 
 _UPDATES = [0]
@@ -127,19 +147,6 @@ def note_update() -> None:
 def updates() -> int:
     """How many updates note_update() has counted in this process."""
     return _UPDATES[0]
-
-
-def whole_group(x: Tensor) -> Any:
-    """The process group whose ranks together hold all of x, each a part; None where x is not cut."""
-    groups = shard_groups(x)
-    if len(groups) < 2:
-        return groups[0] if groups else None
-    names = [
-        n
-        for n, placement in zip(x.device_mesh.mesh_dim_names, x.placements, strict=True)
-        if not placement.is_replicate()
-    ]
-    return x.device_mesh[tuple(names)]._flatten().get_group()
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from hqsweep.dist.local import is_spread, local, note_update, part_as, spread_like, whole_group
+from hqsweep.dist.local import group_of_shards, is_spread, local, note_update, part_as, spread_like
 from hqsweep.errors import UserError
 from hqsweep.ops.adam import adamw_
 from hqsweep.ops.library import has_kernels
@@ -297,6 +297,6 @@ def _quantize(masters: dict[Tensor, Tensor]) -> None:
     """Write masters into parameters that are held quantized, shards in one exchange for all of a group of ranks."""
     shared: dict[Any, list[Tensor]] = {}
     for p in masters:
-        shared.setdefault(whole_group(p), []).append(p)
+        shared.setdefault(group_of_shards(p), []).append(p)
     for group, params in shared.items():
         quantize_shards_([local(p) for p in params], [masters[p] for p in params], group=group)

@@ -204,15 +204,16 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
 
 
 def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
-    """The shard_placement_fn of torch's fully_shard for a model that tensor_parallel has shared: Shard(1) for matrices
-    whose pieces are cut each for itself, as q, k and v are; None, which is Shard(0), for all others, and for experts.
+    """The shard_placement_fn of torch's fully_shard for a model that tensor_parallel has shared: Shard(1) for plain
+    matrices whose pieces are cut each for itself, as q, k and v are; None, which is Shard(0), for all others, for
+    experts, and for weights that are held quantized, which torch gathers along rows alone.
 
-    If such a part were cut along rows once more, its rows would no longer be those that its DTensor names.
+    If such a part is cut along rows once more, its rows are no longer those that its DTensor names. hqsweep knows them,
+    and so does what it saves; torch's own checkpoints would have them in another order.
     """
     spread = parameter.placements if isinstance(parameter, DTensor) else ()
-    return (
-        Shard(1) if any(isinstance(placement, _StridedShard) and placement.dim == 0 for placement in spread) else None
-    )
+    in_pieces = any(isinstance(placement, _StridedShard) and placement.dim == 0 for placement in spread)
+    return Shard(1) if in_pieces and not isinstance(local(parameter), HybridQuantizedTensor) else None
 
 
 def shard_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:

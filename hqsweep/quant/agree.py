@@ -6,7 +6,7 @@ rows.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from hqsweep.ops.amax import NO_SEARCH, Search, find_amax
 from hqsweep.ops.request import Output, Target
 from hqsweep.quant.delayed import SlotStates, grids_of, note
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
-from hqsweep.quant.operand import HybridOperand, Operand, narrow
+from hqsweep.quant.operand import HybridOperand, Operand, joined, narrow
 from hqsweep.quant.place import Place
 
 Write = tuple[Any, Tensor, RngKey | None]
@@ -34,21 +34,25 @@ most of a GPU idle."""
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """A matrix x [rows, cols] that is a part of a whole, and what is to be made of it (HybridQuantizer.quantize).
+    """A matrix that is a part of a whole, and what is to be made of it (HybridQuantizer.quantize). It holds whole
+    blocks of its formats."""
 
-    It holds whole blocks of its formats. place: where it lies in the whole, which decides its random bits.
-    """
-
-    x: Tensor
+    pieces: Sequence[tuple[Tensor, Place]]
+    """Its values [rows, cols], and where they lie in the whole, which decides their random bits; several, one after the
+    other along an axis, where the part does not lie together there."""
+    axis: int = 0
+    """The axis along which pieces follow each other."""
     quantizer: HybridQuantizer
     rowwise: Output | None = "codes"
     columnwise: Output | None = "codes"
     key: RngKey | None = None
     states: SlotStates | None = None
-    place: Place | None = None
     cut_rows: bool = False
     """Whether the rows of the whole lie over several ranks, which then agree on amaxes of rows, too; the same on all
-    ranks. It needs a place."""
+    ranks."""
+    group: Any = None
+    """The process group whose ranks have other parts of the same whole, beside those that quantize this one together;
+    None: there are none."""
     grids: dict[str, Buffers] = field(default_factory=dict)
     """Direction -> the amax of the whole, as far as it is known."""
 
@@ -65,30 +69,39 @@ class Part:
 
 
 def quantize_parts(parts: Sequence[Part], group: Any) -> list[HybridOperand]:
-    """The operands of every part under the amaxes of its whole, which lies over the ranks of the group.
+    """The operands of every part under the amaxes of its whole, which lies over the ranks of the group, and those of
+    its own group.
 
-    All ranks of the group call this with their parts of the same matrices, in the same order. States of delayed scaling
-    give amaxes and take those of the whole. group None: no other rank has a part.
+    All these ranks call this with their parts of the same matrices, in the same order. States of delayed scaling give
+    amaxes and take those of the whole. group None: no other rank has a part but those of the part's group.
     """
     for part in parts:
         if part.states:
             grids = grids_of([part.states], part.formats)
             part.grids.update({direction: of_slots[0] for direction, of_slots in grids.items()})
-    _agree([amax for part in parts for amax in _find(part)], group)
-    _agree([amax for part in parts for amax in _find_decoded(part)], group)
-    operands = [
-        part.quantizer.quantize_given(
-            part.x, part.grids, rowwise=part.rowwise, columnwise=part.columnwise, key=part.key, place=part.place
-        )
-        for part in parts
-    ]
-    _agree([amax for part in parts for amax in _note(part)], group)
+    _agree(parts, _find, group)
+    _agree(parts, _find_decoded, group)
+    operands = [_quantized(part) for part in parts]
+    _agree(parts, _note, group)
     return operands
 
 
-def _agree(amaxes: Sequence[Tensor], group: Any) -> None:
-    if amaxes and group is not None:
-        maximum_(amaxes, group)
+def _agree(parts: Sequence[Part], find: Callable[[Part], list[Tensor]], group: Any) -> None:
+    """Make the amaxes that are found in each part the largest of its whole."""
+    groups: dict[Any, list[Tensor]] = {group: []}
+    for part in parts:
+        amaxes = find(part)
+        for each in {group, part.group}:
+            groups.setdefault(each, []).extend(amaxes)
+    for each, amaxes in groups.items():
+        if amaxes and each is not None:
+            maximum_(amaxes, each)
+
+
+def _quantized(part: Part) -> HybridOperand:
+    wanted = {"rowwise": part.rowwise, "columnwise": part.columnwise, "key": part.key}
+    pieces = [part.quantizer.quantize_given(x, part.grids, place=place, **wanted) for x, place in part.pieces]
+    return joined(pieces, part.axis)
 
 
 def _has_one_amax(format: Format | None) -> bool:
@@ -100,20 +113,21 @@ def _find(part: Part) -> list[Tensor]:
     """The amaxes of x for the directions that are made from x, found for this part and noted in its grids."""
     row = part.formats.get("rowwise")
     column = None if part.dequantized else part.formats.get("columnwise")
-    amaxes: dict[str, Tensor] = {}
+    (first, place), amaxes = part.pieces[0], dict[str, Tensor]()
     for direction, format in (("rowwise", row), ("columnwise", column)):
         if _has_one_amax(format):
             same = direction == "columnwise" and "rowwise" in amaxes and not format.rht
-            amaxes[direction] = amaxes["rowwise"] if same else part.x.new_zeros(1, 1, dtype=torch.float32)
+            amaxes[direction] = amaxes["rowwise"] if same else first.new_zeros(1, 1, dtype=torch.float32)
             part.grids[direction] = {format.amax_name: amaxes[direction]}
     rowwise, columnwise = amaxes.get("rowwise"), amaxes.get("columnwise")
     if part.cut_rows and row is not None and row.row_scaled:
-        amaxes["rowwise"] = part.x.new_zeros(part.place.rows_of_whole, 1, dtype=torch.float32)
-        rowwise = amaxes["rowwise"][part.place.first_row : part.place.first_row + len(part.x)]
+        amaxes["rowwise"] = first.new_zeros(place.rows_of_whole, 1, dtype=torch.float32)
+        rowwise = amaxes["rowwise"][place.first_row : place.first_row + len(first)]
         part.grids["rowwise"] = {row.amax_name: rowwise}
-    if part.x.numel() and amaxes:
+    if first.numel() and amaxes:
         columns = NO_SEARCH if columnwise is None or columnwise is rowwise else Search(column, columnwise)
-        find_amax(part.x, NO_SEARCH if rowwise is None else Search(row, rowwise), columns)
+        for x, _ in part.pieces:
+            find_amax(x, NO_SEARCH if rowwise is None else Search(row, rowwise), columns)
     return list({id(amax): amax for amax in amaxes.values()}.values())
 
 
@@ -122,15 +136,13 @@ def _find_decoded(part: Part) -> list[Tensor]:
     row, column = part.formats.get("rowwise"), part.formats.get("columnwise")
     if not (part.dequantized and _has_one_amax(column)):
         return []
-    amax = part.x.new_zeros(1, 1, dtype=torch.float32)
+    amax = part.pieces[0][0].new_zeros(1, 1, dtype=torch.float32)
     part.grids["columnwise"] = {column.amax_name: amax}
-    if part.x.numel():
+    for x, place in part.pieces if part.pieces[0][0].numel() else ():
         known = part.grids.get("rowwise", {}).get(row.amax_name)
-        lacks = row.row_scaled and known is None
-        own = part.x.new_zeros(len(part.x), 1, dtype=torch.float32) if lacks else None
-        key = part.quantizer.direction_keys(part.key, part.place)["rowwise"]
-        rowwise = Search(row, own, known, key)
-        find_amax(part.x, rowwise, Search(column, amax), columnwise_source="rowwise_dequantized")
+        own = x.new_zeros(len(x), 1, dtype=torch.float32) if row.row_scaled and known is None else None
+        rowwise = Search(row, own, known, part.quantizer.direction_keys(part.key, place)["rowwise"])
+        find_amax(x, rowwise, Search(column, amax), columnwise_source="rowwise_dequantized")
     return [amax]
 
 
@@ -138,11 +150,11 @@ def _note(part: Part) -> list[Tensor]:
     """The present amaxes of the states of a tensor that is held, into which those of x are merged."""
     if not part.states:
         return []
-    if part.x.numel():
-        key = part.quantizer.direction_keys(part.key, part.place)["rowwise"]
+    for x, place in part.pieces if part.pieces[0][0].numel() else ():
+        key = part.quantizer.direction_keys(part.key, place)["rowwise"]
         source = part.quantizer.columnwise_source if part.columnwise else "original"
         row = Target(part.quantizer.rowwise, key=key, grid=part.grids.get("rowwise"))
-        note([part.states], part.x, None, part.formats, source, row)
+        note([part.states], x, None, part.formats, source, row)
     held = part.states.held and part.states.record
     return [part.states.states[d].history[:1] for d in part.states.delayed(part.formats)] if held else []
 
@@ -256,8 +268,13 @@ def _part(tensor: Any, x: Tensor, cut_rows: bool, key: RngKey | None) -> Part:
     meta = tensor.metadata
     wanted = {direction: "codes" if direction in meta.directions else None for direction in DIRECTIONS}
     states = tensor.states and tensor.states.written()
-    place = Place.of(source_area(tensor), meta.place.whole)
-    return Part(x=x, quantizer=meta.quantizer, **wanted, key=key, states=states, place=place, cut_rows=cut_rows)
+    area, shared, options = source_area(tensor), tensor.part, {"quantizer": meta.quantizer, "key": key}
+    pieces = [(x, Place.of(area, meta.place.whole))]
+    if shared is not None:  # the place is one in the part of the ranks that share the matrix
+        cut_rows, options = shared.axis == 1, options | {"axis": shared.axis, "group": shared.group}
+        if meta.quantizer.stochastic:
+            pieces = [(own.of(x, area), place) for own, place in shared.placed(area, meta.place.whole)]
+    return Part(pieces=pieces, **wanted, states=states, cut_rows=cut_rows, **options)
 
 
 def _cut(tensor: Any, operands: HybridOperand) -> HybridOperand:

@@ -67,7 +67,7 @@ def _empty_shard(x: Blank) -> HybridQuantizedTensor:
     like, cut = x.like, x.like.sharding.cut
     metadata = replace(cut.part(cut.shape[0], cut.shape[0]), dtype=x.dtype, key=like.metadata.key)
     shard = type(like)(metadata.empty(x.device), metadata, (0, *cut.shape[1:]))
-    shard.sharding, shard.states = like.sharding, like.states
+    shard.sharding, shard.states, shard.part = like.sharding, like.states, like.part
     return shard
 
 

@@ -205,7 +205,7 @@ class Sharding:
 
     def _tensor(self, shard: Any, dtype: torch.dtype) -> Any:
         whole = type(shard).of_whole(self._whole, self.cut, dtype)
-        whole.planes, whole.states = self, shard.states
+        whole.planes, whole.states, whole.part = self, shard.states, shard.part
         return whole
 
     def _ranks(self, mesh: Any) -> int:

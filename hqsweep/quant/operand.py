@@ -138,5 +138,28 @@ def has_whole_entries(operand: Operand, axis: int) -> bool:
     return any((buffer.rows, buffer.cols)[axis] == WHOLE for buffer in operand.format.layout.values())
 
 
+def joined(operands: list[HybridOperand], axis: int) -> HybridOperand:
+    """The operands of pieces of a matrix that follow each other along an axis of it."""
+    if len(operands) == 1:
+        return operands[0]
+    rows, columns = [each.rowwise for each in operands], [each.columnwise for each in operands]
+    return HybridOperand(
+        rowwise=None if rows[0] is None else _joined(rows, axis),
+        columnwise=None if columns[0] is None else _joined(columns, 1 - axis),
+    )
+
+
+def _joined(operands: list[Operand | ExactOperand], axis: int) -> Operand | ExactOperand:
+    """The operands of pieces joined, one after the other along an axis."""
+    first = operands[0]
+    if isinstance(first, ExactOperand):  # of formats that draw bits, with one factor for all
+        return replace(first, matrix=torch.cat([operand.matrix for operand in operands], axis))
+    cut = [name for name, buffer in first.format.layout.items() if (buffer.rows, buffer.cols)[axis] != WHOLE]
+    buffers = {name: torch.cat([operand.buffers[name] for operand in operands], axis) for name in cut}
+    shape = list(first.shape)
+    shape[axis] *= len(operands)
+    return replace(first, buffers={**first.buffers, **buffers}, shape=tuple(shape))
+
+
 def _block(format: Format, axis: int) -> int:
     return max((buffer.rows, buffer.cols)[axis] for buffer in format.layout.values())

@@ -15,14 +15,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hqsweep.dist.collectives import maximum_
+from hqsweep.dist.exchange import Area
 from hqsweep.errors import UserError
-from hqsweep.formats import WHOLE, ExactOperand, Format, RngKey
+from hqsweep.formats import WHOLE, Format, RngKey
 from hqsweep.ops.amax import NO_SEARCH, Search, find_amax
 from hqsweep.ops.request import Output
 from hqsweep.ops.stats import Sums
 from hqsweep.quant.delayed import SlotStates, grids_of
 from hqsweep.quant.hybrid import Direction, HybridQuantizer
-from hqsweep.quant.operand import HybridOperand, Operand
+from hqsweep.quant.operand import HybridOperand, joined
 from hqsweep.quant.place import Place
 
 Mode = Literal["column", "row"]
@@ -46,6 +47,22 @@ class Part:
     """The axis of the matrix that is cut: 0 for rows, 1 for columns."""
     runs: int = 1
     """The number of pieces of equal size, which do not follow each other in the whole, that a part consists of."""
+
+    def placed(self, area: Area, shape: tuple[int, int]) -> list[tuple[Area, Place]]:
+        """The areas that an area of this rank's part, which is of this shape, consists of, each of which lies together
+        in the whole, with their places there; one for an area without elements."""
+        ranks, size = self.group.size(), shape[self.axis] // self.runs
+        whole = [length * ranks if axis == self.axis else length for axis, length in enumerate(shape)]
+        placed = []
+        for run in range(self.runs):
+            spans = [(0, length) for length in shape]
+            spans[self.axis] = run * size, (run + 1) * size
+            own = area.common(Area(*spans[0], *spans[1]))
+            start = [own.first_row, own.first_col]
+            start[self.axis] += (run * (ranks - 1) + self.group.rank()) * size
+            if own.size:
+                placed.append((own, Place(*start, *whole)))
+        return placed or [(area, Place(0, 0, *whole))]
 
 
 def quantize_part(
@@ -73,11 +90,7 @@ def quantize_part(
         quantizer.quantize_under(piece, own, place=place, **outputs)
         for (piece, place), own in zip(pieces, amaxes, strict=True)
     ]
-    if len(operands) == 1:
-        return operands[0]
-    rows = None if rowwise is None else _joined([piece.rowwise for piece in operands], part.axis)
-    columns = None if columnwise is None else _joined([piece.columnwise for piece in operands], 1 - part.axis)
-    return HybridOperand(rowwise=rows, columnwise=columns)
+    return joined(operands, part.axis)
 
 
 def part_sums(
@@ -105,25 +118,9 @@ def is_below(axis: int, direction: str) -> bool:
 
 def _placed(x: Tensor, part: Part) -> list[tuple[Tensor, Place]]:
     """The pieces of a part that each lie together in the whole, with their places."""
-    ranks, rank, placed = part.group.size(), part.group.rank(), []
-    whole = [size * ranks if axis == part.axis else size for axis, size in enumerate(x.shape)]
-    for run, piece in enumerate(x.chunk(part.runs, part.axis)):
-        first = [0, 0]
-        first[part.axis] = (run * ranks + rank) * piece.shape[part.axis]
-        placed.append((piece, Place(*first, *whole)))
-    return placed
-
-
-def _joined(operands: list[Operand | ExactOperand], axis: int) -> Operand | ExactOperand:
-    """The operands of pieces joined, one after the other along an axis."""
-    first = operands[0]
-    if isinstance(first, ExactOperand):  # of formats that draw bits, with one factor for all
-        return replace(first, matrix=torch.cat([operand.matrix for operand in operands], axis))
-    cut = [name for name, buffer in first.format.layout.items() if (buffer.rows, buffer.cols)[axis] != WHOLE]
-    buffers = {name: torch.cat([operand.buffers[name] for operand in operands], axis) for name in cut}
-    shape = list(first.shape)
-    shape[axis] *= len(operands)
-    return replace(first, buffers={**first.buffers, **buffers}, shape=tuple(shape))
+    rows, cols = x.shape
+    own = Area(0, rows, 0, cols)
+    return [(area.of(x, own), place) for area, place in part.placed(own, (rows, cols))]
 
 
 def check_part(

@@ -64,7 +64,8 @@ class HybridQuantizedTensor(torch.Tensor):
     planes: Any
     """The Sharding of a whole that torch's fully_shard has gathered, which says which buffers are there."""
     part: Part | None
-    """The place of the tensor in a matrix that ranks share, as hold_part cut it."""
+    """How ranks share the matrix of which the tensor is a part, as hold_part cut it, or a shard of such a part; its
+    metadata's place is then one in that part."""
 
     content_type: type[Content] = OneMatrix
     """The kind of content that tensors of the class have."""

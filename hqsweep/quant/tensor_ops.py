@@ -99,11 +99,6 @@ def _matrix_axis(x: HybridQuantizedTensor, dim: int) -> int:
 def _split(x: HybridQuantizedTensor, size: int, dim: int = 0) -> list[HybridQuantizedTensor]:
     """The parts of a tensor. Those along rows are shards, which may cut blocks: they have views of all entries that
     their rows read."""
-    if x.part is not None:
-        raise UserError(
-            f"fully_shard: a weight held in {x.quantizer} whose matrix ranks of tp share out is not cut further; give"
-            " dp_shard=1, or build the model outside of quantized_model_init"
-        )
     starts = range(0, max(x.shape[dim], 1), max(size, 1))
     spans = [(start, min(start + size, x.shape[dim])) for start in starts]
     if dim % x.dim() == 0 and _matrix_axis(x, dim) == 0:
@@ -129,7 +124,9 @@ def _shard(x: HybridQuantizedTensor, cut: Cut, start: int, stop: int) -> HybridQ
     if x.high_precision_init_val is not None:
         buffers[INIT_VAL] = x.high_precision_init_val.narrow(0, start, stop - start)
     changes = {"content": part.content, "place": part.place, "shares_scale": shares}
-    return x.view_of(buffers, (stop - start, *x.shape[1:]), **changes)
+    shard = x.view_of(buffers, (stop - start, *x.shape[1:]), **changes)
+    shard.part = x.part
+    return shard
 
 
 @implements(aten.split_with_sizes.default)
@@ -221,7 +218,7 @@ def _empty_like(x: HybridQuantizedTensor, *, dtype: Any = None, device: Any = No
     does, too."""
     metadata = replace(x.metadata, dtype=dtype or x.dtype, shares_scale=False)
     empty = type(x)(metadata.empty(device or x.device), metadata, x.shape)
-    empty.sharding = x.sharding
+    empty.sharding, empty.part = x.sharding, x.part
     if x.high_precision_init_val is not None:
         device = "meta" if empty.is_meta else "cpu"
         empty.high_precision_init_val = torch.empty_like(x.high_precision_init_val, device=device)

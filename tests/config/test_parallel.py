@@ -63,10 +63,6 @@ RECIPE = {"name": "bf16", "gemm": "exact", "schedule": []}
             {"train": {"parallel": {"tp": 2}}, "model": {"experts": 4, "quantized_weights": True}},
             r"tp: 2 does not go with both model.quantized_weights and model.experts; give false, or experts=0",
         ),
-        (
-            {"train": {"parallel": {"tp": 2, "dp_shard": 2}}, "model": {"quantized_weights": True}},
-            r"tp: 2 does not go with both model.quantized_weights and several copies or shards of the model",
-        ),
         ({"train": {"parallel": {"tp": 2}, "context": 33}}, r"tp: 2 does not divide train.context \(33\)"),
         (
             {"train": {"parallel": {"dp_shard": 2, "ep": 2}, "compile": "graph"}, "model": {"experts": 4}},

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from hqsweep.config.model import ModelConfig
 from hqsweep.config.parallel import ParallelConfig
-from hqsweep.dist.local import whole_tensor
+from hqsweep.dist.local import spread_out, whole_tensor
 from hqsweep.dist.tokens import PendingSum, Summands
 from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand
@@ -328,7 +328,7 @@ def left_under_fsdp(rank: int, world: int) -> tuple[list[int], list[str]]:
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
 
     def cut(model: GPT) -> GPT:
-        model = _cut(model, mesh, fsdp_placement)
+        model = cut_further(model, mesh, fsdp_placement)
         for layer in model.layers:
             residual_under_fsdp(layer)
         return model
@@ -425,8 +425,8 @@ def _loss_by_chunks(mesh: DeviceMesh, recipe: str, device: torch.device) -> list
 
 
 def over_fsdp(rank: int, world: int) -> list[str]:
-    """Parameters that are not what they were, a loss and gradients that are others once weights travel in bfloat16, and
-    what is said of rows of pieces, once fully_shard cuts parts further."""
+    """Parameters that are not what they were, also where rows of pieces are cut, and a loss and gradients that are
+    others once weights travel in bfloat16, once fully_shard cuts parts further."""
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
     shared = tensor_parallel(build({"linear": "mxfp8"}), mesh)
     expected = {name: whole_tensor(p.detach()) for name, p in shared.named_parameters()}
@@ -434,7 +434,9 @@ def over_fsdp(rank: int, world: int) -> list[str]:
         loss = shared.loss(*data(1))[0]
     faults, gradients = [], []
     for narrow in (False, True):
-        model = _cut(shared if narrow else tensor_parallel(build({"linear": "mxfp8"}), mesh), mesh, fsdp_placement)
+        model = cut_further(
+            shared if narrow else tensor_parallel(build({"linear": "mxfp8"}), mesh), mesh, fsdp_placement
+        )
         if narrow:
             gather_in_linear_dtype(model)
         whole = {name: whole_tensor(p.detach()) for name, p in model.named_parameters()}
@@ -445,12 +447,11 @@ def over_fsdp(rank: int, world: int) -> list[str]:
         faults += [name for name in expected if not torch.equal(whole[name], expected[name])]
         gradients.append({name: p.grad.to_local() for name, p in model.named_parameters()})
     faults += [name for name, gradient in gradients[0].items() if not torch.equal(gradients[1][name], gradient)]
-    rows = _cut(tensor_parallel(build({"linear": "mxfp8"}), mesh), mesh, None)
-    try:
-        whole_tensor(rows.layers[0].attn.qkv.weight)
-        faults.append("rows of pieces")
-    except UserError as error:
-        faults += [] if "fsdp_placement" in str(error) else [str(error)]
+    rows = dict(cut_further(tensor_parallel(build({"linear": "mxfp8"}), mesh), mesh, None).named_parameters())
+    for name, p in rows.items():
+        spread = spread_out(expected[name], p)
+        if not all(torch.equal(whole_tensor(x.detach()), expected[name]) for x in (p, spread)):
+            faults.append(f"{name} by rows")
     return faults + ([] if _experts_are_whole(rank, world) else ["experts"])
 
 
@@ -464,7 +465,7 @@ def _experts_are_whole(rank: int, world: int) -> bool:
     return torch.equal(whole_tensor(spread), whole)
 
 
-def _cut(model: gpt.GPT, mesh: DeviceMesh, placement: Callable | None) -> gpt.GPT:
+def cut_further(model: gpt.GPT, mesh: DeviceMesh, placement: Callable | None) -> gpt.GPT:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["dp"], shard_placement_fn=placement)
     fully_shard(model, mesh=mesh["dp"], shard_placement_fn=placement)

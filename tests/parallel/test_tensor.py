@@ -171,10 +171,5 @@ def test_models_over_four_ranks():
 
 
 @pytest.mark.slow
-def test_parts_that_fully_shard_cuts_further():
-    assert run_ranks(4, shared_models.over_fsdp, 4) == [[]] * 4
-
-
-@pytest.mark.slow
 def test_sums_of_four_ranks_are_in_their_order():
     assert run_ranks(4, shared_linears.differences, 4, FEW) == [[]] * 4

@@ -46,12 +46,17 @@ HELD_PARTS = [(r, c | {"model": c["model"] | {"quantized_weights": True}}) for r
 BESIDE = ({"dp_shard": 2}, {"dp_shard": 2}, {"dp_replicate": 2}, {"dp_shard": 2})
 OF_FOUR += [(r, c | {"parallel": d | {"tp": 2}}) for (r, c), d in zip(MATRICES, BESIDE, strict=True)]
 PARTS_OF_EXPERTS = TWO | {"tp": 2}
+HELD_BESIDE = ({"dp_replicate": 2}, {"dp_shard": 2}, {"dp_shard": 2})
+OF_FOUR += [
+    (r, c | {"parallel": d | {"tp": 2}, "microbatches": 1}) for (r, c), d in zip(HELD_PARTS, HELD_BESIDE, strict=True)
+]
 OF_FOUR += [("mxfp8", {"model": MIXTURE, "parallel": PARTS_OF_EXPERTS} | FIRST)]
 WHOLE_EXPERTS = [("mxfp8", {"model": MIXTURE, "parallel": {"tp": 2}, "microbatches": m} | FIRST) for m in (1, 2)]
 RESUMES = [
     (DELAYED, {"model": HELD, "parallel": MESHES[0]}),
     (DELAYED, {"model": MIXTURE, "parallel": PARTS_OF_EXPERTS}),
     ("mxfp8", {"model": FEW, "parallel": FOUR}),
+    (DELAYED, {"model": {"ffn": 128, "quantized_weights": True}, "parallel": {"dp_shard": 2, "tp": 2}}),
 ]
 
 
@@ -161,6 +166,19 @@ def test_held_weights_over_ranks_train_as_plain_ones(of_two, case):
         compared = [name for name in held if ".states." not in name]
         assert all(torch.equal(held[name], expected[name]) for name in compared)
         assert any("master_param" in name for name in compared)
+
+
+@pytest.mark.parametrize("case", range(len(HELD_PARTS)))
+def test_held_weights_over_ranks_whose_parts_other_ranks_share_out(of_two, of_four, case):
+    """To the byte as plain ones over two ranks of tp, but histories of weights, as those of held ones there."""
+    first = len(OF_TWO) + len(CLOSE)
+    (metrics, expected), (_, held) = (of_two[0][0][first + n + case] for n in (0, len(TP_ALONE)))
+    expected = {name: (held if ".states.weight_" in name else expected)[name] for name in held}
+    for own, whole in (each[0][len(MESHES) + len(MATRICES) + case] for each in of_four):
+        for step, other in zip(own, metrics, strict=True):
+            assert step.pop("grad_norm") == pytest.approx(other["grad_norm"], rel=1e-6)
+            assert step == {name: value for name, value in other.items() if name != "grad_norm"}
+        assert_same(whole, expected)
 
 
 def test_held_weights_over_ranks_go_on_from_their_checkpoint(of_two):

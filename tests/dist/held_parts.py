@@ -1,0 +1,143 @@
+"""Weights that are held quantized, of which ranks of tp have parts that fully_shard cuts further, and one process."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import shared_models
+import torch
+from cases import DELAYED_IN_PARTS
+from fsdp2_ranks import Holder, differing, fits, held
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from hqsweep.checkpoints.sharded import save_sharded
+from hqsweep.checkpoints.sharded_load import load_sharded
+from hqsweep.dist.local import group_of_shards, local, spread_out, whole_tensor
+from hqsweep.errors import UserError
+from hqsweep.formats.inputs import draw
+from hqsweep.nn import quantization, quantized_model_init
+from hqsweep.optim import FusedAdam
+from hqsweep.parallel.data import reshard, units
+from hqsweep.parallel.tensor import distribute, fsdp_placement, tensor_parallel
+from hqsweep.quant import HybridQuantizedTensor, quantize_shards_
+from hqsweep.quant.held_part import hold_part
+from hqsweep.quant.part import Part
+from hqsweep.train.model import GPT
+
+
+class Cut(NamedTuple):
+    """How ranks of tp share a weight of this shape."""
+
+    shape: tuple[int, int]
+    axis: int
+    runs: int = 1
+
+
+CUTS = [Cut((256, 48), 0), Cut((768, 32), 0, 3), Cut((208, 256), 1), Cut((37, 256), 1)]
+"""Of most formats fully_shard's shards cut blocks; of the last weight the second rank has fewer rows."""
+MESHES = [("dp_shard", "tp"), ("dp_replicate", "dp_shard", "tp")]
+"""Two ranks along the first axis, and two along the last."""
+RECIPES = {
+    "delayed": DELAYED_IN_PARTS,
+    "random": {"input": "mxfp8", "weight": "nvfp4+tensor+sr|nvfp4+sr@rowwise_dequantized", "grad_output": "mxfp8"},
+}
+
+
+def everything(rank: int, folders: dict[str, Path], texts: list[str]) -> tuple:
+    """What differs under fully_shard, of plain weights and of held ones, and what steps() gives of each recipe."""
+    plain = shared_models.over_fsdp(rank, 4)
+    return plain, differences(texts), {name: steps(folders[name], recipe) for name, recipe in RECIPES.items()}
+
+
+def differences(texts: list[str]) -> list[str]:
+    """What of held weights differs from one process: after a first gather, after later values were written to all
+    weights at once, and to each by itself; and of values that are shared out and put together again."""
+    faults, cases = [], [(text, cut) for cut in CUTS for text in texts if fits(text, cut.shape)]
+    for axes in MESHES:
+        mesh = init_device_mesh("cpu", (2, *(1,) * (len(axes) - 2), 2), mesh_dim_names=axes)
+        modules = {case: _module(mesh, *case) for case in (cases if len(axes) == 2 else cases[::5])}
+        weights = [module.weight for module in modules.values()]
+        of_first = {cut: module.weight for (_, cut), module in modules.items()}
+        for time in ("at first", "together", "alone"):
+            values = {cut: draw("normal", *cut.shape, len(time), dtype=torch.float32) for cut in CUTS}
+            spread = {cut: spread_out(values[cut], weight) for cut, weight in of_first.items()}
+            faults += [f"{cut}: values" for cut, x in spread.items() if not torch.equal(whole_tensor(x), values[cut])]
+            parts = [spread[cut].to_local() for _, cut in modules]
+            if time == "together":
+                quantize_shards_(list(map(local, weights)), parts, group=group_of_shards(weights[0]))
+            elif time == "alone":
+                for weight, part in zip(weights, parts, strict=True):
+                    local(weight).quantize_(part)
+            for (text, cut), module in modules.items():
+                whole = held(text, cut.shape)
+                if time != "at first":
+                    whole.quantize_(values[cut], key=local(module.weight).metadata.key)
+                expected = hold_part(whole, Part(group=mesh["tp"].get_group(), axis=cut.axis, runs=cut.runs))
+                faults += [f"{text} {cut} of {axes} {time}: {name}" for name in _differing(module, expected)]
+    return faults
+
+
+def _module(mesh: DeviceMesh, text: str, cut: Cut) -> Holder:
+    module = Holder(held(text, cut.shape))
+    placement = Shard(cut.axis) if cut.runs == 1 else _StridedShard(cut.axis, split_factor=cut.runs)
+    distribute(module, mesh["tp"], {"weight": placement}, None)
+    fully_shard(module, mesh=mesh[mesh.mesh_dim_names[:-1]], shard_placement_fn=fsdp_placement)
+    return module
+
+
+def _differing(module: Holder, expected: HybridQuantizedTensor) -> list[str]:
+    """The buffers of the gathered weight that are not the expected ones."""
+    module.unshard()
+    names = differing(local(module.weight), expected)
+    module.reshard()
+    return names
+
+
+def training_of(recipe: dict, mesh: DeviceMesh | None = None) -> tuple[GPT, FusedAdam]:
+    """A GPT of held weights, which ranks of a mesh share, and its optimizer."""
+    with quantized_model_init(), quantization(seed=1):
+        model = shared_models.build({"linear": recipe})
+    if mesh is not None:
+        model = shared_models.cut_further(tensor_parallel(model, mesh["tp"]), mesh, fsdp_placement)
+    return model, FusedAdam(model.parameters(), lr=1e-2)
+
+
+def step(model: GPT, optimizer: FusedAdam, number: int) -> None:
+    """A step of the optimizer on gradients that are drawn, after a forward that uses the weights."""
+    with quantization(seed=1, step=number):
+        model.loss(*shared_models.data(number))
+    reshard(model)
+    generator = torch.Generator().manual_seed(number)
+    for p in model.parameters():
+        p.grad = spread_out(torch.randn(p.shape, generator=generator), p)
+    optimizer.step()
+
+
+class Steps(NamedTuple):
+    """What a rank returns of a training."""
+
+    parts: dict[str, tuple[int, int, dict[str, Tensor]]]
+    """The name of each held weight -> the axis along which tp cuts it, the pieces of a part, and the buffers of this
+    rank's part."""
+    refusal: str
+    """What is said of a checkpoint of codes alone."""
+
+
+def steps(folder: Path, recipe: dict) -> Steps:
+    """Go on from the checkpoint of one process for a step, and save that."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, optimizer = training_of(recipe, mesh)
+    with pytest.raises(UserError) as error:
+        save_sharded(model, None, folder / "codes")
+    load_sharded(model, optimizer, folder / "one")
+    step(model, optimizer, 2)
+    save_sharded(model, optimizer, folder / "four")
+    for unit in units(model):
+        unit.unshard()
+    held = {name: p for name, p in model.named_parameters() if isinstance(local(p), HybridQuantizedTensor)}
+    parts = {n: (local(p).part.axis, local(p).part.runs, dict(local(p).buffers)) for n, p in held.items()}
+    return Steps(parts, str(error.value))
