@@ -147,7 +147,7 @@ class GroupedTensor(HybridQuantizedTensor):
                 own[INIT_VAL] = preserved[expert]
             metadata = meta.member(expert)
             member = HybridQuantizedTensor(own, metadata, metadata.matrix)
-            member.states = self.states and self.states[expert]
+            member.states, member.part = self.states and self.states[expert], self.part
             members.append(member)
         return members
 
@@ -200,11 +200,16 @@ def _slice(
         buffers[INIT_VAL] = x.high_precision_init_val[start:stop]
     matrix, first = (count * x.shape[1], x.shape[2]), meta.content.first + start
     part = x.view_of(buffers, (count, *x.shape[1:]), content=ManyMatrices(matrix=matrix, count=count, first=first))
-    part.states = x.states and x.states[start:stop]
+    part.states, part.part = x.states and x.states[start:stop], x.part
     return part
 
 
 def _split(x: GroupedTensor, size: int, dim: int = 0) -> list[GroupedTensor]:
+    if x.part is not None:
+        raise UserError(
+            f"fully_shard: experts held in {x.quantizer} whose matrices ranks of tp share out are not cut further;"
+            " build the model outside of quantized_model_init"
+        )
     parts = [_slice(x, dim, start, start + size) for start in range(0, x.shape[dim], size)]
     return with_sharding(x, parts, Cut.of(x.metadata, x.shape, size)) if dim == 0 else parts
 

@@ -21,7 +21,8 @@ from hqsweep.quant.agree import quantize_shards_
 from hqsweep.quant.content import Content, OneMatrix
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.fsdp2 import ONE_ARGUMENT, note_trace
-from hqsweep.quant.group import quantize_group
+from hqsweep.quant.group import Wanted, quantize_group
+from hqsweep.quant.group_part import quantize_group_part
 from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
 from hqsweep.quant.metadata import Metadata
 from hqsweep.quant.operand import HybridOperand, Operand
@@ -64,7 +65,7 @@ class HybridQuantizedTensor(torch.Tensor):
     planes: Any
     """The Sharding of a whole that torch's fully_shard has gathered, which says which buffers are there."""
     part: Part | None
-    """The place of the tensor in a matrix that ranks share, as hold_part cut it."""
+    """The place of the tensor, or of each member, in a matrix that ranks share (quant.held_part)."""
 
     content_type: type[Content] = OneMatrix
     """The kind of content that tensors of the class have."""
@@ -364,6 +365,9 @@ class HybridQuantizedTensor(torch.Tensor):
             return self.quantizer.quantize(x.reshape(content.matrix), **wanted, key=key, states=states)
         states = states and [own and own.written() for own in states]
         x, keys = x.reshape(content.source_shape), content.keys(key)
+        if self.part is not None:
+            asked = Wanted(**wanted, keys=keys, states=states, by_rows=False)
+            return quantize_group_part(self.quantizer, x, content.splits, self.part, asked)
         return quantize_group(x, content.splits, self.quantizer, **wanted, keys=keys, states=states)
 
     def _next_key(self, key: RngKey | None) -> RngKey | None:

@@ -221,7 +221,7 @@ def _empty_like(x: HybridQuantizedTensor, *, dtype: Any = None, device: Any = No
     does, too."""
     metadata = replace(x.metadata, dtype=dtype or x.dtype, shares_scale=False)
     empty = type(x)(metadata.empty(device or x.device), metadata, x.shape)
-    empty.sharding = x.sharding
+    empty.sharding, empty.part = x.sharding, x.part
     if x.high_precision_init_val is not None:
         device = "meta" if empty.is_meta else "cpu"
         empty.high_precision_init_val = torch.empty_like(x.high_precision_init_val, device=device)

@@ -36,8 +36,8 @@ def test_what_ranks_cannot_share(of_two_ranks):
 
 
 def test_main_grad_of_a_part_is_that_part_of_the_whole(of_two_ranks):
-    for part, whole in of_two_ranks[2]:
-        assert torch.equal(part, whole) and part.any()
+    for part, whole, told in of_two_ranks[2]:
+        assert torch.equal(part, whole) and part.any() and told
 
 
 def test_tokens_travel_as_codes_where_that_takes_fewer_bytes(of_two_ranks):
