@@ -4,7 +4,7 @@ Linears give their weights as a list: one [N, K], one [N, K] for each expert, or
 through held_operands, weight_matrix and flatten_weights.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,9 +18,8 @@ from hqsweep.dist.gathered import GatheredWeight
 from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand
 from hqsweep.gemm.grouped import Group, Members
-from hqsweep.nn.context import current
+from hqsweep.nn.context import as_recipe, current
 from hqsweep.nn.delayed import DelayedStates, ExpertStates
-from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.grouped import GroupedTensor
@@ -29,6 +28,7 @@ from hqsweep.quant.operand import Operand, Skeleton, flatten, unflatten
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import QuantizerRole
+from hqsweep.recipe.sections import Section
 
 AnyOperand = Operand | ExactOperand | Group
 Weights = Sequence[Tensor]
@@ -46,17 +46,20 @@ _INIT: ContextVar[_Init | None] = ContextVar("hqsweep_quantized_model_init", def
 
 @contextmanager
 def quantized_model_init(
-    *, enabled: bool = True, recipe: RecipeArgument | None = None, preserve_high_precision_init_val: bool = False
+    *,
+    enabled: bool = True,
+    recipe: AnyRecipe | Section | HybridQuantizer | str | Mapping[str, Any] | None = None,
+    preserve_high_precision_init_val: bool = False,
 ) -> Iterator[None]:
     """Modules built inside hold their GEMM weights as HybridQuantizedTensor, in both directions of their recipe.
 
-    recipe: where weights are to be held in the quantizers that this one gives to their roles: hqsweep.compat's modules
-    have no recipe of their own, and are called in an autocast of the same. Biases, gains and embeddings stay as they
-    are. It works under no_grad and on the meta device, where Module.to_empty and reset_parameters follow.
+    recipe: what autocast takes, to hold weights in the quantizers that it gives to their roles; by default that of each
+    module. Modules of hqsweep.compat have none, and are called in an autocast of this one. Biases, gains and embeddings
+    stay as they are. It works under no_grad and on the meta device, where Module.to_empty and reset_parameters follow.
     preserve_high_precision_init_val: keep the initial values on the CPU, as what an optimizer starts its masters from.
     Random bits of +sr are keyed by the surrounding quantization(). UserError for a recipe that does not parse.
     """
-    whole = None if recipe is None else whole_recipe(recipe, "quantized_model_init")
+    whole = None if recipe is None else as_recipe(recipe, "quantized_model_init")
     token = _INIT.set(_Init(whole, preserve_high_precision_init_val) if enabled else None)
     try:
         yield

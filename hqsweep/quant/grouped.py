@@ -22,9 +22,10 @@ from hqsweep.ops.shapes import Shapes
 from hqsweep.quant.content import AXES, ManyMatrices, MemberShapes, joined
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.fsdp2 import with_sharding
-from hqsweep.quant.group import homogeneous
+from hqsweep.quant.group import Wanted, homogeneous, quantize_group
+from hqsweep.quant.group_part import quantize_group_part
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
-from hqsweep.quant.operand import Operand
+from hqsweep.quant.operand import HybridOperand, Operand
 from hqsweep.quant.shard import Cut
 from hqsweep.quant.tensor import INIT_VAL, HybridQuantizedTensor
 
@@ -150,6 +151,16 @@ class GroupedTensor(HybridQuantizedTensor):
             member.states, member.part = self.states and self.states[expert], self.part
             members.append(member)
         return members
+
+    def _encode(self, x: Tensor, key: RngKey | None) -> HybridOperand:
+        meta, states = self.metadata, self.states and [own and own.written() for own in self.states]
+        content = meta.content
+        x, slots = x.reshape(content.source_shape), {"keys": content.keys(key), "states": states}
+        wanted = {d: "codes" if d in meta.directions else None for d in DIRECTIONS}
+        if self.part is None:
+            return quantize_group(x, content.splits, self.quantizer, **wanted, **slots)
+        asked = Wanted(**wanted, **slots, by_rows=False)
+        return quantize_group_part(self.quantizer, x, content.splits, self.part, asked)
 
 
 def _used(x: Tensor, shapes: Shapes) -> Tensor:
