@@ -8,7 +8,7 @@ element's place in the whole.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -46,6 +46,9 @@ class Part:
     """The axis of the matrix that is cut: 0 for rows, 1 for columns."""
     runs: int = 1
     """The number of pieces of equal size, which do not follow each other in the whole, that a part consists of."""
+
+    def __deepcopy__(self, memo: Any) -> "Part":
+        return self  # a group has no copies
 
 
 def quantize_part(

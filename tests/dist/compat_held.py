@@ -1,5 +1,6 @@
 """TransformerEngine's linears over ranks whose weights are held quantized, and its experts, beside one process."""
 
+import copy
 import io
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -52,6 +53,14 @@ def held_linears(rank: int, world: int, texts: list[str]) -> list[str]:
                 for module, optimizer in trained:
                     train(module, optimizer, recipe, mode, step)
                 faults += [f"{text} {mode}: {step} {n}" for n in buffers_that_differ(own.weight, whole.weight, *place)]
+            with torch.device("meta"):
+                blank = copy.deepcopy(linear(recipe, world, tp_group=group, **shared))
+            blank.to_empty(device="cpu")
+            drawn = linear(recipe, world)
+            for module in (drawn, blank):
+                torch.manual_seed(2)
+                module.reset_parameters()
+            faults += [f"{text} {mode}: drawn {n}" for n in buffers_that_differ(blank.weight, drawn.weight, *place)]
             values = draw("heavy", *whole.weight.shape, 9)
             whole.weight.detach().quantize_(values)
             part = values.chunk(world, CUTS[mode])[rank].reshape(-1)
