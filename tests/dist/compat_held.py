@@ -4,6 +4,8 @@ import copy
 import io
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import shared_linears
 import torch
@@ -32,57 +34,91 @@ def everything(rank: int, world: int, texts: list[str], few: list[str]) -> tuple
 
 def held_linears(rank: int, world: int, texts: list[str]) -> list[str]:
     """What of held weights is not, to the byte, this rank's part of what one process has: when they are built, after
-    two steps of training, after another that goes on from a checkpoint, and after fragments of masters are written."""
+    two steps of training, after another that goes on from a checkpoint, and after fragments of masters are written; and
+    of ones that come from the meta device."""
     group, faults = init_device_mesh("cpu", (world,)).get_group(), []
     for index, text in enumerate(texts):
-        recipe = shared_linears.quantizers(text)
         for mode in CUTS:
-            shared = {"parallel_mode": mode, "tp_size": world, "sequence_parallel": True}
-            whole, own = linear(recipe, world), linear(recipe, world, tp_group=group, **shared)
-            later = linear(recipe, world, **shared)
-            torch.manual_seed(0)
-            later.set_tensor_parallel_group(group)
-            trained = [(module, FusedAdam(module.parameters(), lr=1e-2)) for module in (whole, own)]
-            place = (CUTS[mode], (1, rank, world))
-            faults += [f"{text} {mode}: built {n}" for n in buffers_that_differ(own.weight, whole.weight, *place)]
-            faults += [f"{text} {mode}: later {n}" for n in buffers_that_differ(later.weight, whole.weight, *place)]
-            for step in (1, 2, 3):
-                if step == 3:
-                    trained[1] = resumed(*trained[1], later, assign=bool(index % 2))
-                    own = later
-                for module, optimizer in trained:
-                    train(module, optimizer, recipe, mode, step)
-                faults += [f"{text} {mode}: {step} {n}" for n in buffers_that_differ(own.weight, whole.weight, *place)]
-            with torch.device("meta"):
-                blank = copy.deepcopy(linear(recipe, world, tp_group=group, **shared))
-            blank.to_empty(device="cpu")
-            drawn = linear(recipe, world)
-            for module in (drawn, blank):
-                torch.manual_seed(2)
-                module.reset_parameters()
-            faults += [f"{text} {mode}: drawn {n}" for n in buffers_that_differ(blank.weight, drawn.weight, *place)]
-            values = draw("heavy", *whole.weight.shape, 9)
-            whole.weight.detach().quantize_(values)
-            part = values.chunk(world, CUTS[mode])[rank].reshape(-1)
-            quantize_master_weights([own.weight.detach()], [part], [0])
-            faults += [f"{text} {mode}: written {n}" for n in buffers_that_differ(own.weight, whole.weight, *place)]
+            case = Case(group=group, text=text, mode=mode, assign=bool(index % 2))
+            faults += [f"{text} {mode}: {n}" for n in (*trained_differs(case), *moved_differs(case))]
     return faults
 
 
-def linear(recipe: LinearQuantizers, world: int, **options: object) -> compat.Linear:
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    group: Any
+    text: str
+    mode: str
+    assign: bool
+    """Whether a checkpoint's tensors become the parameters."""
+
+    @property
+    def recipe(self) -> LinearQuantizers:
+        return shared_linears.quantizers(self.text)
+
+    def build(self, **options: object) -> compat.Linear:
+        size = self.group.size() * shared_linears.PART
+        if self.mode == "column":
+            options["init_method"] = nn.init.xavier_normal_
+        torch.manual_seed(0)
+        held = quantized_model_init(recipe=self.recipe, preserve_high_precision_init_val=True)
+        with held, quantization(seed=1, step=0):
+            return compat.Linear(size, size, bias=False, name="l", **options)
+
+    def share(self, **options: object) -> compat.Linear:
+        """The linear over ranks; without a tp_group before it knows its ranks."""
+        return self.build(parallel_mode=self.mode, tp_size=self.group.size(), sequence_parallel=True, **options)
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's part of what is cut as the weight is."""
+        return x.chunk(self.group.size(), CUTS[self.mode])[self.group.rank()]
+
+    def wrong(self, when: str, own: nn.Module, whole: nn.Module) -> list[str]:
+        place = (1, self.group.rank(), self.group.size())
+        return [f"{when} {n}" for n in buffers_that_differ(own.weight, whole.weight, CUTS[self.mode], place)]
+
+
+def trained_differs(case: Case) -> Iterator[str]:
+    whole, own, later = case.build(), case.share(tp_group=case.group), case.share()
     torch.manual_seed(0)
-    size = world * shared_linears.PART
-    with quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True), quantization(seed=1, step=0):
-        return compat.Linear(size, size, bias=False, name="l", init_method=nn.init.xavier_normal_, **options)
+    later.set_tensor_parallel_group(case.group)
+    trained = [(module, FusedAdam(module.parameters(), lr=1e-2)) for module in (whole, own)]
+    yield from (*case.wrong("built", own, whole), *case.wrong("later", later, whole))
+    for step in (1, 2, 3):
+        if step == 3:
+            trained[1] = resumed(*trained[1], later, assign=case.assign)
+        for module, optimizer in trained:
+            train(module, optimizer, case, step)
+        yield from case.wrong(f"step {step}", trained[1][0], whole)
+    values = draw("heavy", *whole.weight.shape, 9)
+    whole.weight.detach().quantize_(values)
+    quantize_master_weights([later.weight.detach()], [case.own(values).reshape(-1)], [0])
+    yield from case.wrong("written", later, whole)
 
 
-def train(module: compat.Linear, optimizer: FusedAdam, recipe: LinearQuantizers, mode: str, step: int) -> None:
+def moved_differs(case: Case) -> Iterator[str]:
+    whole = case.build()
+    with torch.device("meta"):
+        own = copy.deepcopy(case.share(tp_group=case.group))
+    own.to_empty(device="cpu")
+    if not case.recipe.weight.delayed:  # whose states a weight has again when the module is called, or draws it
+        values = draw("heavy", *whole.weight.shape, 9)
+        whole.load_state_dict({"weight": values})
+        own.load_state_dict({"weight": case.own(values)})
+        yield from case.wrong("loaded", own, whole)
+    for module in (whole, own):
+        torch.manual_seed(2)
+        module.reset_parameters()
+    yield from case.wrong("drawn", own, whole)
+
+
+def train(module: compat.Linear, optimizer: FusedAdam, case: Case, step: int) -> None:
     """One step, of all tokens or of this rank's part of them, and of x or dy."""
-    x, dy = shared_linears.tensors(step, 2)
+    x, dy = shared_linears.tensors(step, case.group.size())
     if module.parallel is not None:
-        (rank, ranks), axes = (module.parallel.group.rank(), module.parallel.group.size()), {"column": (0, 1)}
-        x, dy = (t.chunk(ranks, axis)[rank] for t, axis in zip((x, dy), axes.get(mode, (1, 0)), strict=True))
-    with autocast(recipe=recipe), quantization(seed=1, step=step):
+        axes = (0, 1) if case.mode == "column" else (1, 0)
+        x, dy = (t.chunk(case.group.size(), axis)[case.group.rank()] for t, axis in zip((x, dy), axes, strict=True))
+    with autocast(recipe=case.recipe), quantization(seed=1, step=step):
         y = module(x.contiguous())
     y.backward(dy.contiguous())
     optimizer.step()
