@@ -34,6 +34,7 @@ from hqsweep.compat.quantizers import (
     te_device_type,
 )
 from hqsweep.nn.context import autocast
+from hqsweep.nn.parameter import quantized_model_init
 from hqsweep.quant import GroupedTensor
 from hqsweep.recipe.custom import CustomRecipe
 from hqsweep.recipe.roles import QuantizerRole
@@ -64,6 +65,7 @@ __all__ = [
     "high_precision_factory",
     "mxfp8_factory",
     "nvfp4_factory",
+    "quantized_model_init",
     "quantizer_factory",
     "te_device_type",
 ]

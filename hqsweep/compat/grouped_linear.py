@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hqsweep.compat.arguments import SAYS_NOTHING, refuse
-from hqsweep.compat.linear import drawn_whole, part_of
+from hqsweep.compat.parts import check_ranks, drawn_whole, link_part, part_of, write_part
 from hqsweep.errors import UserError
 from hqsweep.nn.context import HIGH_PRECISION
 from hqsweep.nn.grouped_linear import GroupedLinear as _GroupedLinear
 from hqsweep.nn.options import GroupedLinearOptions
-from hqsweep.quant.part import CUTS, Part, check_part
+from hqsweep.nn.tensor_parallel import TensorParallel
 
 
 class GroupedLinear(_GroupedLinear):
@@ -21,10 +21,11 @@ class GroupedLinear(_GroupedLinear):
 
     parallel_mode notes on the parameters how they are cut (set_tensor_parallel_attributes). With tp_size, or a tp_group
     of several ranks, weights are this rank's part, of out_features ("column") or in_features ("row"); as in
-    TransformerEngine nothing is exchanged: the caller gathers x and sums y, or dx, and sequence_parallel says nothing.
-    Formats are those whose parts have the bytes of the whole: without scales of whole tensors and random bits.
+    TransformerEngine the caller gathers x and sums y, or dx, and sequence_parallel says nothing. Every rank has the
+    same rows. Operands have the bytes of the whole: ranks exchange amaxes where a format has one of the whole.
     init_method draws the weights [out_features, in_features], one after the other, whole on every rank. UserError for
-    an option that would change a number and is not there, and at the call for other formats and parts that cut a block.
+    an option that would change a number and is not there, and at the call for parts that cut a block, and without the
+    group.
     """
 
     def __init__(
@@ -70,16 +71,12 @@ class GroupedLinear(_GroupedLinear):
             self.to(params_dtype)
         self.set_tensor_parallel_attributes(parallel_mode)
         self._draw, self._whole = init_method, (in_features, out_features)
-        if self._ranks > 1 and any(hasattr(weight, "quantizer") for weight in self.expert_weights()):
-            raise UserError(
-                "GroupedLinear: a part of a weight is not held quantized; build it outside of quantized_model_init"
-            )
         if self._ranks > 1 or init_method is not None:
             torch.set_rng_state(state)
         if tp_group is not None:
             self.set_tensor_parallel_group(tp_group)
         elif self._ranks == 1 and init_method is not None:
-            self._take_part(0)
+            self._take_part()
 
     def _check_ranks(self, in_features: int, out_features: int, bias: bool) -> None:
         """UserError for what ranks cannot share."""
@@ -101,15 +98,28 @@ class GroupedLinear(_GroupedLinear):
         ranks = 1 if tp_group is None else tp_group.size()
         if ranks != self._ranks:
             raise UserError(f"{self.name}: a tp_group of {ranks} ranks, where tp_size is {self._ranks}")
+        if ranks > 1:
+            self.parallel = TensorParallel(group=tp_group, mode=self._mode, sums=False)
+            self.workspace.clear()
         if ranks > 1 or self._draw is not None:
-            self._take_part(0 if tp_group is None else tp_group.rank())
+            self._take_part()
 
-    def _take_part(self, rank: int) -> None:
+    def reset_parameters(self) -> None:
+        """Draw the weights again, and zero the biases."""
+        state = torch.get_rng_state()
+        super().reset_parameters()
+        if self.parallel is not None or (self._ranks == 1 and self._draw is not None):
+            torch.set_rng_state(state)
+            self._take_part()
+
+    def _take_part(self) -> None:
         """The weights of this rank, of wholes that are drawn on every one."""
-        with torch.no_grad():
-            for weight in self.expert_weights():
-                whole = drawn_whole(self._draw, *self._whole, weight.dtype)
-                weight.copy_(part_of(whole, self._mode, rank, self._ranks))
+        rank = 0 if self.parallel is None else self.parallel.group.rank()
+        wholes = (drawn_whole(self._draw, *self._whole, self.weight_dtype) for _ in range(self.num_experts))
+        parts = [part_of(whole, self._mode, rank, self._ranks) for whole in wholes]
+        for weight, values in zip(self.weights, [parts] if self.single_grouped_weight else parts, strict=True):
+            link_part(self.name, weight, self.parallel)
+            write_part(weight, torch.stack(values) if self.single_grouped_weight else values)
 
     @property
     def num_gemms(self) -> int:
@@ -119,22 +129,7 @@ class GroupedLinear(_GroupedLinear):
     def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """is_first_microbatch says nothing: quantization(cache_weights=True) keeps weights that nobody has written."""
         if self._ranks > 1:
-            self._check_parts()
+            check_ranks(self.name, self._ranks, self.parallel)
+            for weight in self.weights:
+                link_part(self.name, weight, self.parallel)  # which load_state_dict may have replaced
         return super().forward(inp, m_splits)
-
-    def _check_parts(self) -> None:
-        """UserError for quantizers of whose whole operands a rank cannot make its part alone."""
-        quantizers, (inputs, outputs) = self.active_quantizers(), (self.in_features, self.out_features)
-        shapes = {"input": (1, inputs), "weight": (outputs, inputs), "grad_output": (1, outputs)}
-        for tensor, axis in CUTS[self._mode].items():
-            quantizer = getattr(quantizers, tensor)
-            if tensor not in shapes:
-                continue
-            for format in (quantizer.rowwise, quantizer.columnwise):
-                if format.amax_name is not None or format.stochastic:
-                    raise UserError(
-                        f"{self.name}: {tensor}: {format} has scales or random bits of the whole, of which a rank of"
-                        f" tp_size={self._ranks} has a part; take a format of blocks, without +sr"
-                    )
-            part = Part(group=None, axis=axis)
-            check_part(quantizer, torch.empty(shapes[tensor], device="meta"), part, "codes", "codes")

@@ -1,20 +1,20 @@
 """transformer_engine.pytorch.Linear and LayerNormLinear, by their names, on this package's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hqsweep.compat.arguments import refuse
+from hqsweep.compat.parts import check_ranks, drawn_whole, link_part, part_of, write_part
 from hqsweep.errors import UserError
 from hqsweep.nn.context import HIGH_PRECISION
 from hqsweep.nn.layernorm_linear import LayerNormLinear as _LayerNormLinear
 from hqsweep.nn.linear import Linear as _Linear
 from hqsweep.nn.options import LayerNormLinearOptions, LinearOptions
-from hqsweep.nn.tensor_parallel import TensorParallel
-from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.nn.tensor_parallel import Exchange, TensorParallel
 
 MODES = ("column", "row", None)
 TOKENS = 0
@@ -22,8 +22,8 @@ TOKENS = 0
 
 
 class _Shared:
-    """What tensor parallelism adds to a linear of TransformerEngine's arguments: a rank holds plain parameters of its
-    part, and exchanges over the group what it computes of them."""
+    """What tensor parallelism adds to a linear of TransformerEngine's arguments: a rank has parameters of its part,
+    whose weight may be held quantized, and exchanges over the group what it computes of them."""
 
     pieces: int = 1
     """Matrices that lie one below the other in the weight, of each of which a rank has its part."""
@@ -55,10 +55,6 @@ class _Shared:
         base.__init__(self, *own, name=name, recipe=HIGH_PRECISION, bias=bias, options=options)
         if dtype is not None:
             self.to(dtype)
-        if self._ranks > 1 and isinstance(self.weight, HybridQuantizedTensor):
-            raise UserError(
-                f"{kind}: a part of a weight is not held quantized; build it outside of quantized_model_init"
-            )
         if self._ranks > 1 or draw is not None:
             torch.set_rng_state(state)
             self._whole, self._draw = sizes, draw
@@ -80,29 +76,26 @@ class _Shared:
         self.parallel = TensorParallel(group=tp_group, mode=self._mode, sequence=sequence, pieces=self.pieces)
         self._take_part(tp_group.rank())
 
+    def reset_parameters(self) -> None:
+        """Draw the weight again, and zero the bias."""
+        state = torch.get_rng_state()
+        super().reset_parameters()
+        if hasattr(self, "_whole") and (self._ranks == 1 or self.parallel is not None):
+            torch.set_rng_state(state)
+            self._take_part(0 if self.parallel is None else self.parallel.group.rank())
+
+    def exchange(self, shape: Sequence[int]) -> Exchange | None:
+        """Linear.exchange. UserError where no group says which ranks share the linear."""
+        if self._ranks > 1:
+            check_ranks(self.name, self._ranks, self.parallel)
+            link_part(self.name, self.weight, self.parallel)  # which load_state_dict may have replaced
+        return super().exchange(shape)
+
     def _take_part(self, rank: int) -> None:
         """The weight of this rank, of a whole that is drawn on every one."""
         whole = drawn_whole(self._draw, *self._whole, self.weight.dtype)
-        with torch.no_grad():
-            self.weight.copy_(part_of(whole, self._mode, rank, self._ranks, self.pieces))
-
-
-def drawn_whole(draw: Callable[[Tensor], Any] | None, inputs: int, outputs: int, dtype: torch.dtype) -> Tensor:
-    """A weight [outputs, inputs] by `draw`, or as Linear draws it without."""
-    whole = torch.empty(outputs, inputs, dtype=dtype)
-    with torch.no_grad():
-        if draw is None:
-            nn.init.normal_(whole, std=inputs**-0.5)
-        else:
-            draw(whole)
-    return whole
-
-
-def part_of(whole: Tensor, mode: str | None, rank: int, ranks: int, pieces: int = 1) -> Tensor:
-    """What a rank has of a weight [N, K]: of each of the pieces, which lie one below the other, rows; or columns."""
-    if mode == "row":
-        return whole.chunk(ranks, 1)[rank]
-    return whole.unflatten(0, (pieces, -1)).chunk(ranks, 1)[rank].flatten(0, 1)
+        link_part(self.name, self.weight, self.parallel)
+        write_part(self.weight, part_of(whole, self._mode, rank, self._ranks, self.pieces))
 
 
 class Linear(_Shared, _Linear):

@@ -144,12 +144,17 @@ def autocast(
     """
     if enabled and recipe is None:
         raise UserError("autocast: recipe is missing; give a Recipe or a CustomRecipe, or enabled=False")
-    if enabled and not hasattr(recipe, "resolve"):
-        from hqsweep.nn.recipe_argument import whole_recipe  # the parser of recipes is not for every call
-
-        recipe = whole_recipe(recipe, "autocast")
-    with _RECIPE.entered(recipe if enabled else HIGH_PRECISION):
+    with _RECIPE.entered(as_recipe(recipe, "autocast") if enabled else HIGH_PRECISION):
         yield
+
+
+def as_recipe(recipe: AnyRecipe | Section | HybridQuantizer | str | Mapping[str, Any], where: str) -> AnyRecipe:
+    """A recipe as it is, or that of what modules take (recipe_argument.whole_recipe)."""
+    if hasattr(recipe, "resolve"):
+        return recipe
+    from hqsweep.nn.recipe_argument import whole_recipe  # the parser of recipes is not for every call
+
+    return whole_recipe(recipe, where)
 
 
 def within(context: Context) -> Entered[Context]:

@@ -4,7 +4,7 @@ Linears give their weights as a list: one [N, K], one [N, K] for each expert, or
 through held_operands, weight_matrix and flatten_weights.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from hqsweep.dist.gathered import GatheredWeight
 from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand
 from hqsweep.gemm.grouped import Group, Members
-from hqsweep.nn.context import current
+from hqsweep.nn.context import as_recipe, current
 from hqsweep.nn.delayed import DelayedStates, ExpertStates
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.quant.delayed import SlotStates
@@ -26,7 +26,9 @@ from hqsweep.quant.grouped import GroupedTensor
 from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
 from hqsweep.quant.operand import Operand, Skeleton, flatten, unflatten
 from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import QuantizerRole
+from hqsweep.recipe.sections import Section
 
 AnyOperand = Operand | ExactOperand | Group
 Weights = Sequence[Tensor]
@@ -35,6 +37,7 @@ Weights = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class _Init:
+    recipe: AnyRecipe | None
     preserve: bool
 
 
@@ -42,14 +45,22 @@ _INIT: ContextVar[_Init | None] = ContextVar("hqsweep_quantized_model_init", def
 
 
 @contextmanager
-def quantized_model_init(*, enabled: bool = True, preserve_high_precision_init_val: bool = False) -> Iterator[None]:
+def quantized_model_init(
+    *,
+    enabled: bool = True,
+    recipe: AnyRecipe | Section | HybridQuantizer | str | Mapping[str, Any] | None = None,
+    preserve_high_precision_init_val: bool = False,
+) -> Iterator[None]:
     """Modules built inside hold their GEMM weights as HybridQuantizedTensor, in both directions of their recipe.
 
-    Biases, gains and embeddings stay as they are. It works under no_grad and on the meta device, where Module.to_empty
-    and reset_parameters follow. preserve_high_precision_init_val: keep the initial values on the CPU, as what an
-    optimizer starts its masters from. Random bits of +sr are keyed by the surrounding quantization().
+    recipe: what autocast takes, to hold weights in the quantizers that it gives to their roles; by default that of each
+    module. Modules of hqsweep.compat have none, and are called in an autocast of this one. Biases, gains and embeddings
+    stay as they are. It works under no_grad and on the meta device, where Module.to_empty and reset_parameters follow.
+    preserve_high_precision_init_val: keep the initial values on the CPU, as what an optimizer starts its masters from.
+    Random bits of +sr are keyed by the surrounding quantization(). UserError for a recipe that does not parse.
     """
-    token = _INIT.set(_Init(preserve_high_precision_init_val) if enabled else None)
+    whole = None if recipe is None else as_recipe(recipe, "quantized_model_init")
+    token = _INIT.set(_Init(whole, preserve_high_precision_init_val) if enabled else None)
     try:
         yield
     finally:
@@ -71,6 +82,7 @@ def gemm_weight(
     init = _INIT.get()
     if init is None:
         return nn.Parameter(weight)
+    quantizer = quantizer if init.recipe is None else init.recipe.quantizer(role)
     options = {"source_dtype": dtype, "key": current().key(str(role))}
     options["states"] = states.of("weight", quantizer, device=weight.device)
     options["preserve_high_precision_init_val"] = init.preserve
@@ -196,12 +208,12 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 
 def summed_main_grad(weight: Tensor) -> Tensor:
     """main_grad_of(), for what adds this backward's dw to it. As in TransformerEngine it is zeroed first where
-    weight.overwrite_main_grad is true, and weight.grad_added_to_main_grad, where there is one, becomes true."""
-    main_grad = main_grad_of(weight)
-    if getattr(weight, "overwrite_main_grad", False):
+    the parameter's overwrite_main_grad is true, and its grad_added_to_main_grad, where there is one, becomes true."""
+    main_grad, parameter = main_grad_of(weight), getattr(weight, "spread", weight)
+    if getattr(parameter, "overwrite_main_grad", False):
         main_grad.zero_()
-    if hasattr(weight, "grad_added_to_main_grad"):
-        weight.grad_added_to_main_grad = True
+    if hasattr(parameter, "grad_added_to_main_grad"):
+        parameter.grad_added_to_main_grad = True
     return main_grad
 
 

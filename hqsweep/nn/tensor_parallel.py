@@ -39,6 +39,13 @@ class TensorParallel:
     """The axis of x, or of y, along which tokens lie split over ranks; None: every rank has them all."""
     pieces: int = 1
     """Matrices that lie one below the other in the weight, each of which is cut for itself, as q, k and v."""
+    sums: bool = True
+    """Whether ranks sum what each has a part of the sums of; else it is left to the caller."""
+
+    def part_of(self, tensor: str) -> Part | None:
+        """Where a rank's part of a tensor lies that is cut along its features; None: it has all features."""
+        axis = CUTS[self.mode].get(tensor)
+        return None if axis is None else Part(group=self.group, axis=axis, runs=self.pieces)
 
     def exchange(self, shape: Sequence[int]) -> "Exchange":
         """The exchange of a call with an input [*shape, K]."""
@@ -66,7 +73,7 @@ class Exchange:
 
     def __post_init__(self) -> None:
         own = self.parallel
-        cuts = {t: Part(group=own.group, axis=axis, runs=own.pieces) for t, axis in CUTS[own.mode].items()}
+        cuts = {tensor: own.part_of(tensor) for tensor in CUTS[own.mode]}
         if own.sequence is not None:
             cuts[TOKENS[own.mode][1]] = Part(group=own.group, axis=0, runs=self.lead)
         object.__setattr__(self, "parts", cuts)
@@ -115,13 +122,13 @@ class Exchange:
         own = self.parallel
         if self.splits_tokens(tensor):
             return begin_sum_rows(x, own.group, self.lead)
-        whole = sum_whole(x, own.group) if tensor == TOKENS[own.mode][1] else x
+        whole = sum_whole(x, own.group) if own.sums and tensor == TOKENS[own.mode][1] else x
         return lambda: whole
 
 
 def local(parameter: Tensor) -> Tensor:
     """This rank's part of a parameter that is a DTensor; any other parameter as it is. A part with a main_grad is a
-    leaf, since autograd gets no gradient of it: torch 2.11 would make one of zeros."""
+    leaf, since autograd gets no gradient of it: torch 2.11 would make one of zeros. Its `spread` is the parameter."""
     if not is_spread(parameter):
         return parameter
     main_grad = getattr(parameter, "main_grad", None)
@@ -129,7 +136,7 @@ def local(parameter: Tensor) -> Tensor:
         return parameter.to_local()
     part = parameter.to_local().detach().requires_grad_(parameter.requires_grad)
     part.main_grad = main_grad.to_local() if hasattr(main_grad, "to_local") else main_grad
-    part.overwrite_main_grad = getattr(parameter, "overwrite_main_grad", False)
+    part.spread = parameter
     return part
 
 

@@ -22,9 +22,10 @@ from hqsweep.ops.shapes import Shapes
 from hqsweep.quant.content import AXES, ManyMatrices, MemberShapes, joined
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.fsdp2 import with_sharding
-from hqsweep.quant.group import homogeneous
+from hqsweep.quant.group import Wanted, homogeneous, quantize_group
+from hqsweep.quant.group_part import quantize_group_part
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
-from hqsweep.quant.operand import Operand
+from hqsweep.quant.operand import HybridOperand, Operand
 from hqsweep.quant.shard import Cut
 from hqsweep.quant.tensor import INIT_VAL, HybridQuantizedTensor
 
@@ -147,9 +148,19 @@ class GroupedTensor(HybridQuantizedTensor):
                 own[INIT_VAL] = preserved[expert]
             metadata = meta.member(expert)
             member = HybridQuantizedTensor(own, metadata, metadata.matrix)
-            member.states = self.states and self.states[expert]
+            member.states, member.part = self.states and self.states[expert], self.part
             members.append(member)
         return members
+
+    def _encode(self, x: Tensor, key: RngKey | None) -> HybridOperand:
+        meta, states = self.metadata, self.states and [own and own.written() for own in self.states]
+        content = meta.content
+        x, slots = x.reshape(content.source_shape), {"keys": content.keys(key), "states": states}
+        wanted = {d: "codes" if d in meta.directions else None for d in DIRECTIONS}
+        if self.part is None:
+            return quantize_group(x, content.splits, self.quantizer, **wanted, **slots)
+        asked = Wanted(**wanted, **slots, by_rows=False)
+        return quantize_group_part(self.quantizer, x, content.splits, self.part, asked)
 
 
 def _used(x: Tensor, shapes: Shapes) -> Tensor:
@@ -200,11 +211,16 @@ def _slice(
         buffers[INIT_VAL] = x.high_precision_init_val[start:stop]
     matrix, first = (count * x.shape[1], x.shape[2]), meta.content.first + start
     part = x.view_of(buffers, (count, *x.shape[1:]), content=ManyMatrices(matrix=matrix, count=count, first=first))
-    part.states = x.states and x.states[start:stop]
+    part.states, part.part = x.states and x.states[start:stop], x.part
     return part
 
 
 def _split(x: GroupedTensor, size: int, dim: int = 0) -> list[GroupedTensor]:
+    if x.part is not None:
+        raise UserError(
+            f"fully_shard: experts held in {x.quantizer} whose matrices ranks of tp share out are not cut further;"
+            " build the model outside of quantized_model_init"
+        )
     parts = [_slice(x, dim, start, start + size) for start in range(0, x.shape[dim], size)]
     return with_sharding(x, parts, Cut.of(x.metadata, x.shape, size)) if dim == 0 else parts
 

@@ -1,10 +1,14 @@
-"""hold_part: of a tensor that is held as its operands, the part of one rank of a group that shares the matrix out."""
+"""Tensors that are held as their operands, of whose matrix each rank of a group has a part: one that is cut from a
+whole, which every rank has (hold_part), and one that a rank makes by itself (become_part)."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import WHOLE
+from hqsweep.quant.hybrid import DIRECTIONS
 from hqsweep.quant.part import Part, check_part
 from hqsweep.quant.tensor import INIT_VAL, HybridQuantizedTensor
 
@@ -20,13 +24,7 @@ def hold_part(x: HybridQuantizedTensor, part: Part) -> HybridQuantizedTensor:
     if meta.place is not None:
         raise UserError(f"a weight held in {x.quantizer} is a shard already, of which ranks cannot take parts")
     shape[part.axis] //= part.group.size()
-    wanted = {d: "codes" if d in meta.directions else None for d in ("rowwise", "columnwise")}
-    check_part(x.quantizer, torch.empty(shape, device="meta"), part, **wanted)
-    if part.runs > 1 and x.quantizer.stochastic and x.quantizer.delayed:
-        raise UserError(
-            f"a weight held in {x.quantizer} draws bits and counts steps, and has {part.runs} pieces on each rank; take"
-            " formats without one of these"
-        )
+    _check(x, shape, part)
     options = {"dtype": x.dtype, "source_dtype": x.source_dtype, "device": x.device, "directions": meta.directions}
     own = type(x).empty(shape, x.quantizer, key=meta.key, **options)
     with torch.no_grad():
@@ -39,6 +37,25 @@ def hold_part(x: HybridQuantizedTensor, part: Part) -> HybridQuantizedTensor:
             setattr(own, INIT_VAL, own_part(x.high_precision_init_val, part, part.axis).clone())
     own.states, own.part = x.states, part
     return own
+
+
+def become_part(x: HybridQuantizedTensor, part: Part) -> None:
+    """Have x, of the shape of this rank's part of a matrix, or of each member's, be that part: later writes keep to
+    the bytes of the whole, as those of hold_part() do. What x has now is as it is. UserError as hold_part raises it."""
+    _check(x, x.shape[-2:], part)
+    x.part = part
+
+
+def _check(x: HybridQuantizedTensor, shape: Sequence[int], part: Part) -> None:
+    """UserError for a part of that shape that cannot be held in the quantizer of x."""
+    meta = x.metadata
+    wanted = {d: "codes" if d in meta.directions else None for d in DIRECTIONS}
+    check_part(x.quantizer, torch.empty(shape, device="meta"), part, **wanted)
+    if part.runs > 1 and x.quantizer.stochastic and x.quantizer.delayed:
+        raise UserError(
+            f"a weight held in {x.quantizer} draws bits and counts steps, and has {part.runs} pieces on each rank; take"
+            " formats without one of these"
+        )
 
 
 def own_part(whole: Tensor, part: Part, axis: int) -> Tensor:

@@ -8,7 +8,7 @@ element's place in the whole.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -63,6 +63,9 @@ class Part:
             if own.size:
                 placed.append((own, Place(*start, *whole)))
         return placed or [(area, Place(0, 0, *whole))]
+
+    def __deepcopy__(self, memo: Any) -> "Part":
+        return self  # a group has no copies
 
 
 def quantize_part(

@@ -21,7 +21,6 @@ from hqsweep.quant.agree import quantize_shards_
 from hqsweep.quant.content import Content, OneMatrix
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.fsdp2 import ONE_ARGUMENT, note_trace
-from hqsweep.quant.group import quantize_group
 from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
 from hqsweep.quant.metadata import Metadata
 from hqsweep.quant.operand import HybridOperand, Operand
@@ -64,8 +63,8 @@ class HybridQuantizedTensor(torch.Tensor):
     planes: Any
     """The Sharding of a whole that torch's fully_shard has gathered, which says which buffers are there."""
     part: Part | None
-    """How ranks share the matrix of which the tensor is a part, as hold_part cut it, or a shard of such a part; its
-    metadata's place is then one in that part."""
+    """How ranks share the matrix of which the tensor, or each member, is a part (quant.held_part), or a shard of such a
+    part; its metadata's place is then one in that part."""
 
     content_type: type[Content] = OneMatrix
     """The kind of content that tensors of the class have."""
@@ -355,17 +354,11 @@ class HybridQuantizedTensor(torch.Tensor):
 
     def _encode(self, x: Tensor, key: RngKey | None) -> HybridOperand:
         """The operands of the directions held, from values that lie in memory as the tensor's do."""
-        meta, states = self.metadata, self.states
-        wanted: dict[str, Any] = {d: "codes" if d in meta.directions else None for d in DIRECTIONS}
-        content = meta.content
-        if content.splits is None:
-            states = states and states.written()
-            if self.part is not None:
-                return quantize_part(self.quantizer, x, self.part, **wanted, key=key, states=states)
-            return self.quantizer.quantize(x.reshape(content.matrix), **wanted, key=key, states=states)
-        states = states and [own and own.written() for own in states]
-        x, keys = x.reshape(content.source_shape), content.keys(key)
-        return quantize_group(x, content.splits, self.quantizer, **wanted, keys=keys, states=states)
+        meta, options = self.metadata, {"key": key, "states": self.states and self.states.written()}
+        wanted = {d: "codes" if d in meta.directions else None for d in DIRECTIONS}
+        if self.part is not None:
+            return quantize_part(self.quantizer, x, self.part, **wanted, **options)
+        return self.quantizer.quantize(x.reshape(meta.matrix), **wanted, **options)
 
     def _next_key(self, key: RngKey | None) -> RngKey | None:
         if not self.quantizer.stochastic:

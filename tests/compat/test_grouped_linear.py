@@ -1,5 +1,7 @@
 """TransformerEngine's GroupedLinear, called as it is called there."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -12,8 +14,6 @@ from hqsweep.compat import (
     GroupedTensor,
     MXFP8Quantizer,
     autocast,
-    current_scaling_factory,
-    nvfp4_factory,
 )
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
@@ -112,17 +112,27 @@ def test_what_ranks_cannot_share_is_refused(sentence):
 
 
 def test_parts_that_are_not_those_of_the_whole_are_refused():
-    group = ProcessGroup(0, 2)
+    group, x = ProcessGroup(0, 2), draw("normal", 32, 64)
     with pytest.raises(UserError, match="a tp_group of 2 ranks, where tp_size is 3"):
         GroupedLinear(2, 32, 33, bias=False, parallel_mode="column", tp_size=3).set_tensor_parallel_group(group)
-    with quantized_model_init(), pytest.raises(UserError, match="a part of a weight is not held quantized"):
-        GroupedLinear(2, 64, 64, bias=False, parallel_mode="row", tp_group=group)
+    with pytest.raises(UserError, match="experts: tp_size=2, and no tp_group says which ranks these are"):
+        GroupedLinear(2, 64, 64, bias=False, parallel_mode="row", tp_size=2, name="experts")(x, [32, 0])
     module = GroupedLinear(2, 64, 96, bias=False, parallel_mode="column", tp_group=group)
-    x = draw("normal", 32, 64)
-    for factory, sentence in (
-        (nvfp4_factory, "grouped_linear: weight: nvfp4.* has scales or random bits of the whole"),
-        (current_scaling_factory, "grouped_linear: weight: fp8_current has scales or random bits of the whole"),
-        (mxfp8, "a rank's part has 48 rows of .48, 64., which cut a block of mxfp8"),
-    ):
-        with autocast(recipe=CustomRecipe(qfactory=factory)), pytest.raises(UserError, match=sentence):
-            module(x, [32, 0])
+    with autocast(recipe=CustomRecipe(qfactory=mxfp8)):
+        y = module(x.requires_grad_(), [32, 0])
+    sentence = "grouped_linear: grad_output: a rank's part has 48 columns of .32, 48., which cut a block of mxfp8"
+    with pytest.raises(UserError, match=sentence):
+        y.sum().backward()
+
+
+def test_experts_that_are_held_as_parts_stay_parts_and_are_not_cut_further():
+    group = ProcessGroup(0, 2)
+    with quantized_model_init(recipe="mxfp8"):
+        module = GroupedLinear(
+            2, 64, 64, bias=False, parallel_mode="row", tp_group=group, single_grouped_weight=True, name="e"
+        )
+    weight = module.weight.detach()
+    kept = (copy.deepcopy(module).weight, weight.clone(), weight[:1], weight[1], *weight.unbind())
+    assert all(part.part is module.weight.part and part.part.axis == 1 for part in kept)
+    with pytest.raises(UserError, match="fully_shard: experts held in mxfp8 whose matrices ranks of tp share out"):
+        weight.split(1)

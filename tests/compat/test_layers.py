@@ -3,13 +3,22 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from hqsweep import compat
 from hqsweep.compat import CustomRecipe, DType, MXFP8Quantizer, autocast
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
-from hqsweep.nn import LayerNormMLP, MLPOptions, MultiheadAttention, TransformerLayer, TransformerOptions
+from hqsweep.nn import (
+    LayerNormMLP,
+    MLPOptions,
+    MultiheadAttention,
+    TransformerLayer,
+    TransformerOptions,
+    quantized_model_init,
+)
 from hqsweep.nn.options import AttentionOptions
+from hqsweep.quant import HybridQuantizedTensor
 
 D, F, H, S, B = 64, 96, 4, 32, 2
 NORM = {"normalization": "LayerNorm"}
@@ -110,6 +119,34 @@ def test_attention_without_a_norm():
         h = normed.qkv.norm.added(x, None, torch.bfloat16)[1]
         assert torch.equal(plain(h), normed(x))
         assert torch.equal(plain(h, checkpoint_core_attention=True), normed(x))
+
+
+@pytest.mark.parametrize("draw_weight", [None, nn.init.xavier_normal_])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_part_is_that_of_the_weight_of_one_process(draw_weight, dtype):
+    def build(**options):
+        torch.manual_seed(0)
+        return compat.Linear(D, F, name="l", bias=False, init_method=draw_weight, params_dtype=dtype, **options)
+
+    whole, shared = build(), {"parallel_mode": "column", "tp_size": 2}
+    part = build(tp_group=ProcessGroup(1, 2), **shared)
+    assert torch.equal(part.weight, whole.weight[F // 2 :])
+    part.weight.data.zero_()
+    torch.manual_seed(0)
+    part.reset_parameters()
+    assert torch.equal(part.weight, whole.weight[F // 2 :])
+    with pytest.raises(UserError, match="l: tp_size=2, and no tp_group says which ranks these are; give tp_group, or"):
+        build(**shared)(tokens())
+
+
+def test_weights_are_held_by_the_recipe_of_quantized_model_init():
+    with quantized_model_init(recipe=RECIPE):
+        held = seeded(PAIRS["layer"][0])
+    expected = run(seeded(PAIRS["layer"][0]), tokens())
+    assert all(isinstance(p, HybridQuantizedTensor) for n, p in held.named_parameters() if p.dim() == 2)
+    assert all(map(torch.equal, run(held, tokens()), expected))
+    with pytest.raises(UserError, match="the weight is held in mxfp8, but the recipe asks for bf16"):
+        held(tokens())
 
 
 def test_weights_are_drawn_by_their_functions():

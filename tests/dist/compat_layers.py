@@ -10,7 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from hqsweep import compat
 from hqsweep.compat import CustomRecipe, autocast, current_scaling_factory, high_precision_factory, nvfp4_factory
 from hqsweep.formats.inputs import draw
+from hqsweep.nn import quantized_model_init
 from hqsweep.parallel.tensor import tensor_parallel
+from hqsweep.quant import HybridQuantizedTensor
 
 D, F, H, S = 128, 128, 4, 64
 LAYER = {"hidden_dropout": 0, "attention_dropout": 0, "activation": "swiglu", "name": "m"}
@@ -26,6 +28,8 @@ LOW = CustomRecipe(
     qfactory=lambda role: (current_scaling_factory if role and role.module_type == "dpa" else nvfp4_factory)(role),
     fp8_dpa=True,
 )
+CUTS = {"column": 0, "row": 1}
+"""How ranks share a weight [N, K] -> the axis of it that is cut."""
 WEIGHTS = ("qkv.weight", "proj.weight", "fc1.weight", "fc2.weight")
 
 
@@ -42,8 +46,12 @@ def differences(rank: int, world: int) -> list[str]:
             own = seeded(build, tp_group=group, **shared)
             tokens = partial(part, rank=rank, ranks=world if sequence else 1)
             expected = run(styled, LOW, (1, -1, D), tokens)
-            actual = run(own, LOW, (-1, 1, D), tokens)
-            faults += [f"{name} {sequence}: {n}" for n, t in expected.items() if not torch.equal(t, actual[n])]
+            with quantized_model_init(recipe=LOW):
+                held, held_alone = seeded(build, tp_group=group, **shared), seeded(build)
+            for module in (own, held):
+                actual = run(module, LOW, (-1, 1, D), tokens)
+                faults += [f"{name} {sequence}: {n}" for n, t in expected.items() if not torch.equal(t, actual[n])]
+            faults += [f"{name} {sequence}: {n}" for n in parts_that_differ(held, held_alone, rank, world)]
             alone = seeded(build)
             whole = run(alone, HIGH, (-1, 1, D), partial(part, rank=0, ranks=1))
             actual = run(own, HIGH, (-1, 1, D), tokens)
@@ -58,6 +66,37 @@ def differences(rank: int, world: int) -> list[str]:
     later.load_state_dict(at_once.state_dict())
     x = draw("normal", S, D, 3).view(S, 1, D)
     return faults + ([] if torch.equal(later(x), at_once(x)) else ["a group that comes later"])
+
+
+def parts_that_differ(shared: nn.Module, alone: nn.Module, rank: int, world: int) -> list[str]:
+    """Names of held weights, and of their buffers, that do not have the bytes of the rank's part of one process."""
+    faults = []
+    for module_name, module in shared.named_modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if isinstance(weight, HybridQuantizedTensor):
+                whole, cut = alone.get_submodule(module_name).get_parameter(name), CUTS[module._mode]
+                pieces = getattr(module, "pieces", 1)
+                faults += [f"{module_name}.{n}" for n in buffers_that_differ(weight, whole, cut, (pieces, rank, world))]
+    return faults or ([] if len(held_weights(shared)) else ["nothing is held"])
+
+
+def held_weights(module: nn.Module) -> list[HybridQuantizedTensor]:
+    return [p for p in module.parameters() if isinstance(p, HybridQuantizedTensor)]
+
+
+def buffers_that_differ(part, whole, axis: int, place: tuple[int, int, int]) -> list[str]:
+    """Names of buffers of a matrix, or of experts' matrices, that are not those of the part of the whole."""
+    pieces, rank, world = place
+    if part.dim() == 3:
+        pairs = zip(part.unbind(), whole.unbind(), strict=True)
+        return [name for pair in pairs for name in buffers_that_differ(*pair, axis, place)]
+    faults = []
+    for name, own in part.buffers.items():
+        along, expected = 1 - axis if name.startswith("columnwise") else axis, whole.buffers[name]
+        if own.shape != expected.shape:
+            expected = expected.unflatten(along, (pieces, world, -1)).select(along + 1, rank).flatten(along, along + 1)
+        faults += [] if torch.equal(own, expected) else [name]
+    return faults
 
 
 def gains_that_differ(shared: nn.Module, alone: nn.Module, group: dist.ProcessGroup, sequence: bool) -> list[str]:

@@ -162,16 +162,19 @@ def refusals(rank: int, world: int) -> list[str]:
     return said
 
 
-def main_gradients(rank: int, world: int) -> tuple[Tensor, Tensor]:
-    """The main_grad of a part after two backwards, and what one process has."""
+def main_gradients(rank: int, world: int) -> tuple[Tensor, Tensor, bool]:
+    """The main_grad of a part after two backwards, of which the first overwrites what was there, what one process
+    has, and whether parameters are told of it."""
     mesh, options = init_device_mesh("cpu", (world,)), LinearOptions(fuse_wgrad_accumulation=True)
-    gradients = []
+    gradients, told = [], []
     for shared in (True, False):
         torch.manual_seed(0)
         module = Linear(64, 64 * world, name="l", recipe=quantizers("mxfp8"), options=options)
         module = parallelize_module(module, mesh, ColwiseLinear()) if shared else module
-        module.weight.main_grad = torch.zeros_like(module.weight, dtype=torch.float32)
+        module.weight.main_grad = torch.full_like(module.weight, float(shared), dtype=torch.float32)
+        module.weight.grad_added_to_main_grad = False
         for step in (1, 2):
+            module.weight.overwrite_main_grad = shared and step == 1
             y = module(draw("normal", 32, 64, step))
             y.backward(
                 draw("normal", 32, 64 * world, step).chunk(world, 1)[rank]
@@ -180,7 +183,8 @@ def main_gradients(rank: int, world: int) -> tuple[Tensor, Tensor]:
             )
         assert module.weight.grad is None
         gradients.append(module.weight.main_grad)
-    return gradients[0].to_local(), gradients[1].chunk(world)[rank]
+        told.append(module.weight.grad_added_to_main_grad)
+    return gradients[0].to_local(), gradients[1].chunk(world)[rank], all(told)
 
 
 def gathered_bytes(rank: int, world: int) -> dict[str, float]:

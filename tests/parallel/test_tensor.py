@@ -1,10 +1,11 @@
 """Linears shared over ranks: to the byte what one process computes, or a sum that is split as theirs."""
 
+import compat_held
 import pytest
 import shared_linears
 import shared_models
 import torch
-from cases import FEW, QUANTIZERS
+from cases import FEW, QUANTIZERS, SOME, first
 from ranks import BACKENDS, run_ranks
 
 from hqsweep.ops.attention import has_cudnn
@@ -22,9 +23,20 @@ REFUSALS = [
 
 
 @pytest.fixture(scope="module")
-def of_two_ranks():
+def both():
+    """What each rank returned, of this package's linears and of TransformerEngine's that are held, and its experts."""
+    return run_ranks(2, compat_held.everything, 2, QUANTIZERS, [*SOME, first(delayed=True)])
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(both):
     """What each rank returned: differences, refusals, main gradients."""
-    return list(zip(*run_ranks(2, shared_linears.everything, 2, QUANTIZERS), strict=True))
+    return list(zip(*(shared for shared, _ in both), strict=True))
+
+
+@pytest.fixture(scope="module")
+def held_by_two_ranks(both):
+    return list(zip(*(held for _, held in both), strict=True))
 
 
 def test_linears_over_two_ranks_are_those_of_one_process(of_two_ranks):
@@ -36,8 +48,8 @@ def test_what_ranks_cannot_share(of_two_ranks):
 
 
 def test_main_grad_of_a_part_is_that_part_of_the_whole(of_two_ranks):
-    for part, whole in of_two_ranks[2]:
-        assert torch.equal(part, whole) and part.any()
+    for part, whole, told in of_two_ranks[2]:
+        assert torch.equal(part, whole) and part.any() and told
 
 
 def test_tokens_travel_as_codes_where_that_takes_fewer_bytes(of_two_ranks):
@@ -68,6 +80,24 @@ def test_linears_by_the_names_of_transformer_engine(of_two_ranks):
 
 def test_layers_by_the_names_of_transformer_engine(of_two_ranks):
     assert of_two_ranks[5] == ([], [])
+
+
+def test_held_parts_by_the_names_of_transformer_engine(held_by_two_ranks):
+    """Built with the group or before it, trained, loaded, and written from masters, as those of one process."""
+    assert held_by_two_ranks[0] == ([], [])
+
+
+def test_experts_by_the_names_of_transformer_engine(held_by_two_ranks):
+    """In formats that scale by the whole matrix of an expert, or draw random bits by its place in it."""
+    assert held_by_two_ranks[1] == ([], [])
+
+
+def test_held_parts_that_cut_a_block_are_refused(held_by_two_ranks):
+    sentence = (
+        "m: weight: a rank's part has 48 columns of (64, 48), which cut a block of mxfp8; take sizes whose parts are"
+        " multiples of 32, or fewer ranks"
+    )
+    assert held_by_two_ranks[2] == ([sentence] * 2,) * 2
 
 
 def test_held_weights_that_are_moved_keep_their_states(of_two_ranks):
