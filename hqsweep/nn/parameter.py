@@ -56,6 +56,11 @@ def quantized_model_init(*, enabled: bool = True, preserve_high_precision_init_v
         _INIT.reset(token)
 
 
+def holds_weights() -> bool:
+    """Whether GEMM weights that are made now are held quantized: inside quantized_model_init."""
+    return _INIT.get() is not None
+
+
 def gemm_weight(
     weight: Tensor,
     quantizer: HybridQuantizer,
