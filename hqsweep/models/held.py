@@ -14,6 +14,7 @@ from hqsweep.models.linear import call_dtype
 from hqsweep.models.names import clean_name
 from hqsweep.nn.linear import LinearBase
 from hqsweep.nn.parameter import gemm_weight
+from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.roles import QuantizerRole
 
@@ -121,7 +122,7 @@ def _fault(candidate: Candidate, tied: Sequence[Candidate], readers: _Readers) -
         return "it is computed at each use, and no parameter"
     if type(weight) is not nn.Parameter:
         return f"it is a {type(weight).__name__}"
-    if quantizer.rowwise.high_precision and quantizer.columnwise.high_precision:
+    if not is_quantized(quantizer):
         return f"its format is {quantizer}, which is not quantized"
     own = {one.place for one in tied}
     others = [reader.name for reader in readers[_memory(weight)] if reader.place not in own]
@@ -135,6 +136,11 @@ def _fault(candidate: Candidate, tied: Sequence[Candidate], readers: _Readers) -
     if quantizer.delayed and weight.is_meta:
         return "it is on the meta device, where delayed scaling has no history"
     return None
+
+
+def is_quantized(quantizer: HybridQuantizer) -> bool:
+    """Whether weights in these formats are held: a direction is in low precision."""
+    return not (quantizer.rowwise.high_precision and quantizer.columnwise.high_precision)
 
 
 def _readers(model: nn.Module) -> _Readers:
