@@ -83,10 +83,9 @@ def convert(
     A product in another dtype is refused at the call.
 
     Raises:
-        UserError: nothing is taken; a dtype outside of quantized_model_init(), or one that is not float32, bfloat16 or
-            float16; a module that is taken has a shape that a format cannot take, or products that
-            cannot meet; an override that matches nothing; a model that is sharded, or quantized by somebody else. The
-            model is then as it was.
+        UserError: nothing is taken; a module that is taken has a shape that a format cannot take, or products that
+            cannot meet; an override that matches nothing; a model that is sharded, or quantized by somebody else; a
+            dtype outside of quantized_model_init(). The model is then as it was.
     """
     check_model(model)
     if not (filter_fn is None or callable(filter_fn)):
@@ -108,11 +107,10 @@ def convert(
     new_parts = [tuple(target.kind.parts(target.module, target.name, alone)) for target in new]
     known = [part for target in targets for part in parts_of(target.module)]
     set_recipe_of([*known, *(part for parts in new_parts for part in parts)], recipe)  # which has names in common, too
-    held, plain = [], []
-    if holds_weights():
-        of_new = {target.module: parts for target, parts in zip(new, new_parts, strict=True)}
-        every = (candidates_of(t.kind, t.module, of_new.get(t.module) or parts_of(t.module)) for t in targets)
-        held, plain = held_weights(model, [candidate for own in every for candidate in own], dtype)
+    of_new = {target.module: parts for target, parts in zip(new, new_parts, strict=True)}
+    every = (candidates_of(t.kind, t.module, of_new.get(t.module) or parts_of(t.module)) for t in targets)
+    candidates = [candidate for own in every for candidate in own] if holds_weights() else []
+    held, plain = held_weights(model, candidates, dtype)
     for target, parts in zip(new, new_parts, strict=True):
         target.module.__dict__[PARTS] = parts
         target.kind.swap(target.module)

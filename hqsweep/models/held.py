@@ -58,6 +58,8 @@ def held_weights(
 
     dtype: that of their products; None: torch.autocast's where it is on, else that of each weight.
     """
+    if not candidates:
+        return [], []
     readers, held, plain = _readers(model), [], []
     sharing: dict[int, list[Candidate]] = {}
     for candidate in candidates:

@@ -19,6 +19,7 @@ from hqsweep.checkpoints.load import load_checkpoint
 from hqsweep.checkpoints.user_model import check_same, weights_of
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.user_model import FactoryModelConfig, HFModelConfig, UserModel
+from hqsweep.dist.agreed import rank_in
 from hqsweep.dist.local import whole_tensor
 from hqsweep.errors import UserError
 from hqsweep.models.build import build, check_ranks, check_recompute, vocab_fault
@@ -234,7 +235,7 @@ def convert_for_training(
             f"model.quantized_weights: no weight of {type(model).__name__} can be held quantized ({first.name}:"
             f" {first.why}); give false"
         )
-    if conversion.plain:
+    if conversion.plain and rank_in() == 0:
         print(f"model: {conversion}", flush=True)
     return conversion
 
