@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from hqsweep.errors import UserError
 from hqsweep.models.hf import quietly
 from hqsweep.models.names import clean_name
 from hqsweep.quant.serialize import save_safetensors
+from hqsweep.quant.tensor import HybridQuantizedTensor
 
 
 def save_model(model: nn.Module, path: str | os.PathLike[str]) -> Path:
@@ -34,24 +35,39 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     state = own_state(model)
     if any(map(is_spread, state.values())):
         return _save_spread(model, state, path)
+    values = _read_once(model, state, as_plain)
     if hasattr(model, "save_pretrained"):
-        return save_pretrained(model, path)
-    return save_state({clean_name(name): as_plain(value) for name, value in state.items()}, path)
+        held = any(isinstance(value, HybridQuantizedTensor) for value in state.values())
+        return save_pretrained(model, path, state=values if held else None)
+    return save_state(values, path)
 
 
 def _save_spread(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> Path:
     """The whole of every tensor, of which only the first rank keeps all."""
-    first, whole, known = rank_in() == 0, {}, {}
-    params = dict(model.named_parameters(remove_duplicate=False))
-    for name, value in state.items():
-        own = params.get(name)
-        if own not in known or own is None:  # of a tie the same tensor, which is stored once
-            tensor = whole_tensor(spread_like(value, as_plain(local(value))))
-            known[own] = tensor.detach().cpu() if first else None
-        whole |= {clean_name(name): known[own]} if first else {}
+    first = rank_in() == 0
+
+    def read(value: Tensor) -> Tensor | None:
+        tensor = whole_tensor(spread_like(value, as_plain(local(value))))
+        return tensor.detach().cpu() if first else None
+
+    whole = _read_once(model, state, read)
     if hasattr(model, "save_pretrained"):
         return by_first(lambda: save_pretrained(model, path, state=whole))
     return by_first(lambda: save_state(whole, path))
+
+
+def _read_once(
+    model: nn.Module, state: Mapping[str, Tensor], read: Callable[[Tensor], Tensor | None]
+) -> dict[str, Tensor | None]:
+    """What `read` gives for the tensors of a state, by their names in the plain model; of a tie the same tensor, which
+    is stored once."""
+    params, known, values = dict(model.named_parameters(remove_duplicate=False)), {}, {}
+    for name, value in state.items():
+        own = params.get(name)
+        if own not in known or own is None:
+            known[own] = read(value)
+        values[clean_name(name)] = known[own]
+    return values
 
 
 def save_pretrained(

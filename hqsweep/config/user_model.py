@@ -13,22 +13,20 @@ from hqsweep.errors import UserError
 
 TARGET = "_target_"
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
-HELD = (
-    "model.quantized_weights: is for hqsweep's own GPT; a model of your own keeps its weights as they are, so leave it"
-    " out"
-)
 
 
 class UserModel(Section):
     """What all models of users have.
 
     head: whether the output projection takes the recipe's `head` section; if not, it is not converted. attention:
-    whether attention computes by the recipe's `dpa`; None: where the recipe mentions it. init_noise: every initial
+    whether attention computes by the recipe's `dpa`; None: where the recipe mentions it. quantized_weights: whether
+    converted modules hold their weights as operands only, with masters in the optimizer. init_noise: every initial
     weight is multiplied by 1 + init_noise * N(0, 1), for a null arm.
     """
 
     head: bool = False
     attention: bool | None = None
+    quantized_weights: bool = False
     init_noise: Annotated[float, Field(ge=0)] = 0.0
 
 
@@ -43,13 +41,6 @@ class HFModelConfig(UserModel):
     path: str
     pretrained: bool = True
     hash: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _not_held(cls, section: Any) -> Any:
-        if isinstance(section, Mapping) and "quantized_weights" in section:
-            raise UserError(HELD)
-        return section
 
 
 class FactoryModelConfig(UserModel):
@@ -67,8 +58,6 @@ class FactoryModelConfig(UserModel):
         """Move the keys that are arguments to `args`."""
         if not isinstance(section, Mapping):
             return section
-        if "quantized_weights" in section:
-            raise UserError(HELD)
         own = {key: value for key, value in section.items() if key in cls.model_fields}
         own.setdefault("kind", "factory")
         if TARGET in section:

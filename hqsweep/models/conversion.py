@@ -26,7 +26,7 @@ class Converted:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A module with products that was not converted, and why."""
+    """A module with products that was not converted, or whose weight is not held quantized, and why."""
 
     name: str
     shape: tuple[int, ...]
@@ -55,6 +55,9 @@ class Conversion:
     skipped: list[Skipped] = field(default_factory=list)
     tied: list[tuple[str, str]] = field(default_factory=list)
     """The pairs of names of one and the same parameter."""
+    plain: list[Skipped] = field(default_factory=list)
+    """The converted modules whose weights stayed plain inside quantized_model_init, by the names of their roles, and
+    why."""
 
     @property
     def modules(self) -> list[Converted]:
@@ -113,7 +116,8 @@ class Conversion:
         kinds = [part.kind for part in self.parts]
         counted = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
         text = f"converted {counted}"
-        return text + (f"; skipped {_reasons(self.skipped)}" if self.skipped else "")
+        text += f"; skipped {_reasons(self.skipped)}" if self.skipped else ""
+        return text + (f"; plain weights of {_reasons(self.plain)}" if self.plain else "")
 
     def _repr_html_(self) -> str:
         return f"<p>{escape(str(self))}</p>{self.frame().to_html(index=False)}"

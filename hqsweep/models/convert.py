@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from hqsweep.errors import UserError
@@ -12,12 +13,15 @@ from hqsweep.models.conversion import Conversion, Part, Skipped
 from hqsweep.models.experts import EXPERT_KINDS
 from hqsweep.models.first_step import FirstStep
 from hqsweep.models.heads import output_projection
+from hqsweep.models.held import candidates_of, check_release, held_weights, release_weights
 from hqsweep.models.kinds import Kind, parts_of
 from hqsweep.models.linear import Conv1DKind, LinearKind
 from hqsweep.models.names import clean_name
 from hqsweep.models.refusals import bypassed, check_model, instance_fault
 from hqsweep.nn.module import PARTS, QuantizedModule, set_recipe_of
+from hqsweep.nn.parameter import holds_weights
 from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
+from hqsweep.ops.kernels import DTYPES
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import HEAD
 from hqsweep.recipe.select import layers_of
@@ -53,6 +57,7 @@ def convert(
     head: bool = False,
     experts: bool = True,
     attention: bool | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Conversion:
     """Have the modules of a model compute by a recipe, in place.
 
@@ -70,14 +75,22 @@ def convert(
 
     A module that is converted already takes the recipe, as by set_recipe, and keeps its names.
 
+    Inside hqsweep.nn.quantized_model_init() the weights of the modules that are taken become HybridQuantizedTensors:
+    new parameters, so that an optimizer (hqsweep.optim.FusedAdam) is built afterwards. Linears that share a weight
+    share it still. Conversion.plain has the weights that stay as they are, with reasons: what something else reads,
+    too, and formats that are not quantized. dtype: that of the products of held weights, to which weights are rounded
+    before they are quantized; by default torch.autocast's, where it is on for the weight's device, else the weight's.
+    A product in another dtype is refused at the call.
+
     Raises:
         UserError: nothing is taken; a module that is taken has a shape that a format cannot take, or products that
-            cannot meet; an override that matches nothing; a model that is sharded, or quantized by somebody else. The
-            model is then as it was.
+            cannot meet; an override that matches nothing; a model that is sharded, or quantized by somebody else; a
+            dtype outside of quantized_model_init(). The model is then as it was.
     """
     check_model(model)
     if not (filter_fn is None or callable(filter_fn)):
         raise UserError(f"convert: filter_fn is {filter_fn!r}; it takes a function (module, name) -> bool, or None")
+    _check_dtype(dtype)
     recipe = whole_recipe(recipe, "convert")
     kinds = _kinds(recipe, {"experts": experts, "attention": attention})
     targets, skipped = _plan(model, kinds, filter_fn, head)
@@ -94,13 +107,20 @@ def convert(
     new_parts = [tuple(target.kind.parts(target.module, target.name, alone)) for target in new]
     known = [part for target in targets for part in parts_of(target.module)]
     set_recipe_of([*known, *(part for parts in new_parts for part in parts)], recipe)  # which has names in common, too
+    of_new = {target.module: parts for target, parts in zip(new, new_parts, strict=True)}
+    every = (candidates_of(t.kind, t.module, of_new.get(t.module) or parts_of(t.module)) for t in targets)
+    candidates = [candidate for own in every for candidate in own] if holds_weights() else []
+    held, plain = held_weights(model, candidates, dtype)
     for target, parts in zip(new, new_parts, strict=True):
         target.module.__dict__[PARTS] = parts
         target.kind.swap(target.module)
+    for candidate, parameter in held:
+        setattr(candidate.module, candidate.part.weight_name, parameter)
     for kind in dict.fromkeys(target.kind for target in targets):
         kind.swapped(model)
     parts = [Part(target.kind.name, _shape(g), p) for target in targets for g, p in _pairs(target)]
-    conversion = Conversion(parts, skipped, _ties(model))
+    stay = [Skipped(candidate.part.name, tuple(candidate.weight.shape), why) for candidate, why in plain]
+    conversion = Conversion(parts, skipped, _ties(model), stay)
     model.__dict__[CONVERSION] = conversion
     FirstStep([part.module for part in conversion.parts])
     return conversion
@@ -121,11 +141,18 @@ def gemm_modules_of(
 def revert(model: nn.Module) -> int:
     """Undo convert() of this model or of modules of it; returns how many modules there were, 0 for none.
 
-    UserError where a class was derived from a converted one afterwards, as FSDP does; nothing is reverted then.
+    A weight that is held quantized becomes a plain parameter of its dtype again: of the value that
+    preserve_high_precision_init_val keeps, until the first step of hqsweep.optim.FusedAdam takes it, else of what its
+    operands decode to. The masters of an optimizer are not read.
+
+    UserError where a class was derived from a converted one afterwards, as FSDP does, and for held weights that are
+    shared out over ranks; nothing is reverted then.
     """
     converted_modules = [(module, _kind_of(module)) for module in model.modules() if parts_of(module)]
     for module, kind in converted_modules:
         kind.check_restore(module)
+    check_release(model)
+    release_weights(model)
     for module, kind in converted_modules:
         kind.restore(module)
         del module.__dict__[PARTS]
@@ -145,12 +172,13 @@ def converted(
     head: bool = False,
     experts: bool = True,
     attention: bool | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Iterator[Conversion]:
     """convert() within a context: with converted(model, "mxfp8") as conversion: ... UserError for a model that is
     converted already."""
     if any(map(parts_of, model.modules())):
         raise UserError("converted: the model is converted already; revert it first, or give it a recipe by set_recipe")
-    conversion = convert(model, recipe, filter_fn, head=head, experts=experts, attention=attention)
+    conversion = convert(model, recipe, filter_fn, head=head, experts=experts, attention=attention, dtype=dtype)
     try:
         yield conversion
     finally:
@@ -165,6 +193,16 @@ def conversion_of(model: nn.Module) -> Conversion:
     if conversion is None:
         raise UserError(f"conversion_of: {type(model).__name__} was not converted; call hqsweep.convert first")
     return conversion
+
+
+def _check_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and not holds_weights():
+        raise UserError(
+            "convert: dtype is that of the products of weights that are held quantized; call it inside of"
+            " hqsweep.nn.quantized_model_init(), or leave dtype out"
+        )
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"convert: dtype is {dtype!r}; it takes {', '.join(map(str, DTYPES))}, or None")
 
 
 def _kinds(recipe: AnyRecipe, options: Mapping[str, bool | None]) -> list[Kind]:

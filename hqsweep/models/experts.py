@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hqsweep.errors import UserError
 from hqsweep.models.classes import SwapKind
 from hqsweep.models.first_step import watched
 from hqsweep.models.kinds import parts_of
-from hqsweep.models.linear import call_dtype
+from hqsweep.models.linear import call_dtype, check_dtype
 from hqsweep.models.seen import note_call
 from hqsweep.nn.context import current
 from hqsweep.nn.grouped import ExpertParameters, ExpertSizes, GroupedBase
 from hqsweep.nn.options import GroupedLinearOptions
+from hqsweep.nn.parameter import is_held
 from hqsweep.nn.products import untraced
 from hqsweep.ops.kernels import DTYPES
 from hqsweep.ops.splits import Splits
@@ -56,24 +56,25 @@ class ExpertsPart(GroupedBase):
     """One product of all experts: y_e [m_e, N] = x_e [m_e, K] @ weight_e [N, K].T (+ bias_e [N]). A call gives its
     weights and its dtype."""
 
-    def __init__(self, sizes: ExpertSizes, *, name: str, recipe: AnyRecipe, weight_dtype: torch.dtype) -> None:
-        super().__init__(sizes, name=name, recipe=recipe, dtype=weight_dtype, options=GroupedLinearOptions())
-        self._weight_dtype = weight_dtype
+    def __init__(self, module: nn.Module, stack: Stack, name: str, recipe: AnyRecipe) -> None:
+        dtype, options = getattr(module, stack.weight).dtype, GroupedLinearOptions()
+        super().__init__(
+            stack.sizes_of(module), name=f"{name}.{stack.weight}", recipe=recipe, dtype=dtype, options=options
+        )
+        self._weight_dtype, self.weight_name = dtype, stack.weight
 
     @property
     def weight_dtype(self) -> torch.dtype:
         return self._weight_dtype
 
-    def is_plain(self, dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
-        """Whether the plain product of these weights, which torch.autocast does not reach, is what the recipe says."""
+    def is_plain(self, dtype: torch.dtype, weight: Tensor) -> bool:
+        """Whether the plain product of this weight, which torch.autocast does not reach, is what the recipe says."""
         identity = self.active_quantizers().identity
-        return identity is not None and identity.dtype is dtype is weight_dtype
+        return identity is not None and identity.dtype is dtype is weight.dtype and not is_held([weight])
 
     def forward(self, x: Tensor, splits: Splits, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """y of x [M, K], weight [E, N, K] and bias [E, N]. UserError as GroupedLinear raises it, and for another dtype
-        than float32, bfloat16 and float16."""
-        if dtype not in DTYPES:
-            raise UserError(f"{self.name}: the dtype of its product is {dtype}; it takes {', '.join(map(str, DTYPES))}")
+        """y of x [M, K], weight [E, N, K] and bias [E, N]. UserError as GroupedLinear raises it, and as check_dtype."""
+        check_dtype(self, weight, dtype)
         self.dtype, self._weight_dtype = dtype, weight.dtype
         y = self.product(x, splits, ExpertParameters([weight], [] if bias is None else [bias]))
         return watched(self, y)
@@ -97,7 +98,7 @@ class ConvertedStacks:
         parts, products = parts_of(self), self._products(x)
         for part in parts:
             note_call(part)
-        if not all(product.part.is_plain(product.dtype, product.weight.dtype) for product in products):
+        if not all(product.part.is_plain(product.dtype, product.weight) for product in products):
             if torch.compiler.is_compiling() and x.device.type == "cpu":
                 return _untraced(self, x, *routing)
             return self.computed(products, x, *routing)
@@ -236,15 +237,11 @@ class ExpertsKind(SwapKind):
         return [grouped_linear_module(f"{name}.{w}", k, n) for w, (_, k, n) in sizes.items()]
 
     def parts(self, module: nn.Module, name: str, recipe: AnyRecipe) -> list[ExpertsPart]:
-        return [
-            ExpertsPart(
-                stack.sizes_of(module),
-                name=f"{name}.{stack.weight}",
-                recipe=recipe,
-                weight_dtype=getattr(module, stack.weight).dtype,
-            )
-            for stack in self.converted.stacks(module)
-        ]
+        return [ExpertsPart(module, stack, name, recipe) for stack in self.converted.stacks(module)]
+
+    def held_fault(self, module: nn.Module, part: ExpertsPart) -> str | None:
+        lies_turned = any(s.transposed for s in self.converted.stacks(module) if s.weight == part.weight_name)
+        return "it lies as [E, K, N]" if lies_turned else None
 
 
 class HuggingFaceExperts(ExpertsKind):

@@ -75,7 +75,7 @@ class HeadLoss:
             return None
         if isinstance(self.head, ConvertedLinear):
             part = getattr(self.head, PARTS)[0]
-            call = part.call(dtype)
+            call = part.call(weight, dtype)
         else:
             call = _unseen(LinearCall(**self._plain.linear_facts()), self._plain.quantizers)
         if call.quantizers.output is not None:

@@ -47,6 +47,11 @@ class Kind:
         parameters."""
         raise NotImplementedError
 
+    def held_fault(self, module: nn.Module, part: QuantizedModule) -> str | None:
+        """Why the weight of a part, its `weight_name`, stays plain where weights are held quantized; None: it need
+        not."""
+        return None
+
     def swap(self, module: nn.Module) -> None:
         """Have the module compute by its parts, which it has by now. It must not fail."""
         raise NotImplementedError

@@ -16,9 +16,10 @@ from hqsweep.models.seen import note_call
 from hqsweep.nn.context import current
 from hqsweep.nn.linear import LinearBase, linear_product
 from hqsweep.nn.linear_call import LinearCall
-from hqsweep.nn.module import PARTS
+from hqsweep.nn.module import PARTS, QuantizedModule
 from hqsweep.nn.options import LinearOptions
-from hqsweep.nn.products import in_autocast
+from hqsweep.nn.parameter import is_held
+from hqsweep.nn.products import in_autocast, untraced
 from hqsweep.nn.recipe_argument import module_quantizers
 from hqsweep.ops.kernels import DTYPES
 from hqsweep.recipe.base import AnyRecipe
@@ -30,11 +31,11 @@ class LinearPart(LinearBase):
     tensors and its dtype. All else is as in hqsweep.nn.Linear, to the byte."""
 
     module_type = "linear"
+    weight_name = "weight"
 
-    def call(self, dtype: torch.dtype) -> LinearCall:
-        """The LinearCall in this dtype; UserError for a dtype that is not float32, bfloat16 or float16."""
-        if dtype not in DTYPES:
-            raise UserError(f"{self.name}: the dtype of its product is {dtype}; it takes {', '.join(map(str, DTYPES))}")
+    def call(self, weight: Tensor, dtype: torch.dtype) -> LinearCall:
+        """The LinearCall of this weight in this dtype; UserError as check_dtype raises it."""
+        check_dtype(self, weight, dtype)
         return LinearCall(**(self.linear_facts() | {"dtype": dtype}))
 
     def is_identity(self, dtype: torch.dtype) -> bool:
@@ -46,6 +47,18 @@ class LinearPart(LinearBase):
 def call_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     """The dtype of torch.autocast where it is on, else of the weight, which may have moved since it was converted."""
     return torch.get_autocast_dtype(x.device.type) if in_autocast(x.device) else weight.dtype
+
+
+def check_dtype(part: LinearBase, weight: Tensor, dtype: torch.dtype) -> None:
+    """UserError for a product in another dtype than float32, bfloat16 and float16, and for a held weight that was
+    quantized from values in another one than its product's, which are not what the plain weight would be."""
+    if dtype not in DTYPES:
+        raise UserError(f"{part.name}: the dtype of its product is {dtype}; it takes {', '.join(map(str, DTYPES))}")
+    if is_held([weight]) and weight.source_dtype is not dtype:
+        raise UserError(
+            f"{part.name}: its weight is held quantized from values in {weight.source_dtype}, but its product is in"
+            f" {dtype}; convert it with dtype={dtype}, or call it in {weight.source_dtype}"
+        )
 
 
 class ByPart:
@@ -60,17 +73,26 @@ class ByPart:
                 f"{part.name}: its weight is a DTensor; tensor parallelism is not supported, FSDP and DDP are"
             )
         dtype = call_dtype(input, self.weight)
-        if not part.is_identity(dtype):
-            y = linear_product(part.call(dtype), input, self.matrix(self.weight), self.bias)
+        if is_held([self.weight]):
+            y = _held_product(self, input, dtype)
+        elif not part.is_identity(dtype):
+            y = linear_product(part.call(self.weight, dtype), input, self.matrix(self.weight), self.bias)
         elif current().probe is None:
             y = super().forward(input)
         else:
-            y = probed_product(part.call(dtype), self.product, input, self.matrix(self.weight))
+            y = probed_product(part.call(self.weight, dtype), self.product, input, self.matrix(self.weight))
         return watched(part, y)
 
     def extra_repr(self) -> str:
         own = super().extra_repr()
         return f"{own}{', ' if own else ''}{getattr(self, PARTS)[0].extra_repr()}"
+
+
+@untraced
+def _held_product(module: ByPart, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A trace cannot take operands out of a weight that is held in them."""
+    weight = module.matrix(module.weight)
+    return linear_product(getattr(module, PARTS)[0].call(module.weight, dtype), x, weight, module.bias)
 
 
 class ConvertedLinear(ByPart, nn.Linear):
@@ -145,6 +167,9 @@ class Conv1DKind(LinearKind):
     def gemm_modules(self, module: nn.Module, name: str) -> list[GemmModule]:
         k, n = module.weight.shape
         return [linear_module(name, k, n, 0)]
+
+    def held_fault(self, module: nn.Module, part: QuantizedModule) -> str:
+        return "it lies as [K, N]"
 
 
 def weight_fault(weight: Tensor) -> str | None:

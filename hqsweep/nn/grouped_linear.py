@@ -13,7 +13,7 @@ from hqsweep.errors import UserError
 from hqsweep.nn.grouped import ExpertParameters, ExpertSizes, GroupedBase
 from hqsweep.nn.linear import Linear
 from hqsweep.nn.linear_call import Codes
-from hqsweep.nn.module import quantized_modules
+from hqsweep.nn.module import PARTS, quantized_modules
 from hqsweep.nn.options import GroupedLinearOptions
 from hqsweep.nn.parameter import expert_parameters, expert_weights, gemm_weight, link_states, regroup
 from hqsweep.nn.recipe_argument import RecipeArgument
@@ -173,3 +173,7 @@ def link_held(model: nn.Module) -> None:
         if isinstance(module, Linear | GroupedLinear):
             weights = [module.weight] if isinstance(module, Linear) else module.weights
             link_states([stored(weight) for weight in weights], module.states)  # and not a view of the part
+    for module in model.modules():
+        for part in module.__dict__.get(PARTS, ()):
+            if getattr(part, "weight_name", None):
+                link_states([stored(getattr(module, part.weight_name))], part.states)

@@ -59,6 +59,8 @@ class LinearBase(QuantizedModule):
     grad_input_quantizer_role = Boundary("grad_input")
     parallel: TensorParallel | None = None
     """How the ranks of a group share the linear; None: each has all of it."""
+    weight_name: str | None = None
+    """The attribute of a converted module that is the weight of this part of it; None for other linears."""
 
     def __init__(
         self,

@@ -67,6 +67,11 @@ def quantized_model_init(
         _INIT.reset(token)
 
 
+def holds_weights() -> bool:
+    """Whether GEMM weights that are made now are held quantized: inside quantized_model_init."""
+    return _INIT.get() is not None
+
+
 def gemm_weight(
     weight: Tensor,
     quantizer: HybridQuantizer,

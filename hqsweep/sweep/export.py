@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hqsweep.checkpoints import dcp
+from hqsweep.checkpoints.load import as_plain
 from hqsweep.checkpoints.save import save_model, save_pretrained, save_state
 from hqsweep.checkpoints.sharded_load import load_sharded
 from hqsweep.checkpoints.user_model import check_same
@@ -14,12 +15,15 @@ from hqsweep.config.user_model import FactoryModelConfig, HFModelConfig
 from hqsweep.errors import Damaged, UserError
 from hqsweep.models.hf import meta_model
 from hqsweep.models.hf_config import HFConfig, read_hf_config
+from hqsweep.optim import MASTER
+from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.train.adapter import ModelAdapter
 from hqsweep.train.build import adapted, make_optimizer
 from hqsweep.train.checkpoint import read_state, step_of
 from hqsweep.train.fork import start_from
 from hqsweep.train.record import NotAsWritten, check_recorded, checkpoints
+from hqsweep.train.user_model import NUMBERS
 
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -54,12 +58,28 @@ def _write(config: ConvergenceConfig, state: dict, out: Path) -> Path:
     if isinstance(config.model, HFModelConfig):
         check_same(config.model)
         known = read_hf_config(config.model.path)
-        model = _of_config(known, state["model"])
+        model = _of_config(known, _values(state))
         beside = {name: (known.folder / name).read_bytes() for name in TOKENIZER if (known.folder / name).is_file()}
         return save_pretrained(model, out, beside)
     if isinstance(config.model, FactoryModelConfig):
-        return save_state(state["model"], out)
+        return save_state(_values(state), out)
     return save_model(_trained(config, state), out)
+
+
+def _values(state: dict) -> dict[str, Tensor]:
+    """The weights of a user's model in a state, by name; of those that are held quantized the masters, of tied ones the
+    same tensor."""
+    numbers, values, masters = state.get(NUMBERS, {}), {}, {}
+    for name, weight in state["model"].items():
+        if not isinstance(weight, HybridQuantizedTensor):
+            values[name] = weight
+            continue
+        number = numbers[name]
+        if number not in masters:
+            master = state["optimizer"]["state"].get(number, {}).get(MASTER)
+            masters[number] = as_plain(weight) if master is None else master.view(weight.shape)
+        values[name] = masters[number]
+    return values
 
 
 def _write_folder(config: ConvergenceConfig, path: Path, out: Path) -> Path:

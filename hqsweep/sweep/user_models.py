@@ -28,6 +28,7 @@ def check_recipes(points: Sequence[GridPoint], configs: Sequence[Config]) -> Non
     if not own:
         return
     from hqsweep.models.build import check_output, check_recompute, gemm_modules, outline
+    from hqsweep.recipe.validate import check_held_weights
 
     known: set[str] = set()
     for point, config in own:
@@ -40,7 +41,10 @@ def check_recipes(points: Sequence[GridPoint], configs: Sequence[Config]) -> Non
                 _check_weights(config.model)
             if config.train.recompute != "none" and (model := outline(config.model)) is not None:
                 check_recompute(model, config.train.recompute)
-            config.check_recipe(gemm_modules(config, config.data.vocab_estimate))
+            modules = gemm_modules(config, config.data.vocab_estimate)
+            config.check_recipe(modules)
+            if modules and config.model.quantized_weights:
+                check_held_weights(config.recipe.build(), config.own_steps, modules)
             if (model := outline(config.model)) is not None:
                 check_output(model, config.train.context)
         except UserError as error:

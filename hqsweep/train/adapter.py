@@ -49,6 +49,12 @@ class Losses:
     balance: Balance
 
 
+def by_decay(model: nn.Module, decayed: Iterable[Tensor]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """(the parameters that decay, the others), each in the model's order; so an optimizer counts them."""
+    known, parameters = {id(weight) for weight in decayed}, list(model.parameters())
+    return [p for p in parameters if id(p) in known], [p for p in parameters if id(p) not in known]
+
+
 class ModelAdapter(Protocol):
     """A model as the training loop knows it."""
 

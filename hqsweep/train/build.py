@@ -7,7 +7,7 @@ from hqsweep.config.model import ModelConfig
 from hqsweep.config.train import TrainConfig
 from hqsweep.optim import FusedAdam
 from hqsweep.recipe.base import AnyRecipe
-from hqsweep.train.adapter import DTYPES, ModelAdapter
+from hqsweep.train.adapter import DTYPES, ModelAdapter, by_decay
 
 
 def pick_device(name: str) -> torch.device:
@@ -30,9 +30,6 @@ def adapted(config: ConvergenceConfig, vocab_size: int, recipe: AnyRecipe, devic
 
 def make_optimizer(adapter: ModelAdapter, train: TrainConfig) -> FusedAdam:
     """AdamW, on FP32 masters where weights are quantized; what decays, the adapter says."""
-    decayed, parameters = {id(weight) for weight in adapter.decayed()}, list(adapter.model.parameters())
-    groups = [
-        {"params": [p for p in parameters if id(p) in decayed], "weight_decay": train.weight_decay},
-        {"params": [p for p in parameters if id(p) not in decayed], "weight_decay": 0.0},
-    ]
+    decayed, others = by_decay(adapter.model, adapter.decayed())
+    groups = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return FusedAdam(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=1e-8)

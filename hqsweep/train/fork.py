@@ -18,7 +18,8 @@ from hqsweep.dist.local import is_spread, local, note_update, spread_out, write_
 from hqsweep.formats import RngKey
 from hqsweep.nn.grouped_linear import link_held
 from hqsweep.nn.module import quantized_modules
-from hqsweep.optim import FusedAdam
+from hqsweep.optim import MASTER, FusedAdam
+from hqsweep.optim.adam import OWN_MASTERS
 from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.recipe.sections import slots
 from hqsweep.train.keyed import keyed_seed
@@ -33,14 +34,21 @@ def start_from(model: nn.Module, optimizer: FusedAdam, state: Mapping[str, Any])
     so are the tensors of the state."""
     optimizer.load_state_dict(state["optimizer"])
     weights, keys = dict(state["model"]), _keys(model)
-    for name, p in model.named_parameters(remove_duplicate=False):
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for name, p in named.items():
         if p in keys and getattr(local(weights[name]), "quantizer", None) == local(p).quantizer:
             del keys[p]
-    others = {name for name, p in model.named_parameters(remove_duplicate=False) if p in keys}
+    others = {name for name, p in named.items() if p in keys}
     model.load_state_dict({name: value for name, value in weights.items() if name not in others}, strict=not others)
     _keep_states(model)
+    values = {p: optimizer.state.get(p, {}).get(MASTER, weights[name]) for name, p in named.items()}
     for p, key in keys.items():
-        write_held(p, local(optimizer.master_param(p)), _later(key, state["step"]))
+        write_held(p, local(values[p]), _later(key, state["step"]))
+    for name, p in named.items():  # which the trunk alone holds quantized
+        if isinstance(local(weights[name]), HybridQuantizedTensor) and not isinstance(local(p), HybridQuantizedTensor):
+            local(p).copy_(local(values[p]))
+            if p.dtype in OWN_MASTERS and p in optimizer.state:
+                optimizer.state[p].pop(MASTER, None)
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ in which the linears that compute by the recipe take bf16 as those of the GPT do
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from hqsweep.checkpoints.load import load_checkpoint
 from hqsweep.checkpoints.user_model import check_same, weights_of
 from hqsweep.config.job import ConvergenceConfig
-from hqsweep.config.user_model import FactoryModelConfig, HFModelConfig
+from hqsweep.config.user_model import FactoryModelConfig, HFModelConfig, UserModel
+from hqsweep.dist.agreed import rank_in
+from hqsweep.dist.local import whole_tensor
 from hqsweep.errors import UserError
 from hqsweep.models.build import build, check_ranks, check_recompute, vocab_fault
 from hqsweep.models.causal import check_causal
@@ -25,12 +28,16 @@ from hqsweep.models.code import check_code, code_of
 from hqsweep.models.conversion import Conversion
 from hqsweep.models.convert import convert
 from hqsweep.models.head_loss import HeadLoss, why_whole
+from hqsweep.models.held import held_parts, is_quantized
 from hqsweep.models.hf import load_model
 from hqsweep.models.hf_config import HFConfig, read_hf_config
 from hqsweep.models.losses import is_hugging_face, model_loss
+from hqsweep.nn.context import quantization
+from hqsweep.nn.linear import LinearBase
+from hqsweep.nn.parameter import quantized_model_init
 from hqsweep.nn.saved import input_bytes
 from hqsweep.recipe.base import AnyRecipe
-from hqsweep.train.adapter import Balance, Losses, Saving
+from hqsweep.train.adapter import Balance, Losses, Saving, by_decay
 from hqsweep.train.keyed import keyed_seed
 from hqsweep.train.step import NotCapturable
 
@@ -38,6 +45,8 @@ CODE = "model_code"
 """The key of Origin.code in a checkpoint and in the manifest."""
 CONVERSION = "conversion"
 """The key, in a checkpoint, of the states of delayed scaling, which are not in the model's state_dict."""
+NUMBERS = "parameter_numbers"
+"""The key, in a checkpoint, of name -> number in the optimizer."""
 
 EVALUATION = 2**32
 """The key of the random numbers of evaluations; no seed, step and microbatch has it."""
@@ -122,13 +131,23 @@ class UserAdapter:
         return ((p.module.name, input_bytes(p.module, p.shape[-1], tokens)) for p in parts)
 
     def originals(self, master: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """{}: no weight is held quantized."""
-        return {}
+        masters: dict[str, Tensor] = {}
+        for _, part, weight in held_parts(self.model):
+            if part.module_type == "linear":
+                masters[part.name] = master(weight)
+            else:
+                masters |= {f"{part.name}.{e}": w for e, w in enumerate(whole_tensor(master(weight)))}
+        return masters
 
     def state(self) -> dict[str, Any]:
-        """The states of delayed scaling, and the code of the model."""
-        states = self.conversion.state_dict()
-        return ({CONVERSION: states} if states else {}) | self.facts
+        """The states of delayed scaling, the code of the model, and, where weights are held quantized, the number of
+        each parameter in the optimizer, by which its master is found without the model."""
+        states = {CONVERSION: states} if (states := self.conversion.state_dict()) else {}
+        if any(True for _ in held_parts(self.model)):
+            numbers = {p: i for i, p in enumerate(chain(*by_decay(self.model, self.decayed())))}
+            named = self.model.named_parameters(remove_duplicate=False)
+            states[NUMBERS] = {name: numbers[p] for name, p in named}
+        return states | self.facts
 
     def check(self, state: Mapping[str, Any]) -> None:
         if self.origin is not None:
@@ -192,8 +211,32 @@ def user_adapter(
         check_ranks(model)
     by_chunks = dtype is torch.bfloat16 and device.type == "cuda" and train.parallel.world == 1
     by_chunks = by_chunks and train.compile != "off" and loss_by_chunks(model)
-    conversion = convert(model, recipe, head=section.head, attention=section.attention)
+    conversion = convert_for_training(model, recipe, section, config.seed, dtype)
     return UserAdapter(model.to(device), conversion, dtype, HeadLoss(model) if by_chunks else None, origin)
+
+
+def convert_for_training(
+    model: nn.Module, recipe: AnyRecipe, section: UserModel, seed: int, dtype: torch.dtype
+) -> Conversion:
+    """convert() for products in the dtype of a run; with quantized_weights it holds weights, and a line says which stay
+    plain. UserError where none can be held that the recipe quantizes."""
+    options: dict[str, Any] = {"head": section.head, "attention": section.attention}
+    if not section.quantized_weights:
+        return convert(model, recipe, **options)
+    options["dtype"] = torch.bfloat16 if dtype is torch.bfloat16 else None  # which is torch.autocast's in training
+    with quantized_model_init(preserve_high_precision_init_val=True), quantization(seed=seed):
+        conversion = convert(model, recipe, **options)
+    parts = [part.module for part in conversion.parts if isinstance(part.module, LinearBase)]
+    quantized = {part.name for part in parts if is_quantized(part.quantizers.weight)}
+    if quantized and not any(True for _ in held_parts(model)):
+        first = next(weight for weight in conversion.plain if weight.name in quantized)
+        raise UserError(
+            f"model.quantized_weights: no weight of {type(model).__name__} can be held quantized ({first.name}:"
+            f" {first.why}); give false"
+        )
+    if conversion.plain and rank_in() == 0:
+        print(f"model: {conversion}", flush=True)
+    return conversion
 
 
 def loss_by_chunks(model: nn.Module) -> bool:

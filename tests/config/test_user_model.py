@@ -29,6 +29,8 @@ def test_the_gpt_has_no_kind_and_the_others_have() -> None:
     built = parse(config({"_target_": "my.build", "width": 64, "deep": {"a": [1, "b"]}, "init_noise": 0.5})).model
     assert isinstance(built, FactoryModelConfig) and built.init_noise == 0.5
     assert built.args == {"width": 64, "deep": {"a": [1, "b"]}} and built.target == "my.build"
+    held = parse(config({"_target_": "my.build", "width": 64, "quantized_weights": True})).model
+    assert held.quantized_weights and held.args == {"width": 64}
 
 
 @pytest.mark.parametrize("model", [{"kind": "hf", "path": "m", "head": True}, {"_target_": "my.build", "width": 64}])
@@ -49,8 +51,7 @@ def test_a_dump_is_read_again(model: dict) -> None:
         ({"kind": ["hf"]}, "model.kind: got ['hf']; must be hf or factory"),
         ({"kind": "factory"}, "model.target: missing"),
         ({"_target_": "build"}, "model._target_: 'build' is no package.module.function, such as my_models.build"),
-        ({"kind": "hf", "path": "m", "quantized_weights": True}, "is for hqsweep's own GPT"),
-        ({"_target_": "my.build", "quantized_weights": False}, "is for hqsweep's own GPT"),
+        ({"kind": "hf", "path": "m", "quantized_weights": 2}, "model.quantized_weights: got 2; must be true or false"),
         ("hf", "model: got 'hf'; must be a section with the keys dim, layers"),
     ],
 )

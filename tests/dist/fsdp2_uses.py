@@ -1,6 +1,7 @@
 """Uses of fully_shard beside training: policies, states, the meta device, converted models."""
 
 import torch
+from fsdp2_converted import held_llama, held_policy
 from fsdp2_ranks import Holder, differing, held, mesh
 from fsdp2_training import batch, build, shard, train, weights_that_differ
 from ranks import rank_device
@@ -122,9 +123,8 @@ def converted(rank):
 
 
 def uses(rank):
-    return {
-        use.__name__: use(rank) for use in (policy, plain_policy, ignored, plain_ignored, states, on_meta, converted)
-    }
+    of_own = (policy, plain_policy, ignored, plain_ignored, states, on_meta)
+    return {use.__name__: use(rank) for use in (*of_own, converted, held_llama, held_policy)}
 
 
 def compiled(rank):

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
+from hqsweep import convert
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, quantization, quantized_model_init
 from hqsweep.recipe import LinearQuantizers
@@ -29,12 +30,16 @@ class Counting:
 
 
 class Stack(nn.Module):
-    """Linears, one behind the other; recompute: each is run again in backward."""
+    """Linears, one behind the other, ours or converted ones; recompute: each is run again in backward."""
 
-    def __init__(self, text, recompute=False):
+    def __init__(self, text, recompute=False, converted=False):
         super().__init__()
         quantizers = LinearQuantizers.parse(text, "test")
-        self.blocks = nn.ModuleList(Linear(SIZE, SIZE, name=f"l{i}", recipe=quantizers) for i in range(2))
+        if converted:
+            self.blocks = nn.ModuleList(nn.Linear(SIZE, SIZE, bias=False, dtype=torch.bfloat16) for i in range(2))
+            convert(self.blocks, quantizers)
+        else:
+            self.blocks = nn.ModuleList(Linear(SIZE, SIZE, name=f"l{i}", recipe=quantizers) for i in range(2))
         self.head = nn.Linear(SIZE, 2, bias=False, dtype=torch.bfloat16)
         self.recompute = recompute
 
@@ -80,6 +85,7 @@ def _sent(text):
         ("recomputes", {"recompute": True}, True, run),
         ("evaluates", {}, True, evaluate),
         ("accumulates", {}, True, accumulate_),
+        ("converted", {"converted": True}, True, run),
     ):
         model = shard(stack(text, **options), raf=raf)
         counters = counted(model)

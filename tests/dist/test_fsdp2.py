@@ -75,6 +75,7 @@ def test_each_pass_sends_the_plane_that_it_reads(backend):
             "recomputes": [row, column, row, both],  # the first backward lacks the rows, and gathers them on the spot
             "evaluates": [row] * 2,
             "accumulates": [row, both, column] * 2,
+            "converted": [row, column] * 2,
         }
         for cases in (of_rank[text] for of_rank in ranks):
             assert cases.keys() == wanted.keys()
@@ -145,6 +146,8 @@ def test_policies_states_the_meta_device_and_converted_models(backend):
         "states": [],
         "on_meta": [],
         "converted": True,
+        "held_llama": (True, pytest.approx(1.0312, abs=2e-4)),
+        "held_policy": True,
     }
     assert run_ranks(2, uses, backend=backend) == [wanted] * 2
 

@@ -52,6 +52,6 @@ def test_the_page_from_start_to_end(folder, capsys):
             result = CliRunner().invoke(app, [*words, *(["--dry-run"] if how == "dry" else [])])
             assert result.exit_code == 0, (line, result.output)
             ran += 1
-    assert ran == 5 and [kind for kind, *_ in BLOCKS].count("python") == 3
+    assert ran == 5 and [kind for kind, *_ in BLOCKS].count("python") == 4
     assert capsys.readouterr().out.startswith("converted 14 linear; skipped lm_head (the output projection; head=True")
     assert names["conversion"].unused() == [] and names["histories"] == {} and issubclass(names["Quantized"], object)

@@ -79,7 +79,7 @@ def test_bytes_are_those_of_grouped_linear(recipe, transposed, bias, dtype):
     biases = nn.Parameter(torch.arange(E * N).view(E, N) / 100) if bias else None
     stack, sizes = Stack("up", transposed=transposed), ExpertSizes(E, K, N)
     assert stack.sizes_of(holder) == sizes
-    part = ExpertsPart(sizes, name="experts.up", recipe=recipe, weight_dtype=torch.float32)
+    part = ExpertsPart(holder, stack, "experts", recipe)
     if bias:
         with torch.no_grad():
             ours.bias.copy_(biases)

@@ -32,6 +32,9 @@ CASES = {
     "mixtral": ("mxfp8", SHARDED),
     "Blocks": ("mxfp8", SHARDED),
     "Calling": ("mxfp8", SHARDED, {"dtype": "fp32"}),
+    "held llama": (NVFP4, SHARDED, {"recompute": "layer"}, True),
+    "held qwen3": (DELAYED, COPIES, {}, True),
+    "held mixtral": ("mxfp8", SHARDED, {}, True),
 }
 
 
@@ -45,7 +48,8 @@ def folder(tmp_path_factory):
 
 
 def cases(folder: Path) -> list[tuple]:
-    return [(folder / name if name in MODELS else name, *case) for name, case in CASES.items()]
+    folders = {name: folder / name.removeprefix("held ") for name in CASES}
+    return [(folders[name] if folders[name].name in MODELS else name, *case) for name, case in CASES.items()]
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +60,12 @@ def results(folder):
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_are_two_microbatches(results, folder, name, tmp_path):
-    """Losses and statistics to the byte, and the weights that are exported at the end."""
+    """Losses and statistics to the byte, and the weights that are exported at the end; held weights are compared with
+    the training of plain ones, and what is exported of them are values of codes."""
     index = list(CASES).index(name)
     model, linear, _, *more = cases(folder)[index]
-    metrics, stats, _ = train(config(model, linear, None, *more), tmp_path)
+    held = name.startswith("held ")
+    metrics, stats, _ = train(config(model, linear, None, *more[:1]), tmp_path)
     for theirs, *_ in (each[index] for each in results):
         for step, expected in zip(theirs, metrics, strict=True):
             assert step.pop("grad_norm") == pytest.approx(expected["grad_norm"], rel=1e-6)
@@ -68,7 +74,8 @@ def test_two_ranks_are_two_microbatches(results, folder, name, tmp_path):
     folders = folder / "ranks" / str(index), tmp_path
     ours, theirs = (load_file(inspect_checkpoint(path / "out").files[0]) for path in folders)
     assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    different = {name for name in ours if not torch.equal(ours[name], theirs[name])}
+    assert different == {name for name in ours if held and ("proj" in name or "experts" in name)}
 
 
 def test_weights_of_linears_travel_in_the_dtype_of_autocast(results):
@@ -76,8 +83,9 @@ def test_weights_of_linears_travel_in_the_dtype_of_autocast(results):
     linears = ("proj.weight", "c_attn.weight", "c_fc.weight", "blocks.0.0.weight", "blocks.1.0.weight")
     for name, dtypes in zip(CASES, (case[2] for case in results[0]), strict=True):
         narrow = {weight for weight, dtype in dtypes.items() if dtype == torch.bfloat16}
-        assert narrow == (set() if name == "Calling" else {weight for weight in dtypes if weight.endswith(linears)})
-        assert narrow or name in ("Calling", "qwen3")  # which has copies, and gathers nothing
+        others = name == "Calling" or name.startswith("held ")
+        assert narrow == (set() if others else {weight for weight in dtypes if weight.endswith(linears)})
+        assert narrow or others or name == "qwen3"  # which has copies, and gathers nothing
 
 
 def test_what_ranks_would_compute_otherwise_is_refused():
