@@ -28,6 +28,8 @@ from hqsweep.recipe.sections import LinearQuantizers
 
 ROWS, K, N = 64, 128, 96
 """The rows of a rank, and the sizes of a weight whose halves and quarters cut blocks of 32 and 128 rows."""
+SMALLER = 0.7
+"""The magnitude of a rank's part beside that of the rank before."""
 FIRST = 1
 """The first step."""
 CPU = torch.device("cpu")
@@ -46,8 +48,11 @@ class Problem:
     """Whether the weight is held as operands."""
 
     def draw(self, distribution: str, rows: int, cols: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """[rows, cols] on the device, of no more than 1,000 in magnitude."""
-        return draw(distribution, rows, cols, seed, dtype).clamp(-1e3, 1e3).to(self.device)
+        """[rows, cols] on the device, of no more than 1,000 in magnitude, less in the parts of later ranks along either
+        axis, so that an amax of a part is not that of the whole."""
+        x = draw(distribution, rows, cols, seed, dtype).clamp(-1e3, 1e3)
+        of_row, of_col = (SMALLER ** (torch.arange(size) * self.ranks // size) for size in (rows, cols))
+        return (x * of_row[:, None] * of_col).to(self.device, dtype)
 
     def mesh(self, *names: str) -> DeviceMesh:
         """All ranks along one axis."""

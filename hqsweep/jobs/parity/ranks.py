@@ -1,12 +1,12 @@
 """Columns ddp, fsdp2, tp, ep and pp of the parity job: what ranks compute together, against one process, to the byte.
 
 For each number in parity.ranks that many processes are started once, which exchange tensors by gloo, or on GPUs by
-NCCL (several share a GPU where there are fewer), and go through all formats, all
-ordered pairs of base formats with both columnwise sources, and recipes. What each rank has is compared with what one
-process has for it (jobs/parity/rank_cases.py, rank_layers.py, rank_stages.py): operands, y and dx, whose sums no rank
-splits, and what ranks sum against the sum of as many parts in the order of ranks, with masters and operands after each
-of two updates. Further rows compare such a sum with that of one process, as far as the order of sums allows
-(jobs/parity/rank_sums.py).
+NCCL (several share a GPU where there are fewer), and go through all formats, all ordered pairs of base formats with
+both columnwise sources, and recipes. What each rank has is compared with what one process has for it
+(jobs/parity/rank_cases.py, rank_layers.py, rank_stages.py): y and dx, whose sums no rank splits, and what ranks sum
+against the sum of as many parts in the order of ranks, with masters and held weights after each update. A row of its
+own has the operands of x, weight and dy that products read (jobs/parity/rank_operands.py). Further rows compare such a
+sum with that of one process, as far as the order of sums allows (jobs/parity/rank_sums.py).
 """
 
 from collections.abc import Iterator, Mapping
