@@ -107,7 +107,7 @@ class Call:
     @property
     def product_takes(self) -> Output:
         """The output to ask quantize for where a product reads it."""
-        return "codes" if self.gemm == "native" else "exact"
+        return "codes" if self.gemm == "native" or self.context.reader is not None else "exact"
 
     def quantize(
         self,

@@ -1,6 +1,6 @@
 """What a forward pass needs beside its tensors: the key of stochastic rounding, a probe on sampled steps, a recipe."""
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +38,9 @@ class Context:
     """int64 [1] on the device that holds the step, from which keys read it there; None: keys have `step`."""
     kernels: bool = True
     """Whether norms, activations, rotary positions and the loss run on hqsweep's CUDA kernels where there are some."""
+    reader: Callable[[Any, str, Any, Any], None] | None = field(default=None, compare=False)
+    """Called with the call, the GEMM and both operands of each product that LinearCall.product forms: products then
+    take codes, whose exact operands are those that they take otherwise."""
 
     owners: dict[Hashable, ref] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Which module draws the random bits of a slot."""

@@ -173,6 +173,8 @@ class LinearCall(Call):
     ) -> Tensor | Sequence[Tensor]:
         """ "fprop", "dgrad" or "wgrad", the last one for each expert. UserError, with the module's name, for what
         gemm=native has no product for."""
+        if self.context.reader is not None:
+            self.context.reader(self, gemm, a, b)
         if isinstance(a, RankRows):
             return a.product(b, out_dtype)
         if self.plans is None and self.gemm != "native":

@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from parity_ranks import DAMAGES, checked
 
 from hqsweep.config.job import parse
+from hqsweep.dist.spawn import stream_ranks
 from hqsweep.errors import UserError
 from hqsweep.jobs.parity import job as parity
 from hqsweep.jobs.parity import rank_cases, rank_layers, rank_sums, ranks
@@ -34,9 +36,16 @@ def sections_of(number):
 
 
 @pytest.fixture(scope="module")
-def every():
+def spawned():
+    """Number of ranks -> what they yield: the results for each subject, then those of damaged columns."""
+    damaged = {name: ranks.subjects(config())[damage.subject] for name, damage in DAMAGES.items()}
+    return {n: list(stream_ranks(n, checked, n, sections_of(n), damaged if n == 2 else {})) for n in SUBJECTS}
+
+
+@pytest.fixture(scope="module")
+def every(spawned):
     """Number of ranks -> subject -> what the ranks have of each column."""
-    return {n: dict(zip(SUBJECTS[n], ranks.run_ranks(n, sections_of(n), 0, "cpu"), strict=True)) for n in SUBJECTS}
+    return {n: dict(zip(SUBJECTS[n], spawned[n][:-1], strict=True)) for n in SUBJECTS}
 
 
 @pytest.fixture
@@ -68,7 +77,8 @@ def case_of(number, column):
 def test_ranks_are_one_process_to_the_byte(number, run):
     rows = run(number, *SUBJECTS[number])
     assert failed(rows) == {} and all(row["total"] > 0 for row in rows)
-    names = {(column.name, case_of(number, column)) for column in ranks.COLUMNS}
+    columns = [(column.name, case_of(number, column)) for column in ranks.COLUMNS]
+    names = {*columns, *((name, f"{case}, operands") for name, case in columns)}
     assert {name for name, _ in names} == {"ddp", "fsdp2", "tp", "ep", "pp"}
     sums = {(rank_sums.NAME, f"{number} ranks, {case}") for case in ("y by row", "dx by column")}
     for subject in SUBJECTS[number]:
@@ -94,7 +104,7 @@ def test_progress_is_that_of_the_columns(run):
     done = [part for part in run.parts if part is not None]
     share = parity.shares(config(2))["ranks"]
     assert done == sorted(done) and done[-1] == 1.0
-    columns = len(ranks.COLUMNS)
+    columns = 2 * len(ranks.COLUMNS)
     counted = {round((part - 1 + share) / share * columns, 3) for part in done}
     assert counted >= set(range(1, columns + 1))
 
@@ -108,6 +118,9 @@ DAMAGED = [
     ("tp", "by row, tokens split", "y of step 1"),
     ("ep", "", "d fc2.weight of step 2"),
     ("pp", "two stages a rank", "loss of step 2"),
+    ("ddp", "plain weights", "operand of parity: grad_output columnwise s, microbatch 1, step 2"),
+    ("fsdp2", "gathered in bfloat16", "operand of parity: weight columnwise q, microbatch 1, step 2"),
+    ("pp", "one stage a rank", "operand of layers.1.mlp.fc2: input columnwise q, microbatch 0, step 2"),
 ]
 
 
@@ -119,10 +132,31 @@ def test_a_rank_with_another_byte_is_named(check, case, name, every, run):
     tensor[-1] ^= 1
     try:
         [(where, first)] = failed(run(2, subject)).items()
-        assert where == (check, case_of(2, ranks.COLUMNS[index]), subject)
+        ending = ", operands" if name.startswith("operand") else ""
+        assert where == (check, case_of(2, ranks.COLUMNS[index]) + ending, subject)
         assert first.startswith(f"{name} on rank 1 [")
     finally:
         tensor[-1] ^= 1
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_what_goes_wrong_on_a_rank_is_named_by_the_operand_it_reaches(name, spawned):
+    damage, results = DAMAGES[name], [own[name] for own in spawned[2][-1]]
+    problem = rank_cases.Problem(ranks.subjects(config())[damage.subject], 0, 2)
+    expected = damage.of_column.expected(problem)
+    _, operands = ranks.compared(("check", "subject", "case"), expected, results)
+    assert operands["status"] == "FAIL" and operands["case"] == "case, operands"
+    assert operands["first_index"].startswith(f"operand of {damage.named}")
+    assert damage.everywhere or " on rank 1 [" in operands["first_index"]
+
+
+def test_a_result_that_one_side_lacks_is_a_failure():
+    one = [{"y": torch.zeros(2), "operand of a": torch.zeros(2)}]
+    rows = list(ranks.compared(("tp", "mxfp8", "2 ranks"), one, [{"y": torch.zeros(2)}]))
+    assert [(row["status"], row["total"], row["note"]) for row in rows] == [
+        ("PASS", 2, None),
+        ("FAIL", 0, "one side alone has operand of a on rank 0"),
+    ]
 
 
 @pytest.mark.parametrize("subject", ["mxfp8", "nvfp4"])
@@ -169,7 +203,7 @@ def test_what_ranks_have_is_compared_with_one_thread(monkeypatch):
         monkeypatch.setattr(ranks, "order_of_sums", lambda *_: ())
         monkeypatch.setattr(ranks, "shared_sums", lambda *_: None)
         problem = rank_cases.Problem(ranks.everywhere(ranks.parse("mxfp8")), 0, 2, torch.device("cpu"))
-        assert len(list(ranks._rows("mxfp8", problem, []))) == len(ranks.COLUMNS)
+        assert len(list(ranks._rows("mxfp8", problem, []))) == 2 * len(ranks.COLUMNS)
         assert set(threads) == {1} and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

@@ -1,14 +1,17 @@
 """quantization() and autocast(): what they restore, and what threads without a value of their own read."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 
 from hqsweep.errors import UserError
+from hqsweep.formats import parse
 from hqsweep.nn import GroupedLinear, Linear, autocast, quantization
-from hqsweep.nn.context import autocast_recipe, current
+from hqsweep.nn.context import autocast_recipe, current, within
 from hqsweep.recipe import LinearQuantizers, Recipe
+from hqsweep.recipe.pairs import GEMMS
 
 RECIPE = Recipe(linear=LinearQuantizers.parse("mxfp8", "test"))
 
@@ -84,3 +87,35 @@ def test_a_counter_stands_for_the_step_of_random_bits(device):
 def test_what_is_no_counter_is_refused(counter):
     with pytest.raises(UserError, match=rf"counter is {counter.dtype} \({len(counter)},\); it takes int64 \[1\]"):
         quantization(counter=counter)
+
+
+def test_a_reader_sees_the_codes_of_every_product_and_changes_no_bit():
+    """Codes and scales are those of the formats' own reference."""
+    texts = {
+        "input": ("mxfp8", "nvfp4+rht"),
+        "weight": ("fp8_current", "fp8_block"),
+        "grad_output": ("mxfp4", "nvfp4+rht"),
+    }
+    linear = Linear(
+        64, 96, name="m", recipe=LinearQuantizers.parse({t: "|".join(own) for t, own in texts.items()}, "test")
+    )
+    matrices = {"input": torch.randn(32, 64), "weight": linear.weight.detach(), "grad_output": torch.randn(32, 96)}
+    matrices = {tensor: matrix.bfloat16() for tensor, matrix in matrices.items()}
+    read = {}
+
+    def note(call, gemm, *operands):
+        read.update(zip(((call.layer, *slot) for slot in GEMMS[gemm]), operands, strict=True))
+
+    results = []
+    for reader in (None, note):
+        x = matrices["input"].clone().requires_grad_()
+        linear.zero_grad()
+        with within(replace(current(), reader=reader)):
+            y = linear(x)
+        y.backward(matrices["grad_output"])
+        results.append((y.detach(), x.grad, linear.weight.grad))
+    assert all(map(torch.equal, *results)) and len(read) == 6
+    for (_, tensor, direction), operand in read.items():
+        matrix, index = matrices[tensor], ("rowwise", "columnwise").index(direction)
+        expected = parse(texts[tensor][index]).encode(matrix.t() if index else matrix)
+        assert all(torch.equal(expected[name], buffer) for name, buffer in operand.buffers.items())

@@ -1,11 +1,11 @@
-"""What ranks and one process compute for the check of ranks: two steps of a linear, each rank on its slice of the rows.
+"""What ranks and one process compute for the check of ranks: steps of a linear, each rank on its slice of the rows.
 
 Both sides of a column give results of the same names: what a rank has, and what one process has for it that computes
 the slices one after the other, and adds in the ranks' order what ranks add.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hqsweep.dist.collectives import gather_bytes, ordered_reduce_scatter
 from hqsweep.dist.local import whole_tensor
 from hqsweep.formats.inputs import draw
+from hqsweep.jobs.parity.rank_operands import Read, reading
 from hqsweep.nn import Linear, quantization, quantized_model_init
 from hqsweep.optim import FusedAdam
 from hqsweep.quant.tensor import HybridQuantizedTensor
@@ -27,7 +28,10 @@ from hqsweep.recipe.sections import LinearQuantizers
 
 ROWS, K, N = 64, 128, 96
 """The rows of a rank, and the sizes of a weight whose halves and quarters cut blocks of 32 and 128 rows."""
-STEPS = (1, 2)
+SMALLER = 0.7
+"""The magnitude of a rank's part beside that of the rank before."""
+FIRST = 1
+"""The first step."""
 CPU = torch.device("cpu")
 Results = dict[str, Tensor]
 
@@ -44,8 +48,11 @@ class Problem:
     """Whether the weight is held as operands."""
 
     def draw(self, distribution: str, rows: int, cols: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """[rows, cols] on the device, of no more than 1,000 in magnitude."""
-        return draw(distribution, rows, cols, seed, dtype).clamp(-1e3, 1e3).to(self.device)
+        """[rows, cols] on the device, of no more than 1,000 in magnitude, less in the parts of later ranks along either
+        axis, so that an amax of a part is not that of the whole."""
+        x = draw(distribution, rows, cols, seed, dtype).clamp(-1e3, 1e3)
+        of_row, of_col = (SMALLER ** (torch.arange(size) * self.ranks // size) for size in (rows, cols))
+        return (x * of_row[:, None] * of_col).to(self.device, dtype)
 
     def mesh(self, *names: str) -> DeviceMesh:
         """All ranks along one axis."""
@@ -59,6 +66,21 @@ class Problem:
             module.weight.copy_(self.draw("heavy", N, K, self.seed, torch.float32))
         return module
 
+    @property
+    def steps(self) -> Sequence[int]:
+        """The steps: products take what they take in a run, and in the last step codes, so that these are seen. Scales
+        from the amaxes of earlier steps are there from the second step on."""
+        quantizers = self.quantizers
+        delayed = any(q.delayed for q in (quantizers.input, quantizers.weight, quantizers.grad_output))
+        return range(FIRST, FIRST + (3 if delayed else 2))
+
+    @contextmanager
+    def step(self, step: int, **options: Any) -> Iterator[list[Read]]:
+        """quantization() of a step, with the operands that products read in the last one, and in backward later."""
+        noting = reading() if step == self.steps[-1] else nullcontext([])
+        with quantization(seed=self.seed, step=step, **options), noting as reads:
+            yield reads
+
     def slice(self, step: int, rank: int) -> tuple[Tensor, Tensor]:
         """The x and dy of a rank."""
         whole = ROWS * self.ranks
@@ -69,10 +91,15 @@ class Problem:
         """Forward and backward of a rank's slice."""
         x, dy = self.slice(step, rank)
         x = x.requires_grad_()
-        with quantization(seed=self.seed, step=step, microbatch=rank):
+        with self.step(step, microbatch=rank) as reads:
             y = module(x)
             y.backward(dy)
-        return {f"y of step {step}": y.detach(), f"dx of step {step}": x.grad}
+        return {f"y of step {step}": y.detach(), f"dx of step {step}": x.grad} | named(reads, step)
+
+
+def named(reads: Sequence[Read], step: int) -> Results:
+    """The operands that one process has read in a step, by name."""
+    return {name: tensor for read in reads for name, tensor in read.results(step)[0].items()}
 
 
 def optimizer_of(module: torch.nn.Module) -> FusedAdam:
@@ -84,7 +111,7 @@ def one_process(problem: Problem) -> list[Results]:
     """The results of each rank, computed in one process: slice after slice, gradients added in the order of ranks."""
     module, results = problem.linear(), [dict[str, Tensor]() for _ in range(problem.ranks)]
     optimizer = optimizer_of(module)
-    for step in STEPS:
+    for step in problem.steps:
         gradients = []
         for rank, result in enumerate(results):
             result |= problem.pass_(module, step, rank)
@@ -98,8 +125,12 @@ def one_process(problem: Problem) -> list[Results]:
 
 
 def products(problem: Problem) -> list[Results]:
-    """The y and dx of the first step of each rank."""
-    return [{name: result[f"{name} of step {STEPS[0]}"] for name in ("y", "dx")} for result in one_process(problem)]
+    """The products of each rank with a weight that stays as it is, and their operands."""
+    module, results = problem.linear(), [dict[str, Tensor]() for _ in range(problem.ranks)]
+    for step in problem.steps:
+        for rank, result in enumerate(results):
+            result |= problem.pass_(module, step, rank)
+    return results
 
 
 def in_order(parts: Sequence[Tensor]) -> Tensor:
@@ -127,18 +158,20 @@ def fsdp2(problem: Problem, rank: int) -> Results:
 
 
 def fsdp2_bf16(problem: Problem, rank: int) -> Results:
-    """The results of a rank whose weights are gathered in bfloat16: operands and products alone."""
+    """The products() of a rank whose weights are gathered in bfloat16."""
     module = problem.linear()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     fully_shard(module, mesh=problem.mesh(), mp_policy=policy)
-    done = problem.pass_(module, STEPS[0], rank)
-    return {name: done[f"{name} of step {STEPS[0]}"] for name in ("y", "dx")}
+    results: Results = {}
+    for step in problem.steps:
+        results |= problem.pass_(module, step, rank)
+    return results
 
 
 def _trained(problem: Problem, model: torch.nn.Module, module: Linear, rank: int) -> Results:
     results: Results = {}
     optimizer = optimizer_of(module)
-    for step in STEPS:
+    for step in problem.steps:
         results |= problem.pass_(model, step, rank)
         results |= _state(module, optimizer, step)
     return results

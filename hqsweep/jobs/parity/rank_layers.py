@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hqsweep.dist.local import local
-from hqsweep.jobs.parity.rank_cases import STEPS, Column, Problem, Results
+from hqsweep.jobs.parity.rank_cases import FIRST, Column, Problem, Results, named
+from hqsweep.jobs.parity.rank_operands import Read
 from hqsweep.jobs.parity.rank_sums import SplitSum
 from hqsweep.nn import LayerNormMoE, Linear, MoEOptions, quantization
 from hqsweep.nn.linear_call import LinearCall
@@ -42,14 +43,14 @@ def _tensors(problem: Problem, step: int) -> tuple[Tensor, Tensor]:
     return tuple(problem.draw("heavy", TOKENS, size, problem.seed + 2 * step + i) for i in range(2))
 
 
-def _linear_pass(problem: Problem, module: Linear, x: Tensor, dy: Tensor, step: int) -> Results:
+def _linear_pass(problem: Problem, module: Linear, x: Tensor, dy: Tensor, step: int) -> tuple[Results, list[Read]]:
     module.zero_grad()
     x = x.clone().requires_grad_()
-    with quantization(seed=problem.seed, step=step):
+    with problem.step(step) as reads:
         y = module(x)
     y.backward(dy)
     results = {"y": y.detach(), "dx": x.grad, "dw": local(module.weight.grad), "db": local(module.bias.grad)}
-    return {f"{name} of step {step}": tensor for name, tensor in results.items()}
+    return {f"{name} of step {step}": tensor for name, tensor in results.items()}, reads
 
 
 @dataclass(frozen=True)
@@ -66,23 +67,27 @@ class SharedLinear:
         style = ColwiseLinear if self.mode == "column" else RowwiseLinear
         module = parallelize_module(_linear(problem), mesh, style(sequence=0 if self.sequence else None))
         x_axis, dy_axis = (self._tokens, 1) if self.mode == "column" else (1, self._tokens)
-        for step in STEPS:
+        for step in problem.steps:
             x, dy = _tensors(problem, step)
             own = _part(x, x_axis, problem.ranks)[rank], _part(dy, dy_axis, problem.ranks)[rank]
-            results |= _linear_pass(problem, module, *own, step)
+            passed, reads = _linear_pass(problem, module, *own, step)
+            results |= passed | named(reads, step)
         return results
 
     def expected(self, problem: Problem) -> list[Results]:
         """The results of each rank, computed in one process; what is summed over ranks is put together from their
-        parts."""
+        parts. Of operands a rank has those of its part."""
         module, results = _linear(problem), [dict[str, Tensor]() for _ in range(problem.ranks)]
-        for step in STEPS:
-            passed = _linear_pass(problem, module, *_tensors(problem, step), step)
+        for step in problem.steps:
+            passed, reads = _linear_pass(problem, module, *_tensors(problem, step), step)
             sums = {f"{self.summed} of step {step}": self.split_sum(problem, module, step).total}
             for name, tensor in (passed | sums).items():
                 parts = _part(tensor, self._axes[name.split(" ")[0]], problem.ranks)
                 for result, part in zip(results, parts, strict=True):
                     result[name] = part.contiguous()
+            for read in reads:
+                parts = read.results(step, problem.ranks, self._cuts.get(read.tensor))
+                results = [result | part for result, part in zip(results, parts, strict=True)]
         return results
 
     @property
@@ -100,6 +105,11 @@ class SharedLinear:
         if self.mode == "column":
             return {"y": 1, "dx": self._tokens, "dw": 0, "db": 0}
         return {"y": self._tokens, "dx": 1, "dw": 1, "db": None}
+
+    @property
+    def _cuts(self) -> dict[str, int]:
+        """The axis along which ranks have parts of a tensor that products read; all others each has whole."""
+        return {"weight": 0, "grad_output": 1} if self.mode == "column" else {"input": 1, "weight": 1}
 
     def split_sum(self, problem: Problem, module: Linear, step: int) -> SplitSum:
         """The sum over ranks of a step, after the step has been computed by the module."""
@@ -126,8 +136,9 @@ def _mixture(problem: Problem) -> LayerNormMoE:
     return module.to(problem.device)
 
 
-def _mixture_pass(problem: Problem, module: LayerNormMoE, ranks: range, step: int) -> Results:
-    """The y and dx of the tokens of these ranks, and the gradients of the experts' weights."""
+def _mixture_pass(problem: Problem, module: LayerNormMoE, ranks: range, step: int) -> tuple[Results, list[Read]]:
+    """The y and dx of the tokens of these ranks, and the gradients of the experts' weights; and the operands that were
+    read."""
     seeds = [problem.seed + 100 * rank + 10 * step for rank in ranks]
     x, dy = (
         torch.cat(
@@ -140,32 +151,38 @@ def _mixture_pass(problem: Problem, module: LayerNormMoE, ranks: range, step: in
     )
     module.zero_grad()
     x = x.float().requires_grad_()
-    with quantization(seed=problem.seed, step=step):
+    with problem.step(step) as reads:
         y = module(x)[0]
         y.backward(dy.float())
     weights = {f"d {name}": local(p.grad) for name, p in module.named_parameters() if name.startswith("fc")}
-    return {f"{name} of step {step}": t for name, t in ({"y": y.detach(), "dx": x.grad} | weights).items()}
+    results = {"y": y.detach(), "dx": x.grad} | weights
+    return {f"{name} of step {step}": tensor for name, tensor in results.items()}, reads
 
 
 def experts(problem: Problem, rank: int) -> Results:
     """The results of a rank with its part of the experts, and tokens for all of them."""
     module, results = expert_parallel(_mixture(problem), problem.mesh()), {}
-    for step in STEPS:
-        results |= _mixture_pass(problem, module, range(rank, rank + 1), step)
+    for step in problem.steps:
+        passed, reads = _mixture_pass(problem, module, range(rank, rank + 1), step)
+        results |= passed | named(reads, step)
     return results
 
 
 def of_experts(problem: Problem) -> list[Results]:
     """The results of experts() for each rank; gradients of weights are divided by the number of ranks."""
     module, results = _mixture(problem), [dict[str, Tensor]() for _ in range(problem.ranks)]
-    for step in STEPS:
-        for name, tensor in _mixture_pass(problem, module, range(problem.ranks), step).items():
+    for step in problem.steps:
+        passed, reads = _mixture_pass(problem, module, range(problem.ranks), step)
+        for name, tensor in passed.items():
             of_tokens = not name.startswith("d ")
             parts = (
                 tensor.split(OF_RANK[: problem.ranks]) if of_tokens else (tensor / problem.ranks).chunk(problem.ranks)
             )
             for result, part in zip(results, parts, strict=True):
                 result[name] = part
+        for read in reads:
+            expert = int(read.layer.rpartition(".")[2])
+            results[expert * problem.ranks // EXPERTS] |= read.results(step)[0]
     return results
 
 
@@ -185,7 +202,7 @@ def shared_sums(problem: Problem) -> Iterator[tuple[str, SplitSum, Tensor]]:
     """(case, sum over ranks of the first step, the same product as one process has it)."""
     for case, shared in SHARED.items():
         if not shared.sequence:
-            module, step = _linear(problem), STEPS[0]
-            passed = _linear_pass(problem, module, *_tensors(problem, step), step)
-            split = shared.split_sum(problem, module, step)
-            yield f"{shared.summed} {case}", split, passed[f"{shared.summed} of step {step}"]
+            module = _linear(problem)
+            passed, _ = _linear_pass(problem, module, *_tensors(problem, FIRST), FIRST)
+            split = shared.split_sum(problem, module, FIRST)
+            yield f"{shared.summed} {case}", split, passed[f"{shared.summed} of step {FIRST}"]

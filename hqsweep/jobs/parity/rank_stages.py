@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from hqsweep.config.model import ModelConfig
-from hqsweep.jobs.parity.rank_cases import STEPS, Column, Problem, Results
-from hqsweep.nn import quantization
+from hqsweep.jobs.parity.rank_cases import Column, Problem, Results, named
+from hqsweep.jobs.parity.rank_operands import PREFIX, Read
 from hqsweep.parallel.pipeline import Pipeline
 from hqsweep.recipe.sectioned import Recipe
 from hqsweep.train.model import GPT
 
 DIM, HEADS, FFN, VOCAB, TOKENS = 64, 2, 96, 32, 64
 LR = 0.1
-Step = Callable[[int, Tensor, Tensor], Tensor]
+Step = Callable[[int, Tensor, Tensor], tuple[Tensor, list[Read]]]
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Stages:
         model = self._gpt(problem)
         pipeline = Pipeline(model, problem.mesh(), problem.ranks, stages_per_rank=self.per_rank)
 
-        def step(index: int, tokens: Tensor, targets: Tensor) -> Tensor:
-            with quantization(seed=problem.seed, step=index):
-                return pipeline.step(tokens, targets).total
+        def step(index: int, tokens: Tensor, targets: Tensor) -> tuple[Tensor, list[Read]]:
+            with problem.step(index) as reads:
+                return pipeline.step(tokens, targets).total, reads
 
         return _trained(problem, model, step)
 
@@ -40,15 +40,16 @@ class Stages:
         """The results of each rank, computed in one process: the losses, and what belongs to its layers."""
         model = self._gpt(problem)
 
-        def step(index: int, tokens: Tensor, targets: Tensor) -> Tensor:
-            total = torch.zeros((), device=problem.device)
+        def step(index: int, tokens: Tensor, targets: Tensor) -> tuple[Tensor, list[Read]]:
+            total, every = torch.zeros((), device=problem.device), []
             for microbatch in range(problem.ranks):
-                own, at = slice(microbatch, microbatch + 1), {"step": index, "microbatch": microbatch}
-                with quantization(seed=problem.seed, cache_weights=True, **at):
+                own = slice(microbatch, microbatch + 1)
+                with problem.step(index, cache_weights=True, microbatch=microbatch) as reads:
                     loss = model.loss(tokens[own], targets[own])[0] / problem.ranks
                     loss.backward()
                 total += loss.detach()
-            return total
+                every += reads
+            return total, every
 
         results = _trained(problem, model, step)
         return [
@@ -65,22 +66,23 @@ class Stages:
         return model.to(problem.device)
 
     def _rank_of(self, name: str, ranks: int) -> int | None:
-        """The rank that has the parameter which a result is named after; None: all have the result."""
+        """The rank that has the parameter, or the linear, which a result is named after; None: all have the result."""
         if name.startswith("loss"):
             return None
-        part = name.removeprefix("d ").split(".")
+        part = name.removeprefix("d ").removeprefix(PREFIX).split(".")
         if part[0] == "layers":
             return int(part[1]) % ranks
         return 0 if part[0] == "embedding" else ranks - 1
 
 
 def _trained(problem: Problem, model: GPT, step: Step) -> Results:
-    """The losses, gradients and weights of two steps."""
+    """The losses, gradients, weights and operands of all steps."""
     results: Results = {}
-    for index in STEPS:
+    for index in problem.steps:
         generator = torch.Generator().manual_seed(problem.seed + index)
         text = torch.randint(0, VOCAB, (problem.ranks, TOKENS + 1), generator=generator).to(problem.device)
-        results[f"loss of step {index}"] = step(index, text[:, :-1].contiguous(), text[:, 1:].contiguous())
+        results[f"loss of step {index}"], reads = step(index, text[:, :-1].contiguous(), text[:, 1:].contiguous())
+        results |= named(reads, index)
         for name, parameter in model.named_parameters():
             results[f"d {name} of step {index}"] = parameter.grad
             with torch.no_grad():

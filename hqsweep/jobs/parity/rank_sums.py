@@ -15,7 +15,7 @@ from torch import Tensor
 from hqsweep.formats import ExactOperand
 from hqsweep.gemm.exact import mm_t
 from hqsweep.jobs.parity.compare_bytes import row
-from hqsweep.jobs.parity.rank_cases import STEPS, Problem, in_order, one_process
+from hqsweep.jobs.parity.rank_cases import FIRST, Problem, in_order, one_process
 from hqsweep.nn import quantization
 from hqsweep.quant.hybrid import HybridQuantizer
 
@@ -78,7 +78,7 @@ def _magnitudes(operand: ExactOperand) -> Tensor:
 def _by_slices(problem: Problem) -> tuple[Tensor, Tensor] | None:
     """The errors of the weight's gradient, and the errors allowed; None where the slices' operands differ from the
     whole's."""
-    step = STEPS[0]
+    step = FIRST
     split = one_process(problem)[0][f"weight.grad of step {step}"] * problem.ranks
     parts = [problem.slice(step, rank) for rank in range(problem.ranks)]
     x, dy = (torch.cat(column) for column in zip(*parts, strict=True))

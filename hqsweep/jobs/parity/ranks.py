@@ -1,12 +1,12 @@
 """Columns ddp, fsdp2, tp, ep and pp of the parity job: what ranks compute together, against one process, to the byte.
 
 For each number in parity.ranks that many processes are started once, which exchange tensors by gloo, or on GPUs by
-NCCL (several share a GPU where there are fewer), and go through all formats, all
-ordered pairs of base formats with both columnwise sources, and recipes. What each rank has is compared with what one
-process has for it (jobs/parity/rank_cases.py, rank_layers.py, rank_stages.py): operands, y and dx, whose sums no rank
-splits, and what ranks sum against the sum of as many parts in the order of ranks, with masters and operands after each
-of two updates. Further rows compare such a sum with that of one process, as far as the order of sums allows
-(jobs/parity/rank_sums.py).
+NCCL (several share a GPU where there are fewer), and go through all formats, all ordered pairs of base formats with
+both columnwise sources, and recipes. What each rank has is compared with what one process has for it
+(jobs/parity/rank_cases.py, rank_layers.py, rank_stages.py): y and dx, whose sums no rank splits, and what ranks sum
+against the sum of as many parts in the order of ranks, with masters and held weights after each update. A row of its
+own has the operands of x, weight and dy that products read (jobs/parity/rank_operands.py). Further rows compare such a
+sum with that of one process, as far as the order of sums allows (jobs/parity/rank_sums.py).
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,10 +23,11 @@ from hqsweep.dist.spawn import stream_ranks
 from hqsweep.errors import UserError
 from hqsweep.formats import bases, parse
 from hqsweep.jobs.isolation import make_deterministic
-from hqsweep.jobs.parity.compare_bytes import Rows, named_pairs, row
+from hqsweep.jobs.parity.compare_bytes import Rows, row
 from hqsweep.jobs.parity.grouped import RECIPES, everywhere
 from hqsweep.jobs.parity.rank_cases import DATA_COLUMNS, Column, Problem, Results
 from hqsweep.jobs.parity.rank_layers import LAYER_COLUMNS, shared_sums
+from hqsweep.jobs.parity.rank_operands import PREFIX
 from hqsweep.jobs.parity.rank_stages import STAGE_COLUMNS
 from hqsweep.jobs.parity.rank_sums import order_of_sums
 from hqsweep.parallel.mesh import backend
@@ -56,7 +57,7 @@ def ranks_check(config: ParityConfig, device: torch.device) -> Rows:
 
 def cases(config: ParityConfig) -> int:
     """The number of rows of columns that the check has."""
-    return len(config.parity.ranks) * len(subjects(config)) * len(COLUMNS) if config.parity.ranks else 0
+    return len(config.parity.ranks) * len(subjects(config)) * 2 * len(COLUMNS) if config.parity.ranks else 0
 
 
 def subjects(config: ParityConfig) -> dict[str, LinearQuantizers]:
@@ -104,7 +105,7 @@ def _rows(subject: str, problem: Problem, every: list[RankResults]) -> Rows:
         else:
             with one_thread():
                 expected = column.expected(replace(problem, held=column.held))
-            yield compared((column.name, subject, case), expected, actual)
+            yield from compared((column.name, subject, case), expected, actual)
     yield from order_of_sums(subject, problem, shared_sums(problem))
 
 
@@ -120,9 +121,15 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def compared(names: tuple[str, str, str], expected: list[Results], actual: list[Results]) -> dict[str, object]:
-    """The row, under these names (check, subject, case), that compares what all ranks have."""
-    pairs = {}
-    for rank, both in enumerate(zip(expected, actual, strict=True)):
-        pairs |= {f"{name} on rank {rank} ": pair for name, pair in named_pairs(*both).items()}
-    return row(*names, pairs)
+def compared(names: tuple[str, str, str], expected: list[Results], actual: list[Results]) -> Rows:
+    """The rows, under these names (check, subject, case), that compare what all ranks have: one of results, and one of
+    the operands that products read. What one side alone has is a failure."""
+    check, subject, case = names
+    for ending, of_operands in (("", False), (", operands", True)):
+        pairs, lone = {}, []
+        for rank, sides in enumerate(zip(expected, actual, strict=True)):
+            a, b = ({n: t for n, t in side.items() if n.startswith(PREFIX) == of_operands} for side in sides)
+            pairs |= {f"{name} on rank {rank} ": (a[name], b[name]) for name in a if name in b}
+            lone += [f"{name} on rank {rank}" for name in sorted(a.keys() ^ b.keys())]
+        result = row(check, subject, case + ending, pairs)
+        yield result | {"status": "FAIL", "note": f"one side alone has {lone[0]}"} if lone else result
