@@ -29,6 +29,6 @@ def backend(request):
 
 def rank_device() -> torch.device:
     """Where the tensors of this rank are."""
-    if dist.get_backend() == "nccl":
+    if "nccl" in dist.get_backend():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

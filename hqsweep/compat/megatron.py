@@ -2,7 +2,9 @@
 
 Megatron's DistributedDataParallel lays weights and gradients in flat buffers, of which each data-parallel rank updates
 a fragment in FP32. What it does with TransformerEngine's FP8 weights it does, after adapt_megatron(), with this
-package's as well, in every format and both directions: their fragments go through quantize_master_weights.
+package's as well, in every format and both directions: their fragments go through quantize_master_weights. Megatron's
+buffer has a byte for each element, and holds the rowwise codes where these are bytes from which the other operand
+follows.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.quant.masters import quantize_master_weights
+from hqsweep.quant.masters import quantize_master_weights, takes_rows
+from hqsweep.quant.raw import post_all_gather_processing, raw_data_sizes, replace_raw_data
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 MODULES = (
@@ -30,14 +33,24 @@ def adapt_megatron() -> None:
     parameters, as quantized_model_init(preserve_high_precision_init_val=True) makes them, beside all others.
 
     Call it once in each process before the model is wrapped. Masters start from the preserved values. After each
-    optimizer step every rank has the whole weight, quantized from the masters of all ranks, to the byte what one
-    process makes of them. Megatron's own buffer of one byte an element is still there, and gathered, but nothing reads
-    it. UserError where Megatron-Core is missing.
+    optimizer step, and the gather of parameters that follows it, every rank has the whole weight, quantized from the
+    masters of all ranks, to the byte what one process makes of them.
+
+    What travels: of a weight with codes of a byte whose columnwise operand follows from them (fp8_current, tiles of
+    fp8_block+2d and mxfp8+2d, @rowwise_dequantized with rows in 8 or 6 bits) Megatron's own gather sends the codes, one
+    byte an element, and quantize_master_weights the scales and the rows that fragments cut. Of all others, such as
+    "mxfp8", "nvfp4" and fp8_delayed, whose second operand is made of the original values, and of 4-bit codes, of which
+    a rank's part of Megatron's buffer is not what it updates, quantize_master_weights sends the values in the source
+    dtype; Megatron's buffer of one byte an element is still there, and gathered, but nothing reads it.
+
+    UserError where Megatron-Core is missing, and, when a model is wrapped, for reuse_grad_buf_for_mxfp8_param_ag, which
+    would write the bytes of that buffer into weights as values.
     """
     try:
         modules = [import_module(name) for name in MODULES]
     except ImportError as error:
         raise UserError(f"adapt_megatron: {error}; install megatron-core") from None
+    _refuse_values(import_module(MODULES[2])._ParamAndGradBuffer)
     for name, wrapped in WRAPPED.items():
         plain = getattr(modules[0], name)
         if not hasattr(plain, "__wrapped__"):
@@ -59,15 +72,29 @@ def _dequantize(plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
     return lambda tensor: tensor.dequantize() if _is_held(tensor) else plain(tensor)
 
 
-def _leave_storage(plain: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
-    """A function that moves the storage of plain tensors alone: operands stay where they are."""
-    return lambda tensor, buffer: None if _is_held(tensor) else plain(tensor, buffer)
+def _is_gathered(tensor: Any) -> bool:
+    """Whether Megatron's gather brings the codes of a held weight."""
+    return _is_held(tensor) and tensor.shared.moved == "codes"
 
 
-def _of_others(plain: Callable[[Sequence[Tensor]], None]) -> Callable[[Sequence[Tensor]], None]:
-    """A function that processes plain parameters alone: every rank has whole held weights already."""
+def _move_storage(plain: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
+    """A function that also moves the codes of held weights, where a rank's part of the buffer, of a byte for each
+    element, is the codes of the elements that it updates, and all else follows from them."""
+
+    def move(tensor: Tensor, buffer: Tensor) -> None:
+        if not _is_held(tensor):
+            plain(tensor, buffer)
+        elif takes_rows(tensor) and raw_data_sizes(tensor).codes == buffer.numel():
+            replace_raw_data(tensor, buffer)
+
+    return move
+
+
+def _process(plain: Callable[[Sequence[Tensor]], None]) -> Callable[[Sequence[Tensor]], None]:
+    """A function that also processes held weights whose codes were gathered; every rank has all of the others."""
 
     def process(params: Sequence[Tensor]) -> None:
+        post_all_gather_processing([p for p in params if _is_gathered(p)])
         others = [p for p in params if not _is_held(p)]
         if others:
             plain(others)
@@ -78,20 +105,43 @@ def _of_others(plain: Callable[[Sequence[Tensor]], None]) -> Callable[[Sequence[
 def _quantize_fragments(plain: Callable[..., None]) -> Callable[..., None]:
     def quantize(params: Sequence[Tensor], masters: Sequence, offsets: Sequence, group: Any, *rest: Any) -> None:
         every = list(zip(params, masters, offsets, strict=True))
-        held, others = ([e for e in every if _is_held(e[0]) is ours] for ours in (True, False))
-        if held:
-            quantize_master_weights(*zip(*held, strict=True), group)
+        for gathered in (True, False):
+            held = [each for each in every if _is_held(each[0]) and _is_gathered(each[0]) is gathered]
+            if held:
+                quantize_master_weights(*zip(*held, strict=True), group, manual_post_all_gather_processing=gathered)
+        others = [each for each in every if not _is_held(each[0])]
         if others:
             plain(*map(list, zip(*others, strict=True)), group, *rest)
 
     return quantize
 
 
+def _refuse_values(buffer: type) -> None:
+    """Have Megatron's buffer of parameters refuse held weights whose values it would gather in place of gradients."""
+    plain = buffer.__init__
+    if hasattr(plain, "__wrapped__"):
+        return
+
+    @wraps(plain)
+    def init(
+        self: Any, ddp_config: Any, param_dtype: Any, grad_dtype: Any, params: Any, *args: Any, **named: Any
+    ) -> None:
+        held = [p for p in params if _is_held(p)]
+        if held and ddp_config.reuse_grad_buf_for_mxfp8_param_ag:
+            raise UserError(
+                "adapt_megatron: reuse_grad_buf_for_mxfp8_param_ag is for TransformerEngine's MXFP8 weights; leave it"
+                f" out for weights that are held in {held[0].quantizer}"
+            )
+        plain(self, ddp_config, param_dtype, grad_dtype, params, *args, **named)
+
+    buffer.__init__ = init
+
+
 WRAPPED: dict[str, Callable[..., Callable[..., Any]]] = {
     "is_float8tensor": _is_quantized,
     "dequantize_fp8_tensor": _dequantize,
-    "modify_underlying_storage": _leave_storage,
-    "post_all_gather_processing": _of_others,
+    "modify_underlying_storage": _move_storage,
+    "post_all_gather_processing": _process,
     "quantize_param_shard": _quantize_fragments,
 }
 """A function of megatron.core.fp8_utils -> the wrapper that makes it handle held weights."""

@@ -38,6 +38,17 @@ def maximum_(tensors: Sequence[Tensor], group: Any = None) -> None:
     torch._foreach_copy_(list(tensors), [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
 
 
+def largest_bytes_(tensors: Sequence[Tensor], group: Any = None) -> None:
+    """Each byte of each tensor becomes, in place, the largest over the ranks, in one all-reduce: where every rank has
+    written its part of a tensor, and zeros elsewhere, all have the whole then."""
+    if not tensors:
+        return
+    flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+    dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
+    for tensor, own in zip(tensors, flat.split([t.numel() * t.element_size() for t in tensors]), strict=True):
+        tensor.copy_(own.clone().view(tensor.dtype).view(tensor.shape))
+
+
 def gather_bytes(x: Tensor, group: Any = None) -> Tensor:
     """uint8 [ranks, ..., bytes of the last axis]: the bytes of every rank's x, of one shape and dtype on all.
 

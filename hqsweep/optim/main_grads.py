@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from hqsweep.dist.fsdp import sum_in_fp32
+from hqsweep.dist.fsdp import parameters_of, sum_in_fp32
 from hqsweep.dist.local import local, spread_like
+from hqsweep.errors import UserError
 
 
 def use_main_grads(module: nn.Module) -> None:
@@ -26,9 +27,11 @@ def use_main_grads(module: nn.Module) -> None:
     module: where there are ranks, what DistributedDataParallel or fully_shard has made. Under fully_shard each
     main_grad is a DTensor as its parameter is, and what is reduced is the FP32 sum of the microbatches since the last
     reduction (set_requires_gradient_sync), whatever the dtype in which weights are gathered. FSDP gives the result in
-    the parameter's own dtype, so parameters are float32 there. DistributedDataParallel averages the main_grads at the
-    end of each backward but those in its no_sync(), by a hook that takes the place of a communication hook.
+    the parameter's own dtype, so parameters are float32 there: UserError for others, whose sums would be of rounded
+    results. DistributedDataParallel averages the main_grads at the end of each backward but those in its no_sync(), by
+    a hook that takes the place of a communication hook.
     """
+    _refuse_rounded(module)
     for part in module.modules():
         if hasattr(part, "fuse_wgrad_accumulation"):
             part.fuse_wgrad_accumulation = True
@@ -39,6 +42,18 @@ def use_main_grads(module: nn.Module) -> None:
     sum_in_fp32(module)
     if isinstance(module, DistributedDataParallel):
         module.register_comm_hook((module.process_group, parameters), _average_main_grads)
+
+
+def _refuse_rounded(module: nn.Module) -> None:
+    """UserError for a parameter that fully_shard has cut, and whose reduced gradients are not float32."""
+    for p in (parameter.sharded_param for parameter in parameters_of(module)):
+        if p.requires_grad and p.dtype != torch.float32:
+            dtype = str(p.dtype).removeprefix("torch.")
+            raise UserError(
+                f"use_main_grads: fully_shard gives gradients of a parameter {list(p.shape)} in its dtype, {dtype}, and"
+                " FP32 sums of them would be of rounded ones; call model.float() before fully_shard, and gather with"
+                f" MixedPrecisionPolicy(param_dtype=torch.{dtype}, reduce_dtype=torch.float32)"
+            )
 
 
 def _accumulate(p: Tensor) -> None:

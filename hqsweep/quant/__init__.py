@@ -9,6 +9,7 @@ from hqsweep.quant.hybrid import HybridQuantizer, IdentityQuantizer
 from hqsweep.quant.masters import quantize_master_weights
 from hqsweep.quant.operand import HybridOperand, Operand, flatten, unflatten
 from hqsweep.quant.place import Place
+from hqsweep.quant.raw import RawSizes, post_all_gather_processing, raw_data_sizes, replace_raw_data
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 RECIPE_NAMES = ("CustomRecipe", "DpaQuantizers", "LinearQuantizers", "QuantizerRole", "Recipe", "parse_recipe")
@@ -22,9 +23,13 @@ __all__ = [
     "IdentityQuantizer",
     "Operand",
     "Place",
+    "RawSizes",
     "flatten",
+    "post_all_gather_processing",
     "quantize_master_weights",
     "quantize_shards_",
+    "raw_data_sizes",
+    "replace_raw_data",
     "unflatten",
 ]
 

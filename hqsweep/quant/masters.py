@@ -2,15 +2,30 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from hqsweep.dist.collectives import largest_bytes_
 from hqsweep.dist.exchange import areas_of_interval
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.quant.agree import gather_sources, own_area, source_area, write_shards_
+from hqsweep.quant.columnwise import follows_rowwise
+from hqsweep.quant.operand import narrow
+from hqsweep.quant.place import Place
+from hqsweep.quant.tensor import HybridQuantizedTensor
+
+
+class _Source(NamedTuple):
+    """A weight, and this rank's fragment of its master."""
+
+    weight: Any
+    master: Tensor | None
+    offset: int | None
+    key: RngKey | None
 
 
 def quantize_master_weights(
@@ -20,6 +35,7 @@ def quantize_master_weights(
     group: Any = None,
     *,
     keys: Sequence[RngKey | None] | None = None,
+    manual_post_all_gather_processing: bool = False,
 ) -> None:
     """Overwrite quantized weights, whole or shards, with their masters, of which every rank has a flat fragment.
 
@@ -33,37 +49,129 @@ def quantize_master_weights(
     the largest over the ranks. group None: each fragment is what its weight needs. Replaces TransformerEngine's
     quantize_master_weights (pytorch/tensor/utils.py:204 at d0067d0da6cb), which takes no MXFP8, NVFP4 or block scales
     within hybrids. UserError for fragments that do not lie in their weights, or leave elements out.
+
+    manual_post_all_gather_processing: the caller gathers raw data, and then calls post_all_gather_processing().
+    Of weights for which takes_rows() says yes, each rank then writes the rowwise codes of the rows that its fragment
+    touches, and all rowwise scales; values travel only for rows and blocks that a fragment cuts. Its own raw data are
+    the bytes from offset * bits / 8 to before (offset + numel) * bits / 8 of the codes. A preserved initial value is
+    cleared, and no product takes such a weight before the processing. Others are written whole, as without this.
     """
+    keys = keys or [None] * len(weights)
+    every = [_Source(*each) for each in zip(weights, masters, offsets, keys, strict=True)]
+    for index, source in enumerate(every):
+        _check(index, source)
+    by_rows: dict[bool, list[_Source]] = {True: [], False: []}
+    for source in every:
+        by_rows[manual_post_all_gather_processing and takes_rows(source.weight)].append(source)
+    with torch.no_grad():
+        _write_rows(by_rows[True], group)
+        _write(by_rows[False], group)
+
+
+def takes_rows(weight: Any) -> bool:
+    """Whether quantize_master_weights(manual_post_all_gather_processing=True) writes only the rows of this rank's
+    fragment: the columnwise operand follows from the rowwise one (or is not held), and of one whole matrix, of which no
+    other rank holds a part, no more than the codes was moved by replace_raw_data."""
+    meta = weight.metadata
+    whole = meta.place is None and meta.content.splits is None and weight.part is None and not meta.shares_scale
+    follows = meta.directions == ("rowwise",) or follows_rowwise(weight)
+    return whole and follows and (weight.shared.moved != "all" or len(meta.stored) == 1)
+
+
+def _write(every: Sequence[_Source], group: Any) -> None:
+    """Write weights, or shards, in both directions."""
     held, pieces = [], []
-    for index, (weight, master, offset) in enumerate(zip(weights, masters, offsets, strict=True)):
+    for weight, master, offset, _ in every:
         areas, values = [], []
         if master is not None and master.numel():
-            place, matrix = weight.metadata.place, weight.metadata.matrix
-            rows, cols = matrix if place is None else place.whole
-            _check(index, master, offset, (rows, cols))
-            areas = areas_of_interval(offset, offset + master.numel(), cols)
+            areas = areas_of_interval(offset, offset + master.numel(), _whole(weight)[1])
             parts = master.detach().to(weight.device, weight.source_dtype).split([area.size for area in areas])
             values = [part.view(area.shape) for part, area in zip(parts, areas, strict=True)]
         held.append(areas)
         pieces.append(values)
     writes, sources = [], []
-    with torch.no_grad():
-        gathered = gather_sources(weights, held, pieces, group)
-        for weight, (x, cut_rows), key in zip(weights, gathered, keys or [None] * len(weights), strict=True):
-            if weight.metadata.place is None:
-                weight.quantize_(x.reshape(weight.shape), key=key)
-                continue
-            own = own_area(weight).of(x, source_area(weight)).reshape(weight.shape)
-            writes.append((weight, *weight.begin_write(own, key)))
-            sources.append((x, cut_rows))
-        write_shards_(writes, sources, group)
+    gathered = gather_sources([source.weight for source in every], held, pieces, group)
+    for (weight, _, _, key), (x, cut_rows) in zip(every, gathered, strict=True):
+        if weight.metadata.place is None:
+            weight.quantize_(x.reshape(weight.shape), key=key)
+            continue
+        own = own_area(weight).of(x, source_area(weight)).reshape(weight.shape)
+        writes.append((weight, *weight.begin_write(own, key)))
+        sources.append((x, cut_rows))
+    write_shards_(writes, sources, group)
 
 
-def _check(index: int, master: Tensor, offset: int | None, whole: tuple[int, int]) -> None:
-    """UserError for a fragment that is none of a weight of this shape."""
-    numel = math.prod(whole)
+def _write_rows(every: Sequence[_Source], group: Any) -> None:
+    """Write the rowwise codes of the rows that this rank's fragments touch, and all rowwise scales."""
+    if not every:
+        return
+    _check_complete(every, group)
+    rows, scales = [_rows(source) for source in every], []
+    _write([source._replace(weight=own) for source, own in zip(every, rows, strict=True)], group)
+    for (weight, *_), own in zip(every, rows, strict=True):
+        cover, operand = own.metadata.cover("rowwise"), weight.rowwise
+        of_others = [buffer for name, buffer in operand.buffers.items() if name != "q"]
+        for buffer in of_others:
+            buffer.zero_()  # the largest byte is that of a rank that has written it
+        if cover.size:
+            for name, buffer in narrow(operand, 0, cover.first_row, cover.last_row).buffers.items():
+                buffer.copy_(own.rowwise.buffers[name])
+        scales += of_others
+    if group is not None:
+        largest_bytes_(scales, group)
+    for (weight, *_), own in zip(every, rows, strict=True):
+        weight.clear_high_precision_init_val()
+        weight.set_key(own.metadata.key)
+        weight.shared.is_partial = True
+        torch.autograd.graph.increment_version(weight)
+
+
+def _rows(source: _Source) -> HybridQuantizedTensor:
+    """An empty shard of the rows that a fragment touches, in the rowwise direction."""
+    (weight, master, offset, _), (rows, cols) = source, source.weight.metadata.matrix
+    first = last = 0
+    if master is not None and master.numel():
+        first, last = offset // cols, -(-(offset + master.numel()) // cols)
+    options = {"dtype": weight.dtype, "source_dtype": weight.source_dtype, "device": weight.device}
+    options |= {"directions": ("rowwise",), "key": weight.metadata.key, "place": Place(first, 0, rows, cols)}
+    shard = HybridQuantizedTensor.empty((last - first, cols), weight.quantizer, **options)
+    shard.states = weight.states
+    return shard
+
+
+def _whole(weight: Any) -> tuple[int, int]:
+    """The shape of the whole weight."""
+    place = weight.metadata.place
+    return weight.metadata.matrix if place is None else place.whole
+
+
+def _check(index: int, source: _Source) -> None:
+    """UserError for a fragment that is none of its weight."""
+    weight, master, offset, _ = source
+    if master is None or not master.numel():
+        return
+    numel = math.prod(_whole(weight))
     if master.dim() != 1 or offset is None or not 0 <= offset <= numel - master.numel():
         raise UserError(
             f"quantize_master_weights: master {index} is {tuple(master.shape)} at offset {offset}; it takes a flat"
-            f" fragment that lies within the {numel} elements of a weight {tuple(whole)}"
+            f" fragment that lies within the {numel} elements of a weight {tuple(_whole(weight))}"
         )
+
+
+def _check_complete(every: Sequence[_Source], group: Any) -> None:
+    """UserError, the same on all ranks, for a weight of which no rank brings some elements: rows that nobody touches
+    would keep what they had."""
+    own = [(offset or 0, 0 if master is None else master.numel()) for _, master, offset, _ in every]
+    told: list[Any] = [own]
+    if group is not None:
+        told = [None] * dist.get_world_size(group)
+        dist.all_gather_object(told, own, group=group)
+    for (weight, *_), *fragments in zip(every, *told, strict=True):
+        reached, numel = 0, math.prod(_whole(weight))
+        for offset, count in sorted(fragments):
+            reached = max(reached, offset + count) if offset <= reached else reached
+        if reached < numel:
+            raise UserError(
+                f"quantize_master_weights: the fragments of a weight {tuple(_whole(weight))} bring its first {reached}"
+                f" elements and not all {numel}; every rank of the group brings its own part of one whole"
+            )

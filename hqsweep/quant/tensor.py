@@ -37,6 +37,11 @@ class _Shared:
     """What a tensor and its views have in common: the key of the last quantization, and the exchanges by which ranks
     write it together with other shards."""
 
+    moved: str = ""
+    """What lies in memory that replace_raw_data was given: "codes", "all", or nothing."""
+    is_partial = False
+    """Whether rows of other ranks are still to be gathered, and the columnwise operand to be made of them."""
+
     def __init__(self, key: RngKey | None) -> None:
         self.key = key
         self.exchanges: dict[int, Any] = {}
@@ -80,10 +85,7 @@ class HybridQuantizedTensor(torch.Tensor):
         self._metadata, self.shared = metadata, _Shared(metadata.key)
         self.quantizer, self.states, self.high_precision_init_val = metadata.quantizer, None, None
         self.sharding = self.planes = self.part = None
-        for name, buffer in buffers.items():
-            setattr(self, name, buffer)  # where callers of __tensor_flatten__ look for them
-        for direction in DIRECTIONS:
-            setattr(self, direction, metadata.operand(buffers, direction))
+        self.hold(buffers)
         return self
 
     def __init__(self, *_: Any) -> None:
@@ -202,6 +204,7 @@ class HybridQuantizedTensor(torch.Tensor):
         """Copy the buffers of an equal quantizer's operands (of the directions held) into these."""
         for own, buffer in self.copies(operands):
             own.copy_(buffer)
+        self.shared.is_partial = False
 
     def copies(self, operands: Any) -> list[tuple[Tensor, Tensor]]:
         """Each buffer, and that which write_() copies into it."""
@@ -230,6 +233,13 @@ class HybridQuantizedTensor(torch.Tensor):
         with torch.no_grad():
             self.copy_(value)
 
+    def hold(self, buffers: Mapping[str, Tensor]) -> None:
+        """Have these tensors as buffers: those of both operands, by their names. Views keep those that they have."""
+        for name, buffer in buffers.items():
+            setattr(self, name, buffer)  # where callers of __tensor_flatten__ look for them
+        for direction in DIRECTIONS:
+            setattr(self, direction, self._metadata.operand(buffers, direction))
+
     def drop(self, direction: Direction) -> Self:
         """Give up one direction, in place, and free its memory once no view holds it; returns self.
 
@@ -248,10 +258,7 @@ class HybridQuantizedTensor(torch.Tensor):
         for held, name in self.metadata.stored:
             delattr(self, f"{held}_{name}")
         self._metadata = replace(self.metadata, directions=(other,))
-        for name, buffer in buffers.items():
-            setattr(self, name, buffer)
-        setattr(self, direction, None)
-        setattr(self, other, self._metadata.operand(buffers, other))
+        self.hold(buffers)
         return self
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:

@@ -24,7 +24,17 @@ def test_fragments_are_the_weights_of_one_process(recipe, every):
     for of_rank in every:
         for step, (own, whole) in enumerate(zip(of_rank[recipe], expected, strict=True), 1):
             assert [name for name in whole if not torch.equal(own[name], whole[name])] == [], step
+            assert own["in buffer"] == [recipe in megatron_ranks.BY_CODES] * 2
     assert all(not torch.equal(expected[0][name], expected[-1][name]) for name in expected[0] if "_q" in name)
+
+
+@pytest.mark.slow
+def test_a_buffer_of_values_for_held_weights_is_refused(every):
+    said = {of_rank["refused"] for of_rank in every}
+    assert said == {
+        "adapt_megatron: reuse_grad_buf_for_mxfp8_param_ag is for TransformerEngine's MXFP8 weights; leave it out for"
+        " weights that are held in mxfp8"
+    }
 
 
 def test_without_megatron_it_says_what_to_install(monkeypatch):

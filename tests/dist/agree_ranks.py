@@ -2,6 +2,7 @@
 
 from functools import cache
 from itertools import pairwise
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,15 @@ from hqsweep.quant import (
     HybridQuantizedTensor,
     HybridQuantizer,
     Place,
+    post_all_gather_processing,
     quantize_master_weights,
     quantize_shards_,
+    raw_data_sizes,
+    replace_raw_data,
 )
 from hqsweep.quant.agree import operand_of_area, own_area
 from hqsweep.quant.delayed import DelayedState, SlotStates
+from hqsweep.quant.masters import takes_rows
 
 ROWS, COLS = 208, 160
 FORMATS = {text: parse(text) for text in (*REPRESENTATIVE, *COMBINED) if not parse(text).delayed}
@@ -166,6 +171,55 @@ def grouped_fragments(rank: int, world: int) -> bool:
     return all(same(buffer, whole.buffers[name]) for name, buffer in group.buffers.items())
 
 
+def poisoned(text: str) -> HybridQuantizedTensor:
+    options = {"dtype": torch.float32, "source_dtype": torch.bfloat16}
+    weight = HybridQuantizedTensor.empty((ROWS, COLS), HybridQuantizer.parse(text), **options)
+    for buffer in weight.buffers.values():
+        buffer.view(torch.uint8).fill_(0xA5)
+    return weight
+
+
+def gathered_codes(rank: int, world: int) -> dict[str, object]:
+    """Weights in flat buffers of bytes, of which each rank writes what its fragments of the masters are, and gathers
+    the rest: codes where columnwise operands follow from them, and nothing elsewhere, where all bytes are written."""
+    texts = [*SOME, *(f"{text}|{text}" for text in BOTH if parse(text).two_d), "bf16|nvfp4+rht+sr"]
+    weights, buffers, own = [poisoned(text) for text in texts], [], []
+    by_codes = [takes_rows(weight) for weight in weights]
+    for index, weight in enumerate(weights):
+        size = raw_data_sizes(weight).codes if by_codes[index] else raw_data_sizes(weight).all
+        buffers.append(torch.empty(size, dtype=torch.uint8))
+        replace_raw_data(weight, buffers[index])
+        own.append(intervals(world, ROWS * COLS, index)[rank])
+    masters = [values().flatten()[start:stop] if stop > start else None for start, stop in own]
+    options = {"keys": [key_of(text) for text in texts], "manual_post_all_gather_processing": True}
+    quantize_master_weights(weights, masters, [start for start, _ in own], dist.group.WORLD, **options)
+    gathered = 0
+    for index in (index for index, codes in enumerate(by_codes) if codes):
+        buffer, every = buffers[index], gather_bytes(buffers[index])
+        before = buffer.clone()
+        for other, interval in enumerate(intervals(world, ROWS * COLS, index)):
+            first, last = interval[0] * len(buffer) // (ROWS * COLS), -(-interval[1] * len(buffer) // (ROWS * COLS))
+            buffer[first:last] = every[other, first:last]
+        gathered += not same(buffer, before)
+    post_all_gather_processing(weights)
+    buffers = [(text, *held) for text, weight in zip(texts, weights, strict=True) for held in weight.buffers.items()]
+    wrong = [f"{text} {name}" for text, name, x in buffers if not same(x, whole_of(text).buffers[name])]
+    return {"wrong": wrong, "by_codes": sum(by_codes), "gathered": gathered}
+
+
+def sent_values(rank: int, world: int) -> list[int]:
+    """Bytes of values that a rank receives where codes are gathered, and where they are not."""
+    weight, received = whole_of("fp8_current").detach().clone(), []
+    start, stop = intervals(world, ROWS * COLS, 0)[rank]
+    for manual in (True, False):
+        exchange = mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single)
+        masters, options = [values().flatten()[start:stop]], {"manual_post_all_gather_processing": manual}
+        with exchange as calls:
+            quantize_master_weights([weight], masters, [start], dist.group.WORLD, **options)
+        received.append(sum(call.args[0].numel() for call in calls.call_args_list))
+    return received
+
+
 def delayed(rank: int, world: int) -> list[str]:
     """Three writes under delayed scaling, of shards' values and of fragments: codes and states are the whole's."""
     wrong = []
@@ -198,6 +252,18 @@ def delayed(rank: int, world: int) -> list[str]:
                         where = where or f"{direction} state"
                 wrong += [f"{text} step {step}: {where}"] if where else []
     return wrong
+
+
+def no_fragments(rank: int, world: int) -> list[str]:
+    """What ranks say where no fragment has the last element."""
+    weight, stop = whole_of("mxfp8+2d").detach().clone(), ROWS * COLS - 1
+    fragment = (values().flatten()[:stop], 0) if rank == 0 else (None, None)
+    options = {"manual_post_all_gather_processing": True}
+    try:
+        quantize_master_weights([weight], *([each] for each in fragment), dist.group.WORLD, **options)
+    except UserError as error:
+        return [str(error)]
+    return []
 
 
 def collectives(rank: int, world: int) -> dict[str, bool]:
@@ -235,5 +301,6 @@ def refusals(rank: int, world: int) -> list[str]:
 
 def all_cases(rank: int, world: int) -> dict[str, object]:
     functions = (columns, one_direction, fragments, grouped_fragments, delayed, collectives, refusals)
+    functions += (gathered_codes, sent_values, no_fragments)
     results = {f"shards {cut}": shards(rank, world, cut) for cut in CUTS[world]}
     return results | {function.__name__: function(rank, world) for function in functions}

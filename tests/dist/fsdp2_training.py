@@ -6,6 +6,7 @@ The mean of equal gradients is each of them, so that losses and weights are thos
 
 from contextlib import nullcontext
 from functools import cache, partial
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -195,6 +196,35 @@ def plainly_trained(rank, names):
 def trained_on_four(rank, text, names, plain_names):
     """(held weights, plain ones)."""
     return trained(rank, [text], names), trained(rank, [text], [*names, *plain_names], held=False)
+
+
+def offloaded(rank, texts):
+    """text -> what differs where torch keeps shards on the CPU, and an optimizer updates them there: the first loss
+    from that of one process, and what is gathered from the quantized form of the masters."""
+    faults = {}
+    for text in texts:
+        _, (expected, *_) = trained_alone(text, frozenset(), 1)
+        model = shard(build(text), offload_policy=CPUOffloadPolicy(pin_memory=False))
+        optimizer = FusedAdam(model.parameters(), lr=1e-2)
+        with quantization(seed=0, step=1):
+            loss = model(batch(1)).float().square().mean()
+            loss.backward()
+        optimizer.step()
+        differences = [] if loss.item() == expected else [(loss.item(), expected)]
+        for block, layer in product(model.blocks, ("a", "b", "experts")):
+            of_shards = getattr(block, layer).weight
+            assert of_shards.device.type == "cpu"
+            master = optimizer.master_param(of_shards).full_tensor()
+            block.unshard()
+            weight = getattr(block, layer).weight
+            assert weight.device.type == rank_device().type
+            master = master.to(weight.device)
+            wanted = type(weight).quantize(master, weight.quantizer, source_dtype=weight.source_dtype)
+            differences += [f"{layer}.{name}" for name in differing(weight, wanted)]
+            block.reshard()
+        if differences:
+            faults[text] = differences
+    return faults
 
 
 def weights_that_differ(model, alone):

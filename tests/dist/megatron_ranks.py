@@ -8,12 +8,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hqsweep.compat.megatron import adapt_megatron
+from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, LinearOptions, quantization, quantized_model_init
 from hqsweep.optim import FusedAdam, use_main_grads
 
 RANKS, STEPS, ROWS = 2, 3, 64
 RECIPES = ("nvfp4|mxfp8", "fp8_block", "fp8_current", "mxfp8|nvfp4@rowwise_dequantized")
+BY_CODES = RECIPES[2:]
+"""Those whose columnwise operand follows from codes of a byte, which Megatron-Core gathers."""
 SHAPES = ((160, 64), (64, 48))
 """K and N of the linears; a rank's fragment begins within a row."""
 ADAM = {"lr": 3e-2, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
@@ -72,10 +75,26 @@ def state(model: nn.Sequential) -> dict[str, Tensor]:
 
 def run(rank: int) -> dict[str, object]:
     """States after each step, of each recipe."""
-    return {recipe: trained(recipe, rank) for recipe in RECIPES}
+    return {recipe: trained(recipe, rank) for recipe in RECIPES} | {"refused": refused()}
+
+
+def refused() -> str:
+    """What is said of a buffer whose bytes Megatron-Core would write into weights as values."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer import TransformerConfig
+
+    config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=1)
+    options = {"use_distributed_optimizer": True, "fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True}
+    with on_cpu():
+        try:
+            DistributedDataParallel(config, DistributedDataParallelConfig(**options), build("mxfp8"))
+        except UserError as error:
+            return str(error)
+    return ""
 
 
 def trained(recipe: str, rank: int) -> list[dict[str, Tensor]]:
+    """States of the weights after each step, and with them whether their codes lie in Megatron-Core's buffer."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -101,8 +120,14 @@ def trained(recipe: str, rank: int) -> list[dict[str, Tensor]]:
             backward(wrapped, step, rank)
             wrapped.finish_grad_sync()
             optimizer.step()
-            states.append(state(model))
+            states.append(state(model) | {"in buffer": in_buffer(model, wrapped.buffers)})
     return states
+
+
+def in_buffer(model: nn.Sequential, buffers) -> list[bool]:
+    """Whether the rowwise codes of each weight lie in one of these buffers."""
+    memory = {buffer.param_data.untyped_storage().data_ptr() for buffer in buffers}
+    return [linear.weight.rowwise.buffers["q"].untyped_storage().data_ptr() in memory for linear in model]
 
 
 def in_one_process(recipe: str) -> list[dict[str, Tensor]]:

@@ -145,6 +145,10 @@ def main_grads(rank: int) -> dict[str, object]:
         FusedAdam(model.parameters()).step()
     except UserError as error:
         seen["wrapped later"] = str(error)
+    try:
+        use_main_grads(fully_shard(biased(torch.bfloat16), mesh=init_device_mesh("cpu", (RANKS,))))
+    except UserError as error:
+        seen["rounded"] = str(error)
     return seen
 
 

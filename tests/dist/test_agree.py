@@ -1,7 +1,7 @@
 """Shards over 2 and 4 ranks have the bytes that the whole has there, however it is cut and whoever has the masters."""
 
 import pytest
-from agree_ranks import CUTS, all_cases
+from agree_ranks import COLS, CUTS, ROWS, all_cases
 from ranks import run_ranks
 
 
@@ -22,6 +22,20 @@ def test_flat_fragments_any_offset(ranks):
 
 def test_states_of_shards_are_those_of_the_whole(ranks):
     assert [rank["delayed"] for rank in ranks] == [[]] * len(ranks)
+
+
+def test_codes_that_are_gathered_as_bytes_are_those_of_the_whole(ranks):
+    every = [rank["gathered_codes"] for rank in ranks]
+    assert [rank["wrong"] for rank in every] == [[]] * len(ranks)
+    assert all(rank["by_codes"] > 30 and rank["gathered"] > rank["by_codes"] // 2 for rank in every)
+    for by_codes, whole in (rank["sent_values"] for rank in ranks):
+        assert by_codes <= 2 * 2 * COLS < whole  # the rows that a fragment cuts at its ends, in bfloat16
+    assert {tuple(rank["no_fragments"]) for rank in ranks} == {
+        (
+            f"quantize_master_weights: the fragments of a weight ({ROWS}, {COLS}) bring its first {ROWS * COLS - 1}"
+            f" elements and not all {ROWS * COLS}; every rank of the group brings its own part of one whole",
+        )
+    }
 
 
 @pytest.mark.parametrize("collective", ["maximum", "bytes", "sum"])

@@ -5,10 +5,12 @@ import pytest
 from cases import STATELESS
 from fsdp2_once import SQUARE, once
 from fsdp2_ranks import gathered
-from fsdp2_training import CASES, HYBRID_CASES, MESH_CASES, plainly_trained, trained, trained_on_four
+from fsdp2_training import CASES, HYBRID_CASES, MESH_CASES, offloaded, plainly_trained, trained, trained_on_four
 from fsdp2_uses import compiled, uses
 from fsdp2_wire import memory, plain, sent
 from ranks import BACKENDS, run_ranks
+
+from hqsweep.parallel import mesh
 
 EVEN = [(256, 96), (4, 48, 32)]
 CUT = [(32, 32), (272, 32), (4, 32), (2, 16, 32)]
@@ -31,6 +33,14 @@ def test_two_ranks_train_as_one_process(backend):
     """However torch shards, recomputes and accumulates: every pass reads operands that are there."""
     names = [name for name in CASES if backend == "gloo" or name != "offloads"]  # collectives of tensors on the CPU
     assert run_ranks(2, trained, ["nvfp4|mxfp8@rowwise_dequantized"], names, backend=backend) == [{}, {}]
+
+
+@pytest.mark.gpu2
+@pytest.mark.slow
+def test_shards_on_the_cpu_are_gathered_on_gpus():
+    """CPUOffloadPolicy: gloo serves what ranks exchange of shards, and NCCL what they gather."""
+    texts = ["nvfp4|mxfp8@rowwise_dequantized", "fp8_current", "mxfp8+2d"]
+    assert run_ranks(2, offloaded, texts, backend=mesh.backend("cuda")) == [{}, {}]
 
 
 @pytest.mark.slow

@@ -72,6 +72,14 @@ def test_main_grads_that_ranks_do_not_share_are_refused(ranks):
         )
 
 
+def test_main_grads_of_rounded_reductions_are_refused(ranks):
+    for seen in ranks:
+        assert (
+            "of a parameter [96] in its dtype, bfloat16, and FP32 sums of them would be of rounded ones"
+            in (seen["main_grads"]["rounded"])
+        )
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_ddp_gives_all_ranks_the_held_weights_of_the_first(bias, ranks):
     """Operands of both directions and the preserved initial value, and not its decoded values quantized once more;

@@ -1,0 +1,154 @@
+"""Raw data: the bytes of a held weight in a buffer of somebody else, such as that of a distributed optimizer.
+
+Such an optimizer lays the weights of many layers in one flat buffer of bytes, of which each rank writes a part and
+gathers the others'. replace_raw_data puts a weight there, and post_all_gather_processing makes right what was not
+gathered. Both have TransformerEngine's names (pytorch/tensor/utils.py), where they take FP8 in one direction alone.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hqsweep.errors import UserError
+from hqsweep.quant.columnwise import follows_rowwise, make_columnwise_
+from hqsweep.quant.tensor import HybridQuantizedTensor
+
+ALIGNED = 16
+"""Bytes at a multiple of which each buffer begins."""
+
+
+class RawSizes(NamedTuple):
+    """The sizes in bytes of the raw data that replace_raw_data() takes for a weight."""
+
+    codes: int
+    """The first buffer alone: the rowwise codes, or the columnwise ones where these alone are held."""
+    all: int
+    """Every buffer: rowwise codes and scales, then columnwise ones, each from a multiple of 16 bytes on."""
+
+
+def raw_data_sizes(weight: HybridQuantizedTensor) -> RawSizes:
+    """The sizes in bytes of a weight's raw data: of its codes [rows, cols * bits / 8], and of all that it holds.
+
+    With buffers of b_1, b_2, ... bytes, in the order of weight.buffers, these are b_1, and the sum of the b_i, each
+    rounded up to a multiple of 16. UserError for a tensor that is not held quantized.
+    """
+    _check_held(weight, "raw_data_sizes")
+    sizes = [_nbytes(buffer) for _, buffer in _held(weight)]
+    return RawSizes(sizes[0], sum(map(_padded, sizes)))
+
+
+def replace_raw_data(tensor: HybridQuantizedTensor, new_raw_data: Tensor) -> None:
+    """Move a weight's bytes into other memory, which holds them from now on; values, key and states stay.
+
+    tensor: a HybridQuantizedTensor or GroupedTensor in any formats. new_raw_data: uint8, contiguous, of any shape, on
+    the weight's device, at an address that 16 divides. Its size says what moves (raw_data_sizes). It is the codes
+    alone, as in TransformerEngine, where row r begins at byte r * cols * bits / 8; scales and the other operand stay
+    where they are. Or it is all buffers, the i-th from byte padded(b_1) + ... + padded(b_(i-1)) on, so that equal bytes
+    are an equal weight. Later writes (quantize_, an optimizer's step) go to that memory, and what others write there is
+    the weight's.
+
+    Views that were made before, CUDA graphs and other tensors of the same memory keep the old one: call it on the
+    parameter itself, before a model is wrapped or captured. UserError for another dtype, size, device or address, for a
+    weight that fully_shard has cut or gathered, and for one without memory.
+    """
+    _check_held(tensor, "replace_raw_data")
+    _check_memory(tensor)
+    sizes = raw_data_sizes(tensor)
+    _check_buffer(tensor, new_raw_data, sizes)
+    flat, held = new_raw_data.detach().view(-1), _held(tensor)
+    moves = held if flat.numel() == sizes.all else held[:1]
+    if any(buffer.untyped_storage()._cdata == flat.untyped_storage()._cdata for _, buffer in moves):
+        moves = [(name, buffer.clone()) for name, buffer in moves]  # the places may overlap
+    starts, views = accumulate((_padded(_nbytes(buffer)) for _, buffer in moves), initial=0), {}
+    with torch.no_grad():
+        for (name, buffer), start in zip(moves, starts, strict=False):
+            views[name] = flat[start : start + _nbytes(buffer)].view(buffer.dtype).view(buffer.shape)
+            views[name].copy_(buffer)
+    tensor.hold({**tensor.buffers, **views})
+    tensor.shared.moved = "all" if len(moves) == len(held) else "codes"
+
+
+def post_all_gather_processing(weights: Sequence[HybridQuantizedTensor]) -> None:
+    """Make right what was not gathered, after the raw data of weights was: the columnwise operands, to the byte those
+    of a write of the whole. Members of groups are made one by one; a second call gives the same bytes.
+
+    Rowwise codes and scales are right when this is called: the codes were gathered, and quantize_master_weights has
+    written the scales on every rank. Where the columnwise operand follows from them it is made, by
+
+        columnwise = encode(decode(rowwise).T)      for @rowwise_dequantized, and rowwise high precision
+        columnwise = rowwise codes and scales, turned      for one format per tensor or in square tiles
+
+    under the key of the last write. Nothing is made where all raw data was moved, and gathered, and where one direction
+    is held. UserError, before anything is written, for another weight whose columnwise operand is made of the original
+    values (such as "nvfp4|mxfp8"), which its codes do not have: have all raw data gathered, or leave it to
+    quantize_master_weights, which writes it whole.
+    """
+    for index, weight in enumerate(weights):
+        _check_held(weight, "post_all_gather_processing")
+        if not (_is_complete(weight) or follows_rowwise(weight)):
+            raise UserError(
+                f"post_all_gather_processing: the columnwise operand of weight {index}, held in {weight.quantizer},"
+                " does not follow from its rowwise codes; have replace_raw_data move all its"
+                f" {raw_data_sizes(weight).all} bytes, or leave the weight out, as quantize_master_weights writes it"
+            )
+    with torch.no_grad():
+        for weight in weights:
+            if not _is_complete(weight):
+                make_columnwise_(weight)
+            weight.shared.is_partial = False
+            torch.autograd.graph.increment_version(weight)
+
+
+def _is_complete(weight: HybridQuantizedTensor) -> bool:
+    """Whether raw data was all that the weight holds."""
+    return weight.shared.moved == "all" or len(weight.metadata.directions) == 1
+
+
+def _held(weight: HybridQuantizedTensor) -> list[tuple[str, Tensor]]:
+    """The name and the tensor of each buffer, codes of the first direction first."""
+    buffers = weight.buffers
+    return [(name, buffers[name]) for name in (f"{direction}_{name}" for direction, name in weight.metadata.stored)]
+
+
+def _nbytes(buffer: Tensor) -> int:
+    return buffer.numel() * buffer.element_size()
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def _check_held(weight: Any, where: str) -> None:
+    if not isinstance(weight, HybridQuantizedTensor):
+        got = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
+        raise UserError(
+            f"{where}: got {got}; it takes weights that are held quantized (HybridQuantizedTensor, GroupedTensor)"
+        )
+
+
+def _check_memory(tensor: HybridQuantizedTensor) -> None:
+    if tensor.sharding is not None or tensor.planes is not None:
+        raise UserError(
+            f"replace_raw_data: the weight held in {tensor.quantizer} is one that torch's fully_shard has cut or"
+            " gathered, which keeps its memory itself; call it on whole weights"
+        )
+    for name, buffer in _held(tensor):
+        if not tensor.is_meta and buffer.untyped_storage().nbytes() < _nbytes(buffer):
+            raise UserError(f"replace_raw_data: {name} of the weight held in {tensor.quantizer} has no memory")
+
+
+def _check_buffer(tensor: HybridQuantizedTensor, new: Tensor, sizes: RawSizes) -> None:
+    if (new.dtype, new.device) != (torch.uint8, tensor.device) or new.numel() not in sizes:
+        raise UserError(
+            f"replace_raw_data: got {new.numel()} entries of {new.dtype} on {new.device} for a weight"
+            f" {list(tensor.shape)} held in {tensor.quantizer}; it takes uint8 on {tensor.device}, {sizes.codes} bytes"
+            f" for its codes, or {sizes.all} for all that it holds"
+        )
+    if not new.is_contiguous() or (not new.is_meta and new.data_ptr() % ALIGNED):
+        raise UserError(
+            f"replace_raw_data: new_raw_data {list(new.shape)} of strides {new.stride()} is not contiguous memory that"
+            f" begins at a multiple of {ALIGNED} bytes"
+        )
