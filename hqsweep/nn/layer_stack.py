@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
-from hqsweep.nn.recompute import recomputed
-from hqsweep.nn.residual import Branch
+from hqsweep.nn.residual import Branch, add_branch
+from hqsweep.nn.stream_layer import StreamLayer, with_sum
 from hqsweep.nn.summed_gains import gains_summed_together
 
 
@@ -21,17 +22,20 @@ class Stream:
     tokens: list[Tensor]
 
 
-def through(layers: Iterable[nn.Module], x: Tensor, recompute: str) -> Stream:
-    """x [B, T, D] through TransformerLayers and MoELayers. recompute: what backward computes again: "none", every
-    "layer", or the core of "attention"."""
+def _after(layer: nn.Module, x: Tensor, branch: Branch) -> tuple[Any, ...]:
+    """(x, branch) after a layer, and what it says of its routing. A module around one, as torch's checkpoint_wrapper
+    and torch.compile make it, has the layer's methods, but they would leave out what it adds."""
+    if isinstance(layer, StreamLayer):
+        return layer.residual(x, branch)
+    return with_sum(layer(add_branch(x, branch)))
+
+
+def through(layers: Iterable[nn.Module], x: Tensor) -> Stream:
+    """x [B, T, D] through TransformerLayers and MoELayers."""
     branch, balances, tokens, layers = None, [], [], list(layers)
     with gains_summed_together(layers):
         for layer in layers:
-            if recompute == "layer":  # each layer keeps its input alone: one sum, no branch beside it
-                out = recomputed(layer, x)
-                x, *routed = out if isinstance(out, tuple) else (out,)
-            else:
-                x, branch, *routed = layer.residual(x, branch, recompute == "attention")
+            x, branch, *routed = _after(layer, x, branch)
             if routed:
                 balances.append(routed[0])
                 tokens.append(routed[1])

@@ -14,8 +14,9 @@ from hqsweep.nn.multihead_attention import MultiheadAttention
 from hqsweep.nn.norm import Norm
 from hqsweep.nn.options import GroupedLinearOptions, MoELayerOptions, MoEOptions
 from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
-from hqsweep.nn.residual import AddsBranch, Branch, add_branch, is_observed
+from hqsweep.nn.residual import AddsBranch, Branch
 from hqsweep.nn.router import Router, Routing, moves_by_kernels
+from hqsweep.nn.stream_layer import StreamLayer
 from hqsweep.nn.tensor_parallel import SplitTokens
 from hqsweep.ops.padding import PaddedSplits
 from hqsweep.ops.splits import Splits
@@ -122,7 +123,7 @@ class LayerNormMoE(AddsBranch):
         return PaddedSplits.over(splits, multiples.pop(), h.device)
 
 
-class MoELayer(nn.Module):
+class MoELayer(StreamLayer):
     """TransformerLayer with a LayerNormMoE: x [B, T, D] -> x + attn(x), then x + mlp(x); and what mlp says of its
     routing."""
 
@@ -141,19 +142,6 @@ class MoELayer(nn.Module):
         shared = {"recipe": whole_recipe(recipe, name), "dtype": dtype, "options": options}
         self.attn = MultiheadAttention(dim, heads, name=f"{name}.attn", **shared)
         self.mlp = LayerNormMoE(dim, ffn, name=f"{name}.mlp", **shared)
-
-    def forward(self, x: Tensor, checkpoint_core_attention: bool = False) -> Routed:
-        x, branch, balance, tokens = self._residual(x, None, checkpoint_core_attention)
-        return add_branch(x, branch), balance, tokens
-
-    def residual(
-        self, x: Tensor, branch: Branch, checkpoint_core_attention: bool = False
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """forward(x + branch) with its last sum left to the reader: (x, branch) again, then balance and tokens."""
-        if is_observed(self):
-            x, *routed = self(add_branch(x, branch), checkpoint_core_attention)
-            return x, None, *routed
-        return self._residual(x, branch, checkpoint_core_attention)
 
     def _residual(
         self, x: Tensor, branch: Branch, checkpoint_core_attention: bool

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from hqsweep.memo import constant_result, memo
 from hqsweep.nn.context import use_kernels
 from hqsweep.ops.attention import attention_back, attention_forward, flash_back, has_cudnn
+from hqsweep.ops.attention_cpu import attention_on_cpu, attention_on_cpu_back
 
 ATEN = torch.ops.aten
 MOST_WIDTH = 128
@@ -33,10 +34,23 @@ LENGTHS = (32, 37, 256)
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
     """softmax(q k^T / sqrt(E)) v for q, k, v [..., T, E] -> [..., T, E], as torch's scaled_dot_product_attention."""
+    if torch.compiler.is_compiling() and _is_flash_on_cpu(q, k, v):
+        return _OnCpu.apply(q, k, v, is_causal)
     way = way_back(q, k, v, is_causal) if torch.are_deterministic_algorithms_enabled() else None
     if way is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
     return _CudnnForward.apply(q, k, v, is_causal, way)
+
+
+def _is_flash_on_cpu(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether torch computes this by its flash attention on the CPU."""
+    alike = q.dtype is k.dtype is v.dtype and q.shape == k.shape == v.shape
+    return q.is_cpu and alike and q.dim() == 4 and q.numel() > 0 and _is_flash_allowed()
+
+
+@constant_result
+def _is_flash_allowed() -> bool:
+    return torch.backends.cuda.flash_sdp_enabled()  # for CPUs, too
 
 
 def way_back(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str | None:
@@ -130,6 +144,22 @@ def _back(way: str, *operands: Tensor | bool) -> list[Tensor]:
     if way == FLASH:
         return flash_back(*operands)
     return [x.transpose(1, 2) for x in attention_back(*operands).unbind(2)]
+
+
+class _OnCpu(torch.autograd.Function):
+    """Saves q, k, v, the output and its sums."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        o, sums = attention_on_cpu(q, k, v, is_causal)
+        ctx.save_for_backward(q, k, v, o, sums)
+        ctx.is_causal = is_causal
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do: Tensor) -> tuple[Tensor | None, ...]:
+        return *attention_on_cpu_back(do, *ctx.saved_tensors, is_causal=ctx.is_causal), None
 
 
 class _CudnnForward(torch.autograd.Function):

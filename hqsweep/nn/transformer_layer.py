@@ -4,17 +4,18 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hqsweep.nn.early import early_weights
 from hqsweep.nn.layernorm_mlp import LayerNormMLP
 from hqsweep.nn.multihead_attention import MultiheadAttention
 from hqsweep.nn.options import TransformerOptions
 from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
-from hqsweep.nn.residual import Branch, add_branch, is_observed
+from hqsweep.nn.residual import Branch
+from hqsweep.nn.stream_layer import StreamLayer
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(StreamLayer):
     """x [B, T, D] -> x + attn(x), then x + mlp(x), where both begin with a norm; the residual stream keeps x's dtype.
 
     Its modules are named `name`.attn and `name`.mlp. A section, or its text, as recipe is for the linears of both.
@@ -35,15 +36,6 @@ class TransformerLayer(nn.Module):
         shared = {"recipe": whole_recipe(recipe, name), "bias": options.bias, "dtype": dtype, "options": options}
         self.attn = MultiheadAttention(dim, heads, name=f"{name}.attn", **shared)
         self.mlp = LayerNormMLP(dim, ffn, name=f"{name}.mlp", **shared)
-
-    def forward(self, x: Tensor, checkpoint_core_attention: bool = False) -> Tensor:
-        return add_branch(*self._residual(x, None, checkpoint_core_attention))
-
-    def residual(self, x: Tensor, branch: Branch, checkpoint_core_attention: bool = False) -> tuple[Tensor, Branch]:
-        """forward(x + branch) with its last sum left to the reader: (x, branch) again."""
-        if is_observed(self):
-            return self(add_branch(x, branch), checkpoint_core_attention), None
-        return self._residual(x, branch, checkpoint_core_attention)
 
     def _residual(self, x: Tensor, branch: Branch, checkpoint_core_attention: bool) -> tuple[Tensor, Branch]:
         with self._early_weights(x.shape[:-1]):

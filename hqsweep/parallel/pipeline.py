@@ -60,10 +60,9 @@ class Pipeline:
     Microbatch j of a step under quantization(microbatch=i) draws its random bits as microbatch i + j, so losses and
     gradients are to the byte those of one process that computes the microbatches one after the other. Ranks along
     other axes of the mesh share the amaxes of delayed scaling of a stage. tensor_parallel has shared out the model's
-    matrices before, if at all; expert_parallel takes the model, with what this rank keeps, afterwards. Stages recompute
-    as the model does. A head that is tied to the embedding is on the first rank and on the last; each microbatch adds
-    to both gradients, which become their sum at the end of the step, where one process adds both of a microbatch at a
-    time.
+    matrices before, if at all; expert_parallel takes the model, with what this rank keeps, afterwards. A head that is
+    tied to the embedding is on the first rank and on the last; each microbatch adds to both gradients, which become
+    their sum at the end of the step, where one process adds both of a microbatch at a time.
 
     `parts` are the modules of this rank's stages, each of which may be given to fully_shard, its layers first. What is
     minimized is the mean cross entropy over `copies` ranks with other tokens, plus load_balance times the mean balance
@@ -265,7 +264,7 @@ def _loss(share: Tensor, targets: Tensor) -> Tensor:
 
 
 def _check(model: nn.Module, stages: int) -> None:
-    missing = [name for name in ("embedding", "layers", "norm", "head", "recompute") if not hasattr(model, name)]
+    missing = [name for name in ("embedding", "layers", "norm", "head") if not hasattr(model, name)]
     if missing:
         raise UserError(f"Pipeline: {type(model).__name__} has no {missing[0]}; it takes hqsweep's own GPT")
     if len(model.layers) < stages:

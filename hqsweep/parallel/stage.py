@@ -25,7 +25,6 @@ class StageOfLayers(nn.Module):
 
     def __init__(self, model: nn.Module, layers: range, is_first: bool, is_last: bool) -> None:
         super().__init__()
-        self.recompute = model.recompute
         self.embedding = model.embedding if is_first else None
         self.layers = nn.ModuleList(model.layers[index] for index in layers)
         self.norm, self.head = (model.norm, model.head) if is_last else (None, None)
@@ -38,7 +37,7 @@ class StageOfLayers(nn.Module):
         """The mean of the balances of all layers, for each microbatch, in the last stage."""
 
     def forward(self, x: Tensor, balances: Tensor | None = None, targets: Tensor | None = None) -> Any:
-        stream = through(self.layers, x if self.embedding is None else self.embedding(x), self.recompute)
+        stream = through(self.layers, x if self.embedding is None else self.embedding(x))
         self.tokens.append(stream.tokens)
         every = ([] if balances is None else [balances]) + [balance.view(1) for balance in stream.balances]
         if self.norm is None:

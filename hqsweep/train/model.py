@@ -83,10 +83,11 @@ class GPT(nn.Module):
         recompute: Recompute = "none",
     ) -> None:
         super().__init__()
-        self.recompute = recompute
         recipe = recipe.for_layers(range(config.layers))
         self.embedding = Embedding(vocab_size, config.dim, "embedding", recipe)
         self.layers = nn.ModuleList(_layer(config, i, recipe, dtype) for i in range(config.layers))
+        for layer in self.layers:
+            layer.recompute = recompute
         self.norm = Norm(config.dim, name="norm", recipe=recipe)
         self.head = Head(config.dim, vocab_size, name=HEAD, recipe=recipe, dtype=dtype)
         self._initialise(config)
@@ -128,7 +129,7 @@ class GPT(nn.Module):
 
     def hidden(self, tokens: Tensor) -> tuple[Tensor, Balance]:
         """The head's input [B, T, D] in the head's dtype, and how the experts were used."""
-        stream = through(self.layers, self.embedding(tokens), self.recompute)
+        stream = through(self.layers, self.embedding(tokens))
         x, losses = stream.x, stream.balances
         loss = torch.stack(losses).mean() if losses else x.new_zeros(())
         h = self.norm.added(x, stream.branch, self.head.dtype)[1]

@@ -365,7 +365,8 @@ def _leaving(
             for name in ("norm", "norm_backward"):
                 patch.setattr(norm.norm, name, getattr(emulated, name))
         model = cut(tensor_parallel(build({"linear": recipe}, layers=2).to(device), mesh, axis=0))
-        model.recompute = recompute
+        for layer in model.layers:
+            layer.recompute = recompute
         with quantization(seed=1, step=1):
             loss, _ = model.loss(*(x.to(device) for x in data(1)))
             kept = sum(parts() is not None for parts in left)

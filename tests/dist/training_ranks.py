@@ -2,12 +2,16 @@
 
 import os
 from pathlib import Path
+from unittest import mock
 
 import torch
+from fsdp2_wire import Counting
 from ranks import DEVICE
 from torch.utils._pytree import tree_map_only
 
 from hqsweep.config.job import parse
+from hqsweep.dist import gathering
+from hqsweep.dist.fsdp import groups_of
 from hqsweep.jobs.isolation import make_deterministic
 from hqsweep.parallel.mesh import Ranks, build_mesh
 from hqsweep.train import data
@@ -52,9 +56,27 @@ def on_cpu(tree):
     return tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), tree)
 
 
-def train_all(rank: int, cases: list) -> list:
-    """train() of each configuration that a case says."""
-    return [train(config(linear, **changes)) for linear, changes in cases]
+def train_all(rank: int, cases: list, counted: list) -> tuple[list, list]:
+    """train() of each configuration that a case says, and gathers() of those of others."""
+    trained = [train(config(linear, **changes)) for linear, changes in cases]
+    return trained, [gathers(config(linear, **changes)) for linear, changes in counted]
+
+
+def gathers(cfg) -> list[tuple[int, int]]:
+    """How often torch gathers the weights of the first layer in each step, and how often any weight is gathered on the
+    spot, as a product reads it."""
+    run = trainer(cfg)
+    [group] = groups_of(run.model.layers[0])
+    counter, on_the_spot, counts = Counting(group._all_gather_comm), [], []
+    run.model.layers[0].set_custom_all_gather(counter)
+    gather = gathering.all_gather
+    noted = lambda *tensors, **options: on_the_spot.append(tensors) or gather(*tensors, **options)  # noqa: E731
+    with mock.patch.object(gathering, "all_gather", noted):
+        for _ in run.steps():
+            counts.append((len(counter.sent), len(on_the_spot)))
+            counter.sent.clear()
+            on_the_spot.clear()
+    return counts
 
 
 def resume(changes: dict, folder: Path) -> tuple:

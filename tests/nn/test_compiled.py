@@ -81,17 +81,24 @@ class Core(torch.nn.Module):
         return self.core(*[x.view(2, 32, 2, 32).transpose(1, 2)] * 3, is_causal=True)
 
 
+def recomputed(recipe):
+    layer = TransformerLayer(64, 96, 2, name="l", recipe=recipe)
+    layer.recompute = "layer"
+    return layer
+
+
 DPA = {"qkv": "fp8_current", "s": "fp8_current", "do": "fp8_current+e5m2", "dp": "fp8_current+e5m2"}
 MODULES = {
     "linear": lambda recipe: Linear(K, N, name="l", recipe=recipe),
     "grouped": lambda recipe: GroupedLinear(2, K, N, name="l", recipe=recipe),
     "layer": lambda recipe: TransformerLayer(64, 96, 2, name="l", recipe=recipe),
+    "recomputed": recomputed,
     "attention": Attention,
     "model": Model,
     "biases": lambda recipe: Linear(K, N, name="l", recipe=recipe, bias=True),
     "float32": Core,
 }
-WIDTHS = {"linear": K, "grouped": K, "layer": 64, "attention": 64, "biases": K, "float32": 64}
+WIDTHS = {"linear": K, "grouped": K, "layer": 64, "recomputed": 64, "attention": 64, "biases": K, "float32": 64}
 CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -118,7 +125,7 @@ def test_one_graph_without_a_break_serves_every_step(device, kind, text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["grouped", "attention", "model"])
+@pytest.mark.parametrize("kind", ["grouped", "recomputed", "attention", "model"])
 @pytest.mark.parametrize("device", CPU_AND_GPU)
 def test_experts_scopes_and_whole_models_are_one_graph_too(device, kind):
     check_one_graph(device, kind, "nvfp4+sr")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import BASE_LINEARS, HIGH, HYBRID, RANDOM
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 from hqsweep.config.job import parse
@@ -25,6 +26,7 @@ WAYS = {
     "not reentrant": lambda module, *x: checkpoint(module, *x, use_reentrant=False),
     "ours": recomputed,
 }
+TOKENS = torch.arange(64).view(2, 32) % 16
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 pytestmark = pytest.mark.usefixtures("deterministic")
 formats = pytest.mark.parametrize("name", FORMATS)
@@ -170,18 +172,35 @@ def test_gpt(name, part, device):
 def test_what_a_model_computes_again(part, layers, cores, monkeypatch):
     """And that without gradients nothing is."""
     model, ran = gpt("mxfp8", part, dpa=False), []
-    model.layers[1].register_forward_pre_hook(lambda *_: ran.append("layer"))
+    model.layers[1].register_forward_pre_hook(lambda *_: ran.append("hook"))
+    model.layers[1].mlp.register_forward_pre_hook(lambda *_: ran.append("layer"))
     right = nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
         nn.functional, "scaled_dot_product_attention", lambda *a, **k: (ran.append("core"), right(*a, **k))[1]
     )
-    tokens = torch.arange(64).view(2, 32) % 16
-    model(tokens).sum().backward()
-    assert (ran.count("layer"), ran.count("core")) == (layers, 2 * cores)
+    model(TOKENS).sum().backward()
+    assert (ran.count("hook"), ran.count("layer"), ran.count("core")) == (1, layers, 2 * cores)
     ran.clear()
     with torch.no_grad():
-        model(tokens)
+        model(TOKENS)
     assert (ran.count("layer"), ran.count("core")) == (1, 2)
+
+
+def test_modules_around_layers_are_called():
+    """As torch's checkpoint_wrapper makes them: they have the methods of the layer within, too."""
+    model, ran = gpt("mxfp8"), []
+    expected, _ = model.hidden(TOKENS)
+    model.layers[1].mlp.register_forward_pre_hook(lambda *_: ran.append("mlp"))
+    model.layers[1] = checkpoint_wrapper(model.layers[1])
+    h, _ = model.hidden(TOKENS)
+    h.float().square().sum().backward()
+    assert torch.equal(h, expected) and len(ran) == 2
+
+
+def test_another_word_for_what_is_computed_again_is_refused():
+    layer = gpt("mxfp8").layers[0]
+    with pytest.raises(UserError, match="TransformerLayer: recompute is 'layers'; it takes none, layer or attention"):
+        layer.recompute = "layers"
 
 
 def test_random_bits_are_replayed_and_not_drawn_again():

@@ -9,5 +9,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 
 
 @pytest.mark.slow
-def test_a_compiled_step_has_the_bits_of_an_eager_one():
-    assert run_ranks(2, compiled_ranks.differences, "mxfp8") == [[], []]
+def test_matrices_then_checkpoints_then_compiled_blocks_then_fully_shard():
+    """In two steps losses and gradients are those of one process, as they are without any of the four. torch 2.13 ends
+    with an error for its own attention there: it saves a DeviceMesh as a tensor."""
+    assert run_ranks(4, compiled_ranks.differences, "mxfp8") == [[]] * 4

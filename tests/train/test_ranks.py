@@ -28,14 +28,22 @@ EXACT = [
     (NVFP4, HELD | {"offload": True, "recompute": "attention"}),
 ]
 CLOSE = [("mxfp8", TWO | LAYER), (NVFP4, {"parallel": {"dp_replicate": 2}})]
+COUNTED = [TWO | {"eval_every": 9, "recompute": part} for part in ("none", "layer")]
 SHARED = ("mxfp8", {"parallel": {"tp": 2}})
 OFFLOADED = [(linear, changes | {"offload": True}) for linear, changes in (CLOSE[1], SHARED)]
 
 
 @pytest.fixture(scope="module")
-def results(backend):
-    """What both ranks return of all cases, for which they are launched once."""
-    return run_ranks(2, ranks.train_all, [*EXACT, *CLOSE, SHARED, *OFFLOADED], backend=backend)
+def launched(backend):
+    """What both ranks return of all cases, and of those that are counted; they are launched once."""
+    cases = [*EXACT, *CLOSE, SHARED, *OFFLOADED]
+    return run_ranks(2, ranks.train_all, cases, [("mxfp8", changes) for changes in COUNTED], backend=backend)
+
+
+@pytest.fixture(scope="module")
+def results(launched):
+    """What both ranks return of all cases."""
+    return [trained for trained, _ in launched]
 
 
 def alone(linear, changes):
@@ -83,6 +91,12 @@ def test_sums_in_another_order_stay_close(results, case):
             assert step == pytest.approx(expected, rel=1e-5)
         for name, value in state["model"].items():
             assert torch.allclose(own["model"][name], value, rtol=1e-3, atol=2e-5), name
+
+
+def test_layers_that_are_computed_again_are_gathered_as_often(launched):
+    """Once in forward, and once in backward for what runs again and for gradients. The last step is evaluated, too."""
+    for _, counts in launched:
+        assert counts == [[(2, 0), (2, 0), (4, 0)]] * 2
 
 
 def test_shared_matrices_stay_close(results):
