@@ -55,3 +55,4 @@ def test_the_page_from_start_to_end(folder, capsys):
     assert ran == 5 and [kind for kind, *_ in BLOCKS].count("python") == 4
     assert capsys.readouterr().out.startswith("converted 14 linear; skipped lm_head (the output projection; head=True")
     assert names["conversion"].unused() == [] and names["histories"] == {} and issubclass(names["Quantized"], object)
+    assert len(names["held"].modules) == 14 and names["held"].plain == []

@@ -15,6 +15,7 @@ import hqsweep
 from hqsweep.errors import UserError
 from hqsweep.models.held import held_parts
 from hqsweep.nn import autocast, quantization, quantized_model_init, set_recipe
+from hqsweep.nn.grouped_linear import link_held
 from hqsweep.optim import FusedAdam
 from hqsweep.quant import GroupedTensor, HybridQuantizedTensor
 from hqsweep.recipe import Recipe
@@ -201,6 +202,17 @@ def test_copies_train_on_as_the_model(make):
     assert len(list(held_parts(other))) == 4
     results = [train(each, steps=(4, 5)) for each in (model, other)]
     assert results[0][0] == results[1][0]
+
+
+def test_weights_are_linked_to_the_states_of_their_modules():
+    """As what loads a checkpoint or begins a fork does, before any forward."""
+    model = net()
+    hold(model, "nvfp4|fp8_delayed")
+    for _, _, weight in held_parts(model):
+        weight.states = None
+    link_held(model)
+    for _, part, weight in held_parts(model):
+        assert weight.states.states["columnwise"] is part.states["weight_columnwise"]
 
 
 @pytest.mark.parametrize("recompute", [True, False])
