@@ -42,8 +42,11 @@ def spread_like(p: Tensor, part: Tensor) -> Tensor:
     not spread."""
     if not is_spread(p):
         return part
-    options = {"shape": p.shape, "stride": p.stride(), "run_check": False}
-    return type_of_spread().from_local(part, p.device_mesh, p.placements, **options)
+    kind, mesh = type_of_spread(), p.device_mesh
+    if part.device.type != mesh.device_type and not part.is_meta:  # as torch offloads shards; from_local would move it
+        meta = p._spec.tensor_meta._replace(dtype=part.dtype)
+        return kind(part, type(p._spec)(mesh, p.placements, tensor_meta=meta), requires_grad=False)
+    return kind.from_local(part, mesh, p.placements, shape=p.shape, stride=p.stride(), run_check=False)
 
 
 def spread_out(whole: Tensor, like: Tensor) -> Tensor:
