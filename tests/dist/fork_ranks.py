@@ -11,7 +11,7 @@ from hqsweep.jobs.sink import ListSink
 from hqsweep.parallel.mesh import Ranks, build_mesh
 from hqsweep.train.loop import Trainer
 
-AT, STEPS, DECAY = 3, 3, 2
+AT, STEPS, DECAY = 3, 2, 1
 GPT = {"dim": 32, "layers": 1, "heads": 2}
 
 
@@ -81,7 +81,7 @@ def study(folder: Path, case: dict, parallel: dict | None) -> list[list[dict]]:
     """The rows of a trunk and of a fork of it."""
     shared = {key: value for key, value in case.items() if key not in ("of_trunk", "of_fork", "killed")}
     trunk, sinks = case.get("of_trunk", {}) | {"trunk": None}, []
-    for options, name, stop in ((trunk, "trunk", 2), (case.get("of_fork", {}), "fork", AT + 3)):
+    for options, name, stop in ((trunk, "trunk", 2), (case.get("of_fork", {}), "fork", AT + STEPS)):
         cfg, own = config(parallel=parallel, **(shared | options)), folder / name
         sinks.append(killed_at(stop, cfg, own) if "killed" in case else run(cfg, own))
     assert len(sinks[1].facts["trunk_sha256"]) == 64
@@ -100,7 +100,6 @@ def ranked(rank: int, folder: Path, cases: list[tuple[dict, dict]], source: dict
     # a fork of what one process wrote, and trunks from another program's checkpoint and back to points it had passed
     results["from a file"] = rows(run(config(parallel=two, **source["fork"]), folder / "from_file"))
     results["source"] = rows(run(config(parallel=two, trunk=None, fork=source["source"]), folder / "source"))
-    results["own model"] = study(folder / "own", source["own model"], two)
     for points in ([4], [2, 4]):
         run(config(parallel=two, trunk=None, at=points), folder / "more")
     return results

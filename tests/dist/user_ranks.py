@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from fork_ranks import study
 from torch import nn
 from training_ranks import trainer
 
@@ -92,6 +93,7 @@ def travelling(model: nn.Module) -> dict[str, torch.dtype]:
     return {unit._param_fqn: unit.all_gather_outputs[0].dtype for unit in units if unit.all_gather_outputs}
 
 
-def train_all(rank: int, folder: Path, cases: list) -> list:
-    """train() of each case."""
-    return [train(config(*case), folder / str(index)) for index, case in enumerate(cases)]
+def everything(rank: int, folder: Path, cases: list, forked: dict) -> tuple:
+    """train() of each case, and the rows of a fork study over both ranks."""
+    trainings = [train(config(*case), folder / str(index)) for index, case in enumerate(cases)]
+    return trainings, study(folder / "forked", forked, {"dp_shard": 2})

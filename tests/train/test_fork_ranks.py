@@ -8,7 +8,6 @@ from cases import DELAYED_IN_PARTS, LINEARS
 from fork_ranks import AT, config, ranked, rows, run, study
 from ranks import run_ranks
 from safetensors.torch import save_file
-from tiny import tiny
 
 from hqsweep.checkpoints.inspect import inspect_checkpoint
 from hqsweep.train.model import GPT
@@ -55,11 +54,7 @@ def source(folder):
     save_file({name: 0.02 * torch.randn(weight.shape) for name, weight in model.state_dict().items()}, path)
     fork = {"trunk": str(state), "fork": {"trunk_hash": hashlib.sha256(state.read_bytes()).hexdigest()}}
     fork |= {"linear": "mxfp8", "quantized": True, "noise": 0.01}
-    tiny("llama", num_hidden_layers=1, tie_word_embeddings=True).save_pretrained(folder / "llama")
-    begun = {"source": str(folder / "llama"), "source_hash": inspect_checkpoint(folder / "llama").sha256}
-    own = {"kind": "hf", "path": str(folder / "llama"), "of_fork": {"linear": DELAYED, "noise": 0.01}}
     return {
-        "own model": own | {"of_trunk": {"fork": begun}},
         "fork": fork,
         "source": {"source": str(path), "source_hash": inspect_checkpoint(path).sha256},
     }
@@ -100,10 +95,6 @@ def test_one_process_and_ranks_fork_what_the_other_wrote(results, folder, source
 
 def test_trunks_over_ranks_begin_from_checkpoints_of_others(results, source, tmp_path):
     assert results[0]["source"] == rows(run(config(trunk=None, fork=source["source"]), tmp_path))
-
-
-def test_a_fork_study_of_a_hugging_face_model_has_the_losses_of_one_process(results, source, tmp_path):
-    assert results[0]["own model"] == study(tmp_path, source["own model"], None)
 
 
 def test_a_trunk_over_ranks_makes_up_for_points_that_it_has_passed(results, folder):

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import LINEARS
+from cases import DELAYED_IN_PARTS, LINEARS
+from fork_ranks import study
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny import tiny
-from user_ranks import Normed, config, train, train_all
+from user_ranks import Normed, config, everything, train
 
 from hqsweep.checkpoints.inspect import inspect_checkpoint
 from hqsweep.errors import UserError
@@ -53,9 +54,25 @@ def cases(folder: Path) -> list[tuple]:
 
 
 @pytest.fixture(scope="module")
-def results(folder):
-    """What both ranks return, for which they are launched once."""
-    return run_ranks(2, train_all, folder / "ranks", cases(folder))
+def forked(folder):
+    """A fork study of a Hugging Face model: a trunk that begins from its weights, and an arm."""
+    path = folder / "weights"
+    tiny("llama", num_hidden_layers=1, tie_word_embeddings=True).save_pretrained(path)
+    begun = {"source": str(path), "source_hash": inspect_checkpoint(path).sha256}
+    arm = {"linear": DELAYED_IN_PARTS, "noise": 0.01}
+    return {"kind": "hf", "path": str(path), "of_fork": arm, "of_trunk": {"fork": begun}}
+
+
+@pytest.fixture(scope="module")
+def both(folder, forked):
+    """What both ranks return, for which they are launched once, as each takes seconds to import transformers."""
+    return run_ranks(2, everything, folder / "ranks", cases(folder), forked)
+
+
+@pytest.fixture(scope="module")
+def results(both):
+    """What both ranks return of the trainings."""
+    return [trainings for trainings, _ in both]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -86,6 +103,10 @@ def test_weights_of_linears_travel_in_the_dtype_of_autocast(results):
         others = name == "Calling" or name.startswith("held ")
         assert narrow == (set() if others else {weight for weight in dtypes if weight.endswith(linears)})
         assert narrow or others or name == "qwen3"  # which has copies, and gathers nothing
+
+
+def test_a_fork_study_of_a_hugging_face_model_has_the_losses_of_one_process(both, forked, tmp_path):
+    assert both[0][1] == study(tmp_path, forked, None)
 
 
 def test_what_ranks_would_compute_otherwise_is_refused():
