@@ -32,6 +32,12 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 def inspect_folder(folder: Path) -> Checkpoint:
     """The description of a folder, by its .metadata; each chunk's bytes must be there."""
+    return inspect_tensors(folder)[0]
+
+
+def inspect_tensors(folder: Path) -> tuple[Checkpoint, dict[str, Stored]]:
+    """The description of a folder, and its tensors by their saved names; none where .metadata cannot be read, which the
+    description has as a problem. .metadata is read once, for that takes long."""
     stored: dict[str, Stored] = {}
     try:
         stored = tensors_of(folder)
@@ -41,7 +47,7 @@ def inspect_folder(folder: Path) -> Checkpoint:
     weights = _weights(stored)
     files = sorted({chunk.file for tensor in stored.values() for chunk in tensor.chunks})
     moments = any(parts is not None and parts[1] in MOMENTS[1:] for parts in map(_moment, stored.values()))
-    return Checkpoint(
+    checkpoint = Checkpoint(
         path=folder,
         kind="dcp",
         step=step_in_name(folder),
@@ -51,6 +57,7 @@ def inspect_folder(folder: Path) -> Checkpoint:
         files=tuple(path for path in (folder / METADATA, *(folder / name for name in files)) if path.is_file()),
         saved_as=weights,
     )
+    return checkpoint, stored
 
 
 def _missing_bytes(folder: Path, stored: dict[str, Stored]) -> list[str]:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hqsweep.checkpoints.checkpoint import Checkpoint, first_names
-from hqsweep.checkpoints.dcp import Box, inspect_folder, read_part
-from hqsweep.checkpoints.dcp_metadata import Stored, tensors_of
+from hqsweep.checkpoints.dcp import Box, inspect_tensors, read_part
+from hqsweep.checkpoints.dcp_metadata import Stored
 from hqsweep.checkpoints.fit import refuse_shape, refuse_strange
 from hqsweep.checkpoints.options import load_options, saved_groups
 from hqsweep.checkpoints.planes import take_, whole_of
@@ -122,9 +122,9 @@ class Content:
         """The content of a folder; UserError for what is no whole checkpoint."""
         if not folder.is_dir():
             raise UserError(f"load_sharded: '{folder}' is not there; give a folder of torch.distributed.checkpoint")
-        checkpoint = inspect_folder(folder)
+        checkpoint, stored = inspect_tensors(folder)
         checkpoint.check()
-        stored, facts = tensors_of(folder), None
+        facts = None
         if (name := f"{OWN}.{FACTS}") in stored:
             try:
                 facts = json.loads(read_part(folder, name, stored[name]).numpy().tobytes())
