@@ -55,14 +55,25 @@ def resumed(folder: Path, linear, **changes) -> tuple:
     return metrics, content(one, local), again, content(two, local)
 
 
+SAMPLED = {"stats": {"every": 1, "capture_at": 1}}
+
+
 def sampled(linear, **changes) -> tuple:
     """Statistics and operands of the first step."""
-    step = next(trainer(config(linear, **changes, stats={"every": 1, "capture_at": 1})).steps())
+    step = next(trainer(config(linear, **changes, **SAMPLED)).steps())
     return step.stats, on_cpu(step.captured)
 
 
+def outcome_and_sampled(linear, **changes) -> tuple:
+    """outcome() of one step that is sampled, and sampled()."""
+    run = trainer(config(linear, **changes, **SAMPLED))
+    [step] = run.steps()
+    return ([step.metrics], content(run)), (step.stats, on_cpu(step.captured))
+
+
 def run(rank: int, folder: Path, cases: list, resumes: list) -> tuple:
-    """outcome() of each case, resumed() of others, and sampled() of the first two cases."""
-    outcomes = [outcome(linear, **changes) for linear, changes in cases]
+    """outcome() of each case, resumed() of others, and sampled() of the first two cases, which have one step."""
+    both = [outcome_and_sampled(linear, **changes) for linear, changes in cases[:2]]
+    outcomes = [first for first, _ in both] + [outcome(linear, **changes) for linear, changes in cases[2:]]
     again = [resumed(folder / str(i), linear, **changes) for i, (linear, changes) in enumerate(resumes)]
-    return outcomes, again, [sampled(linear, **changes) for linear, changes in cases[:2]]
+    return outcomes, again, [second for _, second in both]
