@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 from fsdp2_training import accumulate, batch, build, shard
 
+from hqsweep.dist.agreed import by_first
 from hqsweep.nn import quantization
 from hqsweep.nn.linear_call import LinearCall
 from hqsweep.quant.operand import Operand
@@ -94,8 +95,9 @@ def once(rank, texts):
 
 @cache
 def _alone(text, options, microbatches, of_data):
-    """train() of one process."""
-    return train(build(text, held=False, **dict(options)), microbatches, lambda *_: None, of_data=of_data)
+    """train() of one process, which the first rank does for all."""
+    model = build(text, held=False, **dict(options))
+    return by_first(lambda: train(model, microbatches, lambda *_: None, of_data=of_data))
 
 
 def _compared(text, case):

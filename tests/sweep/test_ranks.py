@@ -116,28 +116,6 @@ def test_no_rank_outlives_a_worker_that_is_stopped(tmp_path):
     wait_for(lambda: not ranks_of(run), seconds=5.0)
 
 
-def test_a_worker_has_ranks_for_the_next_run_and_what_one_refuses_is_said_in_its_words(tmp_path):
-    """Ranks of all runs of a worker are forks of one server; each writes to the log of its run."""
-    runs, servers = [make_run(tmp_path / "first", steps=2), make_run(tmp_path / "next", context=30_000)], {}
-
-    def look():
-        while runs[1].seen()["state"] != "failed":
-            with suppress(OSError):  # a rank that has ended since
-                for run in runs:
-                    for process in ranks_of(run).values():
-                        servers.setdefault(run, parent_of(process))
-            time.sleep(0.2)
-
-    threading.Thread(target=look, daemon=True).start()
-    first, status = run_local(runs, display=Shown(), limits=Limits(threads=2))
-    assert (first["state"], first["pid"]) == ("finished", status["pid"])
-    assert servers[runs[0]] == servers[runs[1]]
-    refusal = "data: the train split has 20000 tokens"
-    assert status["state"] == "failed" and status["reason"].startswith(refusal)
-    assert [refusal in run.log.read_text() for run in runs] == [False, True]
-    assert not ranks_of(runs[1])
-
-
 def leave_a_thread(arguments) -> int:
     threading.Thread(target=time.sleep, args=(60,)).start()
     return 0
@@ -164,13 +142,47 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_damage_to_what_many_ranks_wrote_is_named_and_made_good(broken_off, tmp_path):
-    """Then the run ends with the rows of one process that was never killed."""
-    broken, _ = broken_off
-    shutil.copytree(broken.sweep_path, tmp_path / "t")
-    run, device = RunDir(tmp_path / "t" / broken.name), broken.config()["train"]["device"]
+@pytest.fixture(scope="module")
+def mended(
+    broken_off: tuple[RunDir, Shown], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[RunDir], dict[RunDir, int]]:
+    """A copy of that run, which has ended though its last checkpoint was damaged, and one that its ranks refuse, by the
+    same worker; and the process whose forks the ranks of each were."""
+    broken, folder, servers = broken_off[0], tmp_path_factory.mktemp("mended"), {}
+    shutil.copytree(broken.sweep_path, folder / "t")
+    run, device = RunDir(folder / "t" / broken.name), broken.config()["train"]["device"]
     flip(max(run.checkpoint.glob("step_*.json")).with_suffix("") / "__1_0.distcp")
-    run_local([run], display=Shown(), limits=Limits(threads=2, gpus_per_run=1))
+    runs = [run, make_run(folder / "next", context=30_000, device=device)]
+
+    def look() -> None:
+        while runs[1].seen()["state"] != "failed":
+            with suppress(OSError):  # a rank that has ended since
+                for each in runs:
+                    for process in ranks_of(each).values():
+                        servers.setdefault(each, parent_of(process))
+            time.sleep(0.2)
+
+    threading.Thread(target=look, daemon=True).start()
+    run_local(runs, display=Shown(), limits=Limits(threads=2, gpus_per_run=1))
+    return runs, servers
+
+
+def test_a_worker_has_ranks_for_the_next_run_and_what_one_refuses_is_said_in_its_words(mended):
+    """Ranks of all runs of a worker are forks of one server; each writes to the log of its run."""
+    runs, servers = mended
+    first, status = (run.status() for run in runs)
+    assert (first["state"], first["pid"]) == ("finished", status["pid"])
+    assert servers[runs[0]] == servers[runs[1]]
+    refusal = "data: the train split has 20000 tokens"
+    assert status["state"] == "failed" and status["reason"].startswith(refusal)
+    assert [refusal in run.log.read_text() for run in runs] == [False, True]
+    assert not ranks_of(runs[1])
+
+
+def test_damage_to_what_many_ranks_wrote_is_named_and_made_good(mended, tmp_path):
+    """Then the run ends with the rows of one process that was never killed."""
+    run = mended[0][0]
+    device = run.config()["train"]["device"]
     assert not ranks_of(run)
     sink, train = ListSink(), CONFIG["train"] | {"parallel": {}, "microbatches": 2, "device": device}
     convergence.run(parse(CONFIG | {"runs_dir": str(tmp_path), "train": train}), sink, tmp_path)
