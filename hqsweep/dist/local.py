@@ -98,9 +98,10 @@ def whole_tensor(x: Tensor) -> Tensor:
     for index, (axis, dim, runs) in reversed(list(enumerate(cuts))):
         ranks = x.device_mesh.size(axis)
         size = x.shape[dim] // math.prod(x.device_mesh.size(other) for other, d, _ in cuts[:index] if d == dim)
-        padded = joined.new_zeros([-(-size // ranks) if d == dim else n for d, n in enumerate(joined.shape)])
-        padded.narrow(dim, 0, joined.shape[dim]).copy_(joined)
-        parts = gather_bytes(padded, x.device_mesh.get_group(axis)).view(joined.dtype).unbind()
+        missing = -(-size // ranks) - joined.shape[dim]
+        if missing:
+            joined = torch.nn.functional.pad(joined, [0, 0] * (joined.dim() - 1 - dim) + [0, missing])
+        parts = gather_bytes(joined, x.device_mesh.get_group(axis)).view(joined.dtype).unbind()
         pieces = [part.chunk(runs, dim) for part in parts]
         joined = torch.cat([piece for of_ranks in zip(*pieces, strict=True) for piece in of_ranks], dim)
         joined = joined.narrow(dim, 0, size)

@@ -45,7 +45,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
 def _is_flash_on_cpu(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether torch computes this by its flash attention on the CPU."""
     alike = q.dtype is k.dtype is v.dtype and q.shape == k.shape == v.shape
-    return q.is_cpu and alike and q.dim() == 4 and q.numel() > 0 and _is_flash_allowed()
+    dense = all(x.stride(-1) == 1 for x in (q, k, v))
+    return q.is_cpu and alike and dense and q.dim() == 4 and q.numel() > 0 and _is_flash_allowed()
 
 
 @constant_result

@@ -8,9 +8,12 @@ DeviceMesh that backward needs where parameters are DTensors.
 import torch
 from torch import Tensor
 
+from hqsweep.ops.addresses import described
 from hqsweep.ops.library import operator
 
 ATEN = torch.ops.aten
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+AXES = 4
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
@@ -22,7 +25,14 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Te
 )
 def attention_on_cpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     """q, k, v [B, H, T, E] of one dtype -> softmax(q k^T / sqrt(E)) v [B, H, T, E], and the logarithm of each row's sum
-    of exponentials, in the layouts that attention_on_cpu_back() reads."""
+    of exponentials, in the layouts that attention_on_cpu_back() reads. ValueError for other tensors."""
+    alike = q.shape == k.shape == v.shape and q.dtype is k.dtype is v.dtype in DTYPES and q.dim() == AXES
+    if not alike or not all(x.numel() and x.untyped_storage().nbytes() and x.stride(-1) == 1 for x in (q, k, v)):
+        got = ", ".join(described(x) for x in (q, k, v))
+        raise ValueError(
+            f"attention_on_cpu: q, k and v are {got}; it takes [B, H, T, E] with elements, of one shape and dtype"
+            f" ({', '.join(map(str, DTYPES))}), whose last axis has no gaps"
+        )
     return _flash(q, k, v, is_causal)
 
 

@@ -24,7 +24,7 @@ from binding_cases import BindingCall
 from cases import COMBINED, HIGH, REPRESENTATIVE
 from torch import Tensor
 
-BY_HAND = ("quantize", "find_amax_", "dequantize", "split_offsets")
+BY_HAND = ("quantize", "find_amax_", "dequantize", "split_offsets", "attention_on_cpu")
 """Operators that have a kernel for the CPU."""
 FORMATS = tuple(text for text in (*REPRESENTATIVE, *COMBINED) if text not in HIGH)
 NO_FORMATS = ("", "bf16", "fp32", "nvpf4", "mxfp8|nvfp4", "\0", "mxfp8+")
@@ -228,6 +228,10 @@ class Call:
         divisors = self.numbers([self.rng.choice((0, 1, 16, 128)) for _ in range(rules)])
         strides = self.numbers([self.rng.choice((0, 1, 5, 2**40)) for _ in range(rules)])
         return [self.tensor(splits), divisors, strides, self.rng.random() < 0.5]
+
+    def _attention_on_cpu(self) -> list[Any]:
+        shape, dtype = [self.rng.randint(1, 3), self.rng.randint(1, 3), 8, 16], self.rng.choice(DTYPES)
+        return [*(self.tensor(torch.randn(shape).to(dtype)) for _ in range(3)), self.rng.random() < 0.5]
 
     def of_schema(self) -> list[Any]:
         """Arguments of the types that the operator's schema gives."""

@@ -7,11 +7,12 @@ from torch import nn
 from hqsweep.nn import summed_gains, tensor_parallel
 from hqsweep.nn.layer_stack import through
 from hqsweep.nn.norm import Norm
+from hqsweep.nn.stream_layer import StreamLayer
 
 GROUP = object()
 
 
-class Layer(nn.Module):
+class Layer(StreamLayer):
     """A norm and a number that is multiplied by its output."""
 
     def __init__(self, index: int, said: list) -> None:
@@ -20,7 +21,7 @@ class Layer(nn.Module):
         self.factor = nn.Parameter(torch.tensor(2.0 + index))
         self.factor.register_hook(lambda _: said.append(index))
 
-    def residual(self, x, branch, _):
+    def _residual(self, x, branch, _):
         return x, self.factor * self.norm(x if branch is None else x + branch)
 
 
@@ -42,7 +43,7 @@ def gradients(layers, x, group):
     for layer in layers:
         layer.norm.tokens_group = group
         layer.zero_grad()
-    stream = through(layers, x, "none")
+    stream = through(layers, x)
     (stream.x + stream.branch).square().sum().backward()
     return [None if p.grad is None else p.grad.clone() for layer in layers for p in layer.norm.parameters()]
 
@@ -71,7 +72,7 @@ def test_a_forward_that_fails_or_has_no_gradients_leaves_nothing(said):
     layers = [Layer(0, said)]
     layers[0].norm.tokens_group = GROUP
     with torch.no_grad():
-        through(layers, torch.randn(4, 8), "none")
+        through(layers, torch.randn(4, 8))
     with pytest.raises(RuntimeError):
-        through(layers, torch.randn(4, 9), "none")
+        through(layers, torch.randn(4, 9))
     assert not summed_gains._TOGETHER
