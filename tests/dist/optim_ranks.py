@@ -28,6 +28,9 @@ CASES = {
 """Name -> dtype of the parameters, policy of fully_shard, recipe, outputs; 33 rows are 17 for one rank and 16 for the
 other."""
 
+ONE_ROW = ("mxfp8", "fp8_current", "fp8_delayed")
+"""Recipes whose weights may have one row."""
+
 
 def build(case: str) -> nn.Sequential:
     dtype, _, recipe, outputs = CASES[case]
@@ -65,9 +68,29 @@ def sharded(case: str) -> nn.Module:
     return model
 
 
+def of_one_row(text: str, *, sharded: bool) -> list[float]:
+    """The loss of each step of held weights, of which the last has one row: over ranks the first has all of it. Each
+    rank has all rows of the batch."""
+    torch.manual_seed(0)
+    with quantized_model_init(preserve_high_precision_init_val=True), quantization(step=0):
+        layers = [Linear(64, n, name=f"l{n}", recipe=LinearQuantizers.parse(text, "test")) for n in (64, 1)]
+    model = nn.Sequential(*layers)
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+    optimizer, losses = FusedAdam(model.parameters(), **OPTIONS), []
+    for step in range(1, STEPS + 1):
+        with quantization(step=step):
+            loss = model(draw("normal", ROWS, 64, step)).float().square().mean()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def run(rank: int) -> dict[str, object]:
     """What test_optim.py compares, of each case."""
-    seen = {"main_grads": main_grads(rank)}
+    seen = {"main_grads": main_grads(rank)} | {text: of_one_row(text, sharded=True) for text in ONE_ROW}
     for case in CASES:
         model = sharded(case)
         optimizer = FusedAdam(model.parameters(), **OPTIONS)

@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from optim_ranks import CASES, MAIN_GRADS, RANKS, STEPS, held, main_grads_of_one_process, one_process, run
+from optim_ranks import (
+    CASES,
+    MAIN_GRADS,
+    ONE_ROW,
+    RANKS,
+    STEPS,
+    held,
+    main_grads_of_one_process,
+    of_one_row,
+    one_process,
+    run,
+)
 from ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
@@ -25,6 +36,12 @@ def test_shards_are_updated_as_in_one_process(case, ranks):
     for seen in ranks:
         for step in range(1, STEPS + 1):
             assert not differences(expected[step], seen[case, step]), step
+
+
+@pytest.mark.parametrize("text", ONE_ROW)
+def test_a_held_weight_of_one_row_is_that_of_the_first_rank(text, ranks):
+    """The others have none of it, and nothing to exchange."""
+    assert [seen[text] for seen in ranks] == [of_one_row(text, sharded=False)] * RANKS
 
 
 @pytest.mark.parametrize("case", CASES)
