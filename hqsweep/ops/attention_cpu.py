@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from hqsweep.ops.addresses import described
+from hqsweep.ops.kernels import DTYPES
 from hqsweep.ops.library import operator
 
 ATEN = torch.ops.aten
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 AXES = 4
 
 

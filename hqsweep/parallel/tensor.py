@@ -23,13 +23,12 @@ from hqsweep.nn.norm import Norm
 from hqsweep.nn.tensor_parallel import SplitTokens, TensorParallel
 from hqsweep.nn.weight import QuantizedWeight
 from hqsweep.ops.activation import INPUTS
+from hqsweep.quant.content import AXES
 from hqsweep.quant.held_part import hold_part
 from hqsweep.quant.part import Part
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 AXIS = "tp"
-EXPERTS_AXES = 3
-"""The axes of the weights [E, N, K] of all experts."""
 TOKENS = 1
 """The axis of the tokens in x [B, T, D], which takes any batch; whole sequences lie along axis 0."""
 
@@ -221,10 +220,10 @@ def shard_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
     divide: the first axis that they do divide, and that is cut over no other ranks. torch's placements cannot name
     uneven parts of experts that lie over ranks already, and a rank without an expert would have no part."""
     own = local(parameter)
-    if own.dim() == EXPERTS_AXES and own.shape[0] % ranks and not isinstance(own, HybridQuantizedTensor):
+    if own.dim() == AXES and own.shape[0] % ranks and not isinstance(own, HybridQuantizedTensor):
         spread = parameter.placements if isinstance(parameter, DTensor) else ()
         cut = {placement.dim for placement in spread if not placement.is_replicate()}
-        free = (axis for axis in range(1, EXPERTS_AXES) if axis not in cut and own.shape[axis] % ranks == 0)
+        free = (axis for axis in range(1, AXES) if axis not in cut and own.shape[axis] % ranks == 0)
         axis = next(free, None)
         if axis is not None:
             return Shard(axis)

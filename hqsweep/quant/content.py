@@ -19,6 +19,7 @@ from hqsweep.ops.splits import Splits
 from hqsweep.quant.operand import Operand
 
 AXES = 3
+"""The number of axes of the weights [E, N, K] of all experts."""
 MemberShapes = Sequence[Sequence[int]]
 
 
