@@ -1,6 +1,6 @@
 """A training step over the GPUs of one machine: our Trainer under fully_shard beside the same GPT of compiled torch.
 
-    python -m benchmarks.ranks [--size M L] [--recipes bf16 mxfp8 mxfp8:held ...] [--ranks 2] [--tp] [--quick]
+    python -m benchmarks.ranks [--size M L] [--recipes bf16 mxfp8 mxfp8:held ...] [--ranks 2] [--tp] [--ep] [--quick]
                                [--deterministic on off]
 
 Every rank takes the tokens of benchmarks/step.py's size, on one GPU as on many (weak scaling). Plain torch is as
@@ -18,6 +18,8 @@ sharded with one rank: the same beside compiled torch, ours under fully_shard to
 tp      with --tp: matrices shared out by tensor and sequence parallelism (tp=RANKS), on the tokens of one rank:
         scaling is milliseconds on one rank over RANKS times its own. The MLP's width is rounded up to whole blocks on
         each rank (L: 5,504 of 5,472)
+ep      with --ep: the experts of the size moe over the ranks, each with that size's tokens: "waits", where the host
+        waits in each layer for the numbers of rows, and "room", where all that can come have room; scaling as in `time`
 """
 
 import argparse
@@ -46,15 +48,19 @@ from hqsweep.config.train import TrainConfig
 from hqsweep.dist import collectives, peers
 from hqsweep.dist.spawn import spawn_ranks
 from hqsweep.dist.unit_comms import GATHERS, SUMS
+from hqsweep.nn import expert_room
 from hqsweep.parallel.mesh import Ranks, backend, build_mesh
 from hqsweep.train.loop import Step, Trainer
 
-SECTIONS = ("wire", "time", "sharded", "tp")
+SECTIONS = ("wire", "time", "sharded", "tp", "ep")
 RECIPES = ("bf16", "mxfp8", "mxfp8:held", "nvfp4:held")
 GOALS = {"mxfp8:held": 1.0}
 """Recipe -> the share of compiled torch's tokens a second that is wanted."""
 SCALING_GOALS = {"time": 0.93, "tp": 0.85}
 QUICK = Size(model=ModelConfig(dim=64, layers=2, heads=2), batch=2, context=32, vocabulary=96, turn=1)
+MOE_QUICK = replace(QUICK, model=ModelConfig(dim=64, layers=2, heads=2, experts=4))
+PURPOSES = {"tp": (peers.ROWS,), "ep": (GATHERS, SUMS, expert_room.ROWS)}
+"""Section -> what ranks share memory for; of the others weights and gradients."""
 WIRE_BYTES = 1 << 28
 COLUMNS = (
     "section", "device", "size", "case", "recipe", "deterministic", "ranks", "ms", "share", "goal", "scaling",
@@ -146,6 +152,8 @@ class Bench:
                     self._time(name, size, section)
             if self.args.tp and "tp" in self.args.only:
                 self._tensor_parallel(name, divisible(size, self.args.ranks))
+        if self.args.ep and "ep" in self.args.only:
+            self._expert_parallel("quick" if self.args.quick else "moe")
 
     def _time(self, name: str, size: Size, section: str) -> None:
         data = Data(replace(size, batch=size.batch * self.world), self.args.device)
@@ -175,6 +183,20 @@ class Bench:
             self.add(self._named("tp", name, "hqsweep") | {"recipe": recipe, "deterministic": "on"}, row)
             del case
 
+    def _expert_parallel(self, name: str) -> None:
+        size = MOE_QUICK if self.args.quick else SIZES[name]
+        data = Data(replace(size, batch=size.batch * self.world), self.args.device)
+        rooms = {"hqsweep": None} if self.world == 1 else {"waits": None, "room": float(self.world)}
+        for recipe, (case_name, room) in product(self.args.recipes, rooms.items()):
+            dims = ParallelConfig(dp_shard=self.world, ep=self.world, expert_room=room)
+            case = Prepared(
+                partial(Ours, size, data, recipe, dims, self.args.device), self.args.device, is_deterministic=True
+            )
+            [seconds] = alternated([case], size.turn, self.args.turns)
+            row = partial(self._row, size, case, seconds, None, recipe, section="ep")
+            self.add(self._named("ep", name, case_name) | {"recipe": recipe, "deterministic": "on"}, row)
+            del case
+
     def _named(self, section: str, size: str, case: str) -> rows.Row:
         return {"section": section, "size": size, "case": case, "ranks": self.world}
 
@@ -194,7 +216,7 @@ class Bench:
         parts = 1 if section == "tp" else self.world
         row = {"ms": seconds * 1e3, "ktokens_s": parts * size.tokens / seconds * 1e-3} | case.facts
         if "peak_gb" in row and recipe:
-            row["shared_gb"] = peers.memory(*((peers.ROWS,) if section == "tp" else (GATHERS, SUMS))) * 1e-9
+            row["shared_gb"] = peers.memory(*PURPOSES.get(section, (GATHERS, SUMS))) * 1e-9
         row["tflops"] = parts / self.world * size.flop() / seconds * 1e-12
         if beside is not None:
             row["share"] = beside / seconds
@@ -203,8 +225,9 @@ class Bench:
                 passes.append(row["share"] >= GOALS[recipe])
         if key in self.alone:
             row["scaling"] = self.alone[key] / row["ms"] / (self.world if section == "tp" else 1)
-            row["scaling_goal"] = SCALING_GOALS[section]
-            passes.append(row["scaling"] >= SCALING_GOALS[section])
+            if section in SCALING_GOALS:
+                row["scaling_goal"] = SCALING_GOALS[section]
+                passes.append(row["scaling"] >= SCALING_GOALS[section])
         return row | ({"pass": all(passes)} if passes else {})
 
     def _wire(self) -> rows.Row:
@@ -259,6 +282,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--deterministic", nargs="+", choices=("on", "off"), default=["on"])
     parser.add_argument("--ranks", type=int, help="(default: as many as there are GPUs, on CPUs 2)")
     parser.add_argument("--tp", action="store_true", help="also tensor parallel steps")
+    parser.add_argument("--ep", action="store_true", help="also experts over ranks")
     parser.add_argument("--turns", type=int, default=3, help="of each case beside compiled torch")
     rows.add_arguments(parser, SECTIONS)
     args = parser.parse_args(arguments)

@@ -1,5 +1,9 @@
 """The section `train.parallel` of the config: how many ranks a training runs on, and what each of them does."""
 
+from typing import Annotated
+
+from pydantic import Field
+
 from hqsweep.config.model import ModelConfig, expert_width, ffn_width
 from hqsweep.config.types import Count, Section
 from hqsweep.errors import UserError
@@ -11,7 +15,10 @@ class ParallelConfig(Section):
     dp_replicate: copies of the model, each on other sequences. dp_shard: ranks that share out one copy's parameters,
     gradients and moments, each on other sequences, too. tp: ranks that share out each matrix, and the sequence between
     matrices. pp: ranks that share out the layers, each in stages_per_rank stages. ep: of the dp_shard ranks, how many
-    share out the experts of a layer, so it is no axis of its own.
+    share out the experts of a layer, so it is no axis of its own. expert_room: each rank's experts have room for so
+    many times the rows that come when all experts are chosen equally often; rows beyond it end the run, and ep times as
+    many never are. null: the host waits in each layer for the number of rows, so that steps are no CUDA graphs, and as
+    many have room.
     """
 
     dp_replicate: Count = 1
@@ -20,6 +27,7 @@ class ParallelConfig(Section):
     ep: Count = 1
     pp: Count = 1
     stages_per_rank: Count = 1
+    expert_room: Annotated[float, Field(ge=1, le=1e6)] | None = None
 
     @property
     def world(self) -> int:
@@ -85,6 +93,11 @@ class ParallelConfig(Section):
             )
         if self.ep > 1 and not model.experts:
             raise UserError(f"train.parallel.ep: {self.ep}, but model.experts is 0; give experts, or ep=1")
+        if self.ep == 1 and self.expert_room is not None:
+            raise UserError(
+                f"train.parallel.expert_room: {self.expert_room} for experts that ranks share out, but ep is 1; give"
+                " ep, or leave it out"
+            )
         self._check_experts(model)
         stages = self.pp * self.stages_per_rank
         if self.pp > 1 and stages > model.layers:

@@ -15,7 +15,7 @@ from hqsweep.dist import peers, words
 from hqsweep.dist.tokens import begin_lent_rows, sum_rows, sum_whole
 from hqsweep.errors import UserError
 from hqsweep.nn.context import use_kernels
-from hqsweep.ops.embedding import ROWS, by_entry, embed, rows_of_rank, table_gradient, takes
+from hqsweep.ops.embedding import ROWS, by_entry, embed, embedding_gradient, rows_of_rank, table_gradient, takes
 
 
 def check_tokens(shape: Sequence[int], axis: int, ranks: int, where: str = "") -> None:
@@ -27,7 +27,7 @@ def check_tokens(shape: Sequence[int], axis: int, ranks: int, where: str = "") -
 
 def embedding(tokens: Tensor, table: Tensor) -> Tensor:
     """Tokens int64 [...] -> rows [..., D] of a table [V, D]. On CUDA hqsweep's kernels add up the table's gradient."""
-    if torch.compiler.is_compiling() or not (use_kernels(table) and takes(table, tokens)):
+    if not (use_kernels(table) and takes(table, tokens)):
         return F.embedding(tokens, table)
     return _Embedding.apply(tokens, table)
 
@@ -37,14 +37,15 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx, tokens: Tensor, table: Tensor) -> Tensor:
         ctx.save_for_backward(tokens)
         ctx.entries = len(table)
+        if torch.compiler.is_compiling():
+            return F.embedding(tokens, table)
         return embed(tokens.reshape(-1), table).view(*tokens.shape, table.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[None, Tensor]:
         (tokens,) = ctx.saved_tensors
-        tokens = tokens.reshape(-1)
-        return None, table_gradient(gradient.reshape(len(tokens), -1), tokens, *by_entry(tokens, ctx.entries))
+        return None, embedding_gradient(gradient.flatten(0, -2), tokens.reshape(-1), ctx.entries)
 
 
 def split_embedding(tokens: Tensor, table: Tensor, group: ProcessGroup, *, split: int | None) -> Tensor:

@@ -104,7 +104,8 @@ class LayerNormMoE(AddsBranch):
             (fills,) = multiples
         else:  # each fills up its rows by itself, which takes values
             formats = None, None
-        route, codes = dispatcher.send_counts(routing.tokens, fills), [None if f is None else Codes() for f in formats]
+        route = dispatcher.send_counts(routing.tokens, routing.chosen.numel(), fills)
+        routing, codes = route.marked(routing), [None if f is None else Codes() for f in formats]
         rows = route.go(routing.dispatch(h, fc1.dtype), formats[0], codes[0])
         with route.context():
             hidden = activate(fc1(rows, route.splits, codes[0]), "swiglu")
@@ -121,6 +122,15 @@ class LayerNormMoE(AddsBranch):
         if not moves_by_kernels(h, self.fc1.dtype):
             return splits
         return PaddedSplits.over(splits, multiples.pop(), h.device)
+
+
+def check_room(model: nn.Module, where: str = "") -> None:
+    """UserError where, since the last check, rows of the model's experts found no room, or ranks had unlike numbers of
+    tokens: results were NaN. Waits for the device. where: what stands before the name of the option."""
+    dispatchers = [module.dispatcher for module in model.modules() if isinstance(module, LayerNormMoE)]
+    for room in dict.fromkeys(dispatcher.room for dispatcher in dispatchers if dispatcher is not None):
+        if room is not None:
+            room.check(where)
 
 
 class MoELayer(StreamLayer):

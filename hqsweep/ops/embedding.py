@@ -7,8 +7,10 @@ its entries to other ranks' memory, and takes from them those that it lacks; gra
 import torch
 from torch import Tensor
 
+from hqsweep.ops.addresses import described
+from hqsweep.ops.experts import checked
 from hqsweep.ops.kernels import DTYPES
-from hqsweep.ops.library import extension, has_kernels, on_its_device, where
+from hqsweep.ops.library import extension, has_kernels, on_its_device, operator, where
 
 WORD = 16
 """Bytes of one load of the kernels; rows are whole words."""
@@ -19,8 +21,9 @@ ROWS = (torch.float32, torch.bfloat16)
 def takes(table: Tensor, tokens: Tensor) -> bool:
     """Whether the kernels take rows of this table, and give its gradient."""
     shaped = table.dim() == 2 and table.is_contiguous() and table.shape[1] * table.itemsize % WORD == 0
-    usable = table.is_cuda and tokens.is_cuda and has_kernels("cuda") and table.data_ptr() % WORD == 0
-    return shaped and usable and table.dtype is torch.float32 and tokens.dtype is torch.int64
+    usable = table.is_cuda and tokens.is_cuda and has_kernels("cuda")
+    aligned = torch.compiler.is_compiling() or table.data_ptr() % WORD == 0  # a trace takes its rows by torch
+    return shaped and usable and aligned and table.dtype is torch.float32 and tokens.dtype is torch.int64
 
 
 @on_its_device
@@ -85,3 +88,19 @@ def table_gradient(
     sizes = (table.data_ptr(), len(rows), entries, width, ranks, rank)
     extension().embedding_gradient_cuda(*call, others, DTYPES[rows.dtype], *sizes, *where(rows))
     return table
+
+
+@operator(
+    "embedding_gradient(Tensor rows, Tensor tokens, SymInt entries) -> Tensor",
+    fake=lambda rows, tokens, entries: rows.new_empty((entries, rows.shape[1]), dtype=torch.float32),
+    devices=("CUDA",),
+)
+def embedding_gradient(rows: Tensor, tokens: Tensor, entries: int) -> Tensor:
+    """table_gradient() of a whole table of so many entries, from the rows [M, D] of tokens int64 [M]."""
+    if rows.dim() != 2 or rows.dtype not in ROWS or rows.shape[1] * rows.itemsize % WORD:
+        raise ValueError(
+            f"rows are {described(rows)}; they take float32 or bfloat16 [M, D] of whole words of {WORD} bytes"
+        )
+    tokens = checked("tokens", tokens, (torch.int64,), (len(rows),), rows)
+    rows = checked("rows", rows, ROWS, tuple(rows.shape), rows)
+    return table_gradient(rows, tokens, *by_entry(tokens, entries))

@@ -7,17 +7,22 @@ from torch.distributed.tensor import DTensor, Shard
 from hqsweep.dist.local import local
 from hqsweep.errors import UserError
 from hqsweep.nn.dispatch import Dispatcher
+from hqsweep.nn.expert_room import ExpertRoom
 from hqsweep.nn.grouped_linear import GroupedLinear
-from hqsweep.nn.moe import LayerNormMoE
+from hqsweep.nn.moe import LayerNormMoE, check_room
 from hqsweep.nn.parameter import link_states
 from hqsweep.parallel.peers import axis_of, peers
+
+__all__ = ["check_room", "expert_parallel"]
 
 AXIS = "ep"
 SHARED = "tp"
 """The axis over which tensor_parallel has cut each expert, if it has."""
 
 
-def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, average: bool = True) -> nn.Module:
+def expert_parallel(
+    model: nn.Module, mesh: DeviceMesh, *, average: bool = True, expert_room: float | None = None
+) -> nn.Module:
     """Spread the experts of every LayerNormMoE of the model, in place, over the ranks along an axis of the mesh: "ep",
     or the only one. Returns the model.
 
@@ -31,9 +36,15 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, average: bool = True)
     along "tp" after tensor_parallel, parts of the same, and share their amaxes of delayed scaling. Every rank calls the
     model as often as the others; it may have no tokens for some experts, or none at all.
 
+    expert_room: room at each rank's experts for this many times the rows that come when all experts are chosen equally
+    often. The numbers of rows then stay on the device: nothing waits for them, and CUDA graphs can be captured, for the
+    memory of rows that do not come. All ranks must have as many tokens as each other. Where rows find no room, results
+    are NaN, and check_room() says why; n times as many always find some. None: the host waits once in each layer for
+    the numbers of rows, and there is room for these.
+
     Raises:
         UserError: for a mesh of several axes without "ep", a number of experts that ranks do not divide, a model
-            without a LayerNormMoE, and experts that are spread already.
+            without a LayerNormMoE, experts that are spread already, and an expert_room below 1.
     """
     along = axis_of(mesh, AXIS, "expert_parallel")
     mixtures = [module for module in model.modules() if isinstance(module, LayerNormMoE)]
@@ -53,7 +64,8 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, average: bool = True)
                 f"{mixture.name}: its experts are cut over '{SHARED}'; expert_parallel takes a mesh with that axis"
                 f" beside '{AXIS}'"
             )
-    dispatcher = Dispatcher(group=along.get_group(), same_experts=peers(mesh, AXIS))
+    room = None if expert_room is None else ExpertRoom(expert_room)
+    dispatcher = Dispatcher(group=along.get_group(), same_experts=peers(mesh, AXIS), room=room)
     for mixture in mixtures:
         mixture.dispatcher = dispatcher
         for grouped in (mixture.fc1, mixture.fc2):

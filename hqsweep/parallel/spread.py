@@ -66,7 +66,7 @@ def spread_experts(model: nn.Module, ranks: Ranks) -> set[nn.Parameter]:
     from hqsweep.parallel.expert import expert_parallel
     from hqsweep.parallel.tensor import shard_placement
 
-    expert_parallel(model, mesh, average=False)
+    expert_parallel(model, mesh, average=False, expert_room=ranks.dims.expert_room)
     experts = [grouped for mixture in mixtures for grouped in (mixture.fc1, mixture.fc2)]
     if ranks.data_size == ranks.dims.ep:
         return {parameter for grouped in experts for parameter in grouped.parameters()}

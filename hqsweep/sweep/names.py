@@ -59,6 +59,10 @@ def run_id(config: Mapping[str, Any]) -> str:
     """The hex sha256 of the canonical JSON (sorted keys, no spaces) of the resolved config without NOT_IN_ID and what
     NOT_IN_ID_AT names; for a trunk also without NOT_IN_TRUNK_ID."""
     content = {key: value for key, value in config.items() if key not in NOT_IN_ID}
+    dims = (content.get("train") or {}).get("parallel")
+    if dims:
+        dims = {key: value for key, value in dims.items() if (key, value) != ("expert_room", None)}
+        content["train"] = {**content["train"], "parallel": dims}
     for name, values in NOT_IN_ID_AT.items():
         if content.get(name):
             content[name] = {key: v for key, v in content[name].items() if key not in values or v != values[key]}

@@ -4,6 +4,7 @@ A step depends only on the data, the config and the state in the checkpoint, so 
 uninterrupted one bit for bit on the same device, threads and instruction set.
 """
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.parallel import ParallelConfig
 from hqsweep.errors import UserError
 from hqsweep.nn import Probe, quantization, set_recipe
+from hqsweep.nn.moe import check_room
 from hqsweep.nn.offload import ActivationOffload
 from hqsweep.nn.saved import SavedBytes
 from hqsweep.parallel.data import in_order, reshard, shared_out, synchronized, whole
@@ -138,7 +140,7 @@ class Trainer:
         last = self.step == train.steps
         own, fork = self.step - self.config.start, self.config.fork
         if last or own % train.log_every == 0 or (fork and self.step == fork.constant_end):
-            mean = (self.loss_sum / self.loss_count).item()
+            mean = self._checked((self.loss_sum / self.loss_count).item())
             metrics = {"train_loss": mean, "grad_norm": norm.item(), "lr": lr}
             if self.adapter.has_aux:
                 metrics["aux_loss"] = balance.loss.item()
@@ -148,10 +150,16 @@ class Trainer:
             self.loss_count = 0
         looked = fork is not None and fork.looks_at(self.step)
         if last or looked or own % train.eval_every == 0 or self.step in self.kept:
-            metrics["val_loss"] = self.val_loss = self.evaluate()
+            metrics["val_loss"] = self.val_loss = self._checked(self.evaluate())
         if len(self.stages) > 1 and self.step == self.stage.first_step:
             metrics["recipe_stage"] = float(self.stages.index(self.stage))
         return Step(step=self.step, metrics=metrics, loss=mean, **(self._sampled if probe else {}))
+
+    def _checked(self, loss: float) -> float:
+        """The loss; UserError where it is none since rows of experts found no room."""
+        if not math.isfinite(loss):
+            check_room(self.model, "train.parallel.")
+        return loss
 
     def _probed(self, probe: Probe) -> dict[str, Any]:
         """The rows, and the operands, of a sampled step, of all ranks."""
@@ -310,6 +318,7 @@ class Trainer:
 
     def position(self) -> dict[str, Any]:
         """What state() has of the loop itself, copied, as the next step changes it."""
+        check_room(self.model, "train.parallel.")
         measured = {"val_loss": self.val_loss} if self.step in self.kept else {}
         losses = {"loss_sum": self.loss_sum.clone(), "loss_count": self.loss_count, "last_val_loss": self.val_loss}
         return {"trunk": self.trunk, "step": self.step, **losses, **measured, **self.adapter.facts}
@@ -326,7 +335,9 @@ def _why_eager(dims: ParallelConfig) -> str | None:
     """Why steps over these ranks cannot be a graph, if they cannot."""
     if dims.pp > 1:
         return "its stages send tensors to each other"
-    return "the host waits for the numbers of tokens that come to its experts" if dims.ep > 1 else None
+    if dims.ep > 1 and dims.expert_room is None:
+        return "the host waits for the numbers of tokens that come to its experts (train.parallel.expert_room is null)"
+    return None
 
 
 def stage_at(stages: Sequence[Stage], step: int) -> Stage:

@@ -1,5 +1,7 @@
 """What ranks of tests/parallel/test_expert.py run: mixtures whose experts are spread over them."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from experts import SECTIONS, recipe_of
@@ -11,11 +13,14 @@ from hqsweep.dist.local import local
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import LayerNormMoE, MoEOptions, quantization, quantized_model_init
-from hqsweep.parallel.expert import expert_parallel
+from hqsweep.parallel.expert import check_room, expert_parallel
 
 WORLD, EXPERTS, DIM, FFN, STEPS = 4, 8, 32, 48, 2
 TOKENS = (40, 0, 24, 56)
 """Tokens of each rank."""
+EQUAL = (28,) * WORLD
+ROOMY = ("high", "stochastic", "delayed", "codes", "per tensor")
+"""The recipes of experts whose rows have room."""
 RECIPES = {
     "high": "bf16",
     "stochastic": SECTIONS[0],
@@ -48,16 +53,18 @@ def mixture(recipe: dict | str, held: bool = False) -> LayerNormMoE:
     return module
 
 
-def tokens(rank: int, step: int) -> tuple[Tensor, Tensor]:
+def tokens(rank: int, step: int, counts: tuple[int, ...] = TOKENS) -> tuple[Tensor, Tensor]:
     """A rank's x, and the gradient of its y."""
-    return tuple(draw("normal", TOKENS[rank] + 1, DIM, 100 * rank + 10 * step + i)[1:].float() for i in range(2))
+    return tuple(draw("normal", counts[rank] + 1, DIM, 100 * rank + 10 * step + i)[1:].float() for i in range(2))
 
 
-def train(module: LayerNormMoE, ranks: list[int], microbatch: int = 0, of_gradient=local) -> dict[str, Tensor]:
+def train(
+    module: LayerNormMoE, ranks: list[int], microbatch: int = 0, of_gradient=local, counts: tuple[int, ...] = TOKENS
+) -> dict[str, Tensor]:
     """y and dx of the tokens of these ranks in every step, what of_gradient makes of the gradients, and the states."""
     results = {}
     for step in range(1, STEPS + 1):
-        x, dy = (torch.cat(parts) for parts in zip(*(tokens(rank, step) for rank in ranks), strict=True))
+        x, dy = (torch.cat(parts) for parts in zip(*(tokens(rank, step, counts) for rank in ranks), strict=True))
         x = x.requires_grad_()
         with quantization(seed=1, step=step, microbatch=microbatch):
             y = module(x)[0]
@@ -113,7 +120,31 @@ def run(rank: int) -> dict[str, dict[str, Tensor]]:
         fully_sharded(mixture(CODES), rank),
         fully_sharded(mixture(HELD, True), rank),
     )
+    results["room"] = {name: roomy(name, rank, everyone) for name in ROOMY}
+    results["no room"] = no_room(rank, everyone)
     return results | {"refused": refusals(everyone)}
+
+
+def roomy(name: str, rank: int, mesh) -> dict[str, Tensor]:
+    """train() of experts that have room for all rows of all ranks."""
+    module = expert_parallel(mixture(RECIPES[name]), mesh, expert_room=WORLD)
+    results = train(module, [rank], rank, counts=EQUAL)
+    check_room(module)
+    return results
+
+
+def no_room(rank: int, mesh) -> tuple[bool, str, str]:
+    """Where rows have no room: whether outputs are NaN, and what is said afterwards; what is said of unlike tokens."""
+    module = expert_parallel(mixture("mxfp8"), mesh, expert_room=1)
+    y = module(tokens(rank, 1, EQUAL)[0])[0]
+    said = []
+    for call in (partial(check_room, module, "here: "), partial(module, tokens(rank, 1)[0])):
+        try:
+            call()
+        except UserError as error:
+            said.append(str(error))
+    check_room(module)  # which has been said
+    return y.isnan().all().item(), *said
 
 
 def fully_sharded(module: LayerNormMoE, rank: int) -> dict[str, Tensor]:

@@ -47,7 +47,10 @@ def fail_in_backward(training):
 
 
 def trainer(cfg, kind):
-    """One of the ranks' Trainer: with graphs, on the CPU their stand-in, or eager."""
+    """One of the ranks' Trainer: with graphs, on the CPU their stand-in; eager, it waits for the rows of experts."""
+    if kind == "eager":
+        dims = cfg.train.parallel.model_copy(update={"expert_room": None})
+        cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"parallel": dims})})
     device, dims = rank_device(), cfg.train.parallel
     training = Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), device, Ranks(
         dims=dims, mesh=build_mesh(dims, device.type), device=device

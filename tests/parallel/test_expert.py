@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from expert_ranks import CODES, HELD, RECIPES, TOKENS, WORLD, mixture, run, tokens, train
+from expert_ranks import CODES, EQUAL, HELD, RECIPES, ROOMY, TOKENS, WORLD, mixture, run, tokens, train
 from ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
@@ -13,11 +13,11 @@ def spread():
     return run_ranks(WORLD, run)
 
 
-def assert_same(parts, whole):
+def assert_same(parts, whole, counts=TOKENS):
     """parts: of each rank; whole: of one process with the tokens of all."""
     for name, expected in whole.items():
         if name[:1] == "y" or name[:2] == "dx":
-            of_ranks = expected.split(TOKENS)
+            of_ranks = expected.split(counts)
             assert all(torch.equal(part[name], own) for part, own in zip(parts, of_ranks, strict=True)), name
         elif name[:2] == "d ":
             assert torch.equal(torch.cat([part[name] for part in parts]), expected / len(parts)), name
@@ -34,6 +34,23 @@ def test_experts_over_ranks_are_those_of_one_process(spread, name):
     assert_same([part[name] for part in spread], whole)
     if name == "delayed":
         assert any(".states." in key for key in whole)
+
+
+@pytest.mark.parametrize("name", ROOMY)
+def test_rows_that_have_room_are_those_that_are_waited_for(spread, name):
+    whole = train(mixture(RECIPES[name]), list(range(WORLD)), counts=EQUAL)
+    assert_same([part["room"][name] for part in spread], whole, EQUAL)
+
+
+def test_rows_without_room_are_said(spread):
+    """The greatest number of rows of a rank's experts, worked out by the router of one process."""
+    module = mixture("mxfp8")
+    x = torch.cat([tokens(rank, 1, EQUAL)[0] for rank in range(WORLD)])
+    most = module(x)[2].view(WORLD, -1).sum(dim=1).max().item() / (2 * EQUAL[0])
+    few = f"here: expert_room: 1 left no room for the rows of a rank's experts, {most:.4g} times those of experts"
+    unlike = "expert_room: the ranks' numbers of tokens differ, which takes null, for which the host waits"
+    for is_nan, of_few, of_unlike in (part["no room"] for part in spread):
+        assert is_nan and of_few.startswith(few) and of_unlike == unlike
 
 
 def test_groups_that_hold_the_same_experts_share_amaxes(spread):
