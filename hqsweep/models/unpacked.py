@@ -17,9 +17,10 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 
-FIND, EXPORTS = "find_packed_sequence_indices", "is_torchdynamo_exporting"
-"""Functions of transformers.masking_utils: the one that looks for packed sequences, and one that torch before 2.14
-answers wrongly within torch.compile, where masks were then never left out."""
+FIND, EXPORTS, TRACES = "find_packed_sequence_indices", "is_torchdynamo_exporting", "is_tracing"
+"""Functions of transformers.masking_utils: the one that looks for packed sequences; one that torch before 2.14 answers
+wrongly within torch.compile, where masks were then never left out; and, of transformers before 5.18, which lacks that
+one, what it asks instead, also where there is no mask to look into."""
 
 
 @contextmanager
@@ -35,7 +36,7 @@ def unpacked() -> Iterator[None]:
     except ImportError:
         yield
         return
-    if not all(hasattr(masking_utils, name) for name in (FIND, EXPORTS)):
+    if not all(hasattr(masking_utils, name) for name in (FIND, TRACES)):
         yield
         return
     _enter(masking_utils)
@@ -52,7 +53,7 @@ _WITHIN: list[dict[str, Any]] = []
 
 def _enter(masking_utils: ModuleType) -> None:
     with _LOCK:
-        own = _WITHIN[0] if _WITHIN else {name: getattr(masking_utils, name) for name in (FIND, EXPORTS)}
+        own = _WITHIN[0] if _WITHIN else {name: getattr(masking_utils, name) for name in _replacements()}
         _WITHIN.append(own)
         masking_utils.__dict__.update(_replacements())
 
@@ -70,10 +71,15 @@ def _replacements() -> dict[str, Callable[..., Any]]:
     these."""
     from transformers import masking_utils
 
-    find = getattr(masking_utils, FIND)
+    find, traces = getattr(masking_utils, FIND), getattr(masking_utils, TRACES)
 
     def none_packed(position_ids: Tensor) -> None:
         if not masking_utils.is_tracing(position_ids) and find(position_ids) is not None:
             raise UserError("unpacked: position_ids begins anew within a row, which so holds several sequences")
 
-    return {FIND: none_packed, EXPORTS: lambda: False}
+    def traces_mask(mask: Tensor | None = None) -> bool:
+        return mask is not None and traces(mask)
+
+    return {FIND: none_packed} | (
+        {EXPORTS: lambda: False} if hasattr(masking_utils, EXPORTS) else {TRACES: traces_mask}
+    )

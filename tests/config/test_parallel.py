@@ -30,7 +30,10 @@ RECIPE = {"name": "bf16", "gemm": "exact", "schedule": []}
             {"train": {"parallel": {"pp": 2, "stages_per_rank": 2}, "microbatches": 2}},
             r"pp=2 \* stages_per_rank=2 is 4 stages of 2 model.layers",
         ),
-        ({"train": {"parallel": {"expert_room": 2}}}, r"expert_room: 2.0 for experts that ranks share out, but ep is 1"),
+        (
+            {"train": {"parallel": {"expert_room": 2}}},
+            r"expert_room: 2.0 for experts that ranks share out, but ep is 1",
+        ),
         ({"train": {"parallel": {"stages_per_rank": 2}}}, r"stages_per_rank: 2 stages of each rank of pp, but pp is 1"),
         ({"train": {"parallel": {"pp": 2}}}, r"train.microbatches: 1 for the stages of train.parallel.pp=2"),
         (

@@ -9,6 +9,7 @@ from transformers import masking_utils
 
 import hqsweep
 from hqsweep.errors import UserError
+from hqsweep.models import unpacked
 from hqsweep.models.hf import causal_lm_loss
 from hqsweep.models.unpacked import EXPORTS, FIND
 
@@ -38,6 +39,19 @@ def test_a_capture_has_no_mask_as_an_eager_step_has_none(masks, captured):
     assert masks.pop() is not None  # transformers by itself: else this test shows nothing
     with hqsweep.unpacked():
         results(model)
+    assert masks == [None]
+
+
+def test_a_capture_has_no_mask_with_older_transformers(masks, captured, monkeypatch):
+    """Before 5.18, which asks whether anything is traced, a mask or none."""
+    monkeypatch.delattr(masking_utils, EXPORTS)
+    unpacked._replacements.cache_clear()
+    monkeypatch.setattr(masking_utils, "_ignore_causal_mask_sdpa", lambda mask, *_: not masking_utils.is_tracing(mask))
+    try:
+        with hqsweep.unpacked():
+            results(llama(layers=1))
+    finally:
+        unpacked._replacements.cache_clear()
     assert masks == [None]
 
 
