@@ -20,6 +20,7 @@ struct Activated {
   int64_t rows, width;
   const void* z;
   const void* dh;
+  const int64_t* end;  // [1] on the GPU: rows from there on are nobody's, and are left out; null: there are none
 };
 
 // float32 [1] each, or null, that are raised to largest magnitudes of a matrix, NaN aside: of its own elements, and of its

@@ -23,6 +23,7 @@ void bind_norm(py::module_& m);
 void bind_product(py::module_& m);
 void bind_experts(py::module_& m);
 void bind_rope(py::module_& m);
+void bind_expert_rows(py::module_& m);
 void bind_sum_parts(py::module_& m);
 }
 
@@ -195,6 +196,7 @@ PYBIND11_MODULE(_C, m) {
   hq::bind_product(m);
   hq::bind_experts(m);
   hq::bind_rope(m);
+  hq::bind_expert_rows(m);
   hq::bind_sum_parts(m);
 #endif
   bind_elements(m);

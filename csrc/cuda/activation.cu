@@ -25,6 +25,7 @@ __global__ void __launch_bounds__(kThreads) activate(const __grid_constant__ Act
   const uint4* __restrict__ dh = static_cast<const uint4*>(call.dh);
   const uint32_t per_row = static_cast<uint32_t>(call.width / 8);
   const uint32_t first = blockIdx.x * (kThreads * kUnits) + threadIdx.x;
+  if (call.end) units = min(units, static_cast<uint32_t>(*call.end) * per_row);
   uint32_t a[kUnits][4], b[kUnits][4] = {}, gradient[kUnits][4];
   uint64_t from[kUnits];
 #pragma unroll

@@ -31,27 +31,28 @@ class ActivationFunction(torch.autograd.Function):
     differentiated again; the linears around it refuse gradients of gradients."""
 
     @staticmethod
-    def forward(ctx, z: Tensor, kind: str) -> Tensor:
+    def forward(ctx, z: Tensor, kind: str, end: Tensor | None = None) -> Tensor:
         rows = z.reshape(-1, z.shape[-1]).contiguous()
         ctx.kind = kind
-        ctx.save_for_backward(rows)
-        h = activation(rows, kind)[0]
+        ctx.save_for_backward(rows, end)
+        h = activation(rows, kind, False, None, end)[0]
         return h if z.dim() == 2 else h.view(*z.shape[:-1], h.shape[-1])
 
     @staticmethod
-    def backward(ctx, dh: Tensor) -> tuple[Tensor, None]:
-        (rows,) = ctx.saved_tensors
+    def backward(ctx, dh: Tensor) -> tuple[Tensor, None, None]:
+        rows, end = ctx.saved_tensors
         matrix = in_dtype(dh, rows.dtype).reshape(-1, dh.shape[-1]).contiguous()
-        dz = activation_backward(matrix, rows, ctx.kind)[0]
-        return dz if dh.dim() == 2 else dz.view(*dh.shape[:-1], dz.shape[-1]), None
+        dz = activation_backward(matrix, rows, ctx.kind, False, None, end)[0]
+        return dz if dh.dim() == 2 else dz.view(*dh.shape[:-1], dz.shape[-1]), None, None
 
 
-def activate(z: Tensor, kind: str) -> Tensor:
-    """z [..., W] -> activation(z) [..., W / inputs], computed in float32.
+def activate(z: Tensor, kind: str, end: Tensor | None = None) -> Tensor:
+    """z [..., W] -> activation(z) [..., W / inputs], computed in float32. end: int64 [1] on the device, from which row
+    on all are nobody's, and may be left out.
 
     bfloat16 by the kernels, where use_kernels says so and they take z; otherwise float32 by torch's operators. A linear
     that rounds it to bfloat16 reads the same either way, but for the kernels' exponential.
     """
     if use_kernels(z) and takes(z, kind):
-        return ActivationFunction.apply(z, kind)
+        return ActivationFunction.apply(z, kind, end)
     return ACTIVATIONS[kind](z.float())

@@ -108,7 +108,7 @@ class LayerNormMoE(AddsBranch):
         routing, codes = route.marked(routing), [None if f is None else Codes() for f in formats]
         rows = route.go(routing.dispatch(h, fc1.dtype), formats[0], codes[0])
         with route.context():
-            hidden = activate(fc1(rows, route.splits, codes[0]), "swiglu")
+            hidden = activate(fc1(rows, route.splits, codes[0]), "swiglu", route.end)
             rows = route.come_back(fc2(hidden, route.splits, codes[1]), formats[1], codes[1])
         return routing.combine(rows, None if self.shared is None else self.shared(h))
 

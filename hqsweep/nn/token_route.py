@@ -49,6 +49,11 @@ class Route(ABC):
     def fills_up(self) -> bool:
         """Whether rows may be filled up."""
 
+    @property
+    def end(self) -> Tensor | None:
+        """int64 [1] on the device: the rows that came; None where that is how many there are."""
+        return None
+
     def marked(self, routing: Routing) -> Routing:
         """The routing, whose results are NaN where rows had no room."""
         return routing

@@ -29,25 +29,28 @@ def _count(amax: bool, signs: bool | None) -> int:
     return amax + (signs is not None)
 
 
-def _forward_fake(z, kind, amax=False, signs=None):
+def _forward_fake(z, kind, amax=False, signs=None, end=None):
     return _outputs(z.new_empty((z.shape[0], z.shape[1] // INPUTS[kind])), amax, signs)
 
 
 @operator(
-    "activation(Tensor z, str kind, bool amax=False, bool? signs=None) -> Tensor[]",
+    "activation(Tensor z, str kind, bool amax=False, bool? signs=None, Tensor? end=None) -> Tensor[]",
     fake=_forward_fake,
     devices=("CUDA",),
 )
-def activation(z: Tensor, kind: str, amax: bool = False, signs: bool | None = None) -> list[Tensor]:
+def activation(
+    z: Tensor, kind: str, amax: bool = False, signs: bool | None = None, end: Tensor | None = None
+) -> list[Tensor]:
     """z bfloat16 [M, W] -> [h], then the amaxes that are wanted, float32 [1, 1] each: the largest magnitude, NaN aside,
-    of h; and, unless signs is None, that of its columns after the random Hadamard transform with those signs.
+    of h; and, unless signs is None, that of its columns after the random Hadamard transform with those signs. end:
+    int64 [1], from which row on all are nobody's, and are left out.
 
     "swiglu": h = silu(g) * u [M, W / 2] with [g, u] = z. "gelu": its tanh approximation, [M, W].
     ValueError for a z that is not contiguous bfloat16 with two axes at a multiple of 16 bytes, for a W that is no
-    multiple of 8 (swiglu: 16), and for signs without amax or with an M that is no multiple of 16.
+    multiple of 8 (swiglu: 16), and for signs without amax, with end, or with an M that is no multiple of 16.
     """
     check_input(z, kind)
-    return _run(z, None, kind, amax, signs)
+    return _run(z, None, kind, amax, signs, end=end)
 
 
 def activation_into(out: Tensor, z: Tensor, kind: str) -> None:
@@ -57,22 +60,23 @@ def activation_into(out: Tensor, z: Tensor, kind: str) -> None:
     _run(z, None, kind, False, None, out)
 
 
-def _backward_fake(dh, z, kind, amax=False, signs=None):
+def _backward_fake(dh, z, kind, amax=False, signs=None, end=None):
     return _outputs(torch.empty_like(z), amax, signs)
 
 
 @operator(
-    "activation_backward(Tensor dh, Tensor z, str kind, bool amax=False, bool? signs=None) -> Tensor[]",
+    "activation_backward(Tensor dh, Tensor z, str kind, bool amax=False, bool? signs=None, Tensor? end=None) "
+    "-> Tensor[]",
     fake=_backward_fake,
     devices=("CUDA",),
 )
 def activation_backward(
-    dh: Tensor, z: Tensor, kind: str, amax: bool = False, signs: bool | None = None
+    dh: Tensor, z: Tensor, kind: str, amax: bool = False, signs: bool | None = None, end: Tensor | None = None
 ) -> list[Tensor]:
-    """The gradient dz bfloat16 [M, W] of z, from that of h; amaxes and ValueError as of activation()."""
+    """The gradient dz bfloat16 [M, W] of z, from that of h; amaxes, end and ValueError as of activation()."""
     check_input(z, kind)
     check_gradient(dh, z, kind)
-    return _run(z, dh, kind, amax, signs)
+    return _run(z, dh, kind, amax, signs, end=end)
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -98,8 +102,18 @@ def check_gradient(dh: Tensor, z: Tensor, kind: str, name: str = "dh") -> None:
 
 
 def _run(
-    z: Tensor, dh: Tensor | None, kind: str, amax: bool, signs: bool | None, out: Tensor | None = None
+    z: Tensor,
+    dh: Tensor | None,
+    kind: str,
+    amax: bool,
+    signs: bool | None,
+    out: Tensor | None = None,
+    end: Tensor | None = None,
 ) -> list[Tensor]:
+    if end is not None and (
+        signs is not None or end.dtype != torch.int64 or end.numel() != 1 or end.device != z.device
+    ):
+        raise ValueError(f"end is {described(end)}; it takes int64 [1] on the device of z, without signs")
     if signs is not None and (not amax or z.shape[0] % 16):
         raise ValueError(f"z has {z.shape[0]} rows; columns are transformed in strips of 16 rows, and with amax=True")
     (rows, cols), inputs = z.shape, INPUTS[kind]
@@ -108,5 +122,7 @@ def _run(
     amaxes = [torch.zeros((1, 1), dtype=torch.float32, device=z.device) for _ in range(_count(amax, signs))]
     addresses = [tensor.data_ptr() for tensor in amaxes] + [0] * (2 - len(amaxes))
     matrices = (z.data_ptr(), 0 if dh is None else dh.data_ptr(), out.data_ptr())
-    extension().activation_cuda(kind, rows, cols // inputs, *matrices, *addresses, bool(signs), *where(z))
+    extension().activation_cuda(
+        kind, rows, cols // inputs, *matrices, *addresses, bool(signs), 0 if end is None else end.data_ptr(), *where(z)
+    )
     return [out, *amaxes]

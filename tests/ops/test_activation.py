@@ -187,3 +187,17 @@ def test_shapes_in_traced_graphs(kind):
         (dz,) = activation_backward(h, z, kind)
     assert (h.shape, h.dtype, amax.shape, amax.dtype) == ((6, 24), torch.bfloat16, (1, 1), torch.float32)
     assert (dz.shape, dz.dtype, dz.device.type) == (z.shape, torch.bfloat16, "cuda")
+
+
+@gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_behind_the_end_are_left_out(kind):
+    z, dh = matrices(kind, 40, 64)
+    end = torch.tensor([17], device="cuda")
+    for results, whole in (
+        (activation(z, kind, True, None, end), activation(z[:17], kind, True)),
+        (activation_backward(dh, z, kind, True, None, end), activation_backward(dh[:17], z[:17], kind, True)),
+    ):
+        assert torch.equal(results[0][:17], whole[0]) and torch.equal(results[1], whole[1])
+    with pytest.raises(ValueError, match=r"takes int64 \[1\] on the device of z, without signs"):
+        activation(z[:32], kind, True, True, end)
