@@ -114,11 +114,14 @@ def check_possible(training: Training) -> None:
         check_shared_matrices(training)
     if train.offload and dims.pp > 1:
         raise UserError("train.parallel.pp: several stages, but train.offload is true; give one of them")
-    eager = {"pp": "several stages", "ep": "experts over ranks"}
-    axis = next((axis for axis in eager if getattr(dims, axis) > 1), None)
-    if train.compile == "graph" and axis:
+    if train.compile == "graph" and dims.pp > 1:
         raise UserError(
-            f"train.parallel.{axis}: {eager[axis]}, which no CUDA graph holds, but train.compile is graph; give auto"
+            "train.parallel.pp: several stages, which no CUDA graph holds, but train.compile is graph; give auto"
+        )
+    if train.compile == "graph" and dims.ep > 1 and dims.expert_room is None:
+        raise UserError(
+            "train.parallel.ep: experts over ranks, for whose numbers of rows the host waits, but train.compile is"
+            f" graph; give train.parallel.expert_room={dims.ep}, or auto"
         )
 
 

@@ -70,7 +70,7 @@ RECIPE = {"name": "bf16", "gemm": "exact", "schedule": []}
         ({"train": {"parallel": {"tp": 2}, "context": 33}}, r"tp: 2 does not divide train.context \(33\)"),
         (
             {"train": {"parallel": {"dp_shard": 2, "ep": 2}, "compile": "graph"}, "model": {"experts": 4}},
-            r"train.parallel.ep: experts over ranks, which no CUDA graph holds, but train.compile is graph; give auto",
+            r"train.parallel.ep: experts over ranks, .* is graph; give train.parallel.expert_room=2, or auto",
         ),
         (
             {"train": {"parallel": {"pp": 2}, "microbatches": 2, "offload": True}},
