@@ -44,7 +44,7 @@ class ExpertRoom:
             raise UserError(f"expert_room is {factor}; it takes 1, for experts that are chosen equally often, or more")
         self.factor = factor
         self._seen: Tensor | None = None
-        """float64 [3] on the device: the most room that was needed and not there, and whether ranks had unlike numbers
+        """float64 [3] on the device: the room that was first needed and not there, and whether ranks had unlike numbers
         of rows, or other microbatches than before."""
         self._known: dict[tuple[int, int], int] = {}
         """Of the number of rows, and the microbatch, of this rank: the microbatch of the first rank of the group."""
@@ -91,7 +91,7 @@ class ExpertRoom:
         needed = torch.stack([arrived / max(rows, 1) * (arrived > room), unlike, other]).double()
         if self._seen is None:
             self._seen = torch.zeros_like(needed)
-        torch.maximum(self._seen, needed, out=self._seen)
+        self._seen.copy_(self._seen.where(self._seen.any(), needed))  # the first: later routings may be of NaN
         return ~((arrived > room) | unlike | other)
 
     def check(self, where: str = "") -> None:

@@ -214,9 +214,14 @@ def unique_arms(runs: pd.DataFrame) -> pd.DataFrame:
     ]
     clashing = runs["arm"].isin(set(runs.loc[meets, "arm"]))
     for name in differing:
-        marked = runs["arm"] + f" {name.removeprefix('config.')}=" + runs[name].map(str)
+        marked = runs["arm"] + f" {name.removeprefix('config.')}=" + runs[name].map(_stated)
         runs["arm"] = marked.where(clashing | (not name.startswith("config.recipe.")), runs["arm"])
     return runs
+
+
+def _stated(value: object) -> str:
+    """A value as a config states it: a column of numbers has NaN for null."""
+    return "null" if value is None or value != value else str(value)
 
 
 def config_leaves(runs: pd.DataFrame) -> list[str]:

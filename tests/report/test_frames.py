@@ -52,16 +52,17 @@ def test_the_same_run_in_two_sweeps_counts_once_and_the_finished_one_wins(make_s
     assert load([second, first]).runs["state"].tolist() == ["finished"]
 
 
-def test_arms_that_differ_only_in_config_get_the_difference_in_their_label(make_sweep, fake):
+@pytest.mark.parametrize(("rate", "stated"), [(0.002, "0.002"), (None, "null")])
+def test_arms_that_differ_only_in_config_get_the_difference_in_their_label(make_sweep, fake, rate, stated):
     old = make_sweep([fake.Run(arm=arm, seed=seed) for arm in ("bf16", "nvfp4") for seed in (0, 1)], "sweep")
     new = make_sweep([fake.Run(arm=arm, seed=seed, gap=0.1) for arm in ("bf16", "nvfp4") for seed in (0, 1)], "again")
     for run in new:
         config = run.config()
-        config["train"]["lr"] = 0.002
+        config["train"]["lr"] = rate
         run.config_path.write_text(json.dumps(config))
         fake.seal_again(run)
     arms = load([*old, *new]).runs.groupby("arm")["seed"].apply(list).to_dict()
-    assert arms == {f"{arm} train.lr={lr}": [0, 1] for arm in ("bf16", "nvfp4") for lr in ("0.001", "0.002")}
+    assert arms == {f"{arm} train.lr={lr}": [0, 1] for arm in ("bf16", "nvfp4") for lr in ("0.001", stated)}
 
 
 def test_flatten_names_leaves_by_their_path():
