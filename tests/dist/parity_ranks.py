@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hqsweep.jobs.parity import ranks
 from hqsweep.jobs.parity.rank_cases import Column, Problem, Results
-from hqsweep.nn import dispatch
+from hqsweep.nn import token_route
 from hqsweep.nn.token_codes import Messages
 from hqsweep.quant import part
 from hqsweep.quant.gather import Gathering
@@ -43,7 +43,7 @@ def flipped_message() -> AbstractContextManager:
         return received(self, rows, *place)
 
     received = Messages.operand
-    return mock.patch.object(dispatch.Messages, "operand", operand)
+    return mock.patch.object(token_route.Messages, "operand", operand)
 
 
 def drawn_elsewhere() -> AbstractContextManager:

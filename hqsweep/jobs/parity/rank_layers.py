@@ -24,8 +24,8 @@ from hqsweep.parallel.tensor import ColwiseLinear, RowwiseLinear
 TOKENS, PART = 128, 128
 """The rows of all ranks together, and the features of a rank's part, which cuts no block."""
 EXPERTS, DIM, FFN = 8, 64, 96
-OF_RANK = (40, 0, 24, 56)
-"""The tokens of each rank for a mixture of experts."""
+OF_RANK, OF_EACH = (40, 0, 24, 56), (28,) * 4
+"""The tokens of each rank for a mixture of experts; as many on every rank."""
 
 
 def _linear(problem: Problem) -> Linear:
@@ -136,15 +136,16 @@ def _mixture(problem: Problem) -> LayerNormMoE:
     return module.to(problem.device)
 
 
-def _mixture_pass(problem: Problem, module: LayerNormMoE, ranks: range, step: int) -> tuple[Results, list[Read]]:
-    """The y and dx of the tokens of these ranks, and the gradients of the experts' weights; and the operands that were
-    read."""
-    seeds = [problem.seed + 100 * rank + 10 * step for rank in ranks]
+def _mixture_pass(
+    problem: Problem, module: LayerNormMoE, tokens: dict[int, int], step: int
+) -> tuple[Results, list[Read]]:
+    """The y and dx of so many tokens of these ranks, and the gradients of the experts' weights; and the operands that
+    were read."""
     x, dy = (
         torch.cat(
             [
-                problem.draw("normal", OF_RANK[rank] + 1, DIM, seed + i)[1:]
-                for rank, seed in zip(ranks, seeds, strict=True)
+                problem.draw("normal", count + 1, DIM, problem.seed + 100 * rank + 10 * step + i)[1:]
+                for rank, count in tokens.items()
             ]
         )
         for i in range(2)
@@ -159,31 +160,38 @@ def _mixture_pass(problem: Problem, module: LayerNormMoE, ranks: range, step: in
     return {f"{name} of step {step}": tensor for name, tensor in results.items()}, reads
 
 
-def experts(problem: Problem, rank: int) -> Results:
-    """The results of a rank with its part of the experts, and tokens for all of them."""
-    module, results = expert_parallel(_mixture(problem), problem.mesh()), {}
-    for step in problem.steps:
-        passed, reads = _mixture_pass(problem, module, range(rank, rank + 1), step)
-        results |= passed | named(reads, step)
-    return results
+@dataclass(frozen=True)
+class SharedExperts:
+    """A mixture of which each rank has a part of the experts, and tokens for all of them; with room, the host waits for
+    no numbers of rows."""
 
+    of_rank: tuple[int, ...]
+    room: bool
 
-def of_experts(problem: Problem) -> list[Results]:
-    """The results of experts() for each rank; gradients of weights are divided by the number of ranks."""
-    module, results = _mixture(problem), [dict[str, Tensor]() for _ in range(problem.ranks)]
-    for step in problem.steps:
-        passed, reads = _mixture_pass(problem, module, range(problem.ranks), step)
-        for name, tensor in passed.items():
-            of_tokens = not name.startswith("d ")
-            parts = (
-                tensor.split(OF_RANK[: problem.ranks]) if of_tokens else (tensor / problem.ranks).chunk(problem.ranks)
-            )
-            for result, part in zip(results, parts, strict=True):
-                result[name] = part
-        for read in reads:
-            expert = int(read.layer.rpartition(".")[2])
-            results[expert * problem.ranks // EXPERTS] |= read.results(step)[0]
-    return results
+    def ranked(self, problem: Problem, rank: int) -> Results:
+        """The results of a rank."""
+        room = problem.ranks if self.room else None
+        module, results = expert_parallel(_mixture(problem), problem.mesh(), expert_room=room), {}
+        for step in problem.steps:
+            passed, reads = _mixture_pass(problem, module, {rank: self.of_rank[rank]}, step)
+            results |= passed | named(reads, step)
+        return results
+
+    def expected(self, problem: Problem) -> list[Results]:
+        """The results of ranked() for each rank; gradients of weights are divided by the number of ranks."""
+        module, results = _mixture(problem), [dict[str, Tensor]() for _ in range(problem.ranks)]
+        counts = self.of_rank[: problem.ranks]
+        for step in problem.steps:
+            passed, reads = _mixture_pass(problem, module, dict(enumerate(counts)), step)
+            for name, tensor in passed.items():
+                is_weight = name.startswith("d ")
+                parts = (tensor / problem.ranks).chunk(problem.ranks) if is_weight else tensor.split(counts)
+                for result, part in zip(results, parts, strict=True):
+                    result[name] = part
+            for read in reads:
+                expert = int(read.layer.rpartition(".")[2])
+                results[expert * problem.ranks // EXPERTS] |= read.results(step)[0]
+        return results
 
 
 SHARED = {
@@ -192,9 +200,13 @@ SHARED = {
     "by column, tokens split": SharedLinear("column", sequence=True),
     "by row, tokens split": SharedLinear("row", sequence=True),
 }
+EXPERT_CASES = {
+    "": SharedExperts(OF_RANK, room=False),
+    "rows of any numbers have room": SharedExperts(OF_EACH, room=True),
+}
 LAYER_COLUMNS = (
     *(Column("tp", case, shared.ranked, shared.expected) for case, shared in SHARED.items()),
-    Column("ep", "", experts, of_experts),
+    *(Column("ep", case, shared.ranked, shared.expected) for case, shared in EXPERT_CASES.items()),
 )
 
 
