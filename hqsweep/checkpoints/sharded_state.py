@@ -24,6 +24,7 @@ from hqsweep.dist.agreed import gathered
 from hqsweep.dist.local import is_in_pieces, local, spread_like, whole_tensor
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
+from hqsweep.models.held import held_parts
 from hqsweep.models.names import clean_name
 from hqsweep.nn.delayed import DelayedStates, ExpertStates
 from hqsweep.nn.grouped_linear import GroupedLinear
@@ -192,13 +193,15 @@ def local_leads(model: nn.Module, *, local: bool = True) -> tuple[str, ...]:
 
 def _written_elsewhere(model: nn.Module) -> tuple[str, ...]:
     """The beginnings of the names of states that another rank writes."""
-    leads = []
-    for name, module in model.named_modules():
-        if isinstance(module, GroupedLinear) and isinstance(own := local(module.weights[0]), GroupedTensor):
+    leads, named = [], list(model.named_modules())
+    owners = [(clean_name(name), own.states, own.weights[0]) for name, own in named if isinstance(own, GroupedLinear)]
+    owners += [(part.name, part.states, weight) for _, part, weight in held_parts(model)]
+    for name, states, weight in owners:
+        if isinstance(own := local(weight), GroupedTensor):
             first = own.metadata.content.first
             written = {str(expert) for expert in range(first, first + own.experts)}
-            others = [expert for expert, _ in module.states.named_children() if expert not in written]
-            leads += [f"{clean_name(name)}.states.{expert}.weight_" for expert in others]
+            others = [expert for expert, _ in states.named_children() if expert not in written]
+            leads += [f"{name}.states.{expert}.weight_" for expert in others]
     return tuple(leads)
 
 

@@ -8,11 +8,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hqsweep.compat.arguments import SAYS_NOTHING, refuse
-from hqsweep.compat.parts import check_ranks, drawn_whole, link_part, part_of, write_part
+from hqsweep.compat.parts import check_ranks, drawn_whole, link_part, part_of, ranks_of, write_part
 from hqsweep.errors import UserError
 from hqsweep.nn.context import HIGH_PRECISION
 from hqsweep.nn.grouped_linear import GroupedLinear as _GroupedLinear
 from hqsweep.nn.options import GroupedLinearOptions
+from hqsweep.nn.parameter import link_states
 from hqsweep.nn.tensor_parallel import TensorParallel
 
 
@@ -48,7 +49,7 @@ class GroupedLinear(_GroupedLinear):
         **unsupported: Any,
     ) -> None:
         refuse("GroupedLinear", unsupported, (*SAYS_NOTHING, "sequence_parallel"))
-        self._mode, self._ranks = parallel_mode, tp_size if tp_group is None else tp_group.size()
+        self._mode, self._ranks = parallel_mode, ranks_of("GroupedLinear", tp_size, tp_group)
         if self._ranks > 1:
             self._check_ranks(in_features, out_features, bias)
         own = [in_features, out_features]
@@ -117,6 +118,7 @@ class GroupedLinear(_GroupedLinear):
         rank = 0 if self.parallel is None else self.parallel.group.rank()
         wholes = (drawn_whole(self._draw, *self._whole, self.weight_dtype) for _ in range(self.num_experts))
         parts = [part_of(whole, self._mode, rank, self._ranks) for whole in wholes]
+        link_states(self.weights, self.states)  # which weights in another dtype have lost
         for weight, values in zip(self.weights, [parts] if self.single_grouped_weight else parts, strict=True):
             link_part(self.name, weight, self.parallel)
             write_part(weight, torch.stack(values) if self.single_grouped_weight else values)

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from hqsweep.compat.arguments import SAYS_NOTHING, refuse
 from hqsweep.compat.linear import LayerNormLinear, Linear
+from hqsweep.compat.parts import ranks_of
 from hqsweep.errors import UserError
 from hqsweep.nn.activation import ACTIVATIONS
 from hqsweep.nn.attention import DotProductAttention
@@ -57,10 +58,9 @@ class _OverRanks(nn.Module):
 
     def _check_ranks(self, arguments: dict[str, Any], set_parallel_mode: bool) -> None:
         """UserError for ranks that no argument says how to use."""
-        group, size = arguments.get("tp_group"), arguments.get("tp_size", 1)
-        self.ranks = size if group is None else group.size()
+        kind = type(self).__name__
+        self.ranks = ranks_of(kind, arguments.get("tp_size", 1), arguments.get("tp_group"))
         if self.ranks > 1 and not set_parallel_mode:
-            kind = type(self).__name__
             raise UserError(f"{kind}: tp_size={self.ranks} without set_parallel_mode; give set_parallel_mode=True")
 
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | None) -> None:

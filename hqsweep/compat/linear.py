@@ -8,12 +8,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hqsweep.compat.arguments import refuse
-from hqsweep.compat.parts import check_ranks, drawn_whole, link_part, part_of, write_part
+from hqsweep.compat.parts import check_ranks, drawn_whole, link_part, part_of, ranks_of, write_part
 from hqsweep.errors import UserError
 from hqsweep.nn.context import HIGH_PRECISION
 from hqsweep.nn.layernorm_linear import LayerNormLinear as _LayerNormLinear
 from hqsweep.nn.linear import Linear as _Linear
 from hqsweep.nn.options import LayerNormLinearOptions, LinearOptions
+from hqsweep.nn.parameter import link_states
 from hqsweep.nn.tensor_parallel import Exchange, TensorParallel
 
 MODES = ("column", "row", None)
@@ -42,7 +43,7 @@ class _Shared:
         refuse(kind, arguments)
         if mode not in MODES:
             raise UserError(f"{kind}: parallel_mode is {mode!r}; it takes 'column', 'row' or None")
-        self._ranks = ranks if group is None else group.size()
+        self._ranks = ranks_of(kind, ranks, group)
         if self._ranks > 1 and mode is None:
             raise UserError(f"{kind}: tp_size={self._ranks} without a parallel_mode; give 'column' or 'row'")
         self._mode, self._sequence = mode, bool(sequence) and self._ranks > 1
@@ -95,6 +96,7 @@ class _Shared:
         """The weight of this rank, of a whole that is drawn on every one."""
         whole = drawn_whole(self._draw, *self._whole, self.weight.dtype)
         link_part(self.name, self.weight, self.parallel)
+        link_states([self.weight], self.states)  # which a weight in another dtype has lost
         write_part(self.weight, part_of(whole, self._mode, rank, self._ranks, self.pieces))
 
 

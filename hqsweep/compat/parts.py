@@ -54,6 +54,13 @@ def write_part(weight: Tensor, values: Tensor) -> None:
         weight.copy_(values)
 
 
+def ranks_of(kind: str, tp_size: int, tp_group: Any) -> int:
+    """How many ranks share a module of this kind. UserError for a tp_size that is no number of ranks."""
+    if not isinstance(tp_size, int) or tp_size < 1:
+        raise UserError(f"{kind}: tp_size is {tp_size!r}; it takes the number of ranks, 1 or more")
+    return tp_size if tp_group is None else tp_group.size()
+
+
 def check_ranks(name: str, ranks: int, parallel: TensorParallel | None) -> None:
     """UserError for a call of a module that ranks are to share before it knows which."""
     if parallel is None:

@@ -135,6 +135,8 @@ def _fault(candidate: Candidate, tied: Sequence[Candidate], readers: _Readers) -
             return f"it is tied to that of {other.part.name}, whose format is {other.part.quantizers.weight}"
     if quantizer.delayed and len(tied) > 1:
         return "it is tied, and delayed scaling has a history for each module"
+    if quantizer.delayed and not weight.requires_grad:
+        return "it is frozen, and delayed scaling takes another scale at each use, where it would be written but once"
     if quantizer.delayed and weight.is_meta:
         return "it is on the meta device, where delayed scaling has no history"
     return None

@@ -190,11 +190,7 @@ def check_held(weight: HybridQuantizedTensor, direction: Direction, quantizer: H
         )
     if getattr(weight, direction) is None:
         raise UserError(f"the {direction} operand of the weight is not held; quantize it with directions={DIRECTIONS}")
-    if weight.shared.is_partial:
-        raise UserError(
-            f"the weight held in {weight.quantizer} has the rows of this rank's masters alone: gather its raw data, and"
-            " call hqsweep.quant.post_all_gather_processing"
-        )
+    weight.check_complete()
 
 
 def flatten_weights(weights: Weights) -> tuple[list[Tensor], list[Skeleton]]:

@@ -75,6 +75,7 @@ def _copy_(x: Blank, source: Tensor, non_blocking: bool = False) -> Blank:
     if isinstance(source, HybridQuantizedTensor) and source.sharding is x.like.sharding and source.shape == x.shape:
         shard = source.clone()
         shard.states = source.states
+        shard.shared = source.shared  # as ranks keep theirs whose shards are not padded: it remembers an exchange
         x.held[:] = [shard]
     else:
         x.value().copy_(source)

@@ -16,7 +16,7 @@ from hqsweep.quant.agree import gather_sources, own_area, source_area, write_sha
 from hqsweep.quant.columnwise import follows_rowwise
 from hqsweep.quant.operand import narrow
 from hqsweep.quant.place import Place
-from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.quant.tensor import HybridQuantizedTensor, check_quantized
 
 
 class _Source(NamedTuple):
@@ -48,15 +48,23 @@ def quantize_master_weights(
     and sent to the ranks whose weights or cut blocks need them, in one all-to-all for all weights; amaxes of shards are
     the largest over the ranks. group None: each fragment is what its weight needs. Replaces TransformerEngine's
     quantize_master_weights (pytorch/tensor/utils.py:204 at d0067d0da6cb), which takes no MXFP8, NVFP4 or block scales
-    within hybrids. UserError for fragments that do not lie in their weights, or leave elements out.
+    within hybrids. UserError for weights that are not held quantized, and for fragments that do not lie in their
+    weights, or leave elements out.
 
     manual_post_all_gather_processing: the caller gathers raw data, and then calls post_all_gather_processing().
     Of weights for which takes_rows() says yes, each rank then writes the rowwise codes of the rows that its fragment
     touches, and all rowwise scales; values travel only for rows and blocks that a fragment cuts. Its own raw data are
     the bytes from offset * bits / 8 to before (offset + numel) * bits / 8 of the codes. A preserved initial value is
-    cleared, and no product takes such a weight before the processing. Others are written whole, as without this.
+    cleared, and no product, copy or file takes such a weight before the processing. Others are written whole, as
+    without this.
     """
     keys = keys or [None] * len(weights)
+    counts = [len(each) for each in (weights, masters, offsets, keys)]
+    if len(set(counts)) > 1:
+        raise UserError(
+            "quantize_master_weights: got {} weights, {} masters, {} offsets and {} keys; each weight has one of"
+            " each".format(*counts)
+        )
     every = [_Source(*each) for each in zip(weights, masters, offsets, keys, strict=True)]
     for index, source in enumerate(every):
         _check(index, source)
@@ -146,8 +154,9 @@ def _whole(weight: Any) -> tuple[int, int]:
 
 
 def _check(index: int, source: _Source) -> None:
-    """UserError for a fragment that is none of its weight."""
+    """UserError for a weight that is not held, and for a fragment that is none of its weight."""
     weight, master, offset, _ = source
+    check_quantized(weight, "quantize_master_weights")
     if master is None or not master.numel():
         return
     numel = math.prod(_whole(weight))

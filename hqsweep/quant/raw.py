@@ -5,7 +5,7 @@ gathers the others'. replace_raw_data puts a weight there, and post_all_gather_p
 gathered. Both have TransformerEngine's names (pytorch/tensor/utils.py), where they take FP8 in one direction alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.quant.columnwise import follows_rowwise, make_columnwise_
-from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.quant.tensor import HybridQuantizedTensor, check_quantized, described
 
 ALIGNED = 16
 """Bytes at a multiple of which each buffer begins."""
@@ -35,7 +35,7 @@ def raw_data_sizes(weight: HybridQuantizedTensor) -> RawSizes:
     With buffers of b_1, b_2, ... bytes, in the order of weight.buffers, these are b_1, and the sum of the b_i, each
     rounded up to a multiple of 16. UserError for a tensor that is not held quantized.
     """
-    _check_held(weight, "raw_data_sizes")
+    check_quantized(weight, "raw_data_sizes")
     sizes = [_nbytes(buffer) for _, buffer in _held(weight)]
     return RawSizes(sizes[0], sum(map(_padded, sizes)))
 
@@ -54,7 +54,7 @@ def replace_raw_data(tensor: HybridQuantizedTensor, new_raw_data: Tensor) -> Non
     parameter itself, before a model is wrapped or captured. UserError for another dtype, size, device or address, for a
     weight that fully_shard has cut or gathered, and for one without memory.
     """
-    _check_held(tensor, "replace_raw_data")
+    check_quantized(tensor, "replace_raw_data")
     _check_memory(tensor)
     sizes = raw_data_sizes(tensor)
     _check_buffer(tensor, new_raw_data, sizes)
@@ -71,10 +71,11 @@ def replace_raw_data(tensor: HybridQuantizedTensor, new_raw_data: Tensor) -> Non
     tensor.shared.moved = "all" if len(moves) == len(held) else "codes"
 
 
-def post_all_gather_processing(weights: Sequence[HybridQuantizedTensor]) -> None:
+def post_all_gather_processing(weights: Iterable[HybridQuantizedTensor]) -> None:
     """Make right what was not gathered, after the raw data of weights was: the columnwise operands, to the byte those
     of a write of the whole. Members of groups are made one by one; a second call gives the same bytes.
 
+    weights: any iterable of HybridQuantizedTensor or GroupedTensor.
     Rowwise codes and scales are right when this is called: the codes were gathered, and quantize_master_weights has
     written the scales on every rank. Where the columnwise operand follows from them it is made, by
 
@@ -86,8 +87,11 @@ def post_all_gather_processing(weights: Sequence[HybridQuantizedTensor]) -> None
     values (such as "nvfp4|mxfp8"), which its codes do not have: have all raw data gathered, or leave it to
     quantize_master_weights, which writes it whole.
     """
+    if isinstance(weights, Tensor) or not isinstance(weights, Iterable):
+        raise UserError(f"post_all_gather_processing: got {described(weights)}; it takes a sequence of weights")
+    weights = list(weights)
     for index, weight in enumerate(weights):
-        _check_held(weight, "post_all_gather_processing")
+        check_quantized(weight, "post_all_gather_processing")
         if not (_is_complete(weight) or follows_rowwise(weight)):
             raise UserError(
                 f"post_all_gather_processing: the columnwise operand of weight {index}, held in {weight.quantizer},"
@@ -121,14 +125,6 @@ def _padded(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-def _check_held(weight: Any, where: str) -> None:
-    if not isinstance(weight, HybridQuantizedTensor):
-        got = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
-        raise UserError(
-            f"{where}: got {got}; it takes weights that are held quantized (HybridQuantizedTensor, GroupedTensor)"
-        )
-
-
 def _check_memory(tensor: HybridQuantizedTensor) -> None:
     if tensor.sharding is not None or tensor.planes is not None:
         raise UserError(
@@ -140,7 +136,9 @@ def _check_memory(tensor: HybridQuantizedTensor) -> None:
             raise UserError(f"replace_raw_data: {name} of the weight held in {tensor.quantizer} has no memory")
 
 
-def _check_buffer(tensor: HybridQuantizedTensor, new: Tensor, sizes: RawSizes) -> None:
+def _check_buffer(tensor: HybridQuantizedTensor, new: Any, sizes: RawSizes) -> None:
+    if not isinstance(new, Tensor):
+        raise UserError(f"replace_raw_data: new_raw_data is {described(new)}; it takes a tensor of uint8")
     if (new.dtype, new.device) != (torch.uint8, tensor.device) or new.numel() not in sizes:
         raise UserError(
             f"replace_raw_data: got {new.numel()} entries of {new.dtype} on {new.device} for a weight"

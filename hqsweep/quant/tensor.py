@@ -219,6 +219,15 @@ class HybridQuantizedTensor(torch.Tensor):
                 " write the whole tensor"
             )
 
+    def check_complete(self) -> None:
+        """UserError while the tensor has the rows of this rank alone: what reads it would take old codes for those of
+        other ranks."""
+        if self.shared.is_partial:
+            raise UserError(
+                f"the weight held in {self.quantizer} has the rows of this rank's masters alone: gather its raw data,"
+                " and call hqsweep.quant.post_all_gather_processing"
+            )
+
     @property
     def data(self) -> Self:
         """A view that autograd does not know. Values of this shape that are assigned are written, as by copy_, into the
@@ -351,6 +360,7 @@ class HybridQuantizedTensor(torch.Tensor):
         return {**self.metadata.describe(), "shape": list(self.shape), **kind}
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
+        self.check_complete()
         return rebuild, (self.buffers, self.describe(), self.requires_grad, isinstance(self, nn.Parameter))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -379,12 +389,27 @@ class HybridQuantizedTensor(torch.Tensor):
 KINDS["HybridQuantizedTensor"] = HybridQuantizedTensor
 
 
+def check_quantized(weight: Any, where: str) -> None:
+    """UserError for what is not held quantized, which the function `where` was given."""
+    if not isinstance(weight, HybridQuantizedTensor):
+        raise UserError(
+            f"{where}: got {described(weight)}; it takes weights that are held quantized (HybridQuantizedTensor,"
+            " GroupedTensor)"
+        )
+
+
+def described(x: Any) -> str:
+    """What a message says of an argument: the dtype and shape of a tensor, or its type."""
+    return f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+
+
 class _Dequantize(torch.autograd.Function):
     """Forward: the values; backward: the gradient unchanged."""
 
     @staticmethod
     def forward(ctx, x: HybridQuantizedTensor, dtype: torch.dtype) -> Tensor:
         ctx.dtype = x.dtype
+        x.check_complete()
         if x.is_meta:
             return torch.empty(x.shape, dtype=dtype, device="meta")
         x.ready("columnwise" if x.rowwise is None else "rowwise")

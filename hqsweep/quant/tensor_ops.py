@@ -164,6 +164,7 @@ def _to_copy(x: HybridQuantizedTensor, *, dtype: torch.dtype | None = None, **op
 
 def _copied(x: HybridQuantizedTensor, copy: Callable[[Tensor], Tensor], **changes: Any) -> HybridQuantizedTensor:
     """A tensor with buffers of its own; a preserved value stays on the CPU."""
+    x.check_complete()
     buffers = {name: buffer.clone() if name == INIT_VAL else copy(buffer) for name, buffer in x.buffers.items()}
     copied = type(x)(buffers, replace(x.metadata, shares_scale=False, **changes), x.shape)
     copied.sharding, copied.part = x.sharding, x.part
@@ -183,6 +184,7 @@ def _copy_(x: HybridQuantizedTensor, source: Tensor, non_blocking: bool = False)
     if not same or not _lie_alike(x, source):
         return x.quantize_((source.dequantize() if quantized else source).expand(x.shape))
     x.check_writable()
+    source.check_complete()
     x.write_(source)
     preserved = x.high_precision_init_val
     if preserved is not None:

@@ -20,6 +20,7 @@ from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.parallel import ParallelConfig
 from hqsweep.errors import UserError
 from hqsweep.nn import Probe, quantization, set_recipe
+from hqsweep.nn.grouped_linear import share_amaxes
 from hqsweep.nn.moe import check_room
 from hqsweep.nn.offload import ActivationOffload
 from hqsweep.nn.saved import SavedBytes
@@ -173,6 +174,7 @@ class Trainer:
         capture = self.step == stats.capture_at
         if not capture and (not stats.every or (self.step - self.config.start) % stats.every):
             return None
+        share_amaxes(self.model)
         masters = whole(self.adapter.originals(self.optimizer.master_param))
         return Probe(self.step, gemms=stats.gemm, originals=masters, capture=capture)
 

@@ -15,10 +15,12 @@ from hqsweep.nn import (
     MultiheadAttention,
     TransformerLayer,
     TransformerOptions,
+    quantization,
     quantized_model_init,
 )
 from hqsweep.nn.options import AttentionOptions
 from hqsweep.quant import HybridQuantizedTensor
+from hqsweep.recipe import Recipe
 
 D, F, H, S, B = 64, 96, 4, 32, 2
 NORM = {"normalization": "LayerNorm"}
@@ -149,6 +151,23 @@ def test_weights_are_held_by_the_recipe_of_quantized_model_init():
         held(tokens())
 
 
+@pytest.mark.parametrize("kind", ["Linear", "GroupedLinear"])
+def test_held_weights_in_another_dtype_are_drawn_with_their_histories(kind):
+    """Megatron-Core gives init_method and params_dtype, and draws weights after they have got their dtype."""
+    recipe, outputs, more = Recipe.from_config({"linear": "fp8_delayed"}), [], {}
+    if kind == "GroupedLinear":
+        more = {"m_splits": [S, S]}
+    for held in (False, True):
+        torch.manual_seed(0)
+        options = {"bias": False, "init_method": nn.init.xavier_normal_, "params_dtype": torch.bfloat16, "name": "l"}
+        with quantized_model_init(recipe=recipe, enabled=held):
+            module = getattr(compat, kind)(*([2] if more else []), D, F, **options)
+        assert all(isinstance(p, HybridQuantizedTensor) == held for p in module.parameters())
+        with autocast(recipe=recipe), quantization(step=1):
+            outputs.append(module(tokens().flatten(0, 1), **more))
+    assert torch.equal(*outputs)
+
+
 def test_weights_are_drawn_by_their_functions():
     with torch.no_grad():
         layer = compat.TransformerLayer(
@@ -179,6 +198,9 @@ REFUSED = {
     "LayerNormMLP: activation is 'relu'; it takes gelu or swiglu": lambda: compat.LayerNormMLP(
         D, F, activation="relu"
     ),
+    "Linear: tp_size is '2'; it takes the number of ranks, 1 or more": lambda: compat.Linear(D, F, tp_size="2"),
+    "GroupedLinear: tp_size is 0; it takes the number": lambda: compat.GroupedLinear(2, D, F, tp_size=0),
+    "LayerNormMLP: tp_size is -1; it takes the number": lambda: compat.LayerNormMLP(D, F, tp_size=-1),
     "LayerNormMLP: tp_size=2 without set_parallel_mode; give": lambda: compat.LayerNormMLP(D, F, tp_size=2),
     "LayerNormLinear: out_features=66 does not divide by tp_size=4": lambda: compat.LayerNormMLP(
         D, 66, tp_size=4, set_parallel_mode=True

@@ -69,11 +69,12 @@ def sharded(case: str) -> nn.Module:
 
 
 def of_one_row(text: str, *, sharded: bool) -> list[float]:
-    """The loss of each step of held weights, of which the last has one row: over ranks the first has all of it. Each
-    rank has all rows of the batch."""
+    """The loss of each step of held weights: of 33 rows, which torch pads on one rank, also when it loads a state_dict
+    after a step; and of one row, all of which the first rank has. Each rank has all rows of the batch."""
     torch.manual_seed(0)
     with quantized_model_init(preserve_high_precision_init_val=True), quantization(step=0):
-        layers = [Linear(64, n, name=f"l{n}", recipe=LinearQuantizers.parse(text, "test")) for n in (64, 1)]
+        quantizers = LinearQuantizers.parse(text, "test")
+        layers = [Linear(k, n, name=f"l{n}", recipe=quantizers) for k, n in pairwise((64, 33, 1))]
     model = nn.Sequential(*layers)
     if sharded:
         fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
@@ -84,6 +85,7 @@ def of_one_row(text: str, *, sharded: bool) -> list[float]:
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        model.load_state_dict(model.state_dict())
         losses.append(loss.item())
     return losses
 

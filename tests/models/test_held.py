@@ -39,7 +39,7 @@ def names_of(conversion):
 
 def train(model, dtype=None, steps=(1, 2, 3)):
     """Losses, and the value of each weight that training would go on from."""
-    optimizer, losses = FusedAdam(model.parameters(), lr=1e-2), []
+    optimizer, losses = FusedAdam([p for p in model.parameters() if p.requires_grad], lr=1e-2), []
     for number in steps:
         with quantization(seed=3, step=number):
             with torch.autocast("cpu", dtype) if dtype else nullcontext():
@@ -48,7 +48,7 @@ def train(model, dtype=None, steps=(1, 2, 3)):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, {name: optimizer.master_param(p) for name, p in model.named_parameters()}
+    return losses, {n: optimizer.master_param(p) for n, p in model.named_parameters() if p.requires_grad}
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
@@ -174,6 +174,18 @@ def test_weights_that_stay_plain_have_a_reason():
     assert names_of(again).keys() == names_of(conversion).keys() and len(list(held_parts(model))) == 2
     conversion = hold(nn.Linear(64, 64, device="meta"), "fp8_delayed")
     assert names_of(conversion) == {"Linear": "it is on the meta device, where delayed scaling has no history"}
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
+def test_frozen_weights_are_those_of_plain_ones(recipe):
+    plain, held = net(tied=False), net(tied=False)
+    for model in (plain, held):
+        model.layers[0][0].weight.requires_grad_(False)
+    hqsweep.convert(plain, recipe)
+    names = names_of(hold(held, recipe))
+    assert names.keys() == ({"layers.0.0"} if recipe == "fp8_delayed" else set())
+    assert all(why.startswith("it is frozen, and delayed scaling takes another scale") for why in names.values())
+    assert train(held)[0] == train(plain)[0]
 
 
 def test_a_model_on_the_meta_device_is_allocated_and_written_later():

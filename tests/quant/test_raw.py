@@ -1,6 +1,7 @@
 """replace_raw_data keeps values and moves memory; post_all_gather_processing makes columnwise operands of codes."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from adam_cases import OPTIONS
 from cases import FEW, QUANTIZERS, STATELESS
 from torch import nn
 
+from hqsweep.checkpoints.sharded import save_sharded
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
@@ -191,13 +193,23 @@ def test_delayed_rows_are_decoded_under_the_scale_that_they_have():
         post_all_gather_processing([weight_of("fp8_delayed")])
 
 
-def test_a_weight_of_this_ranks_rows_is_in_no_product_before_the_processing():
+def test_a_weight_of_this_ranks_rows_is_read_by_nothing_before_the_processing(tmp_path):
     with quantized_model_init(preserve_high_precision_init_val=True):
         linear = Linear(96, 256, name="l", recipe="mxfp8+2d|mxfp8@rowwise_dequantized")
     x, master = draw("normal", 32, 96), values(4, torch.float32)
     quantize_master_weights([linear.weight], [master.flatten()], [0], manual_post_all_gather_processing=True)
-    with pytest.raises(UserError, match="has the rows of this rank's masters alone: gather its raw data, and call"):
-        linear(x)
+    other = weight_of("mxfp8+2d|mxfp8@rowwise_dequantized")
+    for read in (
+        lambda: linear(x),
+        lambda: linear.weight.dequantize(),
+        lambda: copy.deepcopy(linear),
+        lambda: linear.weight.to(torch.float32, copy=True),
+        lambda: other.copy_(linear.weight),
+        lambda: pickle.dumps(linear.state_dict()),
+        lambda: save_sharded(linear, None, tmp_path / "saved"),
+    ):
+        with pytest.raises(UserError, match="has the rows of this rank's masters alone: gather its raw data, and call"):
+            read()
     assert linear.weight.high_precision_init_val is None
     post_all_gather_processing([linear.weight])
     linear(x).sum().backward()
@@ -251,6 +263,7 @@ ALL = 2 * (256 * 96 + 8 * 96)
             torch.zeros(256 * 96, dtype=torch.uint8),
             r"got torch.bfloat16 \[256, 96\]; it takes weights that are",
         ),
+        (None, [0] * 256, "new_raw_data is list; it takes a tensor of uint8"),
         (lambda: "w", torch.zeros(256 * 96, dtype=torch.uint8), "got str; it takes weights that are held quantized"),
     ],
 )
@@ -259,10 +272,28 @@ def test_what_is_no_memory_for_a_weight_is_refused(make, new, message):
         replace_raw_data(make() if make else weight_of("mxfp8"), new)
 
 
-@pytest.mark.parametrize("call", [lambda w: post_all_gather_processing([w]), raw_data_sizes])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda w: post_all_gather_processing([w]),
+        raw_data_sizes,
+        lambda w: quantize_master_weights([w], [w.detach().flatten()], [0]),
+    ],
+)
 def test_plain_weights_are_refused(call):
     with pytest.raises(UserError, match="it takes weights that are held quantized"):
         call(nn.Parameter(values()))
+
+
+def test_weights_come_one_by_one_in_any_iterable():
+    expected, weights = weight_of("mxfp8+2d"), [poisoned("mxfp8+2d"), poisoned("mxfp8+2d")]
+    post_all_gather_processing(w for w in weights)
+    for w in weights:
+        assert_same_bytes(w.buffers, expected.buffers)
+    with pytest.raises(UserError, match=r"processing: got torch.bfloat16 \[256, 96\]; it takes a sequence of weights"):
+        post_all_gather_processing(weights[0])
+    with pytest.raises(UserError, match=r"got 1 weights, 2 masters, 1 offsets and 1 keys; each weight has one of each"):
+        quantize_master_weights([expected], [None, None], [0])
 
 
 def test_shards_and_slices_do_not_follow_from_their_rows():
