@@ -161,7 +161,16 @@ HYBRID_CASES = {
 }
 
 
-MESH_CASES = {"reshards to two ranks": ({}, partial(shard, raf=2), {})}
+to_two = partial(shard, raf=2)
+MESH_CASES = {"reshards to two ranks": ({}, to_two, {})}
+HELD_MESH_CASES = {
+    "reshards to two ranks and recomputes": ({"inside": False}, to_two, {}),
+    "reshards to two ranks and accumulates": (
+        {},
+        to_two,
+        {"microbatches": 2, "held_back": accumulate, "between": evaluate},
+    ),
+}
 
 
 @cache
@@ -173,7 +182,7 @@ def trained_alone(text, held, microbatches):
 
 def trained(rank, texts, names, *, held=True):
     """(text, case) -> what differs from one process."""
-    faults, cases = {}, CASES | HYBRID_CASES | MESH_CASES
+    faults, cases = {}, CASES | HYBRID_CASES | MESH_CASES | HELD_MESH_CASES
     for text in texts:
         for name in names:
             options, sharded, run = cases[name]
@@ -190,11 +199,6 @@ def trained(rank, texts, names, *, held=True):
 def plainly_trained(rank, names):
     """The same of weights in high precision."""
     return trained(rank, ["nvfp4|mxfp8@rowwise_dequantized"], names, held=False)
-
-
-def trained_on_four(rank, text, names, plain_names):
-    """(held weights, plain ones)."""
-    return trained(rank, [text], names), trained(rank, [text], [*names, *plain_names], held=False)
 
 
 def offloaded(rank, texts):

@@ -5,9 +5,17 @@ import pytest
 from cases import STATELESS
 from fsdp2_once import SQUARE, once
 from fsdp2_ranks import gathered
-from fsdp2_training import CASES, HYBRID_CASES, MESH_CASES, offloaded, plainly_trained, trained, trained_on_four
+from fsdp2_training import (
+    CASES,
+    HELD_MESH_CASES,
+    HYBRID_CASES,
+    MESH_CASES,
+    offloaded,
+    plainly_trained,
+    trained,
+)
 from fsdp2_uses import compiled, uses
-from fsdp2_wire import memory, plain, sent
+from fsdp2_wire import memory, plain, sent, trained_on_four
 from ranks import BACKENDS, run_ranks
 
 from hqsweep.parallel import mesh
@@ -60,9 +68,14 @@ def test_formats_train_as_in_one_process(backend):
 
 @pytest.mark.slow
 def test_hybrid_shards_train_as_one_process():
-    """Shards of one rank, too: nothing is gathered there. Plain weights also take a number of ranks, on which they are
-    whole between forward and backward."""
-    assert run_ranks(4, trained_on_four, "nvfp4|mxfp8", ["reshards", *HYBRID_CASES], MESH_CASES) == [({}, {})] * 4
+    """Shards of one rank, too: nothing is gathered there. Also with a number of ranks, over which weights lie between
+    forward and backward: forward gathers both directions of held ones, and backward its own from these ranks."""
+    names = ["reshards", *HYBRID_CASES, *MESH_CASES]
+    for held, of_plain, gathers in run_ranks(4, trained_on_four, "nvfp4|mxfp8", names, list(HELD_MESH_CASES)):
+        assert held == of_plain == {}
+        row, column = PLANES["nvfp4|mxfp8"]
+        both = row + column
+        assert gathers == pytest.approx([both, column, both, 0, column], abs=3e-4)  # forward, backward, evaluation, ...
 
 
 PLANES = {
