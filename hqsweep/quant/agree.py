@@ -179,7 +179,7 @@ def quantize_shards_(
             tensor.quantize_(x, key=key)
             continue
         x, key = tensor.begin_write(x, key)
-        if tensor.is_meta or x.is_meta or _is_elsewhere(tensor):
+        if tensor.is_meta or x.is_meta:
             tensor.end_write(None, x, key)
         else:
             writes.append((tensor, x, key))
@@ -188,12 +188,6 @@ def quantize_shards_(
         values = [x.to(t.device).reshape(t.metadata.matrix) for t, x, _ in writes]
         pieces = [[x] for x in _rounded(values, [t.source_dtype for t in shards])]
         write_shards_(writes, gather_sources(shards, held, pieces, group, remember=True), group)
-
-
-def _is_elsewhere(tensor: Any) -> bool:
-    """Whether the first rank has all rows, as of a weight of one row, and writes them as a whole without the others."""
-    cut = None if tensor.sharding is None else tensor.sharding.cut
-    return cut is not None and not len(tensor) and cut.each >= cut.shape[0]
 
 
 def gather_sources(

@@ -111,8 +111,6 @@ def _shard(x: HybridQuantizedTensor, cut: Cut, start: int, stop: int) -> HybridQ
     """The shard of rows start to stop of a tensor that is cut so."""
     meta = x.metadata
     part, buffers, shares = cut.part(start, stop), {}, meta.shares_scale
-    if (start, stop) == (0, x.shape[0]):
-        part = replace(part, place=meta.place)
     for direction in meta.directions:
         operand, along = getattr(x, direction), int(direction == "columnwise")
         before = 0 if meta.place is None else meta.cover(direction).first_row
