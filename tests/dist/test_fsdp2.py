@@ -23,16 +23,18 @@ from hqsweep.parallel import mesh
 EVEN = [(256, 96), (4, 48, 32)]
 CUT = [(32, 32), (272, 32), (4, 32), (2, 16, 32)]
 """Parts that cut blocks, and nibbles; of other sizes than the first, and empty."""
+COLUMNS = [(48, 96), (32, 48)]
+"""Of Shard(1): parts that cut blocks of 32, and of 16."""
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_ranks_gather_is_the_whole(backend):
-    assert run_ranks(2, gathered, STATELESS, EVEN + CUT[:1], backend=backend) == [{}, {}]
+    assert run_ranks(2, gathered, STATELESS, EVEN + CUT[:1], COLUMNS, backend=backend) == [{}, {}]
 
 
 @pytest.mark.slow
 def test_cuts_inside_blocks():
-    assert run_ranks(3, gathered, STATELESS, CUT) == [{}, {}, {}]
+    assert run_ranks(3, gathered, STATELESS, CUT, [(32, 192)]) == [{}, {}, {}]
 
 
 @pytest.mark.slow
