@@ -49,10 +49,6 @@ RECIPE = {"name": "bf16", "gemm": "exact", "schedule": []}
             r"train.microbatches: 1 for the stages of train.parallel.pp=2",
         ),
         (
-            {"train": {"parallel": {"ep": 2, "dp_shard": 4}}, "model": {"experts": 6, "quantized_weights": True}},
-            r"dp_shard: 4 does not divide model.experts \(6\), and experts that are held quantized are not cut",
-        ),
-        (
             {
                 "train": {"parallel": {"tp": 2, "dp_shard": 3}, "batch": 6},
                 "model": {"experts": 5, "dim": 64, "heads": 2},

@@ -28,12 +28,14 @@ CLOSE = [
     (DELAYED, {"model": HELD, "parallel": TWO}),
 ]
 FOUR = {"dp_shard": 4, "ep": 2}
-MESHES = (FOUR, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {"dp_shard": 4, "ep": 4}, FOUR)
+MESHES = (FOUR, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {"dp_shard": 4, "ep": 4}, FOUR, FOUR)
 FEW = EXPERTS | {"experts": 6}
 """Three for each rank of ep, which two ranks cannot share out evenly: each has half of every one's columns or rows."""
+HELD_FEW, HELD_FEWER = HELD | {"experts": 6}, HELD | {"experts": 2}
+"""Held ones are shared out whole: two to one rank and one to the other, and one to one rank alone."""
 OF_FOUR = [
     ("mxfp8", {"model": model, "parallel": mesh} | FIRST)
-    for mesh, model in zip(MESHES, (HELD, EXPERTS, EXPERTS, FEW), strict=True)
+    for mesh, model in zip(MESHES, (HELD, EXPERTS, EXPERTS, FEW, HELD_FEW), strict=True)
 ]
 SHARED = {"model": {"ffn": 128}, "clip": 1e9, "steps": 2}
 MIXTURE = {"ffn": 128, "experts": 4, "first_moe_layer": 1}
@@ -56,6 +58,7 @@ RESUMES = [
     (DELAYED, {"model": HELD, "parallel": MESHES[0]}),
     (DELAYED, {"model": MIXTURE, "parallel": PARTS_OF_EXPERTS}),
     ("mxfp8", {"model": FEW, "parallel": FOUR}),
+    (DELAYED, {"model": HELD_FEWER, "parallel": FOUR}),
     (DELAYED, {"model": {"ffn": 128, "quantized_weights": True}, "parallel": {"dp_shard": 2, "tp": 2}}),
 ]
 
