@@ -55,10 +55,6 @@ RECIPE = {"name": "bf16", "gemm": "exact", "schedule": []}
             },
             r"dp_shard: 3 does not divide model.experts \(5\), and the 3 ranks .* model.dim \(64\); give a",
         ),
-        (
-            {"train": {"parallel": {"tp": 2}}, "model": {"experts": 4, "quantized_weights": True}},
-            r"tp: 2 does not go with both model.quantized_weights and model.experts; give false, or experts=0",
-        ),
         ({"train": {"parallel": {"tp": 2}, "context": 33}}, r"tp: 2 does not divide train.context \(33\)"),
         (
             {"train": {"parallel": {"dp_shard": 2, "ep": 2}, "compile": "graph"}, "model": {"experts": 4}},

@@ -30,15 +30,26 @@ from hqsweep.train.model import GPT
 
 
 class Cut(NamedTuple):
-    """How ranks of tp share a weight of this shape."""
+    """How ranks of tp share a weight of this shape [N, K], or each expert of [E, N, K]: along rows or columns."""
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     axis: int
     runs: int = 1
 
+    @property
+    def dim(self) -> int:
+        """The axis of the tensor."""
+        return self.axis + len(self.shape) - 2
+
+    def draw(self, seed: int) -> Tensor:
+        """Values of the whole."""
+        return draw("normal", *torch.empty(self.shape).flatten(0, -2).shape, seed, dtype=torch.float32).view(self.shape)
+
 
 CUTS = [Cut((256, 48), 0), Cut((768, 32), 0, 3), Cut((208, 256), 1), Cut((37, 256), 1)]
-"""Of most formats fully_shard's shards cut blocks; of the last weight the second rank has fewer rows."""
+CUTS += [Cut((3, 512, 32), 0, 2), Cut((3, 32, 256), 1)]
+"""Of most formats fully_shard's shards cut blocks; of the fourth weight the second rank has fewer rows, and of three
+experts one."""
 MESHES = [("dp_shard", "tp"), ("dp_replicate", "dp_shard", "tp")]
 """Two ranks along the first axis, and two along the last."""
 RECIPES = {
@@ -63,7 +74,7 @@ def differences(texts: list[str]) -> list[str]:
         weights = [module.weight for module in modules.values()]
         of_first = {cut: module.weight for (_, cut), module in modules.items()}
         for time in ("at first", "together", "alone"):
-            values = {cut: draw("normal", *cut.shape, len(time), dtype=torch.float32) for cut in CUTS}
+            values = {cut: cut.draw(len(time)) for cut in CUTS}
             spread = {cut: spread_out(values[cut], weight) for cut, weight in of_first.items()}
             faults += [f"{cut}: values" for cut, x in spread.items() if not torch.equal(whole_tensor(x), values[cut])]
             parts = [spread[cut].to_local() for _, cut in modules]
@@ -83,7 +94,7 @@ def differences(texts: list[str]) -> list[str]:
 
 def _module(mesh: DeviceMesh, text: str, cut: Cut) -> Holder:
     module = Holder(held(text, cut.shape))
-    placement = Shard(cut.axis) if cut.runs == 1 else _StridedShard(cut.axis, split_factor=cut.runs)
+    placement = Shard(cut.dim) if cut.runs == 1 else _StridedShard(cut.dim, split_factor=cut.runs)
     distribute(module, mesh["tp"], {"weight": placement}, None)
     fully_shard(module, mesh=mesh[mesh.mesh_dim_names[:-1]], shard_placement_fn=fsdp_placement)
     return module
