@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hqsweep.dist import collectives
 from hqsweep.dist.fsdp import DIRECTIONS, served
+from hqsweep.dist.storage import allocate, free, is_free
 from hqsweep.errors import UserError
 from hqsweep.memo import constant_result
 from hqsweep.quant.fsdp2_param import take_over
@@ -96,7 +97,7 @@ class Sharding:
     def ready(self, direction: str) -> None:
         """Gather, now, the buffers of a direction that a product is about to read and that the pass did not ask for:
         forward runs again in backward, and will do so in later steps."""
-        absent = [name for name in self._names(direction) if _is_free(self._whole[name])]
+        absent = [name for name in self._names(direction) if is_free(self._whole[name])]
         if absent:
             self.recomputes = True
             self._gather(absent)
@@ -104,8 +105,8 @@ class Sharding:
     def pieces(self, rank: int, ranks: int) -> dict[str, Tensor]:
         """The bytes that this one of so many ranks keeps, from forward, of each buffer that backward reads."""
         both = self._recomputes or not self._group().reshard_after_backward
-        names = [name for name in self._pass(DIRECTIONS if both else DIRECTIONS[1:]).names if name in self._bytes]
-        sizes = {name: self._bytes[name].numel() // ranks for name in names if not _is_free(self._bytes[name])}
+        names = self._pass(DIRECTIONS if both else DIRECTIONS[1:]).names
+        sizes = {name: self._bytes[name].numel() // ranks for name in names if not is_free(self._bytes[name])}
         return {name: self._bytes[name].narrow(0, rank * size, size).clone() for name, size in sizes.items()}
 
     def pre_of_pieces(self, kept: Mapping[str, Tensor]) -> tuple[list[Tensor], "_Pass"]:
@@ -128,7 +129,7 @@ class Sharding:
         parameter = self._parameter()
         inputs = self._inputs(parameter._sharded_local_tensor.to(self._whole[names[0]].device), names)
         for name, own in zip(names, inputs, strict=True):
-            _allocate(self._received[name])
+            allocate(self._received[name])
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self._received[name]):
                 collectives.all_gather(self._received[name], own, group=self.group)
         self._fill(names)
@@ -210,18 +211,18 @@ class Sharding:
             self._bytes[name] = own = received if cut.in_place else received.new_empty(padded)
             self._whole[name] = own[:size].view(dtype).view(shape)
             for tensor in (received, own):
-                tensor.untyped_storage().resize_(0)
+                free(tensor)
 
     def _fill(self, names: Sequence[str]) -> None:
         apart = [name for name in names if not self._cuts[name].in_place]
         if not apart:
             return
         for name in apart:
-            _allocate(self._bytes[name])
+            allocate(self._bytes[name])
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self._whole[n] for n in apart)):
             for name in apart:
                 self._unpack(name)
-                self._received[name].untyped_storage().resize_(0)
+                free(self._received[name])
 
     def _unpack(self, name: str) -> None:
         cut, received, whole = self._cuts[name], self._received[name], self._whole[name]
@@ -297,15 +298,6 @@ def _wide(tensor: Tensor, sent: int) -> Tensor:
     if sent % 4:
         return tensor
     return (tensor if tensor.storage_offset() % 4 == 0 else tensor.clone()).view(torch.float32)
-
-
-def _is_free(tensor: Tensor) -> bool:
-    return tensor.numel() > 0 and tensor.untyped_storage().size() == 0
-
-
-def _allocate(tensor: Tensor) -> None:
-    if _is_free(tensor):
-        tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
 
 
 def _write(tensor: Tensor, write: Any) -> None:
