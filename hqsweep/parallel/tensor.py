@@ -200,7 +200,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
 def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
     """The shard_placement_fn of torch's fully_shard for a model that tensor_parallel has shared: Shard(1) for plain
     matrices whose pieces are cut each for itself, as q, k and v are; None, which is Shard(0), for all others, for
-    experts, and for parts of weights that are held quantized, which are gathered along rows alone.
+    experts, and for weights that are held quantized.
 
     If such a part is cut along rows once more, its rows are no longer those that its DTensor names. hqsweep knows them,
     and so does what it saves; torch's own checkpoints would have them in another order.

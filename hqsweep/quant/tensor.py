@@ -296,7 +296,7 @@ class HybridQuantizedTensor(torch.Tensor):
         if self.sharding is None:
             raise UserError(
                 f"fully_shard: a weight held in {self.quantizer} is sharded along its first axis, Shard(0), or, if it"
-                " is one matrix that ranks of tp do not share, along its columns"
+                " is one matrix, along its columns"
             )
         gather = partial(self.sharding.pre, self)
         gather.__signature__ = ONE_ARGUMENT

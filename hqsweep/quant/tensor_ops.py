@@ -97,13 +97,10 @@ def _matrix_axis(x: HybridQuantizedTensor, dim: int) -> int:
 @implements(aten.split.Tensor)
 def _split(x: HybridQuantizedTensor, size: int, dim: int = 0) -> list[HybridQuantizedTensor]:
     """The parts of a tensor along its first or last axis: shards, which may cut blocks, with views of all entries that
-    their rows, or columns, read. Columns of a rank's part of a matrix are whole blocks, and no shards."""
+    their rows, or columns, read."""
     starts = range(0, max(x.shape[dim], 1), max(size, 1))
     spans = [(start, min(start + size, x.shape[dim])) for start in starts]
-    axis = _matrix_axis(x, dim)
-    if x.part is not None and axis == 1:
-        return [_slice(x, dim, *span) for span in spans]
-    cut = Cut.of(x.metadata, x.shape, size, axis)
+    cut = Cut.of(x.metadata, x.shape, size, _matrix_axis(x, dim))
     return with_sharding(x, [_shard(x, cut, *span) for span in spans], cut)
 
 
