@@ -27,8 +27,9 @@ def planes_of(p: nn.Parameter) -> tuple[dict[str, Any], dict[str, Tensor]]:
     planes = {name: buffer_cut.pack(own.buffers[name], rank) for name, buffer_cut in cuts.items()}
     if axis is not None:
         options = {"run_check": False}
-        planes = {n: type_of_spread().from_local(x, p.device_mesh, p.placements, **options) for n, x in planes.items()}
-    described = {"metadata": cut.metadata.describe(), "kind": type(own).__name__}
+        placements = [type(each)(0) if i == axis else each for i, each in enumerate(p.placements)]
+        planes = {n: type_of_spread().from_local(x, p.device_mesh, placements, **options) for n, x in planes.items()}
+    described = {"metadata": cut.metadata.describe(), "kind": type(own).__name__, "axis": cut.axis}
     return described | {"shape": list(cut.shape), "each": cut.each, "ranks": ranks}, planes
 
 
@@ -50,7 +51,7 @@ def _cut_of(p: nn.Parameter) -> tuple[Cut, int | None]:
 def whole_of(described: Mapping[str, Any], planes: Mapping[str, Tensor], device: torch.device) -> HybridQuantizedTensor:
     """The whole tensor of this description and these bytes. UserError for bytes that are not those of its formats."""
     metadata, shape = Metadata.parse(described["metadata"]), tuple(described["shape"])
-    cuts = buffer_cuts(Cut(metadata, shape, described["each"]), described["ranks"])
+    cuts = buffer_cuts(Cut(metadata, shape, described["each"], described.get("axis", 0)), described["ranks"])
     buffers = metadata.empty(device)
     for name, buffer in buffers.items():
         plane = planes.get(name)
@@ -67,5 +68,5 @@ def take_(p: nn.Parameter, whole: HybridQuantizedTensor) -> None:
         raise UserError(f"the checkpoint holds a weight in {whole.quantizer}, and the model in {own.quantizer}")
     rank = 0 if axis is None else p.device_mesh.get_local_rank(axis)
     if own.numel():
-        own.write_(whole if axis is None else whole.split(cut.each)[rank])
+        own.write_(whole if axis is None else whole.split(cut.each, cut.dim)[rank])
     own.set_key(whole.metadata.key)

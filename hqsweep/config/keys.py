@@ -127,12 +127,7 @@ def check_possible(training: Training) -> None:
 
 def check_shared_matrices(training: Training) -> None:
     """UserError for what a training with tp cannot have."""
-    dims, model = training.train.parallel, training.model
-    if model.quantized_weights and model.experts > 0:
-        raise UserError(
-            f"train.parallel.tp: {dims.tp} does not go with both model.quantized_weights and model.experts; give false,"
-            " or experts=0"
-        )
+    dims = training.train.parallel
     if training.train.context % dims.tp:
         raise UserError(f"train.parallel.tp: {dims.tp} does not divide train.context ({training.train.context})")
 

@@ -108,18 +108,16 @@ class ParallelConfig(Section):
             )
 
     def _check_experts(self, model: ModelConfig) -> None:
-        """UserError where ranks of dp_shard can share out neither whole experts nor parts of each."""
-        if max(self.ep, self.tp) == 1 or model.experts % self.dp_shard == 0:
+        """UserError where ranks of dp_shard can share out neither whole experts nor parts of each. Of experts that are
+        held quantized, which are shared out whole, a rank may have none."""
+        if max(self.ep, self.tp) == 1 or model.experts % self.dp_shard == 0 or model.quantized_weights:
             return
-        sharers, fault = self.dp_shard // self.ep, None
-        if model.quantized_weights:
-            fault = "experts that are held quantized are not cut themselves"
-        elif model.dim % sharers:
-            fault = f"the {sharers} ranks of the same experts do not divide model.dim ({model.dim})"
-        if fault:
+        sharers = self.dp_shard // self.ep
+        if model.dim % sharers:
             raise UserError(
-                f"train.parallel.dp_shard: {self.dp_shard} does not divide model.experts ({model.experts}), and"
-                f" {fault}; give a divisor, or dp_replicate for the rest"
+                f"train.parallel.dp_shard: {self.dp_shard} does not divide model.experts ({model.experts}), and the"
+                f" {sharers} ranks of the same experts do not divide model.dim ({model.dim}); give a divisor, or"
+                " dp_replicate for the rest"
             )
 
     @staticmethod

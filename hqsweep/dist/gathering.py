@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from hqsweep.dist.collectives import all_gather
 from hqsweep.dist.fsdp import in_backward, served
 from hqsweep.dist.gathered import GatheredWeight
+from hqsweep.dist.storage import allocate, free, is_free
 
 
 class Gathering:
@@ -32,7 +33,7 @@ class Gathering:
 
     def fill(self) -> None:
         """Gather the values where they were given up; all ranks read the same weights in the same order."""
-        if not _is_free(self._flat):
+        if not is_free(self._flat):
             return
         if in_backward():
             self._recomputes = True
@@ -40,7 +41,7 @@ class Gathering:
             self._repeats = True
         parameter = self._parameter()
         own = parameter._sharded_param_data.to(self._flat.device).to(self._flat.dtype)
-        self._flat.untyped_storage().resize_(self._flat.nbytes)
+        allocate(self._flat)
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self._flat):
             all_gather(self._flat, own, group=parameter.shard_mesh.get_group())
 
@@ -49,7 +50,7 @@ class Gathering:
         group = self._group()
         cut_again = group._use_post_forward_mesh and group._training_state.name == "FORWARD"
         if self._refillable and not cut_again:
-            self._flat.untyped_storage().resize_(0)
+            free(self._flat)
 
     def served(self, direction: str) -> tuple[str, ...]:
         """The directions that are read of this gather, now that one of them is."""
@@ -67,14 +68,14 @@ class Gathering:
         """Keep an operand until the weight is sharded again."""
         tensors = list(operand.buffers.values())
         entries = self._operands.items()
-        others = {d: entry for d, entry in entries if d != direction and not any(map(_is_free, entry[2]))}
+        others = {d: entry for d, entry in entries if d != direction and not any(map(is_free, entry[2]))}
         self._operands = others | {direction: (identity, operand, tensors)}
         self._parameter()._unsharded_inner_tensors = [t for *_, own in self._operands.values() for t in own]
 
     def kept(self, direction: str, identity: Hashable) -> Any:
         """The operand of that identity, if it is there."""
         known, operand, tensors = self._operands.get(direction, (None, None, ()))
-        return operand if known == identity and not any(map(_is_free, tensors)) else None
+        return operand if known == identity and not any(map(is_free, tensors)) else None
 
 
 def gather_in(group: Any, parameter: Any, dtype: torch.dtype) -> None:
@@ -88,7 +89,7 @@ def gather_in(group: Any, parameter: Any, dtype: torch.dtype) -> None:
     size = parameter.padded_sharded_param_size.numel() * ranks
     flat = torch.empty(size, dtype=policy or dtype, device=device)
     value = flat[: math.prod(shape)].view(shape)
-    flat.untyped_storage().resize_(0)
+    free(flat)
     weight: Tensor = GatheredWeight(value, policy or own, Gathering(group, parameter, flat))
     sharded = getattr(parameter, "_unsharded_dtensor_spec", None) or getattr(parameter, "_tp_spec", None)
     if sharded is not None:
@@ -110,7 +111,3 @@ def _set_dtype(parameter: Any, dtype: torch.dtype) -> None:
         parameter.param_dtype = dtype if dtype != parameter.orig_dtype else None
 
     parameter.init_dtype_attrs = init_dtype_attrs
-
-
-def _is_free(tensor: Tensor) -> bool:
-    return tensor.numel() > 0 and tensor.untyped_storage().size() == 0

@@ -68,8 +68,14 @@ def spread_out(whole: Tensor, like: Tensor) -> Tensor:
 
 def is_in_pieces(x: Tensor) -> bool:
     """Whether a rank's part is, or was before fully_shard cut it further, several pieces that do not follow each other
-    in the whole, as of q, k and v that are cut each for itself; torch.distributed.checkpoint has no name for those."""
-    return is_spread(x) and any(runs > 1 for _, _, runs in _cuts(x))
+    in the whole, as of q, k and v that are cut each for itself, or is one of unequal parts of a part, as of experts of
+    which fully_shard gives some ranks fewer; torch.distributed.checkpoint has no name for those."""
+    if not is_spread(x):
+        return False
+    cuts = _cuts(x)
+    ranks = {dim: math.prod(x.device_mesh.size(axis) for axis, other, _ in cuts if other == dim) for _, dim, _ in cuts}
+    of_parts = {dim for _, dim, _ in cuts if sum(other == dim for _, other, _ in cuts) > 1}
+    return any(runs > 1 for _, _, runs in cuts) or any(x.shape[dim] % ranks[dim] for dim in of_parts)
 
 
 def _cuts(x: Tensor) -> list[tuple[int, int, int]]:

@@ -127,18 +127,13 @@ class SharedMLP(SequenceStyle):
 class SharedMixture(SequenceStyle):
     """A LayerNormMoE of which each rank computes an equal number of inner features of every expert. With sequence the
     tokens of all ranks are gathered behind the norm; the router then chooses for all of them, on every rank alike.
-    UserError for a width of experts that ranks do not divide, for experts that are held quantized, and for ones that
-    are spread over ranks already."""
+    UserError for a width of experts that ranks do not divide, for held experts whose parts cut a block, and for experts
+    that are spread over ranks already."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
         if module.dispatcher is not None or module.fc1.parallel is not None:
             raise UserError(f"{module.name}: its experts lie over ranks already; tensor_parallel comes first")
-        if any(isinstance(weight, HybridQuantizedTensor) for fc in (module.fc1, module.fc2) for weight in fc.weights):
-            raise UserError(
-                f"{module.name}: weights of experts that are held quantized are not cut; build the model outside of"
-                " quantized_model_init, or give tp=1"
-            )
         check_divides(module.fc2.name, module.fc2.in_features, "input features of each expert", device_mesh)
         cuts = {"fc1": ("column", INPUTS["swiglu"], -2), "fc2": ("row", 1, -1)}
         for name, (mode, pieces, axis) in cuts.items():
@@ -180,9 +175,9 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
 
     Raises:
         UserError: for another axis, a mesh of several axes without "tp", heads, widths or a vocabulary that ranks do
-            not divide, held weights whose parts cut a block, experts that are held, weights that lie over ranks
-            already, and linears outside of attention, MLP and mixture but the head. At a call: for tokens that ranks do
-            not divide, and parts of matrices that cut a block.
+            not divide, held weights whose parts cut a block, weights that lie over ranks already, and linears outside
+            of attention, MLP and mixture but the head. At a call: for tokens that ranks do not divide, and parts of
+            matrices that cut a block.
     """
     axes = mesh.mesh_dim_names or ()
     if axis not in (0, TOKENS):
@@ -205,7 +200,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
 def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
     """The shard_placement_fn of torch's fully_shard for a model that tensor_parallel has shared: Shard(1) for plain
     matrices whose pieces are cut each for itself, as q, k and v are; None, which is Shard(0), for all others, for
-    experts, and for weights that are held quantized, which torch gathers along rows alone.
+    experts, and for weights that are held quantized.
 
     If such a part is cut along rows once more, its rows are no longer those that its DTensor names. hqsweep knows them,
     and so does what it saves; torch's own checkpoints would have them in another order.
@@ -310,10 +305,10 @@ def distribute(module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placem
 
 
 def _held(weight: HybridQuantizedTensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    """A weight that is held as its operands, of which this rank keeps its part."""
+    """A weight that is held as its operands, or those of each expert, of which this rank keeps its part."""
     if placement.is_replicate():
         return DTensor.from_local(weight, mesh, [placement], run_check=False)
-    runs = getattr(placement, "split_factor", 1)
-    own = hold_part(weight, Part(group=mesh.get_group(), axis=placement.dim, runs=runs))
+    axis, runs = placement.dim - (weight.dim() - 2), getattr(placement, "split_factor", 1)
+    own = hold_part(weight, Part(group=mesh.get_group(), axis=axis, runs=runs))
     whole = {"shape": weight.shape, "stride": weight.stride()}
     return DTensor.from_local(own, mesh, [placement], run_check=False, **whole)

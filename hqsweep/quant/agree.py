@@ -54,12 +54,25 @@ class Part:
     """The process group whose ranks have other parts of the same whole, beside those that quantize this one together;
     None: there are none."""
     grids: dict[str, Buffers] = field(default_factory=dict)
-    """Direction -> the amax of the whole, as far as it is known."""
+    """Direction -> the amax of the whole, as far as it is known, or those of all rows of the whole."""
 
     @property
     def dequantized(self) -> bool:
         """Whether the columnwise operand is made from the decoded rowwise one."""
         return self.columnwise is not None and self.quantizer.columnwise_source == "rowwise_dequantized"
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the grids have, or get, amaxes of all rows of the whole."""
+        row = self.formats.get("rowwise")
+        return self.cut_rows and row is not None and row.row_scaled
+
+    def grids_of(self, x: Tensor, place: Place) -> dict[str, Buffers]:
+        """The grids of a piece."""
+        if not self.has_rows:
+            return self.grids
+        rows = {name: amaxes.narrow(0, place.first_row, len(x)) for name, amaxes in self.grids["rowwise"].items()}
+        return self.grids | {"rowwise": rows}
 
     @property
     def formats(self) -> dict[str, Format]:
@@ -100,7 +113,9 @@ def _agree(parts: Sequence[Part], find: Callable[[Part], list[Tensor]], group: A
 
 def _quantized(part: Part) -> HybridOperand:
     wanted = {"rowwise": part.rowwise, "columnwise": part.columnwise, "key": part.key}
-    pieces = [part.quantizer.quantize_given(x, part.grids, place=place, **wanted) for x, place in part.pieces]
+    pieces = [
+        part.quantizer.quantize_given(x, part.grids_of(x, place), place=place, **wanted) for x, place in part.pieces
+    ]
     return joined(pieces, part.axis)
 
 
@@ -119,14 +134,14 @@ def _find(part: Part) -> list[Tensor]:
             same = direction == "columnwise" and "rowwise" in amaxes and not format.rht
             amaxes[direction] = amaxes["rowwise"] if same else first.new_zeros(1, 1, dtype=torch.float32)
             part.grids[direction] = {format.amax_name: amaxes[direction]}
-    rowwise, columnwise = amaxes.get("rowwise"), amaxes.get("columnwise")
-    if part.cut_rows and row is not None and row.row_scaled:
+    if part.has_rows:
         amaxes["rowwise"] = first.new_zeros(place.rows_of_whole, 1, dtype=torch.float32)
-        rowwise = amaxes["rowwise"][place.first_row : place.first_row + len(first)]
-        part.grids["rowwise"] = {row.amax_name: rowwise}
+        part.grids["rowwise"] = {row.amax_name: amaxes["rowwise"]}
     if first.numel() and amaxes:
-        columns = NO_SEARCH if columnwise is None or columnwise is rowwise else Search(column, columnwise)
-        for x, _ in part.pieces:
+        columnwise, same = amaxes.get("columnwise"), amaxes.get("columnwise") is amaxes.get("rowwise")
+        columns = NO_SEARCH if columnwise is None or same else Search(column, columnwise)
+        for x, place in part.pieces:
+            rowwise = part.grids_of(x, place)["rowwise"][row.amax_name] if "rowwise" in amaxes else None
             find_amax(x, NO_SEARCH if rowwise is None else Search(row, rowwise), columns)
     return list({id(amax): amax for amax in amaxes.values()}.values())
 
@@ -139,7 +154,7 @@ def _find_decoded(part: Part) -> list[Tensor]:
     amax = part.pieces[0][0].new_zeros(1, 1, dtype=torch.float32)
     part.grids["columnwise"] = {column.amax_name: amax}
     for x, place in part.pieces if part.pieces[0][0].numel() else ():
-        known = part.grids.get("rowwise", {}).get(row.amax_name)
+        known = part.grids_of(x, place).get("rowwise", {}).get(row.amax_name)
         own = x.new_zeros(len(x), 1, dtype=torch.float32) if row.row_scaled and known is None else None
         rowwise = Search(row, own, known, part.quantizer.direction_keys(part.key, place)["rowwise"])
         find_amax(x, rowwise, Search(column, amax), columnwise_source="rowwise_dequantized")
@@ -153,7 +168,7 @@ def _note(part: Part) -> list[Tensor]:
     for x, place in part.pieces if part.pieces[0][0].numel() else ():
         key = part.quantizer.direction_keys(part.key, place)["rowwise"]
         source = part.quantizer.columnwise_source if part.columnwise else "original"
-        row = Target(part.quantizer.rowwise, key=key, grid=part.grids.get("rowwise"))
+        row = Target(part.quantizer.rowwise, key=key, grid=part.grids_of(x, place).get("rowwise"))
         note([part.states], x, None, part.formats, source, row)
     held = part.states.held and part.states.record
     return [part.states.states[d].history[:1] for d in part.states.delayed(part.formats)] if held else []
@@ -179,7 +194,7 @@ def quantize_shards_(
             tensor.quantize_(x, key=key)
             continue
         x, key = tensor.begin_write(x, key)
-        if tensor.is_meta or x.is_meta or _is_elsewhere(tensor):
+        if tensor.is_meta or x.is_meta:
             tensor.end_write(None, x, key)
         else:
             writes.append((tensor, x, key))
@@ -188,12 +203,6 @@ def quantize_shards_(
         values = [x.to(t.device).reshape(t.metadata.matrix) for t, x, _ in writes]
         pieces = [[x] for x in _rounded(values, [t.source_dtype for t in shards])]
         write_shards_(writes, gather_sources(shards, held, pieces, group, remember=True), group)
-
-
-def _is_elsewhere(tensor: Any) -> bool:
-    """Whether the first rank has all rows, as of a weight of one row, and writes them as a whole without the others."""
-    cut = None if tensor.sharding is None else tensor.sharding.cut
-    return cut is not None and not len(tensor) and cut.each >= cut.shape[0]
 
 
 def gather_sources(
@@ -277,8 +286,9 @@ def _part(tensor: Any, x: Tensor, cut_rows: bool, key: RngKey | None) -> Part:
     area, shared, options = source_area(tensor), tensor.part, {"quantizer": meta.quantizer, "key": key}
     pieces = [(x, Place.of(area, meta.place.whole))]
     if shared is not None:  # the place is one in the part of the ranks that share the matrix
-        cut_rows, options = shared.axis == 1, options | {"axis": shared.axis, "group": shared.group}
-        if meta.quantizer.stochastic:
+        of_part = cut_rows and meta.quantizer.rowwise.row_scaled and shared.axis == 0  # whose rows are no other rank's
+        cut_rows, options = cut_rows or shared.axis == 1, options | {"axis": shared.axis, "group": shared.group}
+        if meta.quantizer.stochastic or of_part:
             pieces = [(own.of(x, area), place) for own, place in shared.placed(area, meta.place.whole)]
     return Part(pieces=pieces, **wanted, states=states, cut_rows=cut_rows, **options)
 

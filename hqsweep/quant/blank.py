@@ -1,6 +1,6 @@
 """Blank: what torch's fully_shard makes by new_zeros and then fills with a rank's shard.
 
-It pads shards to one size: new_zeros(rows of the first), narrow to the rows of its own, copy_. A quantized shard cannot
+It pads shards to one size: new_zeros(shape of the first), narrow to its own rows, copy_. A quantized shard cannot
 be written into zeros, of which blocks lie elsewhere, so this tensor becomes the shard that is copied into it.
 """
 
@@ -55,18 +55,19 @@ def _view(x: Blank, size: list[int]) -> Blank:
 
 
 def _slice(x: Blank, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
-    start, stop, step = slice(start, end, step).indices(x.shape[dim])
-    if (dim, start, step) != (0, 0, 1):
+    (start, stop, step), cut = slice(start, end, step).indices(x.shape[dim]), x.like.sharding.cut
+    if (dim, start, step) != (cut.dim, 0, 1):
         return x.value()[(slice(None),) * dim + (slice(start, stop, step),)]
-    if x.held and len(x.held[0]) == stop:
+    if x.held and x.held[0].shape[dim] == stop:
         return x.held[0].detach()
-    return _empty_shard(x) if stop == 0 else x.view_as_shape((stop, *x.shape[1:]))
+    return _empty_shard(x) if stop == 0 else x.view_as_shape(cut.shape_of(stop))
 
 
 def _empty_shard(x: Blank) -> HybridQuantizedTensor:
     like, cut = x.like, x.like.sharding.cut
-    metadata = replace(cut.part(cut.shape[0], cut.shape[0]), dtype=x.dtype, key=like.metadata.key)
-    shard = type(like)(metadata.empty(x.device), metadata, (0, *cut.shape[1:]))
+    end = cut.shape[cut.dim]
+    metadata = replace(cut.part(end, end), dtype=x.dtype, key=like.metadata.key)
+    shard = type(like)(metadata.empty(x.device), metadata, cut.shape_of(0))
     shard.sharding, shard.states, shard.part = like.sharding, like.states, like.part
     return shard
 

@@ -8,16 +8,18 @@ backward that fills them. What torch's engine keeps under private names (of torc
 
 import inspect
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hqsweep.dist import collectives
-from hqsweep.dist.fsdp import served
+from hqsweep.dist.fsdp import DIRECTIONS, served
+from hqsweep.dist.storage import allocate, free, is_free
 from hqsweep.errors import UserError
 from hqsweep.memo import constant_result
+from hqsweep.quant.fsdp2_param import take_over
 from hqsweep.quant.shard import Cut, buffer_cuts
 
 ONE_ARGUMENT = inspect.signature(lambda mesh: None)
@@ -45,6 +47,8 @@ class Sharding:
         self._mesh: Any = None
         self._rank, self._cuts = 0, buffer_cuts(cut, 1)
         self._received: dict[str, Tensor] = {}
+        self._bytes: dict[str, Tensor] = {}
+        """The memory of each buffer of the whole, uint8, of a size that the ranks divide."""
         self._whole: dict[str, Tensor] = {}
         # What every pass needs and none changes, noted by the first one: it takes the host long to work it out.
         self._passes: dict[tuple[str, ...], _Pass] = {}
@@ -65,6 +69,8 @@ class Sharding:
         self._join(mesh)
         self._make_whole(shard.device)
         ahead, parameter = self._pass(self._directions()), self._parameter()
+        if self._group()._use_post_forward_mesh or self.cut.axis:
+            take_over(parameter)
         # torch makes its outputs once, in the sizes of the first pass; another pass needs other sizes.
         parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [*ahead.received], [*ahead.own]
         return tuple(_wide(own, own.numel()) for own in self._inputs(shard, ahead.names)), ahead
@@ -73,7 +79,10 @@ class Sharding:
         """Fill the buffers; returns, at torch's first gather, the whole tensor, and the memory that torch frees when it
         shards again."""
         if isinstance(told, _Pass):
-            self._fill(told.names)
+            if told.is_apart:
+                self._gather(told.names)
+            else:
+                self._fill(told.names)
             return (self._tensor(shard, dtype), [*told.own]) if is_first else None
         buffers = {name: buffer for name, buffer in told.buffers.items() if name in self._cuts}
         if told is shard or shard.device == told.device:
@@ -88,18 +97,43 @@ class Sharding:
     def ready(self, direction: str) -> None:
         """Gather, now, the buffers of a direction that a product is about to read and that the pass did not ask for:
         forward runs again in backward, and will do so in later steps."""
-        absent = [name for name in self._names(direction) if _is_free(self._whole[name])]
-        if not absent:
-            return
-        self.recomputes = True
+        absent = [name for name in self._names(direction) if is_free(self._whole[name])]
+        if absent:
+            self.recomputes = True
+            self._gather(absent)
+
+    def pieces(self, rank: int, ranks: int) -> dict[str, Tensor]:
+        """The bytes that this one of so many ranks keeps, from forward, of each buffer that backward reads."""
+        both = self._recomputes or not self._group().reshard_after_backward
+        names = self._pass(DIRECTIONS if both else DIRECTIONS[1:]).names
+        sizes = {name: self._bytes[name].numel() // ranks for name in names if not is_free(self._bytes[name])}
+        return {name: self._bytes[name].narrow(0, rank * size, size).clone() for name, size in sizes.items()}
+
+    def pre_of_pieces(self, kept: Mapping[str, Tensor]) -> tuple[list[Tensor], "_Pass"]:
+        """What this rank sends of the pieces that it has kept, and what post() needs to know; where they are not what
+        the pass reads, as in another forward, nothing is sent here, and post() gathers the weight from its shards."""
+        ahead, parameter = self._pass(self._directions()), self._parameter()
+        parameter._unsharded_inner_tensors = []
+        if self._group()._training_state.name == "PRE_BACKWARD" and kept.keys() >= set(ahead.names):
+            pieces = [kept[name] for name in ahead.names]
+            sizes = [piece.numel() for piece in pieces]
+            whole = [self._bytes[name] for name in ahead.names]
+            parameter.all_gather_outputs = list(map(_wide, whole, sizes))
+            return list(map(_wide, pieces, sizes)), _Pass([], [], [])
+        one = torch.zeros(1, dtype=torch.uint8, device=parameter.device)
+        parameter.all_gather_outputs = [one.repeat(parameter.post_forward_mesh_info.shard_mesh_size)]
+        return [one], ahead._replace(is_apart=True)
+
+    def _gather(self, names: Sequence[str]) -> None:
+        """Gather buffers from the shards now, beside what torch has gathered."""
         parameter = self._parameter()
-        inputs = self._inputs(parameter._sharded_local_tensor.to(self._whole[absent[0]].device), absent)
-        for name, own in zip(absent, inputs, strict=True):
-            _allocate(self._received[name])
+        inputs = self._inputs(parameter._sharded_local_tensor.to(self._whole[names[0]].device), names)
+        for name, own in zip(names, inputs, strict=True):
+            allocate(self._received[name])
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self._received[name]):
                 collectives.all_gather(self._received[name], own, group=self.group)
-        self._fill(absent)
-        parameter._unsharded_inner_tensors += [self._received[name] for name in absent] + self._own(absent)
+        self._fill(names)
+        parameter._unsharded_inner_tensors += [self._received[name] for name in names] + self._own(names)
 
     @property
     def group(self) -> Any:
@@ -113,13 +147,14 @@ class Sharding:
     def _directions(self) -> tuple[str, ...]:
         """The directions that the pass reads; both where a forward or a backward may follow without another gather."""
         group = self._group()
-        if getattr(group, "_use_post_forward_mesh", False):
-            raise UserError(
-                "fully_shard: weights that are held quantized take reshard_after_forward True, False or None, not a"
-                " number of ranks"
-            )
-        recomputes = self.recomputes or bool(_TRACED)  # a graph may run again in backward and cannot ask
-        return served(group, repeats=False, recomputes=recomputes)
+        if group._use_post_forward_mesh and group._training_state.name == "FORWARD":
+            return DIRECTIONS  # of which pieces() keeps what backward reads
+        return served(group, repeats=False, recomputes=self._recomputes)
+
+    @property
+    def _recomputes(self) -> bool:
+        """Whether backward may run forward again, as a graph does that cannot ask."""
+        return self.recomputes or bool(_TRACED)
 
     def _pass(self, directions: tuple[str, ...]) -> "_Pass":
         if directions not in self._passes:
@@ -170,24 +205,24 @@ class Sharding:
         for direction, buffer in meta.stored:
             name = f"{direction}_{buffer}"
             cut, (dtype, shape) = self._cuts[name], meta.buffer(direction, buffer)
-            received = torch.empty(len(cut.spans) * cut.nbytes, dtype=torch.uint8, device=device)
-            size = torch.Size(shape).numel()
-            whole = received.view(dtype)[:size].view(shape) if cut.in_place else None
-            self._received[name] = received
-            self._whole[name] = torch.empty(shape, dtype=dtype, device=device) if whole is None else whole
-            for tensor in (received, self._whole[name]):
-                tensor.untyped_storage().resize_(0)
+            ranks, size = len(cut.spans), torch.Size(shape).numel() * dtype.itemsize
+            self._received[name] = received = torch.empty(ranks * cut.nbytes, dtype=torch.uint8, device=device)
+            padded = -(-size // ranks) * ranks
+            self._bytes[name] = own = received if cut.in_place else received.new_empty(padded)
+            self._whole[name] = own[:size].view(dtype).view(shape)
+            for tensor in (received, own):
+                free(tensor)
 
     def _fill(self, names: Sequence[str]) -> None:
         apart = [name for name in names if not self._cuts[name].in_place]
         if not apart:
             return
         for name in apart:
-            _allocate(self._whole[name])
+            allocate(self._bytes[name])
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self._whole[n] for n in apart)):
             for name in apart:
                 self._unpack(name)
-                self._received[name].untyped_storage().resize_(0)
+                free(self._received[name])
 
     def _unpack(self, name: str) -> None:
         cut, received, whole = self._cuts[name], self._received[name], self._whole[name]
@@ -201,7 +236,7 @@ class Sharding:
 
     def _own(self, names: Sequence[str]) -> list[Tensor]:
         """The memory of buffers that is not what was received."""
-        return [self._whole[name] for name in names if not self._cuts[name].in_place]
+        return [self._bytes[name] for name in names if not self._cuts[name].in_place]
 
     def _tensor(self, shard: Any, dtype: torch.dtype) -> Any:
         whole = type(shard).of_whole(self._whole, self.cut, dtype)
@@ -234,6 +269,8 @@ class _Pass(NamedTuple):
     names: list[str]
     received: list[Tensor]
     own: list[Tensor]
+    is_apart: bool = False
+    """Whether post() gathers it, as torch does not."""
 
 
 def with_sharding(x: Any, parts: list, cut: Cut) -> list:
@@ -261,15 +298,6 @@ def _wide(tensor: Tensor, sent: int) -> Tensor:
     if sent % 4:
         return tensor
     return (tensor if tensor.storage_offset() % 4 == 0 else tensor.clone()).view(torch.float32)
-
-
-def _is_free(tensor: Tensor) -> bool:
-    return tensor.numel() > 0 and tensor.untyped_storage().size() == 0
-
-
-def _allocate(tensor: Tensor) -> None:
-    if _is_free(tensor):
-        tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
 
 
 def _write(tensor: Tensor, write: Any) -> None:

@@ -216,11 +216,6 @@ def _slice(
 
 
 def _split(x: GroupedTensor, size: int, dim: int = 0) -> list[GroupedTensor]:
-    if x.part is not None:
-        raise UserError(
-            f"fully_shard: experts held in {x.quantizer} whose matrices ranks of tp share out are not cut further;"
-            " build the model outside of quantized_model_init"
-        )
     parts = [_slice(x, dim, start, start + size) for start in range(0, x.shape[dim], size)]
     return with_sharding(x, parts, Cut.of(x.metadata, x.shape, size)) if dim == 0 else parts
 

@@ -8,18 +8,24 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import WHOLE
+from hqsweep.quant.grouped import GroupedTensor
 from hqsweep.quant.hybrid import DIRECTIONS
 from hqsweep.quant.part import Part, check_part
 from hqsweep.quant.tensor import INIT_VAL, HybridQuantizedTensor
 
 
 def hold_part(x: HybridQuantizedTensor, part: Part) -> HybridQuantizedTensor:
-    """This rank's part of a matrix x [rows, cols] that every rank has whole: codes and scales with the bytes that they
-    have there, in memory of their own. Later writes keep to that, and are collectives: amaxes are those of all ranks,
-    random bits those of the place in the whole. A preserved initial value is cut likewise.
+    """This rank's part of a matrix x [rows, cols], or of each member of a group, that every rank has whole: codes and
+    scales with the bytes that they have there, in memory of their own. Later writes keep to that, and are collectives:
+    amaxes are those of all ranks, random bits those of the place in the whole. A preserved initial value is cut
+    likewise.
 
     UserError for parts that cut a block, and for pieces of a quantizer that both draws bits and counts steps.
     """
+    if isinstance(x, GroupedTensor):
+        own = GroupedTensor.of([hold_part(member, part) for member in x.members]).set_key(x.metadata.key)
+        own.states, own.part = x.states, part
+        return own
     meta, shape = x.metadata, list(x.shape)
     if meta.place is not None:
         raise UserError(f"a weight held in {x.quantizer} is a shard already, of which ranks cannot take parts")

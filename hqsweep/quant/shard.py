@@ -1,6 +1,7 @@
 """Which bytes of a held tensor each rank of a sharding has, and how they become the whole: pack and unpack.
 
-A sharded tensor is cut along its first axis as torch.chunk does it, so that the last shards may be shorter, or empty.
+A sharded tensor is cut along its first axis as torch.chunk does it, so that the last shards may be shorter, or empty,
+or along its last axis into equal parts.
 It all follows from the layouts of the formats: a buffer has entries along the cut axis, of which a rank holds those
 that its rows read. Ranks whose rows share an entry all hold it, with the same bytes.
 """
@@ -21,32 +22,62 @@ from hqsweep.quant.place import Place
 
 @dataclass(frozen=True)
 class Cut:
-    """How a tensor of `shape` and `metadata` is cut: into parts of `each` rows, or experts, of its first axis."""
+    """How a tensor of `shape` and `metadata` is cut: into parts of `each` rows, or experts, of its first axis, or of
+    `each` columns."""
 
     metadata: Any
     """The tensor's Metadata."""
     shape: tuple[int, ...]
     each: int
+    axis: int = 0
+    """0: rows, or experts, are cut; 1: columns."""
 
     @classmethod
-    def of(cls, metadata: Any, shape: Sequence[int], each: int) -> "Cut":
+    def of(cls, metadata: Any, shape: Sequence[int], each: int, axis: int = 0) -> "Cut":
         """The cut of a tensor with this metadata, without the key of random bits, which changes."""
-        return cls(replace(metadata, key=None), tuple(shape), each)
+        return cls(replace(metadata, key=None), tuple(shape), each, axis)
+
+    @property
+    def dim(self) -> int:
+        """The axis of the tensor that is cut: the first, or the last."""
+        return len(self.shape) - 1 if self.axis else 0
+
+    def shape_of(self, size: int) -> tuple[int, ...]:
+        """The shape of a part with so many rows, experts or columns."""
+        return tuple(size if dim == self.dim else length for dim, length in enumerate(self.shape))
 
     def span(self, rank: int) -> tuple[int, int]:
-        """The first row, or expert, of a rank's part, and the one after its last."""
-        size = self.shape[0]
+        """The first row, expert or column of a rank's part, and the one after its last."""
+        size = self.shape[self.dim]
         return min(rank * self.each, size), min((rank + 1) * self.each, size)
 
     def part(self, start: int, stop: int) -> Any:
         """The Metadata of the part from start to stop, with its place, or its first expert."""
         meta = self.metadata
-        content = meta.content.part(start, stop, self.shape[0])
         if meta.content.splits is not None:
-            return replace(meta, content=content)
+            return replace(meta, content=meta.content.part(start, stop, self.shape[0]))
+        matrix = list(meta.matrix)
+        matrix[self.axis] = (stop - start) * self.factor
         whole = meta.place or Place(0, 0, *meta.matrix)
-        first_row = whole.first_row + start * (meta.matrix[0] // self.shape[0])
-        return replace(meta, content=content, place=replace(whole, first_row=first_row))
+        first = [whole.first_row, whole.first_col]
+        first[self.axis] += start * self.factor
+        place = replace(whole, first_row=first[0], first_col=first[1])
+        return replace(meta, content=replace(meta.content, matrix=tuple(matrix)), place=place)
+
+    @property
+    def factor(self) -> int:
+        """The rows, or columns, of the matrix for each entry of the axis that is cut."""
+        return self.metadata.matrix[self.axis] // self.shape[self.dim]
+
+    def along(self, direction: str) -> int:
+        """The axis of an operand that is cut."""
+        return self.axis if direction == "rowwise" else 1 - self.axis
+
+    def covered(self, metadata: Any, direction: str) -> tuple[int, int]:
+        """The first row, or column, of the whole that this direction's operand of a part encodes, and the one after the
+        last."""
+        cover = metadata.cover(direction)
+        return cover[2 * self.axis], cover[2 * self.axis + 1]
 
 
 @dataclass(frozen=True)
@@ -129,17 +160,17 @@ def _buffer_cut(cut: Cut, ranks: int, direction: str, name: str) -> BufferCut:
         experts = cut.shape[0]
         entries = (experts, math.prod(shape) // experts)
         return BufferCut(entries, 0, tuple(spans), (0,) * ranks, dtype, whole=False)
-    axis, format = 0 if direction == "rowwise" else 1, getattr(meta.quantizer, direction)
+    axis, format = cut.along(direction), getattr(meta.quantizer, direction)
     divisor = (format.layout[name].rows, format.layout[name].cols)[axis]
     if divisor == WHOLE:
         return BufferCut(shape, axis, ((0, 1),) * ranks, (0,) * ranks, dtype, whole=True)
-    factor = meta.matrix[0] // cut.shape[0]
-    first_row, cover_row = (0, 0) if meta.place is None else (meta.place.first_row, meta.cover(direction).first_row)
+    place, covered = meta.place, 0 if meta.place is None else cut.covered(meta, direction)[0]
+    origin = 0 if place is None else (place.first_row, place.first_col)[cut.axis]
     entries, skipped = [], []
     for start, stop in spans:
-        first, last = (first_row + start * factor) // divisor, -(-(first_row + stop * factor) // divisor)
-        cover = cut.part(start, stop).cover(direction).first_row if stop > start else first_row + start * factor
+        first, last = (origin + start * cut.factor) // divisor, -(-(origin + stop * cut.factor) // divisor)
+        cover = cut.covered(cut.part(start, stop), direction)[0] if stop > start else origin + start * cut.factor
         first, last = (first, last) if stop > start else (first, first)
-        entries.append((first - cover_row // divisor, last - cover_row // divisor))
+        entries.append((first - covered // divisor, last - covered // divisor))
         skipped.append(first - cover // divisor)
     return BufferCut(shape, axis, tuple(entries), tuple(skipped), dtype, whole=False)

@@ -301,11 +301,11 @@ class HybridQuantizedTensor(torch.Tensor):
     @property
     def fsdp_pre_all_gather(self) -> Callable:
         """The method by which torch's fully_shard asks how a shard is gathered: as codes and scales. UserError for a
-        tensor that is not cut along its first axis."""
+        tensor that is cut in another way."""
         if self.sharding is None:
             raise UserError(
-                f"fully_shard: a weight held in {self.quantizer} is sharded along its first axis, Shard(0), and not"
-                " along another one"
+                f"fully_shard: a weight held in {self.quantizer} is sharded along its first axis, Shard(0), or, if it"
+                " is one matrix, along its columns"
             )
         gather = partial(self.sharding.pre, self)
         gather.__signature__ = ONE_ARGUMENT

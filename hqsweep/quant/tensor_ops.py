@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hqsweep.dist.exchange import Area
 from hqsweep.dist.local import first_broadcast
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
@@ -97,34 +96,29 @@ def _matrix_axis(x: HybridQuantizedTensor, dim: int) -> int:
 
 @implements(aten.split.Tensor)
 def _split(x: HybridQuantizedTensor, size: int, dim: int = 0) -> list[HybridQuantizedTensor]:
-    """The parts of a tensor. Those along rows are shards, which may cut blocks: they have views of all entries that
-    their rows read."""
+    """The parts of a tensor along its first or last axis: shards, which may cut blocks, with views of all entries that
+    their rows, or columns, read."""
     starts = range(0, max(x.shape[dim], 1), max(size, 1))
     spans = [(start, min(start + size, x.shape[dim])) for start in starts]
-    if dim % x.dim() == 0 and _matrix_axis(x, dim) == 0:
-        cut = Cut.of(x.metadata, x.shape, size)
-        return with_sharding(x, [_shard(x, cut, *span) for span in spans], cut)
-    return [_slice(x, dim, *span) for span in spans]
+    cut = Cut.of(x.metadata, x.shape, size, _matrix_axis(x, dim))
+    return with_sharding(x, [_shard(x, cut, *span) for span in spans], cut)
 
 
 def _shard(x: HybridQuantizedTensor, cut: Cut, start: int, stop: int) -> HybridQuantizedTensor:
-    """The shard of rows start to stop of a tensor that is cut so."""
+    """The shard of rows, or columns, start to stop of a tensor that is cut so."""
     meta = x.metadata
     part, buffers, shares = cut.part(start, stop), {}, meta.shares_scale
-    if (start, stop) == (0, x.shape[0]):
-        part = replace(part, place=meta.place)
     for direction in meta.directions:
-        operand, along = getattr(x, direction), int(direction == "columnwise")
-        before = 0 if meta.place is None else meta.cover(direction).first_row
-        cover = part.cover(direction) if part.place else Area(before, before + operand.shape[along], 0, 0)
-        first, last = cover.first_row - before, cover.last_row - before
-        own = narrow(operand, along, first, last)
-        shares = shares or has_whole_entries(operand, along) or last - first != part.matrix[0]
+        operand, along = getattr(x, direction), cut.along(direction)
+        before = 0 if meta.place is None else cut.covered(meta, direction)[0]
+        first, last = cut.covered(part, direction)
+        own = narrow(operand, along, first - before, last - before)
+        shares = shares or has_whole_entries(operand, along) or last - first != part.matrix[cut.axis]
         buffers |= {f"{direction}_{name}": own.buffers[name] for d, name in meta.stored if d == direction}
     if x.high_precision_init_val is not None:
-        buffers[INIT_VAL] = x.high_precision_init_val.narrow(0, start, stop - start)
+        buffers[INIT_VAL] = x.high_precision_init_val.narrow(cut.dim, start, stop - start)
     changes = {"content": part.content, "place": part.place, "shares_scale": shares}
-    shard = x.view_of(buffers, (stop - start, *x.shape[1:]), **changes)
+    shard = x.view_of(buffers, cut.shape_of(stop - start), **changes)
     shard.part = x.part
     return shard
 
@@ -230,8 +224,8 @@ def _empty_like(x: HybridQuantizedTensor, *, dtype: Any = None, device: Any = No
 @implements(aten.new_zeros.default)
 def _new_zeros(x: HybridQuantizedTensor, size: list[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
     """Zeros in the same formats, without random bits. They are a plain tensor where the formats hold no such shape or
-    dtype; for a tensor that fully_shard has cut, with other rows, they become a shard."""
-    if x.sharding is not None and (*size,) == (x.sharding.cut.each, *x.shape[1:]):
+    dtype; for a tensor that fully_shard has cut, of the shape of a shard, they become a shard."""
+    if x.sharding is not None and (*size,) == x.sharding.cut.shape_of(x.sharding.cut.each):
         return Blank(x, size, [], dtype=dtype or x.dtype, device=device or x.device)
     shape = x.metadata.content.empty_shape(size)
     if shape is None or not (dtype or x.dtype).is_floating_point:

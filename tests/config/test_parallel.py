@@ -53,19 +53,11 @@ RECIPE = {"name": "bf16", "gemm": "exact", "schedule": []}
             r"train.microbatches: 1 for the stages of train.parallel.pp=2",
         ),
         (
-            {"train": {"parallel": {"ep": 2, "dp_shard": 4}}, "model": {"experts": 6, "quantized_weights": True}},
-            r"dp_shard: 4 does not divide model.experts \(6\), and experts that are held quantized are not cut",
-        ),
-        (
             {
                 "train": {"parallel": {"tp": 2, "dp_shard": 3}, "batch": 6},
                 "model": {"experts": 5, "dim": 64, "heads": 2},
             },
             r"dp_shard: 3 does not divide model.experts \(5\), and the 3 ranks .* model.dim \(64\); give a",
-        ),
-        (
-            {"train": {"parallel": {"tp": 2}}, "model": {"experts": 4, "quantized_weights": True}},
-            r"tp: 2 does not go with both model.quantized_weights and model.experts; give false, or experts=0",
         ),
         ({"train": {"parallel": {"tp": 2}, "context": 33}}, r"tp: 2 does not divide train.context \(33\)"),
         (

@@ -6,6 +6,7 @@ from ranks import rank_device
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
@@ -56,16 +57,24 @@ def fits(text, shape):
     return True
 
 
-def gathered(rank, texts, shapes):
-    """(text, shape) -> the buffers that are not those of the whole after a gather, and after one more."""
-    faults = {}
-    for text, shape in ((text, shape) for shape in shapes for text in texts if fits(text, shape)):
+def gathered(rank, texts, shapes, columns=()):
+    """(text, shape) -> the buffers that are not those of the whole after a gather, after one more, and, of matrices,
+    after other values were written. columns: more shapes, of matrices that are cut along columns."""
+    faults, ranks = {}, mesh()
+    by_dim = [(shape, dim) for dim, every in enumerate((shapes, columns)) for shape in every]
+    cases = [(text, shape, dim) for shape, dim in by_dim for text in texts]
+    for text, shape, dim in (case for case in cases if fits(*case[:2])):
         whole = held(text, shape)
-        module = Holder(whole.clone())
-        fully_shard(module, mesh=mesh())
-        faults[text, shape] = []
-        for _ in range(2):
+        module, names = Holder(whole.clone()), []
+        fully_shard(module, mesh=ranks, shard_placement_fn=lambda _, dim=dim: Shard(dim))
+        for time in range(3 if dim else 2):
+            if time == 2:
+                values = draw("normal", *shape, 7).to(rank_device())
+                module.weight.to_local().quantize_(values.chunk(ranks.size(), dim)[rank], key=KEY)
+                whole.quantize_(values, key=KEY)
             module.unshard()
-            faults[text, shape] += differing(module.weight, whole)
+            names += differing(module.weight, whole)
             module.reshard()
-    return {case: names for case, names in faults.items() if names}
+        if names:
+            faults[text, shape] = names
+    return faults

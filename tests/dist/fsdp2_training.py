@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from hqsweep.formats.inputs import draw
@@ -94,6 +95,11 @@ def train(model, *, microbatches=1, held_back=None, between=None, saving=nullcon
     return losses
 
 
+def columns_of_held(parameter):
+    """Shard(1) for matrices that are held quantized."""
+    return Shard(1) if isinstance(parameter, HybridQuantizedTensor) and parameter.dim() == 2 else None
+
+
 def shard(model, raf=True, **options):
     """Plain weights travel in the dtype of their linear."""
     options = {"mesh": mesh(), "reshard_after_forward": raf} | options
@@ -161,7 +167,17 @@ HYBRID_CASES = {
 }
 
 
-MESH_CASES = {"reshards to two ranks": ({}, partial(shard, raf=2), {})}
+to_two = partial(shard, raf=2)
+MESH_CASES = {"reshards to two ranks": ({}, to_two, {})}
+HELD_MESH_CASES = {
+    "by columns, and reshards to two ranks": ({}, partial(to_two, shard_placement_fn=columns_of_held), {}),
+    "reshards to two ranks and recomputes": ({"inside": False}, to_two, {}),
+    "reshards to two ranks and accumulates": (
+        {},
+        to_two,
+        {"microbatches": 2, "held_back": accumulate, "between": evaluate},
+    ),
+}
 
 
 @cache
@@ -173,7 +189,7 @@ def trained_alone(text, held, microbatches):
 
 def trained(rank, texts, names, *, held=True):
     """(text, case) -> what differs from one process."""
-    faults, cases = {}, CASES | HYBRID_CASES | MESH_CASES
+    faults, cases = {}, CASES | HYBRID_CASES | MESH_CASES | HELD_MESH_CASES
     for text in texts:
         for name in names:
             options, sharded, run = cases[name]
@@ -190,11 +206,6 @@ def trained(rank, texts, names, *, held=True):
 def plainly_trained(rank, names):
     """The same of weights in high precision."""
     return trained(rank, ["nvfp4|mxfp8@rowwise_dequantized"], names, held=False)
-
-
-def trained_on_four(rank, text, names, plain_names):
-    """(held weights, plain ones)."""
-    return trained(rank, [text], names), trained(rank, [text], [*names, *plain_names], held=False)
 
 
 def offloaded(rank, texts):

@@ -1,7 +1,7 @@
 """What ranks send, and hold, while a model of held weights trains under fully_shard."""
 
 import torch
-from fsdp2_training import accumulate, shard
+from fsdp2_training import accumulate, shard, trained
 from ranks import rank_device
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -93,6 +93,23 @@ def _sent(text):
             call(model)
         cases[name] = [round(nbytes / SIZE**2, 4) for nbytes in counters[0].sent]
     return cases
+
+
+def sent_over_two(text):
+    """Bytes an element of each gather of the first block, whose weight lies over two of four ranks between forward and
+    backward: of a step, an evaluation and a step."""
+    model = shard(stack(text), raf=2)
+    counters = counted(model)
+    for call in (run, evaluate, run):
+        call(model)
+    return [round(nbytes / SIZE**2, 4) for nbytes in counters[0].sent]
+
+
+def trained_on_four(rank, text, names, held_names):
+    """(faults of held weights, of plain ones, bytes an element of what is gathered where held ones lie over two ranks
+    between forward and backward)."""
+    held = trained(rank, [text], [*names, *held_names])
+    return held, trained(rank, [text], names, held=False), sent_over_two(text)
 
 
 def plain(rank, texts):

@@ -30,15 +30,26 @@ from hqsweep.train.model import GPT
 
 
 class Cut(NamedTuple):
-    """How ranks of tp share a weight of this shape."""
+    """How ranks of tp share a weight of this shape [N, K], or each expert of [E, N, K]: along rows or columns."""
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     axis: int
     runs: int = 1
 
+    @property
+    def dim(self) -> int:
+        """The axis of the tensor."""
+        return self.axis + len(self.shape) - 2
+
+    def draw(self, seed: int) -> Tensor:
+        """Values of the whole."""
+        return draw("normal", *torch.empty(self.shape).flatten(0, -2).shape, seed, dtype=torch.float32).view(self.shape)
+
 
 CUTS = [Cut((256, 48), 0), Cut((768, 32), 0, 3), Cut((208, 256), 1), Cut((37, 256), 1)]
-"""Of most formats fully_shard's shards cut blocks; of the last weight the second rank has fewer rows."""
+CUTS += [Cut((3, 512, 32), 0, 2), Cut((3, 32, 256), 1)]
+"""Of most formats fully_shard's shards cut blocks; of the fourth weight the second rank has fewer rows, and of three
+experts one."""
 MESHES = [("dp_shard", "tp"), ("dp_replicate", "dp_shard", "tp")]
 """Two ranks along the first axis, and two along the last."""
 RECIPES = {
@@ -57,13 +68,14 @@ def differences(texts: list[str]) -> list[str]:
     """What of held weights differs from one process: after a first gather, after later values were written to all
     weights at once, and to each by itself; and of values that are shared out and put together again."""
     faults, cases = [], [(text, cut) for cut in CUTS for text in texts if fits(text, cut.shape)]
-    for axes in MESHES:
+    for axes, columns in ((MESHES[0], False), (MESHES[1], False), (MESHES[0], True)):
         mesh = init_device_mesh("cpu", (2, *(1,) * (len(axes) - 2), 2), mesh_dim_names=axes)
-        modules = {case: _module(mesh, *case) for case in (cases if len(axes) == 2 else cases[::5])}
+        some = [case for case in cases if _fits_columns(case[1])] if columns else cases
+        modules = {case: _module(mesh, *case, columns) for case in (some if len(axes) == 2 else some[::5])}
         weights = [module.weight for module in modules.values()]
         of_first = {cut: module.weight for (_, cut), module in modules.items()}
-        for time in ("at first", "together", "alone"):
-            values = {cut: draw("normal", *cut.shape, len(time), dtype=torch.float32) for cut in CUTS}
+        for time in ("at first", "together", "alone")[: 2 if columns else 3]:
+            values = {cut: cut.draw(len(time)) for cut in CUTS}
             spread = {cut: spread_out(values[cut], weight) for cut, weight in of_first.items()}
             faults += [f"{cut}: values" for cut, x in spread.items() if not torch.equal(whole_tensor(x), values[cut])]
             parts = [spread[cut].to_local() for _, cut in modules]
@@ -81,11 +93,17 @@ def differences(texts: list[str]) -> list[str]:
     return faults
 
 
-def _module(mesh: DeviceMesh, text: str, cut: Cut) -> Holder:
+def _fits_columns(cut: Cut) -> bool:
+    """Whether fully_shard may cut the parts along columns: of matrices, equal ones."""
+    return len(cut.shape) == 2 and cut.shape[1] // (2 if cut.axis else 1) % 2 == 0
+
+
+def _module(mesh: DeviceMesh, text: str, cut: Cut, columns: bool) -> Holder:
     module = Holder(held(text, cut.shape))
-    placement = Shard(cut.axis) if cut.runs == 1 else _StridedShard(cut.axis, split_factor=cut.runs)
+    placement = Shard(cut.dim) if cut.runs == 1 else _StridedShard(cut.dim, split_factor=cut.runs)
     distribute(module, mesh["tp"], {"weight": placement}, None)
-    fully_shard(module, mesh=mesh[mesh.mesh_dim_names[:-1]], shard_placement_fn=fsdp_placement)
+    placement_fn = (lambda _: Shard(1)) if columns else fsdp_placement
+    fully_shard(module, mesh=mesh[mesh.mesh_dim_names[:-1]], shard_placement_fn=placement_fn)
     return module
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 from hqsweep.checkpoints.save import save_model
 from hqsweep.checkpoints.sharded import save_sharded, save_sharded_async
@@ -45,7 +46,7 @@ class Training:
         self.model.register_buffer("calls", torch.zeros(1))
         if mesh is not None:
             for layer in (self.model[0], self.model[2], self.model):
-                fully_shard(layer, mesh=mesh)
+                fully_shard(layer, mesh=mesh, shard_placement_fn=columns_of_held if mesh.size() > 2 else None)
         self.optimizer = FusedAdam(
             [
                 {"params": [p for p in self.model.parameters() if p.dim() > 1], "weight_decay": 0.1},
@@ -98,6 +99,11 @@ class Training:
         assert extra == {"step": extra["step"], "sum": torch.tensor(0.1), "notes": ["a", None]}
         self.step = extra["step"]
         return self
+
+
+def columns_of_held(parameter: nn.Parameter) -> Shard | None:
+    """Shard(1) for weights that are held quantized."""
+    return Shard(1) if isinstance(parameter, HybridQuantizedTensor) else None
 
 
 def is_held(value: torch.Tensor) -> bool:
@@ -162,7 +168,8 @@ RESHARDED = [("fp8_delayed", "bf16"), ("nvfp4", "held"), ("mxfp8", "held_codes")
 
 
 def reshard(rank: int, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Four ranks: what two and one of them wrote in all four, and what four write in two."""
+    """Four ranks: what two and one of them wrote in all four, of which each has columns of held weights, and what four
+    write in two."""
     two, four = (DeviceMesh("cpu", torch.arange(n)) for n in (2, 4))
     contents = {}
     for recipe, kind in RESHARDED:

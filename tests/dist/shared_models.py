@@ -213,7 +213,7 @@ def refusals(rank: int, world: int) -> list[str]:
     two = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "cp"))
     high = {"linear": "bf16"}
     with quantized_model_init():
-        held = build(high, experts=2)
+        held = build({"linear": "bf16", "grouped_linear": "mxfp8"}, experts=2, expert_ffn=96)
     mixture = build(high, experts=2).layers[0].mlp
     for refused in (
         lambda: tensor_parallel(build(high, heads=1), mesh),

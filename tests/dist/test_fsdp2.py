@@ -5,9 +5,17 @@ import pytest
 from cases import STATELESS
 from fsdp2_once import SQUARE, once
 from fsdp2_ranks import gathered
-from fsdp2_training import CASES, HYBRID_CASES, MESH_CASES, offloaded, plainly_trained, trained, trained_on_four
+from fsdp2_training import (
+    CASES,
+    HELD_MESH_CASES,
+    HYBRID_CASES,
+    MESH_CASES,
+    offloaded,
+    plainly_trained,
+    trained,
+)
 from fsdp2_uses import compiled, uses
-from fsdp2_wire import memory, plain, sent
+from fsdp2_wire import memory, plain, sent, trained_on_four
 from ranks import BACKENDS, run_ranks
 
 from hqsweep.parallel import mesh
@@ -15,16 +23,18 @@ from hqsweep.parallel import mesh
 EVEN = [(256, 96), (4, 48, 32)]
 CUT = [(32, 32), (272, 32), (4, 32), (2, 16, 32)]
 """Parts that cut blocks, and nibbles; of other sizes than the first, and empty."""
+COLUMNS = [(48, 96), (32, 48)]
+"""Of Shard(1): parts that cut blocks of 32, and of 16."""
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_ranks_gather_is_the_whole(backend):
-    assert run_ranks(2, gathered, STATELESS, EVEN + CUT[:1], backend=backend) == [{}, {}]
+    assert run_ranks(2, gathered, STATELESS, EVEN + CUT[:1], COLUMNS, backend=backend) == [{}, {}]
 
 
 @pytest.mark.slow
 def test_cuts_inside_blocks():
-    assert run_ranks(3, gathered, STATELESS, CUT) == [{}, {}, {}]
+    assert run_ranks(3, gathered, STATELESS, CUT, [(32, 192)]) == [{}, {}, {}]
 
 
 @pytest.mark.slow
@@ -60,9 +70,14 @@ def test_formats_train_as_in_one_process(backend):
 
 @pytest.mark.slow
 def test_hybrid_shards_train_as_one_process():
-    """Shards of one rank, too: nothing is gathered there. Plain weights also take a number of ranks, on which they are
-    whole between forward and backward."""
-    assert run_ranks(4, trained_on_four, "nvfp4|mxfp8", ["reshards", *HYBRID_CASES], MESH_CASES) == [({}, {})] * 4
+    """Shards of one rank, too: nothing is gathered there. Also with a number of ranks, over which weights lie between
+    forward and backward: forward gathers both directions of held ones, and backward its own from these ranks."""
+    names = ["reshards", *HYBRID_CASES, *MESH_CASES]
+    for held, of_plain, gathers in run_ranks(4, trained_on_four, "nvfp4|mxfp8", names, list(HELD_MESH_CASES)):
+        assert held == of_plain == {}
+        row, column = PLANES["nvfp4|mxfp8"]
+        both = row + column
+        assert gathers == pytest.approx([both, column, both, 0, column], abs=3e-4)  # forward, backward, evaluation, ...
 
 
 PLANES = {

@@ -38,12 +38,19 @@ def experts(text):
     return GroupedLinear(2, 64, 96, name="e", recipe=Recipe.from_config({"linear": text}), options=options)
 
 
-@pytest.mark.parametrize("build", [linear, experts])
-def test_held_weights_are_cut_along_their_first_axis_alone(build, mesh):
+def test_held_experts_are_cut_along_their_first_axis_alone(mesh):
     with quantized_model_init():
-        module = build("mxfp8")
+        module = experts("mxfp8")
     with pytest.raises(UserError, match=r"fully_shard: a weight held in mxfp8 is sharded along its first axis"):
         fully_shard(module, mesh=mesh, shard_placement_fn=lambda _: Shard(1))
+
+
+def test_a_held_weight_of_one_rank_may_be_cut_along_columns(mesh):
+    with quantized_model_init():
+        module = linear("mxfp8")
+    y = module(draw("normal", 32, 64))
+    fully_shard(module, mesh=mesh, shard_placement_fn=lambda _: Shard(1))
+    assert torch.equal(module(draw("normal", 32, 64)), y)
 
 
 @pytest.mark.parametrize("text", BY_STEP)

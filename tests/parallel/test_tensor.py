@@ -132,8 +132,8 @@ UNSHARED = [
     "layers.0.attn.qkv: 1 heads do not divide by tp=2",
     "layers.0.mlp.fc1: 97 output features do not divide by tp=2",
     "layers.0.mlp.fc2: 97 input features of each expert do not divide by tp=2",
-    "layers.0.mlp: weights of experts that are held quantized are not cut; build the model outside of"
-    " quantized_model_init, or give tp=1",
+    "layers.0.mlp.fc1: a rank's part has 48 rows of (96, 128), which cut a block of mxfp8; take sizes whose parts are"
+    " multiples of 32, or fewer ranks",
     "layers.0.mlp: its experts are cut over 'tp'; expert_parallel takes a mesh with that axis beside 'ep'",
     "layers.0.mlp: its experts lie over ranks already; tensor_parallel comes first",
     "tensor_parallel: the mesh has axes ('dp', 'cp'); it takes one that is named 'tp', or one axis",

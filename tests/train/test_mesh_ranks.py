@@ -28,12 +28,14 @@ CLOSE = [
     (DELAYED, {"model": HELD, "parallel": TWO}),
 ]
 FOUR = {"dp_shard": 4, "ep": 2}
-MESHES = (FOUR, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {"dp_shard": 4, "ep": 4}, FOUR)
+MESHES = (FOUR, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {"dp_shard": 4, "ep": 4}, FOUR, FOUR)
 FEW = EXPERTS | {"experts": 6}
 """Three for each rank of ep, which two ranks cannot share out evenly: each has half of every one's columns or rows."""
+HELD_FEW, HELD_FEWER = HELD | {"experts": 6}, HELD | {"experts": 2}
+"""Held ones are shared out whole: two to one rank and one to the other, and one to one rank alone."""
 OF_FOUR = [
     ("mxfp8", {"model": model, "parallel": mesh} | FIRST)
-    for mesh, model in zip(MESHES, (HELD, EXPERTS, EXPERTS, FEW), strict=True)
+    for mesh, model in zip(MESHES, (HELD, EXPERTS, EXPERTS, FEW, HELD_FEW), strict=True)
 ]
 SHARED = {"model": {"ffn": 128}, "clip": 1e9, "steps": 2}
 MIXTURE = {"ffn": 128, "experts": 4, "first_moe_layer": 1}
@@ -42,20 +44,23 @@ MATRICES = [("mxfp8", SHARED | {"model": {"ffn": 128, "tied": True}}), (DELAYED,
 MATRICES += [(NVFP4, {"model": THREE, "clip": 1e9, "steps": 2})]
 """Over 2 ranks of tp with as many microbatches, and over tp and the axes that follow."""
 TP_ALONE = [(r, c | {"parallel": {"tp": 2}, "microbatches": 2}) for r, c in MATRICES]
-HELD_PARTS = [(r, c | {"model": c["model"] | {"quantized_weights": True}}) for r, c in TP_ALONE[:3]]
+HELD_PARTS = [(r, c | {"model": c["model"] | {"quantized_weights": True}}) for r, c in TP_ALONE]
 BESIDE = ({"dp_shard": 2}, {"dp_shard": 2}, {"dp_replicate": 2}, {"dp_shard": 2})
 OF_FOUR += [(r, c | {"parallel": d | {"tp": 2}}) for (r, c), d in zip(MATRICES, BESIDE, strict=True)]
 PARTS_OF_EXPERTS = TWO | {"tp": 2}
-HELD_BESIDE = ({"dp_replicate": 2}, {"dp_shard": 2}, {"dp_shard": 2})
+HELD_BESIDE = ({"dp_replicate": 2}, {"dp_shard": 2}, {"dp_shard": 2}, {"dp_shard": 2})
 OF_FOUR += [
     (r, c | {"parallel": d | {"tp": 2}, "microbatches": 1}) for (r, c), d in zip(HELD_PARTS, HELD_BESIDE, strict=True)
 ]
-OF_FOUR += [("mxfp8", {"model": MIXTURE, "parallel": PARTS_OF_EXPERTS} | FIRST)]
+HELD_MIXTURE = MIXTURE | {"quantized_weights": True}
+OF_FOUR += [("mxfp8", {"model": model, "parallel": PARTS_OF_EXPERTS} | FIRST) for model in (MIXTURE, HELD_MIXTURE)]
 WHOLE_EXPERTS = [("mxfp8", {"model": MIXTURE, "parallel": {"tp": 2}, "microbatches": m} | FIRST) for m in (1, 2)]
 RESUMES = [
     (DELAYED, {"model": HELD, "parallel": MESHES[0]}),
     (DELAYED, {"model": MIXTURE, "parallel": PARTS_OF_EXPERTS}),
+    (DELAYED, {"model": HELD_MIXTURE, "parallel": PARTS_OF_EXPERTS}),
     ("mxfp8", {"model": FEW, "parallel": FOUR}),
+    (DELAYED, {"model": HELD_FEWER, "parallel": FOUR}),
     (DELAYED, {"model": {"ffn": 128, "quantized_weights": True}, "parallel": {"dp_shard": 2, "tp": 2}}),
 ]
 
@@ -205,14 +210,16 @@ def test_experts_over_ranks_that_share_out_their_parameters(of_four, case, on_gp
                 assert torch.allclose(value, expected[name], rtol=1e-4, atol=1e-9), name
 
 
-def test_parts_of_experts_over_ranks_that_share_out_the_experts(of_two, of_four):
-    """A first step is to the byte that of tp alone: experts have the tokens of both groups in one microbatch."""
+@pytest.mark.parametrize("case", [-2, -1])
+def test_parts_of_experts_over_ranks_that_share_out_the_experts(of_two, of_four, case):
+    """A first step is to the byte that of tp alone: experts have the tokens of both groups in one microbatch. So is
+    that of held ones, which have masters alone to compare."""
     (_, of_experts), (metrics, expected) = of_two[0][0][-2:]
     expected = expected | {name: value for name, value in of_experts.items() if is_of_experts(name)}
-    for own, whole in (each[0][-1] for each in of_four):
+    for own, whole in (each[0][case] for each in of_four):
         assert own[0].pop("grad_norm") == pytest.approx(metrics[0]["grad_norm"], rel=1e-6)
         assert own == [{name: value for name, value in metrics[0].items() if name != "grad_norm"}]
-        assert_same(whole, expected)
+        assert_same(whole, {name: expected[name] for name in whole} if case == -1 else expected)
 
 
 @pytest.mark.parametrize("case", range(len(RESUMES)))
