@@ -27,9 +27,9 @@ TWO = {"dp_shard": 2, "ep": 2}
 OF_TWO = [("mxfp8", {"model": model, "parallel": TWO} | FIRST) for model in (EXPERTS, HELD)]
 OF_TWO.append((OF_TWO[0][0], OF_TWO[0][1] | {"offload": True}))
 CLOSE = [
-    (DELAYED, {"model": EXPERTS, "parallel": TWO, "microbatches": 2, "steps": 2}),
-    ("mxfp8", {"model": HELD, "parallel": TWO, "recompute": "layer", "clip": 0.1, "steps": 2}),
-    (DELAYED, {"model": HELD, "parallel": TWO, "steps": 2}),
+    (DELAYED, {"model": EXPERTS, "parallel": TWO, "microbatches": 2}),
+    ("mxfp8", {"model": HELD, "parallel": TWO, "recompute": "layer", "clip": 0.1}),
+    (DELAYED, {"model": HELD, "parallel": TWO}),
 ]
 FOUR = {"dp_shard": 4, "ep": 2}
 MESHES = (FOUR, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {"dp_shard": 4, "ep": 4}, FOUR)
