@@ -131,13 +131,13 @@ def _work(run: RunDir, holds: Callable[[], bool], do: Do) -> int:
     before, began = run.seen(), time.monotonic()
     if before["state"] == "finished" or before["reason"] == CANCELLED:  # since this one was started
         return 0
-    run.write_status(
-        state="running", reason=None, exit_code=None, pid=os.getpid(), host=socket.gethostname(),
-        attempt=before["attempt"] + 1, started=time.time(), ended=None,
-    )  # fmt: skip
     tracker: Tracker = NullTracker()
     try:
-        _listen()
+        _listen()  # first, so that whoever stops a run that says it is running is written down
+        run.write_status(
+            state="running", reason=None, exit_code=None, pid=os.getpid(), host=socket.gethostname(),
+            attempt=before["attempt"] + 1, started=time.time(), ended=None,
+        )  # fmt: skip
         tracker = NullTracker() if ranks_of(run.config()) > 1 else open_tracker(run)
         do(run, tracker)
         outcome: dict[str, Any] = {"state": "finished", "exit_code": 0}

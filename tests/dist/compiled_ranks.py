@@ -1,5 +1,6 @@
 """A GPT that a user's function shares out in torchtitan's order: matrices, then checkpoints around blocks, which are
-compiled, then fully_shard; beside one process whose sums are split as those of ranks."""
+compiled, then fully_shard; beside one process whose sums are split as those of ranks. Of the ranks along dp_shard the
+first compile, and the others do not: to compile takes each rank long, and all exchange the same."""
 
 import torch
 from shared_models import build, data, split_sums
@@ -22,7 +23,8 @@ def parallelize(model: GPT, mesh: DeviceMesh) -> GPT:
     options = {"mesh": mesh["dp_shard"], "shard_placement_fn": fsdp_placement}
     for index, layer in enumerate(model.layers):
         block = checkpoint_wrapper(layer)
-        block.compile(backend="aot_eager")
+        if mesh["dp_shard"].get_local_rank() == 0:
+            block.compile(backend="aot_eager")
         model.layers[index] = fully_shard(block, **options)
     fully_shard(model, **options)
     register_fsdp_forward_method(model, "loss")

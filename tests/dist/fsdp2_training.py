@@ -26,7 +26,7 @@ from hqsweep.parallel.data import gather_in_linear_dtype
 from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.recipe import LinearQuantizers, Recipe
 
-WIDTH, HIDDEN, ROWS, STEPS = 64, 80, 64, 3
+WIDTH, HIDDEN, ROWS, STEPS = 64, 80, 64, 2
 
 
 class Block(nn.Module):

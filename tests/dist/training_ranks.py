@@ -27,7 +27,7 @@ def config(linear, *, model=None, stats=None, **train):
             "job": "convergence", "sweep": "t", "seed": 3, "recipe": {"name": "r", **recipe},
             "model": {"dim": 64, "layers": 2, "heads": 2, **(model or {})}, "stats": {"every": 2, **(stats or {})},
             "data": {"source": "markov", "markov": {"length": 20000}},
-            "train": {"steps": 3, "batch": 4, "context": 32, "eval_batches": 3, "eval_every": 2, "log_every": 1,
+            "train": {"steps": 2, "batch": 4, "context": 32, "eval_batches": 2, "eval_every": 2, "log_every": 1,
                       "device": os.environ.get(DEVICE, "cpu"), **train},
         }
     )  # fmt: skip
@@ -81,12 +81,13 @@ def gathers(cfg) -> list[tuple[int, int]]:
 
 def resume(changes: dict, folder: Path) -> tuple:
     """The last step's metrics of a training, and of one that goes on from its checkpoint before that step."""
-    through = trainer(config("mxfp8", **changes))
+    cfg = config("mxfp8", steps=3, **changes)
+    through = trainer(cfg)
     steps = through.steps()
     next(steps), next(steps)
     save_checkpoint(through, folder)
     last = next(steps)
-    again = trainer(config("mxfp8", **changes))
+    again = trainer(cfg)
     again.ranks.barrier()
     assert load_checkpoint(again, folder) and again.step == 2
     return last.metrics, next(again.steps()).metrics

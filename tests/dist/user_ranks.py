@@ -66,7 +66,7 @@ def config(model, linear, parallel, train=None, held=False):
         {
             "job": "convergence", "sweep": "t", "seed": 3, "recipe": {"name": "r", "linear": linear}, "model": section,
             "stats": {"every": 2}, "data": {"source": "markov", "markov": {"length": 20000}},
-            "train": {"steps": 3, "batch": 4, "context": 32, "eval_batches": 3, "eval_every": 2, "log_every": 1,
+            "train": {"steps": 2, "batch": 4, "context": 32, "eval_batches": 2, "eval_every": 2, "log_every": 1,
                       "device": "cpu", "lr": 1e-2, "clip": 100.0, **over, **(train or {})},
         },
         find_factory,
@@ -76,11 +76,11 @@ def config(model, linear, parallel, train=None, held=False):
 def train(cfg, folder: Path | None = None) -> tuple:
     """(metrics, statistics) of a training, which goes on from its checkpoint once where there is a folder."""
     run = trainer(cfg)
-    steps = list(run.steps(last=2))
+    steps = list(run.steps(last=1))
     if folder is not None:
         save_checkpoint(run, folder / "checkpoint")
         run = trainer(cfg)
-        assert load_checkpoint(run, folder / "checkpoint") and run.step == 2
+        assert load_checkpoint(run, folder / "checkpoint") and run.step == 1
     steps += list(run.steps())
     if folder is not None:
         save_model(run.model, folder / "out")

@@ -108,8 +108,8 @@ def work(run: RunDir) -> int:
         starts.write(f"{os.environ['OMP_NUM_THREADS']} {os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
     signal.signal(signal.SIGTERM, terminated)
     attempt = run.written_status()["attempt"] + 1
-    run.write_status(state="running", reason=None, pid=os.getpid(), host=os.uname().nodename, attempt=attempt)
     try:
+        run.write_status(state="running", reason=None, pid=os.getpid(), host=os.uname().nodename, attempt=attempt)
         act(run, run.config()["do"])
     except SystemExit:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,11 +1,15 @@
 """Trainings whose ranks share out experts, and what other axes of the mesh do with them, against one process."""
 
+import json
+import os
+from functools import cache
+
 import pytest
 import torch
 from cases import DELAYED_IN_PARTS
-from meshed_ranks import EXPERTS, config, outcome, run, sampled
+from meshed_ranks import EXPERTS, config, outcome, outcome_and_sampled, run
+from ranks import DEVICE, run_ranks
 from ranks import backend as backend
-from ranks import run_ranks
 from safetensors.torch import load_file
 from sharded_training import assert_same
 from training_ranks import trainer
@@ -37,11 +41,11 @@ OF_FOUR = [
     ("mxfp8", {"model": model, "parallel": mesh} | FIRST)
     for mesh, model in zip(MESHES, (HELD, EXPERTS, EXPERTS, FEW, HELD_FEW), strict=True)
 ]
-SHARED = {"model": {"ffn": 128}, "clip": 1e9, "steps": 2}
+SHARED = {"model": {"layers": 1, "ffn": 128}, "clip": 1e9, "steps": 1}
 MIXTURE = {"ffn": 128, "experts": 4, "first_moe_layer": 1}
 THREE = MIXTURE | {"experts": 3, "shared_expert": True}
-MATRICES = [("mxfp8", SHARED | {"model": {"ffn": 128, "tied": True}}), (DELAYED, SHARED), (NVFP4, SHARED)]
-MATRICES += [(NVFP4, {"model": THREE, "clip": 1e9, "steps": 2})]
+MATRICES = [("mxfp8", SHARED | {"model": SHARED["model"] | {"tied": True}}), (DELAYED, SHARED | {"steps": 2})]
+MATRICES += [(NVFP4, SHARED), (NVFP4, {"model": THREE, "clip": 1e9, "steps": 2})]
 """Over 2 ranks of tp with as many microbatches, and over tp and the axes that follow."""
 TP_ALONE = [(r, c | {"parallel": {"tp": 2}, "microbatches": 2}) for r, c in MATRICES]
 HELD_PARTS = [(r, c | {"model": c["model"] | {"quantized_weights": True}}) for r, c in TP_ALONE]
@@ -55,13 +59,14 @@ OF_FOUR += [
 HELD_MIXTURE = MIXTURE | {"quantized_weights": True}
 OF_FOUR += [("mxfp8", {"model": model, "parallel": PARTS_OF_EXPERTS} | FIRST) for model in (MIXTURE, HELD_MIXTURE)]
 WHOLE_EXPERTS = [("mxfp8", {"model": MIXTURE, "parallel": {"tp": 2}, "microbatches": m} | FIRST) for m in (1, 2)]
+ONE_LAYER = {"layers": 1, "first_moe_layer": 0}
 RESUMES = [
-    (DELAYED, {"model": HELD, "parallel": MESHES[0]}),
+    (DELAYED, {"model": HELD | ONE_LAYER, "parallel": MESHES[0]}),
     (DELAYED, {"model": MIXTURE, "parallel": PARTS_OF_EXPERTS}),
     (DELAYED, {"model": HELD_MIXTURE, "parallel": PARTS_OF_EXPERTS}),
-    ("mxfp8", {"model": FEW, "parallel": FOUR}),
-    (DELAYED, {"model": HELD_FEWER, "parallel": FOUR}),
-    (DELAYED, {"model": {"ffn": 128, "quantized_weights": True}, "parallel": {"dp_shard": 2, "tp": 2}}),
+    ("mxfp8", {"model": FEW | ONE_LAYER, "parallel": FOUR}),
+    (DELAYED, {"model": HELD_FEWER | ONE_LAYER, "parallel": FOUR}),
+    (DELAYED, {"model": SHARED["model"] | {"quantized_weights": True}, "parallel": {"dp_shard": 2, "tp": 2}}),
 ]
 
 
@@ -87,9 +92,17 @@ def of_four(folder, backend):
 
 
 def alone(linear, changes, parts):
-    """One process, whose microbatches are those of as many ranks."""
-    one = {key: value for key, value in changes.items() if key != "parallel"}
-    return outcome(linear, **one | {"microbatches": parts * one.get("microbatches", 1)})
+    """outcome() of one process, whose microbatches are those of as many ranks, and sampled() of a single step."""
+    one = {key: value for key, value in changes.items() if key not in ("parallel", "offload")}
+    one |= {"microbatches": parts * one.get("microbatches", 1)}
+    return trained_alone(json.dumps([linear, one], sort_keys=True), os.environ[DEVICE])
+
+
+@cache
+def trained_alone(case, device):
+    """The same once for all tests on one device. case: as JSON."""
+    linear, one = json.loads(case)
+    return outcome_and_sampled(linear, **one) if one.get("steps") == 1 else (outcome(linear, **one), None)
 
 
 def is_of_experts(name):
@@ -100,9 +113,9 @@ def is_of_experts(name):
 @pytest.mark.parametrize("case", range(len(OF_TWO)))
 def test_a_first_step_with_experts_over_two_ranks(of_two, case, on_gpus):
     """All but the experts to the byte as with two microbatches, and experts as with the tokens of both in one."""
-    metrics, expected = alone(*OF_TWO[case], parts=2)
-    _, of_experts = alone(*OF_TWO[case], parts=1)
-    expected |= {name: value for name, value in of_experts.items() if is_of_experts(name)}
+    (metrics, expected), _ = alone(*OF_TWO[case], parts=2)
+    (_, of_experts), _ = alone(*OF_TWO[case], parts=1)
+    expected = expected | {name: value for name, value in of_experts.items() if is_of_experts(name)}
     for own, whole in (each[0][case] for each in of_two):
         for name in ("grad_norm", "val_loss") if on_gpus else ("grad_norm",):  # of wgrads in bfloat16 on GPUs
             assert own[0].pop(name) == pytest.approx(metrics[0][name], rel=1e-5 if on_gpus else 1e-6)
@@ -115,15 +128,14 @@ def test_a_first_step_with_experts_over_two_ranks(of_two, case, on_gpus):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_statistics_and_operands_of_a_first_step(of_two, of_four, ranks, case):
     """One process has the same, with a microbatch for each group of ep in experts, and for each rank in all else."""
-    results, (linear, changes) = (of_two, OF_TWO[case]) if ranks == 2 else (of_four, OF_FOUR[case])
-    one = {key: value for key, value in changes.items() if key != "parallel"}
+    results, of_ranks = (of_two, OF_TWO[case]) if ranks == 2 else (of_four, OF_FOUR[case])
     parts = {False: ranks, True: ranks // 2}
     rows, operands = zip(
         *(
             ({name(row): row for row in stats if is_of_experts(row["layer"]) == experts},
              {key: x for key, x in captured.items() if is_of_experts(key) == experts})
             for experts, microbatches in parts.items()
-            for stats, captured in [sampled(linear, **one | {"microbatches": microbatches})]
+            for _, (stats, captured) in [alone(*of_ranks, parts=microbatches)]
         ),
         strict=True,
     )  # fmt: skip
@@ -142,7 +154,7 @@ def name(row):
 @pytest.mark.parametrize("case", range(len(CLOSE)))
 def test_later_steps_with_experts_over_two_ranks_stay_close(of_two, case, on_gpus):
     """Blocks of the experts' wgrads are of other tokens than in one process; on GPUs they are rounded to bfloat16."""
-    metrics, _ = alone(*CLOSE[case], parts=2)
+    (metrics, _), _ = alone(*CLOSE[case], parts=2)
     assert of_two[0][0][len(OF_TWO) + case][0] == of_two[1][0][len(OF_TWO) + case][0]
     for step, expected in zip(of_two[0][0][len(OF_TWO) + case][0], metrics, strict=True):
         if on_gpus:
@@ -196,8 +208,8 @@ def test_held_weights_over_ranks_go_on_from_their_checkpoint(of_two):
 def test_experts_over_ranks_that_share_out_their_parameters(of_four, case, on_gpus):
     """Experts to the byte as with a microbatch for each group of ep; of sums of four, in another order, the rest."""
     linear, changes = OF_FOUR[case]
-    metrics, expected = alone(linear, changes, parts=4)
-    _, of_experts = alone(linear, changes, parts=4 // changes["parallel"]["ep"])
+    (metrics, expected), _ = alone(linear, changes, parts=4)
+    (_, of_experts), _ = alone(linear, changes, parts=4 // changes["parallel"]["ep"])
     for own, whole in (each[0][case] for each in of_four):
         assert own[0] == pytest.approx(metrics[0], rel=1e-5 if on_gpus else 1e-6)
         assert {n: own[0][n] for n in ("train_loss", "expert_load_max")} == {

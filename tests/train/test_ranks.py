@@ -28,7 +28,7 @@ EXACT = [
     (NVFP4, HELD | {"offload": True, "recompute": "attention"}),
 ]
 CLOSE = [("mxfp8", TWO | LAYER), (NVFP4, {"parallel": {"dp_replicate": 2}})]
-COUNTED = [TWO | {"eval_every": 9, "recompute": part} for part in ("none", "layer")]
+COUNTED = [TWO | {"steps": 3, "eval_every": 9, "eval_batches": 3, "recompute": part} for part in ("none", "layer")]
 SHARED = ("mxfp8", {"parallel": {"tp": 2}})
 OFFLOADED = [(linear, changes | {"offload": True}) for linear, changes in (CLOSE[1], SHARED)]
 
