@@ -36,6 +36,7 @@ from hqsweep.nn.rank_rows import RankRows
 from hqsweep.nn.tensor_parallel import Exchange
 from hqsweep.nn.turns import Turns
 from hqsweep.nn.workspace import WeightWorkspace
+from hqsweep.ops.dequantize import dequantize_members
 from hqsweep.ops.quantize_normed import Normed
 from hqsweep.ops.request import Output
 from hqsweep.quant.gather import Gathering
@@ -162,7 +163,7 @@ class LinearCall(Call):
         """quantize() for a tensor whose rowwise operand is here: the columnwise one is made of its values."""
         row, column, quantizer = self.codes.pop(tensor), None, self.quantizer(tensor)
         if columnwise:
-            x = torch.cat([member.dequantize() for member in row.members])
+            x = dequantize_members(row.buffers, row.format, row.layout, row.dtype)
             of_values = replace(quantizer, columnwise_source="original")
             fields = {"keys": self.key(tensor) if quantizer.reads_key else None, "by_rows": by_rows}
             column = quantize_group(x, self.splits, of_values, rowwise=None, columnwise=columnwise, **fields).columnwise

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hqsweep.errors import UserError
@@ -49,6 +50,23 @@ def exact_operand_of(
         return format.operand(buffers, layout)
     matrix = operators.dequantize(tensors, spec.text, *layout, True, dtype)
     return ExactOperand(matrix, buffers[spec.amax_name] if spec.amax_name else None, spec.divisor)
+
+
+def dequantize_members(buffers: Buffers, format: Format, layout: GroupLayout, dtype: torch.dtype) -> Tensor:
+    """Packed buffers of a group -> the values of all members [rows, width] in dtype, by rows, each as dequantize() has
+    it. Nothing waits for splits where a kernel decodes; rows that are nobody's are left open then."""
+    spec, rows, first = spec_named(format.text), layout.splits.rows, next(iter(buffers.values()))
+    if spec.compiled is None or not has_kernels(first.device.type):
+        members = zip(member_buffers(buffers, format, layout), layout.shapes, strict=True)
+        values = torch.cat([_by_rows(dequantize(own, format, shape, dtype), layout) for own, shape in members])
+        return F.pad(values, (0, 0, 0, rows - len(values)))
+    tensors, offsets = [buffers[name] for name in spec.names], layout.splits.offsets(first.device)
+    values = operators.dequantize(tensors, spec.text, rows, layout.width, False, dtype, offsets, layout.columnwise)
+    return values.view(rows, layout.width)
+
+
+def _by_rows(values: Tensor, layout: GroupLayout) -> Tensor:
+    return values.t() if layout.columnwise else values
 
 
 def exact_operand_of_parts(parts: Sequence[Buffers], format: Format, shape: tuple[int, int]) -> ExactOperand:

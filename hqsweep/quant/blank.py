@@ -69,6 +69,8 @@ def _empty_shard(x: Blank) -> HybridQuantizedTensor:
     metadata = replace(cut.part(end, end), dtype=x.dtype, key=like.metadata.key)
     shard = type(like)(metadata.empty(x.device), metadata, cut.shape_of(0))
     shard.sharding, shard.states, shard.part = like.sharding, like.states, like.part
+    if like.shape == shard.shape:  # it is that shard, which is padded: torch copies nothing of it
+        shard.shared = like.shared
     return shard
 
 

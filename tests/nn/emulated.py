@@ -13,7 +13,10 @@ from hqsweep.ops import operators
 from hqsweep.ops.kernels import NO_KEY
 
 
-def activation(z: Tensor, kind: str, amax: bool = False, signs: bool | None = None) -> list[Tensor]:
+def activation(
+    z: Tensor, kind: str, amax: bool = False, signs: bool | None = None, end: Tensor | None = None
+) -> list[Tensor]:
+    assert end is None
     return _with_amaxes(ACTIVATIONS[kind](z.float()).bfloat16(), amax, signs)
 
 
@@ -22,8 +25,9 @@ def activation_into(out: Tensor, z: Tensor, kind: str) -> None:
 
 
 def activation_backward(
-    dh: Tensor, z: Tensor, kind: str, amax: bool = False, signs: bool | None = None
+    dh: Tensor, z: Tensor, kind: str, amax: bool = False, signs: bool | None = None, end: Tensor | None = None
 ) -> list[Tensor]:
+    assert end is None
     assert dh.is_contiguous()
     assert dh.dtype == torch.bfloat16
     with torch.enable_grad():

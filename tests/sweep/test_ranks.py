@@ -163,7 +163,7 @@ def mended(
             time.sleep(0.2)
 
     threading.Thread(target=look, daemon=True).start()
-    run_local(runs, display=Shown(), limits=Limits(threads=2, gpus_per_run=1))
+    run_local(runs, display=Shown(), limits=Limits(threads=2, workers=1, gpus_per_run=1))
     return runs, servers
 
 

@@ -6,6 +6,8 @@ STOCHASTIC = {"input": "nvfp4+rht+sr", "weight": "nvfp4+2d+sr", "grad_output": "
 DELAYED = {"input": "fp8_delayed", "weight": "fp8_delayed", "grad_output": "fp8_delayed+e5m2|mxfp8"}
 DECODED = dict.fromkeys(STOCHASTIC, "nvfp4+sr|mxfp8@rowwise_dequantized")
 STAGES = [{"at": 6, "linear": DELAYED}]
+CODES = "mxfp8|nvfp4@rowwise_dequantized"
+"""Which experts over ranks send."""
 EXPERTS = {"experts": 2, "shared_expert": True}
 SAMPLED = {"every": 5}
 """Step 5 is sampled, between replays, and 10, the third one of its stage."""
@@ -18,6 +20,7 @@ CASES = {
     "delayed": {"recipe": {"linear": DELAYED}, "stats": SAMPLED},
     "stages": {"recipe": {"linear": STOCHASTIC, "schedule": STAGES}, "stats": SAMPLED},
     "experts": {"recipe": {"linear": "mxfp8", "grouped_linear": STOCHASTIC}, "model": EXPERTS},
+    "codes of experts": {"recipe": {"linear": "mxfp8", "grouped_linear": CODES}, "model": EXPERTS},
     "microbatches": {"recipe": {"linear": STOCHASTIC}, "train": {"microbatches": 2}},
     "delayed microbatches": {"recipe": {"linear": DELAYED}, "train": {"microbatches": 2}},
     "held": {"recipe": {"linear": STOCHASTIC}, "model": {"quantized_weights": True}},

@@ -22,6 +22,7 @@ SHARED = {
     "bf16": {"dp_replicate": 2},
     "decoded": {"tp": 2},
     "experts, apart": {"dp_shard": 2, "ep": 2, "expert_room": 2},
+    "codes of experts": {"dp_shard": 2, "ep": 2, "expert_room": 2},
 }
 """Case -> the axes of its ranks."""
 FEW = ("stages", "held delayed", "experts", "decoded", "experts, apart")
