@@ -137,3 +137,11 @@ def train_beside(rank: int, folder: Path, pp: int) -> dict:
         cfg, own = beside(name, pp), folder / f"{name} {pp}"
         results[name] = trained(cfg, own), resumed(cfg, own) if pp > 1 and name in RESUMED else None
     return results
+
+
+def assert_same(parts, whole):
+    """Weights and moments of both ranks together are those of one process, and no rank has another's."""
+    assert parts[0].keys() | parts[1].keys() == whole.keys()
+    assert not parts[0].keys() & parts[1].keys()
+    for key, value in (parts[0] | parts[1]).items():
+        assert torch.equal(value, whole[key]), key
