@@ -14,18 +14,20 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from hqsweep import compat
 from hqsweep.checkpoints.sharded import save_sharded
 from hqsweep.checkpoints.sharded_load import load_sharded
 from hqsweep.dist.local import group_of_shards, local, spread_out, whole_tensor
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
-from hqsweep.nn import quantization, quantized_model_init
+from hqsweep.nn import autocast, quantization, quantized_model_init
 from hqsweep.optim import FusedAdam
 from hqsweep.parallel.data import reshard, units
 from hqsweep.parallel.tensor import distribute, fsdp_placement, tensor_parallel
 from hqsweep.quant import HybridQuantizedTensor, quantize_shards_
 from hqsweep.quant.held_part import hold_part
 from hqsweep.quant.part import Part
+from hqsweep.recipe import LinearQuantizers
 from hqsweep.train.model import GPT
 
 
@@ -61,7 +63,47 @@ RECIPES = {
 def everything(rank: int, folders: dict[str, Path], texts: list[str]) -> tuple:
     """What differs under fully_shard, of plain weights and of held ones, and what steps() gives of each recipe."""
     plain = shared_models.over_fsdp(rank, 4)
-    return plain, differences(texts), {name: steps(folders[name], recipe) for name, recipe in RECIPES.items()}
+    return (
+        plain,
+        differences(texts) + of_compat(),
+        {name: steps(folders[name], recipe) for name, recipe in RECIPES.items()},
+    )
+
+
+def of_compat() -> list[str]:
+    """What TransformerEngine's linears over tp give, step by step, otherwise than the same that fully_shard cuts, whose
+    ranks have the same tokens."""
+    mesh, faults = init_device_mesh("cpu", (2, 2), mesh_dim_names=MESHES[0]), []
+    for name, mode in (("nvfp4|mxfp8", "column"), ("fp8_current", "row"), ("nvfp4+tensor+sr", "column")):
+        recipe = LinearQuantizers.parse({"input": "mxfp8", "weight": name, "grad_output": "mxfp8"}, "test")
+        x = draw("normal", 64, 128, 1)
+        own = x if mode == "column" else x.chunk(2, 1)[mesh["tp"].get_local_rank()]
+        alone, cut = (_compat_outputs(recipe, mode, own, mesh, sharded=sharded) for sharded in (False, True))
+        faults += [
+            f"compat {name} {mode}, step {i}" for i, pair in enumerate(zip(alone, cut, strict=True), 1)
+            if not torch.equal(*pair)
+        ]  # fmt: skip
+    return faults
+
+
+def _compat_outputs(recipe: LinearQuantizers, mode: str, x: Tensor, mesh: DeviceMesh, *, sharded: bool) -> list[Tensor]:
+    """The y of each of three steps."""
+    torch.manual_seed(0)
+    with quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True), quantization(seed=1, step=0):
+        module = compat.Linear(
+            128, 128, bias=False, name="l", parallel_mode=mode, tp_size=2, tp_group=mesh["tp"].get_group()
+        )
+    if sharded:
+        fully_shard(module, mesh=mesh["dp_shard"])
+    optimizer, outputs = FusedAdam(module.parameters(), lr=0.01), []
+    for step in (1, 2, 3):
+        with quantization(seed=1, step=step), autocast(recipe=recipe):
+            y = module(x)
+            y.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        outputs.append(y.detach())
+    return outputs
 
 
 def differences(texts: list[str]) -> list[str]:
