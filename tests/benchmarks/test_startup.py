@@ -7,7 +7,8 @@ import pytest
 from benchmarks.startup import SHORT, note, parts, seconds_to_first_step
 
 TINY = SHORT | {"recipe": "bf16", "train.device": "cpu", "data": "markov", "data.markov.length": "20000"}
-TINY |= {"model.dim": "32", "model.layers": "1", "model.heads": "1", "train.batch": "1", "train.context": "16"}
+TINY |= {"model.dim": "64", "model.layers": "2", "model.heads": "1", "train.batch": "16", "train.context": "128"}
+"""Whose first step is seen, however seldom its status is looked at."""
 
 
 def test_parts_are_the_times_between_what_a_status_says():
