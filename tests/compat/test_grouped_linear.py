@@ -125,14 +125,12 @@ def test_parts_that_are_not_those_of_the_whole_are_refused():
         y.sum().backward()
 
 
-def test_experts_that_are_held_as_parts_stay_parts_and_are_not_cut_further():
+def test_experts_that_are_held_as_parts_stay_parts_and_are_cut_further():
     group = ProcessGroup(0, 2)
     with quantized_model_init(recipe="mxfp8"):
         module = GroupedLinear(
             2, 64, 64, bias=False, parallel_mode="row", tp_group=group, single_grouped_weight=True, name="e"
         )
     weight = module.weight.detach()
-    kept = (copy.deepcopy(module).weight, weight.clone(), weight[:1], weight[1], *weight.unbind())
+    kept = (copy.deepcopy(module).weight, weight.clone(), weight[:1], weight[1], *weight.unbind(), *weight.split(1))
     assert all(part.part is module.weight.part and part.part.axis == 1 for part in kept)
-    with pytest.raises(UserError, match="fully_shard: experts held in mxfp8 whose matrices ranks of tp share out"):
-        weight.split(1)
