@@ -29,8 +29,6 @@ from hqsweep.ops.padding import PaddedSplits
 from hqsweep.ops.splits import Splits
 
 ROWS = peers.Purpose("expert rows", slots=2, most=1 << 31)
-
-
 UNLIKE_TOKENS = "expert_room: the ranks' numbers of tokens differ, which takes null, for which the host waits"
 OTHER_MICROBATCHES = "expert_room: the ranks' microbatches have other numbers than before; null takes any, and waits"
 

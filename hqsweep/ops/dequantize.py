@@ -53,20 +53,16 @@ def exact_operand_of(
 
 
 def dequantize_members(buffers: Buffers, format: Format, layout: GroupLayout, dtype: torch.dtype) -> Tensor:
-    """Packed buffers of a group -> the values of all members [rows, width] in dtype, by rows, each as dequantize() has
+    """Packed rowwise buffers of a group -> the values of all members [rows, width] in dtype, each as dequantize() has
     it. Nothing waits for splits where a kernel decodes; rows that are nobody's are left open then."""
     spec, rows, first = spec_named(format.text), layout.splits.rows, next(iter(buffers.values()))
     if spec.compiled is None or not has_kernels(first.device.type):
         members = zip(member_buffers(buffers, format, layout), layout.shapes, strict=True)
-        values = torch.cat([_by_rows(dequantize(own, format, shape, dtype), layout) for own, shape in members])
+        values = torch.cat([dequantize(own, format, shape, dtype) for own, shape in members])
         return F.pad(values, (0, 0, 0, rows - len(values)))
     tensors, offsets = [buffers[name] for name in spec.names], layout.splits.offsets(first.device)
-    values = operators.dequantize(tensors, spec.text, rows, layout.width, False, dtype, offsets, layout.columnwise)
+    values = operators.dequantize(tensors, spec.text, rows, layout.width, False, dtype, offsets)
     return values.view(rows, layout.width)
-
-
-def _by_rows(values: Tensor, layout: GroupLayout) -> Tensor:
-    return values.t() if layout.columnwise else values
 
 
 def exact_operand_of_parts(parts: Sequence[Buffers], format: Format, shape: tuple[int, int]) -> ExactOperand:
