@@ -48,6 +48,20 @@ def test_values_come_while_the_ranks_go_on(tmp_path):
     assert not list(tmp_path.glob("go.*.3"))
 
 
+def policies(rank):
+    """The scheduling policies of this thread and of gloo's, by their names, after an exchange."""
+    dist.barrier()
+    tasks = {int(path.name): (path / "comm").read_text().strip() for path in Path("/proc/self/task").iterdir()}
+    wanted = {task: name for task, name in tasks.items() if "gloo" in name} | {os.getpid(): "own"}
+    return {name: os.sched_getscheduler(task) for task, name in wanted.items()}
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux has it")
+def test_threads_that_exchange_on_cpus_keep_a_core_until_their_turn_ends():
+    for threads in run_ranks(2, policies):
+        assert len(threads) > 1 and set(threads.values()) == {os.SCHED_BATCH}
+
+
 SLEEPERS = """
 import os, sys, time
 from pathlib import Path

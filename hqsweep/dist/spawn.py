@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from hqsweep.dist.devices import stand_apart, take_gpu
+from hqsweep.dist.process_group import begin_process_group
 
 TIMEOUT_S = 120.0
 """Seconds that a rank waits for the others before it fails."""
@@ -141,7 +142,7 @@ def _rank(
         stand_apart(rank // torch.cuda.device_count())
     if backend == "nccl":
         options["device_id"] = device
-    dist.init_process_group(backend, **options)
+    begin_process_group(backend, **options)
     try:
         for index, value in enumerate(function(rank, *arguments)):
             partial = Path(folder) / f"{index}.{rank}.partial"

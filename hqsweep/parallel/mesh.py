@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hqsweep.config.parallel import ParallelConfig, sharing_gpus
 from hqsweep.dist.devices import ranks_of_gpu, stand_apart, take_gpu
+from hqsweep.dist.process_group import begin_process_group
 from hqsweep.errors import UserError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
@@ -161,7 +162,7 @@ def join(dims: ParallelConfig, device_type: str) -> Ranks:
     name, device = backend(device_type), torch.device(device_type)
     if device_type == "cuda":
         device = take_gpu(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(name, timeout=timedelta(seconds=TIMEOUT_S))
+    begin_process_group(name, timeout=timedelta(seconds=TIMEOUT_S))
     sharers = ranks_of_gpu(device) if device_type == "cuda" else [dist.get_rank()]
     stand_apart(sharers.index(dist.get_rank()))
     return Ranks(dims=dims, mesh=build_mesh(dims, device.type), device=device, per_gpu=len(sharers))

@@ -180,7 +180,7 @@ def test_policies_states_the_meta_device_and_converted_models(backend):
 @pytest.mark.slow
 def test_compiled_blocks_train_as_eager_ones():
     """Products of held weights stand between graphs; blocks of plain ones are one graph, which both share."""
-    for held, recomputed, high in run_ranks(2, compiled):
-        for same, differing, *_ in (held, recomputed, high):
-            assert same and differing == []
-        assert held[2] > 0 and high[2:] == (1, 0)
+    results = run_ranks(2, compiled)
+    assert all(same and differing == [] for cases in results for same, differing, *_ in cases)
+    (*_, graphs, _), _, (*_, of_plain, breaks) = results[0]
+    assert graphs > 0 and (of_plain, breaks) == (1, 0)

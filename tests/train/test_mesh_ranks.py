@@ -61,7 +61,6 @@ OF_FOUR += [("mxfp8", {"model": model, "parallel": PARTS_OF_EXPERTS} | FIRST) fo
 WHOLE_EXPERTS = [("mxfp8", {"model": MIXTURE, "parallel": {"tp": 2}, "microbatches": m} | FIRST) for m in (1, 2)]
 ONE_LAYER = {"layers": 1, "first_moe_layer": 0}
 RESUMES = [
-    (DELAYED, {"model": HELD | ONE_LAYER, "parallel": MESHES[0]}),
     (DELAYED, {"model": MIXTURE, "parallel": PARTS_OF_EXPERTS}),
     (DELAYED, {"model": HELD_MIXTURE, "parallel": PARTS_OF_EXPERTS}),
     ("mxfp8", {"model": FEW | ONE_LAYER, "parallel": FOUR}),
