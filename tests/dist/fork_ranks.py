@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from hqsweep.config.job import parse
+from hqsweep.errors import UserError
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
 from hqsweep.parallel.mesh import Ranks, build_mesh
@@ -102,4 +104,6 @@ def ranked(rank: int, folder: Path, cases: list[tuple[dict, dict]], source: dict
     results["source"] = rows(run(config(parallel=two, trunk=None, fork=source["source"]), folder / "source"))
     for points in ([4], [2, 4]):
         run(config(parallel=two, trunk=None, at=points), folder / "more")
-    return results
+    with pytest.raises(UserError) as refused:
+        run(config(parallel={"pp": 2}, **source["fork"]), folder / "stages")
+    return results | {"refused": str(refused.value)}

@@ -19,9 +19,6 @@ import torch
 from typer.testing import CliRunner
 
 from hqsweep.cli.main import app
-from hqsweep.jobs import convergence
-from hqsweep.jobs.sink import ListSink
-from hqsweep.sweep import launch
 from hqsweep.sweep.run_dir import RunDir
 
 BASE = [
@@ -29,7 +26,6 @@ BASE = [
     "train.eval_batches=1", "stats=off", "recipe=bf16",
 ]  # fmt: skip
 GPT = ["model.dim=32", "model.layers=2", "model.heads=2"]
-FORK = ["fork.at=2", "fork.steps=2", "fork.decay=1", "fork.warmup=0"]
 MARK = "HQSWEEP_TEST_MARK"
 """The environment variable by which a test knows the processes of a command."""
 ENDED_WITHIN_S = 30.0
@@ -126,27 +122,6 @@ def test_ranks_of_different_versions_end_with_one_sentence_and_nothing_is_left(t
     assert_refused(ended, sentence + r"\(hashes\); give all nodes the same package, config and data")
     run = RunDir(tmp_path / ended.result["path"])
     assert run.status()["state"] == "failed" and run.rows("metrics") == []
-
-
-@pytest.fixture
-def trunk(tmp_path: Path) -> Path:
-    """A trunk that one process has trained, whose state is a file."""
-    plan = launch.plan([*BASE, *GPT, *FORK, "train.device=cpu", f"runs_dir={tmp_path / 'one'}"])
-    run = launch.folders(plan)[0]
-    convergence.run(plan.first, ListSink(), run.path)
-    run.write_status(state="finished")
-    assert (run.checkpoint / "step_2.pt").is_file()
-    return run.path
-
-
-@pytest.mark.slow
-def test_stages_refuse_the_state_of_one_process_with_one_sentence(trunk: Path, tmp_path: Path) -> None:
-    parallel = ["train.parallel.pp=2", "train.microbatches=2"]
-    ended = command(tmp_path, *GPT, *FORK, f"fork.trunk={trunk}", *parallel)
-    sentence = (
-        r"fork\.trunk: it is the state of one process, and ranks with layers of their own \(train\.parallel\.pp\)"
-    )
-    assert_refused(ended, sentence + " go on from a folder that ranks wrote; give another, or pp=1")
 
 
 def test_a_torch_without_nccl_is_refused_before_anything_starts(

@@ -47,13 +47,13 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def source(folder):
     """What ranks are to begin from: a trunk of one process, and weights of another program."""
-    run(config(trunk=None, quantized=True), folder / "one" / "trunk")
+    run(config(trunk=None, quantized=True, layers=2), folder / "one" / "trunk")
     state = folder / "one" / "trunk" / "checkpoint" / f"step_{AT}.pt"
     plain, path = config("mxfp8", trunk=None), folder / "model.safetensors"
     model = GPT(plain.model, 16, plain.recipe.build(), torch.float32)
     save_file({name: 0.02 * torch.randn(weight.shape) for name, weight in model.state_dict().items()}, path)
     fork = {"trunk": str(state), "fork": {"trunk_hash": hashlib.sha256(state.read_bytes()).hexdigest()}}
-    fork |= {"linear": "mxfp8", "quantized": True, "noise": 0.01}
+    fork |= {"linear": "mxfp8", "quantized": True, "noise": 0.01, "layers": 2}
     return {
         "fork": fork,
         "source": {"source": str(path), "source_hash": inspect_checkpoint(path).sha256},
@@ -91,6 +91,14 @@ def test_one_process_and_ranks_fork_what_the_other_wrote(results, folder, source
     outside = {"trunk": str(path), "fork": {"trunk_hash": check_recorded(path).sha256}}
     expected = results[0]["studies"][list(CASES).index("held")][1]
     assert rows(run(config(**linear, **outside), tmp_path / "outside")) == expected
+
+
+def test_stages_refuse_the_state_of_one_process_with_one_sentence(results):
+    sentence = (
+        "fork.trunk: it is the state of one process, and ranks with layers of their own (train.parallel.pp) go on from"
+        " a folder that ranks wrote; give another, or pp=1"
+    )
+    assert [each["refused"] for each in results] == [sentence] * 2
 
 
 def test_trunks_over_ranks_begin_from_checkpoints_of_others(results, source, tmp_path):
