@@ -6,7 +6,7 @@ STAMP := $(VENV)/.hqsweep-installed
 # The editable install looks for cmake and ninja here.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: quickstart test test-fast build asan docs lint clean
+.PHONY: quickstart test test-fast test-ranks build asan docs lint clean
 .PHONY: gpu-test gpu-test-2 gpu-test-kernels gpu-test-modules gpu-test-training gpu-parity gpu-bench gpu-study gpu-answers gpu-designs gpu-install
 
 quickstart: $(STAMP)  ## a fork study of six recipes on real text; verdicts, and reports/quickstart
@@ -21,6 +21,11 @@ test: $(STAMP)  ## the whole suite
 
 test-fast: $(STAMP)  ## the suite without tests marked slow, or for a GPU: under 2 minutes on 2 idle cores
 	$(PYTEST) -m "not slow and not gpu and not gpu2"
+
+RANK_TESTS = $$(grep -rl --include='test_*.py' run_ranks tests) tests/benchmarks/test_ranks.py tests/checkpoints/test_dcp.py \
+  tests/sweep/test_nodes.py tests/sweep/test_rank_faults.py tests/sweep/test_ranks.py
+test-ranks: $(STAMP)  ## the tests over 2 and 4 ranks, which exchange by gloo: under 4 minutes on 2 idle cores
+	$(PYTEST) -m "not gpu and not gpu2" $(RANK_TESTS)
 
 build: $(STAMP)  ## compile csrc/ if it changed, and say what was built
 	$(BIN)/python -c "from hqsweep import _C; print(_C.build_info())"
