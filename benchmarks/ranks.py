@@ -1,7 +1,7 @@
 """A training step over the GPUs of one machine: our Trainer under fully_shard beside the same GPT of compiled torch.
 
     python -m benchmarks.ranks [--size M L] [--recipes bf16 mxfp8 mxfp8:held ...] [--ranks 2] [--tp] [--ep] [--quick]
-                               [--deterministic on off] [--eager]
+                               [--deterministic on off]
 
 Every rank takes the tokens of benchmarks/step.py's size, on one GPU as on many (weak scaling). Plain torch is as
 torchtitan does it: each block compiled, then fully_shard, gathered in bfloat16, gradients reduced in float32, fused
@@ -9,7 +9,7 @@ AdamW. Ours is train.parallel.dp_shard=RANKS. ":held": weights held quantized (m
 scales travel, by direction; without it weights travel in high precision and are quantized after. Ours runs as a run
 does, with deterministic kernels only; "off" beside it has torch choose, as it does for the plain model.
 
-With --eager torch does not compile its model, whose case is "torch eager" then: a try of the command takes less.
+--quick is for a try of the command: a tiny shape, beside torch's model as it is, whose case is "torch eager" then.
 
 wire    gigabytes a second that a rank receives: all_gather and reduce_scatter of 256 MiB
 time    a step: milliseconds of rank 0, host included, medians of turns beside compiled torch; share of its tokens a
@@ -163,7 +163,7 @@ class Bench:
         reference = Prepared(partial(plain, size, own, self.args.device), self.args.device, is_deterministic=False)
         seconds = alternated([reference], size.turn, self.args.turns)[0]
         row = partial(self._row, size, reference, seconds, None, "", section)
-        self.add(self._named(section, name, "torch eager" if self.args.eager else "torch compiled"), row)
+        self.add(self._named(section, name, "torch eager" if self.args.quick else "torch compiled"), row)
         dims = ParallelConfig(dp_shard=self.world)
         for recipe, kernels in product(self.args.recipes, self.args.deterministic):
             build = partial(Ours, size, data, recipe, dims, self.args.device, section == "sharded")
@@ -268,7 +268,7 @@ def _timed(call: Callable[[], object], device: str, repeats: int = 10) -> float:
 
 
 def _work(rank: int, world: int, args: argparse.Namespace, alone: dict[tuple, float]) -> dict[tuple, float]:
-    if args.eager:
+    if args.quick:
         torch.compiler.set_stance("force_eager")
     bench = Bench(args, alone)
     bench.run()
@@ -281,13 +281,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--size", nargs="+", choices=[name for name in SIZES if name != "moe"], default=["M", "L"])
-    parser.add_argument("--quick", action="store_true", help="a tiny shape instead of --size")
+    parser.add_argument("--quick", action="store_true", help="a tiny shape instead of --size, torch not compiled")
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
     parser.add_argument("--deterministic", nargs="+", choices=("on", "off"), default=["on"])
     parser.add_argument("--ranks", type=int, help="(default: as many as there are GPUs, on CPUs 2)")
     parser.add_argument("--tp", action="store_true", help="also tensor parallel steps")
     parser.add_argument("--ep", action="store_true", help="also experts over ranks")
-    parser.add_argument("--eager", action="store_true", help="torch's model as it is, not compiled")
     parser.add_argument("--turns", type=int, default=3, help="of each case beside compiled torch")
     rows.add_arguments(parser, SECTIONS)
     args = parser.parse_args(arguments)

@@ -104,15 +104,18 @@ def test_no_rank_outlives_a_worker_that_is_killed(broken_off):
 
 
 def test_no_rank_outlives_a_worker_that_is_stopped(tmp_path):
-    run = make_run(tmp_path, steps=100_000)
+    """While they run, they have the scheduling policy of ranks on CPUs."""
+    run, policies = make_run(tmp_path, steps=100_000), []
 
     def stop():
         wait_for(lambda: (run.seen()["progress"] or {}).get("step"))
+        policies.extend(os.sched_getscheduler(rank) for rank in ranks_of(run).values())
         os.kill(run.seen()["pid"], signal.SIGTERM)
 
     threading.Thread(target=stop, daemon=True).start()
     (status,) = run_local([run], display=Shown(), limits=Limits(threads=2))
     assert (status["state"], status["reason"]) == ("interrupted", "stopped by SIGTERM")
+    assert policies == [os.SCHED_BATCH] * 2
     wait_for(lambda: not ranks_of(run), seconds=5.0)
 
 
