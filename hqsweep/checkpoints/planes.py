@@ -29,7 +29,7 @@ def planes_of(p: nn.Parameter) -> tuple[dict[str, Any], dict[str, Tensor]]:
         options = {"run_check": False}
         placements = [type(each)(0) if i == axis else each for i, each in enumerate(p.placements)]
         planes = {n: type_of_spread().from_local(x, p.device_mesh, placements, **options) for n, x in planes.items()}
-    described = {"metadata": cut.metadata.describe(), "kind": type(own).__name__, "axis": cut.axis}
+    described = {"metadata": cut.metadata.describe(), "kind": type(own).__name__, "dim": cut.dim}
     return described | {"shape": list(cut.shape), "each": cut.each, "ranks": ranks}, planes
 
 
@@ -51,7 +51,7 @@ def _cut_of(p: nn.Parameter) -> tuple[Cut, int | None]:
 def whole_of(described: Mapping[str, Any], planes: Mapping[str, Tensor], device: torch.device) -> HybridQuantizedTensor:
     """The whole tensor of this description and these bytes. UserError for bytes that are not those of its formats."""
     metadata, shape = Metadata.parse(described["metadata"]), tuple(described["shape"])
-    cuts = buffer_cuts(Cut(metadata, shape, described["each"], described.get("axis", 0)), described["ranks"])
+    cuts = buffer_cuts(Cut(metadata, shape, described["each"], described["dim"]), described["ranks"])
     buffers = metadata.empty(device)
     for name, buffer in buffers.items():
         plane = planes.get(name)

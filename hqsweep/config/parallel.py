@@ -109,7 +109,7 @@ class ParallelConfig(Section):
 
     def _check_experts(self, model: ModelConfig) -> None:
         """UserError where ranks of dp_shard can share out neither whole experts nor parts of each. Of experts that are
-        held quantized, which are shared out whole, a rank may have none."""
+        held quantized a rank may also have none."""
         if max(self.ep, self.tp) == 1 or model.experts % self.dp_shard == 0 or model.quantized_weights:
             return
         sharers = self.dp_shard // self.ep

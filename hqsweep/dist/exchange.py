@@ -44,10 +44,10 @@ class Area(NamedTuple):
         )
 
     def of(self, values: Tensor, whole: "Area") -> Tensor:
-        """The view of this area in the values of the larger area `whole`."""
+        """The view of this area in the values [..., rows, cols] of the larger area `whole`."""
         rows, cols = self.shape
-        return values.narrow(0, self.first_row - whole.first_row, rows).narrow(
-            1, self.first_col - whole.first_col, cols
+        return values.narrow(-2, self.first_row - whole.first_row, rows).narrow(
+            -1, self.first_col - whole.first_col, cols
         )
 
 

@@ -211,11 +211,11 @@ def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
 
 
 def shard_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
-    """fsdp_placement() for so many ranks of fully_shard, but for plain weights [E, N, K] of experts that these do not
-    divide: the first axis that they do divide, and that is cut over no other ranks. torch's placements cannot name
-    uneven parts of experts that lie over ranks already, and a rank without an expert would have no part."""
+    """fsdp_placement() for so many ranks of fully_shard, but for weights [E, N, K] of experts that these do not divide:
+    the first axis that they do divide, and that is cut over no other ranks. So all ranks have as much, and torch's
+    placements, which cannot name uneven parts of experts that lie over ranks already, name their parts."""
     own = local(parameter)
-    if own.dim() == AXES and own.shape[0] % ranks and not isinstance(own, HybridQuantizedTensor):
+    if own.dim() == AXES and own.shape[0] % ranks:
         spread = parameter.placements if isinstance(parameter, DTensor) else ()
         cut = {placement.dim for placement in spread if not placement.is_replicate()}
         free = (axis for axis in range(1, AXES) if axis not in cut and own.shape[axis] % ranks == 0)

@@ -2,7 +2,7 @@
 
 Then each rank quantizes its part by the ordinary kernels, and has the bytes that the whole has there. All weights of a
 step go through three collectives at most: the missing rows, the amaxes, and the amaxes of what is made from decoded
-rows.
+rows. Weights of experts of which ranks have equal rows, or columns, go through those of group_part, each by itself.
 """
 
 import weakref
@@ -23,6 +23,8 @@ from hqsweep.ops.request import Output, Target
 from hqsweep.quant.delayed import SlotStates, grids_of, note
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 from hqsweep.quant.operand import HybridOperand, Operand, joined, narrow
+from hqsweep.quant.part import Part as OwnPart
+from hqsweep.quant.part import is_part
 from hqsweep.quant.place import Place
 
 Write = tuple[Any, Tensor, RngKey | None]
@@ -196,13 +198,46 @@ def quantize_shards_(
         x, key = tensor.begin_write(x, key)
         if tensor.is_meta or x.is_meta:
             tensor.end_write(None, x, key)
+        elif (part := _even_part(tensor, group)) is not None:
+            with torch.no_grad():
+                tensor.end_write(tensor.encode(x.to(tensor.device, tensor.source_dtype), key, part), x, key)
         else:
             writes.append((tensor, x, key))
-    shards, held = [tensor for tensor, _, _ in writes], [[own_area(tensor)] for tensor, _, _ in writes]
     with torch.no_grad():
-        values = [x.to(t.device).reshape(t.metadata.matrix) for t, x, _ in writes]
+        matrices = [matrix for write in writes for matrix in matrices_of(*write)]
+        shards, held = [tensor for tensor, _, _ in matrices], [[own_area(tensor)] for tensor, _, _ in matrices]
+        values = [x.to(t.device).reshape(t.metadata.matrix) for t, x, _ in matrices]
         pieces = [[x] for x in _rounded(values, [t.source_dtype for t in shards])]
-        write_shards_(writes, gather_sources(shards, held, pieces, group, remember=True), group)
+        sources = gather_sources(shards, held, pieces, group, known_by=[tensor.shared for tensor, _, _ in writes])
+        write_shards_(matrices, sources, group)
+        for write in writes:
+            if is_group(write[0]):
+                write[0].end_write(None, *write[1:])
+
+
+def is_group(tensor: Any) -> bool:
+    """Whether a tensor is many matrices."""
+    return tensor.metadata.content.splits is not None
+
+
+def matrices_of(tensor: Any, x: Tensor, key: RngKey | None) -> list[Write]:
+    """The write of each matrix that a write of a shard consists of: of every expert's."""
+    if not is_group(tensor):
+        return [(tensor, x, key)]
+    content = tensor.metadata.content
+    return [(own, x[i], content.key_of(key, i)) for i, own in enumerate(tensor.members)]
+
+
+def _even_part(tensor: Any, group: Any) -> OwnPart | None:
+    """The part of every expert's matrix that a shard is, where the group's ranks have equal ones that cut no blocks:
+    then all experts are quantized at once."""
+    sharding, meta = tensor.sharding, tensor.metadata
+    if not is_group(tensor) or sharding is None or group is None or tensor.part is not None:
+        return None
+    cut, part = sharding.cut, OwnPart(group=group, axis=sharding.cut.axis)
+    wanted = {d: "codes" if d in meta.directions else None for d in DIRECTIONS}
+    even = cut.each * group.size() == cut.shape[cut.dim]
+    return part if even and is_part(tensor.quantizer, meta.content.each, part, **wanted) else None
 
 
 def gather_sources(
@@ -211,14 +246,14 @@ def gather_sources(
     pieces: Sequence[Sequence[Tensor]],
     group: Any,
     *,
-    remember: bool = False,
+    known_by: Sequence[Any] = (),
 ) -> list[tuple[Tensor, bool]]:
     """Return for each tensor the values that its operands are made from, and whether rows of the whole lie over several
     ranks. The values are [rows, cols] of source_area() in the source dtype; they come from the areas of the whole that
     this rank holds, whose values are the pieces, and from the other ranks.
 
-    remember: whether the same tensors always bring the same areas, so that ranks tell them to each other once, and not
-    at every call.
+    known_by: what all views of the tensors have in common, where these always bring the same areas: there the exchange
+    is remembered, so that ranks tell areas to each other once, and not at every call.
     """
     if not tensors:
         return []
@@ -226,13 +261,13 @@ def gather_sources(
     if group is None:
         _refuse_lonely(tensors, held, needed)
         return [(own[0], False) for own in pieces]
-    exchange = _remembered(tensors, held, needed, group) if remember else Exchange(held, needed, group)
+    exchange = _remembered(known_by, held, needed, group) if known_by else Exchange(held, needed, group)
     values = exchange.run(pieces, [tensor.source_dtype for tensor in tensors], tensors[0].device)
     return list(zip(values, exchange.cut_rows, strict=True))
 
 
 def write_shards_(writes: Sequence[Write], sources: Sequence[tuple[Tensor, bool]], group: Any) -> None:
-    """Write shards, from the values of gather_sources()."""
+    """Write shards of matrices, from the values of gather_sources()."""
     parts = [_part(tensor, *source, key) for (tensor, _, key), source in zip(writes, sources, strict=True)]
     copies: list[tuple[Tensor, Tensor]] = []
     for (tensor, *_), operands in zip(writes, quantize_parts(parts, group), strict=True):
@@ -312,18 +347,18 @@ def operand_of_area(operand: Operand, direction: str, area: Area, part: Area) ->
     return narrow(operand, cols, part.first_col - area.first_col, part.last_col - area.first_col)
 
 
-def _remembered(tensors: Sequence[Any], held: tuple, needed: tuple, group: Any) -> Exchange:
-    """The exchange of these shards, which the first of them remembers for as long as it is written together with the
-    same others.
+def _remembered(known_by: Sequence[Any], held: tuple, needed: tuple, group: Any) -> Exchange:
+    """The exchange of shards, which the first of them remembers for as long as it is written together with the same
+    others.
 
     It is found by the tensors themselves and not by their areas: where a program makes tensors anew it does so on every
     rank, and then all of them, or none, tell the others their areas. A rank's own areas may be those of another set.
     """
-    first, *others = (tensor.shared for tensor in tensors)
+    first, *others = known_by
     same = (held, needed, group)
-    known = first.exchanges.get(len(tensors))
+    known = first.exchanges.get(len(known_by))
     if known is None or known[0] != same or any(ref() is not o for ref, o in zip(known[1], others, strict=True)):
-        known = first.exchanges[len(tensors)] = same, [weakref.ref(o) for o in others], Exchange(held, needed, group)
+        known = first.exchanges[len(known_by)] = same, [weakref.ref(o) for o in others], Exchange(held, needed, group)
     return known[2]
 
 

@@ -47,9 +47,14 @@ class OneMatrix:
         """The entries of Metadata.describe() besides the matrix."""
         return {}
 
-    def part(self, start: int, stop: int, size: int) -> Self:
-        """The content from start to stop along a first axis of this size."""
-        return replace(self, matrix=((stop - start) * (self.matrix[0] // size), self.matrix[1]))
+    @property
+    def each(self) -> tuple[int, int]:
+        """The shape of the matrix."""
+        return self.matrix
+
+    def of_each(self, shape: tuple[int, int]) -> Self:
+        """The content of a matrix of this shape."""
+        return replace(self, matrix=shape)
 
     @property
     def extent(self) -> tuple:
@@ -140,10 +145,10 @@ class ManyMatrices:
     def _has_experts(shape: Sequence[int]) -> bool:
         return len(shape) == AXES and shape[0] > 0
 
-    def part(self, start: int, stop: int, size: int) -> Self:
+    def part(self, start: int, stop: int) -> Self:
         """The content of the experts from start to stop, of equal shapes."""
-        matrix, count = ((stop - start) * (self.matrix[0] // size), self.matrix[1]), stop - start
-        return replace(self, matrix=matrix, count=count, first=self.first + start)
+        rows, cols = self.each
+        return replace(self, matrix=((stop - start) * rows, cols), count=stop - start, first=self.first + start)
 
     @property
     def extent(self) -> tuple:
@@ -153,7 +158,7 @@ class ManyMatrices:
     @property
     def splits(self) -> Splits | Shapes:
         """The rows of each member in the matrix."""
-        return self.shapes or Splits.uniform(self.count, self._equal[0])
+        return self.shapes or Splits.uniform(self.count, self.each[0])
 
     @property
     def source_shape(self) -> tuple[int, ...]:
@@ -163,15 +168,20 @@ class ManyMatrices:
     @property
     def members(self) -> list[tuple[int, int]]:
         """The shape of each member."""
-        return list(self.shapes.members) if self.shapes else [self._equal] * self.count
+        return list(self.shapes.members) if self.shapes else [self.each] * self.count
 
     def member(self, index: int) -> OneMatrix:
         """The content of one member."""
-        return OneMatrix(matrix=self.shapes.members[index] if self.shapes else self._equal)
+        return OneMatrix(matrix=self.shapes.members[index] if self.shapes else self.each)
 
     @property
-    def _equal(self) -> tuple[int, int]:
+    def each(self) -> tuple[int, int]:
+        """The shape of each member, where they have one."""
         return self.matrix[0] // max(self.count, 1), self.matrix[1]
+
+    def of_each(self, shape: tuple[int, int]) -> Self:
+        """The content of as many members of this shape."""
+        return replace(self, matrix=(self.count * shape[0], shape[1]))
 
     def empty_shape(self, size: Sequence[int]) -> Sequence[Any] | None:
         """The argument of empty() for a tensor of this size; None if it cannot be held so."""
@@ -186,9 +196,10 @@ class ManyMatrices:
             return self.shapes.layout(columnwise=columnwise)
         return GroupLayout(splits=self.splits, width=self.matrix[1], columnwise=columnwise)
 
-    def check_shard(self) -> NoReturn:
-        """UserError: the members of a group are whole."""
-        raise UserError("a grouped tensor is cut between its experts, each of which is whole; it takes no place")
+    def check_shard(self) -> None:
+        """UserError for members of several shapes, which are whole: a place is one in the matrix of every member."""
+        if self.shapes:
+            refuse_unlike(self.shapes.members, "a shard of a group", instead="; its members are whole")
 
     def check(self, format: Format, direction: str) -> None:
         """UserError, naming the member, for a shape that the format cannot hold."""
@@ -242,7 +253,7 @@ class ManyMatrices:
         else:
             parts = [member.dequantize(dtype).t() for member in columnwise.members]
         if not parts:
-            return next(iter((rowwise or columnwise).buffers.values())).new_empty((0, *self._equal), dtype=dtype)
+            return next(iter((rowwise or columnwise).buffers.values())).new_empty((0, *self.each), dtype=dtype)
         return torch.cat([part.reshape(-1) for part in parts]) if self.shapes else torch.stack(parts)
 
 

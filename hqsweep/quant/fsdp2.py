@@ -69,7 +69,7 @@ class Sharding:
         self._join(mesh)
         self._make_whole(shard.device)
         ahead, parameter = self._pass(self._directions()), self._parameter()
-        if self._group()._use_post_forward_mesh or self.cut.axis:
+        if self._group()._use_post_forward_mesh or self.cut.dim:
             take_over(parameter)
         # torch makes its outputs once, in the sizes of the first pass; another pass needs other sizes.
         parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [*ahead.received], [*ahead.own]

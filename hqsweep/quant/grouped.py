@@ -2,7 +2,8 @@
 
 Every expert is quantized by itself, with scales, random bits and states of its own; members are views of the packed
 buffers, so that writing to one writes to the group. What holds for a HybridQuantizedTensor holds here, with the first
-axis counting experts: it can be cut between experts only, and one expert is a HybridQuantizedTensor [N, K].
+axis counting experts: one expert is a HybridQuantizedTensor [N, K], and slices are of experts. fully_shard cuts it
+between experts, or along rows or columns of every expert, whose shards then have the bytes of their parts.
 
 Members may also have any shapes [m_e, k_e]. The group is flat then, [sum of m_e * k_e], as a buffer in which they lie
 one after the other; it is written, copied and saved as a whole, and `members` are its parts.
@@ -18,6 +19,7 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.ops.layout import refuse_unlike
+from hqsweep.ops.packed import stored_by_rows
 from hqsweep.ops.shapes import Shapes
 from hqsweep.quant.content import AXES, ManyMatrices, MemberShapes, joined
 from hqsweep.quant.delayed import SlotStates
@@ -26,6 +28,7 @@ from hqsweep.quant.group import Wanted, homogeneous, quantize_group
 from hqsweep.quant.group_part import quantize_group_part
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 from hqsweep.quant.operand import HybridOperand, Operand
+from hqsweep.quant.part import Part
 from hqsweep.quant.shard import Cut
 from hqsweep.quant.tensor import INIT_VAL, HybridQuantizedTensor
 
@@ -152,15 +155,17 @@ class GroupedTensor(HybridQuantizedTensor):
             members.append(member)
         return members
 
-    def _encode(self, x: Tensor, key: RngKey | None) -> HybridOperand:
+    def encode(self, x: Tensor, key: RngKey | None, part: Part | None) -> HybridOperand:
+        """The operands of the directions held, of values [E, N, K], or flat ones, in the source dtype; `part` says how
+        ranks share each member."""
         meta, states = self.metadata, self.states and [own and own.written() for own in self.states]
         content = meta.content
         x, slots = x.reshape(content.source_shape), {"keys": content.keys(key), "states": states}
         wanted = {d: "codes" if d in meta.directions else None for d in DIRECTIONS}
-        if self.part is None:
+        if part is None:
             return quantize_group(x, content.splits, self.quantizer, **wanted, **slots)
         asked = Wanted(**wanted, **slots, by_rows=False)
-        return quantize_group_part(self.quantizer, x, content.splits, self.part, asked)
+        return quantize_group_part(self.quantizer, x, content.splits, part, asked)
 
 
 def _used(x: Tensor, shapes: Shapes) -> Tensor:
@@ -216,8 +221,30 @@ def _slice(
 
 
 def _split(x: GroupedTensor, size: int, dim: int = 0) -> list[GroupedTensor]:
-    parts = [_slice(x, dim, start, start + size) for start in range(0, x.shape[dim], size)]
-    return with_sharding(x, parts, Cut.of(x.metadata, x.shape, size)) if dim == 0 else parts
+    """Parts of so many experts, as views; or shards of so many rows, or columns, of every expert, as copies."""
+    cut = Cut.of(x.metadata, x.shape, size, dim)
+    if cut.of_experts or x.dim() != AXES:
+        parts = [_slice(x, dim, start, start + size) for start in range(0, x.shape[dim], size)]
+    else:
+        of_members = [member.split(size, cut.dim - 1) for member in x.members]
+        parts = [_shard(x, cut, *each) for each in enumerate(zip(*of_members, strict=True))]
+    return with_sharding(x, parts, cut)
+
+
+def _shard(x: GroupedTensor, cut: Cut, rank: int, members: Sequence[HybridQuantizedTensor]) -> GroupedTensor:
+    """The shard of this number of a tensor that is cut so, which is made of its members' shards."""
+    (start, stop), buffers = cut.span(rank), {}
+    for direction, name in x.metadata.stored:
+        turned = stored_by_rows(getattr(x.quantizer, direction), direction == "columnwise")
+        own = [getattr(member, direction).buffers[name] for member in members]
+        buffers[f"{direction}_{name}"] = torch.cat([(part.t() if turned else part).reshape(-1) for part in own])
+    if x.high_precision_init_val is not None:
+        buffers[INIT_VAL] = torch.stack([member.high_precision_init_val for member in members])
+    # What is written into a copy would not reach the whole.
+    metadata = replace(cut.part(start, stop), key=x.metadata.key, shares_scale=True)
+    shard = type(x)(buffers, metadata, cut.shape_of(stop - start))
+    shard.states, shard.part = x.states, x.part
+    return shard
 
 
 def _split_with_sizes(x: GroupedTensor, sizes: list[int], dim: int = 0) -> list[GroupedTensor]:

@@ -12,7 +12,7 @@ from hqsweep.dist.collectives import largest_bytes_
 from hqsweep.dist.exchange import areas_of_interval
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
-from hqsweep.quant.agree import gather_sources, own_area, source_area, write_shards_
+from hqsweep.quant.agree import gather_sources, is_group, own_area, source_area, write_shards_
 from hqsweep.quant.columnwise import follows_rowwise
 from hqsweep.quant.operand import narrow
 from hqsweep.quant.place import Place
@@ -88,8 +88,8 @@ def takes_rows(weight: Any) -> bool:
 
 def _write(every: Sequence[_Source], group: Any) -> None:
     """Write weights, or shards, in both directions."""
-    held, pieces = [], []
-    for weight, master, offset, _ in every:
+    held, pieces, matrices = [], [], [matrix for source in every for matrix in _matrices(source)]
+    for weight, master, offset, _ in matrices:
         areas, values = [], []
         if master is not None and master.numel():
             areas = areas_of_interval(offset, offset + master.numel(), _whole(weight)[1])
@@ -98,8 +98,8 @@ def _write(every: Sequence[_Source], group: Any) -> None:
         held.append(areas)
         pieces.append(values)
     writes, sources = [], []
-    gathered = gather_sources([source.weight for source in every], held, pieces, group)
-    for (weight, _, _, key), (x, cut_rows) in zip(every, gathered, strict=True):
+    gathered = gather_sources([source.weight for source in matrices], held, pieces, group)
+    for (weight, _, _, key), (x, cut_rows) in zip(matrices, gathered, strict=True):
         if weight.metadata.place is None:
             weight.quantize_(x.reshape(weight.shape), key=key)
             continue
@@ -107,6 +107,31 @@ def _write(every: Sequence[_Source], group: Any) -> None:
         writes.append((weight, *weight.begin_write(own, key)))
         sources.append((x, cut_rows))
     write_shards_(writes, sources, group)
+    for weight, _, _, key in every:
+        if _is_cut_group(weight):
+            weight.set_key(weight.next_key(key))
+            torch.autograd.graph.increment_version(weight)
+
+
+def _is_cut_group(weight: Any) -> bool:
+    """Whether a weight is a shard of every expert's matrix."""
+    return weight.metadata.place is not None and is_group(weight)
+
+
+def _matrices(source: _Source) -> list[_Source]:
+    """The source itself, or those of every expert's matrix, of which a shard has a part."""
+    weight, master, offset, key = source
+    if not _is_cut_group(weight):
+        return [source]
+    size, content, sources = math.prod(weight.metadata.place.whole), weight.metadata.content, []
+    for index, member in enumerate(weight.members):
+        own = None, None
+        if master is not None:
+            start, stop = (min(max(end - index * size, 0), size) for end in (offset, offset + len(master)))
+            first = index * size + start - offset
+            own = master[first : first + stop - start], start
+        sources.append(_Source(member, *own, content.key_of(key, index)))
+    return sources
 
 
 def _write_rows(every: Sequence[_Source], group: Any) -> None:
@@ -148,7 +173,7 @@ def _rows(source: _Source) -> HybridQuantizedTensor:
 
 
 def _whole(weight: Any) -> tuple[int, int]:
-    """The shape of the whole weight."""
+    """The shape of the whole weight, or of every expert's."""
     place = weight.metadata.place
     return weight.metadata.matrix if place is None else place.whole
 
@@ -159,11 +184,12 @@ def _check(index: int, source: _Source) -> None:
     check_quantized(weight, "quantize_master_weights")
     if master is None or not master.numel():
         return
-    numel = math.prod(_whole(weight))
+    whole = ((weight.metadata.content.count,) if _is_cut_group(weight) else ()) + tuple(_whole(weight))
+    numel = math.prod(whole)
     if master.dim() != 1 or offset is None or not 0 <= offset <= numel - master.numel():
         raise UserError(
             f"quantize_master_weights: master {index} is {tuple(master.shape)} at offset {offset}; it takes a flat"
-            f" fragment that lies within the {numel} elements of a weight {tuple(_whole(weight))}"
+            f" fragment that lies within the {numel} elements of a weight {whole}"
         )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from hqsweep.dist.exchange import Area
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
-from hqsweep.quant.content import Content, OneMatrix, parse_content
+from hqsweep.quant.content import Content, parse_content
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 from hqsweep.quant.operand import Operand
 from hqsweep.quant.place import Place
@@ -33,7 +33,7 @@ class Metadata:
     key: RngKey | None = None
     """The key of the last quantization, where the quantizer rounds stochastically; a group has one for all members."""
     place: Place | None = None
-    """The place of a shard in its whole weight; None: it is the whole."""
+    """The place of a shard in its whole weight, or of each member in the whole of its own; None: it is the whole."""
     shares_scale: bool = False
     """Whether this is a part that has entries in common with the rest of its tensor, such as the scale of the tensor,
     and cannot be written."""
@@ -56,7 +56,7 @@ class Metadata:
             raise UserError(f"directions are {tuple(directions)}; allowed: {', '.join(DIRECTIONS)}, or both")
         if place is not None:
             content.check_shard()
-            place.area(content.matrix)
+            place.area(content.each)
         return cls(
             quantizer=quantizer,
             directions=tuple(d for d in DIRECTIONS if d in directions),
@@ -82,11 +82,11 @@ class Metadata:
 
     def cover(self, direction: str) -> Area:
         """The rows and columns of the whole that the operand of this direction of a shard encodes."""
-        return self.place.cover_area(getattr(self.quantizer, direction), direction, self.matrix)
+        return self.place.cover_area(getattr(self.quantizer, direction), direction, self.content.each)
 
     def _encoded(self, direction: str) -> Content:
         """What the direction's operand encodes: the content, or the cover of a shard."""
-        return self.content if self.place is None else OneMatrix(matrix=self.cover(direction).shape)
+        return self.content if self.place is None else self.content.of_each(self.cover(direction).shape)
 
     def buffer(self, direction: str, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """The dtype and the shape of one buffer; UserError for a shape that the format cannot hold."""
@@ -96,7 +96,7 @@ class Metadata:
     def empty(self, device: torch.device | str) -> dict[str, Tensor]:
         """Uninitialised buffers; UserError for a shape that a format cannot hold."""
         buffers = {}
-        whole = self.content if self.place is None else OneMatrix(matrix=self.place.whole)
+        whole = self.content if self.place is None else self.content.of_each(self.place.whole)
         for direction in self.directions:
             whole.check(getattr(self.quantizer, direction), direction)
         for direction, name in self.stored:
@@ -131,7 +131,7 @@ class Metadata:
         if self.place is None:
             return self.content.decode(rowwise, columnwise, dtype)
         direction = "columnwise" if rowwise is None else "rowwise"
-        cover, own = self.cover(direction), self.place.area(self.matrix)
+        cover, own = self.cover(direction), self.place.area(self.content.each)
         values = self._encoded(direction).decode(rowwise, columnwise, dtype)
         return values if cover == own else own.of(values, cover).clone()
 

@@ -1,7 +1,7 @@
 """Which bytes of a held tensor each rank of a sharding has, and how they become the whole: pack and unpack.
 
 A sharded tensor is cut along its first axis as torch.chunk does it, so that the last shards may be shorter, or empty,
-or along its last axis into equal parts.
+or along another into equal parts: the columns of a matrix, or the rows or columns of every expert's.
 It all follows from the layouts of the formats: a buffer has entries along the cut axis, of which a rank holds those
 that its rows read. Ranks whose rows share an entry all hold it, with the same bytes.
 """
@@ -17,30 +17,34 @@ from torch import Tensor
 from hqsweep.dist import words
 from hqsweep.formats import WHOLE
 from hqsweep.memo import memo
+from hqsweep.ops.packed import stored_by_rows
 from hqsweep.quant.place import Place
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a tensor of `shape` and `metadata` is cut: into parts of `each` rows, or experts, of its first axis, or of
-    `each` columns."""
+    """How a tensor of `shape` and `metadata` is cut: into parts of `each` experts, rows or columns, along `dim`."""
 
     metadata: Any
     """The tensor's Metadata."""
     shape: tuple[int, ...]
     each: int
-    axis: int = 0
-    """0: rows, or experts, are cut; 1: columns."""
+    dim: int = 0
 
     @classmethod
-    def of(cls, metadata: Any, shape: Sequence[int], each: int, axis: int = 0) -> "Cut":
+    def of(cls, metadata: Any, shape: Sequence[int], each: int, dim: int = 0) -> "Cut":
         """The cut of a tensor with this metadata, without the key of random bits, which changes."""
-        return cls(replace(metadata, key=None), tuple(shape), each, axis)
+        return cls(replace(metadata, key=None), tuple(shape), each, dim % len(shape))
 
     @property
-    def dim(self) -> int:
-        """The axis of the tensor that is cut: the first, or the last."""
-        return len(self.shape) - 1 if self.axis else 0
+    def of_experts(self) -> bool:
+        """Whether a group is cut between its experts."""
+        return self.metadata.content.splits is not None and self.dim == 0
+
+    @property
+    def axis(self) -> int:
+        """The axis of the matrix, or of every expert's, that is cut: 0 for rows, 1 for columns."""
+        return int(self.dim > 0 and self.dim == len(self.shape) - 1)
 
     def shape_of(self, size: int) -> tuple[int, ...]:
         """The shape of a part with so many rows, experts or columns."""
@@ -54,20 +58,20 @@ class Cut:
     def part(self, start: int, stop: int) -> Any:
         """The Metadata of the part from start to stop, with its place, or its first expert."""
         meta = self.metadata
-        if meta.content.splits is not None:
-            return replace(meta, content=meta.content.part(start, stop, self.shape[0]))
-        matrix = list(meta.matrix)
+        if self.of_experts:
+            return replace(meta, content=meta.content.part(start, stop))
+        matrix = list(meta.content.each)
+        whole = meta.place or Place(0, 0, *matrix)
         matrix[self.axis] = (stop - start) * self.factor
-        whole = meta.place or Place(0, 0, *meta.matrix)
         first = [whole.first_row, whole.first_col]
         first[self.axis] += start * self.factor
         place = replace(whole, first_row=first[0], first_col=first[1])
-        return replace(meta, content=replace(meta.content, matrix=tuple(matrix)), place=place)
+        return replace(meta, content=meta.content.of_each(tuple(matrix)), place=place)
 
     @property
     def factor(self) -> int:
         """The rows, or columns, of the matrix for each entry of the axis that is cut."""
-        return self.metadata.matrix[self.axis] // self.shape[self.dim]
+        return self.metadata.content.each[self.axis] // self.shape[self.dim]
 
     def along(self, direction: str) -> int:
         """The axis of an operand that is cut."""
@@ -82,9 +86,9 @@ class Cut:
 
 @dataclass(frozen=True)
 class BufferCut:
-    """How one buffer is cut. As entries it is a matrix `shape`, cut along `axis`."""
+    """How one buffer is cut. As entries it is a matrix `shape`, or one for every expert, cut along `axis`."""
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     axis: int
     spans: tuple[tuple[int, int], ...]
     """The entries of each rank along the axis."""
@@ -98,12 +102,16 @@ class BufferCut:
     def nbytes(self) -> int:
         """The bytes that each rank sends: as many as the rank that has most."""
         most = max(last - first for first, last in self.spans)
-        return most * self.shape[1 - self.axis] * self.dtype.itemsize
+        return math.prod(self._part(most)) * self.dtype.itemsize
+
+    def _part(self, size: int) -> list[int]:
+        """The shape of a part with so many entries along the axis."""
+        return [size if axis == self.axis else length for axis, length in enumerate(self.shape)]
 
     @property
     def in_place(self) -> bool:
         """Whether what all ranks send, one after the other, is the buffer itself, or starts with it."""
-        return self.whole or (self.axis == 0 and self.even)
+        return self.whole or (self.even and math.prod(self.shape[: self.axis]) == 1)
 
     @property
     def even(self) -> bool:
@@ -115,9 +123,8 @@ class BufferCut:
         """The bytes of a rank's buffer, uint8 [nbytes]. They are a copy only if the buffer is shorter than another
         rank's, or has more entries than are sent."""
         if not self.whole:
-            (first, last), entries = self.spans[rank], list(self.shape)
-            entries[self.axis] = -1
-            shard = shard.view(entries if shard.numel() else [0, 0])
+            first, last = self.spans[rank]
+            shard = shard.view(self._part(-1 if shard.numel() else 0))
             shard = shard.narrow(self.axis, self.skipped[rank], last - first)
         own = shard.contiguous().view(-1).view(torch.uint8)
         return own if own.numel() == self.nbytes else torch.cat([own, own.new_zeros(self.nbytes - own.numel())])
@@ -136,13 +143,14 @@ class BufferCut:
     def turned(self, gathered: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
         """Views, for an even cut, of the buffer of the whole and of what all ranks sent, in which entries lie alike, as
         words (dist.words)."""
-        rows, cols = (n // len(self.spans) if i == self.axis else n for i, n in enumerate(self.shape))
-        arrived = gathered.view(self.dtype).view(-1, rows, cols).movedim(0, self.axis)
+        ranks = len(self.spans)
+        parts = gathered.view(self.dtype).view(ranks, *self._part(self.shape[self.axis] // ranks))
+        arrived = parts.movedim(0, self.axis)
         return tuple(words.as_words(buffer.view(arrived.shape), arrived))
 
     def _unpack_each(self, parts: Tensor, buffer: Tensor) -> None:
         for part, (first, last) in zip(parts, self.spans, strict=True):
-            shape = [last - first if i == self.axis else n for i, n in enumerate(self.shape)]
+            shape = self._part(last - first)
             own = part[: math.prod(shape) * self.dtype.itemsize]
             buffer.narrow(self.axis, first, last - first).copy_(own.view(self.dtype).view(shape))
 
@@ -156,12 +164,18 @@ def buffer_cuts(cut: Cut, ranks: int) -> Mapping[str, BufferCut]:
 def _buffer_cut(cut: Cut, ranks: int, direction: str, name: str) -> BufferCut:
     meta, spans = cut.metadata, [cut.span(rank) for rank in range(ranks)]
     dtype, shape = meta.buffer(direction, name)
-    if meta.content.splits is not None:  # a group, cut between experts
+    if cut.of_experts:
         experts = cut.shape[0]
         entries = (experts, math.prod(shape) // experts)
         return BufferCut(entries, 0, tuple(spans), (0,) * ranks, dtype, whole=False)
-    axis, format = cut.along(direction), getattr(meta.quantizer, direction)
-    divisor = (format.layout[name].rows, format.layout[name].cols)[axis]
+    along, format = cut.along(direction), getattr(meta.quantizer, direction)
+    divisor = (format.layout[name].rows, format.layout[name].cols)[along]
+    axis = along
+    if meta.content.splits is not None:
+        rows, cols = meta.member(0).buffer(direction, name)[1]
+        turned = stored_by_rows(format, direction == "columnwise")
+        shape = (meta.content.count, cols, rows) if turned else (meta.content.count, rows, cols)
+        axis = 1 + (cut.axis if turned else along)
     if divisor == WHOLE:
         return BufferCut(shape, axis, ((0, 1),) * ranks, (0,) * ranks, dtype, whole=True)
     place, covered = meta.place, 0 if meta.place is None else cut.covered(meta, direction)[0]

@@ -167,7 +167,7 @@ class HybridQuantizedTensor(torch.Tensor):
         x, key = self.begin_write(x, key)
         with torch.no_grad():
             nothing = self.is_meta or x.is_meta or not x.numel()
-            operands = None if nothing else self._encode(x.to(self.device, self.source_dtype), key)
+            operands = None if nothing else self.encode(x.to(self.device, self.source_dtype), key, self.part)
         return self.end_write(operands, x, key)
 
     def begin_write(self, x: Tensor | Sequence[Tensor], key: RngKey | None) -> tuple[Tensor, RngKey | None]:
@@ -177,7 +177,7 @@ class HybridQuantizedTensor(torch.Tensor):
             raise UserError(f"quantize_: got {tuple(x.shape)} for a tensor of shape {tuple(self.shape)}")
         self.check_writable()
         with torch.no_grad():
-            return (x.dequantize() if isinstance(x, HybridQuantizedTensor) else x), self._next_key(key)
+            return (x.dequantize() if isinstance(x, HybridQuantizedTensor) else x), self.next_key(key)
 
     def end_write(self, operands: Any, x: Tensor, key: RngKey | None) -> Self:
         """Take these operands of x, made under this key (None on the meta device, and without elements); returns
@@ -304,8 +304,8 @@ class HybridQuantizedTensor(torch.Tensor):
         tensor that is cut in another way."""
         if self.sharding is None:
             raise UserError(
-                f"fully_shard: a weight held in {self.quantizer} is sharded along its first axis, Shard(0), or, if it"
-                " is one matrix, along its columns"
+                f"fully_shard: a weight held in {self.quantizer} is sharded along its first or its last axis, or, if it"
+                " is one of experts [E, N, K], along any"
             )
         gather = partial(self.sharding.pre, self)
         gather.__signature__ = ONE_ARGUMENT
@@ -369,15 +369,18 @@ class HybridQuantizedTensor(torch.Tensor):
         words += ["requires_grad=True"] if self.requires_grad else []
         return f"{'Parameter of ' if isinstance(self, nn.Parameter) else ''}{type(self).__name__}({', '.join(words)})"
 
-    def _encode(self, x: Tensor, key: RngKey | None) -> HybridOperand:
-        """The operands of the directions held, from values that lie in memory as the tensor's do."""
+    def encode(self, x: Tensor, key: RngKey | None, part: Part | None) -> HybridOperand:
+        """The operands of the directions held, of values in the source dtype that lie in memory as the tensor's do;
+        `part` says how ranks share the matrix."""
         meta, options = self.metadata, {"key": key, "states": self.states and self.states.written()}
         wanted = {d: "codes" if d in meta.directions else None for d in DIRECTIONS}
-        if self.part is not None:
-            return quantize_part(self.quantizer, x, self.part, **wanted, **options)
+        if part is not None:
+            return quantize_part(self.quantizer, x, part, **wanted, **options)
         return self.quantizer.quantize(x.reshape(meta.matrix), **wanted, **options)
 
-    def _next_key(self, key: RngKey | None) -> RngKey | None:
+    def next_key(self, key: RngKey | None) -> RngKey | None:
+        """The key of a write that is given this one: by default the step after the last; None where no bits are drawn.
+        UserError for none at all."""
         if not self.quantizer.stochastic:
             return None
         last = self.metadata.key

@@ -100,7 +100,8 @@ def _split(x: HybridQuantizedTensor, size: int, dim: int = 0) -> list[HybridQuan
     their rows, or columns, read."""
     starts = range(0, max(x.shape[dim], 1), max(size, 1))
     spans = [(start, min(start + size, x.shape[dim])) for start in starts]
-    cut = Cut.of(x.metadata, x.shape, size, _matrix_axis(x, dim))
+    _matrix_axis(x, dim)
+    cut = Cut.of(x.metadata, x.shape, size, dim)
     return with_sharding(x, [_shard(x, cut, *span) for span in spans], cut)
 
 

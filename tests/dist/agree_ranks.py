@@ -171,6 +171,48 @@ def grouped_fragments(rank: int, world: int) -> bool:
     return all(same(buffer, whole.buffers[name]) for name, buffer in group.buffers.items())
 
 
+def grouped_shards(rank: int, world: int) -> dict[str, str]:
+    """Rows of every expert's matrix, written together, and once more from flat fragments of all experts' masters."""
+    experts, rows, cols = 3, 96, 48
+    x = draw("normal", experts * rows, cols, dtype=torch.float32).view(experts, rows, cols)
+    first, last = list(pairwise({2: (0, 37, rows), 4: (0, 5, 37, 70, rows)}[world]))[rank]
+    texts = [
+        "nvfp4+sr|mxfp8",
+        "mxfp8+2d|nvfp4+sr@rowwise_dequantized",
+        "fp8_current",
+        "bf16|fp16",
+        "nvfp4+row_scaled|mxfp8",
+    ]
+    options = {"dtype": torch.float32, "source_dtype": torch.bfloat16}
+    place = {"place": Place(first, 0, rows, cols)}
+    tensors, wholes = [], []
+    for text in texts:
+        quantizer = HybridQuantizer.parse(text)
+        tensors.append(GroupedTensor.empty((experts, last - first, cols), quantizer, **options, **place))
+        whole = GroupedTensor.empty(x.shape, quantizer, **options)
+        wholes.append(whole.quantize_(x, key=key_of(text)))
+    keys, parts = [key_of(text) for text in texts], [x[:, first:last]] * len(texts)
+    quantize_shards_(tensors, parts, keys, dist.group.WORLD)
+    wrong = _wrong_members("written", tensors, wholes)
+    cuts = [intervals(world, x.numel(), index)[rank] for index in range(len(texts))]
+    masters = [2 * x.flatten()[start:stop] for start, stop in cuts]
+    quantize_master_weights(tensors, masters, [start for start, _ in cuts], dist.group.WORLD)
+    for whole in wholes:
+        whole.quantize_(2 * x)
+    return wrong | _wrong_members("from masters", tensors, wholes)
+
+
+def _wrong_members(when: str, tensors: list[GroupedTensor], wholes: list[GroupedTensor]) -> dict[str, str]:
+    wrong = {}
+    for tensor, whole in zip(tensors, wholes, strict=True):
+        places = [difference(*pair) for pair in zip(tensor.members, whole.members, strict=True)]
+        if tensor.metadata.key != whole.metadata.key:
+            places.append("key")
+        if any(places):
+            wrong[f"{tensor.quantizer} {when}"] = str(places)
+    return wrong
+
+
 def poisoned(text: str) -> HybridQuantizedTensor:
     options = {"dtype": torch.float32, "source_dtype": torch.bfloat16}
     weight = HybridQuantizedTensor.empty((ROWS, COLS), HybridQuantizer.parse(text), **options)
@@ -300,7 +342,7 @@ def refusals(rank: int, world: int) -> list[str]:
 
 
 def all_cases(rank: int, world: int) -> dict[str, object]:
-    functions = (columns, one_direction, fragments, grouped_fragments, delayed, collectives, refusals)
+    functions = (columns, one_direction, fragments, grouped_fragments, grouped_shards, delayed, collectives, refusals)
     functions += (gathered_codes, sent_values, no_fragments)
     results = {f"shards {cut}": shards(rank, world, cut) for cut in CUTS[world]}
     return results | {function.__name__: function(rank, world) for function in functions}

@@ -29,9 +29,14 @@ class Holder(nn.Module):
         self.weight = nn.Parameter(weight)
 
 
+def drawn(shape, seed):
+    """Values of a tensor of this shape."""
+    return draw("normal", torch.Size(shape[:-1]).numel(), shape[-1], seed).view(shape).to(rank_device())
+
+
 def held(text, shape, **options):
     """A tensor [N, K], or [E, N, K], in the formats of a text."""
-    x = draw("normal", torch.Size(shape[:-1]).numel(), shape[-1]).view(shape).to(rank_device())
+    x = drawn(shape, 0)
     kind = HybridQuantizedTensor if len(shape) == 2 else GroupedTensor
     return kind.quantize(x, HybridQuantizer.parse(text), key=KEY, **options)
 
@@ -57,11 +62,11 @@ def fits(text, shape):
     return True
 
 
-def gathered(rank, texts, shapes, columns=()):
-    """(text, shape) -> the buffers that are not those of the whole after a gather, after one more, and, of matrices,
-    after other values were written. columns: more shapes, of matrices that are cut along columns."""
+def gathered(rank, texts, shapes, others=()):
+    """(text, shape, axis that is cut) -> the buffers that are not those of the whole after a gather, after one more,
+    and, of axes but the first, after other values were written. others: more shapes, with such an axis."""
     faults, ranks = {}, mesh()
-    by_dim = [(shape, dim) for dim, every in enumerate((shapes, columns)) for shape in every]
+    by_dim = [*((shape, 0) for shape in shapes), *others]
     cases = [(text, shape, dim) for shape, dim in by_dim for text in texts]
     for text, shape, dim in (case for case in cases if fits(*case[:2])):
         whole = held(text, shape)
@@ -69,12 +74,12 @@ def gathered(rank, texts, shapes, columns=()):
         fully_shard(module, mesh=ranks, shard_placement_fn=lambda _, dim=dim: Shard(dim))
         for time in range(3 if dim else 2):
             if time == 2:
-                values = draw("normal", *shape, 7).to(rank_device())
+                values = drawn(shape, 7)
                 module.weight.to_local().quantize_(values.chunk(ranks.size(), dim)[rank], key=KEY)
                 whole.quantize_(values, key=KEY)
             module.unshard()
             names += differing(module.weight, whole)
             module.reshard()
         if names:
-            faults[text, shape] = names
+            faults[text, shape, dim] = names
     return faults

@@ -96,8 +96,8 @@ def train(model, *, microbatches=1, held_back=None, between=None, saving=nullcon
 
 
 def columns_of_held(parameter):
-    """Shard(1) for matrices that are held quantized."""
-    return Shard(1) if isinstance(parameter, HybridQuantizedTensor) and parameter.dim() == 2 else None
+    """Shard(1) for what is held quantized: columns of matrices, and rows of every expert's."""
+    return Shard(1) if isinstance(parameter, HybridQuantizedTensor) else None
 
 
 def shard(model, raf=True, **options):
@@ -170,6 +170,7 @@ HYBRID_CASES = {
 to_two = partial(shard, raf=2)
 MESH_CASES = {"reshards to two ranks": ({}, to_two, {})}
 HELD_MESH_CASES = {
+    "by columns": ({}, partial(shard, shard_placement_fn=columns_of_held), {}),
     "by columns, and reshards to two ranks": ({}, partial(to_two, shard_placement_fn=columns_of_held), {}),
     "reshards to two ranks and recomputes": ({"inside": False}, to_two, {}),
     "reshards to two ranks and accumulates": (

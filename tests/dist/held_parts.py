@@ -110,13 +110,13 @@ def differences(texts: list[str]) -> list[str]:
     """What of held weights differs from one process: after a first gather, after later values were written to all
     weights at once, and to each by itself; and of values that are shared out and put together again."""
     faults, cases = [], [(text, cut) for cut in CUTS for text in texts if fits(text, cut.shape)]
-    for axes, columns in ((MESHES[0], False), (MESHES[1], False), (MESHES[0], True)):
+    for axes, second in ((MESHES[0], False), (MESHES[1], False), (MESHES[0], True)):
         mesh = init_device_mesh("cpu", (2, *(1,) * (len(axes) - 2), 2), mesh_dim_names=axes)
-        some = [case for case in cases if _fits_columns(case[1])] if columns else cases
-        modules = {case: _module(mesh, *case, columns) for case in (some if len(axes) == 2 else some[::5])}
+        some = [case for case in cases if _fits_second_axis(case[1])] if second else cases
+        modules = {case: _module(mesh, *case, second) for case in (some if len(axes) == 2 else some[::5])}
         weights = [module.weight for module in modules.values()]
         of_first = {cut: module.weight for (_, cut), module in modules.items()}
-        for time in ("at first", "together", "alone")[: 2 if columns else 3]:
+        for time in ("at first", "together", "alone")[: 2 if second else 3]:
             values = {cut: cut.draw(len(time)) for cut in CUTS}
             spread = {cut: spread_out(values[cut], weight) for cut, weight in of_first.items()}
             faults += [f"{cut}: values" for cut, x in spread.items() if not torch.equal(whole_tensor(x), values[cut])]
@@ -135,16 +135,16 @@ def differences(texts: list[str]) -> list[str]:
     return faults
 
 
-def _fits_columns(cut: Cut) -> bool:
-    """Whether fully_shard may cut the parts along columns: of matrices, equal ones."""
-    return len(cut.shape) == 2 and cut.shape[1] // (2 if cut.axis else 1) % 2 == 0
+def _fits_second_axis(cut: Cut) -> bool:
+    """Whether fully_shard may cut the parts along their second axis, into equal ones."""
+    return cut.shape[1] // (2 if cut.dim == 1 else 1) % 2 == 0
 
 
-def _module(mesh: DeviceMesh, text: str, cut: Cut, columns: bool) -> Holder:
+def _module(mesh: DeviceMesh, text: str, cut: Cut, second: bool) -> Holder:
     module = Holder(held(text, cut.shape))
     placement = Shard(cut.dim) if cut.runs == 1 else _StridedShard(cut.dim, split_factor=cut.runs)
     distribute(module, mesh["tp"], {"weight": placement}, None)
-    placement_fn = (lambda _: Shard(1)) if columns else fsdp_placement
+    placement_fn = (lambda _: Shard(1)) if second else fsdp_placement
     fully_shard(module, mesh=mesh[mesh.mesh_dim_names[:-1]], shard_placement_fn=placement_fn)
     return module
 

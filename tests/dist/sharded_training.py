@@ -16,10 +16,10 @@ from hqsweep.checkpoints.save import save_model
 from hqsweep.checkpoints.sharded import save_sharded, save_sharded_async
 from hqsweep.checkpoints.sharded_load import load_sharded
 from hqsweep.dist.local import local, whole_tensor
-from hqsweep.nn import quantization, quantized_model_init
+from hqsweep.nn import GroupedLinear, GroupedLinearOptions, quantization, quantized_model_init
 from hqsweep.nn.linear import Linear
 from hqsweep.optim import FusedAdam
-from hqsweep.quant import HybridQuantizedTensor
+from hqsweep.quant import GroupedTensor, HybridQuantizedTensor
 from hqsweep.recipe import Recipe
 
 RECIPES = {
@@ -30,16 +30,30 @@ RECIPES = {
 LR = 1e-2
 
 
+class Experts(GroupedLinear):
+    """Two experts, of which one has some of the rows, and the other the rest."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        options = GroupedLinearOptions(single_grouped_weight=True)
+        super().__init__(2, 64, 64, name="2", recipe=recipe, options=options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """y [64, 64]."""
+        return super().forward(x, [24, 40])
+
+
 class Training:
-    """Two linears by a recipe with a norm between them, in FSDP2 over the ranks of a mesh (None: plain). kind: bf16 or
-    fp32 weights, held ones that start from their values, or held ones that start from their codes."""
+    """A linear, a norm and a linear, or experts, by a recipe, in FSDP2 over the ranks of a mesh (None: plain). kind:
+    bf16 or fp32 weights, held ones that start from their values, or held ones that start from their codes, of a
+    linear or of experts."""
 
     def __init__(self, recipe: str, mesh: DeviceMesh | None, seed: int = 0, kind: str = "fp32") -> None:
         slots = Recipe.from_config({"linear": RECIPES[recipe]})
         torch.manual_seed(seed)
-        held = quantized_model_init(enabled="held" in kind, preserve_high_precision_init_val=kind == "held")
+        held = quantized_model_init(enabled="held" in kind, preserve_high_precision_init_val="codes" not in kind)
         with held, quantization(seed=1):
-            first, last = Linear(32, 64, name="0", recipe=slots, bias=True), Linear(64, 64, name="2", recipe=slots)
+            first = Linear(32, 64, name="0", recipe=slots, bias=True)
+            last = Experts(slots) if "experts" in kind else Linear(64, 64, name="2", recipe=slots)
         self.model = nn.Sequential(first, nn.LayerNorm(64), last)
         if kind == "bf16":
             self.model.bfloat16()
@@ -71,8 +85,14 @@ class Training:
             self.optimizer.set_lr(self.optimizer.param_groups[0]["lr"] * 0.9)
 
     def content(self) -> dict[str, torch.Tensor]:
-        """Every number that training goes on from, whole."""
+        """Every number that training goes on from, whole, but histories of experts whose weights another rank has."""
         tensors = {name: whole(value) for name, value in self.model.state_dict().items() if not is_held(value)}
+        experts = local(self.model[2].weight)
+        if isinstance(experts, GroupedTensor):
+            first = experts.metadata.content.first
+            others = set(range(2)) - set(range(first, first + experts.experts))
+            parts = tuple(f"2.states.{expert}.weight_" for expert in others)
+            tensors = {name: value for name, value in tensors.items() if not name.startswith(parts)}
         for name, p in self.model.named_parameters():
             tensors |= {f"{name}.{key}": whole(value) for key, value in self.optimizer.state[p].items()}
         for index in (0, 2):
@@ -102,7 +122,7 @@ class Training:
 
 
 def columns_of_held(parameter: nn.Parameter) -> Shard | None:
-    """Shard(1) for weights that are held quantized."""
+    """Shard(1) for weights that are held quantized: columns of the matrix, and rows of every expert's."""
     return Shard(1) if isinstance(parameter, HybridQuantizedTensor) else None
 
 
@@ -126,6 +146,7 @@ RESUMED = [
     ("nvfp4", "held"),
     ("fp8_delayed", "held"),
     ("mxfp8", "held_codes"),
+    ("fp8_delayed", "held_experts"),
 ]
 
 
@@ -164,19 +185,25 @@ def killed(rank: int, folder: Path) -> None:
     training.save(folder / "step-2")
 
 
-RESHARDED = [("fp8_delayed", "bf16"), ("nvfp4", "held"), ("mxfp8", "held_codes")]
+RESHARDED = [
+    ("fp8_delayed", "bf16"),
+    ("nvfp4", "held"),
+    ("mxfp8", "held_codes"),
+    ("nvfp4", "held_experts"),
+    ("mxfp8", "held_codes_of_experts"),
+]
 
 
 def reshard(rank: int, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Four ranks: what two and one of them wrote in all four, of which each has columns of held weights, and what four
-    write in two."""
+    """Four ranks: what two and one of them wrote in all four, of which each has columns of a held matrix and rows of
+    held experts, and what four write in two."""
     two, four = (DeviceMesh("cpu", torch.arange(n)) for n in (2, 4))
     contents = {}
     for recipe, kind in RESHARDED:
         name = f"{recipe}_{kind}"
         if rank < 2:
             first = Training(recipe, two, kind=kind)
-            first.train(0 if kind == "held_codes" else 2)
+            first.train(0 if "codes" in kind else 2)
             first.save(folder / f"{name}_two", group=two.get_group())
             contents[f"{name} saved"] = first.content()
         dist.barrier()

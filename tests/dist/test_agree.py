@@ -18,6 +18,7 @@ def test_shards_equal_the_whole(ranks, case):
 def test_flat_fragments_any_offset(ranks):
     assert [rank["fragments"] for rank in ranks] == [{}] * len(ranks)
     assert all(rank["grouped_fragments"] for rank in ranks)
+    assert [rank["grouped_shards"] for rank in ranks] == [{}] * len(ranks)
 
 
 def test_states_of_shards_are_those_of_the_whole(ranks):

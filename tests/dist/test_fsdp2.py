@@ -23,18 +23,18 @@ from hqsweep.parallel import mesh
 EVEN = [(256, 96), (4, 48, 32)]
 CUT = [(32, 32), (272, 32), (4, 32), (2, 16, 32)]
 """Parts that cut blocks, and nibbles; of other sizes than the first, and empty."""
-COLUMNS = [(48, 96), (32, 48)]
-"""Of Shard(1): parts that cut blocks of 32, and of 16."""
+OTHERS = [((48, 96), 1), ((32, 48), 1), ((3, 64, 32), 1), ((2, 32, 96), 2), ((3, 32, 64), 2)]
+"""Cut along another axis than the first: also into parts that cut blocks of 32, and of 16."""
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_ranks_gather_is_the_whole(backend):
-    assert run_ranks(2, gathered, STATELESS, EVEN + CUT[:1], COLUMNS, backend=backend) == [{}, {}]
+    assert run_ranks(2, gathered, STATELESS, EVEN + CUT[:1], OTHERS, backend=backend) == [{}, {}]
 
 
 @pytest.mark.slow
 def test_cuts_inside_blocks():
-    assert run_ranks(3, gathered, STATELESS, CUT, [(32, 192)]) == [{}, {}, {}]
+    assert run_ranks(3, gathered, STATELESS, CUT, [((32, 192), 1), ((2, 96, 32), 1)]) == [{}, {}, {}]
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def test_plain_weights_train_as_in_one_process(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_formats_train_as_in_one_process(backend):
     texts = ["mxfp8", "fp8_current", "fp8_delayed", "nvfp4+sr", "nvfp4+2d|fp8_block+2d"]
-    assert run_ranks(2, trained, texts, ["reshards"], backend=backend) == [{}, {}]
+    assert run_ranks(2, trained, texts, ["reshards", "by columns"], backend=backend) == [{}, {}]
 
 
 @pytest.mark.slow

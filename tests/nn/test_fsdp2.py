@@ -1,4 +1,4 @@
-"""fully_shard on one rank: weights in high precision train as without it; those that are held are cut by rows alone."""
+"""fully_shard on one rank: weights in high precision train as without it; those that are held are cut in any way."""
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from hqsweep.nn.linear_call import LinearCall
 from hqsweep.nn.offload import ActivationOffload
 from hqsweep.optim import FusedAdam
 from hqsweep.parallel.data import gather_in_linear_dtype
+from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
 from hqsweep.recipe import LinearQuantizers, Recipe
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
@@ -38,10 +39,22 @@ def experts(text):
     return GroupedLinear(2, 64, 96, name="e", recipe=Recipe.from_config({"linear": text}), options=options)
 
 
-def test_held_experts_are_cut_along_their_first_axis_alone(mesh):
+@pytest.mark.parametrize("dim", [1, 2])
+def test_held_experts_of_one_rank_may_be_cut_along_any_axis(mesh, dim):
     with quantized_model_init():
         module = experts("mxfp8")
-    with pytest.raises(UserError, match=r"fully_shard: a weight held in mxfp8 is sharded along its first axis"):
+    x = draw("normal", 64, 64)
+    y = module(x, [32, 32])
+    fully_shard(module, mesh=mesh, shard_placement_fn=lambda _: Shard(dim))
+    assert torch.equal(module(x, [32, 32]), y)
+
+
+def test_a_held_matrix_of_three_axes_is_not_cut_along_the_middle_one(mesh):
+    module = nn.Module()
+    module.weight = nn.Parameter(HybridQuantizedTensor.quantize(torch.ones(2, 4, 32), HybridQuantizer.parse("mxfp8")))
+    with pytest.raises(
+        UserError, match=r"slice along axis 1 of a quantized tensor of shape \(2, 4, 32\); its first and"
+    ):
         fully_shard(module, mesh=mesh, shard_placement_fn=lambda _: Shard(1))
 
 
