@@ -198,22 +198,22 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
 
 
 def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
-    """The shard_placement_fn of torch's fully_shard for a model that tensor_parallel has shared: Shard(1) for plain
-    matrices whose pieces are cut each for itself, as q, k and v are; None, which is Shard(0), for all others, for
-    experts, and for weights that are held quantized.
+    """The shard_placement_fn of torch's fully_shard for a model that tensor_parallel has shared: Shard(1) for matrices
+    whose pieces are cut each for itself, as q, k and v are; None, which is Shard(0), for all others and for experts.
 
     If such a part is cut along rows once more, its rows are no longer those that its DTensor names. hqsweep knows them,
     and so does what it saves; torch's own checkpoints would have them in another order.
     """
     spread = parameter.placements if isinstance(parameter, DTensor) else ()
     in_pieces = any(isinstance(placement, _StridedShard) and placement.dim == 0 for placement in spread)
-    return Shard(1) if in_pieces and not isinstance(local(parameter), HybridQuantizedTensor) else None
+    return Shard(1) if in_pieces and parameter.dim() > 1 else None
 
 
 def shard_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
-    """fsdp_placement() for so many ranks of fully_shard, but for weights [E, N, K] of experts that these do not divide:
-    the first axis that they do divide, and that is cut over no other ranks. So all ranks have as much, and torch's
-    placements, which cannot name uneven parts of experts that lie over ranks already, name their parts."""
+    """fsdp_placement() for so many ranks of fully_shard, but None for columns that these do not divide, as torch cuts
+    columns evenly alone, and for weights [E, N, K] of experts that they do not divide the first axis that they do
+    divide, and that is cut over no other ranks. So all ranks have as much, and torch's placements, which cannot name
+    uneven parts of experts that lie over ranks already, name their parts."""
     own = local(parameter)
     if own.dim() == AXES and own.shape[0] % ranks:
         spread = parameter.placements if isinstance(parameter, DTensor) else ()
@@ -222,7 +222,8 @@ def shard_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
         axis = next(free, None)
         if axis is not None:
             return Shard(axis)
-    return fsdp_placement(parameter)
+    placement = fsdp_placement(parameter)
+    return None if placement is not None and own.shape[placement.dim] % ranks else placement
 
 
 def _cut(axis: int, pieces: int) -> Placement:

@@ -144,7 +144,7 @@ def _module(mesh: DeviceMesh, text: str, cut: Cut, second: bool) -> Holder:
     module = Holder(held(text, cut.shape))
     placement = Shard(cut.dim) if cut.runs == 1 else _StridedShard(cut.dim, split_factor=cut.runs)
     distribute(module, mesh["tp"], {"weight": placement}, None)
-    placement_fn = (lambda _: Shard(1)) if second else fsdp_placement
+    placement_fn = (lambda _: Shard(1)) if second else None
     fully_shard(module, mesh=mesh[mesh.mesh_dim_names[:-1]], shard_placement_fn=placement_fn)
     return module
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
@@ -16,6 +17,7 @@ from hqsweep.nn.linear_call import LinearCall
 from hqsweep.nn.offload import ActivationOffload
 from hqsweep.optim import FusedAdam
 from hqsweep.parallel.data import gather_in_linear_dtype
+from hqsweep.parallel.tensor import ColwiseLinear, fsdp_placement, shard_placement
 from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
 from hqsweep.recipe import LinearQuantizers, Recipe
 
@@ -47,6 +49,20 @@ def test_held_experts_of_one_rank_may_be_cut_along_any_axis(mesh, dim):
     y = module(x, [32, 32])
     fully_shard(module, mesh=mesh, shard_placement_fn=lambda _: Shard(dim))
     assert torch.equal(module(x, [32, 32]), y)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_pieces_are_cut_along_columns_where_ranks_divide_them(mesh, held):
+    """torch cuts rows evenly or not, and columns evenly alone."""
+    ranks = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    with quantized_model_init(enabled=held):
+        qkv = Linear(64, 96, name="l", recipe=LinearQuantizers.parse("mxfp8", "test"), bias=True)
+    y = qkv(draw("normal", 32, 64))
+    parallelize_module(qkv, ranks["tp"], ColwiseLinear(pieces=3))
+    assert [fsdp_placement(p) for p in (qkv.weight, qkv.bias)] == [Shard(1), None]
+    assert [shard_placement(qkv.weight, ranks=count) for count in (4, 3)] == [Shard(1), None]
+    fully_shard(qkv, mesh=ranks["dp"], shard_placement_fn=fsdp_placement)
+    assert torch.equal(qkv(draw("normal", 32, 64)), y)
 
 
 def test_a_held_matrix_of_three_axes_is_not_cut_along_the_middle_one(mesh):
