@@ -51,7 +51,8 @@ def _cut_of(p: nn.Parameter) -> tuple[Cut, int | None]:
 def whole_of(described: Mapping[str, Any], planes: Mapping[str, Tensor], device: torch.device) -> HybridQuantizedTensor:
     """The whole tensor of this description and these bytes. UserError for bytes that are not those of its formats."""
     metadata, shape = Metadata.parse(described["metadata"]), tuple(described["shape"])
-    cuts = buffer_cuts(Cut(metadata, shape, described["each"], described["dim"]), described["ranks"])
+    dim = described.get("dim", described.get("axis", 0) * (len(shape) - 1))  # older files have the matrix's axis
+    cuts = buffer_cuts(Cut(metadata, shape, described["each"], dim), described["ranks"])
     buffers = metadata.empty(device)
     for name, buffer in buffers.items():
         plane = planes.get(name)

@@ -30,6 +30,7 @@ class Cut:
     shape: tuple[int, ...]
     each: int
     dim: int = 0
+    """The axis of the tensor that is cut."""
 
     @classmethod
     def of(cls, metadata: Any, shape: Sequence[int], each: int, dim: int = 0) -> "Cut":

@@ -101,6 +101,18 @@ def test_it_is_cut_between_experts_and_copied_whole(text):
     assert torch.empty_like(w).buffers.keys() == w.buffers.keys()
 
 
+@pytest.mark.parametrize("dim", [1, 2, -1])
+@pytest.mark.parametrize("text", SOME)
+def test_shards_of_every_expert_are_copies(text, dim):
+    """Of any number of rows or columns; what is written into one would not reach the whole."""
+    w = grouped(text)
+    for part, expected in zip(w.split(12, dim), w.dequantize().split(12, dim), strict=True):
+        assert isinstance(part, GroupedTensor) and torch.equal(part.dequantize(), expected)
+        assert part.metadata.key == w.metadata.key and part.states is w.states
+        with pytest.raises(UserError, match="cannot be written alone"):
+            part.quantize_(expected, key=KEY)
+
+
 @pytest.mark.parametrize("text", SOME)
 def test_files(text, tmp_path):
     w = nn.Parameter(grouped(text))
