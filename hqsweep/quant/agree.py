@@ -20,15 +20,12 @@ from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, Format, RngKey
 from hqsweep.ops.amax import NO_SEARCH, Search, find_amax
 from hqsweep.ops.request import Output, Target
+from hqsweep.quant.areas import Write, is_group, matrices_of, operands_of_covers, own_area, source_area
 from hqsweep.quant.delayed import SlotStates, grids_of, note
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
-from hqsweep.quant.operand import HybridOperand, Operand, joined, narrow
-from hqsweep.quant.part import Part as OwnPart
-from hqsweep.quant.part import is_part
+from hqsweep.quant.operand import HybridOperand, joined
 from hqsweep.quant.place import Place
 
-Write = tuple[Any, Tensor, RngKey | None]
-"""A quantized tensor, the values that it is given, and the key that they are quantized by."""
 WORD = 4
 """Bytes of a word in copies of many tensors: a thread block of torch's moves 65,536 words, and few of them would leave
 most of a GPU idle."""
@@ -198,7 +195,7 @@ def quantize_shards_(
         x, key = tensor.begin_write(x, key)
         if tensor.is_meta or x.is_meta:
             tensor.end_write(None, x, key)
-        elif (part := _even_part(tensor, group)) is not None:
+        elif (part := tensor.even_part(group)) is not None:
             with torch.no_grad():
                 tensor.end_write(tensor.encode(x.to(tensor.device, tensor.source_dtype), key, part), x, key)
         else:
@@ -213,31 +210,6 @@ def quantize_shards_(
         for write in writes:
             if is_group(write[0]):
                 write[0].end_write(None, *write[1:])
-
-
-def is_group(tensor: Any) -> bool:
-    """Whether a tensor is many matrices."""
-    return tensor.metadata.content.splits is not None
-
-
-def matrices_of(tensor: Any, x: Tensor, key: RngKey | None) -> list[Write]:
-    """The write of each matrix that a write of a shard consists of: of every expert's."""
-    if not is_group(tensor):
-        return [(tensor, x, key)]
-    content = tensor.metadata.content
-    return [(own, x[i], content.key_of(key, i)) for i, own in enumerate(tensor.members)]
-
-
-def _even_part(tensor: Any, group: Any) -> OwnPart | None:
-    """The part of every expert's matrix that a shard is, where the group's ranks have equal ones that cut no blocks:
-    then all experts are quantized at once."""
-    sharding, meta = tensor.sharding, tensor.metadata
-    if not is_group(tensor) or sharding is None or group is None or tensor.part is not None:
-        return None
-    cut, part = sharding.cut, OwnPart(group=group, axis=sharding.cut.axis)
-    wanted = {d: "codes" if d in meta.directions else None for d in DIRECTIONS}
-    even = cut.each * group.size() == cut.shape[cut.dim]
-    return part if even and is_part(tensor.quantizer, meta.content.each, part, **wanted) else None
 
 
 def gather_sources(
@@ -271,7 +243,7 @@ def write_shards_(writes: Sequence[Write], sources: Sequence[tuple[Tensor, bool]
     parts = [_part(tensor, *source, key) for (tensor, _, key), source in zip(writes, sources, strict=True)]
     copies: list[tuple[Tensor, Tensor]] = []
     for (tensor, *_), operands in zip(writes, quantize_parts(parts, group), strict=True):
-        copies += tensor.copies(_cut(tensor, operands))
+        copies += tensor.copies(operands_of_covers(tensor, operands))
     _copy_(copies)
     for tensor, x, key in writes:
         tensor.end_write(None, x, key)
@@ -298,22 +270,6 @@ def _copy_(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_(*map(list, zip(*alike, strict=True)))
 
 
-def own_area(tensor: Any) -> Area:
-    """The area of the whole that a tensor has."""
-    meta = tensor.metadata
-    return Area(0, meta.matrix[0], 0, meta.matrix[1]) if meta.place is None else meta.place.area(meta.matrix)
-
-
-def source_area(tensor: Any) -> Area:
-    """The area of the whole whose values the operands of a tensor are made from."""
-    meta = tensor.metadata
-    if meta.place is None:
-        return own_area(tensor)
-    decodes = "columnwise" in meta.directions and meta.quantizer.columnwise_source == "rowwise_dequantized"
-    directions = sorted({*meta.directions, *(["rowwise"] if decodes else [])})
-    return meta.place.sources([(getattr(meta.quantizer, name), name) for name in directions], meta.matrix)
-
-
 def _part(tensor: Any, x: Tensor, cut_rows: bool, key: RngKey | None) -> Part:
     meta = tensor.metadata
     wanted = {direction: "codes" if direction in meta.directions else None for direction in DIRECTIONS}
@@ -326,25 +282,6 @@ def _part(tensor: Any, x: Tensor, cut_rows: bool, key: RngKey | None) -> Part:
         if meta.quantizer.stochastic or of_part:
             pieces = [(own.of(x, area), place) for own, place in shared.placed(area, meta.place.whole)]
     return Part(pieces=pieces, **wanted, states=states, cut_rows=cut_rows, **options)
-
-
-def _cut(tensor: Any, operands: HybridOperand) -> HybridOperand:
-    """The operands of a shard's covers, from those of its source_area()."""
-    area = source_area(tensor)
-    cut: dict[str, Operand | None] = {"rowwise": operands.rowwise, "columnwise": operands.columnwise}
-    for direction in tensor.metadata.directions:
-        cut[direction] = operand_of_area(cut[direction], direction, area, tensor.metadata.cover(direction))
-    return HybridOperand(**cut)
-
-
-def operand_of_area(operand: Operand, direction: str, area: Area, part: Area) -> Operand:
-    """The operand of a part of the area that an operand of this direction encodes, as views of its buffers; UserError
-    for a part that cuts blocks."""
-    if part == area:
-        return operand
-    rows, cols = (0, 1) if direction == "rowwise" else (1, 0)
-    operand = narrow(operand, rows, part.first_row - area.first_row, part.last_row - area.first_row)
-    return narrow(operand, cols, part.first_col - area.first_col, part.last_col - area.first_col)
 
 
 def _remembered(known_by: Sequence[Any], held: tuple, needed: tuple, group: Any) -> Exchange:

@@ -15,6 +15,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
@@ -28,7 +29,7 @@ from hqsweep.quant.group import Wanted, homogeneous, quantize_group
 from hqsweep.quant.group_part import quantize_group_part
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 from hqsweep.quant.operand import HybridOperand, Operand
-from hqsweep.quant.part import Part
+from hqsweep.quant.part import Part, is_part
 from hqsweep.quant.shard import Cut
 from hqsweep.quant.tensor import INIT_VAL, HybridQuantizedTensor
 
@@ -154,6 +155,16 @@ class GroupedTensor(HybridQuantizedTensor):
             member.states, member.part = self.states and self.states[expert], self.part
             members.append(member)
         return members
+
+    def even_part(self, group: ProcessGroup | None) -> Part | None:
+        """How ranks of the group share each member, for a shard of equal parts that cut no blocks: all members are then
+        quantized at once."""
+        if self.sharding is None or group is None or self.part is not None:
+            return None
+        cut, meta = self.sharding.cut, self.metadata
+        part, even = Part(group=group, axis=cut.axis), cut.each * group.size() == cut.shape[cut.dim]
+        wanted = {d: "codes" if d in meta.directions else None for d in DIRECTIONS}
+        return part if even and is_part(self.quantizer, meta.content.each, part, **wanted) else None
 
     def encode(self, x: Tensor, key: RngKey | None, part: Part | None) -> HybridOperand:
         """The operands of the directions held, of values [E, N, K], or flat ones, in the source dtype; `part` says how

@@ -12,7 +12,8 @@ from hqsweep.dist.collectives import largest_bytes_
 from hqsweep.dist.exchange import areas_of_interval
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
-from hqsweep.quant.agree import gather_sources, is_group, own_area, source_area, write_shards_
+from hqsweep.quant.agree import gather_sources, write_shards_
+from hqsweep.quant.areas import is_group, own_area, source_area
 from hqsweep.quant.columnwise import follows_rowwise
 from hqsweep.quant.operand import narrow
 from hqsweep.quant.place import Place

@@ -378,6 +378,10 @@ class HybridQuantizedTensor(torch.Tensor):
             return quantize_part(self.quantizer, x, part, **wanted, **options)
         return self.quantizer.quantize(x.reshape(meta.matrix), **wanted, **options)
 
+    def even_part(self, group: ProcessGroup | None) -> Part | None:
+        """How ranks of the group share each matrix, for a shard that encode() takes as such a part: of a group only."""
+        return None
+
     def next_key(self, key: RngKey | None) -> RngKey | None:
         """The key of a write that is given this one: by default the step after the last; None where no bits are drawn.
         UserError for none at all."""

@@ -23,7 +23,7 @@ from hqsweep.quant import (
     raw_data_sizes,
     replace_raw_data,
 )
-from hqsweep.quant.agree import operand_of_area, own_area
+from hqsweep.quant.areas import operand_of_area, own_area
 from hqsweep.quant.delayed import DelayedState, SlotStates
 from hqsweep.quant.masters import takes_rows
 

@@ -10,7 +10,7 @@ from hqsweep.formats.inputs import draw
 from hqsweep.ops.amax import Search, find_amax
 from hqsweep.ops.quantize import quantize
 from hqsweep.ops.request import Target
-from hqsweep.quant.agree import operand_of_area
+from hqsweep.quant.areas import operand_of_area
 from hqsweep.quant.operand import Operand
 from hqsweep.quant.place import Place
 
