@@ -127,7 +127,7 @@ def _matrices(source: _Source) -> list[_Source]:
     size, content, sources = math.prod(weight.metadata.place.whole), weight.metadata.content, []
     for index, member in enumerate(weight.members):
         own = None, None
-        if master is not None:
+        if master is not None and master.numel():
             start, stop = (min(max(end - index * size, 0), size) for end in (offset, offset + len(master)))
             first = index * size + start - offset
             own = master[first : first + stop - start], start

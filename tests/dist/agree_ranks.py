@@ -196,7 +196,9 @@ def grouped_shards(rank: int, world: int) -> dict[str, str]:
     wrong = _wrong_members("written", tensors, wholes)
     cuts = [intervals(world, x.numel(), index)[rank] for index in range(len(texts))]
     masters = [2 * x.flatten()[start:stop] for start, stop in cuts]
-    quantize_master_weights(tensors, masters, [start for start, _ in cuts], dist.group.WORLD)
+    offsets = [start for start, _ in cuts]
+    masters[-1], offsets[-1] = (2 * x.flatten(), 0) if rank == 0 else (x.new_empty(0), None)  # one rank has it all
+    quantize_master_weights(tensors, masters, offsets, dist.group.WORLD)
     for whole in wholes:
         whole.quantize_(2 * x)
     return wrong | _wrong_members("from masters", tensors, wholes)
