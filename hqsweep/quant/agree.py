@@ -207,9 +207,9 @@ def quantize_shards_(
         pieces = [[x] for x in _rounded(values, [t.source_dtype for t in shards])]
         sources = gather_sources(shards, held, pieces, group, known_by=[tensor.shared for tensor, _, _ in writes])
         write_shards_(matrices, sources, group)
-        for write in writes:
-            if is_group(write[0]):
-                write[0].end_write(None, *write[1:])
+    for tensor, _, key in writes:
+        if is_group(tensor):
+            tensor.note_write(key)
 
 
 def gather_sources(

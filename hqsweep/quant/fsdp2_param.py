@@ -1,7 +1,7 @@
 """HeldParam: the class of torch's FSDPParam of a held weight, where torch's own takes plain tensors alone.
 
-What torch gathers of parts that lie along columns, Shard(1), it joins as columns of the parameter, of which the buffers
-of a held weight have none; they are joined here, as those of rows are (Sharding.post).
+What torch gathers of parts that lie along another axis than the first, Shard(1), it joins along that axis of the
+parameter, which the buffers of a held weight have not; they are joined as parts of the first are (Sharding.post).
 With reshard_after_forward=<number> torch shards a weight over fewer ranks between forward and backward, and gathers
 that from there. Of a held weight each of these ranks keeps its piece of the buffers that backward reads. Names of
 torch's that are not public are those of torch 2.11 to 2.15.

@@ -110,8 +110,7 @@ def _write(every: Sequence[_Source], group: Any) -> None:
     write_shards_(writes, sources, group)
     for weight, _, _, key in every:
         if _is_cut_group(weight):
-            weight.set_key(weight.next_key(key))
-            torch.autograd.graph.increment_version(weight)
+            weight.note_write(weight.next_key(key))
 
 
 def _is_cut_group(weight: Any) -> bool:
@@ -155,9 +154,8 @@ def _write_rows(every: Sequence[_Source], group: Any) -> None:
         largest_bytes_(scales, group)
     for (weight, *_), own in zip(every, rows, strict=True):
         weight.clear_high_precision_init_val()
-        weight.set_key(own.metadata.key)
         weight.shared.is_partial = True
-        torch.autograd.graph.increment_version(weight)
+        weight.note_write(own.metadata.key)
 
 
 def _rows(source: _Source) -> HybridQuantizedTensor:

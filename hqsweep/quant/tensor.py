@@ -187,6 +187,10 @@ class HybridQuantizedTensor(torch.Tensor):
                 self.write_(operands)
             if self.high_precision_init_val is not None:
                 self.high_precision_init_val.copy_(x)
+        return self.note_write(key)
+
+    def note_write(self, key: RngKey | None) -> Self:
+        """Note, for autograd too, that the bytes are others, drawn with this key; returns self."""
         torch.autograd.graph.increment_version(self)
         return self.set_key(key)
 
@@ -301,11 +305,11 @@ class HybridQuantizedTensor(torch.Tensor):
     @property
     def fsdp_pre_all_gather(self) -> Callable:
         """The method by which torch's fully_shard asks how a shard is gathered: as codes and scales. UserError for a
-        tensor that is cut in another way."""
+        tensor that torch has not cut."""
         if self.sharding is None:
             raise UserError(
-                f"fully_shard: a weight held in {self.quantizer} is sharded along its first or its last axis, or, if it"
-                " is one of experts [E, N, K], along any"
+                f"fully_shard: the weight held in {self.quantizer} is no part that torch has cut (by split or chunk), so"
+                " that it is not known how ranks share it"
             )
         gather = partial(self.sharding.pre, self)
         gather.__signature__ = ONE_ARGUMENT

@@ -10,10 +10,13 @@ from sharded_training import Training, assert_same
 from torch import nn
 
 from hqsweep import load_checkpoint
+from hqsweep.checkpoints.planes import whole_of
 from hqsweep.checkpoints.sharded import save_sharded, save_sharded_async
 from hqsweep.checkpoints.sharded_load import load_sharded
 from hqsweep.errors import UserError
 from hqsweep.optim import FusedAdam
+from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
+from hqsweep.quant.shard import buffer_cuts
 
 
 def trained(kind="bf16", steps=2):
@@ -141,3 +144,22 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(tmp_path, how, message
             load_sharded(one.model, one.optimizer, damaged(folder, how))
     assert_same(one.content(), before)
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(("named", "other"), [({"dim": 1}, {"dim": 0}), ({"axis": 1}, {})])
+def test_codes_of_columns_are_those_of_the_whole(named, other):
+    """Also of a checkpoint that names the axis of the matrix, as older ones do; as codes of rows they are refused."""
+    whole = HybridQuantizedTensor.quantize(torch.randn(32, 96), HybridQuantizer.parse("mxfp8|nvfp4"))
+    parts, cuts = whole.split(48, 1), buffer_cuts(whole.sharding.cut, 2)
+    planes = {
+        name: torch.cat([cut.pack(part.buffers[name], rank) for rank, part in enumerate(parts)])
+        for name, cut in cuts.items()
+    }
+    described = {"metadata": whole.metadata.describe(), "kind": type(whole).__name__, "shape": [32, 96], "each": 48}
+    described["ranks"] = 2
+    back = whole_of(described | named, planes, torch.device("cpu"))
+    assert all(
+        torch.equal(buffer.view(torch.uint8), whole.buffers[n].view(torch.uint8)) for n, buffer in back.buffers.items()
+    )
+    with pytest.raises(UserError, match="has another size than its format says"):
+        whole_of(described | other, planes, torch.device("cpu"))

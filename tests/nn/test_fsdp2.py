@@ -65,6 +65,12 @@ def test_pieces_are_cut_along_columns_where_ranks_divide_them(mesh, held):
     assert torch.equal(qkv(draw("normal", 32, 64)), y)
 
 
+def test_what_torch_has_not_cut_is_not_gathered():
+    whole = HybridQuantizedTensor.quantize(torch.ones(4, 32), HybridQuantizer.parse("mxfp8"))
+    with pytest.raises(UserError, match="the weight held in mxfp8 is no part that torch has cut"):
+        whole.fsdp_pre_all_gather  # noqa: B018
+
+
 def test_a_held_matrix_of_three_axes_is_not_cut_along_the_middle_one(mesh):
     module = nn.Module()
     module.weight = nn.Parameter(HybridQuantizedTensor.quantize(torch.ones(2, 4, 32), HybridQuantizer.parse("mxfp8")))
