@@ -308,8 +308,8 @@ class HybridQuantizedTensor(torch.Tensor):
         tensor that torch has not cut."""
         if self.sharding is None:
             raise UserError(
-                f"fully_shard: the weight held in {self.quantizer} is no part that torch has cut (by split or chunk), so"
-                " that it is not known how ranks share it"
+                f"fully_shard: the weight held in {self.quantizer} is no part that torch has cut, so that it is not"
+                " known how ranks share it"
             )
         gather = partial(self.sharding.pre, self)
         gather.__signature__ = ONE_ARGUMENT
