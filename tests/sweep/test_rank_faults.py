@@ -34,6 +34,8 @@ LONGEST_S = 300.0
 """The seconds that a command may take until its ranks find the fault, on a machine that does much else."""
 OTHER_VERSION = """
 import os
+import shutil
+from pathlib import Path
 
 import hqsweep
 from torch import nn
@@ -41,32 +43,39 @@ from torch import nn
 def build(width=32, vocab=16):
     return nn.Sequential(nn.Embedding(vocab, width), nn.Linear(width, width), nn.Linear(width, vocab))
 
-if os.environ.get("RANK") == "1":
+if rank := os.environ.get("RANK"):
+    shutil.copyfile("/proc/self/environ", Path(__file__).with_name(f"environ.{rank}"))
+if rank == "1":
     hqsweep.__version__ = "0.0"
 """
-"""A user's model, with which rank 1 is of another version than the others."""
+"""A user's model, with which rank 1 is of another version than the others. Each rank leaves its environment in a file,
+as `marked` reads it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """A command that has ended: its exit code, the result of its run, what it said on stderr, the names of its
-    processes, and the seconds from the first traceback in the run's log until the last of them was gone."""
+    """A command that has ended: its exit code, the result of its run, what it said on stderr, the ranks that were among
+    the processes watched, and the seconds from the first traceback in the log of the run until these were gone."""
 
     exit_code: int
     result: dict[str, Any]
     said: str
-    names: set[str]
+    ranks: set[str]
     seconds: float
 
 
-def marked(mark: str) -> dict[int, str]:
-    """Process -> name, of those with this mark that are alive."""
-    names, entry = {}, f"{MARK}={mark}".encode()
+def has_mark(environ: Path, mark: str) -> bool:
+    return f"{MARK}={mark}".encode() in environ.read_bytes().split(b"\0")
+
+
+def marked(mark: str) -> list[int]:
+    """The processes with this mark that are alive."""
+    processes = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # another's, or one that has ended since
-            if entry in (process / "environ").read_bytes().split(b"\0"):
-                names[int(process.name)] = (process / "comm").read_text().strip()
-    return names
+            if has_mark(process / "environ", mark):
+                processes.append(int(process.name))
+    return processes
 
 
 def has_failed(folder: Path) -> bool:
@@ -75,7 +84,7 @@ def has_failed(folder: Path) -> bool:
 
 def command(folder: Path, *words: str) -> Ended:
     """`hqsweep run` in this folder, watched until none of its processes is left."""
-    mark, names, failed = uuid.uuid4().hex, set(), None
+    mark, failed = uuid.uuid4().hex, None
     with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as err:
         started = subprocess.Popen(
             [sys.executable, "-m", "hqsweep", "run", "--json", *BASE, "train.device=cpu", *words],
@@ -84,7 +93,6 @@ def command(folder: Path, *words: str) -> Ended:
     try:
         deadline = time.monotonic() + LONGEST_S
         while (alive := marked(mark)) or started.poll() is None:
-            names.update(alive.values())
             if failed is None and has_failed(folder):
                 failed = time.monotonic()
             assert time.monotonic() < (deadline if failed is None else failed + ENDED_WITHIN_S), alive
@@ -98,7 +106,8 @@ def command(folder: Path, *words: str) -> Ended:
         started.wait()
     (result,) = json.loads((folder / "stdout").read_text())
     said = (folder / "stderr").read_text()
-    return Ended(exit_code=started.returncode, result=result, said=said, names=names, seconds=seconds)
+    ranks = {path.suffix[1:] for path in folder.glob("environ.*") if has_mark(path, mark)}
+    return Ended(exit_code=started.returncode, result=result, said=said, ranks=ranks, seconds=seconds)
 
 
 def assert_refused(ended: Ended, sentence: str) -> None:
@@ -109,7 +118,7 @@ def assert_refused(ended: Ended, sentence: str) -> None:
     (line,) = [line for line in ended.said.splitlines() if reason in line]
     assert line.count(reason) == 1 and line.startswith(f"{ended.result['run']}: failed")
     assert "Traceback" not in ended.said
-    assert {"hqsweep:0", "hqsweep:1"} <= ended.names  # so that the ranks are among the processes that have ended
+    assert ended.ranks == {"0", "1"}  # so that the ranks are among the processes that have ended
     assert ended.seconds < ENDED_WITHIN_S
 
 
