@@ -202,7 +202,7 @@ def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
     whose pieces are cut each for itself, as q, k and v are; None, which is Shard(0), for all others and for experts.
 
     If such a part is cut along rows once more, its rows are no longer those that its DTensor names. hqsweep knows them,
-    and so does what it saves; torch's own checkpoints would have them in another order.
+    and so does what it saves; full_tensor() has them in another order.
     """
     spread = parameter.placements if isinstance(parameter, DTensor) else ()
     in_pieces = any(isinstance(placement, _StridedShard) and placement.dim == 0 for placement in spread)

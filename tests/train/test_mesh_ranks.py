@@ -68,6 +68,10 @@ RESUMES = [
     (DELAYED, {"model": SHARED["model"] | {"quantized_weights": True}, "parallel": {"dp_shard": 2, "tp": 2}}),
 ]
 
+UNEVEN = SHARED | {"parallel": {"dp_shard": 3, "tp": 2}, "batch": 6}
+"""Over ranks that do not divide a row of any matrix, so that parts of q, k and v are cut along rows once more."""
+OF_SIX = [("mxfp8", UNEVEN | {"model": SHARED["model"] | {"quantized_weights": held}}) for held in (False, True)]
+
 
 @pytest.fixture
 def on_gpus(backend):
@@ -170,6 +174,21 @@ def test_matrices_over_ranks_whose_parts_other_ranks_share_out(of_two, of_four, 
             assert step.pop("grad_norm") == pytest.approx(other["grad_norm"], rel=1e-6)
             assert step == {name: value for name, value in other.items() if name != "grad_norm"}
         assert_same(whole, expected)
+
+
+def test_parts_of_matrices_whose_columns_ranks_do_not_divide(tmp_path, monkeypatch):
+    """Gradients are sums of three in another order than over two ranks of tp with as many microbatches; all before them
+    is the same. Held weights train to the byte as plain ones."""
+    monkeypatch.setenv(DEVICE, "cpu")
+    [(linear, changes), _] = OF_SIX
+    alone = [(linear, changes | {"parallel": {"tp": 2}, "microbatches": 3})]
+    (metrics, expected), *_ = run_ranks(2, run, tmp_path, alone, [])[0][0]
+    for (plain, whole), (own, held) in (each[0] for each in run_ranks(6, run, tmp_path, OF_SIX, [])):
+        assert own == plain == [pytest.approx(metrics[0], rel=1e-6)]
+        assert_same(held, {name: whole[name] for name in held})
+        for name, value in expected.items():
+            if name.endswith("exp_avg"):
+                assert torch.allclose(whole[name], value, rtol=1e-4, atol=1e-9), name
 
 
 @pytest.mark.parametrize("case", range(len(HELD_PARTS)))
