@@ -163,7 +163,7 @@ def mended(
                 for each in runs:
                     for process in ranks_of(each).values():
                         servers.setdefault(each, parent_of(process))
-            time.sleep(0.2)
+            time.sleep(0.02)  # a rank that refuses lives for a moment only
 
     threading.Thread(target=look, daemon=True).start()
     run_local(runs, display=Shown(), limits=Limits(threads=2, workers=1, gpus_per_run=1))
