@@ -202,7 +202,8 @@ def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
     whose pieces are cut each for itself, as q, k and v are; None, which is Shard(0), for all others and for experts.
 
     If such a part is cut along rows once more, its rows are no longer those that its DTensor names. hqsweep knows them,
-    and so does what it saves; full_tensor() has them in another order.
+    and so does what it saves; full_tensor() has them in another order. Where ranks do not divide the columns, torch
+    refuses Shard(1) with NotImplementedError: give partial(shard_placement, ranks=N), as hqsweep's own runs do.
     """
     spread = parameter.placements if isinstance(parameter, DTensor) else ()
     in_pieces = any(isinstance(placement, _StridedShard) and placement.dim == 0 for placement in spread)

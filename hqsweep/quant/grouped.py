@@ -191,7 +191,7 @@ def _experts(x: GroupedTensor, dim: int, operation: str) -> None:
     content = x.metadata.content
     if content.shapes:
         refuse_unlike(content.members, f"{operation} of a group", instead="; take its members, or use dequantize()")
-    if x.dim() != AXES or dim % x.dim() != 0:
+    if x.dim() != AXES or dim not in (0, -AXES):
         raise UserError(
             f"{operation} along axis {dim} of a grouped tensor of shape {tuple(x.shape)}; it can be cut along the first"
             f" axis of [experts, rows, columns], or use dequantize()"
@@ -234,7 +234,7 @@ def _slice(
 def _split(x: GroupedTensor, size: int, dim: int = 0) -> list[GroupedTensor]:
     """Parts of so many experts, as views; or shards of so many rows, or columns, of every expert, as copies."""
     cut = Cut.of(x.metadata, x.shape, size, dim)
-    if cut.of_experts or x.dim() != AXES:
+    if cut.of_experts:
         parts = [_slice(x, dim, start, start + size) for start in range(0, x.shape[dim], size)]
     else:
         of_members = [member.split(size, cut.dim - 1) for member in x.members]

@@ -34,8 +34,14 @@ class Cut:
 
     @classmethod
     def of(cls, metadata: Any, shape: Sequence[int], each: int, dim: int = 0) -> "Cut":
-        """The cut of a tensor with this metadata, without the key of random bits, which changes."""
-        return cls(replace(metadata, key=None), tuple(shape), each, dim % len(shape))
+        """The cut of a tensor with this metadata, without the key of random bits, which changes. IndexError for an axis
+        that the tensor has not, in torch's words."""
+        axes = len(shape)
+        if not -axes <= dim < axes:
+            raise IndexError(
+                f"Dimension out of range (expected to be in range of [{-axes}, {axes - 1}], but got {dim})"
+            )
+        return cls(replace(metadata, key=None), tuple(shape), each, dim % axes)
 
     @property
     def of_experts(self) -> bool:

@@ -98,10 +98,10 @@ def _matrix_axis(x: HybridQuantizedTensor, dim: int) -> int:
 def _split(x: HybridQuantizedTensor, size: int, dim: int = 0) -> list[HybridQuantizedTensor]:
     """The parts of a tensor along its first or last axis: shards, which may cut blocks, with views of all entries that
     their rows, or columns, read."""
+    cut = Cut.of(x.metadata, x.shape, size, dim)
+    _matrix_axis(x, dim)  # which refuses an axis between the first and the last
     starts = range(0, max(x.shape[dim], 1), max(size, 1))
     spans = [(start, min(start + size, x.shape[dim])) for start in starts]
-    _matrix_axis(x, dim)
-    cut = Cut.of(x.metadata, x.shape, size, dim)
     return with_sharding(x, [_shard(x, cut, *span) for span in spans], cut)
 
 

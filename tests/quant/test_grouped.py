@@ -113,6 +113,15 @@ def test_shards_of_every_expert_are_copies(text, dim):
             part.quantize_(expected, key=KEY)
 
 
+@pytest.mark.parametrize("dim", [3, -4])
+def test_it_is_not_split_along_an_axis_that_it_has_not(dim):
+    for w in (grouped("mxfp8"), grouped("mxfp8").dequantize()):
+        with pytest.raises(IndexError, match=rf"\[-3, 2\], but got {dim}\)"):
+            w.split(1, dim)
+    with pytest.raises(UserError, match=rf"select along axis {dim} of a grouped tensor"):
+        grouped("mxfp8").select(dim, 0)
+
+
 @pytest.mark.parametrize("text", SOME)
 def test_files(text, tmp_path):
     w = nn.Parameter(grouped(text))

@@ -186,9 +186,11 @@ def test_parts_of_matrices_whose_columns_ranks_do_not_divide(tmp_path, monkeypat
     for (plain, whole), (own, held) in (each[0] for each in run_ranks(6, run, tmp_path, OF_SIX, [])):
         assert own == plain == [pytest.approx(metrics[0], rel=1e-6)]
         assert_same(held, {name: whole[name] for name in held})
-        for name, value in expected.items():
-            if name.endswith("exp_avg"):
-                assert torch.allclose(whole[name], value, rtol=1e-4, atol=1e-9), name
+        assert any("master_param" in name for name in held)
+        first_moments = [name for name in expected if name.endswith("exp_avg")]
+        assert any("qkv" in name for name in first_moments)
+        for name in first_moments:
+            assert torch.allclose(whole[name], expected[name], rtol=1e-4, atol=1e-9), name
 
 
 @pytest.mark.parametrize("case", range(len(HELD_PARTS)))
