@@ -3,10 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.hqsweep-installed
+TEST_STAMP := $(VENV)/.hqsweep-tests-installed
+# CUDA kernels: AUTO (nvcc is there, and torch has CUDA), ON, OFF. `make clean build HQ_CUDA=ON` compiles them beside any torch.
+HQ_CUDA ?= AUTO
 # The editable install looks for cmake and ninja here.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: quickstart test test-fast test-ranks build asan docs lint clean
+.PHONY: quickstart test test-fast test-ranks build wheel asan docs lint clean
 .PHONY: gpu-test gpu-test-2 gpu-test-kernels gpu-test-modules gpu-test-training gpu-parity gpu-bench gpu-study gpu-answers gpu-designs gpu-install
 
 quickstart: $(STAMP)  ## a fork study of six recipes on real text; verdicts, and reports/quickstart
@@ -16,36 +19,41 @@ quickstart: $(STAMP)  ## a fork study of six recipes on real text; verdicts, and
 # Two processes of one thread each: threads of both together would wait for each other. A file is one's alone, so that
 # what its tests share, such as trainings over ranks, runs once.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q
-test: $(STAMP)  ## the whole suite
+test: $(TEST_STAMP)  ## the whole suite
 	$(PYTEST)
 
-test-fast: $(STAMP)  ## the suite without tests marked slow, or for a GPU: under 2 minutes on 2 idle cores
+test-fast: $(TEST_STAMP)  ## the suite without tests marked slow, or for a GPU: under 2 minutes on 2 idle cores
 	$(PYTEST) -m "not slow and not gpu and not gpu2"
 
 RANK_TESTS = $$(grep -rl --include='test_*.py' run_ranks tests) tests/benchmarks/test_ranks.py tests/checkpoints/test_dcp.py \
   tests/sweep/test_nodes.py tests/sweep/test_rank_faults.py tests/sweep/test_ranks.py
-test-ranks: $(STAMP)  ## the tests over 2 and 4 ranks, which exchange by gloo: under 4 minutes on 2 idle cores
+test-ranks: $(TEST_STAMP)  ## the tests over 2 and 4 ranks, which exchange by gloo: under 4 minutes on 2 idle cores
 	$(PYTEST) -m "not gpu and not gpu2" $(RANK_TESTS)
 
 build: $(STAMP)  ## compile csrc/ if it changed, and say what was built
 	$(BIN)/python -c "from hqsweep import _C; print(_C.build_info())"
+
+wheel: $(STAMP)  ## dist/hqsweep-*.whl, with CUDA kernels for all GPUs where nvcc is found
+	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w dist --config-settings=cmake.define.HQ_CUDA_ARCHITECTURES=all \
+	  --config-settings=build-dir=build/wheel \
+	  --config-settings=cmake.define.HQ_CUDA=$$(command -v nvcc > /dev/null && echo ON || echo OFF) .
 
 # The sanitized module takes the place of the installed one (tests/fuzz/extension_file.py). Python has no sanitizer of its
 # own, so the library comes first, and libstdc++ with it for exceptions; what Python and torch leak is theirs.
 ASAN := build/asan
 ASAN_FLAGS = LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
   ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 OMP_NUM_THREADS=2
-asan: $(STAMP)  ## the CPU kernels with AddressSanitizer and UBSan, their tests and 20,000 random calls: 10 minutes
+asan: $(TEST_STAMP)  ## the CPU kernels with AddressSanitizer and UBSan, their tests and 20,000 random calls: 10 minutes
 	cmake -S . -B $(ASAN) -G Ninja -DHQ_CUDA=OFF -DHQ_SANITIZE=address,undefined -DCMAKE_BUILD_TYPE=None \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)"
 	cmake --build $(ASAN)
 	HQSWEEP_EXTENSION="$$(ls $(CURDIR)/$(ASAN)/_C*.so)" HQSWEEP_FUZZ_OPERATORS=20000 $(ASAN_FLAGS) \
 	  $(BIN)/python -m pytest -q -p no:cacheprovider tests/csrc tests/fuzz/test_operators.py
 
-docs: $(STAMP)  ## write docs/reference from the code
+docs: $(TEST_STAMP)  ## write docs/reference from the code
 	$(BIN)/python -m docs.generate
 
-lint: $(STAMP)
+lint: $(TEST_STAMP)
 	$(BIN)/ruff check .
 
 # On a machine with a GPU whose own python3 has torch, pytest, pytest-xdist and the build tools; needs no network, no .venv.
@@ -95,16 +103,23 @@ gpu-install:
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	# Without isolation an editable install can build again later; then sources among the dependencies need setuptools and wheel.
-	$(BIN)/python -m pip install -q -c constraints.txt scikit-build-core pybind11 cmake ninja setuptools wheel
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	# Without isolation an editable install can build again later; then sources among the dependencies need setuptools and
+	# wheel. torch comes first, as it says whether CUDA kernels are of use.
+	$(BIN)/python -m pip install -q -c constraints.txt torch scikit-build-core pybind11 cmake ninja setuptools wheel
+	$(EDITABLE) -e "$$(command -v nvidia-smi > /dev/null && echo '.[cuda]' || echo .)"
 	@$(BIN)/python -c "from hqsweep import _C; print('hqsweep: CUDA kernels', \
-	  'compiled' if _C.build_info()['cuda'] else 'skipped, nvcc not found')"
+	  'compiled' if _C.build_info()['cuda'] else 'skipped: no nvcc, or the torch here has no CUDA')"
 	# Where PYTHONDONTWRITEBYTECODE is set, as in many containers, each process would compile all modules again.
 	$(BIN)/python -m compileall -q hqsweep
 	touch $@
 
+$(TEST_STAMP): $(STAMP)
+	$(EDITABLE) -e "$$(command -v nvidia-smi > /dev/null && echo '.[dev,cuda]' || echo '.[dev]')"
+	touch $@
+
+EDITABLE = $(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation --config-settings=cmake.define.HQ_CUDA=$(HQ_CUDA)
+
 clean:
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
 	find hqsweep tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -f $(STAMP)
+	rm -f $(STAMP) $(TEST_STAMP)
