@@ -9,7 +9,7 @@ HQ_CUDA ?= AUTO
 # The editable install looks for cmake and ninja here.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: quickstart test test-fast test-ranks build wheel asan docs lint clean
+.PHONY: quickstart test test-fast test-ranks build wheel asan docs site lint clean
 .PHONY: gpu-test gpu-test-2 gpu-test-kernels gpu-test-modules gpu-test-training gpu-parity gpu-bench gpu-study gpu-answers gpu-designs gpu-install
 
 quickstart: $(STAMP)  ## a fork study of six recipes on real text; verdicts, and reports/quickstart
@@ -52,6 +52,10 @@ asan: $(TEST_STAMP)  ## the CPU kernels with AddressSanitizer and UBSan, their t
 
 docs: $(TEST_STAMP)  ## write docs/reference from the code
 	$(BIN)/python -m docs.generate
+
+site: $(TEST_STAMP)  ## the documentation as a site, build/site/html/index.html; a dead link is an error
+	$(BIN)/python -m docs.generate.site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 lint: $(TEST_STAMP)
 	$(BIN)/ruff check .
