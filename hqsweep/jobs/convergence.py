@@ -149,9 +149,7 @@ def shared_facts(config: ConvergenceConfig, dataset: Dataset, device: torch.devi
     }
 
 
-def make_up(
-    build: Callable[[], Trainer], config: ConvergenceConfig, sink: Sink, last: Path, data_hash: str
-) -> None:
+def make_up(build: Callable[[], Trainer], config: ConvergenceConfig, sink: Sink, last: Path, data_hash: str) -> None:
     """Train a trunk that goes on from the checkpoint `last` again to each point whose state it lacks: the state was
     asked for after the trunk had passed the point, or is damaged. The rows are there already. build() makes its
     trainer."""
