@@ -16,6 +16,7 @@ def longer(plan: Any, words: list[str], planned: Callable[[list[str]], Any], mor
 
     if plan.study.seeds.until == "decided":
         raise UserError("--more-steps: a study that grows states its steps beforehand; give seeds.until=fixed")
+    launch.check_data(plan)
     after = planned(more_steps.longer_words(words, plan.configs, more))
     store, sweep = RunStore(Path(plan.first.runs_dir)), plan.first.sweep
     runs = [RunDir(store.root / sweep / name) for name in store.names(sweep, plan.points)]

@@ -1,5 +1,6 @@
 """`hqsweep verify`: are the files of sweeps what the runs have written?"""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +31,8 @@ def verify(
 ) -> None:  # fmt: skip
     """Read all files of sweeps, and name each that is not what was written.
 
-    Seals, ids, rows, Parquet copies, checkpoints and the trunks of forks. Exit code 3 where something is wrong.
+    Seals, ids, rows, Parquet copies, checkpoints and the trunks of forks; which data each run has read, and whether
+    these are still there. Exit code 3 where something is wrong with the files.
     """
     from hqsweep.sweep.store import RunStore
     from hqsweep.sweep.verify import verify
@@ -42,8 +44,10 @@ def verify(
     if baseline is not None:
         faults += _baseline_faults(baseline)
     document = {"runs": findings.runs, "faults": faults, "sealed": list(map(str, findings.sealed))}
+    document["data"] = [asdict(seen) for seen in findings.data]
     lines = [f"sealed as it is, which proves nothing of the time before: {path}" for path in findings.sealed]
     lines += [f"{fault['file']}: {fault['fault']}; {fault['remedy']}".removesuffix("; ") for fault in faults]
+    lines += [seen.line for seen in findings.data]
     number = f"{findings.runs} run{'s' * (findings.runs != 1)}"
     lines += [f"{number}: {len(faults)} fault{'s' * (len(faults) != 1)}" if faults else f"{number}: all as written"]
     print_result(as_json, document, *lines)

@@ -27,13 +27,18 @@ class MarkovConfig(Section):
 
 
 class DataConfig(Section):
-    """The source of the tokens; `path` is read by text, tokens and shards, `markov` by markov."""
+    """The source of the tokens; `path` is read by text, tokens and shards, `markov` by markov.
+
+    hash: the hash of what the source leads to (train.data.Dataset.hash), which makes it a part of the run's id; the
+    sweep's command fills it in, and refuses other data where it is given.
+    """
 
     source: Literal["stdlib", "site", "text", "tokens", "shards", "markov"] = "stdlib"
     path: str | None = None
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     max_bytes: Count | None = None
     markov: MarkovConfig = MarkovConfig()
+    hash: str | None = None
 
     @model_validator(mode="after")
     def _path(self) -> "DataConfig":

@@ -1,5 +1,6 @@
 """convergence: train one model under one recipe and write its loss curve and error statistics."""
 
+import json
 import math
 import shutil
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from hqsweep.parallel.mesh import join
 from hqsweep.train import data
 from hqsweep.train.build import pick_device
 from hqsweep.train.checkpoint import go_on_from, newest, read_state, save_checkpoint, step_of
+from hqsweep.train.content import SHOWN_DIGITS, check_planned, stamp_of
 from hqsweep.train.data import Dataset
 from hqsweep.train.loop import Trainer
 from hqsweep.train.pace import Throughput
@@ -39,6 +41,7 @@ from hqsweep.train.record import (
     fault_of,
     is_point,
     read_record,
+    record_path,
 )
 from hqsweep.train.source import ABOVE, above_source, begin_source
 
@@ -57,15 +60,17 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
     ranks = join(train.parallel, device.type) if train.parallel.world > 1 else None
     device = device if ranks is None else ranks.device
     sink.phase("loading data")
+    stamp = stamp_of(config.data)
     dataset = data.loaded(config.data)
+    check_planned(config.data, config.data.hash or by_first(lambda: seen_before(workspace)), dataset.hash)
     check_native(config, device, dataset.vocab_size)
     if ranks is not None:
         agree(ranks, shared_facts(config, dataset, device))
     folder = workspace / "checkpoint"
-    path = by_first(lambda: go_back(config, sink, workspace))
+    path = by_first(lambda: go_back(config, sink, workspace, dataset.hash))
     build = partial(Trainer, config, dataset, config.recipe.build(), device, ranks)
     if path is not None:
-        make_up(build, config, sink, path)
+        make_up(build, config, sink, path, dataset.hash)
     sink.phase("building the model")
     trainer = build()
     if ranks is not None:
@@ -109,13 +114,24 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
             sink.manifest(**trainer.trunk)
         due = (done.step - config.start) % train.checkpoint_every == 0 and done.step < train.steps
         if due or done.step in trainer.kept:
-            save_checkpoint(trainer, folder, rows=sink.mark(), run=sink.run_id)
+            data.check_same(config.data, dataset, stamp)
+            save_checkpoint(trainer, folder, rows=sink.mark(), run=sink.run_id, data=dataset.hash)
+    data.check_same(config.data, dataset, stamp)
     if late := [*trainer.trunk.get(ABOVE, ()), *dataset.untrained(trainer.val_loss)]:
         sink.manifest(warnings=[*warnings, *late])
     if config.start:
         by_first(lambda: shutil.rmtree(folder, ignore_errors=True))  # a fork is short, and its trunk is there
     elif trainer.step not in trainer.kept:
-        save_checkpoint(trainer, folder, rows=sink.mark(), run=sink.run_id)
+        save_checkpoint(trainer, folder, rows=sink.mark(), run=sink.run_id, data=dataset.hash)
+
+
+def seen_before(workspace: Path) -> str | None:
+    """The hash of the data that a run of an earlier version, which has none in its config, has read before; None where
+    its manifest does not say."""
+    try:
+        return json.loads((workspace / "manifest.json").read_bytes()).get("data_hash")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def shared_facts(config: ConvergenceConfig, dataset: Dataset, device: torch.device) -> dict[str, object]:
@@ -133,11 +149,11 @@ def shared_facts(config: ConvergenceConfig, dataset: Dataset, device: torch.devi
     }
 
 
-def make_up(build: Callable[[], Trainer], config: ConvergenceConfig, sink: Sink, last: Path) -> None:
+def make_up(build: Callable[[], Trainer], config: ConvergenceConfig, sink: Sink, last: Path, data_hash: str) -> None:
     """Train a trunk that goes on from the checkpoint `last` again to each point whose state it lacks: the state was
     asked for after the trunk had passed the point, or is damaged. The rows are there already. build() makes its
     trainer."""
-    before, trainer = partial(refusal, config, sink, last.parent.parent), None
+    before, trainer = partial(refusal, config, sink, last.parent.parent, data_hash), None
     for point in by_first(lambda: lacking(config, sink, last)):
         sink.phase("training again to fork points that it had passed")
         start, _ = by_first(partial(newest, last.parent, before, before=point + 1))
@@ -151,7 +167,7 @@ def make_up(build: Callable[[], Trainer], config: ConvergenceConfig, sink: Sink,
         for done in trainer.steps(last=point):
             if done.loss is not None:
                 sink.progress(done.step, config.train.steps, done.loss, None)
-        save_checkpoint(trainer, last.parent, rows=sink.mark(point), run=sink.run_id)
+        save_checkpoint(trainer, last.parent, rows=sink.mark(point), run=sink.run_id, data=data_hash)
 
 
 def lacking(config: ConvergenceConfig, sink: Sink, last: Path) -> list[int]:
@@ -183,7 +199,7 @@ def begin_fork(trainer: Trainer, workspace: Path) -> None:
             " points; the sweep's command trains it"
         )
     try:
-        trunk, sha256 = read_trunk(fork, path, trainer.device)
+        trunk, sha256 = read_trunk(fork, path, trainer.device, trainer.dataset.hash)
     except NotAsWritten as error:
         again = "give the file that was forked" if fork.trunk_hash else "the sweep's command trains the trunk again"
         raise Damaged(path, f"{error.fault}, so it is no state of the trunk {fork.trunk_name}", again) from None
@@ -194,20 +210,28 @@ def begin_fork(trainer: Trainer, workspace: Path) -> None:
     trainer.trunk["trunk_sha256"] = sha256
 
 
-def read_trunk(fork: ForkConfig, path: Path, device: torch.device) -> tuple[dict | Path, str]:
+def read_trunk(fork: ForkConfig, path: Path, device: torch.device, data_hash: str) -> tuple[dict | Path, str]:
     """The state of a trunk and the hash of its file, or the folder that its ranks have written and the folder's hash.
-    Raises NotAsWritten where the hash differs from the trunk's."""
+    Raises NotAsWritten where the hash differs from the trunk's, UserError where the trunk has read other data."""
     if path.is_dir():
-        return path, by_first(lambda: check_trunk(fork, check_recorded(path), path))
+        return path, by_first(lambda: check_trunk(fork, check_recorded(path), path, data_hash))
     if fork.trunk_hash is not None:
+        if record_path(path).exists():  # earlier versions wrote none
+            check_trunk(fork, read_record(path), path, data_hash)
         return read_state(path, device, fork.trunk_hash), fork.trunk_hash
-    return read_state(path, device), check_trunk(fork, read_record(path), path)
+    return read_state(path, device), check_trunk(fork, read_record(path), path, data_hash)
 
 
-def check_trunk(fork: ForkConfig, record: Record, path: Path) -> str:
-    """The hash of a checkpoint with this record. Raises NotAsWritten where it differs from that of the fork's trunk."""
+def check_trunk(fork: ForkConfig, record: Record, path: Path, data_hash: str) -> str:
+    """The hash of a checkpoint with this record. Raises NotAsWritten where it differs from that of the fork's trunk,
+    UserError where the data differ."""
     if fork.trunk_hash is None and not fork.trunk.endswith(record.run[:ID_DIGITS]):
         raise NotAsWritten(path, ANOTHER_RUN)
     if fork.trunk_hash not in (None, record.sha256):
         raise NotAsWritten(path, ANOTHER_FILE)
+    if record.data not in ("", data_hash):
+        raise UserError(
+            f"fork.trunk: {path} is of a trunk on other data (hash {record.data[:SHOWN_DIGITS]}) than its fork has"
+            f" ({data_hash[:SHOWN_DIGITS]}); put the trunk's data back"
+        )
     return record.sha256

@@ -15,12 +15,12 @@ from torch import Tensor
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.jobs.sink import Sink
 from hqsweep.train.checkpoint import newest, step_of
-from hqsweep.train.record import ANOTHER_RUN, Record, discard, fault_of, read_record, write_record
+from hqsweep.train.record import ANOTHER_RUN, OTHER_DATA, Record, discard, fault_of, read_record, write_record
 
 
-def go_back(config: ConvergenceConfig, sink: Sink, workspace: Path) -> Path | None:
+def go_back(config: ConvergenceConfig, sink: Sink, workspace: Path, data: str) -> Path | None:
     """The newest checkpoint that is as it was written, with all rows and operands from before it; the rows after it are
-    dropped. None for a run that begins at its start.
+    dropped. None for a run that begins at its start. data: the hash of the data that the run reads now.
 
     What is damaged is reported and deleted. Sound states at the points of a trunk stay: its forks may begin there while
     the trunk comes by again.
@@ -28,7 +28,7 @@ def go_back(config: ConvergenceConfig, sink: Sink, workspace: Path) -> Path | No
     folder = workspace / "checkpoint"
     for half in (*folder.glob("*.tmp"), *folder.glob("*.partial")):
         shutil.rmtree(half) if half.is_dir() and not half.is_symlink() else half.unlink()
-    path, faults = newest(folder, partial(refusal, config, sink, workspace))
+    path, faults = newest(folder, partial(refusal, config, sink, workspace, data))
     sink.rewind(read_record(path).rows if path else {}, step_of(path) if path else -1)
     how = f"went on from {path.name}" if path else "began again from the start"
     for other, fault in faults.items():
@@ -38,10 +38,15 @@ def go_back(config: ConvergenceConfig, sink: Sink, workspace: Path) -> Path | No
     return path
 
 
-def refusal(config: ConvergenceConfig, sink: Sink, workspace: Path, path: Path, record: Record) -> str | None:
-    """The reason not to go on from a checkpoint that is as it was written; None if there is none."""
+def refusal(
+    config: ConvergenceConfig, sink: Sink, workspace: Path, data: str, path: Path, record: Record
+) -> str | None:
+    """The reason not to go on from a checkpoint that is as it was written; None if there is none. data: the hash of the
+    data that the run reads now."""
     if record.run != sink.run_id:
         return ANOTHER_RUN
+    if record.data not in ("", data):
+        return OTHER_DATA
     captured = config.stats.capture_at is not None and config.stats.capture_at <= step_of(path)
     fault = fault_of(captured_file(config, workspace), sink.run_id) if captured else None
     return f"of the operands that were written before it, {fault}" if fault else sink.fits(record.rows)

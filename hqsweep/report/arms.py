@@ -16,7 +16,7 @@ import pandas as pd
 from hqsweep.errors import UserError, nearest
 from hqsweep.report.curves import interval, intervals
 from hqsweep.report.families import LOSSES, Family
-from hqsweep.report.frames import FORK, REPLICATE, Frames, config_leaves
+from hqsweep.report.frames import DATA, FORK, REPLICATE, Frames, config_leaves
 from hqsweep.report.gemm_plans import computed_by
 from hqsweep.report.left_out import LeftOut
 from hqsweep.report.verdict import FEWEST_TRUNKS, sentence, state_text
@@ -88,8 +88,10 @@ def baselines(runs: pd.DataFrame, baseline: str) -> dict[str, str]:
     if not ours:
         known = ", ".join(f"'{arm}'" for arm in recipe_of)
         raise UserError(f"baseline: no arm is called '{baseline}'{nearest(baseline, recipe_of)}; the arms are {known}")
-    settings = _settings(runs)
-    paired = {arm: _partner(arm, baseline + arm.removeprefix(recipe_of[arm]), ours, settings) for arm in recipe_of}
+    paired = dict.fromkeys(recipe_of)
+    for settings in (_settings(runs, DATA), _settings(runs)):  # on the same data, if there is one
+        for arm in (arm for arm, other in paired.items() if other is None):
+            paired[arm] = _partner(arm, baseline + arm.removeprefix(recipe_of[arm]), ours, settings)
     alone = [arm for arm, other in paired.items() if other is None]
     if alone:
         raise UserError(
@@ -108,9 +110,10 @@ def _partner(arm: str, named: str, ours: Sequence[str], settings: dict[str, tupl
     return min([*([named] if named in same else []), *same], key=len, default=named if named in ours else None)
 
 
-def _settings(runs: pd.DataFrame) -> dict[str, tuple[str, ...]]:
-    """Arm -> the values of its config outside its recipe, without noise."""
+def _settings(runs: pd.DataFrame, *more: str) -> dict[str, tuple[str, ...]]:
+    """Arm -> the values of its config outside its recipe, without noise, and those of `more` columns."""
     leaves = [name for name in config_leaves(runs) if name not in NOISE and not name.startswith("config.recipe.")]
+    leaves += more
     first = runs.drop_duplicates("arm").set_index("arm")[leaves]
     return {
         arm: tuple(map(str, values)) for arm, values in zip(first.index, first.itertuples(index=False), strict=True)

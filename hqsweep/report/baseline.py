@@ -26,7 +26,7 @@ from hqsweep.recipe.factories import factory_name
 from hqsweep.recipe.listing import described
 from hqsweep.recipe.schedule import parse_recipe
 from hqsweep.report.curves import measures
-from hqsweep.report.frames import FORK, Frames
+from hqsweep.report.frames import DATA, FORK, Frames
 from hqsweep.report.text import text
 from hqsweep.sweep.run_dir import RunDir
 
@@ -39,7 +39,8 @@ Key = tuple[str, int, int]
 """arm, seed, and the step of the trunk at which a fork starts (0 for a whole run)."""
 Entry = Mapping[str, Any]
 """arm, seed, point, final_loss (val_loss at the end, hex), decay_loss (mean train_loss over a fork's decay, hex; None
-for a whole run), curve_sha256, run_id, fingerprint, sha256 (of all of these)."""
+for a whole run), curve_sha256, run_id (of its config alone: its data are in the fingerprint), fingerprint, sha256 (of
+all of these)."""
 Entries = dict[Key, Entry]
 Description = Mapping[str, Any]
 """A recipe as recipe.listing.described gives it."""
@@ -86,13 +87,23 @@ def _entry(final: Any, run: pd.Series, curves: Mapping[str, str]) -> Entry | Non
     return sealed(
         {"arm": final.arm, "seed": int(final.seed), "point": int(final.point), "decay_loss": None}
         | {name: float(loss).hex() for name, loss in losses.items()}
-        | {"curve_sha256": curves[final.run], "run_id": run["run_id"], "fingerprint": fingerprint(run)}
+        | {"curve_sha256": curves[final.run], "run_id": run["config_id"], "fingerprint": fingerprint(run)}
     )
 
 
 def key_of(entry: Entry) -> Key:
     """What names a run across sweeps."""
     return entry["arm"], entry["seed"], entry["point"]
+
+
+def data_of(entry: Entry) -> str | None:
+    """The hash of the data that an entry's run has read; None where that is not known."""
+    return entry["fingerprint"].get("data_hash")
+
+
+def on_data(stored: Sequence[Entry], data: str | None) -> list[Entry]:
+    """The stored entries of a run that have read the data with this hash, as far as that is known of both."""
+    return [old for old in stored if data is None or data_of(old) in (None, data)]
 
 
 def loss_of(entry: Entry) -> float:
@@ -114,8 +125,9 @@ def recipes_of(runs: pd.DataFrame) -> dict[str, Description]:
 
 
 def fingerprint(run: pd.Series) -> dict[str, str]:
-    """The manifest's leaves under FINGERPRINT, as text; `run` is a row of Frames.runs."""
+    """The manifest's leaves under FINGERPRINT, as text, and the hash of the data; `run` is a row of Frames.runs."""
     leaves = {name.removeprefix("manifest."): value for name, value in run.items() if name.startswith("manifest.")}
+    leaves["data_hash"] = run[DATA]
     chosen = {name: value for name, value in leaves.items() if f"{name}.".startswith(FINGERPRINT) and pd.notna(value)}
     return {name: text(value) for name, value in chosen.items()}
 

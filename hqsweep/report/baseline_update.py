@@ -15,18 +15,23 @@ from hqsweep.report.baseline import (
     Baseline,
     Entries,
     Key,
+    data_of,
     document,
     loss_of,
     measure,
+    on_data,
     read_baseline,
     recipes_of,
 )
 from hqsweep.report.baseline_changes import difference, equal, recipe_changes
 from hqsweep.report.frames import load
 from hqsweep.report.left_out import note
+from hqsweep.report.same_data import of_one_data
+from hqsweep.report.studies import arms_of, study_of
 from hqsweep.report.text import TextTable, number, to_rich
 from hqsweep.sweep.files import write_json
 from hqsweep.sweep.run_dir import RunDir
+from hqsweep.train.content import SHOWN_DIGITS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +64,16 @@ class Update:
 
 def update(run_dirs: Iterable[RunDir], path: Path, add: bool = False) -> Update:
     """Store these runs as the baseline, all of it, and say what was there; with `add`, store them as one more draw
-    beside those that are there. Nothing is written when a run is missing, is damaged or has no final loss, or
-    when the draw to be added has no curve that is new. Without `add` a file that is no baseline counts as an empty one.
+    beside those that are there. Nothing is written when a run is missing, is damaged, has read other data than the
+    baseline arm or has no final loss, or when the draw to be added has no curve that is new. Without `add` a file that
+    is no baseline counts as an empty one.
 
     Raises UserError for no convergence run, whole runs beside forks, and, with `add`, for no usable baseline, or runs
-    that it has not, or has with another config: a draw is the same training again.
+    that it has not, or has with another config or on other data: a draw is the same training again.
     """
-    frames, _ = load(run_dirs).of_job("convergence").of_design()
+    run_dirs = list(run_dirs)
+    frames, trunks = load(run_dirs).of_job("convergence").of_design()
+    frames, _ = of_one_data(frames, trunks, arms_of(frames.runs, study_of(run_dirs, margin=1.0).baseline))
     now, runs, recipes = measure(frames), frames.runs, recipes_of(frames.runs)
     old = _stored(path, add)
     rows = tuple(_change(key, now, old, recipes) for key in dict.fromkeys([*now, *old.keys]))
@@ -108,6 +116,13 @@ def _same_training(now: Entries, old: Baseline, recipes: dict[str, Any]) -> None
     if not set(now) & set(old.keys):
         raise UserError(f"{old.path}: none of these runs is stored there, and a draw is the same training again")
     for key, new in now.items():
+        others = [entry for entry in old.of(key) if entry not in on_data([entry], data_of(new))]
+        if others:
+            raise UserError(
+                f"{old.path}: '{key[0]}' was stored with other data (hash {data_of(others[0])[:SHOWN_DIGITS]}, and this"
+                f" run has read {data_of(new)[:SHOWN_DIGITS]}), and a draw is the same training again; replace the"
+                f" baseline with `{UPDATE}` without --add"
+            )
         if any(stored["run_id"] != new["run_id"] for stored in old.of(key)):
             formats = recipe_changes(old.recipes.get(key[0], {}), recipes[key[0]])
             why = f" ({formats})" if formats else ""
@@ -119,13 +134,16 @@ def _same_training(now: Entries, old: Baseline, recipes: dict[str, Any]) -> None
 
 def _change(key: Key, now: Entries, old: Baseline, recipes: dict[str, Any]) -> dict[str, Any]:
     arm, seed, point = key
-    new, stored = now.get(key), old.of(key)
+    new = now.get(key)
+    stored = on_data(old.of(key), data_of(new)) if new else old.of(key)
     losses = {
         "stored": fmean(map(loss_of, stored)) if stored else None,
         "now": loss_of(new) if new else None,
     }
     if new and stored:
         change = difference([(new, stored)], recipe_changes(old.recipes.get(arm, {}), recipes[arm]))
+    elif new and old.of(key):
+        change = f"other data: {data_of(old.of(key)[0])[:SHOWN_DIGITS]} -> {data_of(new)[:SHOWN_DIGITS]}"
     else:
         change = "dropped" if stored else "new"
     gap = losses["now"] - losses["stored"] if new and stored else None

@@ -26,6 +26,7 @@ from hqsweep.report.left_out import rows as rows_of
 from hqsweep.report.markdown_page import report_markdown
 from hqsweep.report.notes import study_notes
 from hqsweep.report.rewarm import rewarm_notes
+from hqsweep.report.same_data import of_one_data
 from hqsweep.report.studies import Study, study_of
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.verdicts.estimate import VERDICTS
@@ -47,7 +48,7 @@ def compare(
     A sweep that says seeds.until=decided is judged as one that was looked at after every replicate. Runs that are
     missing, damaged or not finished are named in left_out, and no number is taken from them. Raises UserError
     for no convergence run, whole runs beside forks, an unknown baseline, window <= 0, a margin of 0 or over 100 %, and
-    sweeps that state different ones.
+    sweeps that state different ones. Runs on other data than the baseline's are in left_out, too.
     """
     if not window > 0:
         raise UserError(f"window: {window} steps; give a number of steps (50) or a fraction of the run (0.1)")
@@ -64,6 +65,8 @@ def compare(
             raise
         first = frames.left_out[0]  # which may have been the baseline's
         raise Damaged(first.file, f"{first.fault}, and without it: {error}", first.remedy) from None
+    frames, trunks = of_one_data(frames, trunks, baseline_of)
+    baseline_of = {arm: baseline_of[arm] for arm in frames.runs["arm"].unique()}
     design = frames.runs["design"].iloc[0]
     finals = measures(frames, window)
     finals["gap"] = paired(finals, LOSSES[DECIDES[design]], baseline_of)

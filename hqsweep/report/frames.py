@@ -1,8 +1,9 @@
 """Run folders to tidy pandas frames: the one place where the report reads files.
 
 runs     one row per run: run, sweep, arm, recipe, seed, job, design, trunk, point, draw, state, reason, diverged, step,
-         steps, seconds, tokens_per_s, run_id, path, every leaf of the resolved config (`config.train.lr`) and of the
-         manifest (`manifest.device`); diverged: a loss of the run is NaN or infinite
+         steps, seconds, tokens_per_s, run_id, config_id, data_seen, path, every leaf of the resolved config
+         (`config.train.lr`) and of the manifest (`manifest.device`); diverged: a loss of the run is NaN or infinite;
+         config_id: the run_id without the hash of the data; data_seen: that hash, None where nothing says it
 metrics  long: run, arm, seed, step, metric, value (float64; NaN and inf as they came)
 stats    long: run, arm, seed, then the columns of stats.jsonl (SQNR in dB, underflow and saturation in %;
          tokens and load, over the mean of all, where layer is an expert and tensor is routed)
@@ -24,16 +25,20 @@ import pandas as pd
 from hqsweep.errors import Damaged, UserError
 from hqsweep.report.left_out import LeftOut, damaged, stranger
 from hqsweep.sweep.documents import REPAIRED, TRAINED, check_document
-from hqsweep.sweep.names import NOT_IN_ID
+from hqsweep.sweep.names import NOT_IN_ID, run_id, without_data_hash
 from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.seen_data import data_seen
 from hqsweep.sweep.store import known
 from hqsweep.track.tables import TABLES
+from hqsweep.train.content import SHOWN_DIGITS
 
 WHOLE, TRUNK, FORK = "whole run", "trunk", "fork"
 REPLICATE = ("trunk", "seed", "point")
 """The columns that are equal in the runs of two arms that saw the same weights and batches."""
 PLACE = ("config.fork.at", "config.fork.trunk", "config.fork.trunk_hash")
 """The keys that say where a fork leaves which trunk; they make no other arm, as the seed does not."""
+DATA, DATA_PLACES = "data_seen", ("config.data.path", "config.data.hash")
+"""The column of the hash of the data, and the keys that stand for it where it is known."""
 FORK_STEPS = "config.train.steps"
 """The key of a fork's steps, which follow from where it leaves its trunk."""
 
@@ -107,7 +112,7 @@ def load(run_dirs: Iterable[RunDir]) -> Frames:
         except Damaged as fault:
             faults.append((run, fault))
             continue
-        key = row["run_id"] or row["run"]
+        key = row["run_id"] or row["run"], row["data_seen"]
         if key not in read or read[key][0]["state"] != "finished":
             read[key] = row, *tables
     if not read and faults:
@@ -167,11 +172,18 @@ def _row(run: RunDir, config: dict, manifest: dict, status: dict) -> dict[str, A
         "seconds": status["seconds"],
         "tokens_per_s": progress.get("tokens_per_s"),
         "run_id": manifest.get("run_id"),
+        "config_id": run_id(without_data_hash(config)) if _hashed(config) else manifest.get("run_id"),
+        "data_seen": data_seen(config, manifest),
         "path": str(run.path),
     }
     plans = {"gemm_plan": manifest.get("gemm_plan", {}), "recipe_schedule": manifest.get("recipe_schedule", [])}
     leaves = manifest | {key: json.dumps(plan) for key, plan in plans.items()}  # one cell, not one for every GEMM
     return row | flatten(config, "config") | flatten(leaves, "manifest")
+
+
+def _hashed(config: dict) -> bool:
+    """Whether the hash of the data is a part of a run's id; it is not in runs of earlier versions."""
+    return bool((config.get("data") or {}).get("hash"))
 
 
 def _place(config: dict, manifest: dict, name: str) -> dict[str, Any]:
@@ -206,15 +218,16 @@ def by_module(stats: pd.DataFrame) -> pd.DataFrame:
 
 def unique_arms(runs: pd.DataFrame) -> pd.DataFrame:
     """Make (arm, seed, point) unique. Where runs of one share it (a sweep repeated with another config, or two sweeps),
-    labels get " key=value" for every config leaf in which the runs differ: for leaves of the recipe only these arms,
-    for others all arms."""
+    labels get " key=value" for every config leaf in which the runs differ, and for their data: for leaves of the recipe
+    only these arms, for others all arms."""
     meets = runs.duplicated(["arm", "seed", "point"], keep=False)
-    differing = [
-        name for name in config_leaves(runs) if (runs[meets].groupby("arm")[name].nunique(dropna=False) > 1).any()
-    ]
+    leaves = [*config_leaves(runs), DATA]
+    differing = [name for name in leaves if (runs[meets].groupby("arm")[name].nunique(dropna=False) > 1).any()]
     clashing = runs["arm"].isin(set(runs.loc[meets, "arm"]))
     for name in differing:
-        marked = runs["arm"] + f" {name.removeprefix('config.')}=" + runs[name].map(_stated)
+        key = "data.hash" if name == DATA else name.removeprefix("config.")
+        stated = runs[name].map(_stated)
+        marked = runs["arm"] + f" {key}=" + (stated.str[:SHOWN_DIGITS] if name == DATA else stated)
         runs["arm"] = marked.where(clashing | (not name.startswith("config.recipe.")), runs["arm"])
     return runs
 
@@ -227,5 +240,6 @@ def _stated(value: object) -> str:
 def config_leaves(runs: pd.DataFrame) -> list[str]:
     """The columns of the config that can make another run of the same arm and seed."""
     apart, places = ("seed", *NOT_IN_ID), PLACE if (runs["design"] == WHOLE).any() else (*PLACE, FORK_STEPS)
+    places += DATA_PLACES if runs[DATA].notna().all() else DATA_PLACES[1:]
     names = [name for name in runs.columns if name.startswith("config.") and name.split(".")[1] not in apart]
     return [name for name in names if name not in places]

@@ -15,15 +15,16 @@
    and no few trunks resolve a whole run to the margin; what it did not exclude stands in the note.
 3. A change of an arm's recipe under its name is named, tensor by tensor, and then judged by rule 2, as what it is.
 4. A run that the baseline has and that now diverges is a regression; one that failed or is absent is exit code 3, and
-   so is any run of the sweep that is missing or damaged.
+   so is any run of the sweep that is missing or damaged, or has read other data than its baseline arm, or than what is
+   stored of it: such a run is named, and no number is taken from it.
 
 False alarms by rule 2, where nothing changed: at most 2.5 % of sweeps for all arms together, and 2.5 % for the two
 controls (the baseline arm and the null arm) together.
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,26 @@ from typing import Any
 from hqsweep.config.study import parse_margin
 from hqsweep.errors import UserError
 from hqsweep.report.arms import null_arms
-from hqsweep.report.baseline import UPDATE, Baseline, Entries, measure, read_baseline, recipes_of
+from hqsweep.report.baseline import (
+    UPDATE,
+    Baseline,
+    Entries,
+    Entry,
+    Key,
+    data_of,
+    measure,
+    on_data,
+    read_baseline,
+    recipes_of,
+)
 from hqsweep.report.baseline_changes import Pair, broken, difference, equal, recipe_changes
 from hqsweep.report.change import Family, changes, judge
 from hqsweep.report.cost import replicate_minutes
 from hqsweep.report.frames import FORK, Frames, load
 from hqsweep.report.gate_verdicts import Verdict, Verdicts
-from hqsweep.report.studies import study_of
+from hqsweep.report.left_out import LeftOut
+from hqsweep.report.same_data import of_one_data, other_data, seen
+from hqsweep.report.studies import arms_of, study_of
 from hqsweep.report.verdict import duration, fault
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.verdicts.estimate import Estimate
@@ -54,14 +68,36 @@ def gate(run_dirs: Iterable[RunDir], baseline_file: Path, margin: float | str | 
     except UserError as error:
         stored, problem = Baseline(path=baseline_file, recipes={}), str(error)
     _refuse_leftovers(frames, stored)
-    held = Held(frames=frames, trunks=trunks, stored=stored, baseline=study.baseline, margin=study.margin)
+    frames, trunks = of_one_data(frames, trunks, arms_of(frames.runs, study.baseline))
+    stored, others = _on_its_data(frames, stored)
+    held = Held(
+        frames=frames, trunks=trunks, stored=stored, baseline=study.baseline, margin=study.margin, others=set(others),
+        now={key: entry for key, entry in measure(frames).items() if key not in others},
+    )  # fmt: skip
     if problem is None and not set(stored.arms) & set(frames.runs["arm"]):
         problem = f"{baseline_file}: no arm in common with these runs (its arms: {', '.join(stored.arms)})"
     arms = dict.fromkeys([*frames.runs["arm"], *stored.arms])
     return Verdicts(
         arms=tuple(map(held.verdict, arms)), replicates=held.replicates, margin=study.margin, problem=problem,
-        left_out=tuple(frames.left_out),
+        left_out=(*frames.left_out, *others.values()),
     )  # fmt: skip
+
+
+def _on_its_data(frames: Frames, stored: Baseline) -> tuple[Baseline, dict[Key, LeftOut]]:
+    """The baseline without the draws of runs on other data than they have read in this sweep, and the entries of the
+    runs of which no draw is left."""
+    others: dict[Key, LeftOut] = {}
+    fit: dict[Key, list[Entry]] = {}
+    for run in frames.runs.itertuples():
+        key = run.arm, int(run.seed), int(run.point)
+        fit[key] = on_data(stored.of(key), seen(run))
+        if stored.of(key) and not fit[key]:
+            others[key] = other_data(run, data_of(stored.of(key)[0]), f"{stored.path.name} has")
+    draws = tuple(
+        {key: entry for key, entry in draw.items() if key in others or key not in fit or entry in fit[key]}
+        for draw in stored.draws
+    )
+    return replace(stored, draws=draws), others
 
 
 def _refuse_leftovers(frames: Frames, stored: Baseline) -> None:
@@ -80,8 +116,11 @@ def _refuse_leftovers(frames: Frames, stored: Baseline) -> None:
 @dataclass(frozen=True, kw_only=True)
 class Held:
     """A sweep and the stored baseline that it is compared with; `baseline` is the arm or recipe that gaps are measured
-    to, None for bf16 or else the first recipe, `margin` is in %."""
+    to, None for bf16 or else the first recipe, `margin` is in %. now: the entries of this sweep, without `others`: the
+    runs that have read other data than those that are stored of them."""
 
+    now: Entries
+    others: Collection[Key]
     frames: Frames
     trunks: Frames
     stored: Baseline
@@ -99,11 +138,6 @@ class Held:
         return self.frames.runs["design"].iloc[0]
 
     @cached_property
-    def now(self) -> Entries:
-        """The entries of this sweep."""
-        return measure(self.frames)
-
-    @cached_property
     def recipes(self) -> Mapping[str, str]:
         """arm -> how its recipe changed since it was stored, "" for not at all; for arms that are on both sides."""
         now = recipes_of(self.frames.runs)
@@ -111,15 +145,8 @@ class Held:
 
     @cached_property
     def baseline_of(self) -> dict[str, str]:
-        """arm -> the arm that its gap is measured to: the arm of the baseline's recipe at the same other values, or
-        itself where there is none."""
-        recipe_of = dict(zip(self.frames.runs["arm"], self.frames.runs["recipe"], strict=True))
-        names = [*recipe_of, *recipe_of.values()]
-        baseline = self.baseline or ("bf16" if "bf16" in names else recipe_of[next(iter(recipe_of))])
-        if baseline in recipe_of:
-            return dict.fromkeys(recipe_of, baseline)
-        partner = {arm: baseline + arm.removeprefix(recipe) for arm, recipe in recipe_of.items()}
-        return {arm: other if other in recipe_of else arm for arm, other in partner.items()}
+        """studies.arms_of of these runs."""
+        return arms_of(self.frames.runs, self.baseline)
 
     @cached_property
     def pairs(self) -> dict[str, list[Pair]]:
@@ -150,10 +177,11 @@ class Held:
         """The verdict of one arm, which may be on either side only."""
         runs, pairs = self.frames.runs[self.frames.runs["arm"] == arm], self.pairs[arm]
         stored = {key for key in self.stored.keys if key[0] == arm}
-        failed = [f"{_where(run.seed, run.point)} {fault(run)}" for run in runs.itertuples() if self._lost(run)]
+        failed = [f"{_where(run.seed, run.point)} {self._fault(run)}" for run in runs.itertuples() if self._lost(run)]
         here = {(arm, run.seed, run.point) for run in runs.itertuples()}
         absent = [f"{_where(seed, point)} is not in this sweep" for _, seed, point in sorted(stored - here)]
-        diverged = any(run.diverged and (arm, run.seed, run.point) in stored for run in runs.itertuples())
+        judged_here = stored - set(self.others)
+        diverged = any(run.diverged and (arm, run.seed, run.point) in judged_here for run in runs.itertuples())
         estimate = None if self.bitwise(arm) else self.estimates.get(arm)
         judged = self._judged(arm, estimate) if stored else "new"
         if diverged or judged == "regression":
@@ -178,6 +206,11 @@ class Held:
     def _lost(self, run: Any) -> bool:
         """Whether a run (a row of Frames.runs) has no result."""
         return (run.arm, run.seed, run.point) not in self.now
+
+    def _fault(self, run: Any) -> str:
+        """Why a run (a row of Frames.runs) has no result that counts."""
+        other = (run.arm, run.seed, run.point) in self.others
+        return "has read other data than what is stored of it" if other else fault(run)
 
     def _judged(self, arm: str, estimate: Estimate | None) -> str:
         """The outcome that curves and estimate give."""

@@ -1,7 +1,8 @@
 """Runs that a comparison cannot use: their names, the fault of which file, and the remedy.
 
-state is "missing", "damaged", "foreign" (a folder that its sweep does not list), or that of a run without a result. A
-run whose loss diverged is not left out: that is its result.
+state is "missing", "damaged", "foreign" (a folder that its sweep does not list), OTHER_DATA or UNKNOWN_DATA (it has not
+read the data of its baseline), or that of a run without a result. A run whose loss diverged is not left out: that is
+its result.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from hqsweep.sweep.run_dir import RunDir
 from hqsweep.sweep.store import MOVE
 
 GO_ON = "the sweep's `hqsweep run` command goes on with it"
+OTHER_DATA, UNKNOWN_DATA = "of other data", "of unknown data"
 SHOWN = 5
 """The number of runs that a text names; --json has all."""
 
@@ -37,6 +39,10 @@ class LeftOut:
         name = Path(self.file).name
         what = self.fault if name in ("", Path(self.run).name) else f"{name} {self.fault}"
         return f"{self.run} is {self.state}: {what}; {self.remedy}"
+
+
+UNFIT = ("damaged", OTHER_DATA, UNKNOWN_DATA)
+"""The states of runs that no waiting makes usable."""
 
 
 def damaged(run: RunDir, fault: Damaged) -> LeftOut:
@@ -64,8 +70,9 @@ def without_result(runs: pd.DataFrame) -> list[LeftOut]:
 
 
 def exit_code(left_out: Sequence[LeftOut], partial: bool) -> int:
-    """EXIT_FAILED where a run that was expected is left out, else 0; with `partial` only a damaged one counts."""
-    counted = [entry for entry in left_out if entry.state == "damaged" or not partial]
+    """EXIT_FAILED where a run that was expected is left out, else 0; with `partial` only a damaged one counts, and one
+    that was trained on other data."""
+    counted = [entry for entry in left_out if entry.state in UNFIT or not partial]
     return EXIT_FAILED if counted else 0
 
 

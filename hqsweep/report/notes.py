@@ -7,7 +7,7 @@ import pandas as pd
 from hqsweep.config.data import LEARNT_NATS
 from hqsweep.report.curves import ENTROPY
 from hqsweep.report.families import Family
-from hqsweep.report.frames import FORK, Frames
+from hqsweep.report.frames import DATA, FORK, Frames
 from hqsweep.report.studies import Study
 from hqsweep.report.verdict import BLIND, FEWEST_TRUNKS
 
@@ -28,7 +28,7 @@ def study_notes(families: Sequence[Family], frames: Frames, finals: pd.DataFrame
     if families[0].design == FORK:
         notes += [*_coverage(families), BLIND]
     notes += [*_untrained(frames.runs, finals), *_repeated(frames.runs), *_unsampled(frames)]
-    notes += _other_code(frames.runs)
+    notes += [*_other_code(frames.runs), *_unknown_data(frames.runs)]
     return tuple(dict.fromkeys(notes))
 
 
@@ -47,6 +47,14 @@ def _other_code(runs: pd.DataFrame) -> list[str]:
                 f" run of '{same['arm'].iloc[0]}', so their gaps are not the recipe's alone."
             )
     return notes
+
+
+def _unknown_data(runs: pd.DataFrame) -> list[str]:
+    """A sentence where nothing says which data the finished runs have read."""
+    done = runs[runs["state"] == "finished"]
+    if done[DATA].notna().all():
+        return []
+    return ["It is not known which data these runs have read, as the version that trained them did not write it down."]
 
 
 def _apart(family: Family) -> list[str]:

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import pandas as pd
+
 from hqsweep.config.study import StudyConfig
 from hqsweep.errors import UserError
 from hqsweep.sweep.run_dir import RunDir
@@ -33,6 +35,18 @@ def study_of(runs: Iterable[RunDir], baseline: str | None = None, margin: float 
         margin=margin if margin is not None else _agreed(stated, "margin"),
         maximum=max(growing, default=None),
     )
+
+
+def arms_of(runs: pd.DataFrame, baseline: str | None) -> dict[str, str]:
+    """arm -> the arm that its gap is measured to by `baseline` (None: bf16, or else the first recipe): the arm of the
+    baseline's recipe at the same other values, or itself where there is none. `runs` are those of Frames.runs."""
+    recipe_of = dict(zip(runs["arm"], runs["recipe"], strict=True))
+    names = [*recipe_of, *recipe_of.values()]
+    baseline = baseline or ("bf16" if "bf16" in names else recipe_of[next(iter(recipe_of))])
+    if baseline in recipe_of:
+        return dict.fromkeys(recipe_of, baseline)
+    partner = {arm: baseline + arm.removeprefix(recipe) for arm, recipe in recipe_of.items()}
+    return {arm: other if other in recipe_of else arm for arm, other in partner.items()}
 
 
 def _stated(sweep_path) -> dict[str, Any]:

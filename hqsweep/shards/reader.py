@@ -26,6 +26,11 @@ from hqsweep.shards.stream import REMEDY, Part, Stream, unigram_entropy
 LLM_C = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 """(magic, version) of llm.c's files -> dtype; source: llm.c dev/data/data_common.py."""
 LLM_C_HEADER = 1024
+TOKENIZER = "tokenizer.json"
+"""The tokenizer's file beside our manifest."""
+CHECKED_BYTES = 128 << 20
+SAMPLES, SAMPLE_TOKENS = 1024, 8192
+"""The pieces of others' splits that are hashed between both ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +48,8 @@ class Shards:
     """Tokens of both splits, on disk.
 
     train, val: Stream. vocab_size: all tokens are below it. layout: "hqsweep", "megatron" or "llm.c". split: in words.
-    hash: SHA-256 that stands for every token of our shards, and for sizes and both ends of others' splits. documents:
+    hash: SHA-256 that stands for every token of our shards, and for sizes, both ends and samples of others' splits.
+    documents:
     those of both splits, where they are known. manifest: that of our shards.
 
     Raises:
@@ -91,10 +97,40 @@ class Shards:
         """
         for split in SPLITS if self.manifest else ():
             for shard in getattr(self.manifest, split):
-                for ending, expected in ((".bin", shard.sha256), (".idx", shard.index_sha256)):
-                    file = self.path / f"{shard.name}{ending}"
-                    if not file.is_file() or _sha256(file) != expected:
-                        raise Damaged(file, "is not what was written", REMEDY)
+                self._compare(f"{shard.name}.bin", shard.sha256)
+                self._compare(f"{shard.name}.idx", shard.index_sha256)
+
+    def check(self) -> None:
+        """A quick verify() for every start of a run: the sizes of all shards, the tokenizer, and every byte of so many
+        shards as make CHECKED_BYTES, those first that are newer than the manifest, which is written last.
+
+        Raises:
+            Damaged: a file that is not what was written.
+        """
+        if self.manifest is None:
+            return
+        if (self.path / TOKENIZER).is_file():
+            self._compare(TOKENIZER, self.manifest.tokenizer.sha256)
+        shards = {f"{shard.name}.bin": shard for shard in (*self.manifest.train, *self.manifest.val)}
+        stats = {name: (self.path / name).stat() for name in shards}
+        for name, shard in shards.items():
+            written = shard.tokens * self.train.dtype.itemsize
+            if stats[name].st_size != written:
+                raise Damaged(
+                    self.path / name, f"has {stats[name].st_size:,} bytes, and {written:,} were written", REMEDY
+                )
+        last, left = (self.path / manifests.NAME).stat().st_mtime_ns, CHECKED_BYTES
+        for name in sorted(shards, key=lambda name: (stats[name].st_mtime_ns <= last, stats[name].st_size)):
+            if left <= 0:
+                break
+            self._compare(name, shards[name].sha256)
+            left -= stats[name].st_size
+
+    def _compare(self, name: str, sha256: str) -> None:
+        """Raise Damaged unless the file has this hash."""
+        file = self.path / name
+        if not file.is_file() or _sha256(file) != sha256:
+            raise Damaged(file, "is not what was written", REMEDY)
 
 
 def _ours(folder: Path) -> dict:
@@ -136,7 +172,7 @@ def _others(path: Path, val_fraction: float) -> dict:
     folder = path if path.is_dir() else path.parent
     return streams | {
         "vocab_size": _vocab(folder / "meta.json", streams), "layout": layout, "split": words,
-        "hash": _ends_hash(dtype, streams), "documents": documents if all(documents.values()) else {},
+        "hash": _sampled_hash(dtype, streams), "documents": documents if all(documents.values()) else {},
     }  # fmt: skip
 
 
@@ -190,12 +226,15 @@ def _vocab(meta: Path, streams: dict[str, Stream]) -> int:
         raise UserError(f'{meta}: no "vocab_size" number in it; write {{"vocab_size": N}} or remove the file') from None
 
 
-def _ends_hash(dtype: np.dtype, streams: dict[str, Stream]) -> str:
+def _sampled_hash(dtype: np.dtype, streams: dict[str, Stream]) -> str:
     digest = hashlib.sha256()
     for split in SPLITS:
         stream, end = streams[split], 1 << 20
         digest.update(f"{split} {dtype.str} {len(stream)};".encode())
         digest.update(stream.read(0, min(end, len(stream))))
+        if len(stream) > 2 * end + SAMPLE_TOKENS:
+            for start in np.linspace(end, len(stream) - end - SAMPLE_TOKENS, SAMPLES, dtype=np.int64):
+                digest.update(stream.read(int(start), SAMPLE_TOKENS))
         digest.update(stream.read(max(0, len(stream) - end), min(end, len(stream))))
     return digest.hexdigest()
 

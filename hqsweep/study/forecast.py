@@ -120,7 +120,7 @@ class _Wanted:
     GPU."""
 
     model: Mapping[str, Any]
-    data: Mapping[str, Any]
+    data_hash: str
     params: int
     on_gpu: bool
     tokens: int
@@ -150,7 +150,7 @@ def _wanted(plan: Plan) -> _Wanted | None:
     replicate[WHOLE] = len(names) * whole * step
     return _Wanted(
         model=model_of(first),
-        data=first.data.model_dump(mode="json"), params=params, tokens=whole * step,
+        data_hash=plan.data[0].data.hash, params=params, tokens=whole * step,
         on_gpu=pick_device(first.train.device).type == "cuda",
         names=frozenset(names), arms=tested, null=plan.study.null_arm, replicate=replicate,
         maximum=plan.study.seeds.max if plan.study.seeds.until == "decided" else None,
@@ -158,7 +158,7 @@ def _wanted(plan: Plan) -> _Wanted | None:
 
 
 def _same(wanted: _Wanted, row: Mapping[str, Any]) -> bool:
-    return (row["model"], row["data"]) == (wanted.model, wanted.data)
+    return (row["model"], row.get("data_hash")) == (wanted.model, wanted.data_hash)
 
 
 def _same_device(wanted: _Wanted, row: Mapping[str, Any]) -> bool:

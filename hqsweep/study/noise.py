@@ -36,7 +36,7 @@ from hqsweep.config.job import ConvergenceConfig, parse
 from hqsweep.config.user_model import UserModel
 from hqsweep.errors import Damaged
 from hqsweep.report.arms import Comparison
-from hqsweep.report.frames import FORK
+from hqsweep.report.frames import DATA, FORK
 from hqsweep.sweep.files import encode_rows, read_rows, write_bytes
 from hqsweep.sweep.locks import RunBusy, locked
 from hqsweep.sweep.run_dir import RunDir
@@ -50,8 +50,8 @@ LOCK_WAIT_S = 10.0
 
 def record(comparison: Comparison, runs_dir: Path) -> Path | None:
     """Put the noise of a comparison's families into runs_dir/noise.jsonl, in place of rows of the same key. Returns the
-    file; None where no family has LEAST replicates in every arm, or where it cannot be written: a plan can do without,
-    and a comparison does not end for it."""
+    file; None where no family has LEAST replicates in every arm and data that are known, or where it cannot be written:
+    a plan can do without, and a comparison does not end for it."""
     rows, path = measured(comparison), runs_dir / FILE
     keys = set(map(_key, rows))
     if not rows:
@@ -71,10 +71,16 @@ def measured(comparison: Comparison) -> list[dict[str, Any]]:
     for baseline in dict.fromkeys(comparison.baseline_of.values()):
         arms = [arm for arm, other in comparison.baseline_of.items() if other == baseline and arm != baseline]
         noise = _noise(comparison, arms)
-        if noise:
+        if noise and _is_known(comparison, baseline):
             row = _row(comparison, baseline, noise)
             rows[_key(row)] = row
     return list(rows.values())
+
+
+def _is_known(comparison: Comparison, baseline: str) -> bool:
+    """Whether it is known which data the runs of a family have read; a comparison has runs on the same alone."""
+    runs = comparison.frames.runs
+    return bool(runs[(runs["arm"] == baseline) & (runs["state"] == "finished")][DATA].notna().all())
 
 
 def _key(row: Mapping[str, Any]) -> str:
@@ -106,8 +112,8 @@ def _row(comparison: Comparison, baseline: str, noise: Mapping[str, dict[str, An
     return {
         "model": model_of(config),
         "params": _parameters(config, runs),
-        "data": config.data.model_dump(mode="json"),
-        "data_hash": runs["manifest.data_hash"].iloc[0],
+        "data": config.data.model_dump(mode="json", exclude={"hash"}),
+        "data_hash": runs[DATA].iloc[0],
         "tokens": round(float(runs["config.train.steps"].mean()) * step),
         "design": comparison.design,
         "points": int(forks),

@@ -33,6 +33,7 @@ class Plan(Protocol):
     words: tuple[str, ...]
     points: tuple[GridPoint, ...]
     configs: tuple[Config, ...]
+    data: tuple[Config, ...]
     study: StudyConfig
 
     @property

@@ -19,6 +19,7 @@ from hqsweep.errors import Damaged, UserError
 from hqsweep.jobs.native import check_native
 from hqsweep.parallel.mesh import check_devices
 from hqsweep.recipe.factories import Importer, factory_name
+from hqsweep.sweep import seen_data
 from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.point import GridPoint
 from hqsweep.sweep.progress import Display
@@ -46,6 +47,8 @@ class SweepPlan:
     baseline_why: str = ""
     begun: str = ""
     """The source that the trunks of a fork study begin from, "" for random weights."""
+    data: tuple[Config, ...] = ()
+    """Configs that lead to the data of the runs, with the hashes of these."""
     imports: tuple[str, ...] = ()
     """The words that tell its workers which Python factories were imported for it."""
 
@@ -113,14 +116,19 @@ def plan_of(words: Words, importer: Importer | None = None) -> SweepPlan:
         importer.folders = words.folders
     configs = [hashed(config) for config in each(grid.points, partial(parse, find=importer or factory_name))]
     check_recipes(grid.points, configs)
-    typed = [replace(p, config=c.model_dump(mode="json")) for p, c in zip(grid.points, configs, strict=True)]
+    configs = seen_data.hashed(configs)
+    there, data_of = RunStore(Path(configs[0].runs_dir)).ids(configs[0].sweep), tuple(configs)
     begun = ""
     if grid.study.fork is not None:
-        pairs, begun = linked(grid.points, configs, grid.study.fork)
+        pairs, begun = linked(grid.points, configs, grid.study.fork, there)
         typed, configs = zip(*pairs, strict=True)
+    else:
+        configs = [seen_data.of_before(config, there) for config in configs]
+        typed = [replace(p, config=c.model_dump(mode="json")) for p, c in zip(grid.points, configs, strict=True)]
     check_twins(typed)
     fields = {
         "begun": begun,
+        "data": data_of,
         "conf": words.conf,
         "words": words.overrides,
         "study": grid.study,
@@ -140,12 +148,18 @@ def check(plan: SweepPlan) -> None:
         check_vocabularies(trainings)
         for source, context in dict.fromkeys((config.data, config.train.context) for config in trainings):
             data.check_length(source, context)
+    check_data(plan)
     try:
         check_stated(RunStore(Path(plan.first.runs_dir)), plan.first.sweep, plan.study)
     except Unsealed:
         raise
     except Damaged:  # a list of runs that start() makes again
         pass
+
+
+def check_data(plan: SweepPlan) -> None:
+    """UserError where the sweep has runs that have read other data than those that are there now."""
+    seen_data.check_data(RunStore(Path(plan.first.runs_dir)), plan.first.sweep, plan.data)
 
 
 def folders(plan: SweepPlan, say: Callable[[str], None] = lambda line: None) -> list[RunDir]:

@@ -18,6 +18,7 @@ from hqsweep.errors import UserError
 from hqsweep.recipe.stages import stages
 from hqsweep.sweep.names import run_id
 from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.seen_data import data_seen
 from hqsweep.train.pace import learning_rate
 from hqsweep.train.record import NotAsWritten, check_recorded, checkpoints, write_record
 
@@ -150,8 +151,8 @@ def seed(start: Start, run: RunDir) -> None:
             shutil.copytree(start.path, target)
         else:
             target.write_bytes(start.path.read_bytes())
-        write_record(target, replace(record, run=run_id(run.config())))
-        before = start.run.written_status()
+        config, before = run.config(), start.run.written_status()
+        write_record(target, replace(record, run=run_id(config), data=data_seen(config, run.manifest()) or ""))
         part = start.step / before["progress"]["steps"] if before["progress"] else 0.0
         run.update_manifest(continues=f"{start.run.sweep}/{start.run.name} from step {start.step}")
         run.write_status(seconds=round(part * before["seconds"], 3))

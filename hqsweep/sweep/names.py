@@ -14,6 +14,7 @@ ONE_RANK = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "ep": 1, "pp": 1, "stages
 NOT_IN_ID_AT = {
     "train": {"compile": "auto", "parallel": ONE_RANK},
     "fork": {"source": None, "source_hash": None},
+    "data": {"hash": None},
     "parity": {"ranks": []},
 }
 """Section -> key -> the value with which it does not count for the id: runs from before the key existed keep their
@@ -55,9 +56,16 @@ def ranks_of(config: Mapping[str, Any]) -> int:
     return ParallelConfig.model_validate(dims).world
 
 
+def without_data_hash(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config as of a run of an earlier version, whose id had no hash of the data."""
+    data = config.get("data")
+    return {**config, "data": {**data, "hash": None}} if isinstance(data, Mapping) else dict(config)
+
+
 def run_id(config: Mapping[str, Any]) -> str:
     """The hex sha256 of the canonical JSON (sorted keys, no spaces) of the resolved config without NOT_IN_ID and what
-    NOT_IN_ID_AT names; for a trunk also without NOT_IN_TRUNK_ID."""
+    NOT_IN_ID_AT names; for a trunk also without NOT_IN_TRUNK_ID. Data and models count by their hashes, where these are
+    known, and not by their paths."""
     content = {key: value for key, value in config.items() if key not in NOT_IN_ID}
     dims = (content.get("train") or {}).get("parallel")
     if dims:
@@ -69,6 +77,9 @@ def run_id(config: Mapping[str, Any]) -> str:
     model = content.get("model")
     if isinstance(model, Mapping) and model.get("hash"):
         content["model"] = {**model, "path": None}  # wherever the folder lies
+    data = content.get("data")
+    if isinstance(data, Mapping) and data.get("hash"):
+        content["data"] = {**data, "path": None}
     fork = fork_of(config)
     if fork is None:
         content.pop("fork", None)

@@ -163,13 +163,18 @@ class RunStore:
     def names(self, sweep: str, points: Iterable[PlannedRun]) -> list[str]:
         """The names of these runs; a run that the sweep has or had keeps its name, by its id, whatever its arm was
         called then."""
+        folder, there = self.root / sweep, self.ids(sweep)
+        new = [run_name(point.config, point.arm) for point in points]
+        return [name if (folder / name).is_dir() else there.get(id_in(name), name) for name in new]
+
+    def ids(self, sweep: str) -> dict[str, str]:
+        """The end of its id -> the name of each run that the sweep has or had."""
         folder = self.root / sweep
         entries = os.scandir(folder) if folder.is_dir() else ()
         there = {id_in(entry.name): entry.name for entry in entries if entry.is_dir()}
         with suppress(Damaged):
             there |= {id_in(run.name): run.name for run in self.runs(sweep)}
-        new = [run_name(point.config, point.arm) for point in points]
-        return [name if (folder / name).is_dir() else there.get(id_in(name), name) for name in new]
+        return there
 
     def runs(self, sweep: str) -> list[RunDir]:
         """The sweep's runs in grid order, also those without a folder; [] for an unknown sweep."""

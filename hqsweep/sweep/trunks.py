@@ -4,7 +4,7 @@ hash of its file and after a check of the config that it was trained with.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from hqsweep.errors import UserError
 from hqsweep.sweep.names import run_name
 from hqsweep.sweep.point import GridPoint, is_trunk, section
 from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.seen_data import data_seen, of_before
 from hqsweep.sweep.sources import begin_from_sources
-from hqsweep.train import data
+from hqsweep.train.content import SHOWN_DIGITS
 from hqsweep.train.record import NotAsWritten, check_recorded, checkpoints, record_path
 
 SAME_TRAIN = ("lr", "batch", "context", "weight_decay", "beta1", "beta2", "clip", "dtype")
@@ -24,18 +25,21 @@ SAME_TRAIN = ("lr", "batch", "context", "weight_decay", "beta1", "beta2", "clip"
 
 PARTS: dict[str, Callable[[str], bool]] = {
     "model": lambda key: key not in ("init_noise", "path"),
-    "data": lambda key: key != "path",
+    "data": lambda key: key not in ("path", "hash"),
     "train": lambda key: key in SAME_TRAIN,
 }
 """Section -> whether a fork shares a key of it with its trunk; paths of models and data may have changed, hashes
-not."""
+not (that of data is compared by itself, as trunks of earlier versions have it in their manifests)."""
 
 Pair = tuple[GridPoint, Config]
 
 
-def linked(grid: Sequence[GridPoint], configs: Sequence[Config], study: ForkStudy) -> tuple[list[Pair], str]:
+def linked(
+    grid: Sequence[GridPoint], configs: Sequence[Config], study: ForkStudy, there: Collection[str] = ()
+) -> tuple[list[Pair], str]:
     """The runs of a fork study with canonical configs in which every fork names its start; a trunk that several points
-    of the grid share comes once. And a line on the source that trunks begin from, "" for random weights.
+    of the grid share comes once. And a line on the source that trunks begin from, "" for random weights. there: the
+    ends of the names of the sweep's runs.
 
     Raises:
         UserError: fork.trunk is no checkpoint, or one of another model, data, vocabulary or training.
@@ -48,18 +52,22 @@ def linked(grid: Sequence[GridPoint], configs: Sequence[Config], study: ForkStud
     files, begun = _files(study) if study.goes_on else {}, ""
     if not files:
         configs, begun = begin_from_sources(configs, study)
-    names = {id(point): run_name(config.model_dump(mode="json")) for point, config in zip(grid, configs, strict=True)}
+    if files:
+        _check_outside(next(iter(files.values()))[0], configs)
+    trunks = [
+        of_before(config, there) if is_trunk(point) else config for point, config in zip(grid, configs, strict=True)
+    ]
+    names = {id(point): run_name(config.model_dump(mode="json")) for point, config in zip(grid, trunks, strict=True)}
     pairs: dict[str, Pair] = {}
-    for point, config in zip(grid, configs, strict=True):
+    for point, config in zip(grid, trunks, strict=True):
         if files:
             path, digest = files[config.start]
             config = _started(config, trunk=str(path), trunk_hash=digest)
         elif point.trunk is not None:
             config = _started(config, trunk=names[id(point.trunk)])
+        config = of_before(config, there)
         dump = config.model_dump(mode="json")
         pairs.setdefault(run_name(dump), (replace(point, config=dump), config))
-    if files:
-        _check_outside(next(iter(files.values()))[0], [config for _, config in pairs.values()])
     return list(pairs.values()), begun
 
 
@@ -108,14 +116,15 @@ def _check_outside(path: Path, configs: Iterable[ConvergenceConfig]) -> None:
     trunk = parse(run.config())
     if not isinstance(trunk, ConvergenceConfig):
         raise UserError(f"fork.trunk: {run.path} is a run of the job {trunk.job}, which trains no model to go on with")
-    known = run.manifest().get("data_hash")
+    known = data_seen(run.config(), run.manifest())
     for config in configs:
         for key, theirs, ours in _different(trunk, config):
             raise UserError(f"fork.trunk: {run.path} was trained with {key}={theirs}, but its forks have {key}={ours}")
-        if known is not None and known != (hashed := data.loaded(config.data).hash):
+        ours = config.data.hash
+        if known not in (None, ours):
             raise UserError(
-                f"fork.trunk: {run.path} was trained on other data (hash {known[:10]}) than its forks would be"
-                f" ({hashed[:10]}), though under the same keys"
+                f"fork.trunk: {run.path} was trained on other data (hash {known[:SHOWN_DIGITS]}) than its forks would"
+                f" be ({ours[:SHOWN_DIGITS]}), though under the same keys; give the data of the trunk, or another trunk"
             )
 
 

@@ -2,7 +2,8 @@
 
 It checks the list of runs of each sweep. Of each run it checks every sealed file, whether its id is that of its config
 and its name, whether rows are in order and come once, whether Parquet copies hold the same, its checkpoints against
-their records, and whether a fork started from the state that its trunk has.
+their records, and whether a fork started from the state that its trunk has. Which data the runs have read, and whether
+these are still there, is no fault of their files, and is said beside.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from hqsweep.sweep import seal, sweep_file
 from hqsweep.sweep.locks import RunBusy
 from hqsweep.sweep.names import id_in, run_id
 from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.seen_data import SeenData, seen_by
 from hqsweep.sweep.store import MOVE, RunStore, foreign, runs_in
 from hqsweep.track.tables import TABLES
 from hqsweep.train.record import ID_DIGITS, NotAsWritten, checkpoints, fault_of, read_record, record_path
@@ -30,9 +32,10 @@ ONCE = {"metrics": ["step", "metric"], "stats": ["step", "layer", "tensor", "dir
 
 @dataclass(kw_only=True)
 class Findings:
-    """The number of runs that were read, their faults, and the files that were sealed."""
+    """The number of runs that were read, their faults, the files that were sealed, and the data that they have read."""
 
     runs: int = 0
+    data: list[SeenData] = field(default_factory=list)
     faults: list[Damaged] = field(default_factory=list)
     sealed: list[Path] = field(default_factory=list)
 
@@ -48,6 +51,7 @@ def verify(
     findings, due = Findings(), list(runs)
     for folder in sweeps:
         due += _runs_of(folder, findings, keep)
+    findings.data = seen_by(due)
     for number, run in enumerate(due, 1):
         if keep and _seal_as_it_is(run):
             findings.sealed.append(run.path)
@@ -107,6 +111,8 @@ def _contradictions(run: RunDir, finished: bool) -> Iterator[Damaged]:
         yield Damaged(run.config_path, "is not the config whose id the folder's name ends in", seal.REPEAT)
     if manifest["run_id"] != identity:
         yield Damaged(run.manifest_path, "has another run_id than its config", seal.REPEAT)
+    if (planned := (config.get("data") or {}).get("hash")) not in (None, manifest.get("data_hash", planned)):
+        yield Damaged(run.manifest_path, "has another data_hash than its config", seal.REPEAT)
     for table in TABLES:
         rows = run.rows(table)
         yield from _disorder(run.jsonl(table), rows, ONCE.get(table, []))

@@ -75,23 +75,24 @@ class _Hashed:
         self._file.flush()
 
 
-def save_checkpoint(trainer: Resumable, folder: Path, *, rows: Mapping[str, Mark] | None = None, run: str = "") -> None:
+def save_checkpoint(
+    trainer: Resumable, folder: Path, *, rows: Mapping[str, Mark] | None = None, run: str = "", data: str = ""
+) -> None:
     """Write step_<n>.pt and its record, read it back, and then drop older ones that no fork needs, except the one
     before: at every instant there is a whole checkpoint that was read back as it was written.
 
-    rows: the marks of the rows that stand before it, which are on the disk. run: the id of the run. Raises Damaged when
-    other bytes are read than were written; the checkpoints before are all there then. Over many ranks, which all call
-    it, it is the folder step_<n>.
+    rows: the marks of the rows that stand before it, which are on the disk. run: the id of the run. data: the hash of
+    its data. Raises Damaged when other bytes are read than were written; the checkpoints before are all there then.
+    Over many ranks, which all call it, it is the folder step_<n>.
     """
+    known = {"run": run, "data": data, "rows": dict(rows or {}), "point": trainer.step in trainer.kept}
     if trainer.ranks is not None:
-        fields = {"sha256": "", "bytes": 0, "point": trainer.step in trainer.kept}
-        _save_folder(trainer, folder, Record(file=f"step_{trainer.step}", run=run, rows=dict(rows or {}), **fields))
+        _save_folder(trainer, folder, Record(file=f"step_{trainer.step}", sha256="", bytes=0, **known))
         return
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"step_{trainer.step}.pt"
     written = _write_state(trainer.state(), target)
-    fields = {"sha256": written.sha256.hexdigest(), "bytes": written.bytes, "point": trainer.step in trainer.kept}
-    record = Record(file=target.name, run=run, rows=dict(rows or {}), **fields)
+    record = Record(file=target.name, sha256=written.sha256.hexdigest(), bytes=written.bytes, **known)
     try:
         write_record(target, record)
         _read_back(target)

@@ -4,8 +4,6 @@ A batch depends on the data, the split, the seed, the step and the shape, and on
 sees identical batches, and a resumed run needs no state of the data. Randomness is counter-based (Philox).
 """
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
@@ -21,12 +19,10 @@ from hqsweep.shards.order import window_starts
 from hqsweep.shards.reader import Shards
 from hqsweep.shards.stream import Stream
 from hqsweep.shards.stream import unigram_entropy as entropy_of
-from hqsweep.train import corpus
+from hqsweep.train import content, corpus
 from hqsweep.train.corpus import Corpus
 from hqsweep.train.markov import MarkovSource
 
-HASH_WHOLE_BYTES = 256 << 20  # arrays up to this size are hashed whole
-HASH_END_BYTES = 16 << 20  # of larger ones, this much at each end
 CHUNK = 1 << 20
 PLENTY = 64
 """The number of windows by an estimate above which a split is taken to be long enough."""
@@ -150,9 +146,9 @@ def _in_memory(read: Callable[[DataConfig], Corpus]) -> Callable[[DataConfig], D
             "unigram_entropy_nats": unigram_entropy(source.val),
             **source.facts,
         }
-        if max(source.train.nbytes, source.val.nbytes) > HASH_WHOLE_BYTES:
-            fields["hashed"] = f"size, first and last {HASH_END_BYTES} bytes of a split above {HASH_WHOLE_BYTES} bytes"
-        digest = _hash([config.source, source.split, source.vocab_size], [source.train, source.val])
+        if max(source.train.nbytes, source.val.nbytes) > content.WHOLE_BYTES:
+            fields["hashed"] = content.how_hashed()
+        digest = content.content_hash([config.source, source.split, source.vocab_size], [source.train, source.val])
         return Dataset(train=source.train, val=source.val, vocab_size=source.vocab_size, hash=digest, facts=fields)
 
     return dataset
@@ -163,6 +159,7 @@ def _shards(config: DataConfig) -> Dataset:
     if config.path is None or not Path(config.path).exists():
         raise UserError(f"data.path: '{config.path}' does not exist; data.source=shards reads a folder of shards")
     shards = Shards(config.path, val_fraction=config.val_fraction)
+    shards.check()
     train, val = shards.train, shards.val
     _check_split(config, train, val)
     entropy = shards.unigram_entropy
@@ -182,7 +179,7 @@ def _shards(config: DataConfig) -> Dataset:
     }
     if shards.manifest:
         fields |= {"tokenizer": shards.manifest.tokenizer.sha256, "separator": shards.manifest.separator.id}
-    digest = _hash([config.source, shards.vocab_size, shards.hash, len(train), len(val)], [])
+    digest = content.content_hash([config.source, shards.vocab_size, shards.hash, len(train), len(val)], [])
     return ShardedDataset(train=train, val=val, vocab_size=shards.vocab_size, hash=digest, facts=fields)
 
 
@@ -195,10 +192,33 @@ def _check_split(config: DataConfig, train: Sized, val: Sized) -> None:
             )
 
 
-@lru_cache(maxsize=1)
 def loaded(config: DataConfig) -> Dataset:
-    """load(config), kept until another config comes: runs that follow each other in one process read it once."""
+    """load(config), kept until another config comes, or its files change: runs that follow each other in one process
+    read it once."""
+    return _loaded(config.model_copy(update={"hash": None}), content.stamp_of(config))
+
+
+@lru_cache(maxsize=1)
+def _loaded(config: DataConfig, stamp: content.Stamp) -> Dataset:
+    """The data of files with this stamp, which is the key of the cache alone."""
     return load(config)
+
+
+def check_same(config: DataConfig, dataset: Dataset, stamp: content.Stamp) -> None:
+    """UserError where files that a run reads while it trains have other content than at its start, when they had this
+    stamp. What was read into memory stays as it was."""
+    if not isinstance(dataset.train, np.memmap | Stream) or content.stamp_of(config) == stamp:
+        return
+    if isinstance(dataset.train, Stream):
+        now = load(config).hash
+    else:  # a file that was replaced by another is still the one that was opened
+        words = [config.source, dataset.facts["split"], dataset.vocab_size]
+        now = content.content_hash(words, [dataset.train, dataset.val])
+    if now != dataset.hash:
+        raise UserError(
+            f"{content.where(config)} were changed while the run read them; put the old data back, and give the sweep's"
+            " command again, which goes on from the last checkpoint"
+        )
 
 
 def check_length(config: DataConfig, context: int) -> None:
@@ -264,18 +284,6 @@ SOURCES: dict[str, Callable[[DataConfig], Dataset]] = {
     "shards": _shards,
     "markov": _in_memory(_markov),
 }
-
-
-def _hash(words: list, arrays: list[np.ndarray]) -> str:
-    digest = hashlib.sha256(json.dumps(words).encode())
-    for array in arrays:
-        digest.update(f"{array.dtype.str} {array.nbytes};".encode())
-        data = array.view(np.uint8)
-        if array.nbytes > HASH_WHOLE_BYTES:
-            digest.update(data[:HASH_END_BYTES])
-            data = data[-HASH_END_BYTES:]
-        digest.update(data)
-    return digest.hexdigest()
 
 
 def _random_starts(seed: int, step: int, count: int, choices: int) -> np.ndarray:

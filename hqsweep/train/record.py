@@ -21,10 +21,13 @@ Mark = dict[str, Any]
 """The end of a table's rows: {"rows": their number, "bytes": their bytes, "sha256": their hash, in hex}."""
 
 ANOTHER_RUN = "it is one of another run"
+OTHER_DATA = "the run had read other data until then"
 ANOTHER_FILE = "it is another file than it was"
 ID_DIGITS = 10
 """The number of digits of a run's id that the name of its folder ends in."""
 
+FIELDS = {"file": str, "sha256": str, "bytes": int, "run": str, "data": str, "point": bool, "rows": dict}
+"""The types of a Record."""
 MARK = {"rows": int, "bytes": int, "sha256": str}
 """The types of a Mark."""
 
@@ -43,13 +46,15 @@ class Record:
     """The name, sha256 (hex) and number of bytes of a file, or of the files of a folder together (digest_of_files), the
     id of the run that wrote it, and the marks of its rows.
 
-    point: whether it is the state of a trunk at a point, with what is measured there, so that forks can begin from it.
+    data: the hash of the data that the run had read until then; "" in records of earlier versions. point: whether it is
+    the state of a trunk at a point, with what is measured there, so that forks can begin from it.
     """
 
     file: str
     sha256: str
     bytes: int
     run: str = ""
+    data: str = ""
     point: bool = False
     rows: Mapping[str, Mark] = field(default_factory=dict)
 
@@ -92,7 +97,7 @@ def read_record(path: Path) -> Record:
 
 def _is_well_formed(record: Record) -> bool:
     types = {name: type(value) for name, value in asdict(record).items()}
-    return types == {"file": str, "sha256": str, "bytes": int, "run": str, "point": bool, "rows": dict} and all(
+    return types == FIELDS and all(
         isinstance(mark, dict) and {key: type(value) for key, value in mark.items()} == MARK
         for mark in record.rows.values()
     )

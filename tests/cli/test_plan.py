@@ -31,7 +31,8 @@ def measured(folder: Path, **changes: object) -> None:
     config = launch.plan(WORDS).first
     row = {
         "model": config.model.model_dump(mode="json"), "params": parameters(config),
-        "data": config.data.model_dump(mode="json"), "data_hash": "9f", "tokens": 409600, "design": "whole run",
+        "data": config.data.model_dump(mode="json"), "data_hash": config.data.hash,
+        "tokens": 409600, "design": "whole run",
         "points": 1, "baseline": "bf16", "sd": 0.02, "sd_pct": 1.0, "arms": {"null": {"sd_pct": 1.0, "null": True}},
         "replicates": 4, "run_tokens": 409600, "trunk_tokens": 0, "seconds": 300.0, "arms_run": 3, "device": "cpu",
         "date": "2026-11-22", "sweeps": ["mine"], "runs": "0",

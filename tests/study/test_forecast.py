@@ -25,7 +25,7 @@ def row(laboratory):
         arm = {"sd": 0.02, "gap_pct": 1.0}
         return {
             "model": config.model.model_dump(mode="json"), "params": parameters(config),
-            "data": config.data.model_dump(mode="json"), "data_hash": "9f9f", "tokens": 100 * STEP,
+            "data": config.data.model_dump(mode="json"), "data_hash": config.data.hash, "tokens": 100 * STEP,
             "design": "whole run", "points": 1, "baseline": "bf16", "sd": 0.02, "sd_pct": 1.0,
             "arms": {"mxfp8": {"sd_pct": 0.6, "null": False, **arm}, "nvfp4": {"sd_pct": 1.3, "null": False, **arm},
                      "null": {"sd_pct": 0.1, "null": True, **arm}},

@@ -306,20 +306,20 @@ class TestHash:
         assert len(seen) == 5
         assert all(len(value) == 64 for value in seen)
 
-    def test_large_arrays_are_hashed_at_their_ends_and_say_so(self, tmp_path, monkeypatch):
+    def test_large_arrays_are_hashed_by_ends_and_samples_and_say_so(self, tmp_path, monkeypatch):
         path = write_tokens(tmp_path / "a.bin", range(1000))
         assert "hashed" not in load(config("tokens", path)).facts
-        monkeypatch.setattr(data, "HASH_WHOLE_BYTES", 512)
-        monkeypatch.setattr(data, "HASH_END_BYTES", 100)
+        for name, value in {"WHOLE_BYTES": 512, "END_BYTES": 100, "SAMPLES": 3, "SAMPLE_BYTES": 10}.items():
+            monkeypatch.setattr(data.content, name, value)
         before = load(config("tokens", path))
         assert before.facts["hashed"].startswith("size, first and last 100 bytes")
         hashes = []
-        for changed in (0, 500, 899):  # 900 tokens are train: its first, its middle and its last
+        for changed in (0, 450, 500, 899):  # 900 tokens are train: its first, the middle sample, none, and its last
             tokens = np.arange(1000)
             tokens[changed] = 1001
             write_tokens(path, tokens)
             hashes.append(load(config("tokens", path)).hash == before.hash)
-        assert hashes == [False, True, False]
+        assert hashes == [False, False, True, False]
 
 
 def test_unigram_entropy():
