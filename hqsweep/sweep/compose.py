@@ -13,7 +13,6 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hqsweep.config.recipe_files import PACKAGED
 from hqsweep.config.recipe_text import check_texts
 from hqsweep.config.references import check_expansion
 from hqsweep.config.study import parse_study
@@ -41,8 +41,6 @@ from hqsweep.sweep.overrides import STUDY_KEYS, Overrides, is_file
 from hqsweep.sweep.point import Grid, GridPoint
 from hqsweep.sweep.quantizer_keys import open_quantizers
 
-PACKAGED = files("hqsweep") / "conf"
-"""The packaged configs: conf/ of the wheel, or of the checkout that an editable install leads to."""
 ARMS = "arms"
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)")
 
