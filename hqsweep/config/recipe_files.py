@@ -10,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from hqsweep.config.format_text import NAMES
 from hqsweep.config.safe_yaml import load_yaml
 from hqsweep.errors import UserError, nearest
 from hqsweep.memo import memo
@@ -19,6 +20,9 @@ PACKAGED = files("hqsweep") / "conf"
 OWN = Path("conf")
 """The user's configs, in the working directory; they come before the packaged ones."""
 GROUP = "recipe"
+FORMAT = "format:"
+"""The beginning of a text that means a format where a recipe has its name."""
+FORMAT_TEXTS = tuple(f"{FORMAT}{name}" for name in NAMES)
 
 
 def names(group: str, folders: Sequence[Path]) -> list[str]:
@@ -79,7 +83,8 @@ def _composed(path: Path, before: Sequence[Path]) -> dict[str, Any]:
     bases = own.pop("defaults", None) or []
     if not bases:
         return own
-    if path.resolve().parent.name != GROUP or not (isinstance(bases, list) and all(isinstance(base, str) for base in bases)):
+    by_name = isinstance(bases, list) and all(isinstance(base, str) for base in bases)
+    if path.resolve().parent.name != GROUP or not by_name:
         raise UserError(f"it has a defaults list of other configs{_for_hydra(path)}")
     merged: dict[str, Any] = {}
     for base in bases if "_self_" in bases else [*bases, "_self_"]:

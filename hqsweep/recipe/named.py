@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 
 from hqsweep.config.format_text import NAMES
-from hqsweep.config.recipe_files import PACKAGED, known_names, read_recipe, recipe_file
+from hqsweep.config.recipe_files import FORMAT, PACKAGED, known_names, read_recipe, recipe_file
 from hqsweep.errors import UserError, nearest
 from hqsweep.memo import constant_result, memo
 from hqsweep.quant.hybrid import HybridQuantizer
@@ -19,9 +19,6 @@ from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.schedule import parse_recipe
 from hqsweep.recipe.sectioned import Recipe
 from hqsweep.recipe.sections import LinearQuantizers, parse_quantizer
-
-FORMAT = "format:"
-"""The beginning of a text that means a format where a recipe has its name."""
 
 
 def recipe_of(text: str | os.PathLike[str], where: str = "hqsweep.recipe") -> AnyRecipe:
