@@ -58,7 +58,8 @@ def step_of(module: nn.Module, x: Tensor, dy: Tensor) -> Call:
     return step
 
 
-def build(recipe: object, sizes: tuple[int, int], weight: torch.dtype, device: str) -> Linear:
+def build(recipe: str | dict[str, str], sizes: tuple[int, int], weight: torch.dtype, device: str) -> Linear:
+    recipe = f"format:{recipe}" if isinstance(recipe, str) else recipe  # "nvfp4" alone would be the packaged recipe
     return Linear(*sizes, name="layer", recipe=recipe).to(device=device, dtype=weight)
 
 

@@ -20,6 +20,7 @@ _HOME: dict[str, str] = {
     "convert": "hqsweep.models.convert",
     "converted": "hqsweep.models.convert",
     "load_model": "hqsweep.models.hf",
+    "recipe": "hqsweep.recipe",
     "revert": "hqsweep.models.convert",
     "unpacked": "hqsweep.models.unpacked",
     "inspect_checkpoint": "hqsweep.checkpoints.inspect",
@@ -42,7 +43,8 @@ _HOME: dict[str, str] = {
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'hqsweep' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    module = importlib.import_module(_HOME[name])
+    return module if name == "recipe" else getattr(module, name)  # a package that is called
 
 
 def __dir__() -> list[str]:

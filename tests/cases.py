@@ -71,6 +71,11 @@ PRODUCTS = tuple(text for text in REPRESENTATIVE if text in NAMES or not parse(t
 """Every name, and one text for each other dtype that its operands have in products: for tests of whole layers."""
 
 
+def bare(recipe):
+    """What `recipe=` takes for a format or quantizer in every slot; a text alone may be the name of a recipe."""
+    return f"format:{recipe}" if isinstance(recipe, str) else recipe
+
+
 def both_directions(text: str) -> str:
     """The quantizer with a format in both directions, as far as each may have it."""
     format = parse(text)

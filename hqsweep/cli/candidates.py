@@ -6,17 +6,15 @@ Every function takes the beginning of a word and returns whole words; one that e
 
 import re
 from collections.abc import Iterator, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from hqsweep.config.jobs import JOBS
+from hqsweep.config.recipe_files import OWN, PACKAGED, names
 from hqsweep.config.safe_yaml import load_yaml
 from hqsweep.errors import UserError
 from hqsweep.sweep.store import RunStore
 
-PACKAGED = files("hqsweep") / "conf"
-OWN = Path("conf")
 _PLAIN = re.compile(r"[\w./@:=+,-]*")
 
 
@@ -44,12 +42,6 @@ def run_or_sweep(beginning: str, runs_dir: Path) -> list[str]:
         return _starting(beginning, [*sweeps, *(run.name for sweep in sweeps for run in store.runs(sweep))])
     except (UserError, OSError):
         return []
-
-
-def names(group: str, folders: Sequence[Path]) -> list[str]:
-    """Names that a config group offers; the group "" is that of whole configs. Hydra's own begin with an underscore."""
-    files = sorted(path.stem for folder in folders for path in (folder / group).glob("*.yaml"))
-    return [name for name in dict.fromkeys(files) if not name.startswith("_")]
 
 
 def groups(folders: Sequence[Path]) -> list[str]:

@@ -82,13 +82,17 @@ def print_result(as_json: bool, document: Any, *shown: Shown) -> None:
         plain = json.loads(json.dumps(document, default=str), parse_constant=lambda name: None)
         typer.echo(json.dumps(plain, indent=2))
         return
+    console = result_console()
+    for part in shown:
+        console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+
+
+def result_console() -> Any:
+    """The SafeConsole of results; a file or a pipe has no edge to break lines at, and takes FILE_WIDTH columns."""
     from hqsweep.sweep.console import SafeConsole
 
     console = SafeConsole()
-    if not console.is_terminal and "COLUMNS" not in os.environ:  # a file or a pipe has no edge to break lines at
-        console = SafeConsole(width=FILE_WIDTH)
-    for part in shown:
-        console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+    return console if console.is_terminal or "COLUMNS" in os.environ else SafeConsole(width=FILE_WIDTH)
 
 
 GRID_COLUMNS = {

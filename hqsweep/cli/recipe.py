@@ -1,4 +1,5 @@
-"""`hqsweep recipe`: list, show, compare and export recipes. NAME is a recipe of the package or of ./conf, or a file."""
+"""`hqsweep recipe`: list, show, compare and export recipes. NAME is a recipe of the package or of ./conf, a file, or a
+bare format."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -6,13 +7,14 @@ from typing import Annotated, Any, Literal
 import typer
 
 from hqsweep.cli import completion as cli_completion
-from hqsweep.cli.output import AsJson, OneSentence, Shown, print_result, say
+from hqsweep.cli.output import AsJson, OneSentence, Shown, print_result, result_console, say
 
 app = typer.Typer(cls=OneSentence, no_args_is_help=True, help="List, show, compare and export recipes.")
 
 _COMPLETED = {"autocompletion": cli_completion.recipe_name}
 Name = Annotated[
-    str, typer.Argument(metavar="NAME", help="A packaged recipe, one of ./conf, or PATH.yaml.", **_COMPLETED)
+    str,
+    typer.Argument(metavar="NAME", help="A packaged recipe, one of ./conf, PATH.yaml, or format:NAME.", **_COMPLETED),
 ]
 ConfigDir = Annotated[
     Path | None, typer.Option(exists=True, file_okay=False, help="Your configs; ./conf is searched in any case.")
@@ -30,20 +32,24 @@ FOLDED_COLUMNS = {
     "columnwise_source": "columnwise from",
 }
 DIFF_COLUMNS = {"slot": "slot", "field": "what", "a": "A", "b": "B"}
-LIST_COLUMNS = {"name": "name", "input": "input", "weight": "weight", "grad_output": "grad_output"}
+INDENT = 4
+"""Spaces before the parts of a recipe where they stand below its name."""
 
 
 @app.command()
 def ls(config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
-    """List the recipes that recipe= takes, with the quantizers of their linears.
+    """List the recipes that recipe= and Python take, with what tells them apart.
 
-    What is wrong in one is said beside the others, and the exit code is 3.
+    That is the quantizers of linears, and of other parts where these differ from them. What is wrong in one is said
+    beside the others, and the exit code is 3.
     """
     from hqsweep.errors import EXIT_FAILED, UserError
-    from hqsweep.recipe.listing import slots
+    from hqsweep.recipe.base import AnyRecipe
+    from hqsweep.recipe.listing import parts, slots
     from hqsweep.sweep.compose import known_recipes
 
     rows, faults = [], []
+    recipes: dict[str, AnyRecipe] = {}
     for name in known_recipes(config_dir):
         try:
             recipe = _load(name, config_dir)
@@ -52,8 +58,11 @@ def ls(config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
             continue
         linear = [slot for slot in slots(recipe) if slot.part == "linear" and slot.stage == 0]
         row = {"name": name, "input": str(getattr(recipe, "qfactory", "-")), "weight": None, "grad_output": None}
-        rows.append(row | {slot.tensor: str(slot.quantizer) for slot in linear})
-    print_result(as_json, rows, _table(f"{len(rows)} recipes", rows, LIST_COLUMNS))
+        row |= {slot.tensor: str(slot.quantizer) for slot in linear}
+        same = next((other for other, known in recipes.items() if known == recipe), None)
+        rows.append(row | {"parts": parts(recipe), "same_as": same})
+        recipes[name] = recipe
+    print_result(as_json, rows, f"{len(rows)} recipes", _listed(rows, result_console().width))
     for fault in faults:
         say(fault, err=True)
     if faults:
@@ -74,7 +83,7 @@ def show(name: Name, every: All = False, config_dir: ConfigDir = None, as_json: 
     config, rows = recipe_config(recipe), [slot.row() for slot in slots(recipe)]
     notes = [f"gemm: {recipe.gemm}"]
     notes += [f"overrides[{i}] is for {o}" for i, o in enumerate(getattr(recipe, "overrides", ()))]
-    notes += [f"schedule[{i}] comes {_when(change.at)}" for i, change in enumerate(recipe.schedule)]
+    notes += [f"schedule[{i}] comes {change.when}" for i, change in enumerate(recipe.schedule)]
     if "qfactory" in config:
         notes += [f"the quantizers come from {recipe.qfactory}", f"fp8_dpa: {recipe.fp8_dpa}"]
     if every:
@@ -151,8 +160,35 @@ def _load(name: str, config_dir: Path | None) -> Any:
         raise UserError(str(error) if f"'{name}'" in str(error) else f"recipe '{name}': {error}") from None
 
 
-def _when(at: float) -> str:
-    return f"after {at} updates" if at >= 1 else f"after {100 * at:g} % of the updates"
+def _listed(rows: list[dict[str, Any]], width: int) -> str:
+    """Recipes with their parts, beside the names where there is room, else below them. Lines break between words, a
+    tensor stays with its quantizer where a line has room for both, and a longer word stays whole."""
+    from textwrap import wrap
+
+    texts = {
+        row["name"]: [f"as {row['same_as']}"] if row["same_as"] else [f"{k}: {v}" for k, v in row["parts"].items()]
+        for row in rows
+    }
+    column = max(map(len, texts), default=0) + 2
+    longest = max((len(item) for parts in texts.values() for part in parts for item in part.split(", ")), default=0)
+    indent = column if width >= column + longest + 3 else INDENT
+    space = "\u00a0" if width >= indent + longest + 3 else " "
+    lines = []
+    for name, parts in texts.items():
+        told = [
+            line.replace("\u00a0", " ")
+            for part in parts
+            for line in wrap(
+                ", ".join(item.replace(" ", space) for item in part.split(", ")),
+                width,
+                initial_indent=" " * indent,
+                subsequent_indent=" " * (indent + 2),
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        ]
+        lines += [name.ljust(column) + told[0][column:], *told[1:]] if indent == column else [name, *told]
+    return "\n".join(lines)
 
 
 def _table(heading: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> Shown:

@@ -53,7 +53,7 @@ class HeadLoss:
     def __init__(self, model: nn.Module, chunk: int | None = None) -> None:
         self.model, self.chunk = model, chunk
         self.head = output_projection(model)
-        section, gemm = module_quantizers("bf16", "linear", "head")
+        section, gemm = module_quantizers("format:bf16", "linear", "head")
         self._plain = LinearPart("head", section, gemm, torch.bfloat16, LinearOptions())
 
     @contextmanager

@@ -1,11 +1,13 @@
 """What `recipe=` of a module takes, and the quantizers that it gives to that module.
 
-A Recipe or CustomRecipe gives a module what its name and type are due. A section (LinearQuantizers, DpaQuantizers), a
-quantizer, text such as "nvfp4|mxfp8@rowwise_dequantized", or a mapping from tensors to them says it for this module
-alone; a mapping with `linear` or `qfactory` is the config of a recipe. Modules that are made of others take the same,
-and give it to all of their linears.
+A Recipe or CustomRecipe gives a module what its name and type are due, and so does the text of a recipe's name or path
+(hqsweep.recipe.named). A section (LinearQuantizers, DpaQuantizers), a quantizer, its text ("format:nvfp4",
+"nvfp4|mxfp8@rowwise_dequantized"), or a mapping from tensors to them says it for this module alone; a mapping with
+`linear` or `qfactory` is the config of a recipe. Modules that are made of others take the same, and give it to all of
+their linears.
 """
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,20 +15,23 @@ from hqsweep.errors import UserError
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.custom import CustomRecipe
+from hqsweep.recipe.named import first_stage
 from hqsweep.recipe.roles import module_roles
 from hqsweep.recipe.schedule import parse_recipe
 from hqsweep.recipe.sectioned import Recipe
 from hqsweep.recipe.sections import MODULE_SECTIONS, LinearQuantizers, Section
 from hqsweep.recipe.validate import check_products
 
-RecipeArgument = AnyRecipe | Section | HybridQuantizer | str | Mapping[str, Any]
+RecipeArgument = AnyRecipe | Section | HybridQuantizer | str | os.PathLike | Mapping[str, Any]
 RECIPE_KEYS = ("linear", "qfactory", "_target_")
 """Keys of which the config of a recipe has one, and a section none."""
 
 
 def recipe_or_section(recipe: RecipeArgument, module_type: str, name: str) -> AnyRecipe | Section:
-    """A recipe as it is, or from its config; all else as the section of the module; UserError with the module's name
-    for what is neither."""
+    """A recipe as it is, from its name or from its config; all else as the section of the module; UserError with the
+    module's name for what is neither."""
+    if isinstance(recipe, str | os.PathLike):
+        recipe = first_stage(recipe, name)
     if isinstance(recipe, Recipe | CustomRecipe):
         return recipe
     if isinstance(recipe, Mapping) and any(key in recipe for key in RECIPE_KEYS):
@@ -37,8 +42,8 @@ def recipe_or_section(recipe: RecipeArgument, module_type: str, name: str) -> An
     if recipe is None or isinstance(recipe, Section):
         got = "None" if recipe is None else f"a {type(recipe).__name__}"
         raise UserError(
-            f"{name}: recipe is {got}; a {module_type} takes a Recipe or CustomRecipe, {section.__name__}, or the text"
-            " or mapping of one"
+            f"{name}: recipe is {got}; a {module_type} takes a Recipe or CustomRecipe, {section.__name__}, the name of"
+            " a recipe, a format, or the mapping of one"
         )
     return section.parse(recipe, name)
 

@@ -1,8 +1,12 @@
 """Recipes: which format every tensor of every product takes, and when.
 
 The names are imported when one of them is first read: factories, pairs and roles need no torch, and the rest does.
+The package is a function, too: hqsweep.recipe("nvfp4") is the packaged recipe of that name.
 """
 
+import os
+import sys
+from types import ModuleType
 from typing import Any
 
 __all__ = ["CustomRecipe", "DpaQuantizers", "LinearQuantizers", "QuantizerRole", "Recipe", "find_factory",
@@ -22,3 +26,22 @@ def __getattr__(name: str) -> Any:
     exports = (CustomRecipe, DpaQuantizers, LinearQuantizers, QuantizerRole, Recipe, find_factory, parse_recipe)
     globals().update(zip(__all__, exports, strict=True))
     return globals()[name]
+
+
+class _Package(ModuleType):
+    def __call__(self, name_or_path: str | os.PathLike[str]) -> Any:
+        """The recipe of a name ("nvfp4": packaged, or in ./conf/recipe, which comes first), or of a YAML file's path.
+
+        Everything in Python that takes a recipe takes the same texts, and so does recipe= on the command line.
+        "format:nvfp4", and text that is no recipe's name ("nvfp4|mxfp8"), is a format for all linears, experts and the
+        head. A schedule of the recipe is in its `schedule`; hqsweep.recipe.stages.stages follows it.
+
+        Raises:
+            UserError: the text is none of these, or the file is not there, or is no recipe.
+        """
+        from hqsweep.recipe.named import recipe_of
+
+        return recipe_of(name_or_path)
+
+
+sys.modules[__name__].__class__ = _Package

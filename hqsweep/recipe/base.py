@@ -39,3 +39,8 @@ class Change:
     at: int | float
     """The number of updates that are done before it, or, below 1, a fraction of all."""
     recipe: AnyRecipe
+
+    @property
+    def when(self) -> str:
+        """`at` in words."""
+        return f"after {self.at} updates" if self.at >= 1 else f"after {100 * self.at:g} % of the updates"

@@ -1,7 +1,7 @@
 """A recipe slot by slot, as rows; and the differences of two recipes."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hqsweep.quant.hybrid import DIRECTIONS, FIELDS, HybridQuantizer
@@ -10,6 +10,7 @@ from hqsweep.recipe.custom import CustomRecipe
 from hqsweep.recipe.pairs import GEMMS, MODULE_GEMMS
 from hqsweep.recipe.roles import HEAD, TENSOR_TYPES, QuantizerRole
 from hqsweep.recipe.sectioned import SECTIONS, Recipe
+from hqsweep.recipe.sections import HIGH_PRECISION, Section
 
 PARTS = (*SECTIONS, HEAD, "embedding", "norm")
 
@@ -52,6 +53,38 @@ def described(recipe: AnyRecipe) -> dict[str, Any]:
     other setting: gemm, the factory, fp8_dpa, what overrides and changes are for."""
     texts = {slot.name: {name: str(getattr(slot.quantizer, name)) for name in FIELDS} for slot in slots(recipe)}
     return texts | _settings(recipe)
+
+
+def parts(recipe: AnyRecipe) -> dict[str, str]:
+    """Part -> its quantizers in short ("mxfp8", or "input nvfp4|mxfp8, weight mxfp8, ..."), for `linear` and for each
+    part by which the recipe is another than `linear` alone: sections, overrides, gemm, schedule, a Python factory."""
+    if isinstance(recipe, CustomRecipe):
+        told = {"qfactory": recipe.path} | ({"fp8_dpa": "true"} if recipe.fp8_dpa else {})
+    else:
+        usual = {"grouped_linear": recipe.linear} | HIGH_PRECISION
+        told = {part: _short(own) for part in PARTS if (own := getattr(recipe, part)) != usual.get(part)}
+        for override in recipe.overrides:
+            sections = {part: getattr(override, part) for part in SECTIONS}
+            sections |= {"grouped_linear": None} if sections["grouped_linear"] == sections["linear"] else {}
+            text = "; ".join(f"{part} {_short(section)}" for part, section in sections.items() if section)
+            told[f"overrides {override}"] = text
+    told |= {"gemm": recipe.gemm} if recipe.gemm != "exact" else {}
+    before = recipe
+    for change in recipe.schedule:
+        old, new = parts(replace(before, schedule=())), parts(change.recipe)
+        changed = [f"{part} {text}" for part, text in new.items() if old.get(part) != text]
+        changed += [f"no {part}" for part in old if part not in new]
+        told[f"schedule {change.when}"] = "; ".join(changed) or "nothing"
+        before = change.recipe
+    return told
+
+
+def _short(section: Section | HybridQuantizer) -> str:
+    if isinstance(section, HybridQuantizer):
+        return str(section)
+    texts = section.texts()
+    alike = len(set(texts.values())) == 1
+    return next(iter(texts.values())) if alike else ", ".join(f"{tensor} {text}" for tensor, text in texts.items())
 
 
 def diff(a: AnyRecipe, b: AnyRecipe) -> list[dict[str, Any]]:

@@ -13,7 +13,6 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hqsweep.config.recipe_files import FORMAT, FORMAT_TEXTS, PACKAGED, read_recipe
 from hqsweep.config.recipe_text import check_texts
 from hqsweep.config.references import check_expansion
 from hqsweep.config.study import parse_study
@@ -37,12 +37,10 @@ from hqsweep.sweep.grid import with_study
 from hqsweep.sweep.merge import explain, one_line, resolved, set_number
 from hqsweep.sweep.model_keys import MODEL_TARGET, drop_gpt, is_users, take_factory
 from hqsweep.sweep.names import NOT_IN_ID
-from hqsweep.sweep.overrides import STUDY_KEYS, Overrides, is_file
+from hqsweep.sweep.overrides import STUDY_KEYS, Overrides, is_text
 from hqsweep.sweep.point import Grid, GridPoint
 from hqsweep.sweep.quantizer_keys import open_quantizers
 
-PACKAGED = files("hqsweep") / "conf"
-"""The packaged configs: conf/ of the wheel, or of the checkout that an editable install leads to."""
 ARMS = "arms"
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)")
 
@@ -77,12 +75,16 @@ def known_recipes(config_dir: Path | None = None) -> list[str]:
 
 
 def load_recipe(name: str, config_dir: Path | None = None) -> Any:
-    """The `recipe` config of a name (packaged, in config_dir or in ./conf), or of a YAML file: a recipe, or a config
-    that has one. Its fields are unchecked.
+    """The `recipe` config of a name (packaged, in config_dir or in ./conf), of "format:QUANTIZER", or of a YAML file: a
+    recipe, or a config that has one. Its fields are unchecked.
 
     Raises:
         UserError: there is no such recipe, its YAML cannot be composed, or gives no mapping.
     """
+    if name.startswith(FORMAT):
+        text = name.removeprefix(FORMAT)
+        check_texts("recipe.linear", text)
+        return {"name": re.sub(r"[^A-Za-z0-9._+-]+", "-", name), "linear": text, "head": text}
     config = _recipe_config(name, config_dir)
     if not isinstance(config, dict):
         raise UserError(
@@ -94,10 +96,12 @@ def load_recipe(name: str, config_dir: Path | None = None) -> Any:
 
 def _recipe_config(name: str, config_dir: Path | None) -> Any:
     path = Path(name)
-    if path.suffix != ".yaml" and "/" not in name:
+    if path.suffix == ".yml" and path.is_file():  # which Hydra does not read
+        return read_recipe(path)
+    if path.suffix not in (".yaml", ".yml") and "/" not in name:
         known = known_recipes(config_dir)
         if name not in known:
-            hint = nearest(name, known)
+            hint = nearest(name, [*known, *FORMAT_TEXTS])
             raise UserError(f"recipe '{name}': no such recipe{hint}; known are {', '.join(known)}, or give PATH.yaml")
         return Composer("convergence", [config_dir, Path("conf")]).compose([f"recipe={name}"]).get("recipe")
     if path.suffix != ".yaml" or not path.is_file():
@@ -241,12 +245,12 @@ class Composer:
                 path = str(override.value())
                 config["recipe"] = {"name": path.rpartition(".")[2], "qfactory": path}
             for override in parsed:
-                if is_file(override):
+                if is_text(override):
                     path = str(override.value())
                     config["recipe"] = {"name": Path(path).stem} | load_recipe(path)
             # fields of grouped_linear come after linear, whose quantizers it has where the recipe does not spell it out
             for override in sorted(parsed, key=lambda o: o.key_or_group.startswith("recipe.grouped_linear.")):
-                if not self.overrides.is_group(override) and not is_file(override) and override not in factories:
+                if not self.overrides.is_group(override) and not is_text(override) and override not in factories:
                     check_texts(override.key_or_group, override.value())
                     open_quantizers(config, override.key_or_group)
                     OmegaConf.update(config, override.key_or_group, override.value(), merge=True)

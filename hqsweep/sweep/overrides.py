@@ -8,6 +8,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from hqsweep.config.recipe_files import FORMAT, FORMAT_TEXTS
 from hqsweep.config.references import check_references
 from hqsweep.config.study import StudyConfig
 from hqsweep.errors import UserError, nearest
@@ -20,9 +21,13 @@ POINTS = "fork.at"
 _KEY = re.compile(r"[+~]{0,2}[A-Za-z_$][\w./@:$-]*")
 
 
-def is_file(override: Override) -> bool:
-    """Whether it is recipe=PATH.yaml."""
-    return override.key_or_group == "recipe" and str(override.value()).endswith(".yaml")
+def is_text(override: Override) -> bool:
+    """Whether it is recipe=PATH.yaml or recipe=format:QUANTIZER, which are no names of the group."""
+    return override.key_or_group == "recipe" and _is_text(str(override.value()))
+
+
+def _is_text(value: str) -> bool:
+    return value.endswith((".yaml", ".yml")) or value.startswith(FORMAT)
 
 
 class Overrides:
@@ -79,14 +84,17 @@ class Overrides:
             raise UserError(f"{text}: it holds no value, so no run; write V1,V2 or range(START,STOP)")
         if self.is_group(override):
             known, values = options(self.loader, key), [choice.partition("=")[2] for choice in self.choices(override)]
-            files = [value for value in values if key == "recipe" and value.endswith(".yaml")]
-            wrong = next((value for value in values if value not in (*known, *files)), None if values else "")
+            if key == "recipe":
+                values = [str(choice.value()) for choice in self.parse_checked(self.choices(override))]
+                values = [value for value in values if not _is_text(value)]
+                known += FORMAT_TEXTS
+            wrong = next((value for value in values if value not in known), None)
             if wrong is not None:
                 hint = nearest(wrong, known) or f"; known are {', '.join(known)}"
                 raise UserError(f"{text}: no {key} '{wrong}'{hint}")
 
     def is_group(self, override: Override) -> bool:
-        return override.key_or_group in self.groups and not is_file(override)
+        return override.key_or_group in self.groups and not is_text(override)
 
     def choices(self, override: Override) -> list[str]:
         """The override once per value."""

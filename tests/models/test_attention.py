@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 import torch
-from cases import DELAYED, LOW_BASES, fitting
+from cases import DELAYED, LOW_BASES, bare, fitting
 
 import hqsweep
 from hqsweep.errors import UserError
@@ -59,7 +59,9 @@ def test_model(kind):
 def test_bytes_are_those_of_our_attention(recipe):
     """Heads share keys and values in groups, and nothing is masked but what lies ahead."""
     q, k, v, do = (draw("normal", 2 * heads * 32, 16).float().view(2, heads, 32, 16) for heads in (4, 2, 2, 4))
-    modules = [kind(name="attn", recipe=recipe, dtype=torch.float32) for kind in (DotProductAttention, AttentionPart)]
+    modules = [
+        kind(name="attn", recipe=bare(recipe), dtype=torch.float32) for kind in (DotProductAttention, AttentionPart)
+    ]
     results = []
     for module in modules:
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]

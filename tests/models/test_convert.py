@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from cases import PRODUCTS
+from cases import PRODUCTS, bare
 from torch import nn
 
 import hqsweep
@@ -68,11 +68,11 @@ def same(a, b):
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_bytes_are_those_of_our_linear(recipe, bias, dtype):
     torch.manual_seed(0)
-    ours = Linear(64, 96, name="fc", recipe=recipe, bias=bias, dtype=dtype).to(dtype)
+    ours = Linear(64, 96, name="fc", recipe=bare(recipe), bias=bias, dtype=dtype).to(dtype)
     theirs = nn.Sequential()
     theirs.add_module("fc", nn.Linear(64, 96, bias=bias, dtype=dtype))
     ours.load_state_dict(theirs.fc.state_dict(), strict=False)
-    hqsweep.convert(theirs, recipe)
+    hqsweep.convert(theirs, bare(recipe))
     results = []
     for module in (ours, theirs):
         x = draw("heavy", 32, 64).clamp(-9, 9).to(dtype).view(2, 16, 64).requires_grad_()
@@ -154,7 +154,7 @@ def test_set_recipe_autocast_and_another_convert_change_the_recipe():
     expected = {}
     for text in ("mxfp8", "nvfp4"):
         model = net()
-        hqsweep.convert(model, text)
+        hqsweep.convert(model, f"format:{text}")
         expected[text] = step(model)
     model = net()
     hqsweep.convert(model, "mxfp8")
@@ -218,7 +218,7 @@ def test_states_of_delayed_scaling_go_by_the_conversion():
 def test_a_part_that_was_converted_before_keeps_its_name_and_takes_the_new_recipe():
     model = net()
     hqsweep.convert(model, "mxfp8", head=True)
-    conversion = hqsweep.convert(model.layers[1], "nvfp4", lambda module, name: False)
+    conversion = hqsweep.convert(model.layers[1], "format:nvfp4", lambda module, name: False)
     assert [(m.name, m.formats["weight"]) for m in conversion.modules] == [
         ("layers.1.0", "nvfp4"),
         ("layers.1.2", "nvfp4"),

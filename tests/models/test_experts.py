@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import bare
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
@@ -72,14 +73,14 @@ ROWS, COUNTS = draw("normal", 40, K).float(), torch.tensor([7, 0, 16, 17])
 def test_bytes_are_those_of_grouped_linear(recipe, transposed, bias, dtype):
     """In the dtype of the call, of float32 weights; also where these lie as [E, in, out]: a transposed view is read."""
     options = GroupedLinearOptions(single_grouped_weight=True, single_grouped_bias=True, bias=bias)
-    ours = GroupedLinear(E, K, N, name="experts.up", recipe=recipe, dtype=dtype, options=options)
+    ours = GroupedLinear(E, K, N, name="experts.up", recipe=bare(recipe), dtype=dtype, options=options)
     holder = nn.Module()
     held = ours.weight.detach().transpose(1, 2).contiguous() if transposed else ours.weight.detach().clone()
     holder.up = nn.Parameter(held)
     biases = nn.Parameter(torch.arange(E * N).view(E, N) / 100) if bias else None
     stack, sizes = Stack("up", transposed=transposed), ExpertSizes(E, K, N)
     assert stack.sizes_of(holder) == sizes
-    part = ExpertsPart(holder, stack, "experts", recipe)
+    part = ExpertsPart(holder, stack, "experts", bare(recipe))
     if bias:
         with torch.no_grad():
             ours.bias.copy_(biases)
@@ -244,7 +245,7 @@ def test_widths_that_a_format_cannot_take():
     model = Titan()
     model.experts = GroupedExperts(hidden=40)
     with pytest.raises(UserError, match=r"experts\.w2_EDF.* 40 element.*multiple of 16"):
-        hqsweep.convert(model, "nvfp4")
+        hqsweep.convert(model, "format:nvfp4")
     assert type(model.experts) is GroupedExperts and not quantized_modules(model)
 
 

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from cases import bare
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
@@ -55,7 +56,7 @@ def train(model, dtype=None, steps=(1, 2, 3)):
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_training_is_that_of_plain_weights(recipe, dtype):
     plain, held = net(tied=False), net(tied=False)
-    hqsweep.convert(plain, recipe, head=True)
+    hqsweep.convert(plain, bare(recipe), head=True)
     conversion = hold(held, {"linear": recipe, "head": recipe}, head=True, dtype=dtype)
     assert len(list(held_parts(held))) == len(conversion.modules) == 5 and not conversion.plain
     losses, values = train(plain, dtype)
@@ -83,7 +84,7 @@ def test_another_quantizer_is_refused_at_the_call():
     model = net()
     hold(model, "mxfp8")
     for recipe in ("nvfp4", "fp32"):  # an identity, too, which would run the plain forward
-        set_recipe(model, recipe)
+        set_recipe(model, f"format:{recipe}")
         with pytest.raises(UserError, match=rf"layers\.0\.0: the weight is held in mxfp8, but .* asks for {recipe}"):
             model(TOKENS)
     set_recipe(model, "mxfp8")

@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from cases import FEW
+from cases import FEW, bare
 from tiny import equal, step, tiny
 from torch import nn
 
@@ -59,10 +59,10 @@ def test_conv1d_gives_the_bytes_of_our_linear_on_the_transposed_weight(recipe):
     model = nn.Sequential()
     model.add_module("fc", Conv1D(96, 64))
     nn.init.normal_(model.fc.bias)
-    ours = Linear(64, 96, name="fc", recipe=recipe, bias=True, dtype=torch.float32)
+    ours = Linear(64, 96, name="fc", recipe=bare(recipe), bias=True, dtype=torch.float32)
     ours.load_state_dict({"weight": model.fc.weight.detach().t(), "bias": model.fc.bias.detach()})
     keys = list(model.state_dict())
-    conversion = hqsweep.convert(model, recipe)
+    conversion = hqsweep.convert(model, bare(recipe))
     assert conversion.modules[0].kind == "conv1d" and conversion.modules[0].shape == (96, 64)
     results = []
     for module in (ours, model):

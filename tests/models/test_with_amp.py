@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import LOW_BASES, RANDOM
+from cases import LOW_BASES, RANDOM, bare
 from llamas import differences, llama, loss_of, results
 from torch import nn
 
@@ -26,8 +26,8 @@ def test_autocast_changes_the_dtype_and_no_bit_beyond(recipe, bias):
     torch.manual_seed(0)
     x, plain = torch.randn(32, 64), nn.Linear(64, 48, bias=bias)
     model = nn.Sequential(plain)
-    hqsweep.convert(model, recipe)
-    ours = Linear(64, 48, name="0", recipe=recipe, bias=bias, dtype=torch.bfloat16)
+    hqsweep.convert(model, bare(recipe))
+    ours = Linear(64, 48, name="0", recipe=bare(recipe), bias=bias, dtype=torch.bfloat16)
     ours.load_state_dict(plain.state_dict())
     with quantization(seed=1, step=1), torch.autocast("cpu", torch.bfloat16):
         under = both_ways(plain, x)
@@ -39,7 +39,7 @@ def test_autocast_changes_the_dtype_and_no_bit_beyond(recipe, bias):
 def trained(recipe, scaler=None, *, steps=2):
     """The weights after some steps of SGD."""
     model = llama()
-    hqsweep.convert(model, recipe)
+    hqsweep.convert(model, bare(recipe))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(1, steps + 1):
         optimizer.zero_grad()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import BASE_LINEARS, LINEARS
+from cases import BASE_LINEARS, LINEARS, bare
 
 from hqsweep.formats import parse
 from hqsweep.formats.inputs import draw
@@ -14,7 +14,7 @@ NVFP4 = LINEARS["nvfp4"]
 
 def build(quantizers, k=64, n=96, dtype=torch.bfloat16, bias=False, **options):
     torch.manual_seed(0)
-    shared = {"name": "layer", "recipe": quantizers, "bias": bias, "dtype": dtype}
+    shared = {"name": "layer", "recipe": bare(quantizers), "bias": bias, "dtype": dtype}
     return Linear(k, n, **shared, options=LinearOptions(**options))
 
 

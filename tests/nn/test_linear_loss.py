@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import DELAYED, LINEARS, REPRESENTATIVE
+from cases import DELAYED, LINEARS, REPRESENTATIVE, bare
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
@@ -36,7 +36,7 @@ ROWS, WIDTH, VOCABULARY = 384, 64, 96
 
 def build(quantizers, device="cpu", **options):
     torch.manual_seed(0)
-    head = Linear(WIDTH, VOCABULARY, name="head", recipe=quantizers, options=LinearOptions(**options)).to(device)
+    head = Linear(WIDTH, VOCABULARY, name="head", recipe=bare(quantizers), options=LinearOptions(**options)).to(device)
     h = (0.3 * draw("normal", ROWS, WIDTH)).to(device, torch.float32).requires_grad_()
     targets = torch.randint(0, VOCABULARY, (ROWS,), generator=torch.Generator().manual_seed(1)).to(device)
     return head, h, targets
@@ -212,7 +212,7 @@ def test_what_it_refuses(grad_output, chunk, message):
 
 def test_heads_that_do_not_go_by_chunks_say_so():
     _, h, targets = build("mxfp8")
-    head = Linear(WIDTH, VOCABULARY, name="head", recipe="mxfp8", bias=True)
+    head = Linear(WIDTH, VOCABULARY, name="head", recipe="format:mxfp8", bias=True)
     with pytest.raises(UserError, match="head: a linear with a bias, or with a quantizer of its output, takes no"):
         linear_cross_entropy(h, head, targets, 128)
     expected = F.cross_entropy(head(h).float(), targets)

@@ -3,6 +3,7 @@
 import emulated
 import pytest
 import torch
+from cases import bare
 
 from hqsweep.errors import UserError
 from hqsweep.nn import (
@@ -49,7 +50,7 @@ def kernels(monkeypatch):
 
 def build(text, device="cpu", **options):
     torch.manual_seed(0)
-    return LayerNormMLP(DIM, FFN, name="m", recipe=text, options=MLPOptions(**options)).to(device)
+    return LayerNormMLP(DIM, FFN, name="m", recipe=bare(text), options=MLPOptions(**options)).to(device)
 
 
 def trained(mlp, *, join, monkeypatch, device="cpu", rows=128, steps=2):

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from cases import bare
 from torch import nn
 
 from hqsweep.config.gemms import linear_shapes
@@ -32,7 +33,7 @@ def gpt(linear="mxfp8", **sections):
 
 def linear(quantizers="bf16", name="layers.0.fc"):
     torch.manual_seed(0)
-    return Linear(64, 96, name=name, recipe=quantizers)
+    return Linear(64, 96, name=name, recipe=bare(quantizers))
 
 
 def mxfp8_inputs(role):
@@ -304,7 +305,7 @@ def test_two_modules_of_one_name_are_refused_when_the_second_draws_in_the_same_s
 def test_two_modules_of_one_name_may_run_where_nothing_is_random():
     with quantization(step=1):
         for _ in range(2):
-            Linear(64, 64, name="a", recipe="nvfp4")(torch.randn(32, 64))
+            Linear(64, 64, name="a", recipe="format:nvfp4")(torch.randn(32, 64))
 
 
 def test_the_bits_of_a_module_that_is_gone_are_free():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import bare
 
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import LayerNormMoE, MoEOptions, Probe, grouped, moe, quantization, router
@@ -16,7 +17,7 @@ DIM, FFN, EXPERTS, TOKENS = 32, 32, 4, 96
 def mixture(linear="fp32", top_k=2, dtype=torch.float32, **options):
     torch.manual_seed(0)
     options = MoEOptions(experts=EXPERTS, top_k=top_k, **options)
-    module = LayerNormMoE(DIM, FFN, name="m", recipe=linear, dtype=dtype, options=options)
+    module = LayerNormMoE(DIM, FFN, name="m", recipe=bare(linear), dtype=dtype, options=options)
     torch.nn.init.normal_(module.router.weight)
     return module
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import SOME
+from cases import SOME, bare
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
@@ -59,7 +59,7 @@ def train(module, probe, parts, first=0):
 
 def module(text):
     torch.manual_seed(0)
-    return Linear(IN, OUT, name="l", recipe=text)
+    return Linear(IN, OUT, name="l", recipe=bare(text))
 
 
 def rows(probe):

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from cases import HIGH, PLAIN, first
+from cases import HIGH, PLAIN, bare, first
 
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
@@ -68,7 +68,7 @@ def test_torchs_autocast_changes_no_bit(name, recipe, inside):
 def test_torchs_autocast_changes_no_bit_of_attention(dpa):
     results = []
     for forward, backward in ((nullcontext, nullcontext), (autocast, nullcontext), (autocast, autocast)):
-        module = DotProductAttention(name="m", recipe=dpa, dtype=torch.float32)
+        module = DotProductAttention(name="m", recipe=bare(dpa), dtype=torch.float32)
         q, k, v = (draw("normal", 128, 32, seed).float().view(2, 2, 32, 32).requires_grad_() for seed in range(3))
         with forward():
             o = module(q=q, k=k, v=v, is_causal=True)

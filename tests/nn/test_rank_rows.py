@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import bare
 from torch import nn
 
 from hqsweep.nn import Linear, quantization
@@ -31,7 +32,7 @@ def started(monkeypatch):
 
 
 def input_quantizer(text):
-    return Linear(128, 128, name="l", recipe=text).quantizers.input
+    return Linear(128, 128, name="l", recipe=bare(text)).quantizers.input
 
 
 def test_a_norm_sends_values_that_a_short_product_takes(started):

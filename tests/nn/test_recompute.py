@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from cases import BASE_LINEARS, HIGH, HYBRID, RANDOM
+from cases import BASE_LINEARS, HIGH, HYBRID, RANDOM, bare
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
@@ -37,11 +37,11 @@ devices = pytest.mark.parametrize("device", DEVICES)
 def linear(text, *, held=False, dtype=torch.bfloat16):
     torch.manual_seed(0)
     with quantized_model_init(enabled=held), quantization(seed=5):
-        return Linear(64, 96, name="layer", recipe=text, bias=True, dtype=dtype)
+        return Linear(64, 96, name="layer", recipe=bare(text), bias=True, dtype=dtype)
 
 
 def attention(text):
-    return DotProductAttention(name="dpa", recipe=text)
+    return DotProductAttention(name="dpa", recipe=bare(text))
 
 
 def gpt(name, recompute="none", dpa=True):

@@ -17,7 +17,7 @@ class Layer(StreamLayer):
 
     def __init__(self, index: int, said: list) -> None:
         super().__init__()
-        self.norm = Norm(8, name=f"layers.{index}", recipe="bf16", normalization="LayerNorm")
+        self.norm = Norm(8, name=f"layers.{index}", recipe="format:bf16", normalization="LayerNorm")
         self.factor = nn.Parameter(torch.tensor(2.0 + index))
         self.factor.register_hook(lambda _: said.append(index))
 

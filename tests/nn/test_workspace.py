@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from cases import SOME, STATELESS
+from cases import SOME, STATELESS, bare
 from experts import EXPERTS, GPU, ROWS, SPLITS, K, N, grouped
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -36,7 +36,7 @@ def quantizations(monkeypatch):
 
 def linear(quantizers="mxfp8"):
     torch.manual_seed(0)
-    return Linear(64, 96, name="layer", recipe=quantizers)
+    return Linear(64, 96, name="layer", recipe=bare(quantizers))
 
 
 def train(module, index):

@@ -1,0 +1,79 @@
+"""What a text means as a recipe: one meaning in every function of Python, and that of recipe= on the command line.
+
+"nvfp4"                     the packaged recipe of the name, or the user's own in ./conf/recipe, which comes first
+"mine.yaml", "my/recipe"    the recipe of a YAML file: text that ends in .yaml or .yml or has a separator, or a Path
+"format:nvfp4"              the format, or the quantizer ("format:nvfp4|mxfp8"), for every tensor of every product
+"nvfp4|mxfp8", "fp8_block"  the same, of a text that is no recipe's name
+"""
+
+import os
+import warnings
+from pathlib import Path
+
+from hqsweep.config.format_text import NAMES
+from hqsweep.config.recipe_files import FORMAT, PACKAGED, known_names, read_recipe, recipe_file
+from hqsweep.errors import UserError, nearest
+from hqsweep.memo import constant_result, memo
+from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.base import AnyRecipe
+from hqsweep.recipe.schedule import parse_recipe
+from hqsweep.recipe.sectioned import Recipe
+from hqsweep.recipe.sections import LinearQuantizers, parse_quantizer
+
+
+def recipe_of(text: str | os.PathLike[str], where: str = "hqsweep.recipe") -> AnyRecipe:
+    """The recipe of a name or a path; of a quantizer's text that of all linears, experts and the head.
+
+    `where` starts the error. UserError for what is none of them, a file that is not there, or is no recipe.
+    """
+    meant = meaning(text, where)
+    if not isinstance(meant, HybridQuantizer):
+        return meant
+    section = LinearQuantizers(input=meant, weight=meant, grad_output=meant)
+    return Recipe(linear=section, head=section)
+
+
+@constant_result
+def first_stage(text: str | os.PathLike[str], where: str) -> AnyRecipe | HybridQuantizer:
+    """meaning(), for a reader that follows no schedule, which a warning says."""
+    meant = meaning(text, where)
+    changes = 0 if isinstance(meant, HybridQuantizer) else len(meant.schedule)
+    if changes:
+        warnings.warn(
+            f"{where}: recipe '{os.fspath(text)}' changes {changes} times during a training, and this takes what it is"
+            " before the first change; hqsweep.recipe.stages.stages(recipe, steps) has all, for set_recipe",
+            stacklevel=2,
+        )
+    return meant
+
+
+def meaning(text: str | os.PathLike[str], where: str) -> AnyRecipe | HybridQuantizer:
+    """The recipe of a name or a path, or the quantizer of any other text; raises as recipe_of does."""
+    if not isinstance(text, str | os.PathLike):
+        raise UserError(f"{where}: got {text!r}; it takes the name of a recipe, the path of a YAML file, or a format")
+    plain = os.fsdecode(text).strip()
+    if isinstance(text, str) and plain.startswith(FORMAT):
+        return parse_quantizer(plain.removeprefix(FORMAT), where)
+    if not isinstance(text, str) or plain.endswith((".yaml", ".yml")) or any(s in plain for s in {"/", os.sep}):
+        return _read(Path(plain), where)
+    path = recipe_file(plain)
+    if path is not None:
+        return _packaged(plain) if path.is_relative_to(PACKAGED) else _read(path, where)
+    if plain not in NAMES and plain.replace("_", "").isalnum():
+        raise UserError(
+            f"{where}: '{plain}' is no recipe and no format{nearest(plain, [*known_names(), *NAMES])}; `hqsweep recipe"
+            f" ls` lists the recipes, formats are {', '.join(NAMES)}, and a file has its path, such as 'mine.yaml'"
+        )
+    return parse_quantizer(plain, where)
+
+
+@memo
+def _packaged(name: str) -> AnyRecipe:
+    return parse_recipe(read_recipe(recipe_file(name)))
+
+
+def _read(path: Path, where: str) -> AnyRecipe:
+    try:
+        return parse_recipe(read_recipe(path))
+    except UserError as error:
+        raise UserError(f"{where}: recipe '{path}': {error}") from None
