@@ -19,6 +19,7 @@ from hqsweep.errors import Damaged, UserError
 from hqsweep.jobs.native import check_native
 from hqsweep.parallel.mesh import check_devices
 from hqsweep.recipe.factories import Importer, factory_name
+from hqsweep.sweep import same_operands
 from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.point import GridPoint
 from hqsweep.sweep.progress import Display
@@ -46,6 +47,8 @@ class SweepPlan:
     baseline_why: str = ""
     begun: str = ""
     """The source that the trunks of a fork study begin from, "" for random weights."""
+    same: tuple[str, ...] = ()
+    """A line for each arm that quantizes nothing on its model, or that has another arm's operands there."""
     imports: tuple[str, ...] = ()
     """The words that tell its workers which Python factories were imported for it."""
 
@@ -71,7 +74,7 @@ class SweepPlan:
     @property
     def lines(self) -> list[str]:
         """The lines about the plan before anything starts."""
-        return [line for line in (self.baseline_line, self.begun) if line]
+        return [line for line in (self.baseline_line, self.begun, *self.same) if line]
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each run: run (its folder's name), arm, seed, changed, config; in a fork study also point and
@@ -121,6 +124,7 @@ def plan_of(words: Words, importer: Importer | None = None) -> SweepPlan:
     check_twins(typed)
     fields = {
         "begun": begun,
+        "same": same_operands.lines(typed, configs, grid.study.baseline),
         "conf": words.conf,
         "words": words.overrides,
         "study": grid.study,
