@@ -43,6 +43,7 @@ def trainer_fields(trainer: Trainer) -> dict[str, object]:
         "gemm_plan": stage_plans(trainer, trainer.stages[0]),
         "recipe_schedule": schedule_fields(trainer),
         **trainer.adapter.facts,
+        **trainer.adapter.taken,
         **({"warnings": warnings} if warnings else {}),
     }
 

@@ -10,6 +10,7 @@ import torch
 from hqsweep.errors import UserError
 from hqsweep.models.seen import forget_call, was_called
 from hqsweep.nn.module import QuantizedModule
+from hqsweep.recipe.applied import is_low
 from hqsweep.recipe.roles import TENSOR_TYPES
 
 
@@ -31,6 +32,8 @@ class Skipped:
     name: str
     shape: tuple[int, ...]
     why: str
+    multiply_adds: int = field(default=0, repr=False)
+    """models.multiplied.multiply_adds of the module."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,13 @@ class Part:
     kind: str
     shape: tuple[int, ...]
     module: QuantizedModule
+    multiply_adds: int = 0
+    """Those of its product by the weight; 0 without one."""
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether a slot of it is in low precision now."""
+        return any(is_low(getattr(self.module.quantizers, t)) for t in TENSOR_TYPES[self.module.module_type])
 
     @property
     def converted(self) -> Converted:
@@ -47,9 +57,17 @@ class Part:
         return Converted(self.module.name, self.kind, self.shape, texts)
 
 
-@dataclass
+@dataclass(repr=False)
 class Conversion:
-    """What convert() did. It keeps no parameter and no module of the model alive."""
+    """What convert() did. It keeps no parameter and no module of the model alive.
+
+    `share` is the part of the model's multiplications by weights that was converted, from 0 to 1, and
+    `quantized_share` the part whose operands are not all in high precision now: multiply-adds of these modules over
+    those of converted and skipped modules together. A module's multiply-adds are those for one row of its input,
+    which are the elements of its weights (models.multiplied.multiply_adds); so the rows of all modules count alike.
+    Products without weights are left out: those of attention, and what a forward computes of parameters that it does
+    not own. So are the products of backward, which are as many for each weight.
+    """
 
     parts: list[Part] = field(default_factory=list, repr=False)
     skipped: list[Skipped] = field(default_factory=list)
@@ -58,6 +76,22 @@ class Conversion:
     plain: list[Skipped] = field(default_factory=list)
     """The converted modules whose weights stayed plain inside quantized_model_init, by the names of their roles, and
     why."""
+    scheduled: bool = False
+    """Whether the recipe changes later in a training."""
+
+    @property
+    def share(self) -> float:
+        """The part of the model's multiplications by weights that was converted."""
+        return self._share(self.parts)
+
+    @property
+    def quantized_share(self) -> float:
+        """The part of the model's multiplications by weights with an operand in low precision, as it is now."""
+        return self._share([part for part in self.parts if part.is_quantized])
+
+    def _share(self, parts: Sequence[Part]) -> float:
+        whole = sum(one.multiply_adds for one in (*self.parts, *self.skipped))
+        return sum(part.multiply_adds for part in parts) / whole if whole else 0.0
 
     @property
     def modules(self) -> list[Converted]:
@@ -115,12 +149,29 @@ class Conversion:
     def __str__(self) -> str:
         kinds = [part.kind for part in self.parts]
         counted = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-        text = f"converted {counted}"
+        text = f"converted {counted}{self._shares()}"
         text += f"; skipped {_reasons(self.skipped)}" if self.skipped else ""
         return text + (f"; plain weights of {_reasons(self.plain)}" if self.plain else "")
 
+    def _shares(self) -> str:
+        """How much of the model was converted, and whether anything is quantized."""
+        any_weight = any(part.multiply_adds for part in self.parts)
+        of_model = f", {_percent(self.share)} of the model's multiplications by weights" if any_weight else ""
+        if not any(part.is_quantized for part in self.parts):
+            return f"{of_model}; nothing is quantized" + (" before the recipe changes" if self.scheduled else "")
+        same = not any_weight or self.quantized_share == self.share
+        return of_model + ("" if same else f" ({_percent(self.quantized_share)} are quantized)")
+
+    def __repr__(self) -> str:
+        return f"<Conversion: {self}>"
+
     def _repr_html_(self) -> str:
         return f"<p>{escape(str(self))}</p>{self.frame().to_html(index=False)}"
+
+
+def _percent(share: float) -> str:
+    """The share in %, which is 100 or 0 for the whole and for nothing alone."""
+    return f"{min(max(round(100 * share, 1), 0.1), 99.9) if 0 < share < 1 else 100 * share:.3g} %"
 
 
 def _reasons(skipped: Sequence[Skipped]) -> str:

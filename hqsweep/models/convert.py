@@ -1,11 +1,12 @@
 """convert: the modules of a user's model compute by a recipe from then on; revert undoes it."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hqsweep.errors import UserError
 from hqsweep.models.attention import AttentionKind
@@ -16,6 +17,7 @@ from hqsweep.models.heads import output_projection
 from hqsweep.models.held import candidates_of, check_release, held_weights, release_weights
 from hqsweep.models.kinds import Kind, parts_of
 from hqsweep.models.linear import Conv1DKind, LinearKind
+from hqsweep.models.multiplied import experts_per_row, multiply_adds, why_left
 from hqsweep.models.names import clean_name
 from hqsweep.models.refusals import bypassed, check_model, instance_fault
 from hqsweep.nn.module import PARTS, QuantizedModule, set_recipe_of
@@ -73,6 +75,10 @@ def convert(
     projection too, by the recipe's `head`; its role's name is "head". experts, attention: take experts of a mixture,
     and attention; by default attention is taken if recipe.dpa quantizes it.
 
+    The Conversion says which share of the model's multiplications by weights was taken (Conversion.share), and lists in
+    `skipped`, with a reason, every module that multiplies by weights and was not: nn.LSTM, convolutions, nn.Bilinear,
+    nn.MultiheadAttention, and what has matrices of its own.
+
     A module that is converted already takes the recipe, as by set_recipe, and keeps its names.
 
     Inside hqsweep.nn.quantized_model_init() the weights of the modules that are taken become HybridQuantizedTensors:
@@ -118,9 +124,14 @@ def convert(
         setattr(candidate.module, candidate.part.weight_name, parameter)
     for kind in dict.fromkeys(target.kind for target in targets):
         kind.swapped(model)
-    parts = [Part(target.kind.name, _shape(g), p) for target in targets for g, p in _pairs(target)]
+    chosen = experts_per_row(model)
+    parts = [
+        Part(target.kind.name, _shape(g), p, _multiply_adds(g, p, chosen))
+        for target in targets
+        for g, p in _pairs(target)
+    ]
     stay = [Skipped(candidate.part.name, tuple(candidate.weight.shape), why) for candidate, why in plain]
-    conversion = Conversion(parts, skipped, _ties(model), stay)
+    conversion = Conversion(parts, skipped, _ties(model), stay, scheduled=bool(recipe.schedule))
     model.__dict__[CONVERSION] = conversion
     FirstStep([part.module for part in conversion.parts])
     return conversion
@@ -217,8 +228,10 @@ def _kind_of(module: nn.Module) -> Kind:
 def _plan(
     model: nn.Module, kinds: Sequence[Kind], filter_fn: Filter | None, head: bool
 ) -> tuple[list[Target], list[Skipped]]:
-    """(taken, skipped) of all modules of these kinds; what is converted already counts as taken."""
-    projection, unheard, targets, skipped = output_projection(model), bypassed(model), [], []
+    """(taken, skipped): the modules of these kinds, and after them the others that multiply by weights; what is
+    converted already counts as taken."""
+    projection, unheard, targets, skipped, left = output_projection(model), bypassed(model), [], [], []
+    chosen, others = experts_per_row(model), [kind for kind in KINDS if kind not in kinds]
     for fqn, module in model.named_modules():
         name = clean_name(fqn) or type(module).__name__
         if parts_of(module):
@@ -226,6 +239,8 @@ def _plan(
             continue
         kind = next((kind for kind in kinds if kind.matches(module)), None)
         if kind is None:
+            if why := why_left(module, others):
+                left.append(Skipped(name, _weight_shape(module), why, multiply_adds(module, chosen)))
             continue
         why = unheard.get(module) or instance_fault(module) or kind.fault(module)
         gemms = [] if why else kind.gemm_modules(module, HEAD if module is projection else name)
@@ -234,11 +249,12 @@ def _plan(
         if not why:
             why = _filtered(module, name, gemms, filter_fn)
         if why:
-            skipped.append(Skipped(name, _shape(gemms[0]) if gemms else _weight_shape(module), why))
+            shape = _shape(gemms[0]) if gemms else _weight_shape(module)
+            skipped.append(Skipped(name, shape, why, multiply_adds(module, chosen)))
         else:
             kind.check(module, name)
             targets.append(Target(module, kind, HEAD if module is projection else name, gemms))
-    return targets, skipped
+    return targets, [*skipped, *left]
 
 
 def _converted_target(module: nn.Module, name: str) -> Target:
@@ -266,7 +282,13 @@ def _shape(gemm: GemmModule) -> tuple[int, ...]:
 
 def _weight_shape(module: nn.Module) -> tuple[int, ...]:
     weight = getattr(module, "weight", None)
-    return () if weight is None or nn.parameter.is_lazy(weight) else tuple(weight.shape)
+    return () if not isinstance(weight, Tensor) or nn.parameter.is_lazy(weight) else tuple(weight.shape)
+
+
+def _multiply_adds(gemm: GemmModule, part: QuantizedModule, chosen: int) -> int:
+    """Those of a part for one row of its module's input; see models.multiplied."""
+    each = math.prod(_shape(gemm)) if _shape(gemm) else 0
+    return each * min(chosen, part.num_experts) if gemm.module_type == "grouped_linear" else each
 
 
 def _pairs(target: Target) -> Iterator[tuple[GemmModule, QuantizedModule]]:

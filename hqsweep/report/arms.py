@@ -15,9 +15,10 @@ import pandas as pd
 
 from hqsweep.errors import UserError, nearest
 from hqsweep.report.curves import interval, intervals
-from hqsweep.report.families import LOSSES, Family
+from hqsweep.report.families import DECIDES, LOSSES, Family
 from hqsweep.report.frames import DATA, FORK, REPLICATE, Frames, config_leaves
 from hqsweep.report.gemm_plans import computed_by
+from hqsweep.report.identical import IDENTICAL
 from hqsweep.report.left_out import LeftOut
 from hqsweep.report.verdict import FEWEST_TRUNKS, sentence, state_text
 from hqsweep.verdicts.estimate import Estimate
@@ -40,7 +41,8 @@ class Comparison:
     notes        sentences about the study as a whole: what entered, what it covers, what it does not see
     arms         one row per arm, the baseline first: arm, baseline, null (whether it is the null arm of its baseline),
                  design, runs, state, verdict (one of verdicts.estimate.VERDICTS; baseline; or, of an arm that is no
-                 part of the family: diverged, failed, unfinished, unpaired), sentence, final_loss (mean val_loss of
+                 part of the family: identical, diverged, failed, unfinished, unpaired), identical (why it is the
+                 baseline again, "" where it is not), sentence, final_loss (mean val_loss of
                  finished runs), final_sd, n (seeds or trunks that entered), gap (nats), gap_pct, ci_low_pct,
                  ci_high_pct, half_pct (half of that interval), eq_low_pct, eq_high_pct, p, margin_pct, within_margin,
                  needed (replicates in all), more (beyond n; both NaN of a null arm with an interval, which is there to
@@ -204,6 +206,10 @@ def arm_row(
     if row["design"] == FORK and not math.isnan(row["slope"]):
         for name, gap in (("overhead_pct", "gap_pct"), ("overhead_lo", "ci_low_pct"), ("overhead_hi", "ci_high_pct")):
             row[name] = _overhead(row[gap] * row["baseline_loss"] / 100, row["slope"])
+    if row["verdict"] == IDENTICAL:
+        loss = finals.loc[pairs.index, LOSSES[DECIDES[row["design"]]]].mean()
+        row |= {"n": finals.loc[pairs.index, "trunk"].nunique(), "gap": pairs.mean()}
+        row["gap_pct"] = 100 * row["gap"] / (loss - row["gap"])
     row["needed_minutes"] = row["more"] * row["replicate_minutes"]
     without = runs["run"].isin(finals["run"][finals["final_loss"].isna()])
     row["sentence"] = sentence(row, runs[without])

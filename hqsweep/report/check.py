@@ -7,6 +7,8 @@ from typing import Any
 from hqsweep.report.arms import Comparison
 from hqsweep.report.curves import ENTROPY
 from hqsweep.report.frames import Frames
+from hqsweep.report.identical import IDENTICAL
+from hqsweep.report.verdict import identity
 
 JUNIT = {"equivalent": "PASS", "better": "PASS", "undecided": "SKIP", "unfinished": "SKIP"}
 """Verdict -> status; those that are not here fail."""
@@ -14,8 +16,9 @@ JUNIT = {"equivalent": "PASS", "better": "PASS", "undecided": "SKIP", "unfinishe
 
 def checked(comparison: Comparison) -> tuple[bool, str]:
     """(good, sentence): every run finished, trunks included; every arm's mean final loss is below the unigram entropy
-    of the validation data, which a model that ignores its context cannot beat, as the runs' manifests state it; and
-    every null arm is equivalent to its baseline within the margin. A comparison without a null arm is not good."""
+    of the validation data, which a model that ignores its context cannot beat, as the runs' manifests state it;
+    every null arm is equivalent to its baseline within the margin; and no other arm is identical to its baseline. A
+    comparison without a null arm is not good."""
     arms = comparison.arms
     floor = _stated_floor(comparison.frames)
     trunks = comparison.trunks.runs
@@ -46,6 +49,8 @@ def _fault(row: Any, lost: bool, floor: float | None) -> str | None:
         return f"'{row.arm}' has {row.state}"
     if lost:
         return f"'{row.arm}' has a run without a finite loss"
+    if row.verdict == IDENTICAL:
+        return f"'{row.arm}' is {identity(row._asdict())}"
     if floor is not None and not row.final_loss < floor:
         return f"'{row.arm}' ends at {row.final_loss:.4f} nats, not below the unigram entropy of {floor:.4f}"
     return None

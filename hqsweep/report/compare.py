@@ -5,7 +5,7 @@ write(comparison, Path("reports/quickstart"))
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ from hqsweep.report.csv_files import write_csv
 from hqsweep.report.curves import loss_slope, measures, overheads
 from hqsweep.report.families import DECIDES, LOSSES, Family, Rule, judge
 from hqsweep.report.frames import FORK, Frames, load
+from hqsweep.report.identical import IDENTICAL, identical_arms
 from hqsweep.report.left_out import note, without_result
 from hqsweep.report.left_out import rows as rows_of
 from hqsweep.report.markdown_page import report_markdown
-from hqsweep.report.notes import study_notes
+from hqsweep.report.notes import alike_notes, study_notes
 from hqsweep.report.rewarm import rewarm_notes
 from hqsweep.report.same_data import of_one_data
 from hqsweep.report.studies import Study, study_of
@@ -32,6 +33,8 @@ from hqsweep.sweep.run_dir import RunDir
 from hqsweep.verdicts.estimate import VERDICTS
 
 UNIT = "% of the baseline's loss"
+SAID = (*VERDICTS, IDENTICAL)
+"""The verdicts of a document."""
 
 
 def compare(
@@ -71,8 +74,9 @@ def compare(
     finals = measures(frames, window)
     finals["gap"] = paired(finals, LOSSES[DECIDES[design]], baseline_of)
     finals["overhead_pct"] = np.nan if design == FORK else overheads(frames, finals, partners(finals, baseline_of))
-    rule = Rule(design=design, margin=study.margin, maximum=study.maximum)
     nulls = null_arms(frames.runs, baseline_of)
+    identical, alike = identical_arms(frames, baseline_of, nulls.values())
+    rule = Rule(design=design, margin=study.margin, maximum=study.maximum, identical=identical)
     repeated = finals[finals["arm"].isin(nulls.values())]
     null_gaps = paired(finals, LOSSES["val"], baseline_of).loc[repeated.index].dropna()
     rewarm = rewarm_notes(trunks, sorted(frames.runs["point"].unique()), null_gaps.tolist())
@@ -82,10 +86,13 @@ def compare(
     return Comparison(
         frames=frames, baseline=baseline, baseline_why=why, baseline_of=baseline_of, window=window, finals=finals,
         design=design, margin_pct=study.margin, maximum=study.maximum, trunks=trunks,
-        arms=_arms(frames, trunks, finals, families, study),
+        arms=_arms(frames, trunks, finals, families, study, identical),
         estimates={arm: own for family in families.values() for arm, own in family.estimates.items()},
         points=pd.concat([family.points for family in families.values()], ignore_index=True),
-        notes=(*note(left_out), *study_notes(list(families.values()), frames, finals, study), *rewarm),
+        notes=(
+            *note(left_out), *alike_notes(alike), *study_notes(list(families.values()), frames, finals, study),
+            *rewarm,
+        ),
         left_out=left_out,
     )  # fmt: skip
 
@@ -98,7 +105,12 @@ def _usual_baseline(runs: pd.DataFrame) -> tuple[str, str]:
 
 
 def _arms(
-    frames: Frames, trunks: Frames, finals: pd.DataFrame, families: dict[str, Family], study: Study
+    frames: Frames,
+    trunks: Frames,
+    finals: pd.DataFrame,
+    families: dict[str, Family],
+    study: Study,
+    identical: Mapping[str, str],
 ) -> pd.DataFrame:
     """Comparison.arms."""
     family_of = {arm: family for family in families.values() for arm in (*_of(family), family.baseline)}
@@ -109,7 +121,11 @@ def _arms(
     slopes = {name: _slope(frames, trunks, name) for name in families}
     rows = [
         arm_row(
-            arm, family_of[arm], finals[finals["arm"] == arm], runs, common | {"slope": slopes[family_of[arm].baseline]}
+            arm,
+            family_of[arm],
+            finals[finals["arm"] == arm],
+            runs,
+            common | {"slope": slopes[family_of[arm].baseline], "identical": identical.get(arm, "")},
         )
         for arm, runs in frames.runs.groupby("arm", sort=False)
     ]
@@ -139,15 +155,15 @@ def _slope(frames: Frames, trunks: Frames, baseline: str) -> float:
 
 
 def document(comparison: Comparison) -> dict[str, Any]:
-    """The comparison for programs: `arms` without the baseline, each with a verdict of VERDICTS, gaps in `unit`. An arm
-    that is not in its family is undecided, and `apart` says why."""
+    """The comparison for programs: `arms` without the baseline, each with a verdict of SAID, gaps in `unit`. Any other
+    arm that is not in its family is undecided, and `apart` says why."""
     rows = json.loads(comparison.arms.to_json(orient="records", double_precision=15))
     names = {"gap": "gap_pct", "ci_low": "ci_low_pct", "ci_high": "ci_high_pct", "eq_low": "eq_low_pct",
              "eq_high": "eq_high_pct", "margin": "margin_pct", "gap_nats": "gap"}  # fmt: skip
     arms = [
-        {"arm": row["arm"], "verdict": row["verdict"] if row["verdict"] in VERDICTS else "undecided"}
+        {"arm": row["arm"], "verdict": row["verdict"] if row["verdict"] in SAID else "undecided"}
         | {name: row[source] for name, source in names.items()}
-        | {"apart": None if row["verdict"] in VERDICTS else row["verdict"]}
+        | {"apart": None if row["verdict"] in SAID else row["verdict"]}
         | {name: value for name, value in row.items() if name not in {"verdict", *names, *names.values()}}
         for row in rows
         if row["arm"] != row["baseline"]

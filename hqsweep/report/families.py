@@ -3,17 +3,19 @@
 A family is a baseline, its null arm, and the arms under test; the 5 % of false claims are of all of its arms. Whole
 runs: only seeds that finished in every arm of the family enter. Forks: a trunk enters when its forks have ended, and
 then a point that one of them lacks is left out in every trunk, because gaps at other points are other gaps. An arm
-that diverged, or that has no finished run, leaves the family. All of this is said in `left_out`.
+that diverged, that has no finished run, or that is the baseline again, leaves the family. All of this is said in
+`left_out`.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pandas as pd
 
 from hqsweep.report.frames import FORK
+from hqsweep.report.identical import IDENTICAL
 from hqsweep.verdicts import forks, whole_runs
 from hqsweep.verdicts.estimate import Estimate
 
@@ -32,6 +34,8 @@ class Rule:
     design: str
     margin: float
     maximum: int | None = None
+    identical: Collection[str] = ()
+    """Arms that are their baseline again (report.identical), which leave the family."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +47,7 @@ class Family:
     these      arm -> 95 % interval in % that covers these trunks at these points alone (forks)
     points     one row per arm, replicate and point that entered: arm, trunk, seed, point, draw, then gap (nats) and
                gap_pct of the loss that decides, val_gap, val_gap_pct, train_gap, train_gap_pct
-    apart      arm -> why it has no estimate: diverged, failed, unfinished or unpaired
+    apart      arm -> why it has no estimate: identical (to the baseline), diverged, failed, unfinished or unpaired
     loss       the baseline's mean over what entered, in nats, of the loss that decides; NaN where nothing did
     correlations  arm -> the correlation of its losses with the baseline's, over three seeds or more (whole runs)
     left_out   sentences about what did not enter
@@ -69,7 +73,7 @@ class Family:
 def judge(finals: pd.DataFrame, baseline: str, null: str | None, rule: Rule) -> Family:
     """The family of `finals`, the rows of curves.measures of its arms, baseline and null arm among them."""
     arms = [arm for arm in finals["arm"].unique() if arm != baseline]
-    apart = _apart(finals, arms)
+    apart = _apart(finals, arms, rule.identical)
     table = _table(finals, rule.design)
     entering, unpaired, left_out = _entering(table, finals, baseline, [arm for arm in arms if arm not in apart], rule)
     apart |= dict.fromkeys(unpaired, "unpaired")
@@ -101,7 +105,7 @@ def judge(finals: pd.DataFrame, baseline: str, null: str | None, rule: Rule) -> 
     )  # fmt: skip
 
 
-def _apart(finals: pd.DataFrame, arms: Sequence[str]) -> dict[str, str]:
+def _apart(finals: pd.DataFrame, arms: Sequence[str], identical: Collection[str]) -> dict[str, str]:
     """Arms without an estimate, whatever the others did."""
     apart = {}
     for arm in arms:
@@ -110,6 +114,8 @@ def _apart(finals: pd.DataFrame, arms: Sequence[str]) -> dict[str, str]:
             apart[arm] = "diverged"
         elif rows["final_loss"].isna().all():
             apart[arm] = "failed" if rows["state"].isin(["failed", "finished"]).any() else "unfinished"
+        elif arm in identical:
+            apart[arm] = IDENTICAL
     return apart
 
 

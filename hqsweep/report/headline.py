@@ -5,7 +5,8 @@ from typing import Any
 import pandas as pd
 
 from hqsweep.report.arms import Comparison
-from hqsweep.report.verdict import digits
+from hqsweep.report.identical import IDENTICAL
+from hqsweep.report.verdict import digits, identity
 from hqsweep.verdicts.estimate import VERDICTS
 
 NAMED = 4
@@ -28,7 +29,10 @@ def headline(comparison: Comparison) -> str:
         "undecided": tested["verdict"] == "undecided",
     }
     parts = [_clause(tested[which], f"is {words}", f"are {words}") for words, which in said.items() if which.any()]
-    for why, rows in tested[~tested["verdict"].isin(VERDICTS)].groupby("verdict", sort=False):
+    same = tested["verdict"] == IDENTICAL
+    for words, rows in tested[same].groupby(tested.apply(identity, axis=1), sort=False):
+        parts.append(_clause(rows, f"is {words}", f"are {words}"))
+    for why, rows in tested[~same & ~tested["verdict"].isin(VERDICTS)].groupby("verdict", sort=False):
         parts.append(_clause(rows, f"has no verdict ({why})", f"have no verdict ({why})"))
     if arms["null_in_doubt"].any():
         parts.append("the null arm is not shown equivalent, so that the machinery is in doubt")
@@ -49,4 +53,6 @@ def _clause(rows: pd.DataFrame, one: str, several: str) -> str:
 
 
 def _with_gap(row: Any) -> str:
-    return row.arm if pd.isna(row.gap_pct) else f"{row.arm} ({row.gap_pct:+.{digits(row.half_pct)}f} %)"
+    if pd.isna(row.gap_pct) or row.verdict == IDENTICAL:
+        return row.arm
+    return f"{row.arm} ({row.gap_pct:+.{digits(row.half_pct)}f} %)"

@@ -1,6 +1,6 @@
 """What is to be said of a comparison as a whole: which runs entered, what its intervals cover, what it cannot see."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
@@ -8,9 +8,14 @@ from hqsweep.config.data import LEARNT_NATS
 from hqsweep.report.curves import ENTROPY
 from hqsweep.report.families import Family
 from hqsweep.report.frames import DATA, FORK, Frames
+from hqsweep.report.identical import IDENTICAL
 from hqsweep.report.studies import Study
 from hqsweep.report.verdict import BLIND, FEWEST_TRUNKS
 
+OF_TRAINING = (
+    "Gaps are of the training loss over the decay, on the same batches in every arm; final val loss is of validation"
+    " data at the end."
+)
 CODE, TARGET = "manifest.model_code", "config.model.target"
 """Columns of models that a function builds."""
 
@@ -26,10 +31,19 @@ def study_notes(families: Sequence[Family], frames: Frames, finals: pd.DataFrame
             f"Looked at after every {unit}, {study.maximum} at most: the 5 % of false claims are of all looks together."
         )
     if families[0].design == FORK:
-        notes += [*_coverage(families), BLIND]
+        notes += [OF_TRAINING, *_coverage(families), BLIND]
     notes += [*_untrained(frames.runs, finals), *_repeated(frames.runs), *_unsampled(frames)]
     notes += [*_other_code(frames.runs), *_unknown_data(frames.runs)]
     return tuple(dict.fromkeys(notes))
+
+
+def alike_notes(groups: Iterable[Sequence[str]]) -> list[str]:
+    """A sentence for each group of arms that are identical to each other, and not to the baseline."""
+    return [
+        f"{', '.join(map(repr, group[:-1]))} and {group[-1]!r} are identical to each other: the same operands, and"
+        " equal losses. They are one arm, and count as several; leave all but one out."
+        for group in groups
+    ]
 
 
 def _other_code(runs: pd.DataFrame) -> list[str]:
@@ -58,9 +72,10 @@ def _unknown_data(runs: pd.DataFrame) -> list[str]:
 
 
 def _apart(family: Family) -> list[str]:
-    if not family.apart:
+    apart = {arm: why for arm, why in family.apart.items() if why != IDENTICAL}
+    if not apart:
         return []
-    said = ", ".join(f"'{arm}' ({why})" for arm, why in family.apart.items())
+    said = ", ".join(f"'{arm}' ({why})" for arm, why in apart.items())
     return [f"No part of the arms that are judged together: {said}."]
 
 

@@ -11,8 +11,9 @@ from rich.text import Text
 from hqsweep.report.arms import Comparison
 from hqsweep.report.frames import FORK, config_leaves
 from hqsweep.report.gemm_plans import arm_lines
+from hqsweep.report.identical import IDENTICAL
 from hqsweep.report.text import TextTable, number, text, to_rich
-from hqsweep.report.verdict import digits, fault
+from hqsweep.report.verdict import digits, fault, identity
 
 COLOUR = {
     "worse": "red",
@@ -20,6 +21,7 @@ COLOUR = {
     "diverged": "red",
     "better": "green",
     "equivalent": "green",
+    "identical": "red",
     "undecided": "yellow",
     "unfinished": "yellow",
     "unpaired": "yellow",
@@ -36,14 +38,15 @@ def by_gap(comparison: Comparison) -> pd.DataFrame:
     return arms.sort_values(["others", "gap_pct"], kind="stable", ignore_index=True).drop(columns="others")
 
 
-def arms_table(comparison: Comparison) -> TextTable:
+def arms_table(comparison: Comparison, *, brief: bool = False) -> TextTable:
     """One row per arm, the baseline first, then by gap: verdict, gap in % of the baseline's loss with its interval, gap
-    in nats, the 90 % interval of equivalence, adjusted p, replicates and how many more, losses, speed, state."""
+    in nats, the 90 % interval of equivalence, adjusted p, replicates and how many more, losses, speed, state. brief:
+    the verdict is one word, and what it means stands beside the table."""
     unit = "trunks" if comparison.design == FORK else "seeds"
     rows = tuple(
         (
             row.arm,
-            f"{row.verdict} (in margin)" if row.verdict in ("worse", "better") and row.within_margin else row.verdict,
+            _verdict(row, brief),
             *_gap_cells(row),
             str(row.n) if row.arm != row.baseline else "-",
             number(row.more, "+.0f") if math.isfinite(row.more) else "-",
@@ -63,11 +66,17 @@ def arms_table(comparison: Comparison) -> TextTable:
         "p",
         unit,
         f"more {unit}",
-        "final loss",
+        "final val loss",
         "tokens/s",
         "state",
     )
     return TextTable(header=header, rows=rows, numeric=frozenset(range(2, 11)))
+
+
+def _verdict(row: Any, brief: bool) -> str:
+    if row.verdict == IDENTICAL and not brief:
+        return identity(row._asdict())
+    return f"{row.verdict} (in margin)" if row.verdict in ("worse", "better") and row.within_margin else row.verdict
 
 
 def _gap_cells(row: Any) -> tuple[str, ...]:
@@ -252,7 +261,7 @@ def runs_table(comparison: Comparison) -> TextTable:
         )
         for final in comparison.finals.itertuples()
     )
-    header = ("arm", "seed", "point", "state", "final loss", "gap (nats)", "seconds", "tokens/s", "run")
+    header = ("arm", "seed", "point", "state", "final val loss", "gap (nats)", "seconds", "tokens/s", "run")
     table = TextTable(header=header, rows=rows, numeric=frozenset(range(1, 8)) - {3})
     return table if comparison.design == FORK else table.without("point")
 
@@ -280,7 +289,7 @@ def rich_table(comparison: Comparison) -> Table:
     """
     arms = by_gap(comparison)
     unit = "trunks" if comparison.design == FORK else "seeds"
-    cells = arms_table(comparison).without("90 % interval", "p", f"more {unit}", "final loss")
+    cells = arms_table(comparison, brief=True).without("90 % interval", "p", f"more {unit}", "final val loss")
     single = cells.column("95 % interval") == {"-"}
     cells = cells.without("95 % interval") if single else cells.without("tokens/s")
     if all(state.endswith("finished") and "," not in state for state in cells.column("state")):

@@ -11,6 +11,7 @@ import pandas as pd
 
 Row = Mapping[str, Any]
 """A row of Comparison.arms, as far as it is filled in."""
+IDENTICAL_REMEDY = "Leave the arm out, or quantize what this model has"
 NULL_IN_DOUBT = "The null arm is not shown equal to {baseline}, so the machinery is in doubt."
 BLIND = (
     "A fork does not see damage that builds up from the start of training, early instability, or late divergence; whole"
@@ -72,7 +73,9 @@ def _finding(row: Row) -> str:
         case "baseline" if math.isnan(row["final_loss"]):
             return "No run of the baseline has a final loss."
         case "baseline":
-            return f"Baseline: final loss {row['final_loss']:.4f} nats."
+            return f"Baseline: final val loss {row['final_loss']:.4f} nats."
+        case "identical":
+            return f"{identity(row)}{_repeated(row)}. {IDENTICAL_REMEDY}."
         case "failed" | "unfinished":
             return "No run of this arm has a final loss."
         case "unpaired":
@@ -92,6 +95,18 @@ def _finding(row: Row) -> str:
             inside = f", inside the margin of {row['margin_pct']:g} %" if row["within_margin"] else ""
             size = _percent(row).lstrip("+-")
             return f"{verdict} than {name} by {size} ({_interval(row)}) over {_replicates(row)}{inside}."
+
+
+def identity(row: Row) -> str:
+    """ "identical to bf16: nothing was quantized"."""
+    return f"identical to {row['baseline']}: {row['identical']}"
+
+
+def _repeated(row: Row) -> str:
+    """How far the losses of an arm are from the baseline's, of which they are no other."""
+    if row["gap"] == 0:
+        return f", and the losses are equal over {_replicates(row)}"
+    return f"; the losses differ by {_percent(row)} over {_replicates(row)}, which is not the recipe's"
 
 
 def _undecided(row: Row) -> str:

@@ -19,7 +19,7 @@ from hqsweep.errors import Damaged, UserError
 from hqsweep.jobs.native import check_native
 from hqsweep.parallel.mesh import check_devices
 from hqsweep.recipe.factories import Importer, factory_name
-from hqsweep.sweep import seen_data
+from hqsweep.sweep import same_operands, seen_data
 from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.point import GridPoint
 from hqsweep.sweep.progress import Display
@@ -49,6 +49,8 @@ class SweepPlan:
     """The source that the trunks of a fork study begin from, "" for random weights."""
     data: tuple[Config, ...] = ()
     """Configs that lead to the data of the runs, with the hashes of these."""
+    same: tuple[str, ...] = ()
+    """A line for each arm that quantizes nothing on its model, or that has another arm's operands there."""
     imports: tuple[str, ...] = ()
     """The words that tell its workers which Python factories were imported for it."""
 
@@ -74,7 +76,7 @@ class SweepPlan:
     @property
     def lines(self) -> list[str]:
         """The lines about the plan before anything starts."""
-        return [line for line in (self.baseline_line, self.begun) if line]
+        return [line for line in (self.baseline_line, self.begun, *self.same) if line]
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each run: run (its folder's name), arm, seed, changed, config; in a fork study also point and
@@ -129,6 +131,7 @@ def plan_of(words: Words, importer: Importer | None = None) -> SweepPlan:
     fields = {
         "begun": begun,
         "data": data_of,
+        "same": same_operands.lines(typed, configs, grid.study.baseline),
         "conf": words.conf,
         "words": words.overrides,
         "study": grid.study,

@@ -68,7 +68,9 @@ class ModelAdapter(Protocol):
     why_eager: str | None
     """Why its steps cannot be CUDA graphs; None where they may."""
     facts: Mapping[str, Any]
-    """Entries of the manifest."""
+    """Entries of the manifest, and of checkpoints."""
+    taken: Mapping[str, Any]
+    """The entry of the manifest on what the recipe takes of a user's model."""
 
     def losses(self, inputs: Tensor, targets: Tensor, saving: Saving = nullcontext) -> Losses:
         """The losses of inputs and targets, int64 [B, T], under quantization()."""

@@ -155,6 +155,7 @@ class GPTAdapter:
 
     autocast = why_eager = None
     facts: Mapping[str, Any] = MappingProxyType({})
+    taken = facts
     methods = ("loss",)
 
     def __init__(self, model: GPT, config: ModelConfig) -> None:

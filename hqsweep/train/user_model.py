@@ -161,6 +161,11 @@ class UserAdapter:
     def facts(self) -> dict[str, str]:
         return {} if self.origin is None else {CODE: self.origin.code}
 
+    @property
+    def taken(self) -> dict[str, Any]:
+        own = self.conversion
+        return {"converted": {"text": str(own), "share": own.share, "quantized_share": own.quantized_share}}
+
     def unused(self) -> list[str]:
         return self.conversion.unused()
 
@@ -218,11 +223,11 @@ def user_adapter(
 def convert_for_training(
     model: nn.Module, recipe: AnyRecipe, section: UserModel, seed: int, dtype: torch.dtype
 ) -> Conversion:
-    """convert() for products in the dtype of a run; with quantized_weights it holds weights, and a line says which stay
-    plain. UserError where none can be held that the recipe quantizes."""
+    """convert() for products in the dtype of a run, and a line on what it took; with quantized_weights it holds
+    weights. UserError where none can be held that the recipe quantizes."""
     options: dict[str, Any] = {"head": section.head, "attention": section.attention}
     if not section.quantized_weights:
-        return convert(model, recipe, **options)
+        return _said(convert(model, recipe, **options))
     options["dtype"] = torch.bfloat16 if dtype is torch.bfloat16 else None  # which is torch.autocast's in training
     with quantized_model_init(preserve_high_precision_init_val=True), quantization(seed=seed):
         conversion = convert(model, recipe, **options)
@@ -234,7 +239,12 @@ def convert_for_training(
             f"model.quantized_weights: no weight of {type(model).__name__} can be held quantized ({first.name}:"
             f" {first.why}); give false"
         )
-    if conversion.plain and rank_in() == 0:
+    return _said(conversion)
+
+
+def _said(conversion: Conversion) -> Conversion:
+    """The conversion, which the first rank's log has in words."""
+    if rank_in() == 0:
         print(f"model: {conversion}", flush=True)
     return conversion
 

@@ -53,6 +53,7 @@ def test_the_page_from_start_to_end(folder, capsys):
             assert result.exit_code == 0, (line, result.output)
             ran += 1
     assert ran == 5 and [kind for kind, *_ in BLOCKS].count("python") == 4
-    assert capsys.readouterr().out.startswith("converted 14 linear; skipped lm_head (the output projection; head=True")
+    said = "converted 14 linear, 85.7 % of the model's multiplications by weights; skipped lm_head (the output"
+    assert capsys.readouterr().out.startswith(said)
     assert names["conversion"].unused() == [] and names["histories"] == {} and issubclass(names["Quantized"], object)
     assert len(names["held"].modules) == 14 and names["held"].plain == []

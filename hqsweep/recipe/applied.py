@@ -1,0 +1,116 @@
+"""What a recipe does to the modules of a model: whether it quantizes anything there, and whether another recipe gives
+the same operands.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.base import AnyRecipe
+from hqsweep.recipe.custom import CustomRecipe
+from hqsweep.recipe.roles import HEAD, QuantizerRole
+from hqsweep.recipe.sections import Section, slots
+from hqsweep.recipe.stages import stages
+from hqsweep.recipe.validate import GemmModule
+
+TABLES = tuple(GemmModule(module_type=kind, name=kind, shapes={}) for kind in ("embedding", "norm"))
+"""The modules of hqsweep's own GPT whose weights a recipe quantizes, but that have no product; all norms are alike."""
+PARTS = ("linear", "grouped_linear", "dpa", "head", "embedding", "norm")
+"""The sections of a recipe."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applied:
+    """A recipe on the modules of a model. Equal ones compute the same there.
+
+    stages     (the number of the run's own updates before it, its operands), where they change; operands: the formats
+               of every module, and the mode of the products where one is quantized
+    """
+
+    stages: tuple[tuple[int, frozenset[Any]], ...]
+    quantizes: bool
+    """Whether a slot is in low precision at any step."""
+
+
+def applied(recipe: AnyRecipe, steps: int, modules: Sequence[GemmModule]) -> Applied:
+    """The recipe on these modules over `steps` updates. UserError as stages() and recipe.resolve() raise it."""
+    changes: list[tuple[int, frozenset[Any]]] = []
+    low = False
+    for stage in stages(recipe, steps):
+        quantizers = stage.recipe.resolve(role for module in modules for role in module.roles)
+        formats = [(module, _formats(module, quantizers)) for module in modules]
+        operands = {(module.module_type, module.name, own) for module, own in formats if own is not None}
+        if any(map(is_low, quantizers.values())):
+            low = True
+            operands.add(("native" if stage.recipe.gemm == "native" else "exact",))
+        if not changes or changes[-1][1] != operands:
+            changes.append((stage.first_step - 1, frozenset(operands)))
+    return Applied(stages=tuple(changes), quantizes=low)
+
+
+def is_low(quantizer: HybridQuantizer) -> bool:
+    """Whether a direction of it is in low precision; a class of somebody else's counts as such."""
+    return type(quantizer) is not HybridQuantizer or not all(
+        format.high_precision for format in (quantizer.rowwise, quantizer.columnwise)
+    )
+
+
+def _formats(module: GemmModule, quantizers: Mapping[QuantizerRole, HybridQuantizer]) -> Any:
+    """The quantizers of a module, as far as they can change a number; None for attention in high precision, which is
+    torch's."""
+    own = [quantizers[role] for role in module.roles]
+    if module.module_type == "dpa" and not any(map(is_low, own)):
+        return None
+    return tuple((q.rowwise, q.columnwise) if q.rowwise == q.columnwise and not is_low(q) else q for q in own)
+
+
+def asks(recipe: AnyRecipe) -> list[str]:
+    """The sections of a recipe, its schedule and its overrides that are in low precision: of PARTS, "overrides", or
+    "qfactory"."""
+    every = [recipe, *(change.recipe for change in recipe.schedule)]
+    return list(dict.fromkeys(part for one in every for part in _asked(one)))
+
+
+def _asked(recipe: AnyRecipe) -> Iterator[str]:
+    if isinstance(recipe, CustomRecipe):
+        yield "qfactory"
+        return
+    for part in PARTS:
+        section = getattr(recipe, part)
+        follows = part == "grouped_linear" and section == recipe.linear
+        if not follows and _is_low_section(section):
+            yield part
+    sections = (s for o in recipe.overrides for s in (o.linear, o.grouped_linear, o.dpa) if s is not None)
+    if any(map(_is_low_section, sections)):
+        yield "overrides"
+
+
+def _is_low_section(section: Section | HybridQuantizer) -> bool:
+    own = [section] if isinstance(section, HybridQuantizer) else slots(section).values()
+    return any(quantizer is not None and is_low(quantizer) for quantizer in own)
+
+
+def why_nothing(recipe: AnyRecipe, modules: Sequence[GemmModule]) -> str:
+    """Why a recipe that asks for low precision quantizes none of these modules, as a clause."""
+    asked, taken = asks(recipe), [module for module in modules if module not in TABLES]
+    if asked == ["qfactory"]:
+        return f"its qfactory gives high precision for {_counted(taken)}"
+    kinds = {part: [m for m in taken if _part_of(m) == part] for part in PARTS}
+    unmet = [f"recipe.{part}" for part in asked if part in PARTS and not kinds[part]]
+    undone = [module for part in asked for module in kinds.get(part, ())]
+    clauses = [f"{' and '.join(unmet)} {'meets' if len(unmet) == 1 else 'meet'} no module here"] if unmet else []
+    clauses += [f"recipe.overrides take back {_counted(undone)}"] if undone else []
+    if not undone:
+        parts = " and ".join(f"recipe.{part}" for part, modules in kinds.items() if modules)
+        clauses.append(f"{_counted(taken)} {'take' if len(taken) > 1 else 'takes'} {parts}, in high precision")
+    return ", and ".join(clauses)
+
+
+def _part_of(module: GemmModule) -> str:
+    return "head" if module.module_type == "linear" and module.name == HEAD else module.module_type
+
+
+def _counted(modules: Sequence[GemmModule]) -> str:
+    """ "head", "all 13 modules": the one name, or the number."""
+    return modules[0].name if len(modules) == 1 else f"all {len(modules)} modules"
