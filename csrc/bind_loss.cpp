@@ -26,7 +26,7 @@ void check_logits(uintptr_t logits, uintptr_t targets, int64_t rows, int64_t voc
 
 // Where results of rows are read or written.
 void check_rows(uintptr_t address, int64_t rows, int64_t bytes, const char* name) {
-  HQ_REQUIRE(rows == 0 || address, std::string(name) + " are 0 only without rows");
+  HQ_REQUIRE(rows == 0 || address, std::string(name) + ": address 0 is taken only without rows");
   check_aligned(address, bytes, name);
 }
 
@@ -34,12 +34,13 @@ void check_rows(uintptr_t address, int64_t rows, int64_t bytes, const char* name
 
 void bind_loss(py::module_& m) {
   m.def("cross_entropy_cuda", [](uintptr_t logits, uintptr_t targets, uintptr_t losses, int64_t rows,
-                                 int64_t vocabulary, float scale, bool gradient, uintptr_t amax, uintptr_t stream) {
+                                 int64_t vocabulary, uintptr_t scale, bool gradient, uintptr_t amax, uintptr_t stream) {
     check_logits(logits, targets, rows, vocabulary);
     check_rows(losses, rows, 4, "losses");
+    check_rows(scale, rows, 4, "the scale");
     check_aligned(amax, 4, "amax");
     cross_entropy_cuda({pointer<void>(logits), pointer<int64_t>(targets), pointer<float>(losses), rows, vocabulary,
-                        scale, gradient, pointer<float>(amax)}, stream);
+                        pointer<float>(scale), gradient, pointer<float>(amax)}, stream);
   }, "logits"_a, "targets"_a, "losses"_a, "rows"_a, "vocabulary"_a, "scale"_a, "gradient"_a, "amax"_a = 0,
      "stream"_a = 0,
      "Losses of bf16 logits [rows, vocabulary], which the gradient replaces if wanted, on the current GPU.");
@@ -54,23 +55,26 @@ void bind_loss(py::module_& m) {
      "Of bf16 logits [rows, vocabulary] of a vocabulary's entries from `first` on: each row's largest logit, sum of\n"
      "exponentials and target, float32 [rows, 4], on the current GPU.");
   m.def("shared_cross_entropy_cuda", [](uintptr_t logits, uintptr_t targets, uintptr_t parts, uintptr_t losses,
-                                        int64_t rows, int64_t vocabulary, int64_t first, int64_t ranks, float scale,
+                                        int64_t rows, int64_t vocabulary, int64_t first, int64_t ranks, uintptr_t scale,
                                         bool gradient, uintptr_t stream) {
     check_logits(logits, targets, rows, vocabulary);
     check_rows(parts, rows, 16, "parts");
     check_rows(losses, rows, 4, "losses");
+    check_rows(scale, rows, 4, "the scale");
     HQ_REQUIRE(first >= 0 && ranks > 0, "first is " + text(first) + " and ranks is " + text(ranks) +
                                             ", must be >= 0 and > 0");
     shared_cross_entropy_cuda({pointer<void>(logits), pointer<int64_t>(targets), pointer<LossPart>(parts),
-                               pointer<float>(losses), rows, vocabulary, first, ranks, scale, gradient}, stream);
+                               pointer<float>(losses), rows, vocabulary, first, ranks, pointer<float>(scale), gradient},
+                              stream);
   }, "logits"_a, "targets"_a, "parts"_a, "losses"_a, "rows"_a, "vocabulary"_a, "first"_a, "ranks"_a, "scale"_a,
      "gradient"_a, "stream"_a = 0,
      "cross_entropy_cuda for logits of a vocabulary's entries from `first` on, with the parts [ranks, rows, 4] of all.");
   m.def("joint_cross_entropy_cuda", [](uintptr_t logits, uintptr_t targets, uintptr_t losses, uintptr_t boxes,
                                        uintptr_t state, int64_t rows, int64_t vocabulary, int64_t first, int64_t room,
-                                       int ranks, int rank, float scale, uintptr_t stream) {
+                                       int ranks, int rank, uintptr_t scale, uintptr_t stream) {
     check_logits(logits, targets, rows, vocabulary);
     check_rows(losses, rows, 4, "losses");
+    check_rows(scale, rows, 4, "the scale");
     HQ_REQUIRE(boxes && state, "boxes or state are at address 0");
     check_aligned(boxes, 8, "boxes");
     check_aligned(state, 4, "state");
@@ -80,7 +84,7 @@ void bind_loss(py::module_& m) {
                                                " rows in boxes for " + text(room));
     return joint_cross_entropy_cuda({pointer<void>(logits), pointer<int64_t>(targets), pointer<float>(losses),
                                      pointer<LossPart*>(boxes), pointer<unsigned>(state), rows, vocabulary, first, room,
-                                     ranks, rank, scale}, stream);
+                                     ranks, rank, pointer<float>(scale)}, stream);
   }, "logits"_a, "targets"_a, "losses"_a, "boxes"_a, "state"_a, "rows"_a, "vocabulary"_a, "first"_a, "room"_a, "ranks"_a,
      "rank"_a, "scale"_a, "stream"_a = 0,
      "shared_cross_entropy_cuda with the gradient, whose ranks' kernels run together and tell each other their parts, in\n"

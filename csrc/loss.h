@@ -7,16 +7,18 @@
 namespace hq {
 
 constexpr int kLogitsOfLoad = 8;  // 16 bytes
+constexpr int64_t kIgnored = -100;  // the target of a row without a loss, as torch's cross_entropy has it
 
 // loss[r] = log(sum_v exp(x[r, v])) - x[r, t], where t = targets[r]; then, if wanted, in the place of x
-// (softmax(x[r])[v] - [v == t]) * scale, rounded to bfloat16. vocabulary: a multiple of kLogitsOfLoad; x begins at a
-// multiple of 16 bytes. A target that is no index of the vocabulary gives a loss of NaN.
+// (softmax(x[r])[v] - [v == t]) * scale[0], rounded to bfloat16. vocabulary: a multiple of kLogitsOfLoad; x begins at a
+// multiple of 16 bytes. A row whose target is kIgnored has a loss and a gradient of 0. Any other target that is no index
+// of the vocabulary gives a loss and a gradient of NaN.
 struct CrossEntropy {
   void* logits;            // bfloat16 [rows, vocabulary]
   const int64_t* targets;  // [rows]
   float* losses;           // [rows]
   int64_t rows, vocabulary;
-  float scale;
+  const float* scale;
   bool gradient;
   float* amax;  // of the gradient, NaN aside: amax[0] = max(amax[0], its own); or null
 };
@@ -36,14 +38,15 @@ struct LossParts {
 };
 
 // What CrossEntropy computes of the whole vocabulary, by parts of `ranks` ranks, whose sums are added in their order: the
-// losses, and the gradient in the place of this rank's logits. A target that no rank has gives a loss of NaN.
+// losses, and the gradient in the place of this rank's logits. A target that no rank has
+// is as one that is no index of the vocabulary.
 struct SharedCrossEntropy {
   void* logits;            // bfloat16 [rows, vocabulary]
   const int64_t* targets;  // [rows], of the whole vocabulary
   const LossPart* parts;   // [ranks, rows]
   float* losses;           // [rows]
   int64_t rows, vocabulary, first, ranks;
-  float scale;
+  const float* scale;
   bool gradient;
 };
 
@@ -61,7 +64,7 @@ struct JointCrossEntropy {
   unsigned* state;
   int64_t rows, vocabulary, first, room;  // rows <= room
   int ranks, rank;
-  float scale;
+  const float* scale;
 };
 
 // values[i] *= factor[0], rounded to dtype (fp32 or bf16); nothing is touched where the factor is 1.

@@ -40,15 +40,16 @@ __global__ void __launch_bounds__(kMostThreads, 2) cross_entropy(const __grid_co
   __nv_bfloat16* logits = static_cast<__nv_bfloat16*>(call.logits) + r * call.vocabulary;
   uint4* row = reinterpret_cast<uint4*>(logits);
   uint4* kept = kStaged ? staged + threadIdx.y * units : row;
-  const bool known = target >= 0 && target < call.vocabulary;
+  const bool counted = target != kIgnored, known = target >= 0 && target < call.vocabulary;
   // Before of_row, behind which the row is overwritten.
   const float of_target = known ? __bfloat162float(logits[target]) : __uint_as_float(0x7FC00000u);
 
   const Partial whole = of_row(read_row(row, units, kStaged ? kept : nullptr));
-  if (threadIdx.x == 0) call.losses[r] = logf(whole.sum) + (whole.largest - of_target);
+  if (threadIdx.x == 0) call.losses[r] = counted ? logf(whole.sum) + (whole.largest - of_target) : 0.0f;
   if (!call.gradient) return;
-  const float base = base_of(whole.largest), factor = call.scale / whole.sum;
-  const float at_target = (exp_of(of_target, base) / whole.sum - 1.0f) * call.scale;
+  const float scale = *call.scale, base = base_of(whole.largest);
+  const float factor = factor_of(scale / whole.sum, counted, of_target);
+  const float at_target = (exp_of(of_target, base) / whole.sum - 1.0f) * scale;
   const int64_t target_unit = known ? target / kLogitsOfLoad : -1;
   __nv_bfloat162 most = __float2bfloat162_rn(0.0f);
   for (int u = threadIdx.x; u < units; u += blockDim.x) {

@@ -50,8 +50,8 @@ __device__ Whole whole_row(int64_t ranks, const PartOf& part_of) {
   return whole;
 }
 
-__device__ float loss_of(const Whole& whole) {
-  return logf(whole.sums.sum) + (whole.sums.largest - whole.of_target);
+__device__ float loss_of(const Whole& whole, bool counted) {
+  return counted ? logf(whole.sums.sum) + (whole.sums.largest - whole.of_target) : 0.0f;
 }
 
 // The gradient of a row, from its logits.
@@ -62,9 +62,9 @@ struct Gradients {
   __nv_bfloat16 at_target;
 
   // target: within this rank's entries, or outside of them.
-  __device__ Gradients(const Whole& whole, int64_t target, int64_t vocabulary, float scale)
+  __device__ Gradients(const Whole& whole, bool counted, int64_t target, int64_t vocabulary, float scale)
       : base(base_of(whole.sums.largest)),
-        factor(scale / whole.sums.sum),
+        factor(factor_of(scale / whole.sums.sum, counted, whole.of_target)),
         target_unit(target >= 0 && target < vocabulary ? target / kLogitsOfLoad : -1),
         target_place(static_cast<int>(target % kLogitsOfLoad)),
         at_target(__float2bfloat16_rn((exp_of(whole.of_target, base) / whole.sums.sum - 1.0f) * scale)) {}
@@ -79,10 +79,11 @@ __global__ void __launch_bounds__(kMostThreads) shared_cross_entropy(const __gri
   const int64_t r = own_row();
   if (r >= call.rows) return;
   const Whole whole = whole_row(call.ranks, [&](int64_t w) { return call.parts[w * call.rows + r]; });
-  if (threadIdx.x == 0) call.losses[r] = loss_of(whole);
+  const bool counted = call.targets[r] != kIgnored;
+  if (threadIdx.x == 0) call.losses[r] = loss_of(whole, counted);
   if (!call.gradient) return;
   uint4* row = reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(call.logits) + r * call.vocabulary);
-  const Gradients gradients(whole, call.targets[r] - call.first, call.vocabulary, call.scale);
+  const Gradients gradients(whole, counted, call.targets[r] - call.first, call.vocabulary, *call.scale);
   const int units = static_cast<int>(call.vocabulary / kLogitsOfLoad), step = blockDim.x;
   for (int begin = threadIdx.x; begin < units; begin += kTogether * step) {
     uint4 loaded[kTogether];
@@ -166,8 +167,9 @@ __global__ void __launch_bounds__(kMostThreads, 3) joint_cross_entropy(const __g
     }
     wait_for_row();
     const Whole whole = whole_row(ranks, [&](int64_t w) { return parts[threadIdx.y][w]; });
-    if (threadIdx.x == 0) call.losses[r] = loss_of(whole);
-    const Gradients gradients(whole, target, call.vocabulary, call.scale);
+    const bool counted = call.targets[r] != kIgnored;
+    if (threadIdx.x == 0) call.losses[r] = loss_of(whole, counted);
+    const Gradients gradients(whole, counted, target, call.vocabulary, *call.scale);
 #pragma unroll 1
     for (int u = threadIdx.x; u < units; u += blockDim.x) row[u] = gradients.of(kept[u], u);
   }

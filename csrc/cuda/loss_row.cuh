@@ -113,6 +113,13 @@ __device__ inline Partial of_row(Partial part) {
   return {largest, sum};
 }
 
+// What exponentials are multiplied by: 0 in a row without a loss, NaN in one whose target is no entry, so that of_target
+// is NaN.
+__device__ inline float factor_of(float factor, bool counted, float of_target) {
+  if (!counted) return 0.0f;
+  return of_target != of_target ? of_target : factor;
+}
+
 __device__ inline uint32_t rounded(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);

@@ -81,7 +81,7 @@ class HeadLoss:
         if call.quantizers.output is not None:
             return None
         with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # gradients, which nobody counts or moves
-            loss = product_cross_entropy(call, h, weight, targets, self.chunk)
+            loss = product_cross_entropy(call, h, weight, targets.to(h.device), self.chunk)
         if part is not None:
             note_call(part)
             loss = watched(part, loss)

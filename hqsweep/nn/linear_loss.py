@@ -8,6 +8,7 @@ chunks' products, in float32. Where the quantizer of dy ties its rows together t
 vocabulary tell each other four numbers of each row of a chunk (ops.loss_parts).
 """
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ from hqsweep.nn.linear_call import AnyOperand, LinearCall
 from hqsweep.nn.parameter import is_gathered, is_held, summed_main_grad, weight_matrix
 from hqsweep.nn.products import once_differentiable, outside_autocast
 from hqsweep.nn.rank_rows import Outgoing, RankRows, quantize_tokens, rows_of
-from hqsweep.nn.vocabulary import cross_entropy
+from hqsweep.nn.vocabulary import checked_targets, counted_rows, cross_entropy
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.ops.loss import cross_entropy_, scale_
 from hqsweep.ops.loss_parts import joint_cross_entropy_, loss_parts, shared_cross_entropy_
@@ -78,11 +79,16 @@ def chunk_rows(rows: int, vocabulary: int) -> int:
 
 def linear_cross_entropy(h: Tensor, head: Linear, targets: Tensor, chunk: int | None = None) -> Tensor:
     """The mean over tokens of the cross entropy of head(h) with targets, float32 []: h [..., K], targets int64 [...]
-    of as many tokens, indices of the vocabulary.
+    of as many tokens, entries of the vocabulary. As in torch's cross_entropy a token whose target is -100 has no loss
+    and a gradient of 0, the mean is over the others, and it is NaN where there are none.
 
     Where `forms_loss` says so, gradients of h and of the weight (or its main_grad) are formed in forward, so that
     backward runs once; elsewhere it is torch's cross entropy of whole logits. chunk: rows of logits that exist at once,
-    a multiple of 128, and the first of the two ways, on any device; UserError for a linear that has no such way.
+    a multiple of 128, and the first of the two ways, on any device.
+
+    UserError for a chunk of a linear that has no such way, and for targets of another dtype, number or device. Other
+    targets than -100 and entries are refused: on the CPU by UserError; on CUDA by an assertion on the device, as torch
+    does it, since nothing waits for them.
     """
     if chunk is None and not forms_loss(head, h):
         return cross_entropy(head(h), targets, vocabulary_group(head))
@@ -104,14 +110,18 @@ def product_cross_entropy(
 ) -> Tensor:
     """linear_cross_entropy of h [..., K] and weight [V, K] by this call, which has no quantizer of its output, always
     by chunks. UserError for more than one chunk where its rows depend on each other."""
-    h, targets = in_dtype(as_rows(h), call.dtype), targets.reshape(-1)
+    rows = math.prod(call.exchange.shape(h.shape[:-1]) if call.exchange else h.shape[:-1])
+    ranks = 1 if call.exchange is None else call.exchange.parallel.group.size()
+    targets = checked_targets(targets, rows, ranks * len(weight), h.device, call.name)
+    count = counted_rows(targets, ranks * len(weight))
+    h = in_dtype(as_rows(h), call.dtype)
     if chunk is not None and (chunk <= 0 or chunk % CHUNK_MULTIPLE):
         raise UserError(f"{call.name}: a chunk has {chunk} rows; it takes a multiple of {CHUNK_MULTIPLE}")
     fault = _tie(call)
-    if chunk is not None and fault and chunk < len(targets):
+    if chunk is not None and fault and chunk < rows:
         raise UserError(f"{call.name}: {fault}; leave chunk out")
-    chunk = chunk or (len(targets) if fault else chunk_rows(len(targets), len(weight)))
-    return LinearCrossEntropy.apply(h, call, targets, max(chunk, 1), weight)
+    chunk = chunk or (rows if fault else chunk_rows(rows, len(weight)))
+    return LinearCrossEntropy.apply(h, call, targets, count, max(chunk, 1), weight)
 
 
 def _tie(call: LinearCall) -> str | None:
@@ -128,17 +138,20 @@ _Input = tuple[AnyOperand | RankRows, Callable[[], AnyOperand] | None]
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """h [M, K] in call.dtype, targets [M], weight [V, K] -> the mean cross entropy of h @ weight.T, float32 []. Where
-    ranks share the linear h may be a rank's tokens of the M, and the weight its rows of the whole."""
+    """h [M, K] in call.dtype, targets [M], of which `count` [] have a loss, weight [V, K] -> the mean cross entropy of
+    h @ weight.T, float32 []. Where ranks share the linear h may be a rank's tokens of the M, and the weight its rows of
+    the whole."""
 
     @staticmethod
-    def forward(ctx, h: Tensor, call: LinearCall, targets: Tensor, chunk: int, weight: Tensor) -> Tensor:
-        needs = [call.grad and ctx.needs_input_grad[i] for i in (0, 4)]
+    def forward(
+        ctx, h: Tensor, call: LinearCall, targets: Tensor, count: Tensor, chunk: int, weight: Tensor
+    ) -> Tensor:
+        needs = [call.grad and ctx.needs_input_grad[i] for i in (0, 5)]
         if is_held((weight,)) or call.main_grad:
             call.check_weights((weight,), *needs)
         ctx.call, ctx.done = call, False
         ctx.weight = weight if call.main_grad else None
-        loss, dx, dw = _Chunks(call, h, weight, targets, chunk).run(*needs)
+        loss, dx, dw = _Chunks(call, h, weight, targets, count, chunk).run(*needs)
         dw = dw if dw is None or call.main_grad else in_dtype(dw, weight.dtype)
         ctx.has = [gradient is not None for gradient in (dx, dw)]
         ctx.save_for_backward(*(gradient for gradient in (dx, dw) if gradient is not None))
@@ -154,18 +167,23 @@ class LinearCrossEntropy(torch.autograd.Function):
         if dw is not None and ctx.weight is not None:
             summed_main_grad(ctx.weight).add_(dw)
             dw = None
-        return dx, None, None, None, dw
+        return dx, None, None, None, None, dw
 
 
 class _Chunks:
     """The loss and its gradients, chunk by chunk; on every rank of those that share the linear."""
 
-    def __init__(self, call: LinearCall, h: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> None:
+    def __init__(
+        self, call: LinearCall, h: Tensor, weight: Tensor, targets: Tensor, count: Tensor, chunk: int
+    ) -> None:
         self.call, self.h, self.weights, self.targets = call, h, (weight,), targets
         rows = len(targets)
         self.group = None if call.exchange is None else call.exchange.parallel.group
         self.spans = [(start, min(start + chunk, rows)) for start in range(0, max(rows, 1), chunk)]
-        self.scale = 1 / max(rows, 1)
+        self.scale = count.reciprocal()
+        self.of_counted = rows / count
+        """The factor of a mean over all rows that makes it one over those with a loss; 1, to the bit, where all have
+        one."""
         self.release: Callable[[], None] = lambda: None
         """Ends the use of what other ranks sent of h."""
 
@@ -197,7 +215,7 @@ class _Chunks:
         dx = dx_sum() if needs_dx else None
         if probe and (needs_dx or needs_dw):
             self._probe_gradients(whole, probed, dx, dw)
-        return _joined(losses).mean(), dx if dx is None else call.rounded("grad_input", dx), dw
+        return _joined(losses).mean() * self.of_counted, dx if dx is None else call.rounded("grad_input", dx), dw
 
     def _dgrad(self, dx: Gradient, dy: AnyOperand, w: AnyOperand, span: tuple[int, int]) -> Tensor:
         """dx, with the rows of a chunk in it."""

@@ -40,9 +40,10 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 def direct(x: Tensor) -> bool:
     """Whether the function behind an operator can be called at once: outside of traced graphs and dispatch modes, where
-    dispatch costs more than the launch and there is nothing to record (no gradient flows through codes)."""
+    dispatch costs more than the launch and there is nothing to record (no gradient flows through codes). torch's
+    dispatcher gives operators a copy of a tensor with the negative bit, whose memory has the opposite signs."""
     plain = type(x) in PLAIN and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
-    return plain and (x.is_cpu or x.is_cuda)
+    return plain and (x.is_cpu or x.is_cuda) and not x.is_neg()
 
 
 def on_its_device(function: Callable) -> Callable:
@@ -89,9 +90,12 @@ def operator(schema: str, *, fake: Callable, devices: tuple[str, ...] = ("CPU", 
         @wraps(function)
         def call(first, *others):
             x = first[0] if type(first) is list and first else first
-            if direct(x):
-                return (function if x.is_cpu else guarded)(first, *others)
-            return dispatched(first, *others)
+            if not direct(x):
+                return dispatched(first, *others)
+            for other in others:
+                if type(other) in PLAIN and other.is_neg():
+                    return dispatched(first, *others)
+            return (function if x.is_cpu else guarded)(first, *others)
 
         return call
 

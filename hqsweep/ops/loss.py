@@ -13,30 +13,35 @@ from hqsweep.ops.library import extension, has_kernels, operator, where
 
 MULTIPLE = 8
 """The logits of one load of the kernel, 16 bytes: the vocabulary is a multiple of it."""
+IGNORED = -100
+"""The target of a row that has no loss, as torch's cross_entropy has it (csrc/loss.h)."""
 SCALED = (torch.float32, torch.bfloat16)
 """The dtypes that scale_values_ takes."""
 
 
 @operator(
-    "cross_entropy_(Tensor(a!) logits, Tensor targets, float scale, bool gradient, Tensor(b!)? amax=None) -> Tensor",
+    "cross_entropy_(Tensor(a!) logits, Tensor targets, Tensor scale, bool gradient, Tensor(b!)? amax=None) -> Tensor",
     fake=lambda logits, targets, scale, gradient, amax=None: logits.new_empty(logits.shape[0], dtype=torch.float32),
     devices=("CUDA",),
 )
-def _cross_entropy(logits: Tensor, targets: Tensor, scale: float, gradient: bool, amax: Tensor | None = None) -> Tensor:
+def _cross_entropy(
+    logits: Tensor, targets: Tensor, scale: Tensor, gradient: bool, amax: Tensor | None = None
+) -> Tensor:
     """cross_entropy_ by the kernel. logits bfloat16 [M, V], contiguous, at a multiple of 16 bytes, V a multiple of 8;
-    targets int64 [M], contiguous; amax one float32; ValueError for others."""
-    check_loss(logits, targets)
+    targets int64 [M], contiguous; scale and amax one float32 each; ValueError for others."""
+    check_loss(logits, targets, scale)
     rows, vocabulary = logits.shape
-    if amax is not None and (amax.dtype != torch.float32 or amax.numel() != 1 or amax.device != logits.device):
-        raise ValueError(f"amax is {described(amax)}; it is one float32 on {logits.device}")
+    if amax is not None:
+        _check_one("amax", amax, logits)
     losses = logits.new_empty(rows, dtype=torch.float32)
     call = (logits.data_ptr(), targets.data_ptr(), losses.data_ptr(), rows, vocabulary)
-    extension().cross_entropy_cuda(*call, scale, gradient, 0 if amax is None else amax.data_ptr(), *where(logits))
+    at = (scale.data_ptr(), gradient, 0 if amax is None else amax.data_ptr())
+    extension().cross_entropy_cuda(*call, *at, *where(logits))
     return losses
 
 
-def check_loss(logits: Tensor, targets: Tensor) -> None:
-    """ValueError for logits and targets that the kernels do not take."""
+def check_loss(logits: Tensor, targets: Tensor, scale: Tensor | None = None) -> None:
+    """ValueError for logits, targets and a scale that the kernels do not take."""
     if not takes(logits):
         wanted = f"it takes bfloat16 [M, V], contiguous, at a multiple of 16 bytes, V a multiple of {MULTIPLE}"
         raise ValueError(f"logits are {described(logits)}; {wanted}")
@@ -44,6 +49,13 @@ def check_loss(logits: Tensor, targets: Tensor) -> None:
     readable = targets.dtype == torch.int64 and targets.shape == (rows,) and targets.is_contiguous()
     if not readable or targets.device != logits.device:
         raise ValueError(f"targets are {described(targets)}; they are int64 [{rows}], contiguous, on {logits.device}")
+    if scale is not None:
+        _check_one("scale", scale, logits)
+
+
+def _check_one(name: str, value: Tensor, logits: Tensor) -> None:
+    if value.dtype != torch.float32 or value.numel() != 1 or value.device != logits.device:
+        raise ValueError(f"{name} is {described(value)}; it is one float32 on {logits.device}")
 
 
 def takes(logits: Tensor) -> bool:
@@ -54,26 +66,27 @@ def takes(logits: Tensor) -> bool:
 
 
 def cross_entropy_(
-    logits: Tensor, targets: Tensor, scale: float, *, gradient: bool, amax: Tensor | None = None
+    logits: Tensor, targets: Tensor, scale: Tensor, *, gradient: bool, amax: Tensor | None = None
 ) -> Tensor:
     """logits [M, V], targets int64 [M] -> the cross entropy of each row, float32 [M]: log(sum_v exp(x_v)) - x_target.
 
     gradient: each row of the logits is overwritten by (softmax(x)_v - [v = target]) * scale, computed in float32 and
-    rounded to their dtype. amax, float32 [1, 1]: becomes the largest magnitude of that, if it is larger, NaN aside.
+    rounded to their dtype. scale: float32 [], on their device. amax, float32 [1, 1]: becomes the largest magnitude of
+    the gradient, if it is larger, NaN aside. A row whose target is IGNORED has a loss and a gradient of 0.
 
     On CUDA a kernel reads and writes them once where `takes` says that it can; its sums are in another order than
-    those of torch's operators, and always in the same one. Targets that are no index of the vocabulary give a loss of
-    NaN there; torch's operators refuse them.
+    those of torch's operators, and always in the same one. Other targets that are no index of the vocabulary give a
+    loss and a gradient of NaN there; torch's operators refuse them.
     """
     if logits.is_cuda and has_kernels("cuda") and takes(logits):
         return _cross_entropy(logits, targets, scale, gradient, amax)
-    logs = torch.log_softmax(logits.float(), dim=1)
-    places = torch.arange(len(targets), device=targets.device), targets
-    losses = -logs[places]
+    logs, counted = torch.log_softmax(logits.float(), dim=1), targets != IGNORED
+    places = torch.arange(len(targets), device=targets.device), targets.where(counted, 0)
+    losses = (-logs[places]).where(counted, 0.0)
     if gradient:
         softmax = logs.exp_()
         softmax[places] -= 1.0  # torch.use_deterministic_algorithms lets it pass, where scatter_add_ may be refused
-        logits.copy_(softmax.mul_(scale))
+        logits.copy_(softmax.mul_(scale.where(counted, 0.0)[:, None]))
         if amax is not None and logits.numel():
             torch.maximum(amax, logits.abs().nan_to_num(0.0).max(), out=amax)
     return losses

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hqsweep.ops.addresses import described
 from hqsweep.ops.library import extension, has_kernels, on_its_device, operator, where
-from hqsweep.ops.loss import check_loss, takes
+from hqsweep.ops.loss import IGNORED, check_loss, takes
 
 NUMBERS = 4
 """The numbers of a part: the largest logit, sum(exp(x - largest)), the target's logit if it is here, and whether."""
@@ -52,14 +52,14 @@ def loss_parts(logits: Tensor, targets: Tensor, first: int) -> Tensor:
 
 
 @operator(
-    "shared_cross_entropy_(Tensor(a!) logits, Tensor targets, Tensor parts, int first, float scale, bool gradient)"
+    "shared_cross_entropy_(Tensor(a!) logits, Tensor targets, Tensor parts, int first, Tensor scale, bool gradient)"
     " -> Tensor",
     fake=lambda logits, *_: logits.new_empty(logits.shape[0], dtype=torch.float32),
     devices=("CUDA",),
 )
-def _shared(logits: Tensor, targets: Tensor, parts: Tensor, first: int, scale: float, gradient: bool) -> Tensor:
+def _shared(logits: Tensor, targets: Tensor, parts: Tensor, first: int, scale: Tensor, gradient: bool) -> Tensor:
     """shared_cross_entropy_ by the kernel; parts contiguous. ValueError for others, and for what check_loss refuses."""
-    check_loss(logits, targets)
+    check_loss(logits, targets, scale)
     rows, vocabulary = logits.shape
     shaped = parts.dim() == 3 and parts.shape[1:] == (rows, NUMBERS) and len(parts) > 0
     if parts.dtype != torch.float32 or not shaped or not parts.is_contiguous() or parts.device != logits.device:
@@ -67,18 +67,18 @@ def _shared(logits: Tensor, targets: Tensor, parts: Tensor, first: int, scale: f
         raise ValueError(f"parts are {described(parts)}; they are {wanted}")
     losses = logits.new_empty(rows, dtype=torch.float32)
     call = (logits.data_ptr(), targets.data_ptr(), parts.data_ptr(), losses.data_ptr(), rows, vocabulary, first)
-    extension().shared_cross_entropy_cuda(*call, len(parts), scale, gradient, *where(logits))
+    extension().shared_cross_entropy_cuda(*call, len(parts), scale.data_ptr(), gradient, *where(logits))
     return losses
 
 
 def shared_cross_entropy_(
-    logits: Tensor, targets: Tensor, parts: Tensor, first: int, scale: float, *, gradient: bool
+    logits: Tensor, targets: Tensor, parts: Tensor, first: int, scale: Tensor, *, gradient: bool
 ) -> Tensor:
     """ops.loss.cross_entropy_ of a rank's logits [M, V]: the losses, float32 [M], of the whole vocabulary, by the parts
     [W, M, 4] that all W ranks have of its rows. Sums over ranks are in their order, so all have the same losses.
 
-    gradient: each row of the logits is overwritten by (softmax(x)_v - [v = target]) * scale of the whole softmax. A
-    target that no rank has gives a loss of NaN.
+    gradient: each row of the logits is overwritten by (softmax(x)_v - [v = target]) * scale of the whole softmax. A row
+    whose target is IGNORED has a loss and a gradient of 0; another target that no rank has gives NaN for both.
     """
     if logits.is_cuda and has_kernels("cuda") and takes(logits):
         return _shared(logits, targets, parts.contiguous(), first, scale, gradient)
@@ -90,6 +90,7 @@ def shared_cross_entropy_(
     of_target = torch.full_like(largest, torch.nan)
     for part in parts:
         of_target = part[:, 2].where(part[:, 3] != 0, of_target)
+    counted = targets != IGNORED
     if gradient:
         softmax = (logits.float() - _base(largest)[:, None]).exp_().div_(total[:, None])
         own = targets - first
@@ -97,8 +98,9 @@ def shared_cross_entropy_(
         rows = torch.arange(len(own), device=own.device)
         own = own.where(has, 0)
         softmax[rows, own] -= has.float()  # torch.use_deterministic_algorithms lets it pass
-        logits.copy_(softmax.mul_(scale))
-    return total.log() + (largest - of_target)
+        scale = scale.where(~of_target.isnan(), torch.nan).where(counted, 0.0)
+        logits.copy_(softmax.mul_(scale[:, None]))
+    return (total.log() + (largest - of_target)).where(counted, 0.0)
 
 
 MOST_RANKS = 16
@@ -119,18 +121,18 @@ class Boxes(NamedTuple):
 
 
 @on_its_device
-def joint_cross_entropy_(logits: Tensor, targets: Tensor, boxes: Boxes, scale: float) -> Tensor | None:
+def joint_cross_entropy_(logits: Tensor, targets: Tensor, boxes: Boxes, scale: Tensor) -> Tensor | None:
     """shared_cross_entropy_ with the gradient, to the bit, by a kernel on every rank's GPU that tells the others the
     parts of its rows; rank r has the entries [r * V, (r + 1) * V). None, and nothing is done, where the kernel does not
     take the logits."""
     if not (has_kernels("cuda") and takes(logits)):
         return None
-    check_loss(logits, targets)
+    check_loss(logits, targets, scale)
     rows, vocabulary = logits.shape
     losses = logits.new_empty(rows, dtype=torch.float32)
     told = (boxes.address, boxes.state.data_ptr(), rows, vocabulary)
     call = (logits.data_ptr(), targets.data_ptr(), losses.data_ptr(), *told)
-    options = (boxes.rank * vocabulary, boxes.rows, boxes.ranks, boxes.rank, scale)
+    options = (boxes.rank * vocabulary, boxes.rows, boxes.ranks, boxes.rank, scale.data_ptr())
     return losses if extension().joint_cross_entropy_cuda(*call, *options, *where(logits)) else None
 
 

@@ -10,6 +10,7 @@ from unittest import mock
 import emulated
 import pytest
 import torch
+import torch.nn.functional as F
 from ranks import rank_device
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -404,25 +405,44 @@ def turned(rank: int, world: int, recipes: list[str]) -> list[tuple[list[int], l
 
 
 def _loss_by_chunks(mesh: DeviceMesh, recipe: str, device: torch.device) -> list[str]:
-    """Names of what is not close to the loss of whole logits: the loss itself, and the gradients of h and the weight;
-    as close as logits, and operands of dy, that are formed of other last digits leave them."""
-    results = []
-    for by_chunks in (True, False):
+    """Names of what is not close to the loss of whole logits, of the same ranks and in one process: the loss itself,
+    and the gradients of h and the weight; as close as logits, and operands of dy, that are formed of other last digits
+    leave them. Some tokens have no target. A target beyond the whole vocabulary is refused."""
+    results, chunk = [], 256 if "nvfp4" in recipe else 128
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    targets = torch.randint(0, VOCABULARY, (4, 64), generator=torch.Generator().manual_seed(0)).to(device)
+    targets[1:3, 5:] = -100
+    for way in ("chunks", "whole", "one process"):
         torch.manual_seed(0)
         head = Linear(64, VOCABULARY, name="head", recipe=recipe).to(device)
-        head = ColwiseLinear(sequence=1)._apply(head, mesh)
-        h, targets = 0.3 * torch.randn(4, 64, 64), torch.randint(0, VOCABULARY, (4, 64)).to(device)
-        own = h.chunk(mesh.size(), 1)[mesh.get_local_rank()].to(device, copy=True).requires_grad_()
+        own = (0.3 * torch.randn(4, 64, 64)).to(device)
+        if way != "one process":
+            head, own = ColwiseLinear(sequence=1)._apply(head, mesh), own.chunk(ranks, 1)[rank].clone()
+        own.requires_grad_()
         with quantization(step=1):
-            if by_chunks:
-                loss = linear_cross_entropy(own, head, targets, 256 if "nvfp4" in recipe else 128)
-            else:
+            if way == "chunks":
+                loss = linear_cross_entropy(own, head, targets, chunk)
+            elif way == "whole":
                 loss = cross_entropy(head(own), targets, vocabulary_group(head))
+            else:
+                loss = F.cross_entropy(head(own).float().flatten(0, 1), targets.flatten())
             loss.backward()
-        results.append({"loss": loss.detach(), "dh": own.grad, "dw": head.weight.grad.to_local()})
-    one, other = results
+        dh, dw = own.grad, head.weight.grad
+        whole = way == "one process"
+        dh, dw = (dh.chunk(ranks, 1)[rank], dw.chunk(ranks)[rank]) if whole else (dh, dw.to_local())
+        results.append({"loss": loss.detach(), "dh": dh, "dw": dw})
+        if way != "one process" and device.type == "cpu":
+            beyond = targets.clone().fill_(VOCABULARY)
+            with pytest.raises(UserError, match=f"target {VOCABULARY} is no entry of a vocabulary of {VOCABULARY}; "):
+                linear_cross_entropy(own, head, beyond, chunk if way == "chunks" else None)
+    one, *others = results
     limits = {"loss": 1e-6 if device.type == "cpu" else 1e-5, "dh": 1e-2, "dw": 1e-2}
-    return [name for name, value in other.items() if (one[name] - value).norm() > limits[name] * value.norm()]
+    return [
+        name
+        for other in others
+        for name, value in other.items()
+        if not (one[name] - value).norm() <= limits[name] * value.norm()
+    ]
 
 
 def over_fsdp(rank: int, world: int) -> list[str]:

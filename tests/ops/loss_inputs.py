@@ -13,3 +13,8 @@ def inputs(rows, vocabulary, device, spread=3.0):
     logits = spread * torch.randn(rows, vocabulary, generator=generator)
     targets = torch.randint(0, vocabulary, (rows,), generator=generator)
     return logits.bfloat16().to(device), targets.to(device)
+
+
+def one(value, like):
+    """One float32 on the device of a tensor."""
+    return torch.full((), value, device=like.device)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from loss_inputs import INFINITY, devices, inputs
+from loss_inputs import INFINITY, devices, inputs, one
 
 from hqsweep.ops import loss as module
 from hqsweep.ops.loss import cross_entropy_, scale_, takes
@@ -20,10 +20,10 @@ def expected(logits, targets, scale):
 def assert_right(logits, targets, scale=1 / 64):
     losses, gradients = expected(logits, targets, scale)
     alone = logits.clone()
-    ours = cross_entropy_(alone, targets, scale, gradient=False)
+    ours = cross_entropy_(alone, targets, one(scale, alone), gradient=False)
     assert ours.dtype == torch.float32 and torch.equal(alone.view(torch.int16), logits.view(torch.int16))
     torch.testing.assert_close(ours.double(), losses, rtol=1e-6, atol=1e-6)
-    again = cross_entropy_(alone, targets, scale, gradient=True)
+    again = cross_entropy_(alone, targets, one(scale, alone), gradient=True)
     assert torch.equal(again.view(torch.int32), ours.view(torch.int32)) and alone.dtype == logits.dtype
     # one rounding to bfloat16, after float32's: softmax less one is that of numbers near one
     torch.testing.assert_close(alone.double(), gradients, rtol=2**-8 + 1e-4, atol=2e-7 * scale)
@@ -64,7 +64,7 @@ def test_what_the_kernel_does_not_take_is_computed_by_torch(vocabulary, device):
     for other in (logits.float(), logits.half(), logits.t().contiguous().t(), logits.repeat(1, 2)[:, 64:]):
         assert not takes(other)
         losses, _ = expected(other, targets, 1.0)
-        ours = cross_entropy_(other.clone(), targets, 1.0, gradient=True)
+        ours = cross_entropy_(other.clone(), targets, one(1.0, other), gradient=True)
         torch.testing.assert_close(ours.double(), losses, rtol=1e-6, atol=1e-6)
 
 
@@ -81,7 +81,7 @@ def test_specials_are_those_of_torch(device):
     x = logits.float().requires_grad_()
     losses = F.cross_entropy(x, targets, reduction="none")
     losses.sum().backward()
-    ours = cross_entropy_(logits, targets, 1.0, gradient=True)
+    ours = cross_entropy_(logits, targets, one(1.0, logits), gradient=True)
     torch.testing.assert_close(ours, losses.detach(), rtol=1e-6, atol=1e-6, equal_nan=True)
     torch.testing.assert_close(logits.float(), x.grad, rtol=2**-8 + 1e-4, atol=2e-7, equal_nan=True)
 
@@ -97,27 +97,41 @@ def test_the_amax_is_that_of_the_gradient(spread, vocabulary, device):
     amax, larger = (torch.full((1, 1), start, device=device) for start in (0.0, 8.0))
     for place in (amax, larger):
         gradient = logits.clone()
-        cross_entropy_(gradient, targets, 1.0, gradient=True, amax=place)
+        cross_entropy_(gradient, targets, one(1.0, gradient), gradient=True, amax=place)
     assert gradient[5].isnan().all()
     assert amax == gradient.float().abs().nan_to_num(0.0).max() and larger == 8.0
     sure, right = torch.full((4, vocabulary), -1000.0, device=device).bfloat16(), torch.arange(4, device=device)
     sure[right, right], sure[:, 7] = 0.0, -20.0  # a softmax of one, and one of 2e-9
     amax.zero_()
-    cross_entropy_(sure, right, 1.0, gradient=True, amax=amax)
+    cross_entropy_(sure, right, one(1.0, sure), gradient=True, amax=amax)
     assert amax == sure.float().abs().max() and 0 < amax < 1e-6
 
 
 @devices
 def test_no_rows(device):
     logits = torch.empty(0, 64, dtype=torch.bfloat16, device=device)
-    assert cross_entropy_(logits, torch.empty(0, dtype=torch.long, device=device), 1.0, gradient=True).shape == (0,)
+    targets = torch.empty(0, dtype=torch.long, device=device)
+    assert cross_entropy_(logits, targets, one(1.0, logits), gradient=True).shape == (0,)
+
+
+@devices
+@pytest.mark.parametrize("vocabulary", [97, 256, 4096])
+def test_a_row_without_a_target_has_no_loss_and_no_gradient(vocabulary, device):
+    logits, targets = inputs(6, vocabulary, device)
+    targets[1], targets[4] = -100, -100
+    assert_right(logits, targets)
+    alone, none = logits[:2].clone(), torch.full_like(targets[:2], -100)
+    assert cross_entropy_(alone, none, one(INFINITY, alone), gradient=True).tolist() == [0.0, 0.0]
+    assert alone.count_nonzero() == 0
 
 
 @pytest.mark.gpu
 def test_a_target_beyond_the_vocabulary_gives_nan_and_reads_nothing_else():
     logits, targets = inputs(4, 64, "cuda")
-    targets[1], targets[2] = 64, -100
-    assert cross_entropy_(logits, targets, 1.0, gradient=True).isnan().tolist() == [False, True, True, False]
+    targets[1], targets[2] = 64, -1
+    wrong = [False, True, True, False]
+    assert cross_entropy_(logits, targets, one(1.0, logits), gradient=True).isnan().tolist() == wrong
+    assert logits.isnan().all(1).tolist() == wrong and logits.isnan().any(1).tolist() == wrong
 
 
 @pytest.mark.gpu
@@ -125,10 +139,11 @@ def test_a_target_beyond_the_vocabulary_gives_nan_and_reads_nothing_else():
 def test_bits_repeat_and_do_not_depend_on_other_rows(vocabulary):
     logits, targets = inputs(300, vocabulary, "cuda")
     first, second = logits.clone(), logits.clone()
-    losses = cross_entropy_(first, targets, 0.1, gradient=True)
-    assert torch.equal(losses, cross_entropy_(second, targets, 0.1, gradient=True)) and torch.equal(first, second)
+    losses = cross_entropy_(first, targets, one(0.1, first), gradient=True)
+    again = cross_entropy_(second, targets, one(0.1, second), gradient=True)
+    assert torch.equal(losses, again) and torch.equal(first, second)
     part = logits[130:170].clone()
-    assert torch.equal(losses[130:170], cross_entropy_(part, targets[130:170], 0.1, gradient=True))
+    assert torch.equal(losses[130:170], cross_entropy_(part, targets[130:170], one(0.1, part), gradient=True))
     assert torch.equal(first[130:170], part)
 
 
@@ -136,12 +151,12 @@ def test_bits_repeat_and_do_not_depend_on_other_rows(vocabulary):
 def test_a_graph_replays_it():
     logits, targets = inputs(64, 50304, "cuda")
     eager, static, factor = logits.clone(), logits.clone(), torch.full((), 0.5, device="cuda")
-    losses = cross_entropy_(eager, targets, 0.1, gradient=True)
+    losses = cross_entropy_(eager, targets, one(0.1, eager), gradient=True)
     scale_(eager, factor)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = cross_entropy_(static, targets, 0.1, gradient=True)
+        captured = cross_entropy_(static, targets, one(0.1, static), gradient=True)
         scale_(static, factor)
     static.copy_(logits)
     graph.replay()
@@ -182,13 +197,15 @@ def test_other_layouts_are_scaled_by_torch():
 )
 def test_the_kernel_gets_nothing_else(logits, targets, message):
     with pytest.raises(ValueError, match=message):
-        module._cross_entropy.__wrapped__(logits, targets, 1.0, True)
+        module._cross_entropy.__wrapped__(logits, targets, torch.ones(()), True)
 
 
-def test_an_amax_is_one_number():
+def test_an_amax_and_a_scale_are_one_number():
     logits, targets = torch.zeros(2, 16, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.long)
     with pytest.raises(ValueError, match=r"amax is torch.float32 \(2,\) on cpu; it is one float32 on cpu"):
-        module._cross_entropy.__wrapped__(logits, targets, 1.0, True, torch.zeros(2))
+        module._cross_entropy.__wrapped__(logits, targets, torch.ones(()), True, torch.zeros(2))
+    with pytest.raises(ValueError, match=r"scale is torch.float64 \(\) on cpu; it is one float32 on cpu"):
+        module._cross_entropy.__wrapped__(logits, targets, torch.ones(()).double(), True)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +223,6 @@ def test_the_scaling_kernel_gets_nothing_else(values, factor, message):
 
 def test_traced_graphs_know_the_shapes():
     logits, targets = torch.empty(3, 16, dtype=torch.bfloat16, device="meta"), torch.empty(3, dtype=torch.long)
-    losses = torch.ops.hqsweep.cross_entropy_(logits, targets.to("meta"), 1.0, True)
+    losses = torch.ops.hqsweep.cross_entropy_(logits, targets.to("meta"), one(1.0, logits), True)
     assert losses.shape == (3,) and losses.dtype == torch.float32
     assert torch.ops.hqsweep.scale_values_(logits, torch.ones((), device="meta")) is None

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from loss_inputs import INFINITY, devices, inputs
+from loss_inputs import INFINITY, devices, inputs, one
 
 from hqsweep.ops import loss_parts as module
 from hqsweep.ops.loss import cross_entropy_
@@ -16,7 +16,7 @@ def shared(logits, targets, sizes, scale, gradient=True):
     starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
     parts = torch.stack([loss_parts(x, targets, first) for x, first in zip(pieces, starts, strict=True)])
     losses = [
-        shared_cross_entropy_(x, targets, parts, first, scale, gradient=gradient)
+        shared_cross_entropy_(x, targets, parts, first, one(scale, x), gradient=gradient)
         for x, first in zip(pieces, starts, strict=True)
     ]
     assert all(torch.equal(own.view(torch.int32), losses[0].view(torch.int32)) for own in losses)
@@ -52,7 +52,7 @@ def test_one_rank_has_the_bits_of_the_loss_of_the_whole(vocabulary, device):
     logits, targets = inputs(9, vocabulary, device)
     ours, got = shared(logits, targets, [vocabulary], 0.125)
     expected = logits.clone()
-    losses = cross_entropy_(expected, targets, 0.125, gradient=True)
+    losses = cross_entropy_(expected, targets, one(0.125, expected), gradient=True)
     if device == "cuda":
         assert torch.equal(ours, losses) and torch.equal(got, expected)
     torch.testing.assert_close(ours, losses, rtol=1e-6, atol=1e-6)
@@ -90,8 +90,22 @@ def test_specials_are_those_of_torch(device):
 @devices
 def test_a_target_that_no_rank_has_gives_nan(device):
     logits, _ = inputs(3, 64, device)
-    losses, _ = shared(logits, torch.tensor([-1, 64, 5], device=device), (32, 32), 1.0, gradient=False)
-    assert losses.isnan().tolist() == [True, True, False]
+    losses, gradient = shared(logits, torch.tensor([-1, 64, 5], device=device), (32, 32), 1.0)
+    assert losses.isnan().tolist() == gradient.isnan().all(1).tolist() == [True, True, False]
+    assert not gradient[2].isnan().any()
+
+
+@devices
+@pytest.mark.parametrize("sizes", [(8, 8), (7, 13), (256, 128, 640)])
+def test_a_row_without_a_target_has_no_loss_and_no_gradient(sizes, device):
+    logits, targets = inputs(6, sum(sizes), device)
+    targets[1], targets[4] = -100, -100
+    losses, gradients = torchs(logits, targets)
+    ours, got = shared(logits, targets, sizes, 1 / 64)
+    torch.testing.assert_close(ours.double(), losses, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(got.double(), gradients / 64, rtol=2**-8 + 1e-4, atol=2e-7 / 64)
+    _, none = shared(logits, torch.full_like(targets, -100), sizes, INFINITY)
+    assert none.count_nonzero() == 0
 
 
 @devices
@@ -116,14 +130,14 @@ def test_the_kernels_get_nothing_else():
         module._loss_parts.__wrapped__(logits[:, :12].contiguous(), targets, 0)
     for parts in (torch.zeros(2, 2, 3), torch.zeros(0, 2, 4), torch.zeros(2, 4), torch.zeros(1, 2, 4).double()):
         with pytest.raises(ValueError, match=r"parts are .*; they are float32 \[ranks, 2, 4\], contiguous, on cpu"):
-            module._shared.__wrapped__(logits, targets, parts, 0, 1.0, True)
+            module._shared.__wrapped__(logits, targets, parts, 0, torch.ones(()), True)
 
 
 def test_traced_graphs_know_the_shapes():
     logits, targets = torch.empty(3, 16, dtype=torch.bfloat16, device="meta"), torch.empty(3, device="meta").long()
     parts = torch.ops.hqsweep.loss_parts(logits, targets, 0)
     assert parts.shape == (3, 4) and parts.dtype == torch.float32
-    losses = torch.ops.hqsweep.shared_cross_entropy_(logits, targets, parts[None], 0, 1.0, True)
+    losses = torch.ops.hqsweep.shared_cross_entropy_(logits, targets, parts[None], 0, one(1.0, logits), True)
     assert losses.shape == (3,) and losses.dtype == torch.float32
 
 
@@ -138,6 +152,7 @@ def test_kernels_that_tell_each_other_their_parts_have_the_same_bits(sizes):
     streams = [torch.cuda.Stream() for _ in sizes]
     for turn in range(5):
         logits, targets = inputs(rows, sum(sizes), "cuda", spread=1.0 + turn)
+        targets[turn], scale = -100, one(1 / 64, logits)
         losses, gradients = shared(logits, targets, sizes, 1 / 64)
         pieces = [piece.clone(memory_format=torch.contiguous_format) for piece in logits.split(sizes, 1)]
         torch.cuda.synchronize()
@@ -145,7 +160,7 @@ def test_kernels_that_tell_each_other_their_parts_have_the_same_bits(sizes):
         for rank, stream in enumerate(streams):
             with torch.cuda.stream(stream):
                 told = Boxes(addresses.data_ptr(), states[rank], room, ranks, rank)
-                results.append(joint_cross_entropy_(pieces[rank], targets, told, 1 / 64))
+                results.append(joint_cross_entropy_(pieces[rank], targets, told, scale))
         torch.cuda.synchronize()
         assert torch.equal(torch.cat(pieces, 1).view(torch.int16), gradients.view(torch.int16)), turn
         assert all(torch.equal(own.view(torch.int32), losses.view(torch.int32)) for own in results), turn
