@@ -99,7 +99,7 @@ class Interface:
         note_call(part)
         device = q.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
-        identity = part.active_quantizers().identity
+        identity = part.identity()
         if identity is None:
             o = part.product(q, k, v, self._scores(part.name, module, attention_mask, options), dtype)
             return watched(part, o.transpose(1, 2).contiguous()), None

@@ -20,6 +20,7 @@ from hqsweep.models.linear import Conv1DKind, LinearKind
 from hqsweep.models.multiplied import experts_per_row, multiply_adds, why_left
 from hqsweep.models.names import clean_name
 from hqsweep.models.refusals import bypassed, check_model, instance_fault
+from hqsweep.nn.again import refuse_second_runs
 from hqsweep.nn.module import PARTS, QuantizedModule, set_recipe_of
 from hqsweep.nn.parameter import holds_weights
 from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
@@ -166,7 +167,8 @@ def revert(model: nn.Module) -> int:
     release_weights(model)
     for module, kind in converted_modules:
         kind.restore(module)
-        del module.__dict__[PARTS]
+        for part in module.__dict__.pop(PARTS):
+            refuse_second_runs(module, part, part.name, part.runs)
     for kind in dict.fromkeys(kind for _, kind in converted_modules):
         kind.restored(model)
     for module in model.modules():

@@ -69,7 +69,7 @@ class ExpertsPart(GroupedBase):
 
     def is_plain(self, dtype: torch.dtype, weight: Tensor) -> bool:
         """Whether the plain product of this weight, which torch.autocast does not reach, is what the recipe says."""
-        identity = self.active_quantizers().identity
+        identity = self.identity()
         return identity is not None and identity.dtype is dtype is weight.dtype and not is_held([weight])
 
     def forward(self, x: Tensor, splits: Splits, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

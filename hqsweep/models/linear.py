@@ -40,7 +40,7 @@ class LinearPart(LinearBase):
 
     def is_identity(self, dtype: torch.dtype) -> bool:
         """Whether the plain product in this dtype is what the recipe says."""
-        identity = self.active_quantizers().identity
+        identity = self.identity()
         return identity is not None and identity.dtype is dtype
 
 

@@ -1,12 +1,14 @@
 """The states of delayed scaling that a module holds, which its state_dict carries."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
+from hqsweep.dist.fsdp import in_backward
 from hqsweep.formats import Fp8Delayed
 from hqsweep.quant.delayed import DelayedState, SlotStates
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
@@ -25,6 +27,8 @@ class DelayedStates(nn.ModuleDict):
     an autocast under which a slot is not delayed leaves its states alone.
     """
 
+    _given_up: Mapping[tuple[str, int], DelayedState] = MappingProxyType({})
+    """Name and length of states that were given up -> the last one, by which a backward pass goes on that was begun."""
     _is_loaded = False
     """Whether a checkpoint was loaded, and a state that is made from now on was not in it."""
 
@@ -46,6 +50,7 @@ class DelayedStates(nn.ModuleDict):
         """Make the states that these quantizers need and that are not there, on torch's default device."""
         needed = _formats(quantizers)
         missing = {n: f for n, f in needed.items() if n not in self or not _fits(self[n], f.history)}
+        self._give_up(name for name in missing if name in self)
         with torch.inference_mode(False):  # a training may go on with what an evaluation made
             for name, format in missing.items():
                 self[name] = DelayedState(format.history)
@@ -55,13 +60,20 @@ class DelayedStates(nn.ModuleDict):
     def keep(self, quantizers: Quantizers) -> None:
         """Keep the states that these quantizers need, make those that are missing, and give up all others."""
         needed = _formats(quantizers)
-        for name in [name for name in self if name not in needed]:
-            del self[name]
+        self._give_up([name for name in self if name not in needed])
         self.add(quantizers)
+
+    def _give_up(self, names: Iterable[str]) -> None:
+        """Drop states, but for a backward pass whose forward had them."""
+        for name in names:
+            state = self._modules.pop(name)
+            self._given_up = self._given_up | {(name, len(state.history)): state}
 
     def state(self, name: str, format: Fp8Delayed, device: torch.device) -> DelayedState:
         """The state of that name, made if it is not there or has another length."""
         state = self._modules.get(name)
+        if (state is None or not _fits(state, format.history)) and in_backward():
+            state = self._given_up.get((name, format.history), state)
         if state is not None and _fits(state, format.history) and state.history.device == device:
             return state
         with torch.inference_mode(False):

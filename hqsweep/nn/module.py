@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from hqsweep.errors import UserError
-from hqsweep.nn.context import OUTSIDE, Context, autocast_recipe, current
+from hqsweep.formats import Format
+from hqsweep.nn.again import Runs, refusal
+from hqsweep.nn.context import Context, autocast_recipe, current
 from hqsweep.nn.delayed import DelayedStates
 from hqsweep.nn.slot_numbers import NUMBERED_PARTS, slot_numbers
 from hqsweep.quant.hybrid import HybridQuantizer
@@ -26,7 +28,6 @@ from hqsweep.recipe.validate import check_products, section_faults, unread_overr
 BOUNDARIES = MappingProxyType({"output": "output_quantizer_role", "grad_input": "grad_input_quantizer_role"})
 """QuantizedModule.BOUNDARIES of linears and attention."""
 
-_AUTOCAST, _QUANTIZATION = 1, 2
 _PRODUCTS = ("linear", "grouped_linear", "dpa")
 """Types of modules whose traces leave the name out, where nothing depends on it."""
 _NUMBERED = ("linear", "dpa")
@@ -52,7 +53,7 @@ class QuantizedModule(nn.Module):
         super().__init__()
         self.states = DelayedStates()
         self._autocast: tuple[AnyRecipe, Section] | None = None
-        self._last_scope = 0
+        self.runs = Runs()
 
     @property
     def name(self) -> str:
@@ -128,7 +129,7 @@ class QuantizedModule(nn.Module):
         trace serves all blocks of a model that are compiled one by one."""
         recipe, context = autocast_recipe(), current()
         quantizers = self._quantizers if recipe is None else self._quantizers_under(recipe)
-        self.check_scope(recipe, context)
+        self.check_scope(quantizers, recipe, context)
         if quantizers.stochastic:
             self.claim_bits(context)
         nameless = torch.compiler.is_compiling() and self._is_nameless(quantizers, context)
@@ -161,31 +162,36 @@ class QuantizedModule(nn.Module):
         if context.step is not None and not torch.compiler.is_compiling():
             context.claim((self.module_type, self.name, self.expert), self)
 
-    def check_scope(self, recipe: AnyRecipe | None, context: Context) -> None:
-        """UserError for a call within a backward pass that has left the autocast() of the call before, or the
-        quantization() where that drew random bits: torch.utils.checkpoint would compute something else again."""
+    def check_scope(self, quantizers: Section, recipe: AnyRecipe | None, context: Context) -> None:
+        """UserError for a call within a backward pass that would compute something else than the call that it repeats:
+        outside of the autocast() or the quantization() of that one, in those of another, or on another recipe."""
         if torch.compiler.is_dynamo_compiling():
             return
-        scope = (_AUTOCAST if recipe is not None else 0) + (_QUANTIZATION if context is not OUTSIDE else 0)
-        if scope == self._last_scope:
-            return
-        left = self._last_scope & ~scope
-        lost = ["autocast()"] if left & _AUTOCAST else []
-        lost += ["quantization()"] if left & _QUANTIZATION and self.active_quantizers().stochastic else []
-        if lost and torch._C._current_graph_task_id() != -1:
-            raise UserError(
-                f"{self.name}: called within a backward pass, as torch.utils.checkpoint does, but outside of the"
-                f" {' and '.join(lost)} that its last call ran in; run backward inside of it, or compute again by"
-                " hqsweep.nn.recompute.recomputed"
-            )
-        self._last_scope = scope
+        counter, gemm = context.counter, self.gemm if recipe is None else recipe.gemm
+        writes = None if counter is None else (id(counter), counter._version)
+        key = (context.seed, context.step, context.microbatch)
+        run = (quantizers, gemm, recipe is not None, key, writes, context.kernels)
+        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True)  # no calls of ours: each takes half a us
+        if hooked is None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self.runs.last = run  # this is surely neither a first nor a second run of a part that runs again
+        elif lost := self.runs.note(self, run):
+            raise refusal(self.name, lost)
+
+    def identity(self) -> Format | None:
+        """The high-precision format of all slots in this call, which is then as good as the plain module's; None where
+        something is quantized."""
+        recipe = autocast_recipe()
+        quantizers = self._quantizers if recipe is None else self._quantizers_under(recipe)
+        if quantizers.identity is not None:
+            self.check_scope(quantizers, recipe, current())
+        return quantizers.identity
 
     def _save_to_state_dict(self, *args: Any) -> None:
         self.states.add(slots(self.active_quantizers()))  # those of an autocast, too
         super()._save_to_state_dict(*args)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_autocast": None, "_last_scope": 0}
+        return super().__getstate__() | {"_autocast": None, "runs": Runs()}
 
 
 class Boundary:

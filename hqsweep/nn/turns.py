@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hqsweep.nn.again import top_hooks
 from hqsweep.nn.rank_rows import RankRows, hides, span
 from hqsweep.nn.tensor_parallel import Exchange
 from hqsweep.ops.activation import INPUTS, activation_into
@@ -117,4 +118,4 @@ def activated_in_turn(call: Any, z: Tensor, kind: str, *, rowwise: Output, colum
 def is_hooked() -> bool:
     """Whether hooks of saved tensors take away what autograd saves now, and bring it back, or make it again, for
     backward; otherwise it may still be written, and lies in backward where it lay."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return top_hooks() is not None

@@ -34,8 +34,9 @@ class QuantizedWeight(QuantizedModule):
 
     def quantized_weight(self) -> Tensor:
         """self.weight, or this rank's part of it, rounded as `rounded` does."""
-        quantizer, context = self.active_quantizers().weight, current()
-        self.check_scope(autocast_recipe(), context)
+        quantizers, context = self.active_quantizers(), current()
+        quantizer = quantizers.weight
+        self.check_scope(quantizers, autocast_recipe(), context)
         if quantizer.stochastic:
             self.claim_bits(context)
         call = {"step": context.step, "record": torch.is_grad_enabled(), "group": context.amax_group}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from hqsweep.dist.fsdp import in_backward
 from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, Format, Fp8Delayed
 from hqsweep.formats.fp8 import end_step
@@ -92,7 +93,14 @@ def amaxes_at(states: Sequence[DelayedState], step: int | None, format: Fp8Delay
 
 
 def begin(states: Sequence[DelayedState], step: int, format: Fp8Delayed) -> None:
-    """Start `step` in each state, and close the step before it."""
+    """Start `step` in each state, and close the step before it. UserError for a backward pass of a step that the
+    forward or the backward of another one has closed, whose scale is gone."""
+    later = next((state.step for state in states if state.step is not None and state.step > step), None)
+    if later is not None and in_backward():
+        raise UserError(
+            f"fp8_delayed: backward of step {step} comes after a call of step {later}, whose history it would change;"
+            " run backward of a step before the next step begins"
+        )
     _end([state for state in states if state.step != step], step, format)
 
 
