@@ -129,12 +129,13 @@ inline Direction make_direction(const Spec& spec, int64_t key0, int64_t key1, ui
                                 uintptr_t found, uintptr_t codes, uintptr_t scales, uintptr_t global, uintptr_t exact,
                                 int exact_dtype, uintptr_t sums, uintptr_t row_errors, uintptr_t keys,
                                 bool exact_turned, uintptr_t step_at, uint64_t first_segment,
-                                uint64_t segments_across) {
+                                uint64_t segments_across, uintptr_t seen) {
   HQ_REQUIRE(exact_dtype == 0 || exact_dtype == 1, "exact_dtype is " + text(exact_dtype) + ", must be 0 or 1");
   const auto exact_as = static_cast<Dtype>(exact_dtype);
   for (const int64_t word : {key0, key1})
     HQ_REQUIRE(word >= 0 && word <= 0xFFFFFFFF, "a word of the key is " + text(word) + ", must have 32 bits");
-  check_aligned(amax | found | global | sums | row_errors | keys, 4, "the least of amaxes, sums, errors and keys");
+  check_aligned(amax | found | global | sums | row_errors | keys | seen, 4,
+                "the least of amaxes, sums, errors, keys and what was seen");
   check_aligned(scales, scale_bytes(spec), "scales");
   check_aligned(exact, bytes_of(exact_as), "exact");
   check_aligned(step_at, 8, "step_at");
@@ -143,7 +144,7 @@ inline Direction make_direction(const Spec& spec, int64_t key0, int64_t key1, ui
                 first_segment, segments_across};
   return {spec, key, pointer<uint32_t>(keys), pointer<float>(amax), pointer<float>(found), pointer<uint8_t>(codes),
           pointer<void>(scales), pointer<float>(global), pointer<void>(exact), exact_as, exact_turned,
-          pointer<TileSums>(sums), pointer<float>(row_errors)};
+          pointer<TileSums>(sums), pointer<float>(row_errors), pointer<int32_t>(seen)};
 }
 
 inline void check_contracted(const Spec& spec, int64_t count, const char* name) {

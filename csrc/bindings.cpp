@@ -184,7 +184,7 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init(&make_direction), "spec"_a, "key0"_a = 0, "key1"_a = 0, "step"_a = 0, "amax"_a = 0, "found"_a = 0,
            "codes"_a = 0, "scales"_a = 0, "global_"_a = 0, "exact"_a = 0, "exact_dtype"_a = 0, "sums"_a = 0,
            "row_errors"_a = 0, "keys"_a = 0, "by_rows"_a = false, "step_at"_a = 0, "first_segment"_a = 0,
-           "segments_across"_a = 0);
+           "segments_across"_a = 0, "seen"_a = 0);
   bind_cpu(m);
 #if defined(HQ_HAVE_CUDA)
   bind_cuda(m);

@@ -67,6 +67,7 @@ struct Direction {
   bool exact_turned;  // it is stored as its transpose [cols, rows]: of a column, at the places of X's own elements
   TileSums* sums;     // one per tile of X, in row-major order of X's tiles
   float* row_errors;  // [rows, ceil(cols / 128)]: sums of (x - q)^2 over 128 elements of a row
+  int32_t* seen;      // [3]: set to 1 where what is encoded has a NaN, has an inf, and (in find_amax) where its amax is inf
 };
 
 // The format has one amax of the whole tensor, or of each row.

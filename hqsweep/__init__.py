@@ -20,6 +20,7 @@ _HOME: dict[str, str] = {
     "convert": "hqsweep.models.convert",
     "converted": "hqsweep.models.convert",
     "load_model": "hqsweep.models.hf",
+    "nonfinite": "hqsweep.ops.nonfinite",
     "recipe": "hqsweep.recipe",
     "revert": "hqsweep.models.convert",
     "unpacked": "hqsweep.models.unpacked",

@@ -65,6 +65,7 @@ void find_in_tile(const Work& work, const Tile& tile) {
     rows[r] = amax_of(tile.x + r * kWidth, tile.cols);
     most = rows[r] > most ? rows[r] : most;
   }
+  if (work.to.seen && most == static_cast<int32_t>(kInfBits)) __atomic_store_n(work.to.seen + 2, 1, __ATOMIC_RELAXED);
 #pragma omp critical(hq_find)
   {
     float* found = work.to.found;
@@ -100,6 +101,26 @@ int fast_lines(const Pass& pass) {
   return lines;
 }
 
+// What is not finite among `count` values, which a direction encodes, or two.
+void note_seen(const float* x, int count, const Direction* first, const Direction* second) {
+  const bool wanted = (first && first->seen) || (second && second->seen);
+  if (!wanted) return;
+  int32_t most = 0;
+  for (int i = 0; i < count; ++i) {
+    const int32_t magnitude = static_cast<int32_t>(to_bits(x[i]) & kAbsMask);
+    most = magnitude > most ? magnitude : most;
+  }
+  if (most < static_cast<int32_t>(kInfBits)) return;
+  bool inf = false;
+  for (int i = 0; i < count; ++i) inf = inf || (to_bits(x[i]) & kAbsMask) == kInfBits;
+  const Direction* const directions[] = {first, second};
+  for (const Direction* to : directions) {
+    if (!to || !to->seen) continue;
+    if (most > static_cast<int32_t>(kInfBits)) __atomic_store_n(to->seen, 1, __ATOMIC_RELAXED);
+    if (inf) __atomic_store_n(to->seen + 1, 1, __ATOMIC_RELAXED);
+  }
+}
+
 void run_fast_tile(const Pass& pass, int lines, Tile& x, Tile& turned) {
   const int64_t row0 = x.row0, col0 = x.col0;
   const int rows = x.rows;
@@ -108,6 +129,7 @@ void run_fast_tile(const Pass& pass, int lines, Tile& x, Tile& turned) {
   if (pass.column) place(*pass.column, col0, row0, turned);
   for (int first = 0; first < rows; first += lines) {
     load_lines(pass.source, x, first, lines, x.x);
+    note_seen(x.x, lines * kWidth, pass.row ? &pass.row->to : nullptr, pass.column ? &pass.column->to : nullptr);
     if (pass.row)
       with_format(*pass.row, [&](auto as) {
         using As = decltype(as);
@@ -129,6 +151,7 @@ void run_fast_tile(const Pass& pass, int lines, Tile& x, Tile& turned) {
 // One direction of a tile that holds the operand's elements. dtype: see quantize_tile_as.
 void run_direction(const Work& work, Tile& tile, int64_t index, bool find, const Dtype* dtype) {
   if (find) return find_in_tile(work, tile);
+  note_seen(tile.x, tile.rows * kWidth, &work.to, nullptr);
   with_format(work, [&](auto as) {
     using As = decltype(as);
     quantize_tile_as<typename As::Element, As::kBlock>(work, tile, index, dtype);
@@ -193,17 +216,20 @@ void run(const Part* parts, int64_t count, int threads) {
   }
 }
 
-void find(const Arranged& arranged, bool column, int threads) {
-  const Direction& to = column ? *arranged.column : *arranged.row;
+// note: whether `seen` of the direction is told.
+void find(const Arranged& arranged, bool column, int threads, bool note) {
+  Direction to = column ? *arranged.column : *arranged.row;
+  if (!note) to.seen = nullptr;
   const bool from_row = column && arranged.call.dequantized;
   if (!from_row && amax_is_of_x(to.spec)) {
     const float amax = scan_whole(arranged.source, threads);
     if (amax > *to.found) *to.found = amax;
+    if (to.seen && amax > kFloatMax) to.seen[2] = 1;
     return;
   }
   Direction silent = arranged.row ? *arranged.row : *arranged.column;  // encoded for its decoded values only
   silent.codes = nullptr, silent.scales = nullptr, silent.global = nullptr, silent.exact = nullptr;
-  silent.sums = nullptr, silent.row_errors = nullptr;
+  silent.sums = nullptr, silent.row_errors = nullptr, silent.seen = nullptr;
   const Direction* first = column ? (from_row ? &silent : nullptr) : &to;
   const Part part{arranged.source, first, column ? &to : nullptr, !column, column, from_row, 0};
   run(&part, 1, threads);
@@ -222,7 +248,7 @@ void prepare(const Arranged& arranged, bool column, int threads, Direction& to) 
       *to.found = *arranged.row->amax;
     } else {
       memset(to.found, 0, sizeof(float) * static_cast<size_t>(entries));
-      find(arranged, column, threads);
+      find(arranged, column, threads, false);
     }
     to.amax = to.found;
   }
@@ -283,8 +309,8 @@ void quantize(const Call* calls, int64_t count, int threads) {
 
 void find_amax(const Call& call, int threads) {
   const Arranged arranged = arrange(call);
-  if (arranged.row && arranged.row->found && arranged.row->amax != arranged.row->found) find(arranged, false, threads);
-  if (arranged.column && arranged.column->found) find(arranged, true, threads);
+  if (arranged.row && arranged.row->found && arranged.row->amax != arranged.row->found) find(arranged, false, threads, true);
+  if (arranged.column && arranged.column->found) find(arranged, true, threads, true);
 }
 
 }  // namespace HQ_ISA

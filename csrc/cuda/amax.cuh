@@ -10,21 +10,23 @@ namespace hq {
 constexpr int kAmaxThreads = 512;
 constexpr int kAmaxUnits = 8;  // 16-byte loads in flight in a thread
 
-// found = max(found, the largest of all threads of the block). warps: shared memory for one value of each warp.
-__device__ __forceinline__ void raise_together(float most, float* warps, int count, float* found) {
+// found = max(found, the largest of all threads of the block). warps: shared memory for one value of each warp. seen: of
+// the direction, or null.
+__device__ __forceinline__ void raise_together(float most, float* warps, int count, float* found,
+                                               int32_t* seen = nullptr) {
   for (int distance = 16; distance > 0; distance /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = most;
   __syncthreads();
   if (threadIdx.x != 0) return;
   for (int w = 1; w < count; ++w) most = fmaxf(most, warps[w]);
-  raise(found, most);
+  raise(found, most, seen);
 }
 
 // found = max(found, amax of units first, first + step, ... below `units`), of 16 bytes each. The whole thread block
 // takes part, and neighbouring threads have neighbouring `first`.
 template <class T>
 __device__ __forceinline__ void raise_to_amax(const uint4* data, int64_t first, int64_t units, int64_t step,
-                                              float* found) {
+                                              float* found, int32_t* seen) {
   float most = 0.0f;
   for (; first < units; first += kAmaxUnits * step) {
     uint32_t words[4 * kAmaxUnits];
@@ -38,14 +40,15 @@ __device__ __forceinline__ void raise_to_amax(const uint4* data, int64_t first, 
     most = fmaxf(most, fmaxf(part.of[0], part.of[1]));
   }
   __shared__ float warps[kAmaxThreads / 32];
-  raise_together(most, warps, kAmaxThreads / 32, found);
+  raise_together(most, warps, kAmaxThreads / 32, found, seen);
 }
 
 // The amax of `units` times 16 bytes.
 template <class T>
-__global__ void __launch_bounds__(kAmaxThreads) find_flat(const uint4* data, int64_t units, float* found) {
+__global__ void __launch_bounds__(kAmaxThreads) find_flat(const uint4* data, int64_t units, float* found,
+                                                          int32_t* seen) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * kAmaxThreads;
-  raise_to_amax<T>(data, static_cast<int64_t>(blockIdx.x) * kAmaxThreads + threadIdx.x, units, step, found);
+  raise_to_amax<T>(data, static_cast<int64_t>(blockIdx.x) * kAmaxThreads + threadIdx.x, units, step, found, seen);
 }
 
 // The largest magnitude of 16 elements of a column, half `half` of words `step` apart, after the random Hadamard transform,

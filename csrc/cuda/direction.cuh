@@ -147,8 +147,9 @@ __device__ __forceinline__ void store_row_error(const Direction& to, const Frame
 // ---- find ----------------------------------------------------------------------------------------------------------
 
 // found = max(found, amax). Magnitudes order like their bits; the value there is read first, which saves most atomics.
-__device__ __forceinline__ void raise(float* found, float amax) {
+__device__ __forceinline__ void raise(float* found, float amax, int32_t* seen = nullptr) {
   if (amax > __ldcg(found)) atomicMax(reinterpret_cast<int*>(found), __float_as_int(amax));
+  if (seen && amax > kFloatMax) seen[2] = 1;
 }
 
 template <class Order, class W>
@@ -160,12 +161,12 @@ __device__ __forceinline__ void find_direction(const Direction& to, const Frame&
 #pragma unroll
     for (int q = 0; q < kSegments; ++q) {
       const Place place = place_of<Order>(frame, q);
-      if (Order::col(q) == 0 && place.count > 0) raise(found + place.row, amax[q]);
+      if (Order::col(q) == 0 && place.count > 0) raise(found + place.row, amax[q], to.seen);
     }
     return;
   }
   Order::join_rows(amax, Larger());
-  if (lane_of_warp() == 0) raise(found, amax[0]);
+  if (lane_of_warp() == 0) raise(found, amax[0], to.seen);
 }
 
 // ---- encode --------------------------------------------------------------------------------------------------------
@@ -273,6 +274,7 @@ __device__ __forceinline__ void encode_direction(const Direction& to, const Fram
       const Place place = place_of<Order>(frame, q);
       if (spec.row_scaled) global = global_of(spec, frame, place);
       const float most = ahead ? pick(amax_of_tile, q) : Order::join_near(amax[k], spec.tile_cols, Larger());
+      if ((nan || amax[k] > kFloatMax) && place.count > 0) note_seen(to, nan, amax[k]);
       BlockScale scale;
       if (chooses) {
         float2 error = {pick(errors[0], q), pick(errors[1], q)};

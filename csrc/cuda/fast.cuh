@@ -291,6 +291,7 @@ __device__ __forceinline__ void encode_fast(const FastSide& side, uint32_t* tile
     whole = current_scale(*side.amax, side.facts, spec);
     if (kPart == Part::matrix && to.scales && side.row0 == 0 && side.col0 == 0 && threadIdx.x == 0)
       *static_cast<float*>(to.scales) = whole.value;
+    if (threadIdx.x == 0) note_seen(to, false, *side.amax);
   }
   const bool tiled = kKind != Kind::current && spec.tile_rows > 1;
   const float amax_of_tile = tiled ? tile_amax<Order>(side.strips, spec.tile_rows) : 0.0f;
@@ -344,6 +345,7 @@ __device__ __forceinline__ void encode_fast(const FastSide& side, uint32_t* tile
       }
       const bool inside = !ragged || (rows_of_x ? row < row_end : in_cols);
       const bool stores = inside || (ragged && !rows_of_x);
+      if ((nan || most > kFloatMax) && inside) note_seen(to, nan, most);
       if (leads && inside) store_fast_scale<Order, kKind, kPart>(side, row, element, scale);
       if constexpr (!chooses) fast_values<Order>(words, k, x);
       if constexpr (four && !chooses) {

@@ -53,7 +53,7 @@ template <class Launch>
 void find_amax(const QuantizeJob& job, bool column, const Launch& launch) {
   const Direction& to = column ? job.column : job.row;
   const bool from_row = column && job.dequantized;
-  if (!from_row && amax_is_of_x(to.spec) && launch.find_dense(job, to.found)) return;
+  if (!from_row && amax_is_of_x(to.spec) && launch.find_dense(job, to)) return;
   if (column && launch.find_columns(job, nullptr)) return;
   launch.encode(finding(job, column));
 }
@@ -70,7 +70,10 @@ void prepare(QuantizeJob& job, bool column, const Launch& launch) {
       to.amax = job.row.amax;
     } else {
       check(cudaMemsetAsync(to.found, 0, bytes, launch.stream));
+      int32_t* const seen = to.seen;
+      to.seen = nullptr;
       find_amax(job, column, launch);
+      to.seen = seen;
       to.amax = to.found;
       job.backwards = true;
     }

@@ -75,9 +75,10 @@ __device__ __forceinline__ void exact_pairs(const uint32_t codes[4], bool wide, 
 // ---- rows ----------------------------------------------------------------------------------------------------------
 
 // The scales of a segment's block, whose other half the next or the previous lane has. nan: set if the block has one.
+// inside: the segment is the operand's.
 template <bool kWide>
-__device__ __forceinline__ MxScales scales_of_row(const uint32_t words[kWords<Bf16>], const ElementFacts& facts,
-                                                  bool& nan) {
+__device__ __forceinline__ MxScales scales_of_row(const Direction& to, const uint32_t words[kWords<Bf16>],
+                                                  const ElementFacts& facts, bool inside, bool& nan) {
   uint32_t most = 0;
 #pragma unroll
   for (int i = 0; i < kWords<Bf16>; ++i) most = larger_or_nan<Bf16>(most, words[i]);
@@ -89,6 +90,7 @@ __device__ __forceinline__ MxScales scales_of_row(const uint32_t words[kWords<Bf
     const float amax = RowOrder::join_near(fmaxf(found.of[0], found.of[1]), 32, Larger());
     scales = far_scales(amax, amax, facts);
     nan = found.nan;
+    if (inside) note_seen(to, nan, amax);
   }
   return scales;
 }
@@ -122,8 +124,8 @@ __device__ __forceinline__ void encode_mx_rows(const MxSide& side, const Element
     uint32_t words[kWords<Bf16>];
     source.get(h, words);
     bool nan = false;
-    const MxScales scales = scales_of_row<kWide>(words, facts, nan);
     const bool inside = !ragged || (row0 + 4 * h < side.row_end && col < side.col_end);
+    const MxScales scales = scales_of_row<kWide>(to, words, facts, inside, nan);
     if (leads && inside) *scale_at = static_cast<uint8_t>(scales.codes);
     uint32_t codes[4];
     codes_of_row<kWide>(words, scales.encode, codes);
@@ -188,6 +190,7 @@ __device__ __forceinline__ void encode_mx_columns(const MxSide& side, const Elem
       const float low = Order::join_near(found.of[0], 32, Larger()), high = Order::join_near(found.of[1], 32, Larger());
       scales = far_scales(low, high, facts);
       nan = found.nan;
+      if (inside) note_seen(to, nan, fmaxf(low, high));
     }
     if (leads) {
       scale_at[0] = static_cast<uint8_t>(scales.codes);

@@ -45,12 +45,12 @@ __device__ __forceinline__ void encode_mx_flat(const Direction& to, const Elemen
     const uint4 front = units[place(2 * segment)], back = units[place(2 * segment + 1)];
     const uint32_t words[kWords<Bf16>] = {front.x, front.y, front.z, front.w, back.x, back.y, back.z, back.w};
     bool nan = false;
-    const MxScales scales = scales_of_row<kWide>(words, facts, nan);
+    const int64_t element = first + segment * kSegment;
+    const bool inside = element < size;
+    const MxScales scales = scales_of_row<kWide>(to, words, facts, inside, nan);
     if (lane % 2 == 0) staged[segment / 2] = static_cast<uint8_t>(scales.codes);
     uint32_t codes[4];
     codes_of_row<kWide>(words, scales.encode, codes);
-    const int64_t element = first + segment * kSegment;
-    const bool inside = element < size;
     if ((!kExact || to.codes) && inside) store_words<4>(to.codes + element, codes);
     if (kExact && to.exact) {
       uint32_t pairs[kSegment / 2];

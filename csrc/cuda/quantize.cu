@@ -136,7 +136,7 @@ struct MatrixLaunch {
     sums ? launch_tiles<Fp32, true>(job, stream) : launch_tiles<Fp32, false>(job, stream);
   }
 
-  bool find_dense(const QuantizeJob& job, float* found) const {
+  bool find_dense(const QuantizeJob& job, const Direction& to) const {
     const Source& x = job.source;
     const int64_t count = x.rows * x.cols;
     if (count == 0) return true;
@@ -146,9 +146,9 @@ struct MatrixLaunch {
     const unsigned grid = static_cast<unsigned>(blocks < 65536 ? blocks : 65536);
     const uint4* data = static_cast<const uint4*>(x.data);
     switch (x.dtype) {
-      case Dtype::fp32: find_flat<Fp32><<<grid, kAmaxThreads, 0, stream>>>(data, units, found); break;
-      case Dtype::bf16: find_flat<Bf16><<<grid, kAmaxThreads, 0, stream>>>(data, units, found); break;
-      case Dtype::fp16: find_flat<Fp16><<<grid, kAmaxThreads, 0, stream>>>(data, units, found); break;
+      case Dtype::fp32: find_flat<Fp32><<<grid, kAmaxThreads, 0, stream>>>(data, units, to.found, to.seen); break;
+      case Dtype::bf16: find_flat<Bf16><<<grid, kAmaxThreads, 0, stream>>>(data, units, to.found, to.seen); break;
+      case Dtype::fp16: find_flat<Fp16><<<grid, kAmaxThreads, 0, stream>>>(data, units, to.found, to.seen); break;
     }
     check(cudaGetLastError());
     return true;

@@ -87,7 +87,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<W, kSums, kEncoder>)
 constexpr int kStrip = 16;
 
 template <class T>
-__global__ void __launch_bounds__(kAmaxThreads) find_members(const __grid_constant__ QuantizeGroupJob launch, float* found) {
+__global__ void __launch_bounds__(kAmaxThreads) find_members(const __grid_constant__ QuantizeGroupJob launch, float* found,
+                                                             int32_t* seen) {
   __shared__ Member member;
   constexpr int strips = kTile / kStrip;
   const Source& x = launch.job.source;
@@ -98,7 +99,7 @@ __global__ void __launch_bounds__(kAmaxThreads) find_members(const __grid_consta
   const int64_t row_units = x.cols * (4 / T::kPack) / 16, first = (member.before.rows + r0) * row_units;
   const int64_t rows = member.rows - r0 < kStrip ? member.rows - r0 : kStrip;
   raise_to_amax<T>(static_cast<const uint4*>(x.data) + first, threadIdx.x, rows * row_units, kAmaxThreads,
-                   found + member.before.expert);
+                   found + member.before.expert, seen);
 }
 
 // ---- launches ------------------------------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ struct GroupLaunch {
     sums ? launch_members<Fp32, true>(members, stream) : launch_members<Fp32, false>(members, stream);
   }
 
-  bool find_dense(const QuantizeJob& job, float* found) const {
+  bool find_dense(const QuantizeJob& job, const Direction& to) const {
     const Source& x = job.source;
     const int64_t grid = (x.rows / kTile + group.experts) * (kTile / kStrip);
     if (x.rows == 0 || x.cols == 0) return true;
@@ -146,9 +147,9 @@ struct GroupLaunch {
     const QuantizeGroupJob members{job, group, units};
     const auto blocks = static_cast<unsigned>(grid);
     switch (x.dtype) {
-      case Dtype::fp32: find_members<Fp32><<<blocks, kAmaxThreads, 0, stream>>>(members, found); break;
-      case Dtype::bf16: find_members<Bf16><<<blocks, kAmaxThreads, 0, stream>>>(members, found); break;
-      case Dtype::fp16: find_members<Fp16><<<blocks, kAmaxThreads, 0, stream>>>(members, found); break;
+      case Dtype::fp32: find_members<Fp32><<<blocks, kAmaxThreads, 0, stream>>>(members, to.found, to.seen); break;
+      case Dtype::bf16: find_members<Bf16><<<blocks, kAmaxThreads, 0, stream>>>(members, to.found, to.seen); break;
+      case Dtype::fp16: find_members<Fp16><<<blocks, kAmaxThreads, 0, stream>>>(members, to.found, to.seen); break;
     }
     check(cudaGetLastError());
     return true;

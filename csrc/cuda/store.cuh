@@ -71,6 +71,13 @@ __device__ __forceinline__ void store_codes(uint8_t* codes, const Place& place, 
 // NaN as the host's arithmetic leaves it: quiet and positive.
 __device__ __forceinline__ float clean(float value) { return value != value ? to_float(0x7FC00000u) : value; }
 
+// Notes what is not finite. Of threads that see something all write the same; none waits. most: a magnitude, NaN aside.
+__device__ __forceinline__ void note_seen(const Direction& to, bool nan, float most) {
+  if (!to.seen) return;
+  if (nan) to.seen[0] = 1;
+  if (most > kFloatMax) to.seen[1] = 1;
+}
+
 // 16 values to words of T. nan: there may be one among them, which the conversion instruction would leave in its own way.
 template <class T>
 __device__ __forceinline__ void round_segment(const float v[kSegment], bool nan, uint32_t words[kWords<T>]) {

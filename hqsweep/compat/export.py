@@ -119,6 +119,8 @@ def _faults(recipe: Recipe) -> Iterator[str]:
                 yield f"{slot}: TransformerEngine takes fp8_delayed only in both directions of a tensor, not {q}"
             elif q.rowwise.element_name == "e5m2" and not gradient:
                 yield f"{slot}: TransformerEngine takes {q} for gradients only"
+            elif q.rowwise.skip_nonfinite:
+                yield f"{slot}: TransformerEngine keeps inf in its histories, and has no +skip_nonfinite ({q})"
             elif requests.setdefault(gradient, _request(q.rowwise, tensor)) != _request(q.rowwise, tensor):
                 same = "gradients" if gradient else "forward tensors"
                 yield f"{slot}: TransformerEngine takes one fp8_delayed for all {same} of a module, not also {q}"

@@ -17,6 +17,7 @@ OPTIONS: dict[str, dict[str, dict[str, object]]] = {
         "e5m2": {"element_name": "e5m2"},
         "most_recent": {"most_recent": True},
         "local_amax": {"local_amax": True},
+        "skip_nonfinite": {"skip_nonfinite": True},
     },
     "fp8_block": {
         "e5m2": {"element_name": "e5m2"},

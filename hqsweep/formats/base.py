@@ -136,6 +136,17 @@ class Format:
         """Bits of one code, scales not counted."""
         raise NotImplementedError
 
+    @property
+    def keeps_nan(self) -> bool:
+        """Whether a NaN is encoded as one: elements of 4 and 6 bits have none, and take their largest number."""
+        return self.high_precision or self.element_bits == 8
+
+    @property
+    def keeps_inf(self) -> bool:
+        """Whether an inf decodes to one: under scales that end at 2^127, or with an amax of inf as a factor. Under
+        float32 scales, which are 1 then, it decodes to the element's largest number."""
+        return self.scaling not in ("tensor", "block")
+
     def shapes(self, rows: int, cols: int) -> dict[str, tuple[int, int]]:
         """Shape of each buffer for a matrix [rows, cols]; UserError when the format cannot hold that shape."""
         self.check_shape(rows, cols)

@@ -168,6 +168,9 @@ class Fp8Delayed(Fp8PerTensor):
     local_amax: bool = False
     """Whether every process of a torch.distributed training has amaxes of its own, instead of the largest over all of
     them."""
+    skip_nonfinite: bool = False
+    """Whether an amax of inf or NaN counts as none, so that the scale goes on from the finite ones. TransformerEngine
+    keeps it in the history, and the scale stays as it is for as long as it is there."""
     history: int = 1024
     """The number of steps that are remembered, the present one included."""
 
@@ -182,15 +185,20 @@ class Fp8Delayed(Fp8PerTensor):
         return super().encode(x, grid, key)
 
 
-def end_step(history: Tensor, amax: Tensor, *, most_recent: bool) -> tuple[Tensor, Tensor]:
+def end_step(
+    history: Tensor, amax: Tensor, *, most_recent: bool, skip_nonfinite: bool = False
+) -> tuple[Tensor, Tensor]:
     """The history and the amax of the next step. No device waits; nothing is written.
 
     history: float32 [..., L], entry 0 the amax of the step that ends, the last entry that of the step before, as the
     oldest is overwritten. amax: float32 of any shape with one element for each history, the ones in use.
+        with skip_nonfinite first of all history[i] = 0 where that is inf or NaN
         last = history[0]; without one (0) everything stays
         history[i] = history[i + 1] for 0 < i < L - 1, history[L - 1] = last, history[0] = 0
         amax = last (most_recent), or the largest of the old history, NaN ignored; unless that is 0, inf or NaN
     """
+    if skip_nonfinite:
+        history = history.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     last, rolled = history[..., 0], history.roll(-1, dims=-1)
     rolled[..., :1].zero_()  # an assigned number would be copied to the device, which waits
     candidate = last if most_recent else history.nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=-1)

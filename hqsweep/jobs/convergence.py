@@ -88,7 +88,7 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
     first_rank = ranks is None or ranks.is_first
     throughput = Throughput(train.batch * train.context)
     throughput.at(trainer.step)
-    first, loss, ran = trainer.step + 1, None, None
+    first, loss, ran, met = trainer.step + 1, None, None, []
     sink.phase("first step")
     for done in trainer.steps():
         if done.step == first:
@@ -105,10 +105,15 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
             save_captured(done.captured, captured_file(config, workspace), sink.run_id)
         if done.metrics:
             sink.metric(done.step, done.metrics)
+        if done.loss is not None and (rows := trainer.nonfinite.manifest()) != met:
+            met = rows
+            sink.manifest(nonfinite=rows)
+            for line in trainer.nonfinite.news() if first_rank else ():
+                print(f"warning: {line}", flush=True)
         loss = loss if done.loss is None else done.loss
         sink.progress(done.step, train.steps, loss, throughput.at(done.step))
         if done.loss is not None and not math.isfinite(done.loss):
-            raise Diverged(done.step, done.loss, train.lr)
+            raise Diverged(done.step, done.loss, train.lr, trainer.nonfinite.began())
         if line := above_source(trainer):
             print(f"warning: {line}", flush=True)
             sink.manifest(**trainer.trunk)

@@ -10,12 +10,13 @@ from hqsweep.train.record import Mark, mark_of, misfit
 
 
 class Diverged(Exception):
-    """The loss is NaN or infinite: the run has failed, whatever it would do next."""
+    """The loss is NaN or infinite: the run has failed, whatever it would do next. began: where NaN or inf came first,
+    as the end of a sentence."""
 
-    def __init__(self, step: int, loss: float, lr: float) -> None:
+    def __init__(self, step: int, loss: float, lr: float, began: str = "") -> None:
         super().__init__(
-            f"loss is {loss} at step {step}; a repeat would say the same: lower train.lr ({lr:g}), make train.warmup"
-            " longer, or leave this recipe, where bf16 trains well with the same"
+            f"loss is {loss} at step {step}{began}; a repeat would say the same: lower train.lr ({lr:g}), make"
+            " train.warmup longer, or leave this recipe, where bf16 trains well with the same"
         )
 
 

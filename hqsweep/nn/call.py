@@ -15,6 +15,7 @@ from hqsweep.nn.delayed import DelayedStates, ExpertStates
 from hqsweep.nn.probe import Site
 from hqsweep.nn.rounding import rounded_by
 from hqsweep.nn.slot_numbers import SlotNumbers
+from hqsweep.ops.nonfinite import for_its_slot
 from hqsweep.ops.request import Output
 from hqsweep.ops.splits import Splits
 from hqsweep.quant.delayed import SlotStates
@@ -109,6 +110,7 @@ class Call:
         """The output to ask quantize for where a product reads it."""
         return "codes" if self.gemm == "native" or self.context.reader is not None else "exact"
 
+    @for_its_slot
     def quantize(
         self,
         tensor: str,
@@ -138,6 +140,7 @@ class Call:
         except UserError as error:
             raise UserError(f"{self.name}: {tensor} of {error}") from None
 
+    @for_its_slot
     def quantize_under(
         self, tensor: str, x: Tensor, amax: Tensor, *, rowwise: Output | None = None, columnwise: Output | None = None
     ) -> HybridOperand:
@@ -147,6 +150,7 @@ class Call:
         states = self.states_of(tensor, x) if quantizer.delayed else None
         return quantizer.quantize_under(x, amax, rowwise=rowwise, columnwise=columnwise, key=key, states=states)
 
+    @for_its_slot
     def quantize_part(
         self,
         tensor: str,
@@ -169,6 +173,7 @@ class Call:
         except UserError as error:
             raise UserError(f"{self.layer}: {tensor}: {error}") from None
 
+    @for_its_slot
     def quantize_activated(
         self,
         tensor: str,

@@ -15,6 +15,7 @@ from hqsweep.formats import RngKey, RngNumbers
 from hqsweep.nn.probe import Probe
 from hqsweep.nn.scoped import Entered, Scoped
 from hqsweep.ops.library import has_kernels
+from hqsweep.ops.nonfinite import boundary
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.sectioned import Recipe
@@ -133,6 +134,8 @@ def quantization(
         raise UserError(
             f"quantization: counter is {counter.dtype} {tuple(counter.shape)}; it takes int64 [1], which holds the step"
         )
+    if not torch.compiler.is_compiling():
+        boundary()
     return _CONTEXT.entered(Context(seed=seed, step=step, **options))
 
 

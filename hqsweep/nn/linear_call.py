@@ -37,6 +37,7 @@ from hqsweep.nn.tensor_parallel import Exchange
 from hqsweep.nn.turns import Turns
 from hqsweep.nn.workspace import WeightWorkspace
 from hqsweep.ops.dequantize import dequantize_members
+from hqsweep.ops.nonfinite import for_its_slot
 from hqsweep.ops.quantize_normed import Normed
 from hqsweep.ops.request import Output
 from hqsweep.quant.gather import Gathering
@@ -108,6 +109,7 @@ class LinearCall(Call):
         """Whether the GEMM takes exact columns of experts as torch._grouped_mm does."""
         return self.plans is not None and self.plans[gemm].one_kernel
 
+    @for_its_slot
     def quantize(
         self,
         tensor: str,

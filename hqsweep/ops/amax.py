@@ -9,6 +9,7 @@ from hqsweep.formats import Format, RngKeys
 from hqsweep.ops import operators
 from hqsweep.ops.addresses import key_table
 from hqsweep.ops.kernels import NO_KEY, KernelSpec
+from hqsweep.ops.nonfinite import current
 from hqsweep.ops.outputs import Matrices, amax_count, check_amax
 from hqsweep.ops.reference import amax_by_reference
 from hqsweep.ops.request import (
@@ -109,7 +110,7 @@ def _one(request: Request, x: Tensor, rowwise: Search, columnwise: Search, backe
     elif rowwise.out is not None or columnwise.out is not None:
         key = key_words(request.row, rowwise.key) if request.dequantized else NO_KEY
         texts, step = (request.row_text, request.column_text), None if key is NO_KEY else rowwise.key.counter
-        operators.find_amax(x, *texts, request.dequantized, key, rowwise.amax, *outs, None, None, step)
+        operators.find_amax(x, *texts, request.dequantized, key, rowwise.amax, *outs, None, None, step, current())
 
 
 def _members(
@@ -122,7 +123,8 @@ def _members(
         if random:
             table, key, step = key_table(keys, x.device), [0, 0, keys[0].step], keys[0].counter
         texts, amaxes = (request.row_text, request.column_text), (rowwise.amax, rowwise.out, columnwise.out)
-        operators.find_amax(x, *texts, request.dequantized, key, *amaxes, splits.offsets(x.device), table, step)
+        offsets = splits.offsets(x.device)
+        operators.find_amax(x, *texts, request.dequantized, key, *amaxes, offsets, table, step, current())
         return
     source = "rowwise_dequantized" if request.dequantized else "original"
     for member, span in enumerate(splits.spans):

@@ -9,23 +9,25 @@ from torch import Tensor
 
 from hqsweep.ops.kernels import DTYPES, kernel_of
 from hqsweep.ops.library import extension, where
+from hqsweep.ops.nonfinite import NOBODY, current
 from hqsweep.ops.outputs import NO_STREAM, Matrices, Wanted, allocations, direction, outputs_of
 from hqsweep.ops.request import Request
 
 
 class Formats(NamedTuple):
     """The texts of both formats, "" where a direction is not wanted; `dequantized`: whether columns are made of decoded
-    rows; `exact`: whether rows, and columns, are exact."""
+    rows; `exact`: whether rows, and columns, are exact; `seen`: the slot (ops.nonfinite)."""
 
     rowwise: str
     columnwise: str
     dequantized: bool
     exact: Sequence[bool]
+    seen: int = NOBODY
 
 
 def formats_of(request: Request) -> Formats:
     exact = [request.row_exact, request.column_exact]
-    return Formats(request.row_text, request.column_text, request.dequantized, exact)
+    return Formats(request.row_text, request.column_text, request.dequantized, exact, current())
 
 
 def _is_of_blocks(text: str) -> bool:
@@ -71,8 +73,9 @@ class Directions:
         )
         self.tensors: list[Tensor] = []
         self.scratch: list[Tensor] = []
-        row = direction(of_rows, x, self.tensors, self.scratch, NO_STREAM, None) if formats.rowwise else None
-        column = direction(of_columns, x, self.tensors, self.scratch, NO_STREAM, None) if formats.columnwise else None
+        fields = self.tensors, self.scratch, NO_STREAM, None, formats.seen
+        row = direction(of_rows, x, *fields) if formats.rowwise else None
+        column = direction(of_columns, x, *fields) if formats.columnwise else None
         self.arguments = (row, column, formats.dequantized)
 
     def quantize(self, x: Tensor) -> None:

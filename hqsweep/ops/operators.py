@@ -28,6 +28,7 @@ from hqsweep.memo import memo
 from hqsweep.ops.addresses import check_keys, check_offsets, check_sizes, described, empty, integers, step_address
 from hqsweep.ops.kernels import DTYPES, KernelSpec, kernel_of
 from hqsweep.ops.library import extension, operator, where
+from hqsweep.ops.nonfinite import address_of, look_at_trace
 from hqsweep.ops.outputs import (
     NO_STREAM,
     Matrices,
@@ -52,7 +53,7 @@ def _dtype_of(x: Tensor) -> int:
 
 def _quantize_fake(x, rowwise, columnwise, dequantized, row_exact, column_exact, row_key, column_key, row_amax,
                    column_amax, statistics, offsets=None, sizes=None, row_keys=None, column_keys=None,
-                   by_rows=False, step=None):  # fmt: skip
+                   by_rows=False, step=None, seen=0):  # fmt: skip
     matrices = Matrices(*x.shape, None if offsets is None else offsets.numel() - 1, sizes)
     shapes, on_gpu = [], x.device.type == "cuda"
     if rowwise:
@@ -68,13 +69,14 @@ def _quantize_fake(x, rowwise, columnwise, dequantized, row_exact, column_exact,
     "quantize(Tensor x, str rowwise, str columnwise, bool dequantized, bool rowwise_exact, bool columnwise_exact, "
     "SymInt[] rowwise_key, SymInt[] columnwise_key, Tensor? rowwise_amax, Tensor? columnwise_amax, bool statistics, "
     "Tensor? offsets=None, SymInt[]? sizes=None, Tensor? rowwise_keys=None, Tensor? columnwise_keys=None, "
-    "bool by_rows=False, Tensor? step=None) -> Tensor[]",
+    "bool by_rows=False, Tensor? step=None, int seen=0) -> Tensor[]",
     fake=_quantize_fake,
 )
 def quantize(x, rowwise, columnwise, dequantized, row_exact, column_exact, row_key, column_key, row_amax, column_amax,
              statistics, offsets=None, sizes=None, row_keys=None, column_keys=None, by_rows=False,
-             step=None):  # fmt: skip
-    """X -> the outputs of its rows, then of its columns (ops.outputs.allocations)."""
+             step=None, seen=0):  # fmt: skip
+    """X -> the outputs of its rows, then of its columns (ops.outputs.allocations). seen: the number of the slot for
+    which kernels note what is not finite (ops.nonfinite)."""
     dtype, on_gpu = _dtype_of(x), x.is_cuda
     rows, cols = x.shape
     if offsets is not None:
@@ -91,31 +93,32 @@ def quantize(x, rowwise, columnwise, dequantized, row_exact, column_exact, row_k
     )
     tensors, scratch, row, column, step_at = [], [], None, None, step_address(x, step)
     if rowwise:
-        row = direction(row_outputs, x, tensors, scratch, stream_of(row_key, row_keys, step_at), row_amax)
+        row = direction(row_outputs, x, tensors, scratch, stream_of(row_key, row_keys, step_at), row_amax, seen)
     if columnwise:
         stream = stream_of(column_key, column_keys, step_at)
-        column = direction(column_outputs, x, tensors, scratch, stream, column_amax)
+        column = direction(column_outputs, x, tensors, scratch, stream, column_amax, seen)
     call = (x.data_ptr(), dtype, rows, cols, *x.stride(), row, column, dequantized)
     run = extension().quantize_cuda if on_gpu else extension().quantize_cpu
     if offsets is None:
         run(*call, *where(x))
-        return tensors
-    check_keys(x, row_keys, members)
-    check_keys(x, column_keys, members)
-    if sizes is not None and not on_gpu:
-        check_sizes(offsets, sizes)
-    run(*call, *where(x), offsets.data_ptr(), members)
+    else:
+        check_keys(x, row_keys, members)
+        check_keys(x, column_keys, members)
+        if sizes is not None and not on_gpu:
+            check_sizes(offsets, sizes)
+        run(*call, *where(x), offsets.data_ptr(), members)
+    look_at_trace(seen, x)
     return tensors
 
 
 @operator(
     "find_amax_(Tensor x, str rowwise, str columnwise, bool dequantized, SymInt[] rowwise_key, Tensor? rowwise_amax, "
     "Tensor(a!)? rowwise_found, Tensor(b!)? columnwise_found, Tensor? offsets=None, Tensor? rowwise_keys=None, "
-    "Tensor? step=None) -> ()",
+    "Tensor? step=None, int seen=0) -> ()",
     fake=lambda *_, **__: None,
 )
 def find_amax(x, rowwise, columnwise, dequantized, row_key, row_amax, row_found, column_found, offsets=None,
-              row_keys=None, step=None):  # fmt: skip
+              row_keys=None, step=None, seen=0):  # fmt: skip
     """found = max(found, global amaxes) in place, of the rows of X and of its columns."""
     dtype, row, column, members = _dtype_of(x), None, None, None
     rows, cols = x.shape
@@ -128,13 +131,16 @@ def find_amax(x, rowwise, columnwise, dequantized, row_key, row_amax, row_found,
     if rowwise:
         spec = kernel_of(rowwise)
         stream = stream_of(row_key, row_keys, step_address(x, step))
-        row = finder(spec, amax_count(spec, matrices, False), x, stream, row_amax, row_found)
+        noted = address_of(x, seen, False, spec.format) if spec.delayed else 0
+        row = finder(spec, amax_count(spec, matrices, False), x, stream, row_amax, row_found, noted)
     if columnwise:
         spec = kernel_of(columnwise)
-        column = finder(spec, amax_count(spec, matrices, True), x, NO_STREAM, None, column_found)
+        noted = address_of(x, seen, True, spec.format) if spec.delayed else 0
+        column = finder(spec, amax_count(spec, matrices, True), x, NO_STREAM, None, column_found, noted)
     call = (x.data_ptr(), dtype, rows, cols, *x.stride(), row, column, dequantized)
     run = extension().find_amax_cuda if x.is_cuda else extension().find_amax_cpu
     run(*call, *where(x), *(() if offsets is None else (offsets.data_ptr(), members)))
+    look_at_trace(seen, x)
 
 
 def _dequantize_fake(buffers, format, rows, cols, exact, dtype, offsets=None, columnwise=False):

@@ -10,6 +10,7 @@ from hqsweep.memo import memo
 from hqsweep.ops.addresses import empty_strided_cpu, empty_strided_cuda, in_one_memory
 from hqsweep.ops.kernels import DTYPES, NO_KEY, SUMS, TILE, KernelSpec, kernel_of, spec_named
 from hqsweep.ops.library import extension
+from hqsweep.ops.nonfinite import NOBODY, address_of
 
 Allocation = tuple[tuple[int, ...], torch.dtype]
 ADDRESSES = ("amax", "found", "codes", "scales", "global", "exact", "exact_dtype", "sums", "row_errors")
@@ -57,6 +58,7 @@ class Outputs(NamedTuple):
     amaxes: int
     """How many global amaxes there are."""
     by_rows: bool
+    columnwise: bool
     together: int = 0
     """How many of the first tensors are in one memory."""
 
@@ -143,7 +145,8 @@ def _outputs(x: Matrices, wanted: Wanted, on_gpu: bool) -> Outputs:
     places += [(i, ADDRESSES.index("found")) for i, name in enumerate(names) if name == "global"]
     tensors = [(shape, (shape[1] or 1, 1) if len(shape) == 2 else (1,), dtype) for shape, dtype in shapes]
     amaxes, together = amax_count(spec, x, wanted.columnwise), names.index("exact") if wanted.decoded else 0
-    return Outputs(spec, tensors, scratch, places, exact_dtype, amaxes, wanted.by_rows, together)
+    sides = wanted.by_rows, wanted.columnwise
+    return Outputs(spec, tensors, scratch, places, exact_dtype, amaxes, *sides, together)
 
 
 class Stream(NamedTuple):
@@ -176,9 +179,10 @@ def direction(
     scratch: list[Tensor],
     stream: Stream,
     amax: Tensor | None,
+    slot: int = NOBODY,
 ):
     """The extension's Direction that fills new outputs, which are appended to `tensors`; `scratch` takes those that
-    must live until the call has run. The amaxes of members stand one after the other."""
+    must live until the call has run. The amaxes of members stand one after the other. slot: see ops.nonfinite."""
     allocate = empty_strided_cuda if x.is_cuda else empty_strided_cpu
     allocated = in_one_memory(x, outputs.tensors[: outputs.together]) if outputs.together else []
     allocated += [allocate(*wanted) for wanted in outputs.tensors[outputs.together :]]
@@ -193,8 +197,10 @@ def direction(
         del allocated[-outputs.scratch :]
     tensors += allocated
     key, place, table, step_at = stream
+    seen = address_of(x, slot, outputs.columnwise, outputs.spec.format)
+    rest = (table, outputs.by_rows, step_at, *(place or (0, 0)), seen)
     try:
-        return extension().Direction(outputs.spec.compiled, *key, *addresses, table, outputs.by_rows, step_at, *place)
+        return extension().Direction(outputs.spec.compiled, *key, *addresses, *rest)
     except TypeError:
         refuse_key([*key, *place])
 
@@ -206,8 +212,9 @@ def finder(
     stream: Stream,
     amax: Tensor | None,
     amax_out: Tensor | None,
+    seen: int = 0,
 ):
-    """The Direction that only finds `count` global amaxes, in amax_out."""
+    """The Direction that only finds `count` global amaxes, in amax_out. seen: address_of() the direction."""
     if spec.amax_name is None and (amax is not None or amax_out is not None):
         raise ValueError(f"{spec.text} has no global amax to give or to find")
     check_amax(spec, "given amax", amax, count, x)
@@ -216,7 +223,7 @@ def finder(
     key, place, table, step_at = stream
     placed = dict(zip(("first_segment", "segments_across"), place, strict=False))
     try:
-        return extension().Direction(spec.compiled, *key, *addresses, keys=table, step_at=step_at, **placed)
+        return extension().Direction(spec.compiled, *key, *addresses, keys=table, step_at=step_at, **placed, seen=seen)
     except TypeError:
         refuse_key([*key, *place])
 

@@ -12,6 +12,7 @@ from hqsweep.ops.dequantize import dequantize, exact_operand_of
 from hqsweep.ops.inputs import NO_INPUTS, Inputs, matrix_inputs, member_inputs, of_member
 from hqsweep.ops.kernels import KernelSpec
 from hqsweep.ops.layout import GroupLayout
+from hqsweep.ops.nonfinite import current, see
 from hqsweep.ops.packed import Result, held_exact, pack, take
 from hqsweep.ops.reference import by_reference
 from hqsweep.ops.request import (
@@ -87,6 +88,9 @@ def quantize(
     # One of two may have a kernel; sums of statistics are in the order of each direction by itself.
     if request.row and request.column and backend == "auto" and (request.some_kernel or statistics):
         return _one_by_one(request, x, row, column, statistics)
+    for spec, columnwise in ((request.row, False), (request.column, True)):
+        if spec and not (spec.format.high_precision or statistics or (columnwise and request.dequantized)):
+            see(x, columnwise)
     return Quantized(*by_reference(request, x, row, column, statistics))
 
 
@@ -106,7 +110,7 @@ def _by_kernel(request: Request, x: Tensor, inputs: Inputs, statistics: bool) ->
     outputs = operators.quantize(
         x, request.row_text, request.column_text, request.dequantized, request.row_exact, request.column_exact,
         inputs.row_key, inputs.column_key, inputs.row_amax, inputs.column_amax, statistics,
-        None, None, None, None, False, inputs.step,
+        None, None, None, None, False, inputs.step, current(),
     )  # fmt: skip
     return quantized_of(request, outputs, inputs, x if statistics else None)
 
@@ -145,7 +149,9 @@ def _one_by_one(request: Request, x: Tensor, row: Target, column: Target, statis
     if request.dequantized:
         x = dequantize(result, row.format, shape, x.dtype)
         result = exact_operand_of(result, row.format, shape) if request.row_exact else result
-    second = quantize(x.t(), column, statistics=statistics)
+    if not statistics:
+        return Quantized(result, quantize(x, NO_TARGET, column).columnwise)
+    second = quantize(x.t(), column, statistics=True)
     column_sums = second.rowwise_statistics
     if column_sums and request.dequantized:
         column_sums = replace(column_sums, x=None)
@@ -194,6 +200,7 @@ def _members_by_kernel(request: Request, x: Tensor, splits: Splits, inputs: Inpu
         x, request.row_text, request.column_text, request.dequantized, request.row_exact, request.column_exact,
         inputs.row_key, inputs.column_key, inputs.row_amax, inputs.column_amax, False,
         splits.offsets(x.device), splits.sizes, inputs.row_keys, inputs.column_keys, by_rows, inputs.step,
+        current(),
     )  # fmt: skip
     first = second = None
     if request.row is not None:

@@ -17,13 +17,13 @@ def shape_of(z: Tensor, dh: Tensor | None, kind: str) -> tuple[int, int]:
     return (z.shape[0], z.shape[1] // INPUTS[kind]) if dh is None else (z.shape[0], z.shape[1])
 
 
-def _fake(z, dh, kind, rowwise, columnwise, dequantized, exact):
-    return fake_outputs(z, shape_of(z, dh, kind), Formats(rowwise, columnwise, dequantized, exact))
+def _fake(z, dh, kind, *formats):
+    return fake_outputs(z, shape_of(z, dh, kind), Formats(*formats))
 
 
 @operator(
     "quantize_activated(Tensor z, Tensor? dh, str kind, str rowwise, str columnwise, bool dequantized, "
-    "bool[2] exact) -> Tensor[]",
+    "bool[2] exact, int seen=0) -> Tensor[]",
     fake=_fake,
     devices=("CUDA",),
 )

@@ -40,7 +40,7 @@ def _fake(total, gain, bias, statistics, epsilon, *formats):
 
 @operator(
     "quantize_normed(Tensor total, Tensor gain, Tensor? bias, Tensor statistics, float epsilon, str rowwise, "
-    "str columnwise, bool dequantized, bool[2] exact) -> Tensor[]",
+    "str columnwise, bool dequantized, bool[2] exact, int seen=0) -> Tensor[]",
     fake=_fake,
     devices=("CUDA",),
 )

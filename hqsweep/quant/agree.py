@@ -19,6 +19,7 @@ from hqsweep.dist.exchange import Area, Exchange
 from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, Format, RngKey
 from hqsweep.ops.amax import NO_SEARCH, Search, find_amax
+from hqsweep.ops.nonfinite import for_slot
 from hqsweep.ops.request import Output, Target
 from hqsweep.quant.areas import Write, is_group, matrices_of, operands_of_covers, own_area, source_area
 from hqsweep.quant.delayed import SlotStates, grids_of, note
@@ -46,6 +47,8 @@ class Part:
     columnwise: Output | None = "codes"
     key: RngKey | None = None
     states: SlotStates | None = None
+    layer: str = ""
+    """The layer whose weight it is, for messages (ops.nonfinite)."""
     cut_rows: bool = False
     """Whether the rows of the whole lie over several ranks, which then agree on amaxes of rows, too; the same on all
     ranks."""
@@ -112,9 +115,10 @@ def _agree(parts: Sequence[Part], find: Callable[[Part], list[Tensor]], group: A
 
 def _quantized(part: Part) -> HybridOperand:
     wanted = {"rowwise": part.rowwise, "columnwise": part.columnwise, "key": part.key}
-    pieces = [
-        part.quantizer.quantize_given(x, part.grids_of(x, place), place=place, **wanted) for x, place in part.pieces
-    ]
+    with for_slot(part.layer, "weight", part.quantizer, part.pieces[0][0]):
+        pieces = [
+            part.quantizer.quantize_given(x, part.grids_of(x, place), place=place, **wanted) for x, place in part.pieces
+        ]
     return joined(pieces, part.axis)
 
 
@@ -168,7 +172,8 @@ def _note(part: Part) -> list[Tensor]:
         key = part.quantizer.direction_keys(part.key, place)["rowwise"]
         source = part.quantizer.columnwise_source if part.columnwise else "original"
         row = Target(part.quantizer.rowwise, key=key, grid=part.grids_of(x, place).get("rowwise"))
-        note([part.states], x, None, part.formats, source, row)
+        with for_slot(part.layer, "weight", part.quantizer, x):
+            note([part.states], x, None, part.formats, source, row)
     held = part.states.held and part.states.record
     return [part.states.states[d].history[:1] for d in part.states.delayed(part.formats)] if held else []
 
@@ -281,7 +286,7 @@ def _part(tensor: Any, x: Tensor, cut_rows: bool, key: RngKey | None) -> Part:
         cut_rows, options = cut_rows or shared.axis == 1, options | {"axis": shared.axis, "group": shared.group}
         if meta.quantizer.stochastic or of_part:
             pieces = [(own.of(x, area), place) for own, place in shared.placed(area, meta.place.whole)]
-    return Part(pieces=pieces, **wanted, states=states, cut_rows=cut_rows, **options)
+    return Part(pieces=pieces, **wanted, states=states, layer=tensor.shared.layer, cut_rows=cut_rows, **options)
 
 
 def _remembered(known_by: Sequence[Any], held: tuple, needed: tuple, group: Any) -> Exchange:

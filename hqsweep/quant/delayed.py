@@ -123,11 +123,12 @@ def _end(states: Sequence[DelayedState], step: int | None, format: Fp8Delayed) -
 
 def _ended(states: Sequence[DelayedState], format: Fp8Delayed) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """end_step of each state; nothing is written."""
+    rule = {"most_recent": format.most_recent, "skip_nonfinite": format.skip_nonfinite}
     if len(states) == 1:
-        history, amax = end_step(states[0].history, states[0].amax, most_recent=format.most_recent)
+        history, amax = end_step(states[0].history, states[0].amax, **rule)
         return [history], [amax]
     histories, amaxes = torch.stack([s.history for s in states]), torch.stack([s.amax for s in states])
-    histories, amaxes = end_step(histories, amaxes, most_recent=format.most_recent)
+    histories, amaxes = end_step(histories, amaxes, **rule)
     return histories.unbind(), amaxes.unbind()
 
 

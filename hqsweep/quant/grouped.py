@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.ops.layout import refuse_unlike
+from hqsweep.ops.nonfinite import for_slot
 from hqsweep.ops.packed import stored_by_rows
 from hqsweep.ops.shapes import Shapes
 from hqsweep.quant.content import AXES, ManyMatrices, MemberShapes, joined
@@ -173,10 +174,11 @@ class GroupedTensor(HybridQuantizedTensor):
         content = meta.content
         x, slots = x.reshape(content.source_shape), {"keys": content.keys(key), "states": states}
         wanted = {d: "codes" if d in meta.directions else None for d in DIRECTIONS}
-        if part is None:
-            return quantize_group(x, content.splits, self.quantizer, **wanted, **slots)
-        asked = Wanted(**wanted, **slots, by_rows=False)
-        return quantize_group_part(self.quantizer, x, content.splits, part, asked)
+        with for_slot(self.shared.layer, "weight", self.quantizer, x):
+            if part is None:
+                return quantize_group(x, content.splits, self.quantizer, **wanted, **slots)
+            asked = Wanted(**wanted, **slots, by_rows=False)
+            return quantize_group_part(self.quantizer, x, content.splits, part, asked)
 
 
 def _used(x: Tensor, shapes: Shapes) -> Tensor:

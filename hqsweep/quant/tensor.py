@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from hqsweep.dist.gathered import stable_hash
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
+from hqsweep.ops.nonfinite import for_slot
 from hqsweep.quant.agree import quantize_shards_
 from hqsweep.quant.content import Content, OneMatrix
 from hqsweep.quant.delayed import SlotStates
@@ -39,6 +40,8 @@ class _Shared:
 
     moved: str = ""
     """What lies in memory that replace_raw_data was given: "codes", "all", or nothing."""
+    layer = ""
+    """The layer whose weight the tensor is, for messages (ops.nonfinite)."""
     is_partial = False
     """Whether rows of other ranks are still to be gathered, and the columnwise operand to be made of them."""
 
@@ -378,9 +381,10 @@ class HybridQuantizedTensor(torch.Tensor):
         `part` says how ranks share the matrix."""
         meta, options = self.metadata, {"key": key, "states": self.states and self.states.written()}
         wanted = {d: "codes" if d in meta.directions else None for d in DIRECTIONS}
-        if part is not None:
-            return quantize_part(self.quantizer, x, part, **wanted, **options)
-        return self.quantizer.quantize(x.reshape(meta.matrix), **wanted, **options)
+        with for_slot(self.shared.layer, "weight", self.quantizer, x):
+            if part is not None:
+                return quantize_part(self.quantizer, x, part, **wanted, **options)
+            return self.quantizer.quantize(x.reshape(meta.matrix), **wanted, **options)
 
     def even_part(self, group: ProcessGroup | None) -> Part | None:
         """How ranks of the group share each matrix, for a shard that encode() takes as such a part: of a group only."""

@@ -24,6 +24,7 @@ from hqsweep.nn.grouped_linear import share_amaxes
 from hqsweep.nn.moe import check_room
 from hqsweep.nn.offload import ActivationOffload
 from hqsweep.nn.saved import SavedBytes
+from hqsweep.ops.nonfinite import counted
 from hqsweep.parallel.data import in_order, reshard, shared_out, synchronized, whole
 from hqsweep.parallel.mesh import Ranks
 from hqsweep.parallel.samples import captured_of_all, rows_of_all
@@ -35,6 +36,7 @@ from hqsweep.train.build import adapted, make_optimizer
 from hqsweep.train.data import Dataset
 from hqsweep.train.fork import perturb as perturb_state
 from hqsweep.train.fork import shapes_of, start_from, start_from_folder, take_parts
+from hqsweep.train.nonfinite import Nonfinite
 from hqsweep.train.pace import learning_rate
 from hqsweep.train.step import At, StepRunner
 
@@ -89,6 +91,7 @@ class Trainer:
         self.saved = SavedBytes(self.model)
         why_eager = self.adapter.why_eager or _why_eager(config.train.parallel)
         self.runner = StepRunner(config.train, self.model, device, why_eager)
+        self.nonfinite = Nonfinite(device, ranks)
         self.step = 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.loss_count = 0
@@ -100,7 +103,9 @@ class Trainer:
     def steps(self, last: int | None = None) -> Iterator[Step]:
         """Train to the end, or to the step `last`; yields one Step for each update."""
         while self.step < (last or self.config.train.steps):
-            yield self._advance()
+            with counted():
+                done = self._advance()
+            yield done
 
     def _advance(self) -> Step:
         train = self.config.train
@@ -123,6 +128,7 @@ class Trainer:
         norm = self.optimizer.clip_and_step(self.config.train.clip, self.model.parameters(), of_stages)
         self.optimizer.zero_grad(set_to_none=True)
         self.loss_sum += loss.double()
+        self.nonfinite.end_step(at.step, at.counter, whole(norm))
         if at.probe is not None:  # before what it has seen lies in memory that graphs write over
             self._sampled = self._probed(at.probe)
             at.probe.samples.clear()
@@ -147,6 +153,8 @@ class Trainer:
                 metrics["aux_loss"] = balance.loss.item()
             if balance.tokens:
                 metrics["expert_load_max"] = balance.greatest_load()
+            self.nonfinite.read()
+            metrics |= self.nonfinite.metrics()
             self.loss_sum.zero_()
             self.loss_count = 0
         looked = fork is not None and fork.looks_at(self.step)
@@ -323,13 +331,15 @@ class Trainer:
         check_room(self.model, "train.parallel.")
         measured = {"val_loss": self.val_loss} if self.step in self.kept else {}
         losses = {"loss_sum": self.loss_sum.clone(), "loss_count": self.loss_count, "last_val_loss": self.val_loss}
-        return {"trunk": self.trunk, "step": self.step, **losses, **measured, **self.adapter.facts}
+        met = self.nonfinite.state()
+        return {"trunk": self.trunk, "step": self.step, **losses, **measured, **met, **self.adapter.facts}
 
     def load_position(self, state: Mapping[str, Any]) -> None:
         """Load this position; model and optimizer are loaded already."""
         self.adapter.check(state)
         self.step, self.loss_count, self.trunk = state["step"], state["loss_count"], state["trunk"]
         self.loss_sum, self.val_loss = state["loss_sum"].to(self.device), state.get("last_val_loss")
+        self.nonfinite.load(state)
         self.runner.forget()
 
 

@@ -103,6 +103,7 @@ def test_formats_that_transformer_engine_has_not_are_named_with_their_slots(name
         ({"input": "fp8_delayed|mxfp8"}, r"input: .* only in both directions of a tensor, not fp8_delayed\|mxfp8"),
         ({"weight": "fp8_delayed@rowwise_dequantized"}, "weight: .* only in both directions of a tensor"),
         ({"input": "fp8_delayed+e5m2"}, r"input: TransformerEngine takes fp8_delayed\+e5m2 for gradients only"),
+        ({"input": "fp8_delayed+skip_nonfinite"}, r"TransformerEngine keeps inf in its histories, and has no \+skip"),
         (
             {"input": "fp8_delayed", "weight": "fp8_delayed+history4"},
             r"weight: .* one fp8_delayed for all forward",

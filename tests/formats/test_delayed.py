@@ -35,6 +35,27 @@ def test_what_a_step_leaves_to_the_next(history, amax, most_recent, after, amax_
     assert torch.equal(before.nan_to_num(nan=-1), torch.tensor(history, dtype=torch.float32).nan_to_num(nan=-1))
 
 
+@pytest.mark.parametrize(
+    ("history", "amax", "most_recent", "after", "amax_after"),
+    [
+        ([INF, 4, 2], 5, False, [0, 4, 2], 5),  # a step with inf is a step without an amax
+        ([INF, 4, 2], 5, True, [0, 4, 2], 5),
+        ([NAN, 4, 2], 5, False, [0, 4, 2], 5),
+        ([1, 4, INF], 5, False, [0, 0, 1], 4),  # one that is there already counts as none
+        ([1, NAN, INF], 5, False, [0, 0, 1], 1),
+        ([INF], 7, False, [0], 7),
+        ([3, 9, 2], 9, False, [0, 2, 3], 9),  # without any it is the same
+        ([3, 9, 2], 9, True, [0, 2, 3], 3),
+        ([0, 9, 2], 5, False, [0, 9, 2], 5),
+    ],
+)
+def test_with_skip_nonfinite_the_scale_goes_on_from_the_finite_amaxes(history, amax, most_recent, after, amax_after):
+    before, amax = torch.tensor(history, dtype=torch.float32), torch.full((1, 1), float(amax))
+    got, amax_got = end_step(before, amax, most_recent=most_recent, skip_nonfinite=True)
+    assert got.tolist() == after and amax_got.tolist() == [[amax_after]]
+    assert torch.equal(before.nan_to_num(nan=-1), torch.tensor(history, dtype=torch.float32).nan_to_num(nan=-1))
+
+
 @pytest.mark.parametrize("element", ["", "+e5m2"])
 def test_under_its_own_amax_it_is_current_scaling(element):
     delayed, current, x = parse(f"fp8_delayed{element}"), parse(f"fp8_current{element}"), draw("heavy", 48, 64)

@@ -45,7 +45,8 @@ def test_defaults_print_short():
         ("fp8_current+epsx", r"unknown option '\+epsx'"),
         (
             "fp8_delayed+history1.5",
-            r"unknown option '\+history1.5'; fp8_delayed takes \+e5m2, \+most_recent, \+local_amax, \+historyN",
+            r"unknown option '\+history1.5'; fp8_delayed takes \+e5m2, \+most_recent, \+local_amax, "
+            r"\+skip_nonfinite, \+historyN",
         ),
         ("fp8_delayed+pow2", r"unknown option '\+pow2'"),
         ("fp8_delayed+history0", "the history has 0 steps; allowed is a whole number >= 1"),

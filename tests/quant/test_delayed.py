@@ -57,6 +57,25 @@ def test_the_most_recent_amax_alone():
     assert seen == pytest.approx([57344, 8, 2])
 
 
+def frozen_amaxes(format, amaxes):
+    quantizer = HybridQuantizer.parse(format)
+    slot = states(quantizer)
+    return [scale_amax(quantizer.quantize(matrix(a), states=at(slot, s)).rowwise) for s, a in enumerate(amaxes, 1)]
+
+
+def test_an_inf_keeps_the_scale_for_as_long_as_the_history_has_it_and_is_skipped_on_request():
+    inf = float("inf")
+    seen = frozen_amaxes("fp8_delayed+history3", [8.0, inf, 4.0, 2.0, 2.0, 2.0, 2.0])
+    assert seen == pytest.approx([448, 8, 8, 8, 8, 4, 2])  # step 2's inf holds the scale of steps 3 to 5
+    seen = frozen_amaxes("fp8_delayed+history3+most_recent", [8.0, inf, 4.0, 2.0])
+    assert seen == pytest.approx([448, 8, 8, 4])
+    for option in ("", "+most_recent"):
+        seen = frozen_amaxes(f"fp8_delayed+history3{option}+skip_nonfinite", [8.0, inf, 4.0, 2.0, 2.0, 2.0, 2.0])
+        without = frozen_amaxes(f"fp8_delayed+history3{option}", [8.0, 4.0, 2.0, 2.0, 2.0, 2.0])
+        assert seen == [*without[:2], *without[1:]]  # as if the step had not been
+    assert frozen_amaxes("fp8_delayed+skip_nonfinite", [inf, 2.0, 1.0])[2] == pytest.approx(2)
+
+
 def test_microbatches_of_a_step_share_a_scale_and_add_to_one_amax():
     quantizer = HybridQuantizer.parse("fp8_delayed")
     slot = states(quantizer)

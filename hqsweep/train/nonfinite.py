@@ -1,0 +1,190 @@
+"""Nonfinite: how often, and since which step, the slots of a training have met NaN and inf.
+
+Kernels note what they see (ops/nonfinite.py). The end of each step adds that up on the device, in a CUDA graph too, so
+that nothing waits; steps that log read the sums. A count is one of steps: microbatches and recomputation count once,
+and of several ranks the one with the most decides.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hqsweep.ops.nonfinite import CAPACITY, WORDS, entries, format_at, seen_at, table_of
+from hqsweep.parallel.mesh import Ranks
+
+MOST_ROWS = 16
+"""Slots that have rows of their own among the metrics, and sentences in the log; the manifest has all."""
+NORM = "the norm of the gradients"
+FIELDS = ("first", "last", "steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Met:
+    """What one slot has met."""
+
+    slot: str
+    """LAYER.TENSOR.DIRECTION, or NORM."""
+    kind: str
+    """ "nan", "inf" or "amax" (ops.nonfinite.Seen)."""
+    format: str | None
+    lost: bool
+    """Whether it was made a number, or holds a scale."""
+    first: int
+    """The step in which it came first."""
+    last: int
+    steps: int
+    """The number of steps in which it came."""
+    until: int | None
+    """The last step whose scale it holds; None for other kinds."""
+    order: int
+    """The place of the slot in the order in which a step quantizes."""
+
+    @property
+    def name(self) -> tuple[str, str]:
+        return self.slot, self.kind
+
+    def joined(self, other: "Met") -> "Met":
+        """The same slot in other steps."""
+        first, last, until = min(self.first, other.first), max(self.last, other.last), self.until
+        if until is not None and other.until is not None:
+            until = max(until, other.until)
+        return replace(self, first=first, last=last, steps=self.steps + other.steps, until=until)
+
+    @property
+    def sentence(self) -> str:
+        """In words, with its steps."""
+        when = f"at step {self.first}" if self.steps == 1 else f"in {self.steps} steps, {self.first} to {self.last}"
+        subject = f"{self.slot} ({self.format})"
+        if self.kind == "amax" and self.lost:
+            return f"{subject}: its history took an amax of inf {when}, which holds the scale up to step {self.until}"
+        if self.kind == "amax":
+            return f"{subject}: an amax of inf {when} was left out of the history"
+        word = "inf" if self.kind == "inf" else "NaN"
+        if self.lost:
+            return f"{subject}: {word} was quantized to a number {when}"
+        return f"{subject}: {word} was quantized {when}, and reached what was computed of it"
+
+
+class Nonfinite:
+    """The sums of a training on one device; what was read of them is in `met`, by slot and kind."""
+
+    def __init__(self, device: torch.device, ranks: Ranks | None = None) -> None:
+        self.ranks, self.table = ranks, table_of(device).words
+        self.table.zero_()
+        self.sums = torch.zeros(len(FIELDS), CAPACITY, WORDS, dtype=torch.int32, device=device)
+        self.norm = torch.zeros(len(FIELDS), dtype=torch.int32, device=device)
+        self.met: dict[tuple[str, str], Met] = {}
+        self._said: set[tuple[str, str]] = set()
+
+    @torch.no_grad()
+    def end_step(self, step: int, counter: Tensor | None, norm: Tensor) -> None:
+        """Add what the step has met; norm: that of its gradients. The step is read from the counter, if there is
+        one."""
+        now = step if counter is None else counter.to(torch.int32).view(())
+        _add(self.norm, ~norm.isfinite().view(()), now)
+        words = self.table[: entries()]
+        if words.is_cpu and not words.any():
+            return
+        _add(self.sums[:, : len(words)], words != 0, now)
+        words.zero_()
+
+    @torch.no_grad()
+    def read(self) -> None:
+        """Bring what came since the last call into `met`, of all ranks; waits for the device. A collective."""
+        sums = self.sums[:, : entries()]
+        anything = (sums[2].any() | (self.norm[2] > 0)).to(torch.int32)
+        if self.ranks is not None:
+            torch.distributed.all_reduce(anything, torch.distributed.ReduceOp.MAX)
+        if not anything.item():
+            return
+        own = self._rows(sums.cpu(), self.norm.tolist())
+        sums.zero_()
+        self.norm.zero_()
+        every = [own] if self.ranks is None else self.ranks.gather(own)
+        together: dict[tuple[str, str], Met] = {}
+        for row in (row for rows in every for row in rows):
+            before = together.get(row.name)
+            steps = row.steps if before is None else max(before.steps, row.steps)
+            together[row.name] = replace(row if before is None else before.joined(row), steps=steps)
+        for name, row in together.items():
+            self.met[name] = self.met[name].joined(row) if name in self.met else row
+
+    def _rows(self, sums: Tensor, norm: Sequence[int]) -> list[Met]:
+        """The rows of this rank. sums: [FIELDS, entries, WORDS] on the CPU."""
+        rows = []
+        for entry, word in sums[2].nonzero().tolist():
+            seen = seen_at(entry, word)
+            if seen is None:
+                continue
+            first, last, steps = sums[:, entry, word].tolist()
+            until, format = None, format_at(entry)
+            if seen.kind == "amax" and seen.lost:
+                until = last + (1 if format.most_recent else format.history)
+            about = {"slot": seen.slot, "kind": seen.kind, "format": seen.format, "lost": seen.lost, "until": until}
+            rows.append(Met(**about, first=first, last=last, steps=steps, order=entry))
+        if norm[2]:
+            about = {"slot": NORM, "kind": "nan", "format": None, "lost": False, "until": None, "order": CAPACITY}
+            rows.append(Met(**about, **dict(zip(FIELDS, norm, strict=True))))
+        return rows
+
+    @property
+    def of_slots(self) -> list[Met]:
+        """What slots have met, the first first."""
+        return sorted((row for row in self.met.values() if row.slot != NORM), key=_order)
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers of slots that have met each kind, and for the first of them the number of steps; {} where nothing
+        was met."""
+        rows = self.of_slots
+        counts = {f"nonfinite_{kind}": float(sum(row.kind == kind for row in rows)) for kind in ("nan", "inf", "amax")}
+        own = {f"nonfinite_{row.kind}.{row.slot}": float(row.steps) for row in rows[:MOST_ROWS]}
+        return {name: value for name, value in counts.items() if value} | own
+
+    def manifest(self) -> list[dict[str, Any]]:
+        """The rows for the manifest."""
+        return [asdict(row) | {"sentence": row.sentence} for row in self.of_slots]
+
+    def news(self) -> list[str]:
+        """Sentences about slots that were not in those of an earlier call."""
+        rows = [row for row in self.of_slots if row.name not in self._said]
+        self._said.update(row.name for row in rows)
+        more = len(rows) - MOST_ROWS
+        return [row.sentence for row in rows[:MOST_ROWS]] + [f"{more} more slots have met NaN or inf"] * (more > 0)
+
+    def began(self) -> str:
+        """Where NaN or inf came first, for the end of a sentence; "" where nothing was met."""
+        rows, norm = self.of_slots, self.met.get((NORM, "nan"))
+        if rows:
+            first = rows[0]
+            word = "NaN" if first.kind == "nan" else "inf"
+            return f", {word} came first in {first.slot} at step {first.first}"
+        if norm is None:
+            return ""
+        return f", {NORM} was not finite from step {norm.first} on, and nothing that was quantized before"
+
+    def state(self) -> dict[str, Any]:
+        """The entry of a checkpoint, as a mapping; {} where nothing was met. A collective."""
+        self.read()
+        return {"nonfinite": [asdict(row) for row in self.met.values()]} if self.met else {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state()."""
+        rows = [Met(**row) for row in state.get("nonfinite", ())]
+        self.met = {row.name: row for row in rows}
+        for tensor in (self.table, self.sums, self.norm):
+            tensor.zero_()
+
+
+def _order(row: Met) -> tuple[int, int]:
+    return row.first, row.order
+
+
+def _add(sums: Tensor, seen: Tensor, step: int | Tensor) -> None:
+    """Add a step to sums [FIELDS, ...], where `seen` says so."""
+    first, last, steps = sums.unbind()
+    first.copy_(torch.where(seen & (first == 0), step, first))
+    last.copy_(torch.where(seen, step, last))
+    steps.add_(seen)
