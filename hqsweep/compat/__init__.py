@@ -3,14 +3,16 @@
     from transformer_engine.common.recipe import CustomRecipe            from hqsweep.compat import CustomRecipe
     from transformer_engine.pytorch.tensor.nvfp4_tensor import ...  ->   from hqsweep.compat import ...
 
-Names and arguments are those of TransformerEngine d0067d0 (custom_recipes/, tensor/, quantization.py). What the calls
-return are this package's frozen quantizers. Three kinds of arguments say nothing here: `rowwise` and `columnwise` (the
-GEMM decides which directions are made), `device`, and `internal`. An option that would change a number and is not there
-is an error. Experimental, as roles and custom recipes are there.
+Names, arguments, their order and their defaults are those of TransformerEngine d0067d0 (2.20: custom_recipes/, tensor/,
+quantization.py, module/). What the calls of quantizers return are this package's frozen quantizers. Two kinds of
+arguments say nothing here: `rowwise` and `columnwise` (the GEMM decides which directions are made), and `device`. An
+option that would change a number and is not there is an error. Experimental, as roles and custom recipes are there.
 
-`hqsweep recipe export NAME --to transformer-engine` is the way back.
+Modules compute in the dtype of their activations, as there: hqsweep.compat.activation_dtype. Their checkpoints load:
+hqsweep.compat.checkpoint_keys. `hqsweep recipe export NAME --to transformer-engine` is the way back.
 """
 
+from hqsweep.compat.checkpoint_keys import transformer_engine_state_dict
 from hqsweep.compat.grouped_linear import GroupedLinear
 from hqsweep.compat.layers import LayerNormMLP, MultiheadAttention, TransformerLayer
 from hqsweep.compat.linear import LayerNormLinear, Linear
@@ -33,10 +35,8 @@ from hqsweep.compat.quantizers import (
     quantizer_factory,
     te_device_type,
 )
-from hqsweep.nn.context import autocast
-from hqsweep.nn.parameter import quantized_model_init
+from hqsweep.compat.recipe import CustomRecipe, autocast, quantized_model_init
 from hqsweep.quant import GroupedTensor
-from hqsweep.recipe.custom import CustomRecipe
 from hqsweep.recipe.roles import QuantizerRole
 
 __all__ = [
@@ -68,4 +68,5 @@ __all__ = [
     "quantized_model_init",
     "quantizer_factory",
     "te_device_type",
+    "transformer_engine_state_dict",
 ]

@@ -1,14 +1,16 @@
 """transformer_engine.pytorch.GroupedLinear, by its names, on this package's GroupedLinear."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hqsweep.compat.arguments import SAYS_NOTHING, refuse
+from hqsweep.compat.activation_dtype import InActivationDtype, built_in, params_dtype
+from hqsweep.compat.checkpoint_keys import TakesKeys
 from hqsweep.compat.parts import check_ranks, drawn_whole, link_part, part_of, ranks_of, write_part
+from hqsweep.compat.signatures import GROUPED_LINEAR, OF_GROUPED_CALL
 from hqsweep.errors import UserError
 from hqsweep.nn.context import HIGH_PRECISION
 from hqsweep.nn.grouped_linear import GroupedLinear as _GroupedLinear
@@ -16,9 +18,14 @@ from hqsweep.nn.options import GroupedLinearOptions
 from hqsweep.nn.parameter import link_states
 from hqsweep.nn.tensor_parallel import TensorParallel
 
+OPTIONS = (
+    "bias", "fuse_wgrad_accumulation", "save_original_input", "single_grouped_weight", "single_grouped_bias",
+)  # fmt: skip
+"""Arguments that are options of this package's GroupedLinear."""
 
-class GroupedLinear(_GroupedLinear):
-    """num_gemms experts, in high precision outside of autocast.
+
+class GroupedLinear(TakesKeys, InActivationDtype, _GroupedLinear):
+    """num_gemms experts, in high precision outside of autocast, in the dtype of x.
 
     parallel_mode notes on the parameters how they are cut (set_tensor_parallel_attributes). With tp_size, or a tp_group
     of several ranks, weights are this rank's part, of out_features ("column") or in_features ("row"); as in
@@ -29,47 +36,21 @@ class GroupedLinear(_GroupedLinear):
     group.
     """
 
-    def __init__(
-        self,
-        num_gemms: int,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool = True,
-        init_method: Callable[[Tensor], Any] | None = None,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        tp_size: int = 1,
-        tp_group: ProcessGroup | None = None,
-        name: str | None = None,
-        fuse_wgrad_accumulation: bool = False,
-        save_original_input: bool = False,
-        single_grouped_weight: bool = False,
-        single_grouped_bias: bool = False,
-        **unsupported: Any,
-    ) -> None:
-        refuse("GroupedLinear", unsupported, (*SAYS_NOTHING, "sequence_parallel"))
-        self._mode, self._ranks = parallel_mode, ranks_of("GroupedLinear", tp_size, tp_group)
+    def __init__(self, num_gemms: int, in_features: int, out_features: int, *positional: Any, **arguments: Any) -> None:
+        given = GROUPED_LINEAR.given(positional, arguments)
+        parallel_mode, tp_group, init_method = given["parallel_mode"], given["tp_group"], given["init_method"]
+        dtype = params_dtype("GroupedLinear", given["params_dtype"])
+        self._mode, self._ranks = parallel_mode, ranks_of("GroupedLinear", given["tp_size"], tp_group)
         if self._ranks > 1:
-            self._check_ranks(in_features, out_features, bias)
+            self._check_ranks(in_features, out_features, given["bias"])
         own = [in_features, out_features]
         own[parallel_mode == "column"] //= self._ranks
-        state = torch.get_rng_state()
-        super().__init__(
-            num_gemms,
-            *own,
-            name=name or "grouped_linear",
-            recipe=HIGH_PRECISION,
-            options=GroupedLinearOptions(
-                bias=bias,
-                fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-                save_original_input=save_original_input,
-                single_grouped_weight=single_grouped_weight,
-                single_grouped_bias=single_grouped_bias,
-            ),
-        )
-        if params_dtype is not None:
-            self.to(params_dtype)
+        state, name = torch.get_rng_state(), given["name"] or "grouped_linear"
+        options = GroupedLinearOptions(**{n: bool(given[n]) for n in OPTIONS})
+        with built_in(dtype):
+            super().__init__(num_gemms, *own, name=name, recipe=HIGH_PRECISION, dtype=dtype, options=options)
+        if given["params_dtype"] is not None:
+            self.to(dtype)
         self.set_tensor_parallel_attributes(parallel_mode)
         self._draw, self._whole = init_method, (in_features, out_features)
         if self._ranks > 1 or init_method is not None:
@@ -128,10 +109,13 @@ class GroupedLinear(_GroupedLinear):
         """num_experts under its other name."""
         return self.num_experts
 
-    def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """is_first_microbatch says nothing: quantization(cache_weights=True) keeps weights that nobody has written."""
+    def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor, *positional: Any, **arguments: Any) -> Tensor:
+        """forward(inp, m_splits). is_first_microbatch has no effect: quantization(cache_weights=True) keeps weights
+        that nobody has written. UserError for out and dgrad_out."""
+        if positional or arguments:
+            OF_GROUPED_CALL.given(positional, arguments, self.name)
         if self._ranks > 1:
             check_ranks(self.name, self._ranks, self.parallel)
             for weight in self.weights:
                 link_part(self.name, weight, self.parallel)  # which load_state_dict may have replaced
-        return super().forward(inp, m_splits)
+        return super().forward(self.take(inp), m_splits)

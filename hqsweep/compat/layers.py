@@ -4,39 +4,48 @@ package's.
 Their linears are compat's own, under the names fc1, fc2, qkv and proj; so is what tensor parallelism does with them.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hqsweep.compat.arguments import SAYS_NOTHING, refuse
+from hqsweep.compat.activation_dtype import InActivationDtype, activations
+from hqsweep.compat.arguments import shown
+from hqsweep.compat.checkpoint_keys import EXTRA_STATE, TakesKeys, drop_extra_state
 from hqsweep.compat.linear import LayerNormLinear, Linear
 from hqsweep.compat.parts import ranks_of
+from hqsweep.compat.signatures import (
+    LAYERNORM_MLP,
+    MULTIHEAD_ATTENTION,
+    OF_ATTENTION_CALL,
+    OF_LAYER_CALL,
+    OF_MLP_CALL,
+    TRANSFORMER_LAYER,
+)
 from hqsweep.errors import UserError
-from hqsweep.nn.activation import ACTIVATIONS
+from hqsweep.nn.activation import ACTIVATIONS, activate
 from hqsweep.nn.attention import DotProductAttention
 from hqsweep.nn.context import HIGH_PRECISION
 from hqsweep.nn.layernorm_mlp import LayerNormMLP as _LayerNormMLP
+from hqsweep.nn.mlp_function import joins
 from hqsweep.nn.multihead_attention import MultiheadAttention as _MultiheadAttention
 from hqsweep.nn.recompute import recomputed
 from hqsweep.nn.residual import Branch, add_branch
 from hqsweep.nn.transformer_layer import TransformerLayer as _TransformerLayer
 from hqsweep.ops.activation import INPUTS
+from hqsweep.ops.kernels import in_dtype
 
 SHARED = (
-    "tp_group", "tp_size", "sequence_parallel", "fuse_wgrad_accumulation", "params_dtype", "bias", "normalization",
+    "tp_group", "tp_size", "sequence_parallel", "fuse_wgrad_accumulation", "params_dtype", "bias",
 )  # fmt: skip
 """The arguments that a module hands on to its linears."""
-OF_BOTH = ("init_method", "output_layer_init_method", "set_parallel_mode", *SHARED)
+OF_BOTH = ("init_method", "output_layer_init_method", "set_parallel_mode", "normalization", *SHARED)
 OF_HEADS = ("num_gqa_groups", "kv_channels", "fuse_qkv_params", "qkv_weight_interleaved")
 """The arguments that a layer hands on to attention alone, beside those that it hands on to attention and MLP."""
-OVERLAPS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_wgrad", "ub_bulk_dgrad")
-"""Arguments without an effect: they need ub_tp_comm_overlap, which is refused."""
-HINTS = ("layer_number", "seq_length", "micro_batch_size", *OVERLAPS, *SAYS_NOTHING)
 MASKS = {"causal": True, "no_mask": False}
 FORMATS = ("sbhd", "bshd")
-Init = Callable[[Tensor], Any] | None
 
 
 class _Gated(LayerNormLinear):
@@ -53,14 +62,26 @@ class _Qkv(Linear):
     pieces = 3
 
 
-class _OverRanks(nn.Module):
-    """A module of several linears that ranks may share."""
+class _OverRanks(TakesKeys):
+    """A module of several linears that ranks may share, each of whose calls is in the dtype of its input."""
 
-    def _check_ranks(self, arguments: dict[str, Any], set_parallel_mode: bool) -> None:
+    def take(self, x: Tensor) -> Tensor:
+        """x in the dtype of a call with it, which becomes that of all modules inside."""
+        x = activations(type(self).__name__, x)
+        self.set_dtype(x.dtype)
+        return x
+
+    def set_dtype(self, dtype: torch.dtype) -> None:
+        """Set the dtype of the calls that follow."""
+        for child in self.children():
+            if isinstance(child, InActivationDtype | _OverRanks):
+                child.set_dtype(dtype)
+
+    def _check_ranks(self, arguments: dict[str, Any]) -> None:
         """UserError for ranks that no argument says how to use."""
         kind = type(self).__name__
-        self.ranks = ranks_of(kind, arguments.get("tp_size", 1), arguments.get("tp_group"))
-        if self.ranks > 1 and not set_parallel_mode:
+        self.ranks = ranks_of(kind, arguments["tp_size"], arguments["tp_group"])
+        if self.ranks > 1 and not arguments["set_parallel_mode"]:
             raise UserError(f"{kind}: tp_size={self.ranks} without set_parallel_mode; give set_parallel_mode=True")
 
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | None) -> None:
@@ -78,36 +99,37 @@ class LayerNormMLP(_OverRanks, _LayerNormMLP):
     that of fc2, whole on every rank. UserError for an option that would change a number and is not supported.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        ffn_hidden_size: int,
-        eps: float = 1e-5,
-        *,
-        activation: str = "gelu",
-        init_method: Init = None,
-        output_layer_init_method: Init = None,
-        set_parallel_mode: bool = False,
-        name: str | None = None,
-        **arguments: Any,
-    ) -> None:
+    KEYS: ClassVar[Mapping[str, str]] = {
+        "layer_norm_weight": "fc1.layer_norm_weight", "layer_norm_bias": "fc1.layer_norm_bias",
+        "fc1_weight": "fc1.weight", "fc1_bias": "fc1.bias", "fc2_weight": "fc2.weight", "fc2_bias": "fc2.bias",
+    }  # fmt: skip
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, *positional: Any, **arguments: Any) -> None:
         nn.Module.__init__(self)
-        if activation not in ACTIVATIONS:
-            raise UserError(f"LayerNormMLP: activation is {activation!r}; it takes {' or '.join(ACTIVATIONS)}")
-        name, shared = name or "layernorm_mlp", _shared("LayerNormMLP", arguments, (*HINTS, "checkpoint"))
-        self._check_ranks(shared, set_parallel_mode)
-        self.activation, first = activation, _Gated if INPUTS[activation] == 2 else LayerNormLinear
-        norm = {"normalization": shared.pop("normalization", "LayerNorm")}
-        inner = INPUTS[activation] * ffn_hidden_size
-        modes = {"init_method": init_method, "parallel_mode": "column"}
-        self.fc1 = first(hidden_size, inner, eps, name=f"{name}.fc1", **modes, **norm, **shared)
-        modes = {"init_method": output_layer_init_method, "parallel_mode": "row"}
+        given = LAYERNORM_MLP.given(positional, arguments)
+        self.activation, name, shared = given["activation"], given["name"] or "layernorm_mlp", _shared(given)
+        _choice("LayerNormMLP", "activation", self.activation, tuple(ACTIVATIONS))
+        self._check_ranks(given)
+        first, inner = (_Gated if INPUTS[self.activation] == 2 else LayerNormLinear), INPUTS[self.activation]
+        modes = {"init_method": given["init_method"], "parallel_mode": "column"}
+        norm = {"normalization": given["normalization"], "eps": given["eps"]}
+        self.fc1 = first(hidden_size, inner * ffn_hidden_size, name=f"{name}.fc1", **modes, **norm, **shared)
+        modes = {"init_method": given["output_layer_init_method"], "parallel_mode": "row"}
         self.fc2 = Linear(ffn_hidden_size, hidden_size, name=f"{name}.fc2", **modes, **shared)
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+    def forward(self, inp: Tensor, *positional: Any, **arguments: Any) -> Tensor:
         """forward(inp). is_first_microbatch has no effect: quantization(cache_weights=True) keeps weights that nobody
         has written."""
+        if positional or arguments:
+            OF_MLP_CALL.given(positional, arguments)
         return super().forward(inp)
+
+    def _added(self, x: Tensor, branch: Branch) -> tuple[Tensor, Branch]:
+        x = self.take(x)
+        if joins(self.fc1, self.fc2, self.activation, x):
+            return super()._added(x, branch)
+        total, z = self.fc1.added(x, branch)
+        return total, self.fc2(in_dtype(activate(z, self.activation), x.dtype))
 
 
 class MultiheadAttention(_OverRanks, _MultiheadAttention):
@@ -119,44 +141,48 @@ class MultiheadAttention(_OverRanks, _MultiheadAttention):
     number and is not supported, such as dropout, which has to be given as 0.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_attention_heads: int,
-        *,
-        attention_dropout: float = 0.1,
-        layernorm_epsilon: float = 1e-5,
-        init_method: Init = None,
-        output_layer_init_method: Init = None,
-        attn_mask_type: str = "causal",
-        input_layernorm: bool = False,
-        set_parallel_mode: bool = False,
-        qkv_format: str = "sbhd",
-        name: str | None = None,
-        **arguments: Any,
-    ) -> None:
+    KEYS: ClassVar[Mapping[str, str]] = {"layernorm_qkv.": "qkv."}
+    has_extra_state = False
+
+    def __init__(self, hidden_size: int, num_attention_heads: int, *positional: Any, **arguments: Any) -> None:
         nn.Module.__init__(self)
-        kind, heads = "MultiheadAttention", num_attention_heads
-        _choice(kind, "attn_mask_type", attn_mask_type, tuple(MASKS))
-        _choice(kind, "qkv_format", qkv_format, FORMATS)
-        _check_heads(kind, hidden_size, heads, arguments)
-        shared = _shared(kind, arguments | {"attention_dropout": attention_dropout}, HINTS)
-        self._check_ranks(shared, set_parallel_mode)
+        kind, heads, given = "MultiheadAttention", num_attention_heads, MULTIHEAD_ATTENTION.given(positional, arguments)
+        self.attn_mask_type, self._first_is_tokens = given["attn_mask_type"], given["qkv_format"] == "sbhd"
+        _choice(kind, "attn_mask_type", self.attn_mask_type, tuple(MASKS))
+        _choice(kind, "qkv_format", given["qkv_format"], FORMATS)
+        _check_heads(kind, hidden_size, heads, given)
+        self._check_ranks(given)
         if heads % self.ranks:
             raise UserError(f"{kind}: num_attention_heads={heads} does not divide by tp_size={self.ranks}")
-        if qkv_format == "bshd" and shared.get("sequence_parallel") and self.ranks > 1:
+        if not self._first_is_tokens and given["sequence_parallel"] and self.ranks > 1:
             raise UserError(f"{kind}: sequence_parallel splits tokens along the first axis; give qkv_format='sbhd'")
-        name, self.input_layernorm, self._first_is_tokens = name or "attn", input_layernorm, qkv_format == "sbhd"
-        self.heads, self.rope_base, self.is_causal = heads // self.ranks, None, MASKS[attn_mask_type]
+        name, shared, self.input_layernorm = given["name"] or "attn", _shared(given), bool(given["input_layernorm"])
+        self.heads, self.rope_base, self.is_causal = heads // self.ranks, None, MASKS[self.attn_mask_type]
         self.quantize_boundaries = False
-        norm = {"normalization": shared.pop("normalization", "LayerNorm"), "eps": layernorm_epsilon}
-        first, norm = (_NormedQkv, norm) if input_layernorm else (_Qkv, {})
-        modes = {"init_method": init_method, "parallel_mode": "column"}
+        norm = {"normalization": given["normalization"], "eps": given["layernorm_epsilon"]}
+        first, norm = (_NormedQkv, norm) if self.input_layernorm else (_Qkv, {})
+        modes = {"init_method": given["init_method"], "parallel_mode": "column"}
         self.qkv = first(hidden_size, 3 * hidden_size, name=f"{name}.qkv", **modes, **norm, **shared)
         self.dpa = DotProductAttention(name=f"{name}.dpa", recipe=HIGH_PRECISION)
-        modes = {"init_method": output_layer_init_method, "parallel_mode": "row"}
+        modes = {"init_method": given["output_layer_init_method"], "parallel_mode": "row"}
         self.proj = Linear(hidden_size, hidden_size, name=f"{name}.proj", **modes, **shared)
-        self._share_heads(shared.get("tp_group"))
+        self.qkv.fused_qkv = bool(given["fuse_qkv_params"])
+        if not self.input_layernorm:
+            self.KEYS = {}
+        self._share_heads(given["tp_group"])
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """UserError for a weight of q, k and v in one piece, whose rows TransformerEngine has by heads."""
+        fused = any(f"{prefix}{key}" in state_dict for key in ("layernorm_qkv.weight", f"qkv.{EXTRA_STATE}"))
+        if fused and not self.qkv.fused_qkv and f"{prefix}qkv.query_weight" not in state_dict:
+            raise UserError(
+                f"MultiheadAttention: the checkpoint has the weight of q, k and v in one piece, {prefix}*.weight, whose"
+                " rows may lie by heads; build the module with fuse_qkv_params=True and qkv_weight_interleaved=False if"
+                " the checkpoint's was, or save it there without fuse_qkv_params"
+            )
+        for inner in ("core_attention.", "core_attention.fused_attention."):
+            drop_extra_state(state_dict, f"{prefix}{inner}", "MultiheadAttention")
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | None) -> None:
         """Set the ranks that share the module. UserError for another number of them than tp_size."""
@@ -166,21 +192,16 @@ class MultiheadAttention(_OverRanks, _MultiheadAttention):
     def _share_heads(self, group: ProcessGroup | None) -> None:
         self.dpa.group = group if self.ranks > 1 else None
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        is_first_microbatch: bool | None = None,
-        checkpoint_core_attention: bool = False,
-        **arguments: Any,
-    ) -> Tensor:
-        """forward(hidden_states). is_first_microbatch has no effect. UserError for a mask or another argument that is
-        not supported."""
-        refuse("MultiheadAttention", {"attention_mask": attention_mask is not None} | arguments)
-        return super().forward(hidden_states, checkpoint_core_attention)
+    def forward(self, hidden_states: Tensor, *positional: Any, **arguments: Any) -> Tensor:
+        """forward(hidden_states), with checkpoint_core_attention as hqsweep.nn's has it. is_first_microbatch has no
+        effect. UserError for a mask, for another attn_mask_type than that of the module, and for another argument that
+        is not supported."""
+        given = OF_ATTENTION_CALL.given(positional, arguments) if positional or arguments else {}
+        _same_mask("MultiheadAttention", "attn_mask_type", given.get("attn_mask_type"), self.attn_mask_type)
+        return super().forward(hidden_states, bool(given.get("checkpoint_core_attention")))
 
     def _added(self, x: Tensor, branch: Branch, checkpoint_core_attention: bool = False) -> tuple[Tensor, Branch]:
+        x = self.take(x)
         if self.input_layernorm:
             return super()._added(x, branch, checkpoint_core_attention)
         x = add_branch(x, branch)
@@ -188,9 +209,13 @@ class MultiheadAttention(_OverRanks, _MultiheadAttention):
         return x, self.proj(recomputed(self._core, qkv) if checkpoint_core_attention else self._core(qkv))
 
     def _core(self, qkv: Tensor, *, in_place: bool = False) -> Tensor:
+        dtype = qkv.dtype  # on a CPU attention is in float32
+        if self.dpa.dtype is not dtype:
+            self.dpa.dtype = dtype
         if not self._first_is_tokens:
-            return super()._core(qkv, in_place=in_place)
-        return super()._core(qkv.transpose(0, 1).contiguous(), in_place=in_place).transpose(0, 1)
+            return in_dtype(super()._core(qkv, in_place=in_place), dtype)
+        y = super()._core(qkv.transpose(0, 1).contiguous(), in_place=in_place)
+        return in_dtype(y, dtype).transpose(0, 1)
 
 
 class TransformerLayer(_OverRanks, _TransformerLayer):
@@ -201,74 +226,65 @@ class TransformerLayer(_OverRanks, _TransformerLayer):
     has to be given as 0.
     """
 
+    KEYS: ClassVar[Mapping[str, str]] = {"self_attention.": "attn.", "layernorm_mlp.": "mlp."}
+    has_extra_state = False
+
     def __init__(
-        self,
-        hidden_size: int,
-        ffn_hidden_size: int,
-        num_attention_heads: int,
-        *,
-        layernorm_epsilon: float = 1e-5,
-        hidden_dropout: float = 0.1,
-        attention_dropout: float = 0.1,
-        activation: str = "gelu",
-        self_attn_mask_type: str = "causal",
-        attn_input_format: str = "sbhd",
-        layer_type: str = "encoder",
-        name: str | None = None,
-        **arguments: Any,
+        self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int, *positional: Any, **arguments: Any
     ) -> None:
         nn.Module.__init__(self)
-        _choice("TransformerLayer", "layer_type", layer_type, ("encoder",))
-        attention = {n: arguments.pop(n) for n in OF_HEADS if n in arguments}
-        both = {n: arguments.pop(n) for n in OF_BOTH if n in arguments}
-        refuse("TransformerLayer", arguments | {"hidden_dropout": hidden_dropout}, HINTS)
-        name = name or "layer"
+        given = TRANSFORMER_LAYER.given(positional, arguments)
+        _choice("TransformerLayer", "layer_type", given["layer_type"], ("encoder",))
+        self.self_attn_mask_type, name = given["self_attn_mask_type"], given["name"] or "layer"
+        heads, both = {n: given[n] for n in OF_HEADS}, {n: given[n] for n in OF_BOTH}
         self.attn = MultiheadAttention(
             hidden_size,
             num_attention_heads,
-            attention_dropout=attention_dropout,
-            layernorm_epsilon=layernorm_epsilon,
-            attn_mask_type=self_attn_mask_type,
-            qkv_format=attn_input_format,
+            attention_dropout=0.0,
+            layernorm_epsilon=given["layernorm_epsilon"],
+            attn_mask_type=self.self_attn_mask_type,
+            qkv_format=given["attn_input_format"],
             input_layernorm=True,
             name=f"{name}.attn",
-            **attention,
+            **heads,
             **both,
         )
-        self.mlp = LayerNormMLP(
-            hidden_size, ffn_hidden_size, layernorm_epsilon, activation=activation, name=f"{name}.mlp", **both
-        )
+        inner = {"eps": given["layernorm_epsilon"], "activation": given["activation"], "name": f"{name}.mlp"}
+        self.mlp = LayerNormMLP(hidden_size, ffn_hidden_size, **inner, **both)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        is_first_microbatch: bool | None = None,
-        checkpoint_core_attention: bool = False,
-        **arguments: Any,
-    ) -> Tensor:
-        """forward(hidden_states). is_first_microbatch has no effect. UserError for a mask or another argument that is
-        not supported."""
-        refuse("TransformerLayer", {"attention_mask": attention_mask is not None} | arguments)
-        return super().forward(hidden_states, checkpoint_core_attention)
+    def forward(self, hidden_states: Tensor, *positional: Any, **arguments: Any) -> Tensor:
+        """forward(hidden_states), with checkpoint_core_attention as hqsweep.nn's has it. is_first_microbatch has no
+        effect. UserError for a mask, for another self_attn_mask_type than that of the layer, and for another argument
+        that is not supported."""
+        given = OF_LAYER_CALL.given(positional, arguments) if positional or arguments else {}
+        kind, name = "TransformerLayer", "self_attn_mask_type"
+        _same_mask(kind, name, given.get(name), self.self_attn_mask_type)
+        return super().forward(hidden_states, bool(given.get("checkpoint_core_attention")))
+
+    def _residual(self, x: Tensor, branch: Branch, checkpoint_core_attention: bool) -> tuple[Tensor, Branch]:
+        return super()._residual(self.take(x), branch, checkpoint_core_attention)
 
 
-def _shared(kind: str, arguments: dict[str, Any], hints: tuple[str, ...]) -> dict[str, Any]:
-    """The arguments that linears take; UserError for others that would change a number."""
-    refuse(kind, {n: v for n, v in arguments.items() if n not in SHARED}, hints)
-    return {n: v for n, v in arguments.items() if n in SHARED}
+def _shared(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that linears take."""
+    return {n: given[n] for n in SHARED}
 
 
-def _choice(kind: str, argument: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UserError(f"{kind}: {argument} is {value!r}; it takes {' or '.join(map(repr, allowed))}")
+def _same_mask(kind: str, argument: str, asked: Any, own: str) -> None:
+    """UserError for a call with another mask than that which the module is built with."""
+    if asked is not None and not (isinstance(asked, str) and asked == own):
+        raise UserError(f"{kind}: {argument} is {shown(asked)} in a call; build the module with it, which has {own!r}")
+
+
+def _choice(kind: str, argument: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in allowed:
+        raise UserError(f"{kind}: {argument} is {shown(value)}; it takes {' or '.join(map(repr, allowed))}")
 
 
 def _check_heads(kind: str, width: int, heads: int, arguments: dict[str, Any]) -> None:
-    """Take the arguments that say how q, k and v lie; UserError where they lie otherwise here."""
-    groups, channels = arguments.pop("num_gqa_groups", None), arguments.pop("kv_channels", None)
-    fused, interleaved = arguments.pop("fuse_qkv_params", False), arguments.pop("qkv_weight_interleaved", True)
+    """UserError for arguments by which q, k and v lie otherwise than here."""
+    groups, channels = arguments["num_gqa_groups"], arguments["kv_channels"]
+    fused, interleaved = arguments["fuse_qkv_params"], arguments["qkv_weight_interleaved"]
     if width % heads:
         raise UserError(f"{kind}: hidden_size={width} does not divide by num_attention_heads={heads}")
     if groups not in (None, heads):

@@ -1,20 +1,23 @@
 """transformer_engine.pytorch.Linear and LayerNormLinear, by their names, on this package's."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hqsweep.compat.arguments import refuse
+from hqsweep.compat.activation_dtype import InActivationDtype, built_in, params_dtype
+from hqsweep.compat.checkpoint_keys import TakesKeys
 from hqsweep.compat.parts import check_ranks, drawn_whole, link_part, part_of, ranks_of, write_part
+from hqsweep.compat.signatures import LAYERNORM_LINEAR, LINEAR, OF_LINEAR_CALL
 from hqsweep.errors import UserError
 from hqsweep.nn.context import HIGH_PRECISION
 from hqsweep.nn.layernorm_linear import LayerNormLinear as _LayerNormLinear
 from hqsweep.nn.linear import Linear as _Linear
 from hqsweep.nn.options import LayerNormLinearOptions, LinearOptions
 from hqsweep.nn.parameter import link_states
+from hqsweep.nn.residual import Branch
 from hqsweep.nn.tensor_parallel import Exchange, TensorParallel
 
 MODES = ("column", "row", None)
@@ -22,7 +25,7 @@ TOKENS = 0
 """The axis along which tokens lie split: tensors are [sequence, batch, features]."""
 
 
-class _Shared:
+class _Shared(TakesKeys, InActivationDtype):
     """What tensor parallelism adds to a linear of TransformerEngine's arguments: a rank has parameters of its part,
     whose weight may be held quantized, and exchanges over the group what it computes of them."""
 
@@ -36,25 +39,24 @@ class _Shared:
         options: LinearOptions,
         arguments: dict[str, Any],
     ) -> None:
-        kind, mode = type(self).__name__, arguments.pop("parallel_mode")
-        group, ranks = arguments.pop("tp_group"), arguments.pop("tp_size")
-        sequence, dtype = arguments.pop("sequence_parallel"), arguments.pop("params_dtype")
-        name, bias, draw = arguments.pop("name"), arguments.pop("bias"), arguments.pop("init_method")
-        refuse(kind, arguments)
+        kind, mode = base.__name__, arguments["parallel_mode"]
+        group, ranks, draw = arguments["tp_group"], arguments["tp_size"], arguments["init_method"]
+        dtype = params_dtype(kind, arguments["params_dtype"])
         if mode not in MODES:
             raise UserError(f"{kind}: parallel_mode is {mode!r}; it takes 'column', 'row' or None")
         self._ranks = ranks_of(kind, ranks, group)
         if self._ranks > 1 and mode is None:
             raise UserError(f"{kind}: tp_size={self._ranks} without a parallel_mode; give 'column' or 'row'")
-        self._mode, self._sequence = mode, bool(sequence) and self._ranks > 1
+        self._mode, self._sequence = mode, bool(arguments["sequence_parallel"]) and self._ranks > 1
         axis = {"column": 1, "row": 0, None: 0}[mode]
         if sizes[axis] // self.pieces % self._ranks:
             what = ("in_features", "out_features")[axis]
             raise UserError(f"{kind}: {what}={sizes[axis]} does not divide by tp_size={self._ranks}")
         own = [size // self._ranks if i == axis else size for i, size in enumerate(sizes)]
-        state = torch.get_rng_state()
-        base.__init__(self, *own, name=name, recipe=HIGH_PRECISION, bias=bias, options=options)
-        if dtype is not None:
+        state, fields = torch.get_rng_state(), {"name": arguments["name"], "bias": bool(arguments["bias"])}
+        with built_in(dtype):
+            base.__init__(self, *own, recipe=HIGH_PRECISION, dtype=dtype, options=options, **fields)
+        if arguments["params_dtype"] is not None:
             self.to(dtype)
         if self._ranks > 1 or draw is not None:
             torch.set_rng_state(state)
@@ -101,36 +103,32 @@ class _Shared:
 
 
 class Linear(_Shared, _Linear):
-    """y = x @ weight.T (+ bias), in high precision outside of autocast.
+    """y = x @ weight.T (+ bias), in high precision outside of autocast, in the dtype of x.
 
+    Arguments are those of TransformerEngine, by name or in its order; those that have no effect here are hints.
     tp_group, tp_size, parallel_mode: "column" has out_features / tp_size on each rank, "row" in_features / tp_size; the
     group exchanges as hqsweep.parallel.tensor's styles do, and may come later by set_tensor_parallel_group.
     sequence_parallel: tokens of x ("column") or y ("row") [sequence, ...] lie split over the group.
     fuse_wgrad_accumulation: dw is added to weight.main_grad. init_method draws the whole weight [out_features,
-    in_features], alike on ranks whose generators are; each takes its part. UserError for an option that would change a
-    number and is not there.
+    in_features], alike on ranks whose generators are; each takes its part. params_dtype: the dtype of the parameters
+    and of their gradients, torch's default dtype where it is None. UserError for an option that would change a number
+    and is not there.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool = True,
-        init_method: Callable[[Tensor], Any] | None = None,
-        fuse_wgrad_accumulation: bool = False,
-        save_original_input: bool = False,
-        **arguments: Any,
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, *positional: Any, **arguments: Any) -> None:
+        given = LINEAR.given(positional, arguments)
         options = LinearOptions(
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation, save_original_input=save_original_input
+            fuse_wgrad_accumulation=bool(given["fuse_wgrad_accumulation"]),
+            save_original_input=bool(given["save_original_input"]),
         )
-        arguments = _defaults("linear") | arguments | {"bias": bias, "init_method": init_method}
-        self._build(_Linear, (in_features, out_features), options, arguments)
+        self._build(_Linear, (in_features, out_features), options, given | {"name": given["name"] or "linear"})
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """is_first_microbatch says nothing: quantization(cache_weights=True) keeps weights that nobody has written."""
-        return super().forward(inp)
+    def forward(self, inp: Tensor, *positional: Any, **arguments: Any) -> Tensor:
+        """forward(inp). is_first_microbatch has no effect: quantization(cache_weights=True) keeps weights that nobody
+        has written. UserError for fp8_output and fp8_grad."""
+        if positional or arguments:
+            OF_LINEAR_CALL.given(positional, arguments, self.name)
+        return super().forward(self.take(inp))
 
 
 class LayerNormLinear(_Shared, _LayerNormLinear):
@@ -138,33 +136,27 @@ class LayerNormLinear(_Shared, _LayerNormLinear):
     sequence_parallel gradients of the norm are those of this rank's tokens, and its parameters have the attribute
     sequence_parallel, by which Megatron sums them."""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        eps: float = 1e-5,
-        *,
-        bias: bool = True,
-        normalization: str = "LayerNorm",
-        init_method: Callable[[Tensor], Any] | None = None,
-        fuse_wgrad_accumulation: bool = False,
-        **arguments: Any,
-    ) -> None:
-        if arguments.get("parallel_mode") == "row":
+    KEYS: ClassVar[Mapping[str, str]] = {"layer_norm_weight": "norm.weight", "layer_norm_bias": "norm.bias"}
+
+    def __init__(self, in_features: int, out_features: int, *positional: Any, **arguments: Any) -> None:
+        given = LAYERNORM_LINEAR.given(positional, arguments)
+        if given["parallel_mode"] == "row":
             raise UserError("LayerNormLinear: parallel_mode='row' would give its norm parts of rows; give 'column'")
         options = LayerNormLinearOptions(
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation, normalization=normalization, epsilon=eps
+            fuse_wgrad_accumulation=bool(given["fuse_wgrad_accumulation"]),
+            normalization=given["normalization"],
+            epsilon=given["eps"],
         )
-        arguments = _defaults("layernorm_linear") | arguments | {"bias": bias, "init_method": init_method}
-        self._build(_LayerNormLinear, (in_features, out_features), options, arguments)
+        given["name"] = given["name"] or "layernorm_linear"
+        self._build(_LayerNormLinear, (in_features, out_features), options, given)
         for parameter in self.norm.parameters():
             parameter.sequence_parallel = self._sequence
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """is_first_microbatch says nothing: quantization(cache_weights=True) keeps weights that nobody has written."""
+    def forward(self, inp: Tensor, *positional: Any, **arguments: Any) -> Tensor:
+        """forward(inp), as Linear's."""
+        if positional or arguments:
+            OF_LINEAR_CALL.given(positional, arguments, self.name)
         return super().forward(inp)
 
-
-def _defaults(name: str) -> dict[str, Any]:
-    options = {"sequence_parallel": False, "tp_group": None, "tp_size": 1, "parallel_mode": None}
-    return options | {"params_dtype": None, "name": name}
+    def _added(self, x: Tensor, branch: Branch) -> tuple[Tensor, Tensor]:
+        return super()._added(self.take(x), branch)

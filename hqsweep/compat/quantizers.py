@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hqsweep.compat.arguments import flag, refuse, shown
 from hqsweep.errors import UserError
 from hqsweep.formats import MX, NVFP4, Fp8Block, Fp8Current, Identity, parse
 from hqsweep.formats import Format as _Format
@@ -75,10 +76,11 @@ def HybridQuantizer(
 
 
 def IdentityQuantizer(*, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True) -> _Quantizer:
-    """High precision in `dtype`; None is bfloat16, in which linears read and write."""
+    """High precision in `dtype`. None is "bf16", which is the dtype of activations in modules of hqsweep.compat, and
+    bfloat16 in linears of hqsweep.nn; so is torch.bfloat16."""
     names = {None: "bf16", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    if dtype not in names:
-        raise UserError(f"IdentityQuantizer: dtype is {dtype}; it takes bfloat16, float16 or float32")
+    if not isinstance(dtype, torch.dtype | None) or dtype not in names:
+        raise UserError(f"IdentityQuantizer: dtype is {shown(dtype)}; it takes bfloat16, float16 or float32")
     return _both(Identity(name=names[dtype]))
 
 
@@ -88,14 +90,19 @@ def Float8CurrentScalingQuantizer(
     *,
     rowwise: bool = True,
     columnwise: bool = True,
+    use_existing_amax: bool = False,
+    with_amax_reduction: bool = False,
+    amax_reduction_group: Any = None,
     force_pow_2_scales: bool = False,
     amax_epsilon: float = 0.0,
-    **unsupported: Any,
+    scale: Any = None,
+    amax: Any = None,
 ) -> _Quantizer:
-    """fp8_current: one scale for the tensor, from its own amax."""
-    _refuse("Float8CurrentScalingQuantizer", unsupported)
-    element = _element("Float8CurrentScalingQuantizer", fp8_dtype)
-    return _both(Fp8Current(element_name=element, pow2=force_pow_2_scales, amax_epsilon=amax_epsilon))
+    """fp8_current: one scale for the tensor, from its own amax. scale and amax are buffers there, and say nothing."""
+    kind = "Float8CurrentScalingQuantizer"
+    refuse(kind, {"use_existing_amax": use_existing_amax, "with_amax_reduction": with_amax_reduction})
+    element, pow2 = _element(kind, fp8_dtype), flag(kind, "force_pow_2_scales", force_pow_2_scales)
+    return _both(Fp8Current(element_name=element, pow2=pow2, amax_epsilon=amax_epsilon))
 
 
 def Float8BlockQuantizer(
@@ -106,23 +113,21 @@ def Float8BlockQuantizer(
     amax_epsilon: float = 0.0,
     force_pow_2_scales: bool = True,
     block_scaling_dim: int = 2,
-    **unsupported: Any,
 ) -> _Quantizer:
     """fp8_block: 1x128 blocks with block_scaling_dim=1, 128x128 tiles with 2."""
-    _refuse("Float8BlockQuantizer", unsupported)
-    if block_scaling_dim not in (1, 2):
-        raise UserError(f"Float8BlockQuantizer: block_scaling_dim is {block_scaling_dim}; it takes 1 or 2")
-    element = _element("Float8BlockQuantizer", fp8_dtype)
-    two_d = block_scaling_dim == 2
-    return _both(Fp8Block(element_name=element, pow2=force_pow_2_scales, amax_epsilon=amax_epsilon, two_d=two_d))
+    _one_of("Float8BlockQuantizer", "block_scaling_dim", block_scaling_dim, (1, 2))
+    options = {"pow2": flag("Float8BlockQuantizer", "force_pow_2_scales", force_pow_2_scales)}
+    element, two_d = _element("Float8BlockQuantizer", fp8_dtype), block_scaling_dim == 2
+    return _both(Fp8Block(element_name=element, amax_epsilon=amax_epsilon, two_d=two_d, **options))
 
 
 def MXFP8Quantizer(
-    fp8_dtype: DType, *, rowwise: bool = True, columnwise: bool = True, **unsupported: Any
+    fp8_dtype: DType, *, rowwise: bool = True, columnwise: bool = True, with_2d_quantization: bool = False
 ) -> _Quantizer:
-    """mxfp8: an E8M0 scale for 32 elements."""
-    _refuse("MXFP8Quantizer", unsupported)
-    return _both(MX(name="mxfp8", element_name=_element("MXFP8Quantizer", fp8_dtype)))
+    """mxfp8: an E8M0 scale for 32 elements, or for tiles of 32x32."""
+    element = _element("MXFP8Quantizer", fp8_dtype)
+    two_d = flag("MXFP8Quantizer", "with_2d_quantization", with_2d_quantization)
+    return _both(MX(name="mxfp8", element_name=element, two_d=two_d))
 
 
 def NVFP4Quantizer(
@@ -136,29 +141,48 @@ def NVFP4Quantizer(
     with_2d_quantization: bool = False,
     stochastic_rounding: bool = False,
     row_scaled_nvfp4: bool = False,
+    nvfp4_use_4over6: bool = False,
+    nvfp4_e4m3_max: int = 448,
+    nvfp4_4over6_err_mode: str = "MAE",
     with_random_sign_mask: bool = True,
-    **unsupported: Any,
 ) -> _Quantizer | RowwiseQuantizer:
-    """nvfp4. The transform acts on the columnwise operand, and the amax is always that of the transformed values."""
-    _refuse("NVFP4Quantizer", unsupported | {"with_amax_reduction": with_amax_reduction})
-    if fp4_dtype is not DType.kFloat4E2M1:
-        raise UserError(f"NVFP4Quantizer: fp4_dtype is {fp4_dtype}; it takes DType.kFloat4E2M1")
-    if with_post_rht_amax != with_rht:
+    """nvfp4. The transform acts on the columnwise operand, and the amax is always that of the transformed values.
+
+    nvfp4_e4m3_max (448 or 256) and nvfp4_4over6_err_mode ("MAE" or "MSE") say how nvfp4_use_4over6 decides, and nothing
+    without it.
+    """
+    kind, given = "NVFP4Quantizer", {
+        "with_rht": with_rht, "with_post_rht_amax": with_post_rht_amax, "with_2d_quantization": with_2d_quantization,
+        "stochastic_rounding": stochastic_rounding, "row_scaled_nvfp4": row_scaled_nvfp4,
+        "nvfp4_use_4over6": nvfp4_use_4over6, "with_random_sign_mask": with_random_sign_mask,
+    }  # fmt: skip
+    refuse(kind, {"with_amax_reduction": with_amax_reduction})
+    _one_of(kind, "fp4_dtype", fp4_dtype, (DType.kFloat4E2M1,))
+    chosen = {name: flag(kind, name, value) for name, value in given.items()}
+    if chosen["with_post_rht_amax"] != chosen["with_rht"]:
         raise UserError(
-            f"NVFP4Quantizer: with_rht={with_rht} and with_post_rht_amax={with_post_rht_amax} differ; the amax here is"
-            " always that of the values that are quantized, so give both the same value"
+            f"{kind}: with_rht={with_rht} and with_post_rht_amax={with_post_rht_amax} differ; the amax here is always"
+            " that of the values that are quantized, so give both the same value"
         )
+    mode = nvfp4_4over6_err_mode.upper() if isinstance(nvfp4_4over6_err_mode, str) else nvfp4_4over6_err_mode
+    _one_of(kind, "nvfp4_4over6_err_mode", mode, ("MAE", "MSE"))
+    decides = {}
+    if chosen["nvfp4_use_4over6"]:
+        _one_of(kind, "nvfp4_e4m3_max", nvfp4_e4m3_max, (448, 256))
+        e4m3_max = 448 if nvfp4_e4m3_max == 448 else 0  # 256 is the format's default
+        decides = {"four_over_six": True, "error_mode": mode.lower(), "e4m3_max": e4m3_max}
     format = NVFP4(
-        two_d=with_2d_quantization,
-        rht=with_rht,
-        rht_signed=with_random_sign_mask or not with_rht,
-        sr=stochastic_rounding,
-        row_scaled=row_scaled_nvfp4,
+        two_d=chosen["with_2d_quantization"],
+        rht=chosen["with_rht"],
+        rht_signed=chosen["with_random_sign_mask"] or not chosen["with_rht"],
+        sr=chosen["stochastic_rounding"],
+        row_scaled=chosen["row_scaled_nvfp4"],
+        **decides,
     )
-    return RowwiseQuantizer(rowwise=format) if row_scaled_nvfp4 else _both(format)
+    return RowwiseQuantizer(rowwise=format) if format.row_scaled else _both(format)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DelayedScalingRequest:
     """fp8_delayed, whose scale comes from the amaxes of earlier steps: a history for each slot and direction.
 
@@ -180,9 +204,9 @@ class DelayedScalingRequest:
     def text(self, role: QuantizerRole) -> str:
         """The format string of a slot."""
         other = {"margin": self.margin, "scaling_factor_compute_algo": self.scaling_factor_compute_algo}
-        _refuse("DelayedScalingRequest", other)
-        if self.amax_compute_algo not in ("max", "most_recent"):
-            algorithm = f"amax_compute_algo is {self.amax_compute_algo!r}"
+        refuse("DelayedScalingRequest", other)
+        if not isinstance(self.amax_compute_algo, str) or self.amax_compute_algo not in ("max", "most_recent"):
+            algorithm = f"amax_compute_algo is {shown(self.amax_compute_algo)}"
             raise UserError(f"DelayedScalingRequest: {algorithm}; it takes 'max' or 'most_recent'")
         element = self.fp8_format.value[role.tensor_type in GRADIENTS]
         options = [
@@ -235,13 +259,12 @@ def _both(format: _Format) -> _Quantizer:
 
 
 def _element(where: str, dtype: DType) -> str:
-    if dtype not in (DType.kFloat8E4M3, DType.kFloat8E5M2):
-        raise UserError(f"{where}: fp8_dtype is {dtype}; it takes DType.kFloat8E4M3 or DType.kFloat8E5M2")
+    _one_of(where, "fp8_dtype", dtype, (DType.kFloat8E4M3, DType.kFloat8E5M2))
     return dtype.value
 
 
-def _refuse(where: str, options: dict[str, Any]) -> None:
-    """UserError for options that are set and would change a number."""
-    refused = [f"{name}={value!r}" for name, value in options.items() if value not in (None, False, 0)]
-    if refused:
-        raise UserError(f"{where}: {', '.join(refused)} has no counterpart here; leave it out")
+def _one_of(where: str, argument: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    """UserError for a value that is none of these; it is compared with nothing of another type."""
+    if not any(type(value) is type(known) and value == known for known in allowed):
+        listed = " or ".join(str(known) for known in allowed)
+        raise UserError(f"{where}: {argument} is {shown(value)}; it takes {listed}")

@@ -32,7 +32,7 @@ from hqsweep.nn.sdpa import attend
 from hqsweep.ops.request import Output
 from hqsweep.quant.operand import HybridOperand, Operand, flatten, unflatten
 from hqsweep.quant.part import Part
-from hqsweep.recipe.roles import TENSOR_TYPES
+from hqsweep.recipe.roles import TENSOR_TYPES, QuantizerRole
 from hqsweep.recipe.sections import DpaQuantizers
 from hqsweep.recipe.validate import attention_faults
 
@@ -219,6 +219,11 @@ class DotProductAttention(QuantizedModule):
         super().__init__()
         self.name, self.dtype = name, dtype
         self.quantizers, self.gemm = module_quantizers(recipe, self.module_type, name)
+
+    def unread_boundaries(self) -> list[QuantizerRole | None]:
+        """Roles of a name alone, which TransformerEngine has for attention in place of None."""
+        unread = [slot for slot, role in self.boundary_roles().items() if role is None]
+        return [QuantizerRole(name=f"{self.name}.dpa_{slot}") for slot in unread]
 
     @property
     def high_precision(self) -> bool:

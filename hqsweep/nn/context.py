@@ -150,7 +150,7 @@ def autocast(
     """
     if enabled and recipe is None:
         raise UserError("autocast: recipe is missing; give a Recipe or a CustomRecipe, or enabled=False")
-    with _RECIPE.entered(as_recipe(recipe, "autocast") if enabled else HIGH_PRECISION):
+    with _RECIPE.entered(as_recipe(recipe, "autocast").entered() if enabled else HIGH_PRECISION):
         yield
 
 

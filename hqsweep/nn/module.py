@@ -52,7 +52,7 @@ class QuantizedModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.states = DelayedStates()
-        self._autocast: tuple[AnyRecipe, Section] | None = None
+        self._autocast: tuple[object, Section, str] | None = None
         self.runs = Runs()
 
     @property
@@ -110,19 +110,30 @@ class QuantizedModule(nn.Module):
     def active_quantizers(self) -> Section:
         """The quantizers of this call: those of the innermost autocast, else the module's own.
 
-        Under autocast each slot is resolved once for a recipe, at the first call, which raises as check_products does.
+        Under autocast each slot is resolved once for a recipe, or once in each autocast for a CustomRecipe, at the
+        first call, which raises as check_products does.
         """
         recipe = autocast_recipe()
         return self._quantizers if recipe is None else self._quantizers_under(recipe)
 
     def _quantizers_under(self, recipe: AnyRecipe) -> Section:
-        if self._autocast is None or (self._autocast[0] is not recipe and self._autocast[0] != recipe):
+        known, answers = self._autocast, recipe.answers_of
+        if known is None or (known[0] is not answers and known[0] != answers):
             roles = self.slot_roles()
             resolved = {role: recipe.quantizer(role) for role in dict.fromkeys(roles.values()) if role is not None}
+            for role in self.unread_boundaries():
+                recipe.check_boundary(role)
             quantizers = self.section_of(resolved)
-            check_products([(self.module_type, self.name, quantizers)], recipe.gemm)
-            self._autocast = recipe, quantizers
+            if known is not None and known[1:] == (quantizers, recipe.gemm):
+                quantizers = known[1]  # the object by which others know it
+            else:
+                check_products([(self.module_type, self.name, quantizers)], recipe.gemm)
+            self._autocast = answers, quantizers, recipe.gemm
         return self._autocast[1]
+
+    def unread_boundaries(self) -> list[QuantizerRole | None]:
+        """The roles by which a factory is asked for boundary slots without a reader: None, as in TransformerEngine."""
+        return [role for role in self.boundary_roles().values() if role is None]
 
     def call_facts(self) -> dict[str, Any]:
         """The fields of a Call, as they are now. A trace leaves the name out where nothing depends on it, so that one

@@ -4,10 +4,10 @@ Linears give their weights as a list: one [N, K], one [N, K] for each expert, or
 through held_operands, weight_matrix and flatten_weights.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ Weights = Sequence[Tensor]
 class _Init:
     recipe: AnyRecipe | None
     preserve: bool
+    change: Callable[[HybridQuantizer], HybridQuantizer] = lambda quantizer: quantizer
+    """From the quantizer that a weight is due to the one that it is held in."""
 
 
 _INIT: ContextVar[_Init | None] = ContextVar("hqsweep_quantized_model_init", default=None)
@@ -67,6 +69,17 @@ def quantized_model_init(
         _INIT.reset(token)
 
 
+@contextmanager
+def held_in(change: Callable[[HybridQuantizer], HybridQuantizer]) -> Iterator[None]:
+    """Weights that are built inside, where quantized_model_init holds them, are held in change(quantizer)."""
+    init = _INIT.get()
+    token = _INIT.set(init and replace(init, change=change))
+    try:
+        yield
+    finally:
+        _INIT.reset(token)
+
+
 def holds_weights() -> bool:
     """Whether GEMM weights that are made now are held quantized: inside quantized_model_init."""
     return _INIT.get() is not None
@@ -87,7 +100,7 @@ def gemm_weight(
     init = _INIT.get()
     if init is None:
         return nn.Parameter(weight)
-    quantizer = quantizer if init.recipe is None else init.recipe.quantizer(role)
+    quantizer = init.change(quantizer if init.recipe is None else init.recipe.quantizer(role))
     options = {"source_dtype": dtype, "key": current().key(str(role))}
     options["states"] = states.of("weight", quantizer, device=weight.device)
     options["preserve_high_precision_init_val"] = init.preserve

@@ -25,6 +25,16 @@ class AnyRecipe(Protocol):
     def quantizer(self, role: QuantizerRole) -> HybridQuantizer:
         """The quantizer of one slot, for a recipe that does not count layers."""
 
+    def entered(self) -> Self:
+        """The recipe for one autocast(), in which its answers do not change."""
+
+    @property
+    def answers_of(self) -> object:
+        """A value that is equal for two recipes where they give the same answers."""
+
+    def check_boundary(self, role: QuantizerRole | None) -> None:
+        """Ask, and give up, the quantizer of an output or the gradient of an input that nobody reads in codes."""
+
     def for_layers(self, layers: Sequence[int]) -> Self:
         """The same recipe for a model with these layers."""
 

@@ -3,7 +3,7 @@
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hqsweep.errors import UserError
@@ -17,14 +17,22 @@ from hqsweep.recipe.sections import HIGH_PRECISION
 
 @dataclass(frozen=True, kw_only=True)
 class CustomRecipe:
-    """qfactory(role) gives the quantizer of a slot; it is called once for each slot of a model. Experimental.
+    """qfactory(role) gives the quantizer of a slot. Experimental.
 
     It returns a HybridQuantizer, its text ("nvfp4|mxfp8"), or a request: an object whose quantizer(role) gives one.
     It is asked for every tensor that a product reads: those of linears (the head is the one named "head") and grouped
     linears, and with fp8_dpa those of attention. All else stays in high precision, and so does a slot for which it
-    returns "bf16"; None is an error, for it may mean that the factory forgot the slot. Two recipes are equal when their
-    factory is the same function, so a factory must depend on the role alone: one that changed its mind is taken anew by
-    set_recipe only.
+    returns "bf16"; None is an error, for it may mean that the factory forgot the slot.
+
+    Under autocast it is asked once for each slot in each `with`, so that answers hold for that long: one that changes
+    its mind is followed by the next autocast, by its backward, and by what that computes again. set_recipe asks once
+    for each slot of a model; modules that are built with the recipe ask when they are built. Two recipes are equal when
+    their factory is the same function.
+
+    Under autocast it is also asked for boundaries, as in TransformerEngine: with None for the output of a linear and
+    the gradient of its input, unless a role says who reads them; with fp8_dpa, for those of attention, with the roles
+    QuantizerRole(name="NAME.dpa_output") and "NAME.dpa_grad_input". Nothing is rounded there, whatever the answer; an
+    error of the factory, or None for an answer, is an error as for any slot.
     """
 
     qfactory: Callable[[QuantizerRole], Any]
@@ -88,20 +96,77 @@ class CustomRecipe:
             return HIGH_PRECISION[role.module_type]
         if role.module_type == "dpa" and not self.fp8_dpa:
             return getattr(HIGH_PRECISION["dpa"], role.tensor_type)
+        return self._asked(role)
+
+    def entered(self) -> "CustomRecipe":
+        """The recipe for one autocast(), which asks the factory for each slot once."""
+        return _Entered(qfactory=self.qfactory, fp8_dpa=self.fp8_dpa, gemm=self.gemm, schedule=self.schedule)
+
+    @property
+    def answers_of(self) -> object:
+        """The recipe itself; within an autocast() its own answers."""
+        return self
+
+    def check_boundary(self, role: QuantizerRole | None) -> None:
+        """Ask the factory for a boundary slot that rounds nothing; raises as quantizer() does."""
+        if role is None or self.fp8_dpa:
+            self._asked(role)
+
+    def _asked(self, role: QuantizerRole | None) -> HybridQuantizer | None:
+        """The factory's answer for a role; None for a request without a slot of its own."""
         where = f"recipe.qfactory: {getattr(self.qfactory, '__qualname__', self.qfactory)}({role})"
+        without = role is None or not role.module_type
+        hint = "; it is asked so for outputs and gradients of inputs, which nobody reads in codes" if without else ""
         try:
             answer = self.qfactory(role)
-            answer = answer.quantizer(role) if hasattr(answer, "quantizer") else answer
+            if hasattr(answer, "quantizer"):
+                if without:
+                    return None
+                answer = answer.quantizer(role)
             if isinstance(answer, HybridQuantizer | str):
                 return HybridQuantizer.parse(answer)
         except UserError as error:
-            raise UserError(f"{where}: {error}") from None
+            raise UserError(f"{where}: {error}{hint}") from None
         except Exception as error:
-            raise UserError(f"{where} raised {type(error).__name__}: {error}") from error
-        leaves_out = "; 'bf16' leaves the slot in high precision" if answer is None else ""
+            raise UserError(f"{where} raised {type(error).__name__}: {error}{hint}") from error
+        hint += "; 'bf16' leaves the slot in high precision" if answer is None else ""
         raise UserError(
-            f"{where} returned {answer!r}; it must return a HybridQuantizer, its text, or a request for one{leaves_out}"
+            f"{where} returned {answer!r}; it must return a HybridQuantizer, its text, or a request for one{hint}"
         )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Entered(CustomRecipe):
+    """A CustomRecipe in one autocast(). It remembers answers, and is equal to one that has given no other answers."""
+
+    answers: dict[QuantizerRole | None, HybridQuantizer | None] = field(default_factory=dict)
+    scope: object = field(default_factory=object)
+    """What is this autocast()'s alone."""
+
+    @property
+    def answers_of(self) -> object:
+        return self.scope
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CustomRecipe):
+            return NotImplemented
+        others = other.answers if isinstance(other, _Entered) else {}
+        alike = all(others.get(role, answer) == answer for role, answer in self.answers.items())
+        return alike and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.qfactory, self.fp8_dpa, self.gemm, self.schedule
+
+    def entered(self) -> CustomRecipe:
+        return self
+
+    def _asked(self, role: QuantizerRole | None) -> HybridQuantizer | None:
+        if role not in self.answers:
+            self.answers[role] = super()._asked(role)
+        return self.answers[role]
 
 
 def _rebuild(qfactory: Callable, fp8_dpa: bool, gemm: str, schedule: tuple[Change, ...]) -> CustomRecipe:

@@ -146,6 +146,18 @@ class Recipe:
         layers = layers_of(roles)
         return {role: self._quantizer(role, layers) for role in roles}
 
+    def entered(self) -> "Recipe":
+        """The recipe itself, which is a value."""
+        return self
+
+    @property
+    def answers_of(self) -> object:
+        """The recipe itself."""
+        return self
+
+    def check_boundary(self, role: QuantizerRole | None) -> None:
+        """Nothing: sections say nothing of boundaries."""
+
     def quantizer(self, role: QuantizerRole) -> HybridQuantizer:
         """The quantizer of one slot.
 

@@ -1,0 +1,106 @@
+"""The dtype that TransformerEngine's modules compute and return in: that of their activations.
+
+This package's own linears read and write one dtype, bfloat16 by default. Under TransformerEngine's names a call takes
+the dtype of its input, or that of torch.autocast where this is on; parameters keep theirs. "bf16" in a recipe says that
+nothing is quantized, and is that dtype, too.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hqsweep.errors import UserError
+from hqsweep.formats import Identity
+from hqsweep.nn.linear import LinearBase
+from hqsweep.nn.parameter import held_in
+from hqsweep.nn.products import in_autocast
+from hqsweep.ops.kernels import in_dtype
+from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.sections import LinearQuantizers, slots
+
+FORMATS = {
+    torch.float32: Identity(name="fp32"),
+    torch.float16: Identity(name="fp16"),
+    torch.bfloat16: Identity(name="bf16"),
+}
+"""Dtype of activations -> the format of an operand that is not quantized."""
+BF16 = FORMATS[torch.bfloat16]
+
+
+def params_dtype(kind: str, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of the parameters of a module of this kind: torch's default where none is given."""
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    return _checked(kind, "params_dtype", dtype)
+
+
+def activations(where: str, x: Tensor) -> Tensor:
+    """The input of a module in the dtype that it computes in. UserError for an input of another dtype than float32,
+    float16 and bfloat16."""
+    _checked(where, "the input", x.dtype)
+    if in_autocast(x.device):
+        return in_dtype(x, _checked(where, "torch.autocast", torch.get_autocast_dtype(x.device.type)))
+    return x
+
+
+def _checked(where: str, what: str, dtype: torch.dtype) -> torch.dtype:
+    if dtype not in FORMATS:
+        raise UserError(f"{where}: {what} is {dtype}; it takes float32, float16 or bfloat16")
+    return dtype
+
+
+def quantizer_in(quantizer: HybridQuantizer, dtype: torch.dtype) -> HybridQuantizer:
+    """The quantizer of a slot for activations in dtype: what is not quantized is not rounded to bfloat16."""
+    if dtype is torch.bfloat16 or type(quantizer) is not HybridQuantizer:
+        return quantizer
+    row, column = (FORMATS[dtype] if f == BF16 else f for f in (quantizer.rowwise, quantizer.columnwise))
+    if row is quantizer.rowwise and column is quantizer.columnwise:
+        return quantizer
+    return HybridQuantizer(row, column, quantizer.columnwise_source)
+
+
+@contextmanager
+def built_in(dtype: torch.dtype) -> Iterator[None]:
+    """Weights that are built inside, and held quantized, are made of values in dtype by quantizer_in()."""
+    with held_in(lambda quantizer: quantizer_in(quantizer, dtype)):
+        yield
+
+
+class InActivationDtype(LinearBase):
+    """A linear, or several, each of whose calls is in the dtype of its input."""
+
+    _last: tuple[LinearQuantizers, torch.dtype, LinearQuantizers] | None = None
+    """Quantizers, a dtype, and the quantizers in it: those of the last call."""
+
+    def take(self, x: Tensor) -> Tensor:
+        """x in the dtype of a call with it, which becomes the module's."""
+        x = activations(self.name, x)
+        self.set_dtype(x.dtype)
+        return x
+
+    def set_dtype(self, dtype: torch.dtype) -> None:
+        """Set the dtype of the calls that follow."""
+        if dtype is not self.dtype:
+            self.dtype = dtype
+
+    def active_quantizers(self) -> LinearQuantizers:
+        return self._in_dtype(super().active_quantizers())
+
+    def call_facts(self) -> dict[str, Any]:
+        facts = super().call_facts()
+        return facts | {"quantizers": self._in_dtype(facts["quantizers"])}
+
+    def _in_dtype(self, section: LinearQuantizers) -> LinearQuantizers:
+        if self.dtype is torch.bfloat16:
+            return section
+        if self._last is None or self._last[0] is not section or self._last[1] is not self.dtype:
+            own = {slot: quantizer for slot, quantizer in slots(section).items() if quantizer is not None}
+            changed = {slot: quantizer_in(quantizer, self.dtype) for slot, quantizer in own.items()}
+            self._last = section, self.dtype, replace(section, **changed)
+        return self._last[2]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_last": None}

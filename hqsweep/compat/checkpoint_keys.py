@@ -1,0 +1,117 @@
+"""The keys of TransformerEngine's checkpoints: its state_dicts load into modules of its names, and can be made of them.
+
+A module's own state_dict has this package's keys, and these load as well. Below, "" is the module itself:
+
+    Linear, GroupedLinear   the same keys
+    LayerNormLinear         layer_norm_weight, layer_norm_bias  ->  norm.weight, norm.bias
+    LayerNormMLP            layer_norm_weight, layer_norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias
+                            ->  fc1.norm.weight, fc1.norm.bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias
+    MultiheadAttention      layernorm_qkv.*  ->  qkv.*  (with input_layernorm; without it both say qkv.*)
+                            query_weight, key_weight, value_weight  ->  one below the other in weight; biases alike
+    TransformerLayer        self_attention.*, layernorm_mlp.*  ->  attn.*, mlp.*
+    all                     _extra_state: empty, and not read; see below
+
+The weight of q, k and v in one piece (fuse_qkv_params) has its rows in the order of heads there, unless
+qkv_weight_interleaved is False: it loads into a module that is built with both options, and is refused elsewhere. An
+_extra_state that is not empty is a pickle of the recipe and, of delayed scaling, of scales and histories. It is not
+read, which a warning says; histories then begin anew.
+"""
+
+import warnings
+from collections.abc import Mapping, MutableMapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hqsweep.quant.tensor import HybridQuantizedTensor
+
+EXTRA_STATE = "_extra_state"
+QKV = ("query", "key", "value")
+State = MutableMapping[str, Any]
+
+
+class TakesKeys(nn.Module):
+    """A module whose load_state_dict takes TransformerEngine's keys, too."""
+
+    KEYS: ClassVar[Mapping[str, str]] = {}
+    """TransformerEngine's key -> that of this module; a key that ends in a dot stands for all that begin with it."""
+    pieces: int = 1
+    """The matrices that lie one below the other in the weight; TransformerEngine has names for three."""
+    fused_qkv = False
+    """Whether its weight of q, k and v is one, as that of this module is."""
+    has_extra_state = True
+    """Whether its state_dict has an _extra_state there."""
+
+    def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
+        drop_extra_state(state_dict, prefix, type(self).__name__)
+        rename(state_dict, prefix, self.KEYS)
+        if self.pieces == len(QKV):
+            for name in ("weight", "bias"):
+                _join(state_dict, prefix, name)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def give_keys(self, state: State, prefix: str) -> None:
+        """Rename what a state_dict has of this module, whose children have done so, as TransformerEngine has it."""
+        if self.pieces == len(QKV) and not self.fused_qkv:
+            for name in ("weight", "bias"):
+                _split(state, prefix, name)
+        rename(state, prefix, {own: theirs for theirs, own in self.KEYS.items()})
+        if self.has_extra_state:
+            state[f"{prefix}{EXTRA_STATE}"] = torch.empty(0, dtype=torch.uint8)
+
+
+def transformer_engine_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The state_dict of a model with TransformerEngine's keys for its modules of these names, which loads there.
+
+    Weights that are held quantized are given as their values. States of delayed scaling are left out, which a warning
+    says: there they are a pickle.
+    """
+    state: dict[str, Any] = {}
+    for key, value in model.state_dict().items():
+        if ".states." in f".{key}":
+            warnings.warn(f"{key}: states of delayed scaling are left out; they begin anew there", stacklevel=2)
+            continue
+        held = isinstance(value, HybridQuantizedTensor)
+        state[key] = value.dequantize() if held else value
+    for name, module in reversed(list(model.named_modules())):
+        if isinstance(module, TakesKeys):
+            module.give_keys(state, f"{name}." if name else "")
+    return state
+
+
+def rename(state: State, prefix: str, keys: Mapping[str, str]) -> None:
+    """Give the entries below prefix their other names, unless there is one of that name."""
+    for key in [key for key in state if key.startswith(prefix)]:
+        own = key.removeprefix(prefix)
+        found = [(old, new) for old, new in keys.items() if own == old or (old.endswith(".") and own.startswith(old))]
+        for old, new in found[:1]:
+            renamed = f"{prefix}{new}{own.removeprefix(old)}"
+            if renamed not in state:
+                state[renamed] = state.pop(key)
+
+
+def drop_extra_state(state: State, prefix: str, kind: str) -> None:
+    """Take out the _extra_state of a module, and say so where there was something in it."""
+    key = f"{prefix}{EXTRA_STATE}"
+    if key not in state:
+        return
+    value = state.pop(key)
+    if value is not None and not (isinstance(value, Tensor) and value.numel() == 0):
+        warnings.warn(
+            f"{kind}: {key} of the checkpoint is a pickle of TransformerEngine's recipe and histories of delayed"
+            " scaling; it is not read, and histories begin anew",
+            stacklevel=2,
+        )
+
+
+def _join(state: State, prefix: str, name: str) -> None:
+    keys = [f"{prefix}{part}_{name}" for part in QKV]
+    if f"{prefix}{name}" not in state and all(isinstance(state.get(key), Tensor) for key in keys):
+        state[f"{prefix}{name}"] = torch.cat([state.pop(key) for key in keys])
+
+
+def _split(state: State, prefix: str, name: str) -> None:
+    whole = state.pop(f"{prefix}{name}", None)
+    if whole is not None:
+        state.update({f"{prefix}{part}_{name}": rows for part, rows in zip(QKV, whole.chunk(3), strict=True)})
