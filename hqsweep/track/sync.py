@@ -34,11 +34,12 @@ def sync(run: RunDir, mode: str) -> list[Path]:
 
 
 def _to_wandb(run: RunDir, config: dict[str, Any]) -> list[Path]:
-    from hqsweep.track.wandb import offline_folders, open_run  # here, so that the other kind works without wandb
+    from hqsweep.track.wandb import known_id_of, offline_folders, open_run  # the other kind works without wandb
 
+    known = known_id_of(run)
     for folder in offline_folders(run):
         shutil.rmtree(folder)
-    replay(run, open_run(run, config))
+    replay(run, open_run(run, config, known))
     return offline_folders(run)
 
 
