@@ -37,6 +37,7 @@ def _to_wandb(run: RunDir, config: dict[str, Any]) -> list[Path]:
     from hqsweep.track.wandb import known_id_of, offline_folders, open_run  # the other kind works without wandb
 
     known = known_id_of(run)
+    _check_no_link(run.path / "wandb")
     for folder in offline_folders(run):
         shutil.rmtree(folder)
     replay(run, open_run(run, config, known))
@@ -46,8 +47,15 @@ def _to_wandb(run: RunDir, config: dict[str, Any]) -> list[Path]:
 def _to_tensorboard(run: RunDir, config: dict[str, Any]) -> list[Path]:
     from hqsweep.track.tensorboard import open_tensorboard, tensorboard_folder
 
+    _check_no_link(tensorboard_folder(run))
     replay(run, open_tensorboard(run, config))
     return [tensorboard_folder(run)]
+
+
+def _check_no_link(folder: Path) -> None:
+    """UserError where a mirror that is to be replaced lies behind a link."""
+    if folder.is_symlink():
+        raise UserError(f"{folder}: is a link, and what is behind it is not deleted; remove the link, then sync again")
 
 
 def replay(run: RunDir, tracker: Tracker) -> None:

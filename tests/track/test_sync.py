@@ -63,6 +63,18 @@ def test_sync_keeps_the_id_under_which_an_earlier_version_had_the_run(run):
     assert wandb_file.load(folder).run.run_id == f"grid-{run.name}"
 
 
+@pytest.mark.parametrize("kind", ["wandb", "tensorboard"])
+def test_sync_deletes_nothing_behind_a_link(run, tmp_path, kind):
+    kept = tmp_path / "elsewhere" / f"offline-run-20260101_010101-grid-{run.name}"
+    kept.mkdir(parents=True)
+    run.write_status(state="interrupted")
+    run.config_path.write_text(run.config_path.read_text().replace("kind: none", f"kind: {kind}"))
+    (run.path / kind).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="is a link, and what is behind it is not deleted"):
+        sync(run, "offline")
+    assert kept.is_dir()
+
+
 def test_a_run_at_work_is_left_alone(run):
     with run.lock(), pytest.raises(UserError, match="it is at work; sync it when it has ended"):
         sync(run, "offline")
