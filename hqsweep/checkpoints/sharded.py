@@ -10,7 +10,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,28 +20,13 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as torch_dcp
 
+from hqsweep.checkpoints.saving import Saving, disk_fault, settle
 from hqsweep.checkpoints.sharded_state import collect, joined
 from hqsweep.checkpoints.whole import sync_folder
 from hqsweep.dist.agreed import by_first, is_many, rank_in, together
 from hqsweep.errors import UserError
 
 Optimizer = torch.optim.Optimizer | None
-
-
-class Saving:
-    """A checkpoint that is being written beside the training, from copies on the CPU."""
-
-    def __init__(self, future: Future) -> None:
-        self._future = future
-
-    def done(self) -> bool:
-        """Whether this rank has nothing left to do."""
-        return self._future.done()
-
-    def result(self) -> Path:
-        """The path of the checkpoint, once all ranks have written it; raises what a rank raised. A training that ends
-        without this call may leave NAME.partial."""
-        return self._future.result()
 
 
 def save_sharded(
@@ -60,8 +45,9 @@ def save_sharded(
     and each rank's state of torch's generators. optimizer: None for the weights alone. extra: what the caller adds:
     numbers, texts, None, tensors, lists, and mappings with text keys, equal on all ranks.
 
-    If it is killed, it leaves at most NAME.partial, which the next call clears. It raises UserError on all ranks where
-    the folder exists already, and where the model cannot be written so.
+    If it is killed, it leaves at most NAME.partial, which the next call clears; if it fails, nothing. It raises, on all
+    ranks: UserError where the folder exists already, and where the model cannot be written so; OSError for what the
+    disk refuses; RuntimeError, before it writes, for an asynchronous save before it that failed.
     """
     state = _collected(model, optimizer, folder, extra or {}, group)
     return _write(state, Path(folder), group)
@@ -75,19 +61,23 @@ def save_sharded_async(
     *,
     group: Any = None,
 ) -> Saving:
-    """save_sharded in the background: when it returns, everything is copied to the CPU, and training may go on. Wait
-    for one with result() before the next."""
+    """save_sharded in the background: when it returns, everything is copied to the CPU, and training may go on.
+
+    The next save waits for it. One that fails leaves nothing: result() raises why, else the next save does, else it is
+    said on stderr when Python ends, with exit code 120.
+    """
     state = _collected(model, optimizer, folder, extra or {}, group)
     staged = torch_dcp.FileSystemWriter(folder).stage(state)
     own = _beside(group) if is_many(group) else None
     pool = ThreadPoolExecutor(1, thread_name_prefix="hqsweep-save")
     future = pool.submit(_write, staged, Path(folder), own)
     pool.shutdown(wait=False)
-    return Saving(future)
+    return Saving(future, Path(folder))
 
 
 def _collected(model: nn.Module, optimizer: Optimizer, folder: Any, extra: Mapping[str, Any], group: Any) -> dict:
-    """What is to be written, after the check that it can be."""
+    """What is to be written, after the check that it can be, and the end of the saves before."""
+    together(settle, group)
     by_first(lambda: _check_new(Path(folder)), group)
     return joined(together(lambda: collect(model, optimizer, extra, rank_in(group)), group), group)
 
@@ -128,17 +118,32 @@ def _write(state: dict, folder: Path, group: Any) -> Path:
                 no_dist=not is_many(group),
             )
         except torch_dcp.api.CheckpointException as error:
-            _raise(error)
-    by_first(lambda: _name(partial, folder), group)
+            _raise(error, partial, group)
+    try:
+        by_first(lambda: _name(partial, folder), group)
+    except (OSError, UserError):
+        _clear(partial, group)
+        raise
     return folder
 
 
-def _raise(error: Any) -> None:
-    """Raise the first failure of a rank; unchanged if it comes from the disk, or is to stop this process."""
+def _raise(error: Any, partial: Path, group: Any) -> None:
+    """Clear away what was written, and raise the first failure of a rank, or what the disk refused if that is why.
+    What is to stop this process goes on as it is, and clears nothing."""
     rank, (first, _) = next(iter(error.failures.items()))
-    if isinstance(first, OSError) or not isinstance(first, Exception):
+    if not isinstance(first, Exception):
+        raise first
+    refused = together(lambda: disk_fault(partial), group)
+    _clear(partial, group)
+    if refused is not None:
+        raise refused from first
+    if isinstance(first, OSError):
         raise first
     raise RuntimeError(f"rank {rank}: {type(first).__name__}: {first}") from first
+
+
+def _clear(partial: Path, group: Any) -> None:
+    by_first(lambda: shutil.rmtree(partial, ignore_errors=True), group)
 
 
 def _name(partial: Path, folder: Path) -> None:

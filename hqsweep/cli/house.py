@@ -78,19 +78,24 @@ def rm(
     from hqsweep.sweep.store import RunStore
 
     doomed = removals(RunStore(runs_dir), runs)
-    names = {str(removal.folder): [run.name for run in removal.runs] for removal in doomed}
+    names = {str(removal.folder): [] if removal.link else [run.name for run in removal.runs] for removal in doomed}
     for removal in doomed:
         of = f"the sweep {removal.folder.name}" if removal.whole else f"{removal.folder.name}, which has more"
+        if removal.link:
+            say(f"{removal.folder} is a link to {removal.link}; the link is deleted, what is behind it stays", err=True)
+            continue
         count = f"{len(removal.runs)} run{'s' * (len(removal.runs) != 1)}"
         say(f"{count} of {of}: {_some(names[str(removal.folder)])}", err=True)
     if not yes:
         if not sys.stdin.isatty():
             raise UserError("rm: nothing was deleted; --yes deletes these without asking")
         typer.confirm("delete for good?", abort=True, err=True)
+    links = [f"{removal.folder} was a link; {removal.link} stays" for removal in doomed if removal.link]
     for removal in doomed:
         delete(removal)
     left = [str(removal.folder) for removal in doomed if removal.whole and removal.folder.is_dir()]
-    print_result(as_json, names, "deleted", *(f"{folder} stays, with files that are not of hqsweep" for folder in left))
+    left = [f"{folder} stays, with files that are not of hqsweep" for folder in left]
+    print_result(as_json, names, "deleted", *links, *left)
 
 
 def _some(names: list[str]) -> str:

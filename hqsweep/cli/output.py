@@ -106,6 +106,9 @@ RESULT_COLUMNS = {
     "arm": "arm", "seed": "seed", "point": "point", "state": "state", "val_loss": "val loss",
     "tokens_per_s": "tokens/s", "seconds": "seconds", "reason": "reason",
 }  # fmt: skip
+DROP = ("changed", "trunk", "tokens/s", "seconds", "Slurm job", "loss", "run")
+"""The headings of rows_table that a narrow terminal goes without, the first one first; a column of names that heads
+the table stays."""
 SPECS = {"val_loss": ".4f", "loss": ".4f", "tokens_per_s": ",.0f", "seconds": ".1f", "minutes": ".1f"}
 
 
@@ -121,7 +124,7 @@ def rows_table(heading: str, rows: list[dict[str, Any]], columns: dict[str, str]
     cells = tuple(tuple(cell(key, row[key]) for key in columns) for row in rows)
     numeric = frozenset(index for index, key in enumerate(columns) if key in SPECS or key in ("seed", "point"))
     table = TextTable(header=tuple(columns.values()), rows=cells, numeric=numeric)
-    for name in ("reason", "point", "minutes"):
+    for name in ("reason", "point", "minutes", "job"):
         if name in columns and all(row.get(name) is None for row in rows):
-            table = table.without(name)
-    return to_rich(table, heading)
+            table = table.without(columns[name])
+    return to_rich(table, heading, drop=[name for name in DROP if name != table.header[0]])

@@ -6,7 +6,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from hqsweep.errors import UserError
@@ -24,6 +23,7 @@ from hqsweep.report.baseline import (
     recipes_of,
 )
 from hqsweep.report.baseline_changes import difference, equal, recipe_changes
+from hqsweep.report.fitted import Fitted
 from hqsweep.report.frames import load
 from hqsweep.report.left_out import note
 from hqsweep.report.same_data import of_one_data
@@ -46,7 +46,7 @@ class Update:
     note: str
     refused: bool = False
 
-    def table(self) -> Table:
+    def table(self) -> Fitted:
         """The runs for a terminal."""
         forks = any(row["point"] for row in self.rows)
         names = ("arm", "seed", *(["point"] if forks else []), "stored", "now", "gap", "change")

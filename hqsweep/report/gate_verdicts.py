@@ -4,9 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.table import Table
-
 from hqsweep.errors import EXIT_FAILED, EXIT_MISMATCH, EXIT_UNDECIDED
+from hqsweep.report.fitted import Fitted
 from hqsweep.report.left_out import LeftOut, note
 from hqsweep.report.text import TextTable, number, text, to_rich
 
@@ -104,7 +103,7 @@ class Verdicts:
         header = ("arm", "gate", "verdict", "change %", "95 % from", "to", self.replicates, "note")
         return TextTable(header=header, rows=rows, numeric=frozenset({3, 4, 5, 6}))
 
-    def table(self) -> Table:
+    def table(self) -> Fitted:
         """The arms for a terminal."""
         styles = [STYLE.get(arm.outcome, "red") for arm in self.arms]
         return to_rich(self.cells(), f"gate: {self.outcome}, margin {self.margin:g} %", styles)

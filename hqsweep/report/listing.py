@@ -42,7 +42,7 @@ def list_sweeps(store: RunStore, tag: str | None = None) -> tuple[RenderableType
     table = TextTable(header=header, rows=rows, numeric=frozenset({3, 4}))
     for name in ("tags", "note"):
         table = table if table.column(name) - {""} else table.without(name)
-    shown = to_rich(table, f"sweeps in {store.root}")
+    shown = to_rich(table, f"sweeps in {store.root}", drop=("created (UTC)", "conf", "arms"))
     return Group(shown, *(Text(fault) for sweep in sweeps for fault in sweep["faults"])), sweeps
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import yaml
 from rich.console import Group, RenderableType
 from rich.syntax import Syntax
-from rich.table import Table
 from rich.text import Text
 
 from hqsweep.config.fork import ForkConfig
 from hqsweep.config.jobs import CHECKED_TABLES
+from hqsweep.report.fitted import Fitted
 from hqsweep.report.gemm_plans import plan_lines
 from hqsweep.report.job_tables import job_tables
 from hqsweep.report.text import TextTable, number, sparkline, text, to_rich
@@ -152,7 +152,7 @@ def _worst(run: RunDir) -> list[dict[str, Any]]:
     return sorted((row for row in rows if row["step"] == last), key=lambda row: row["sqnr_db"])[:WORST]
 
 
-def _worst_table(worst: list[dict[str, Any]]) -> Table:
+def _worst_table(worst: list[dict[str, Any]]) -> Fitted:
     rows = tuple(
         (
             row["layer"],
@@ -170,7 +170,7 @@ def _worst_table(worst: list[dict[str, Any]]) -> Table:
     )
 
 
-def _manifest_table(manifest: dict[str, Any]) -> Table:
+def _manifest_table(manifest: dict[str, Any]) -> Fitted:
     if "gemm_plan" in manifest:
         schedule = manifest.get("recipe_schedule", [])
         manifest = manifest | {"gemm_plan": plan_lines(manifest["gemm_plan"], schedule)}

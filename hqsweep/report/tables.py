@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from rich.table import Table
 from rich.text import Text
 
 from hqsweep.report.arms import Comparison
+from hqsweep.report.fitted import Fitted
 from hqsweep.report.frames import FORK, config_leaves
 from hqsweep.report.gemm_plans import arm_lines
 from hqsweep.report.identical import IDENTICAL
@@ -281,7 +281,11 @@ def title(comparison: Comparison) -> str:
     return f"{sweeps}: {others} {'arm' if others == 1 else 'arms'} against {comparison.baseline}"
 
 
-def rich_table(comparison: Comparison) -> Table:
+DROP = ("gap (nats)", "tokens/s", "trunks", "seeds")
+"""The headings that a narrow terminal goes without, the first one first."""
+
+
+def rich_table(comparison: Comparison) -> Fitted:
     """The arms for a terminal of 80 columns, coloured by verdict; the caption below has the sentences, the notes on
     all, and the plans that computed the GEMMs.
 
@@ -294,10 +298,9 @@ def rich_table(comparison: Comparison) -> Table:
     cells = cells.without("95 % interval") if single else cells.without("tokens/s")
     if all(state.endswith("finished") and "," not in state for state in cells.column("state")):
         cells = cells.without("state")
-    table = to_rich(cells, title(comparison), [COLOUR.get(verdict, "") for verdict in arms["verdict"]])
+    table = to_rich(cells, title(comparison), [COLOUR.get(verdict, "") for verdict in arms["verdict"]], DROP)
     sentences = [f"{row.arm}: {row.sentence}" for row in arms.itertuples()]
     table.caption = Text("\n".join([*sentences, *comparison.notes, *_computed_by(comparison.arms)]))
-    table.caption_justify = "left"
     return table
 
 

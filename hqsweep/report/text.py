@@ -7,11 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-from rich.text import Text
-
 from hqsweep.errors import visible
+from hqsweep.report.fitted import Fitted
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -85,24 +82,13 @@ def legal(xml: str) -> str:
     return re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", xml)
 
 
-def to_rich(table: TextTable, heading: str, styles: Sequence[str] | None = None) -> Table:
-    """Any TextTable as a rich table; `styles` holds one style per row."""
-    shown = Table(
-        title=Text(heading),
-        title_justify="left",
-        title_style="bold",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for column, name in enumerate(table.header):
-        number = column in table.numeric
-        longest = max((len(row[column]) for row in table.rows), default=0)
-        justify = "right" if number else "left"
-        shown.add_column(Text(name), justify=justify, overflow="fold", no_wrap=number, min_width=min(longest, 10))
-    for index, row in enumerate(table.rows):
-        shown.add_row(*map(Text, row), style=styles[index] if styles else None)
-    return shown
+def to_rich(
+    table: TextTable, heading: str, styles: Sequence[str] | None = None, drop: Sequence[str] = ()
+) -> Fitted:
+    """Any TextTable for a terminal; `styles` holds one style per row, `drop` the headings that may go, first one
+    first."""
+    cells = {"header": table.header, "rows": table.rows, "numeric": table.numeric}
+    return Fitted(**cells, heading=heading, styles=styles, drop=drop)
 
 
 def sparkline(values: Sequence[float], width: int = 48) -> str:

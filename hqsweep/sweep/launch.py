@@ -24,7 +24,7 @@ from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.point import GridPoint
 from hqsweep.sweep.progress import Display
 from hqsweep.sweep.run_dir import RunDir, unusable
-from hqsweep.sweep.slurm import run_slurm
+from hqsweep.sweep.slurm import check_slurm, run_slurm
 from hqsweep.sweep.stated import check_stated
 from hqsweep.sweep.store import RunStore
 from hqsweep.sweep.sweep_file import Unsealed
@@ -151,6 +151,8 @@ def check(plan: SweepPlan) -> None:
         check_vocabularies(trainings)
         for source, context in dict.fromkeys((config.data, config.train.context) for config in trainings):
             data.check_length(source, context)
+    else:
+        check_slurm(Path(plan.first.runs_dir) / plan.first.sweep)
     check_data(plan)
     try:
         check_stated(RunStore(Path(plan.first.runs_dir)), plan.first.sweep, plan.study)

@@ -1,7 +1,8 @@
 """Deleting runs and sweeps: what may be deleted, and how.
 
 Nothing is deleted that runs or waits in a queue, and no trunk without its forks. A run leaves the sweep's list first,
-so that a kill in between leaves a folder that is no run of the sweep, never a hole in a sweep that is whole.
+so that a kill in between leaves a folder that is no run of the sweep, never a hole in a sweep that is whole. Of a link
+only the link is deleted, never what lies behind it, be it a run's, a sweep's or a file's.
 """
 
 from collections.abc import Sequence
@@ -27,11 +28,16 @@ class Removal:
     runs: tuple[RunDir, ...]
     whole: bool
 
+    @property
+    def link(self) -> Path | None:
+        """Where the sweep's folder leads to if it is a link, which alone is deleted then; None for a folder."""
+        return self.folder.resolve() if self.folder.is_symlink() else None
+
 
 def removals(store: RunStore, words: Sequence[str]) -> list[Removal]:
     """The removals that the words mean, a sweep at a time. UserError for a run that is at work or waits for Slurm, for
-    a trunk whose forks stay, for a run whose checkpoint another sweep has as its fork.trunk, and for a folder of no
-    sweep."""
+    a trunk whose forks stay, for a run whose checkpoint another sweep has as its fork.trunk, for a folder of no sweep,
+    and for some of the runs behind a link."""
     runs = store.resolve(words)
     removed = []
     for folder in dict.fromkeys(run.sweep_path for run in runs):
@@ -44,6 +50,11 @@ def removals(store: RunStore, words: Sequence[str]) -> list[Removal]:
             _check_at_rest(run)
         _check_trunks(asked, [run for run in listed if run not in asked])
         removed.append(Removal(folder=folder, runs=asked, whole=whole))
+        if removed[-1].link and not whole:
+            raise UserError(
+                f"rm: {folder} is a link, and what is behind it is not deleted through it; name {asked[0].name} by its"
+                f" own path, {asked[0].path.resolve()}"
+            )
     _check_other_sweeps(store, removed)
     return removed
 
@@ -84,7 +95,8 @@ def _trunk(run: RunDir) -> RunDir | None:
 
 
 def _check_other_sweeps(store: RunStore, removed: Sequence[Removal]) -> None:
-    gone = {run.path.resolve(): run for removal in removed for run in removal.runs}
+    removed = [removal for removal in removed if not removal.link]
+    gone = {run.path.resolve(): run for removal in removed for run in removal.runs if not run.path.is_symlink()}
     whole = {removal.folder.resolve() for removal in removed if removal.whole}
     for sweep in store.sweeps():
         run = None if (store.root / sweep).resolve() in whole else gone.get(_outside_trunk(store, sweep))
@@ -103,8 +115,11 @@ def _outside_trunk(store: RunStore, sweep: str) -> Path | None:
 
 
 def delete(removal: Removal) -> None:
-    """Delete the runs, and, of a whole sweep, the files beside them. UserError where a run has begun to work
-    meanwhile."""
+    """Delete the runs, and, of a whole sweep, the files beside them; of a link the link. UserError where a run has
+    begun to work meanwhile."""
+    if removal.link:
+        removal.folder.unlink()
+        return
     store, sweep = RunStore(removal.folder.parent), removal.folder.name
     with store.lock(sweep), ExitStack() as held:
         for run in removal.runs:

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stderr
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from hqsweep.errors import UserError
@@ -48,8 +49,7 @@ def run_slurm(
 
     Raises UserError when Slurm does not take the jobs.
     """
-    if find_spec("submitit") is None:
-        raise UserError("engine.kind: 'slurm' needs submitit; pip install 'hqsweep[slurm]', or set engine=local")
+    check_slurm(runs[0].sweep_path)
     store, sweep = RunStore(runs[0].sweep_path.parent), runs[0].sweep
     with store.lock(sweep, display.say):
         live = _live(runs)
@@ -65,6 +65,21 @@ def run_slurm(
         display.say(f"hqsweep status {sweep} follows them, hqsweep cancel {sweep} takes them back")
     else:
         follow(runs, display)
+
+
+def check_slurm(sweep_path: Path) -> None:
+    """UserError where submitit is missing, and where its scripts and Slurm would take the path of a sweep's folder for
+    another one: a line break ends a line of the script, and both replace %j and the like by facts of a job."""
+    if find_spec("submitit") is None:
+        raise UserError("engine.kind: 'slurm' needs submitit; pip install 'hqsweep[slurm]', or set engine=local")
+    path = str(sweep_path.resolve())
+    if not path.isprintable():
+        raise UserError(f"runs_dir: {path!r} has a control character, which no script of Slurm can hold")
+    if "%" in path:
+        raise UserError(
+            f"runs_dir: '{path}' has a '%', by which Slurm means facts of a job, as in %j; give a folder without, such"
+            " as runs_dir=runs"
+        )
 
 
 def _live(runs: Sequence[RunDir]) -> set[RunDir]:
@@ -131,10 +146,6 @@ def _submit_array(
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
     paths = [[run.path.resolve() for run in task] for task in tasks]
-    if not str(paths[0][0]).isprintable():  # it stands in the script of sbatch, which a line break would end
-        raise UserError(
-            f"runs_dir: {str(paths[0][0].parent)!r} has a control character, which no script of Slurm can hold"
-        )
     limit_s = slurm["time_min"] * 60.0 - slurm["signal_s"] if slurm["time_min"] else None
     said = io.StringIO()  # submitit repeats there what sbatch says
     try:

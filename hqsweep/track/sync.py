@@ -34,19 +34,28 @@ def sync(run: RunDir, mode: str) -> list[Path]:
 
 
 def _to_wandb(run: RunDir, config: dict[str, Any]) -> list[Path]:
-    from hqsweep.track.wandb import offline_folders, open_run  # here, so that the other kind works without wandb
+    from hqsweep.track.wandb import known_id_of, offline_folders, open_run  # the other kind works without wandb
 
+    known = known_id_of(run)
+    _check_no_link(run.path / "wandb")
     for folder in offline_folders(run):
         shutil.rmtree(folder)
-    replay(run, open_run(run, config))
+    replay(run, open_run(run, config, known))
     return offline_folders(run)
 
 
 def _to_tensorboard(run: RunDir, config: dict[str, Any]) -> list[Path]:
     from hqsweep.track.tensorboard import open_tensorboard, tensorboard_folder
 
+    _check_no_link(tensorboard_folder(run))
     replay(run, open_tensorboard(run, config))
     return [tensorboard_folder(run)]
+
+
+def _check_no_link(folder: Path) -> None:
+    """UserError where a mirror that is to be replaced lies behind a link."""
+    if folder.is_symlink():
+        raise UserError(f"{folder}: is a link, and what is behind it is not deleted; remove the link, then sync again")
 
 
 def replay(run: RunDir, tracker: Tracker) -> None:

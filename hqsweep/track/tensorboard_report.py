@@ -22,7 +22,8 @@ def log_report(sweep_path: Path, report: Path, arms: Sequence[Mapping[str, Any]]
     SWEEP/tensorboard/REPORT, in place of an earlier comparison. Returns whether they are kept; never raises."""
     folder = sweep_path / "tensorboard" / report.name
     try:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.parent.is_symlink():  # nothing behind a link is deleted
+            shutil.rmtree(folder, ignore_errors=True)
         with SummaryWriter(str(folder)) as writer:
             writer.add_text("verdicts", markdown_table([{name: arm[name] for name in VERDICT_COLUMNS} for arm in arms]))
             writer.add_text("forest", f"```text\n{forest_text(arms)}\n```")

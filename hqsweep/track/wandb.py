@@ -4,6 +4,7 @@ Everything W&B writes stays in the run's folder (`<run>/wandb/`; a report's in t
 reach the disk every second, where W&B's own default loses up to 15 s of a killed run.
 """
 
+import hashlib
 import netrc
 import os
 import re
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 import wandb
 
 from hqsweep.errors import visible
+from hqsweep.sweep.names import fork_of, id_in
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.track.harmless import HarmlessTracker, harmless, one_line
 from hqsweep.track.tables import VERDICT_COLUMNS
@@ -28,8 +30,12 @@ FAST = {
 """Settings that make `init` about six times faster (the manifest has what they leave out) and flush every second."""
 
 
-_NOT_IN_ID = re.compile(r"[^A-Za-z0-9._+-]")
-"""The characters that a run's id may not have, because it stands in addresses; our own names have none of them."""
+_NOT_IN_ID = re.compile(r"[^A-Za-z0-9._-]")
+"""The characters that an id may not have, because it stands in addresses and in names of artifacts."""
+ID_LENGTH, NAME_LENGTH, TAG_LENGTH = 64, 128, 64
+"""The characters that W&B takes of an id, of a name (a run's, an artifact's), and of a tag."""
+_FOLDER = re.compile(r"(?:offline-)?run-\d{8}_\d{6}-(?P<id>.+)")
+"""The folder of one start of a run, as W&B names it."""
 
 
 def resolve_mode(mode: str, environment: Mapping[str, str]) -> str:
@@ -61,20 +67,44 @@ def logged_in(environment: Mapping[str, str]) -> bool:
     return False
 
 
-def open_run(run: RunDir, config: Mapping[str, Any]) -> Tracker:
-    """The mirror of a run: group = sweep, job type = job, name = arm and seed, and the same id when it is resumed."""
-    manifest = run.manifest()
-    name = visible(f"{manifest['arm']} s{manifest['seed']}")
+def open_run(run: RunDir, config: Mapping[str, Any], known_id: str | None = None) -> Tracker:
+    """The mirror of a run: group = sweep, job type = job, the same id when it is resumed, and as tags its arm, and
+    whether it is a trunk or a fork. known_id: known_id_of(run), where its folders are deleted since."""
+    manifest, fork = run.manifest(), fork_of(config)
+    role, point = ("whole run", "") if fork is None else ("trunk", "") if fork.is_trunk else ("fork", fork.start)
+    arm = "trunk" if role == "trunk" else visible(manifest["arm"])
+    tags = [role] * (manifest["job"] == "convergence") + [arm[:TAG_LENGTH]]
+    rest = f" s{manifest['seed']}{f' at{point}' if role == 'fork' else ''} {visible(id_in(run.name))}"
     return _open(
         run.path,
         config["track"],
-        group=visible(run.sweep),
+        group=_group(run.sweep),
         job_type=manifest["job"],
-        name=name,
-        id=_NOT_IN_ID.sub("_", f"{run.sweep}-{run.name}")[-64:],
+        name=arm[: NAME_LENGTH - len(rest)] + rest,
+        id=known_id or known_id_of(run) or unique(f"{run.sweep}-{run.name}", f"{run.sweep}/{run.name}", ID_LENGTH),
+        tags=list(dict.fromkeys(tags)),
         config=dict(config),
         resume="allow",
     )
+
+
+def unique(text: str, of: str, length: int) -> str:
+    """A text of at most `length` characters that may stand in addresses: `text` cut, then 10 hex digits of the sha256
+    of `of`, so that no two names share it, however long they are and whatever they end in."""
+    digits = hashlib.sha256(of.encode("utf-8", "surrogateescape")).hexdigest()[:10]
+    return f"{_NOT_IN_ID.sub('_', text)[: length - len(digits) - 1]}-{digits}"
+
+
+def _group(sweep: str) -> str:
+    """The group of a sweep's runs: its name, cut where it is too long."""
+    return visible(sweep) if len(visible(sweep)) <= NAME_LENGTH else unique(sweep, sweep, NAME_LENGTH)
+
+
+def known_id_of(run: RunDir) -> str | None:
+    """The id under which W&B has the run, by the folder of its first start; None before it. So a run that an earlier
+    version started keeps the id of then."""
+    starts = sorted((run.path / "wandb").glob("*run-*"), key=lambda path: path.name.removeprefix("offline-"))
+    return next((match["id"] for path in starts if (match := _FOLDER.fullmatch(path.name))), None)
 
 
 def log_report(sweep_path: Path, track: Mapping[str, Any], report: Path, arms: Sequence[Mapping[str, Any]]) -> bool:
@@ -85,7 +115,7 @@ def log_report(sweep_path: Path, track: Mapping[str, Any], report: Path, arms: S
     `track` is the section of that name of a run's config. Returns whether everything is stored, on the server or,
     offline, in the sweep's folder.
     """
-    group, name = visible(sweep_path.name), visible(f"report {report.name}")
+    group, name = _group(sweep_path.name), visible(f"report {report.name}")[:NAME_LENGTH]
     tracker = _open(sweep_path, track, group=group, job_type="report", name=name)
     if not isinstance(tracker, WandbTracker):
         return False
@@ -164,7 +194,10 @@ class WandbTracker(HarmlessTracker):
 
     @harmless
     def artifact(self, folder: Path) -> None:
-        artifact = wandb.Artifact(f"report-{self._run.group}", type="report")
+        name = plain = f"report-{self._run.group}"
+        if _NOT_IN_ID.search(plain) or len(plain) > NAME_LENGTH:
+            name = unique(plain, plain, NAME_LENGTH)
+        artifact = wandb.Artifact(name, type="report")
         artifact.add_dir(str(folder))
         self._run.log_artifact(artifact)
 

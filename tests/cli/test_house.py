@@ -139,6 +139,46 @@ def test_rm_unlists_a_run_whose_folder_is_gone_and_follows_no_link(folder: Path)
     assert not second.path.is_symlink() and (folder / "elsewhere/kept").exists() and len(names("first")) == 2
 
 
+@pytest.mark.parametrize("named", ["mine", "runs/mine", "all of its runs"])
+def test_rm_of_a_link_to_a_sweep_deletes_the_link_alone(named: str, folder: Path) -> None:
+    runs = sweep_of("mine")
+    shutil.move("runs/mine", "archive")
+    Path("runs/mine").symlink_to(folder / "archive")
+    before = sorted(path.relative_to("archive") for path in Path("archive").rglob("*"))
+    result = hqsweep("rm", *([run.name for run in runs] if named == "all of its runs" else [named]), "--yes")
+    assert result.exit_code == 0 and not Path("runs/mine").is_symlink()
+    assert sorted(path.relative_to("archive") for path in Path("archive").rglob("*")) == before and before
+    assert result.stdout == f"deleted\nruns/mine was a link; {folder / 'archive'} stays\n"
+    assert "the link is deleted, what is behind it stays" in result.stderr and "files that are not" not in result.stdout
+
+
+def test_rm_deletes_no_run_through_a_link_and_all_under_a_linked_runs_dir(folder: Path) -> None:
+    (run, *_) = sweep_of("mine")
+    shutil.move("runs/mine", "archive")
+    Path("runs/mine").symlink_to(folder / "archive")
+    result = hqsweep("rm", run.name, "--yes")
+    own = folder / "archive" / run.name
+    assert result.exit_code == 2 and f"name {run.name} by its own path, {own}" in result.stderr
+    assert len(names("mine")) == 4 and own.is_dir()
+    Path("runs/mine").unlink()
+    shutil.move("archive", "runs/mine")
+    shutil.move("runs", "scratch")
+    Path("runs").symlink_to(folder / "scratch")  # the usual way to have the runs on another disk
+    assert hqsweep("rm", run.name, "--yes").exit_code == 0 and len(names("mine")) == 3
+    assert hqsweep("rm", "mine", "--yes").exit_code == 0 and not Path("scratch/mine").exists()
+
+
+@pytest.mark.parametrize("inner", ["checkpoint", "wandb", "notes", "slurm"])
+def test_rm_follows_no_link_below_a_sweep(inner: str, folder: Path) -> None:
+    run, *_ = sweep_of("mine")
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere/kept").touch()
+    place = run.path / inner if inner in ("checkpoint", "wandb") else run.sweep_path / inner
+    place.symlink_to(folder / "elsewhere")
+    assert hqsweep("rm", "mine", "--yes").exit_code == 0
+    assert (folder / "elsewhere/kept").exists() and not run.path.exists()
+
+
 def test_rm_refuses_what_works_waits_or_is_needed(folder: Path) -> None:
     runs = sweep_of("first")
     trunk, fork, *_ = sweep_of("forked", "recipe=bf16", "seed=0", "fork.at=10,20")

@@ -10,7 +10,7 @@ import slurm_cluster
 from shown import Shown
 
 from hqsweep.errors import UserError
-from hqsweep.sweep import follow, slurm
+from hqsweep.sweep import follow, launch, slurm
 from hqsweep.sweep.slurm import run_slurm, sbatch_parameters
 
 pytest.importorskip("submitit")
@@ -200,3 +200,16 @@ def test_without_slurm_and_without_submitit_one_sentence_each(make_runs, monkeyp
     monkeypatch.setattr(slurm, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"engine\.kind: 'slurm' needs submitit; pip install"):
         run_slurm([run], display=Shown(), slurm=SECTION)
+
+
+@pytest.mark.parametrize("name", ["part_%u_%j", "100%", "a%%b", "line\nbreak"])
+def test_a_path_that_slurm_would_change_is_refused_before_anything_is_written(name, tmp_path, monkeypatch):
+    (tmp_path / name).mkdir()
+    words = ["conf=markov", "sweep=p", "recipe=bf16", "seed=0", "null_arm=false", "track=none", "engine=slurm"]
+    for place, word in ((tmp_path, f"runs_dir='{name}'"), (tmp_path / name, "runs_dir=runs")):
+        monkeypatch.chdir(place)
+        if "\n" in word:
+            continue  # no word of a command line
+        with pytest.raises(UserError, match=r"runs_dir: .* has a (control character|'%', by which Slurm means facts)"):
+            launch.start(launch.plan([*words, word]), Shown())
+    assert [path.name for path in tmp_path.rglob("*")] == [name]

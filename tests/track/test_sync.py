@@ -14,7 +14,7 @@ from hqsweep.errors import UserError
 from hqsweep.sweep.store import RunStore
 from hqsweep.track.sync import sync
 from hqsweep.track.tables import TABLES
-from hqsweep.track.wandb import open_run
+from hqsweep.track.wandb import known_id_of, open_run
 
 CONFIG = {
     "job": "convergence", "sweep": "grid", "seed": 3, "recipe": {"name": "mxfp8"},
@@ -43,6 +43,7 @@ def test_sync_replays_every_row_whatever_the_mirror_had(run):
     partial = open_run(run, CONFIG)
     partial.log(10, {"train_loss": 3.0})
     partial.finish(1)
+    run_id = known_id_of(run)
     for _ in range(2):  # a second time changes nothing
         (folder,) = sync(run, "offline")
         uploaded = wandb_file.load(folder)
@@ -52,8 +53,26 @@ def test_sync_replays_every_row_whatever_the_mirror_had(run):
         curve = [row["_step"] for row in uploaded.history if row.get("sqnr_db/a/input/rowwise") == 30.5]
         assert curve == [10, 15]
         assert any("stats.path" in row for row in uploaded.history)
-        assert (uploaded.run.run_id, uploaded.run.run_group, uploaded.exit_code) == (f"grid-{run.name}", "grid", 3)
+        assert (uploaded.run.run_id, uploaded.run.run_group, uploaded.exit_code) == (run_id, "grid", 3)
         assert folder.is_relative_to(run.path)
+
+
+def test_sync_keeps_the_id_under_which_an_earlier_version_had_the_run(run):
+    (run.path / "wandb" / f"offline-run-20260101_010101-grid-{run.name}").mkdir(parents=True)
+    (folder,) = sync(run, "offline")
+    assert wandb_file.load(folder).run.run_id == f"grid-{run.name}"
+
+
+@pytest.mark.parametrize("kind", ["wandb", "tensorboard"])
+def test_sync_deletes_nothing_behind_a_link(run, tmp_path, kind):
+    kept = tmp_path / "elsewhere" / f"offline-run-20260101_010101-grid-{run.name}"
+    kept.mkdir(parents=True)
+    run.write_status(state="interrupted")
+    run.config_path.write_text(run.config_path.read_text().replace("kind: none", f"kind: {kind}"))
+    (run.path / kind).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="is a link, and what is behind it is not deleted"):
+        sync(run, "offline")
+    assert kept.is_dir()
 
 
 def test_a_run_at_work_is_left_alone(run):

@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,6 +17,8 @@ pytest.importorskip("wandb")
 
 import wandb_file
 
+from hqsweep.sweep.names import id_in
+from hqsweep.sweep.run_dir import RunDir
 from hqsweep.sweep.store import RunStore
 from hqsweep.track import wandb as mirror
 from hqsweep.track.open import open_tracker
@@ -56,12 +59,10 @@ def test_an_offline_run_mirrors_config_metrics_and_tables(run, tmp_path):
     assert tracker.finish(0)
     (folder,) = mirror.offline_folders(run)
     mirrored = wandb_file.load(folder)
-    assert (mirrored.run.run_group, mirrored.run.job_type, mirrored.run.display_name) == (
-        "grid",
-        "parity",
-        "mxfp8 lr=0.1 s3",
-    )
-    assert (mirrored.run.project, mirrored.run.run_id) == ("hqsweep", f"grid-{run.name}")
+    assert (mirrored.run.run_group, mirrored.run.job_type) == ("grid", "parity")
+    assert mirrored.run.display_name == f"mxfp8 lr=0.1 s3 {id_in(run.name)}"
+    assert list(mirrored.run.tags) == ["mxfp8 lr=0.1"]
+    assert (mirrored.run.project, mirrored.run.run_id) == ("hqsweep", mirror.known_id_of(run))
     assert {key: mirrored.config[key] for key in CONFIG} == CONFIG
     assert [(row["_step"], row["train_loss"]) for row in mirrored.history] == [(0, 3.0), (10, -7.0), (20, -17.0)]
     assert math.isnan(mirrored.history[-1]["val_loss"])
@@ -71,6 +72,57 @@ def test_an_offline_run_mirrors_config_metrics_and_tables(run, tmp_path):
     assert mirrored.exit_code == 0
     assert list((tmp_path / "home").iterdir()) == []
     assert [path.name for path in run.sweep_path.iterdir() if "wandb" in path.name] == []
+
+
+LONG = "nvfp4_row_scaled_fwd_high_precision_bwd"
+
+
+def opened(monkeypatch, path, manifest, config=CONFIG):
+    """What wandb.init is given for the run in a folder."""
+    given = {}
+    run = RunDir(path)
+    monkeypatch.setattr(RunDir, "manifest", lambda self: {"job": "convergence"} | manifest)
+    monkeypatch.setattr(mirror.wandb, "init", lambda **fields: given.update(fields) or SimpleNamespace())
+    mirror.open_run(run, config)
+    return SimpleNamespace(**given)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (f"h100_study_1/{LONG}-s0-at4-08f77c493b", f"h200_study_1/{LONG}-s0-at4-08f77c493b"),
+        ("a b/bf16-s0-08f77c493b", "a_b/bf16-s0-08f77c493b"),
+        ("a/b-x-s0-08f77c493b", "a-b/x-s0-08f77c493b"),
+        (f"{'s' * 250}1/bf16-s0-08f77c493b", f"{'s' * 250}2/bf16-s0-08f77c493b"),
+        ("ü/bf16-s0-08f77c493b", "ö/bf16-s0-08f77c493b"),
+    ],
+)
+def test_runs_of_two_sweeps_never_share_an_id(first, second, tmp_path, monkeypatch):
+    ids = [opened(monkeypatch, tmp_path / path, {"arm": LONG, "seed": 0}).id for path in (first, second)]
+    assert ids[0] != ids[1]
+    assert all(len(name) <= mirror.ID_LENGTH and re.fullmatch("[A-Za-z0-9._-]+", name) for name in ids)
+    groups = [opened(monkeypatch, tmp_path / path, {"arm": "a", "seed": 0}).group for path in (first, second)]
+    assert groups[0] != groups[1] and max(map(len, groups)) <= mirror.NAME_LENGTH
+
+
+def test_what_one_folder_has_is_told_apart_by_its_names(tmp_path, monkeypatch):
+    def fork(at, **keys):
+        return CONFIG | {"fork": {"at": [at], "steps": 2, "decay": 1, "warmup": 1, **keys}}
+
+    names = {
+        opened(monkeypatch, tmp_path / f"w/{arm}-s1-at{at}-{digits}", {"arm": arm, "seed": 1}, fork(at, trunk="t")).name
+        for arm, at, digits in (("nvfp4", 5, "0a"), ("nvfp4", 10, "0b"), ("x" * 200, 5, "0c"), ("x" * 200, 10, "0d"))
+    }
+    assert {"nvfp4 s1 at5 0a", "nvfp4 s1 at10 0b"} < names and len(names) == 4 and max(map(len, names)) == 128
+    trunk = opened(monkeypatch, tmp_path / "w/trunk-s1-0e", {"arm": "bf16", "seed": 1}, fork(5))
+    assert (trunk.name, trunk.tags) == ("trunk s1 0e", ["trunk"])
+
+
+@pytest.mark.parametrize("folder", ["offline-run-20260101_010101-", "run-20260101_010101-"])
+def test_a_run_that_an_earlier_version_started_keeps_its_id(run, folder):
+    (run.path / "wandb" / f"{folder}tudy-nvfp4-s0-08f77c493b").mkdir(parents=True)
+    (run.path / "wandb" / f"{folder.replace('2026', '2027')}other").mkdir()
+    assert mirror.known_id_of(run) == "tudy-nvfp4-s0-08f77c493b"
 
 
 @pytest.mark.slow
