@@ -409,7 +409,7 @@ def _loss_by_chunks(mesh: DeviceMesh, recipe: str, device: torch.device) -> list
     results = []
     for by_chunks in (True, False):
         torch.manual_seed(0)
-        head = Linear(64, VOCABULARY, name="head", recipe=recipe).to(device)
+        head = Linear(64, VOCABULARY, name="head", recipe=f"format:{recipe}").to(device)
         head = ColwiseLinear(sequence=1)._apply(head, mesh)
         h, targets = 0.3 * torch.randn(4, 64, 64), torch.randint(0, VOCABULARY, (4, 64)).to(device)
         own = h.chunk(mesh.size(), 1)[mesh.get_local_rank()].to(device, copy=True).requires_grad_()
