@@ -163,9 +163,14 @@ WHOLE_BLOCKS = tuple(name for name in NAMES if parse(name).column_multiple > 1)
 """Names whose last block of a row must be full."""
 
 
+_RECIPES = sorted((Path(__file__).parents[1] / "conf/recipe").glob("*.yaml"))
+PACKAGED = tuple(file.stem for file in _RECIPES)
+"""The names of the packaged recipes."""
+
+
 def _recipe_section(name: str) -> dict[str, str] | str:
     """How the first recipe of conf/recipe whose formats all have this name quantizes a linear; or the name alone."""
-    for file in sorted((Path(__file__).parents[1] / "conf/recipe").glob("*.yaml")):
+    for file in _RECIPES:
         section = yaml.safe_load(file.read_text()).get("linear", {})
         texts = set(section.values() if isinstance(section, dict) else [section])
         quantizers = [HybridQuantizer.parse(text) for text in texts]

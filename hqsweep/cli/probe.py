@@ -12,7 +12,9 @@ from hqsweep.errors import UserError
 
 def probe(
     path: Annotated[Path, typer.Argument(metavar="FILE_OR_FOLDER", help="safetensors: a checkpoint, or activations.")],
-    formats: Annotated[str, typer.Option(metavar="F1,F2,...", help="Formats, also as ROW|COL.")] = "mxfp8,nvfp4",
+    formats: Annotated[
+        str, typer.Option(metavar="F1,F2,...", help="Formats (not recipes), also as ROW|COL.")
+    ] = "mxfp8,nvfp4",
     bits: Annotated[
         float | None, typer.Option(min=1, help="Suggest the recipe of least error with this mean of bits an element.")
     ] = None,
@@ -41,8 +43,8 @@ def probe(
     for option, file in (("--out", out), ("--csv", csv), ("--html", html)):
         if file and not file.parent.is_dir():
             raise UserError(f"{option} {file}: its folder does not exist; give a file in a folder that does")
-    if out and out.suffix != ".yaml":
-        raise UserError(f"--out {out}: a recipe's file must end in .yaml, or recipe=PATH does not take it")
+    if out and out.suffix not in (".yaml", ".yml"):
+        raise UserError(f"--out {out}: a recipe's file must end in .yaml or .yml, or recipe=PATH does not take it")
     quantizers = parse_quantizers(formats.split(","))
     _check_captured(path)
     matrices, skipped = find_matrices(path)

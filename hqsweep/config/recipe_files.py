@@ -112,7 +112,7 @@ def _merged(under: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def _for_hydra(path: Path) -> str:
     return (
-        f", which the command line alone composes; `hqsweep recipe export {path} --to json --out FILE` writes the whole"
+        f", which the command line alone composes; `hqsweep recipe export {path} --to json --out WHOLE.yaml` writes the whole"
         " recipe, which Python takes"
     )
 

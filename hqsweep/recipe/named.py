@@ -37,11 +37,12 @@ def recipe_of(text: str | os.PathLike[str], where: str = "hqsweep.recipe") -> An
 def first_stage(text: str | os.PathLike[str], where: str) -> AnyRecipe | HybridQuantizer:
     """meaning(), for a reader that follows no schedule, which a warning says."""
     meant = meaning(text, where)
-    changes = 0 if isinstance(meant, HybridQuantizer) else len(meant.schedule)
+    changes = () if isinstance(meant, HybridQuantizer) else meant.schedule
     if changes:
+        when = ", ".join(change.when for change in changes)
         warnings.warn(
-            f"{where}: recipe '{os.fspath(text)}' changes {changes} times during a training, and this takes what it is"
-            " before the first change; hqsweep.recipe.stages.stages(recipe, steps) has all, for set_recipe",
+            f"{where}: recipe '{os.fspath(text)}' has a schedule ({when}), which is not followed here: this is what"
+            " comes before it; hqsweep.recipe.stages.stages(recipe, steps) gives each step's, for set_recipe",
             stacklevel=2,
         )
     return meant

@@ -62,8 +62,8 @@ def how_to_use(suggestion: Suggestion, file: Path | None) -> str:
         return f"for the GPT of hqsweep run: recipe={target}"
     return (
         f"for a model with modules named as in the file ({foreign[0]}): hqsweep run ... model=hf model.path=FOLDER"
-        f" recipe={target}, or hqsweep.convert(model, yaml.safe_load(open({str(target)!r}))); hqsweep's own GPT has"
-        " other names and refuses it"
+        f" recipe={target}, or hqsweep.convert(model, {str(target)!r}); hqsweep's own GPT has other names and"
+        " refuses it"
     )
 
 

@@ -22,7 +22,7 @@ def test_a_converted_model_of_hugging_face(model_type: str, tied: bool, tmp_path
 
     model = tiny(model_type, tie_word_embeddings=tied)
     model.save_pretrained(tmp_path / "plain")
-    convert(model, "mxfp8", experts=False, head=not tied)
+    convert(model, "format:mxfp8", experts=False, head=not tied)
     save_model(model, tmp_path / "saved")
     revert(model)
     names = sorted(path.name for path in (tmp_path / "plain").iterdir())

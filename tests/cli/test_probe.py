@@ -64,12 +64,16 @@ def test_json_has_rows_recipe_and_promise(folder):
     [
         (["modle.safetensors"], "did you mean 'model.safetensors'"),
         (["model.safetensors", "--formats", "nvpf4"], "did you mean 'nvfp4'"),
+        (["model.safetensors", "--formats", "float8_block_scaling"],
+         "'float8_block_scaling' is a recipe; give the formats of its linears, fp8_block,fp8_block+2d"),
+        (["model.safetensors", "--formats", "mxfp8,nvfp4_row_scaled_fwd_mxfp8_bwd"],
+         "give the formats of its linears, mxfp8,nvfp4+row_scaled|mxfp8,nvfp4|mxfp8"),
         (["model.safetensors", "--bits", "3"], "--bits 3: the cheapest formats take 4.5"),
         (["model.safetensors", "--out", "mine.yaml"], "give --bits"),
-        (["model.safetensors", "--bits", "6", "--out", "mine.yml"], "must end in .yaml"),
+        (["model.safetensors", "--bits", "6", "--out", "mine.txt"], "must end in .yaml"),
         (["model.safetensors", "--csv", "no/such/file.csv"], "its folder does not exist"),
     ],
-)
+)  # fmt: skip
 def test_wrong_input_is_one_sentence_and_exit_code_2(folder, words, message):
     result = hqsweep(*words)
     assert result.exit_code == 2 and message in result.stderr

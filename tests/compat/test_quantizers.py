@@ -10,7 +10,7 @@ from hqsweep import compat
 from hqsweep.compat import CustomRecipe, DelayedScalingRequest, DType, Float8CurrentScalingQuantizer, NVFP4Quantizer
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
-from hqsweep.nn import Linear
+from hqsweep.nn import Linear, quantization
 from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import QuantizerRole, parse_recipe
 from hqsweep.recipe.roles import module_roles
@@ -47,6 +47,17 @@ def test_a_factory_is_the_recipe_of_its_name(name):
     recipe = parse_recipe(load_recipe(name))
     custom = CustomRecipe(qfactory=THEIRS[name], fp8_dpa=name == "nvfp4_linear_fp8_dpa")
     assert custom.resolve(ROLES) == recipe.resolve(ROLES)
+
+
+def test_autocast_takes_the_recipe_of_a_factory_by_its_name():
+    module, x = compat.LayerNormLinear(64, 96), torch.randn(32, 64)
+    results = []
+    for recipe in ("nvfp4", CustomRecipe(qfactory=compat.nvfp4_factory), "format:nvfp4"):
+        module.zero_grad()
+        with compat.autocast(enabled=True, recipe=recipe), quantization(seed=1, step=1):
+            module(x).float().square().mean().backward()
+        results.append(module.weight.grad.clone())
+    assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
 
 
 def test_no_factory_is_left_out():

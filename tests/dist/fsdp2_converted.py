@@ -47,8 +47,8 @@ def held_llama(rank: int) -> tuple[bool, float]:
     from llamas import llama, loss_of
 
     alone, model = (llama(attn_implementation="eager").to(rank_device()) for _ in range(2))
-    convert(alone, "mxfp8", head=True)
-    layer = parallelize(model, "mxfp8").model.layers[0]
+    convert(alone, "format:mxfp8", head=True)
+    layer = parallelize(model, "format:mxfp8").model.layers[0]
     [group] = groups_of(layer)
     counter = Counting(group._all_gather_comm)
     layer.set_custom_all_gather(counter)

@@ -138,7 +138,7 @@ def with_main_grads(case: str) -> nn.Module:
 def biased(dtype: torch.dtype) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        Linear(64, 96, name="a", recipe="mxfp8", bias=True), Linear(96, 32, name="b", recipe="nvfp4")
+        Linear(64, 96, name="a", recipe="mxfp8", bias=True), Linear(96, 32, name="b", recipe="format:nvfp4")
     ).to(dtype)
 
 

@@ -414,7 +414,7 @@ def _loss_by_chunks(mesh: DeviceMesh, recipe: str, device: torch.device) -> list
     targets[1:3, 5:] = -100
     for way in ("chunks", "whole", "one process"):
         torch.manual_seed(0)
-        head = Linear(64, VOCABULARY, name="head", recipe=recipe).to(device)
+        head = Linear(64, VOCABULARY, name="head", recipe=f"format:{recipe}").to(device)
         own = (0.3 * torch.randn(4, 64, 64)).to(device)
         if way != "one process":
             head, own = ColwiseLinear(sequence=1)._apply(head, mesh), own.chunk(ranks, 1)[rank].clone()

@@ -106,6 +106,11 @@ def test_the_choice_is_the_best_of_all_that_fit():
         choose(options, 4)
 
 
+def test_a_name_of_a_recipe_and_a_format_is_the_format():
+    texts = ["nvfp4", "format:nvfp4", "format:nvfp4|mxfp8"]
+    assert {text: str(q) for text, q in parse_quantizers(texts).items()} == {t: t for t in ("nvfp4", "nvfp4|mxfp8")}
+
+
 def test_any_pairs_have_what_was_chosen_in_each_slot(tmp_path):
     """All weights are ones, which every format holds, so that bits help the one input alone."""
     x = draw("normal", 256, 256)
@@ -204,7 +209,7 @@ def test_names_of_other_models_are_told():
     suggestion = suggest(rows, 9)
     assert foreign_modules(suggestion) == ["model.layers.0.self_attn.q_proj"]
     used = how_to_use(suggestion, Path("mine.yaml"))
-    assert "model=hf model.path=FOLDER recipe=mine.yaml, or hqsweep.convert(model, yaml.safe_load(open('mine" in used
+    assert "model=hf model.path=FOLDER recipe=mine.yaml, or hqsweep.convert(model, 'mine.yaml')" in used
     assert "hqsweep's own GPT has other names and refuses it" in used
     ours = suggest(captured(**{"layers.7.attn.qkv": BOTH}), 9)
     assert how_to_use(ours, Path("mine.yaml")) == "for the GPT of hqsweep run: recipe=mine.yaml"

@@ -128,7 +128,7 @@ def test_the_trial_leaves_no_trace():
 def test_a_quantized_projection_is_seen_and_sampled_and_a_plain_one_is_not():
     for head in (False, True):
         model = build("llama")
-        conversion = hqsweep.convert(model, "mxfp8", head=head)
+        conversion = hqsweep.convert(model, "format:mxfp8", head=head)
         probe, targets = Probe(1), tokens(4, 64)
         with quantization(step=1, probe=probe), torch.autocast("cpu", torch.bfloat16):
             model_loss(model, targets, targets, HeadLoss(model, 128))[0].backward()

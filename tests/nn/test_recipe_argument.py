@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import PACKAGED
 from torch import nn
 
+import hqsweep
 from hqsweep.errors import UserError
 from hqsweep.nn import (
     DotProductAttention,
@@ -43,6 +45,7 @@ MODULES = {
     ),
 }
 LINEAR = {"input": "nvfp4|mxfp8@rowwise_dequantized", "weight": "nvfp4|mxfp8", "grad_output": "mxfp8"}
+DPA_SLOTS = ("qkv", "s", "do", "dp")
 RHT = {"input": "nvfp4+rht", "weight": "nvfp4", "grad_output": "nvfp4"}
 STRICT = {"linear": {"input": "nvfp4|mxfp8", "weight": "mxfp8", "grad_output": "mxfp8"}, "gemm": "strict"}
 NO_PAIR = "wgrad: grad_output columnwise nvfp4 cannot meet input columnwise nvfp4[+]rht: the random Hadamard transform"
@@ -71,12 +74,26 @@ def test_every_module_takes_a_recipe_a_section_a_mapping_a_quantizer_or_text(nam
     assert formats(build(CustomRecipe(qfactory=lambda role: text))) == expected
 
 
-def test_text_is_for_every_tensor_of_a_single_module():
-    attention = formats(DotProductAttention(name="m", recipe="mxfp8"))
-    assert attention == {("dpa", slot): {"mxfp8"} for slot in ("qkv", "s", "do", "dp")}
+@pytest.mark.parametrize("recipe", PACKAGED)
+@pytest.mark.parametrize("name", MODULES)
+def test_a_packaged_name_is_the_packaged_recipe(name, recipe):
+    assert formats(MODULES[name](recipe)) == formats(MODULES[name](hqsweep.recipe(recipe)))
+
+
+def test_a_packaged_name_says_what_single_modules_do_too():
+    assert formats(DotProductAttention(name="m", recipe="mxfp8")) == {("dpa", s): {"bf16"} for s in DPA_SLOTS}
+    own = formats(DotProductAttention(name="m", recipe="nvfp4_linear_fp8_dpa"))
+    assert own["dpa", "qkv"] == {"fp8_current"} and own["dpa", "do"] == {"fp8_current+e5m2"}
+    assert formats(Linear(64, 96, name="head", recipe="nvfp4"))["linear", "weight"] == {"bf16"}
+    assert formats(Norm(64, name="m", recipe="bf16")) == {("norm", "weight"): {"fp32"}}
+
+
+def test_a_format_is_for_every_tensor_of_a_single_module():
+    attention = formats(DotProductAttention(name="m", recipe="format:mxfp8"))
+    assert attention == {("dpa", slot): {"mxfp8"} for slot in DPA_SLOTS}
     section = DpaQuantizers.parse("mxfp8", "t")
     assert DotProductAttention(name="m", recipe=section).quantizers is section
-    assert formats(Norm(64, name="m", recipe="bf16")) == {("norm", "weight"): {"bf16"}}
+    assert formats(Norm(64, name="m", recipe="format:bf16")) == {("norm", "weight"): {"bf16"}}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -85,9 +102,9 @@ def test_what_is_no_recipe_of_the_module_is_refused(name):
         UserError, match=r"(m|head): recipe is None; a (linear|grouped_linear) takes a Recipe or Custom"
     ):
         MODULES[name](None)
-    with pytest.raises(UserError, match=r"(m|head): recipe is a DpaQuantizers; a .* takes .* LinearQuantizers, or the"):
+    with pytest.raises(UserError, match=r"(m|head): recipe is a DpaQuantizers; a .* takes .* LinearQuantizers, the n"):
         MODULES[name](DpaQuantizers.parse("mxfp8", "t"))
-    with pytest.raises(UserError, match=r"(m|head): format 'mxfp9'.*did you mean 'mxfp8'"):
+    with pytest.raises(UserError, match=r"(m|head): 'mxfp9' is no recipe and no format \(did you mean 'mxfp8'"):
         MODULES[name]("mxfp9")
 
 
@@ -139,7 +156,9 @@ def test_set_recipe_and_autocast_refuse_them_too_and_change_nothing(config, mess
     assert model(torch.randn(32, 64)).shape == (32, 64)
 
 
-@pytest.mark.parametrize("given", ["nvfp4", {"linear": "nvfp4", "head": "nvfp4"}, LinearQuantizers.parse("nvfp4", "m")])
+@pytest.mark.parametrize(
+    "given", ["format:nvfp4", "nvfp4|nvfp4", {"linear": "nvfp4", "head": "nvfp4"}, LinearQuantizers.parse("nvfp4", "m")]
+)
 def test_set_recipe_and_autocast_take_what_modules_take(given):
     x, whole = torch.randn(32, 64), Recipe.from_config({"linear": "nvfp4", "head": "nvfp4"})
     model = nn.Sequential(MODULES["Linear"]("mxfp8"), nn.ReLU(), Linear(96, 64, name="n", recipe="mxfp8"))
@@ -153,9 +172,9 @@ def test_set_recipe_and_autocast_take_what_modules_take(given):
 
 def test_what_is_no_recipe_is_refused_by_set_recipe_and_autocast():
     model = nn.Sequential(MODULES["Linear"]("mxfp8"))
-    with pytest.raises(UserError, match=r"set_recipe: format 'nvfp5': unknown name 'nvfp5' \(did you mean 'nvfp4'"):
+    with pytest.raises(UserError, match=r"set_recipe: 'nvfp5' is no recipe and no format \(did you mean 'nvfp4'"):
         set_recipe(model, "nvfp5")
     with pytest.raises(UserError, match=r"set_recipe: recipe is None; a linear takes a Recipe or CustomRecipe"):
         set_recipe(model, None)
-    with pytest.raises(UserError, match=r"autocast: format 'nvfp5': unknown"), autocast(recipe="nvfp5"):
+    with pytest.raises(UserError, match=r"autocast: 'nvfp5' is no recipe"), autocast(recipe="nvfp5"):
         pass

@@ -7,16 +7,21 @@ of stats.jsonl, and beside them the shape, the bits of the format, and a note wh
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from hqsweep.config.format_text import NAMES
+from hqsweep.config.recipe_files import FORMAT, recipe_file
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.jobs.probe.tensor_files import Matrix
 from hqsweep.ops.stats import finite_or_none
 from hqsweep.ops.stream import DIRECTIONS, stream_statistics
 from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.listing import slots
+from hqsweep.recipe.named import recipe_of
 from hqsweep.track.tables import ERRORS
 
 Row = dict[str, Any]
@@ -25,14 +30,17 @@ SAMPLE = (256, 1024)
 
 
 def parse_quantizers(texts: Sequence[str]) -> dict[str, HybridQuantizer]:
-    """Text -> quantizer, each once: a format for both directions ("mxfp8"), or one for each ("nvfp4|mxfp8").
+    """Text -> quantizer, each once: a format for both directions ("mxfp8", "format:mxfp8"), or one for each
+    ("nvfp4|mxfp8"). A name that formats share with a recipe is the format.
 
     Raises:
-        UserError: an unknown format, or one whose error hangs on more than the matrix.
+        UserError: an unknown format, the name of a recipe, or a format whose error hangs on more than the matrix.
     """
     quantizers = {}
     for text in filter(None, (text.strip() for text in texts)):
-        quantizer = HybridQuantizer.parse(text)
+        if text not in NAMES and recipe_file(text):
+            raise UserError(f"--formats: '{text}' is a recipe; give the formats of its linears, {_formats_of(text)}")
+        quantizer = HybridQuantizer.parse(text.removeprefix(FORMAT))
         if quantizer.delayed:
             raise UserError(f"--formats: '{text}' takes its scale from earlier steps of a training; give fp8_current")
         if quantizer.columnwise_source != "original":
@@ -41,6 +49,12 @@ def parse_quantizers(texts: Sequence[str]) -> dict[str, HybridQuantizer]:
     if not quantizers:
         raise UserError("--formats: nothing given; give formats such as mxfp8,nvfp4")
     return quantizers
+
+
+def _formats_of(recipe: str) -> str:
+    """The quantizers that a recipe has for linears and experts, as `--formats` takes them."""
+    listed = [slot for slot in slots(recipe_of(recipe)) if slot.part in ("linear", "grouped_linear") and not slot.stage]
+    return ",".join(dict.fromkeys(str(replace(slot.quantizer, columnwise_source="original")) for slot in listed))
 
 
 def probe(matrix: Matrix, quantizers: dict[str, HybridQuantizer]) -> Iterator[Row]:
