@@ -23,5 +23,7 @@ def _time(ahead: Any) -> str:
         return "all finished; --force repeats them"
     if ahead.minutes is None:
         return f"{ahead.to_do} to do, minutes unknown: {ahead.basis}"
-    minutes = "less than a minute" if ahead.minutes < 1 else f"about {ahead.minutes:,.0f} minutes"
+    low, high = f"{ahead.minutes:,.0f}", f"{ahead.most:,.0f}"
+    minutes = f"about {low} minutes" if low == high else f"about {low} to {high} minutes"
+    minutes = "less than a minute" if ahead.most < 1 else minutes
     return f"{ahead.to_do} to do, {minutes} ({ahead.basis})"

@@ -26,8 +26,8 @@ def plan(
 ) -> None:
     """Plan a study: replicates and minutes that resolve a gap.
 
-    For forks and for whole runs, from the noise that the nearest finished studies measured (RUNS_DIR/noise.jsonl, which
-    hqsweep compare writes). Starts nothing.
+    For forks and for whole runs, from the noise that comparable studies measured (RUNS_DIR/noise.jsonl, which hqsweep
+    compare writes): the least and the greatest of them. Studies that are not comparable are named. Starts nothing.
     """
     from dataclasses import asdict
 
@@ -35,16 +35,20 @@ def plan(
 
     gap = parse_percent(resolve, "--resolve")
     with waiting("checking every run of the sweep"):
-        from hqsweep.study.forecast import DESIGNS, forecasts, registry
+        from hqsweep.study.forecast import DESIGNS, forecasts, not_used, registry
         from hqsweep.sweep import launch
 
         planned = launch.plan(words, config_dir=config_dir)
-        designs = forecasts(planned, gap, registry(Path(planned.first.runs_dir)))
+        rows = registry(Path(planned.first.runs_dir))
+        designs, unused = forecasts(planned, gap, rows), not_used(planned, rows)
     missing = sorted(set(DESIGNS.values()) - {design.design for design in designs})
     document = {"resolve_pct": gap, "designs": [asdict(design) for design in designs], "cheaper": designs[0].design}
+    document |= {"not_used": unused}
     lines = [f"{design.design}: {design.basis}" for design in designs]
     lines += [f"{design.design}: more than seeds.max={design.maximum}" for design in designs if _beyond(design)]
-    lines += [f"{name}: no study of this design has measured its noise yet" for name in missing]
+    lines += [_range(design) for design in designs if design.studies > 1]
+    lines += [f"{name}: no comparable study has measured its noise yet" for name in missing]
+    lines += unused
     print_result(as_json, document, _table(designs, gap), *lines, *_cheaper(designs))
 
 
@@ -54,8 +58,8 @@ def _table(designs: list[Any], gap: float) -> Any:
     rows = tuple(
         (
             design.design,
-            number(design.replicates, ".0f") if design.replicates < float("inf") else "over 1000",
-            _minutes(design.minutes),
+            _span(design.replicates_low, design.replicates_high, _count),
+            _span(design.minutes_low, design.minutes_high, _minutes),
             number(design.half_width, ".2g"),
             number(design.sd_pct, ".2g"),
         )
@@ -65,6 +69,20 @@ def _table(designs: list[Any], gap: float) -> Any:
     arms = designs[0].arms
     heading = f"a gap of {gap:g} % found in 4 of 5 studies of {arms} arm{'s' * (arms > 1)}"
     return to_rich(TextTable(header=header, rows=rows, numeric=frozenset(range(1, 5))), heading)
+
+
+def _range(design: Any) -> str:
+    count = f"{design.design}: from the least to the greatest of {design.studies} comparable studies; by the nearest,"
+    return f"{count} {_count(design.replicates)} replicates, {_minutes(design.minutes)} minutes"
+
+
+def _span(low: float, high: float, said: Any) -> str:
+    """The least and the greatest as text, such as 11 to 40; one of them where both read alike."""
+    return said(low) if said(low) == said(high) else f"{said(low)} to {said(high)}"
+
+
+def _count(replicates: float) -> str:
+    return "over 1000" if replicates == float("inf") else f"{replicates:.0f}"
 
 
 def _beyond(design: Any) -> bool:

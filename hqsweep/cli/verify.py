@@ -8,7 +8,7 @@ import typer
 
 from hqsweep.cli import completion as cli_completion
 from hqsweep.cli.output import AsJson, RunsDir, print_result
-from hqsweep.errors import EXIT_FAILED, UserError
+from hqsweep.errors import EXIT_FAILED, Damaged, UserError
 
 
 def verify(
@@ -32,7 +32,8 @@ def verify(
     """Read all files of sweeps, and name each that is not what was written.
 
     Seals, ids, rows, Parquet copies, checkpoints and the trunks of forks; which data each run has read, and whether
-    these are still there. Exit code 3 where something is wrong with the files.
+    these are still there; without names also the noise of earlier studies (noise.jsonl). Exit code 3 where something is
+    wrong with the files.
     """
     from hqsweep.sweep.store import RunStore
     from hqsweep.sweep.verify import verify
@@ -41,6 +42,8 @@ def verify(
     sweeps, runs = _meant(store, words or store.sweeps())
     findings = _with_a_bar(lambda done: verify(sweeps, runs, keep=keep, done=done))
     faults = [{"file": fault.file, "fault": fault.fault, "remedy": fault.remedy} for fault in findings.faults]
+    if not words:
+        faults += _registry_faults(runs_dir)
     if baseline is not None:
         faults += _baseline_faults(baseline)
     document = {"runs": findings.runs, "faults": faults, "sealed": list(map(str, findings.sealed))}
@@ -76,6 +79,17 @@ def _with_a_bar(work: Any) -> Any:
     with Progress(*columns, console=SafeConsole(stderr=True), transient=True) as bar:
         task = bar.add_task("runs", total=None)
         return work(lambda number, total: bar.update(task, completed=number, total=total))
+
+
+def _registry_faults(runs_dir: Path) -> list[dict[str, str]]:
+    """The fault of the noise of earlier studies, which plans read."""
+    from hqsweep.study.forecast import FILE, written
+
+    try:
+        written(runs_dir / FILE)
+    except Damaged as fault:
+        return [{"file": str(fault.file), "fault": fault.fault, "remedy": fault.remedy}]
+    return []
 
 
 def _baseline_faults(path: Path) -> list[dict[str, str]]:

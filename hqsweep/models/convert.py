@@ -100,9 +100,9 @@ def convert(
     _check_dtype(dtype)
     recipe = whole_recipe(recipe, "convert")
     kinds = _kinds(recipe, {"experts": experts, "attention": attention})
-    targets, skipped = _plan(model, kinds, filter_fn, head)
+    targets, skipped, left = _plan(model, kinds, filter_fn, head)
     if not targets:
-        raise UserError(_nothing(model, skipped, filter_fn))
+        raise UserError(_nothing(model, skipped))
     faults = list(recipe_faults(recipe, [gemm for target in targets for gemm in target.gemms]))
     if faults:
         raise UserError(
@@ -132,7 +132,7 @@ def convert(
         for g, p in _pairs(target)
     ]
     stay = [Skipped(candidate.part.name, tuple(candidate.weight.shape), why) for candidate, why in plain]
-    conversion = Conversion(parts, skipped, _ties(model), stay, scheduled=bool(recipe.schedule))
+    conversion = Conversion(parts, [*skipped, *left], _ties(model), stay, scheduled=bool(recipe.schedule))
     model.__dict__[CONVERSION] = conversion
     FirstStep([part.module for part in conversion.parts])
     return conversion
@@ -144,9 +144,9 @@ def gemm_modules_of(
     """The products that convert() would take of a model, which may be on the meta device; the rows of their inputs are
     0. UserError where it would take none, or refuse the model."""
     check_model(model)
-    targets, skipped = _plan(model, _kinds(recipe, {"experts": True, "attention": attention}), None, head)
+    targets, skipped, _ = _plan(model, _kinds(recipe, {"experts": True, "attention": attention}), None, head)
     if not targets:
-        raise UserError(_nothing(model, skipped, None))
+        raise UserError(_nothing(model, skipped))
     return [gemm for target in targets for gemm in target.gemms]
 
 
@@ -229,9 +229,9 @@ def _kind_of(module: nn.Module) -> Kind:
 
 def _plan(
     model: nn.Module, kinds: Sequence[Kind], filter_fn: Filter | None, head: bool
-) -> tuple[list[Target], list[Skipped]]:
-    """(taken, skipped): the modules of these kinds, and after them the others that multiply by weights; what is
-    converted already counts as taken."""
+) -> tuple[list[Target], list[Skipped], list[Skipped]]:
+    """(taken, skipped, left): the modules of these kinds, and the others that multiply by weights; what is converted
+    already counts as taken."""
     projection, unheard, targets, skipped, left = output_projection(model), bypassed(model), [], [], []
     chosen, others = experts_per_row(model), [kind for kind in KINDS if kind not in kinds]
     for fqn, module in model.named_modules():
@@ -256,7 +256,7 @@ def _plan(
         else:
             kind.check(module, name)
             targets.append(Target(module, kind, HEAD if module is projection else name, gemms))
-    return targets, [*skipped, *left]
+    return targets, skipped, left
 
 
 def _converted_target(module: nn.Module, name: str) -> Target:
@@ -307,7 +307,7 @@ def _ties(model: nn.Module) -> list[tuple[str, str]]:
     return tied
 
 
-def _nothing(model: nn.Module, skipped: Sequence[Skipped], filter_fn: Filter | None) -> str:
+def _nothing(model: nn.Module, skipped: Sequence[Skipped]) -> str:
     """The sentence for a model of which nothing is taken."""
     start = f"convert: nothing of {type(model).__name__} is taken"
     if skipped:

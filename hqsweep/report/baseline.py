@@ -25,7 +25,7 @@ from hqsweep.errors import UserError
 from hqsweep.recipe.factories import factory_name
 from hqsweep.recipe.listing import described
 from hqsweep.recipe.schedule import parse_recipe
-from hqsweep.report.curves import measures
+from hqsweep.report.curves import curve_hash, measures
 from hqsweep.report.frames import DATA, FORK, Frames
 from hqsweep.report.text import text
 from hqsweep.sweep.run_dir import RunDir
@@ -130,13 +130,6 @@ def fingerprint(run: pd.Series) -> dict[str, str]:
     leaves["data_hash"] = run[DATA]
     chosen = {name: value for name, value in leaves.items() if f"{name}.".startswith(FINGERPRINT) and pd.notna(value)}
     return {name: text(value) for name, value in chosen.items()}
-
-
-def curve_hash(rows: pd.DataFrame) -> str:
-    """sha256 over step and exact value of every train_loss and val_loss row of a run."""
-    losses = rows[rows["metric"].isin(["train_loss", "val_loss"])].sort_values(["metric", "step"])
-    lines = (f"{row.metric} {row.step} {row.value.hex()}\n" for row in losses.itertuples())
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def sealed(entry: Entry) -> Entry:

@@ -4,6 +4,7 @@ the loss that a doubling of tokens takes off, and where it diverged.
 Tokens are train.batch x train.context a step. Losses are in nats.
 """
 
+import hashlib
 import math
 
 import numpy as np
@@ -44,6 +45,13 @@ def measures(frames: Frames, window: float) -> pd.DataFrame:
         rows[column] = rows["run"].map(by_metric.get(metric, empty).groupby("run")["value"].agg(spike_score))
     rows["diverged_at"] = _divergences(frames, by_metric.get("train_loss", empty))
     return rows
+
+
+def curve_hash(rows: pd.DataFrame) -> str:
+    """sha256 over step and exact value of every train_loss and val_loss row of a run."""
+    losses = rows[rows["metric"].isin(["train_loss", "val_loss"])].sort_values(["metric", "step"])
+    lines = (f"{row.metric} {row.step} {row.value.hex()}\n" for row in losses.itertuples())
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def trailing(rows: pd.DataFrame, window: float) -> pd.DataFrame:

@@ -14,7 +14,7 @@ import pandas as pd
 
 from hqsweep.config.format_text import NAMES
 from hqsweep.recipe.roles import IN_HIGH_PRECISION
-from hqsweep.report.baseline import curve_hash
+from hqsweep.report.curves import curve_hash
 from hqsweep.report.frames import REPLICATE, Frames, config_leaves
 
 IDENTICAL = "identical"

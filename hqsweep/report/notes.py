@@ -110,14 +110,20 @@ def _coverage(families: Sequence[Family]) -> list[str]:
     return notes
 
 
-def _untrained(runs: pd.DataFrame, finals: pd.DataFrame) -> list[str]:
-    """Runs that have hardly learnt more than how often each token comes."""
+def barely_trained(runs: pd.DataFrame, finals: pd.DataFrame) -> pd.Series:
+    """Whether each run of Comparison.finals ends less than LEARNT_NATS below the unigram entropy of its data; runs: the
+    same runs in Frames.runs. False where the entropy is not known."""
     if ENTROPY not in runs:
-        return []
-    entropy = runs[ENTROPY].astype(float).set_axis(finals.index)
-    barely = finals["final_loss"] > entropy - LEARNT_NATS
+        return pd.Series(False, finals.index)
+    return finals["final_loss"] > runs[ENTROPY].astype(float).set_axis(finals.index) - LEARNT_NATS
+
+
+def _untrained(runs: pd.DataFrame, finals: pd.DataFrame) -> list[str]:
+    """The sentence on runs that have hardly learnt more than how often each token comes."""
+    barely = barely_trained(runs, finals)
     if not barely.any():
         return []
+    entropy = runs[ENTROPY].astype(float).set_axis(finals.index)
     return [
         f"Barely trained: {barely.sum()} of {len(finals)} runs do not end {LEARNT_NATS:g} nats below the unigram"
         f" entropy of their data ({entropy[barely].min():.3f} nats), which needs no context; gaps of such runs say"

@@ -18,6 +18,8 @@ A row (parameters are those of matrices, tokens are tokens of training):
     trunk_tokens      of a replicate's trunk, 0 of whole runs
     seconds           of one more replicate in all of the study's arms, at as many runs at a time as it had
     arms_run          arms that these are, baseline and null arm included
+    trained           whether no run of the study was barely trained, as a comparison says it (report.notes); a forecast
+                      uses no other rows
     device, date (UTC), sweeps, runs (SHA-256 of the run ids, sorted)
 """
 
@@ -37,6 +39,7 @@ from hqsweep.config.user_model import UserModel
 from hqsweep.errors import Damaged
 from hqsweep.report.arms import Comparison
 from hqsweep.report.frames import DATA, FORK
+from hqsweep.report.notes import barely_trained
 from hqsweep.sweep.files import encode_rows, read_rows, write_bytes
 from hqsweep.sweep.locks import RunBusy, locked
 from hqsweep.sweep.run_dir import RunDir
@@ -49,16 +52,19 @@ LOCK_WAIT_S = 10.0
 
 
 def record(comparison: Comparison, runs_dir: Path) -> Path | None:
-    """Put the noise of a comparison's families into runs_dir/noise.jsonl, in place of rows of the same key. Returns the
-    file; None where no family has LEAST replicates in every arm and data that are known, or where it cannot be written:
-    a plan can do without, and a comparison does not end for it."""
+    """Put the noise of a comparison's families into runs_dir/noise.jsonl, in place of rows of the same key; a study
+    that was barely trained takes the place of no other one. Returns the file; None where no family has LEAST replicates
+    in every arm and data that are known, or where it cannot be written: a plan can do without, and a comparison does
+    not end for it."""
     rows, path = measured(comparison), runs_dir / FILE
-    keys = set(map(_key, rows))
     if not rows:
         return None
     try:
         with locked(path.with_name(f".{FILE}.lock"), LOCK_WAIT_S):
             written = [row for row in read_rows(path) if isinstance(row, dict) and row.keys() >= set(KEY)]
+            stay = {_key(row) for row in written if row.get("trained")}
+            rows = [row for row in rows if row["trained"] or _key(row) not in stay]
+            keys = set(map(_key, rows))
             write_bytes(path, encode_rows([*(row for row in written if _key(row) not in keys), *rows]))
     except (OSError, RunBusy, Damaged):
         return None
@@ -126,6 +132,7 @@ def _row(comparison: Comparison, baseline: str, noise: Mapping[str, dict[str, An
         "trunk_tokens": round(float(trunks["config.train.steps"].mean()) * step) if len(trunks) else 0,
         "seconds": 60 * float(comparison.arms["replicate_minutes"].iloc[0]),
         "arms_run": len(comparison.arms),
+        "trained": not bool(barely_trained(frames, comparison.finals).any()),
         "device": runs["manifest.device"].iloc[0],
         "date": datetime.now(UTC).date().isoformat(),
         "sweeps": sorted(frames["sweep"].unique()),

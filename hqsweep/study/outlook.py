@@ -1,5 +1,6 @@
 """What `hqsweep run` would do with a plan: the state of each run, and the minutes that are ahead."""
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,18 +18,22 @@ from hqsweep.sweep.store import RunStore
 from hqsweep.train.record import checkpoints, record_path
 
 Kind = tuple[str, ...]
-"""The job or design of a run, and, where it is known more closely, its arm."""
+"""The job or design of a run, the size of its steps, and, where it is known more closely, its arm."""
+OF_A_STEP = ("batch", "microbatches", "context", "dtype", "device", "recompute", "compile", "parallel")
+"""The keys of `train` that decide how long a step takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
     """rows: those of the plan, each with `state` (finished, running, or what is to be done) and the `minutes` that it
-    still needs (None: not known). minutes: those of all runs that are to be done, at as many at a time as the plan has
-    workers; None where nothing says how long they take. basis: the source of the minutes, in words."""
+    still needs (None: not known). minutes, most: those of all runs that are to be done, at as many at a time as the
+    plan has workers, the least and the greatest that comparable studies say; None where nothing says how long they
+    take. basis: the source of the minutes, in words."""
 
     rows: tuple[Mapping[str, Any], ...]
     to_do: int
     minutes: float | None
+    most: float | None
     basis: str
 
 
@@ -43,13 +48,14 @@ def outlook(plan: Plan, rows: Sequence[Mapping[str, Any]], *, force: bool = Fals
         state, done = _state(run, force)
         steps = 0 if state == "finished" else _steps(config) - done
         kind = _kind(config)
-        a_step = seconds.get((kind, row["arm"]), seconds.get((kind,)))
+        size = _size(row["config"])
+        a_step = seconds.get((kind, size, row["arm"]), seconds.get((kind, size)))
         minutes = None if a_step is None else steps * a_step / 60
         seen.append({**row, "state": state, "minutes": minutes})
         left.append((config, steps))
     to_do = sum(steps > 0 for _, steps in left)
-    minutes, basis = _all_minutes(plan, seen, left)
-    return Outlook(rows=tuple(seen), to_do=to_do, minutes=minutes, basis=basis)
+    low, high, basis = _all_minutes(plan, seen, left)
+    return Outlook(rows=tuple(seen), to_do=to_do, minutes=low, most=high, basis=basis)
 
 
 def _state(run: RunDir, force: bool) -> tuple[str, int]:
@@ -82,16 +88,25 @@ def _known_seconds(store: RunStore, sweep: str) -> dict[Kind, float]:
     for run in _listed(store, sweep):
         try:
             status, manifest = run.status(), run.manifest()
-        except Damaged:
-            continue
-        if status["state"] != "finished":
+            if status["state"] != "finished":
+                continue
+            size = _size(run.config())
+        except (Damaged, KeyError, TypeError):
             continue
         job, point, progress = manifest["job"], manifest.get("point"), status["progress"]
         kind = "fork" if point is not None else "trunk" if run.name.startswith("trunk-") else job
         steps = progress["steps"] - (point or 0) if job == "convergence" and progress else 1
-        for key in ((kind, manifest["arm"]), (kind,)):
+        for key in ((kind, size, manifest["arm"]), (kind, size)):
             seconds[key].append(status["seconds"] / max(steps, 1))
     return {key: sum(values) / len(values) for key, values in seconds.items()}
+
+
+def _size(config: Mapping[str, Any]) -> str:
+    """What decides, beside the recipe, how long a step takes: the model, without its noise, and the train section
+    without the keys of its length and its learning rate."""
+    model = {key: value for key, value in (config.get("model") or {}).items() if key != "init_noise"}
+    train = config.get("train") or {}
+    return json.dumps([model, {key: train.get(key) for key in OF_A_STEP}], sort_keys=True)
 
 
 def _listed(store: RunStore, sweep: str) -> list[RunDir]:
@@ -103,18 +118,20 @@ def _listed(store: RunStore, sweep: str) -> list[RunDir]:
 
 def _all_minutes(
     plan: Plan, rows: Sequence[Mapping[str, Any]], left: Sequence[tuple[Config, int]]
-) -> tuple[float | None, str]:
-    """The minutes of all that is to be done, and their source."""
+) -> tuple[float | None, float | None, str]:
+    """The least and the greatest number of minutes of all that is to be done, and their source."""
     engine, known = plan.first.engine, [row["minutes"] for row in rows if row["state"] != "finished"]
     if all(minutes is not None for minutes in known):
         count = len(slots(engine.workers, engine.runs_per_gpu)) if engine.kind == "local" else engine.workers or 1
-        return math.fsum(known) / max(min(count, len(known)), 1), "by the finished runs of this sweep"
+        minutes = math.fsum(known) / max(min(count, len(known)), 1)
+        return minutes, minutes, "by the finished runs of this sweep"
     try:
         measured = pace(plan, registry(Path(plan.first.runs_dir)))
+    except Damaged as fault:
+        return None, None, f"no study is read, for {fault}"
     except UserError:  # of a job that trains no model
-        measured = None
-    if measured is None:
-        return None, "no run of this sweep has finished, and no study on this kind of device has been compared"
-    a_token, basis = measured
+        measured = "no study is of such a job"
+    if isinstance(measured, str):
+        return None, None, f"no run like these has finished in this sweep, and {measured}"
     tokens = sum(steps * config.train.batch * config.train.context for config, steps in left)
-    return tokens * a_token / 60, f"by {basis}"
+    return tokens * measured.low / 60, tokens * measured.high / 60, f"by {measured.basis}"

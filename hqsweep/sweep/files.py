@@ -14,6 +14,7 @@ from typing import Any
 
 from hqsweep.errors import Damaged
 
+REPEAT = "repeat the run with --force"
 RESTORE = "restore it, or run the sweep's `hqsweep run` command again"
 
 
@@ -82,15 +83,15 @@ def encode_rows(rows: Iterable[dict[str, Any]]) -> bytes:
     return "".join(json.dumps(row, default=float) + "\n" for row in rows).encode()
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path, remedy: str = REPEAT) -> list[dict[str, Any]]:
     """Rows of a JSONL file, in file order; [] where there is no such file; a torn last line is dropped.
 
-    Raises Damaged, with the line's number, when a line before the last one is no JSON.
+    Raises Damaged, with the line's number and the remedy, when a line before the last one is no JSON.
     """
-    return parse_rows(path, read_bytes(path) or b"")
+    return parse_rows(path, read_bytes(path) or b"", remedy)
 
 
-def parse_rows(path: Path, data: bytes) -> list[Any]:
+def parse_rows(path: Path, data: bytes, remedy: str = REPEAT) -> list[Any]:
     """The rows in `data`, which was read from `path`; otherwise as read_rows."""
     lines = data[: data.rfind(b"\n") + 1].splitlines()
     try:
@@ -99,14 +100,14 @@ def parse_rows(path: Path, data: bytes) -> list[Any]:
             return rows
     except (ValueError, RecursionError):
         pass
-    return [_parse_line(path, number, line) for number, line in enumerate(lines, 1)]
+    return [_parse_line(path, number, line, remedy) for number, line in enumerate(lines, 1)]
 
 
-def _parse_line(path: Path, number: int, line: bytes) -> Any:
+def _parse_line(path: Path, number: int, line: bytes, remedy: str) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
-        raise Damaged(path, f"line {number} is not JSON", "repeat the run with --force") from None
+        raise Damaged(path, f"line {number} is not JSON", remedy) from None
 
 
 def drop_torn_tail(path: Path) -> None:

@@ -34,7 +34,8 @@ def measured(folder: Path, **changes: object) -> None:
         "data": config.data.model_dump(mode="json"), "data_hash": config.data.hash,
         "tokens": 409600, "design": "whole run",
         "points": 1, "baseline": "bf16", "sd": 0.02, "sd_pct": 1.0, "arms": {"null": {"sd_pct": 1.0, "null": True}},
-        "replicates": 4, "run_tokens": 409600, "trunk_tokens": 0, "seconds": 300.0, "arms_run": 3, "device": "cpu",
+        "replicates": 4, "run_tokens": 409600, "trunk_tokens": 0, "seconds": 300.0, "arms_run": 3, "trained": True,
+        "device": "cpu",
         "date": "2026-11-22", "sweeps": ["mine"], "runs": "0",
     }  # fmt: skip
     (folder / "runs").mkdir()
@@ -51,7 +52,7 @@ def test_a_plan_is_a_table_and_a_document(folder: Path) -> None:
     assert "a gap of 1.5 % found in 4 of 5 studies of 1 arm" in shown
     assert f"{whole['replicates']:.0f} " in shown and f" {whole['minutes']:.0f} " in shown
     assert "whole runs: mine (4 seeds on cpu, 2026-11-22): the same model and data" in shown
-    assert "forks: no study of this design has measured its noise yet" in shown
+    assert "forks: no comparable study has measured its noise yet" in shown
     grown = hqsweep(*WORDS, "seeds.until=decided", "seeds.max=4", "--resolve", "1.5").stdout
     assert "whole runs: more than seeds.max=4" in grown and "seeds.max" not in shown
     assert not [path for path in (folder / "runs").iterdir() if path.is_dir()]

@@ -52,6 +52,8 @@ def test_reasons_of_what_is_left_alone():
         "lazy": "LazyLinear has a forward of its own" if "forward" in vars(nn.LazyLinear) else "its shape",
     }.items():
         assert word in reasons.pop(name), name
+    for name in ("attention", "encoder.self_attn"):
+        assert reasons.pop(name) == "convert has no products of nn.MultiheadAttention"
     assert list(reasons) == ["encoder.linear2"] and len(quantized_modules(model)) == 1
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from hqsweep.config.job import parse
 from hqsweep.study import sequential
+from hqsweep.study.noise import parameters
 from hqsweep.sweep import launch
 from hqsweep.sweep.files import encode_rows
 from hqsweep.sweep.launch import SweepPlan
@@ -19,6 +20,7 @@ TINY = [
     "train.steps=100", "train.batch=2", "train.context=32", "train.device=cpu", "stats.every=0", "track=none",
 ]  # fmt: skip
 LOSS = 2.0
+TOKENS_OF_A_STEP = 2 * 32
 
 
 class Laboratory:
@@ -93,3 +95,25 @@ def launch_folders(plan: SweepPlan) -> list[RunDir]:
 @pytest.fixture
 def laboratory(tmp_path: Path) -> Laboratory:
     return Laboratory(tmp_path)
+
+
+@pytest.fixture
+def row(laboratory):
+    """row(**changes) -> a row of the registry, of the laboratory's model and data."""
+
+    def make(**changes):
+        config = laboratory.plan("recipe=bf16,mxfp8,nvfp4", "null_arm=true", "seed=0").first
+        arm = {"sd": 0.02, "gap_pct": 1.0}
+        return {
+            "model": config.model.model_dump(mode="json"), "params": parameters(config),
+            "data": config.data.model_dump(mode="json"), "data_hash": config.data.hash,
+            "tokens": 100 * TOKENS_OF_A_STEP,
+            "design": "whole run", "points": 1, "baseline": "bf16", "sd": 0.02, "sd_pct": 1.0,
+            "arms": {"mxfp8": {"sd_pct": 0.6, "null": False, **arm}, "nvfp4": {"sd_pct": 1.3, "null": False, **arm},
+                     "null": {"sd_pct": 0.1, "null": True, **arm}},
+            "replicates": 4, "run_tokens": 100 * TOKENS_OF_A_STEP, "trunk_tokens": 0, "seconds": 400.0, "arms_run": 4,
+            "trained": True,
+            "device": "cpu", "date": "2026-11-22", "sweeps": ["stdlib"], "runs": "0" * 64,
+        } | changes  # fmt: skip
+
+    return make

@@ -6,34 +6,13 @@ import pytest
 
 from hqsweep.errors import Damaged, UserError
 from hqsweep.study import forecast
-from hqsweep.study.forecast import forecasts, registry
-from hqsweep.study.noise import parameters
+from hqsweep.study.forecast import forecasts, not_used, registry
 from hqsweep.sweep import launch
 from hqsweep.sweep.files import encode_rows
 from hqsweep.verdicts import plan as power
 
 WORDS = ("recipe=bf16,mxfp8,nvfp4", "null_arm=true", "seed=0")
 STEP = 2 * 32  # tokens of a step of the laboratory
-
-
-@pytest.fixture
-def row(laboratory):
-    """row(**changes) -> a row of the registry, of the laboratory's model and data."""
-
-    def make(**changes):
-        config = laboratory.plan(*WORDS).first
-        arm = {"sd": 0.02, "gap_pct": 1.0}
-        return {
-            "model": config.model.model_dump(mode="json"), "params": parameters(config),
-            "data": config.data.model_dump(mode="json"), "data_hash": config.data.hash, "tokens": 100 * STEP,
-            "design": "whole run", "points": 1, "baseline": "bf16", "sd": 0.02, "sd_pct": 1.0,
-            "arms": {"mxfp8": {"sd_pct": 0.6, "null": False, **arm}, "nvfp4": {"sd_pct": 1.3, "null": False, **arm},
-                     "null": {"sd_pct": 0.1, "null": True, **arm}},
-            "replicates": 4, "run_tokens": 100 * STEP, "trunk_tokens": 0, "seconds": 400.0, "arms_run": 4,
-            "device": "cpu", "date": "2026-11-22", "sweeps": ["stdlib"], "runs": "0" * 64,
-        } | changes  # fmt: skip
-
-    return make
 
 
 def forks(row, **changes):
@@ -76,7 +55,7 @@ def test_the_nearest_study_is_taken_and_an_estimate_says_so(laboratory, row):
     plan = laboratory.plan(*WORDS)
     same, late = row(tokens=400 * STEP, sweeps=["late"]), row(tokens=50 * STEP, sweeps=["near"])
     other = row(model={**row()["model"], "dim": 64}, sweeps=["other"], params=2 * row()["params"])
-    far = row(model={**row()["model"], "dim": 640}, sweeps=["far"], params=90 * row()["params"])
+    far = row(model={**row()["model"], "dim": 640}, sweeps=["far"], params=4 * row()["params"])
     assert forecasts(plan, 1.0, [far, other, same, late])[0].basis.startswith("near (")
     (forecast_of_plan,) = forecasts(plan, 1.0, [far, same, other])
     assert forecast_of_plan.basis.startswith("late (") and forecast_of_plan.basis.endswith(
@@ -91,11 +70,52 @@ def test_the_nearest_study_is_taken_and_an_estimate_says_so(laboratory, row):
 def test_a_study_on_the_same_kind_of_device_goes_first_and_minutes_of_another_are_said(laboratory, row):
     plan = laboratory.plan(*WORDS, "train.device=cpu")
     of_gpu = row(model={}, device="NVIDIA H200")
-    of_cpu = row(model={}, params=100 * row()["params"], sweeps=["far"])
+    of_cpu = row(model={}, params=3 * row()["params"], sweeps=["far"])
     (forecast,) = forecasts(plan, 1.0, [of_gpu, of_cpu])
     assert forecast.basis.startswith("far (") and "that device" not in forecast.basis
     (forecast,) = forecasts(plan, 1.0, [of_gpu])
     assert "; minutes are those of that device, not of this machine" in forecast.basis
+
+
+FAR = [
+    ({"trained": False}, "its runs are barely trained"),
+    ({"trained": None}, "it does not say whether its runs were trained, which `hqsweep compare` measures again"),
+    ({"params": 70_000}, "5.06 times as many parameters"),
+    ({"tokens": 1280}, "5 times fewer tokens"),
+    ({"data": {"source": "stdlib"}}, "other data (stdlib)"),
+    ({"data": {"source": "markov", "markov": {"vocab": 64}}}, "other data (markov)"),
+    ({"model": {"kind": "hf"}}, "another kind of model"),
+    ({"model": {"experts": 4}}, "another kind of model"),
+]
+
+
+@pytest.mark.parametrize(("changes", "why"), FAR)
+def test_a_study_that_is_not_comparable_is_said_and_not_used(laboratory, row, changes, why):
+    plan, far = laboratory.plan(*WORDS), row(sd_pct=0.01, sweeps=["toy"], **changes)
+    with pytest.raises(UserError, match="no study of a comparable model, data and number of tokens") as error:
+        forecasts(plan, 1.0, [far])
+    said = f"whole runs: not used: toy (4 seeds on cpu, 2026-11-22): {why}"
+    assert said in str(error.value) and not_used(plan, [far, row()]) == [said]
+    (estimate,) = forecasts(plan, 1.0, [far, row()])
+    assert (estimate.studies, estimate.sd_pct) == (1, 1.0) and estimate.replicates_low == estimate.replicates_high
+
+
+def test_comparable_studies_give_a_range_around_the_nearest(laboratory, row):
+    quiet, loud = row(sd_pct=0.5, tokens=200 * STEP, seconds=100.0), row(sd_pct=2.0, tokens=300 * STEP)
+    (estimate,) = forecasts(laboratory.plan(*WORDS), 1.0, [loud, row(), quiet])
+    counts = [power.replicates("whole runs", sd, 2, gap=1.0) for sd in (0.5, 1.0, 2.0)]
+    assert [estimate.replicates_low, estimate.replicates, estimate.replicates_high] == counts and estimate.studies == 3
+    assert estimate.minutes_low == pytest.approx(counts[0] * 100 / 60)
+    assert estimate.minutes_high == pytest.approx(counts[2] * 400 / 60)
+
+
+def test_forks_of_another_length_or_without_an_arm_under_test_are_far(laboratory, row):
+    plan = laboratory.plan(*WORDS, "fork.at=40,80", "fork.steps=10", "fork.decay=10", "fork.warmup=5")
+    near, long = forks(row, tokens=80 * STEP), forks(row, tokens=80 * STEP, run_tokens=400 * STEP)
+    alone = forks(row, tokens=80 * STEP, arms={"null": {"sd_pct": 0.01, "null": True}})
+    assert [each.studies for each in forecasts(plan, 1.0, [near, long, alone])] == [1]
+    (line,) = not_used(plan, [near, long, alone])
+    assert "10 times as many tokens after the fork" in line and "it has no arm but the null arm" in line
 
 
 def test_a_gap_of_one_control_is_louder(laboratory, row):

@@ -1,5 +1,7 @@
 """The registry of noise: one row for each kind of study, renewed by the next comparison, and never torn."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from hqsweep.study import noise
 from hqsweep.study.forecast import forecasts, pace, registry
 from hqsweep.sweep.files import read_rows
 from hqsweep.sweep.launch import plan
+from hqsweep.sweep.run_dir import RunDir
 from hqsweep.train.adapter import DTYPES
 from hqsweep.train.model import GPT
 
@@ -43,6 +46,25 @@ def test_a_row_says_what_was_measured_on_what(laboratory, compared):
     assert (row["device"], row["data_hash"], row["baseline"]) == ("cpu", "9f9f", "bf16")
     assert row["model"]["dim"] == 32 and row["model"]["init_noise"] == 0 and row["data"]["source"] == "markov"
     assert row["sweeps"] == ["convergence"] and len(row["runs"]) == 64
+
+
+def test_a_study_that_is_barely_trained_is_marked_and_replaces_no_other(laboratory, compared):
+    """The entropy is that of the data, in nats, and the losses of the laboratory are near 2."""
+    runs_dir = laboratory.folder / "runs"
+
+    def row(entropy: float):
+        comparison = compared(*ARMS, "seed=range(3)")
+        for run in comparison.frames.runs["path"]:
+            RunDir(Path(run)).update_manifest(data={"unigram_entropy_nats": entropy})
+        noise.record(compare([RunDir(Path(run)) for run in comparison.frames.runs["path"]]), runs_dir)
+        (row,) = read_rows(runs_dir / noise.FILE)
+        return row
+
+    toy = row(2.1)
+    assert toy["trained"] is False
+    good = row(5.0)
+    assert good["trained"] is True
+    assert row(2.1) == good
 
 
 def test_a_later_comparison_renews_its_row_and_leaves_the_others(laboratory, compared):
@@ -85,7 +107,10 @@ def test_parameters_of_a_users_model_are_all_that_it_has(tmp_path):
     words = ["conf=convergence", "recipe=bf16,mxfp8", "model=hf", f"model.path={tmp_path}", "model.pretrained=false"]
     sweep_plan = plan([*words, "data=markov", "track=none", "train.context=32"])
     assert noise.parameters(sweep_plan.first) == LlamaForCausalLM(llama).num_parameters()
-    assert pace(sweep_plan, registry(tmp_path)) is not None
+    assert pace(sweep_plan, registry(tmp_path)).startswith("no comparable study on this kind of device was compared;")
+    (row,) = (row for row in registry(tmp_path) if row["sweeps"] == ["ci"])
+    size = {"params": noise.parameters(sweep_plan.first), "tokens": 409_600, "data": sweep_plan.first.data.model_dump()}
+    assert pace(sweep_plan, [row | size | {"model": noise.model_of(sweep_plan.first)}]).basis.startswith("ci (")
     factory = plan(["conf=convergence", "recipe=bf16,mxfp8", "model._target_=package.build", "track=none"])
     assert noise.parameters(factory.first) is None and pace(factory, registry(tmp_path)) is None
     with pytest.raises(UserError, match="a Python function builds the model, which only `hqsweep run` imports"):

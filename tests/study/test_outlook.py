@@ -1,10 +1,8 @@
 """What a dry run says: the state of each run, the steps that are left, and the minutes they take."""
 
-import math
-
 import pytest
 
-from hqsweep.study.forecast import pace, registry
+from hqsweep.study.forecast import pace
 from hqsweep.study.outlook import Outlook, outlook
 from hqsweep.sweep import launch
 
@@ -23,7 +21,8 @@ def states(work: Outlook) -> list[str]:
 def test_of_a_sweep_that_never_ran_all_is_to_do_and_nothing_is_written(laboratory) -> None:
     work = ahead(laboratory)
     assert states(work) == ["to do"] * 4 and work.to_do == 4 and not (laboratory.folder / "runs").exists()
-    assert work.minutes > 0 and work.basis.startswith("by ") and "an estimate, of another model" in work.basis
+    assert work.minutes is None and work.basis.startswith("no run like these has finished in this sweep, and no ")
+    assert "not used: ci (4 trunks on cpu, 2026-11-22): 7.8 times as many parameters, " in work.basis
 
 
 def test_finished_runs_say_how_long_those_take_that_are_left(laboratory) -> None:
@@ -66,14 +65,31 @@ def test_forks_and_trunks_take_their_own_time(laboratory) -> None:
     assert [row["minutes"] for row in left] == pytest.approx([50 / 60, 20 / 60, 20 / 60])
 
 
-def test_without_a_study_on_such_a_device_nothing_is_guessed(laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_study_on_such_a_device_nothing_is_guessed(laboratory, row, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hqsweep.study.outlook.registry", lambda folder: [])
     work = ahead(laboratory)
-    assert work.minutes is None and "no study on this kind of device" in work.basis
-    (row, *_) = registry(laboratory.folder)
-    assert pace(laboratory.plan(*WORDS), [row | {"device": "NVIDIA H200"}]) is None
-    seconds, basis = pace(laboratory.plan(*WORDS), [row | {"device": "cpu"}])
-    assert math.isfinite(seconds) and "on cpu" in basis
+    assert work.minutes is None and "no comparable study on this kind of device" in work.basis
+    assert isinstance(pace(laboratory.plan(*WORDS), [row(device="NVIDIA H200")]), str)
+    slow, fast = row(sweeps=["slow"], seconds=4000.0), row(sweeps=["fast"], tokens=7000)
+    known = pace(laboratory.plan(*WORDS), [fast, slow])
+    assert known.high == pytest.approx(10 * known.low) and known.seconds == known.high and "slow (" in known.basis
+    monkeypatch.setattr("hqsweep.study.outlook.registry", lambda folder: [fast, slow])
+    work = ahead(laboratory)
+    assert (work.minutes, work.most) == pytest.approx((400 / 60, 4000 / 60))
+
+
+def test_finished_runs_of_another_size_say_nothing(laboratory) -> None:
+    laboratory.start(laboratory.plan(*WORDS), False)
+    for other in ("model.dim=64", "train.batch=4", "train.context=16"):
+        assert ahead(laboratory, *WORDS, other).minutes is None, other
+    assert ahead(laboratory, *WORDS, "train.lr=0.5").minutes == pytest.approx(400 / 60)
+
+
+def test_a_damaged_registry_is_named_and_gives_no_minutes(laboratory) -> None:
+    (laboratory.folder / "runs").mkdir()
+    (laboratory.folder / "runs/noise.jsonl").write_text("garbage\n{}\n")
+    work = ahead(laboratory)
+    assert work.minutes is None and "noise.jsonl: line 1 is not JSON; delete that line; hqsweep compare" in work.basis
 
 
 def test_a_job_without_steps_is_one_piece_of_work(laboratory) -> None:
