@@ -45,6 +45,8 @@ class _Shared:
     def __init__(self, key: RngKey | None) -> None:
         self.key = key
         self.exchanges: dict[int, Any] = {}
+        self.writes = [0]
+        """How often values were written, also to members of a group."""
 
 
 class HybridQuantizedTensor(torch.Tensor):
@@ -175,6 +177,8 @@ class HybridQuantizedTensor(torch.Tensor):
         x = x if isinstance(x, Tensor) else self.metadata.content.joined(x).view(self.shape)
         if tuple(x.shape) != tuple(self.shape):
             raise UserError(f"quantize_: got {tuple(x.shape)} for a tensor of shape {tuple(self.shape)}")
+        if x.is_complex():
+            raise UserError(f"quantize_: got {x.dtype}, whose imaginary parts would be lost; give its real part")
         self.check_writable()
         with torch.no_grad():
             return (x.dequantize() if isinstance(x, HybridQuantizedTensor) else x), self.next_key(key)
@@ -192,6 +196,7 @@ class HybridQuantizedTensor(torch.Tensor):
     def note_write(self, key: RngKey | None) -> Self:
         """Note, for autograd too, that the bytes are others, drawn with this key; returns self."""
         torch.autograd.graph.increment_version(self)
+        self.shared.writes[0] += 1
         return self.set_key(key)
 
     @property
@@ -209,6 +214,7 @@ class HybridQuantizedTensor(torch.Tensor):
         for own, buffer in self.copies(operands):
             own.copy_(buffer)
         self.shared.is_partial = False
+        self.shared.writes[0] += 1
 
     def copies(self, operands: Any) -> list[tuple[Tensor, Tensor]]:
         """Each buffer, and that which write_() copies into it."""

@@ -177,7 +177,8 @@ def _copy_(x: HybridQuantizedTensor, source: Tensor, non_blocking: bool = False)
     if broadcast is not None:
         return _broadcast(x, *broadcast)
     if not same or not _lie_alike(x, source):
-        return x.quantize_((source.dequantize() if quantized else source).expand(x.shape))
+        # A negative bit, which torch's dispatcher leaves to copy_, and to nothing that copy_ calls.
+        return x.quantize_((source.dequantize() if quantized else source.resolve_neg()).expand(x.shape))
     x.check_writable()
     source.check_complete()
     x.write_(source)
@@ -196,6 +197,7 @@ def _broadcast(x: HybridQuantizedTensor, group: Any, source: int) -> HybridQuant
         own = tensor.to(x.device).reshape(-1).contiguous()
         dist.broadcast(own.view(torch.uint8), group=group, group_src=source)
         tensor.copy_(own.view(tensor.shape))
+    x.shared.writes[0] += 1
     return x
 
 
