@@ -92,7 +92,9 @@ def gemm_weight(
     options["states"] = states.of("weight", quantizer, device=weight.device)
     options["preserve_high_precision_init_val"] = init.preserve
     kind = HybridQuantizedTensor if weight.dim() == 2 else GroupedTensor
-    return nn.Parameter(kind.quantize(weight.detach(), quantizer, **options))
+    held = kind.quantize(weight.detach(), quantizer, **options)
+    held.shared.owner = role.name
+    return nn.Parameter(held)
 
 
 def expert_parameters(

@@ -31,7 +31,7 @@ def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def input_in(x: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """in_dtype() of what the module of that name is given; UserError for dtypes that DTYPES lacks, which torch's modules
+    """in_dtype() of the input of the module of that name; UserError for dtypes that DTYPES lacks, which torch's modules
     refuse too: integers, complex numbers, float64 and FP8."""
     if x.dtype is dtype:
         return x

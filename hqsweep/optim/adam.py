@@ -37,8 +37,8 @@ class FusedAdam(torch.optim.AdamW):
     cleared, or else from dequantize(). After each step the master is rounded into the parameter (quantize_, keyed by
     the next step of its key). From the first step on the master is the weight. Where other values are written to the
     parameter, as by load_state_dict or copy_, the next step makes the master of them, and keeps the moments as torch
-    does. A CUDA graph that holds a step is not told of them, nor does torch tell of writes through `.data` to plain
-    parameters. A state that is loaded has its masters: the model is loaded from the same checkpoint.
+    does. A CUDA graph that holds a step is not told of them, nor does torch tell of writes to the memory of `p.data` of
+    a plain parameter. A state that is loaded has its masters: the model is loaded from the same checkpoint.
 
     Copies and pickles, alone and with the model, go on as the original does.
 

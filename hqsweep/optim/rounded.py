@@ -1,7 +1,7 @@
 """Whether a parameter still holds what its master was rounded to: anything else that is written to it is seen here.
 
-A parameter that is held quantized counts the writes to its values; a plain one has torch's versions, which writes through
-`.data` and by numpy do not change.
+A parameter that is held quantized counts the writes to its values; a plain one has torch's version and its memory's
+address, which writes to p.data and by numpy do not change.
 """
 
 from collections.abc import Mapping
@@ -47,9 +47,9 @@ class Rounded:
         for (p, _, _), is_far in zip(pairs, torch.stack([each.cpu() for each in far]).tolist(), strict=True):
             if is_far:
                 raise UserError(
-                    f"FusedAdam: the state has a master of other values than a parameter {list(p.shape)} in {_format(p)}"
-                    " holds, though no step was made since it was loaded; load the model and the optimizer of one"
-                    " checkpoint, or build a new optimizer for the model"
+                    f"FusedAdam: the loaded state has a master of other values than a parameter {list(p.shape)} in"
+                    f" {_format(p)} holds; load the model and the optimizer of one checkpoint, or build a new optimizer"
+                    " for the model"
                 )
 
 
@@ -74,7 +74,9 @@ def _format(p: Tensor) -> str:
 
 def _writes(p: Tensor) -> tuple[int, ...]:
     part = local(p)
-    return tuple(part.shared.writes) if isinstance(part, HybridQuantizedTensor) else (p._version, part._version)
+    if isinstance(part, HybridQuantizedTensor):
+        return tuple(part.shared.writes)
+    return p._version, part._version, part.data_ptr()
 
 
 def _is_rounded(p: Tensor, master: Tensor) -> bool:

@@ -23,6 +23,7 @@ from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.fsdp2 import ONE_ARGUMENT, note_trace
 from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
 from hqsweep.quant.metadata import Metadata
+from hqsweep.quant.no_memory import NoMemory, refuse_memory
 from hqsweep.quant.operand import HybridOperand, Operand
 from hqsweep.quant.part import Part, quantize_part
 from hqsweep.quant.place import Place
@@ -47,6 +48,8 @@ class _Shared:
         self.exchanges: dict[int, Any] = {}
         self.writes = [0]
         """How often values were written, also to members of a group."""
+        self.owner = ""
+        """The name of the module whose weight the tensor is."""
 
 
 class HybridQuantizedTensor(torch.Tensor):
@@ -83,7 +86,8 @@ class HybridQuantizedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, buffers: Mapping[str, Tensor], metadata: Metadata, shape: Sequence[int]) -> Self:
         device = next(buffers[f"{direction}_{name}"].device for direction, name in metadata.stored)
-        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=metadata.dtype, device=device)
+        options = {"dtype": metadata.dtype, "device": device, "storage_size": 0}
+        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), **options)
         self._metadata, self.shared = metadata, _Shared(metadata.key)
         self.quantizer, self.states, self.high_precision_init_val = metadata.quantizer, None, None
         self.sharding = self.planes = self.part = None
@@ -251,6 +255,31 @@ class HybridQuantizedTensor(torch.Tensor):
             raise UserError(f"data: got a tensor {got} for a quantized one {own}; move it with to()")
         with torch.no_grad():
             self.copy_(value)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """A storage without bytes, which refuses to be read and written by UserError."""
+        return NoMemory.of(torch.Tensor.untyped_storage(self), self.shared.owner, repr(self))
+
+    def storage(self) -> None:
+        """UserError: a tensor in operands has none."""
+        raise refuse_memory(self.shared.owner, repr(self), "storage")
+
+    def __dlpack__(self, *_: Any, **__: Any) -> None:
+        raise refuse_memory(self.shared.owner, repr(self), "__dlpack__")
+
+    def numpy(self, *_: Any, **__: Any) -> None:
+        """UserError: arrays have values; dequantize() gives them."""
+        raise refuse_memory(self.shared.owner, repr(self), "numpy")
+
+    def share_memory_(self) -> Self:
+        """Move the operands to memory that processes share; returns self."""
+        for buffer in self.buffers.values():
+            buffer.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether the operands lie in memory that processes share."""
+        return all(buffer.is_shared() for buffer in self.buffers.values())
 
     def hold(self, buffers: Mapping[str, Tensor]) -> None:
         """Have these tensors as buffers: those of both operands, by their names. Views keep those that they have."""

@@ -162,7 +162,7 @@ def _copied(x: HybridQuantizedTensor, copy: Callable[[Tensor], Tensor], **change
     x.check_complete()
     buffers = {name: buffer.clone() if name == INIT_VAL else copy(buffer) for name, buffer in x.buffers.items()}
     copied = type(x)(buffers, replace(x.metadata, shares_scale=False, **changes), x.shape)
-    copied.sharding, copied.part = x.sharding, x.part
+    copied.sharding, copied.part, copied.shared.owner = x.sharding, x.part, x.shared.owner
     return copied
 
 
