@@ -10,7 +10,7 @@ from hqsweep.errors import UserError
 
 READ_OR_WRITE = (
     "__getitem__", "__setitem__", "byteswap", "clone", "copy_", "cpu", "cuda", "data_ptr", "fill_", "pin_memory",
-    "resize_", "share_memory_", "to", "tolist",
+    "share_memory_", "to", "tolist",
 )  # fmt: skip
 """The methods of storages that are for bytes; sizes, devices and comparisons are answered."""
 
@@ -36,6 +36,12 @@ class NoMemory(torch.UntypedStorage):
         storage.__class__ = cls
         storage.owner, storage.tensor = owner, tensor
         return storage
+
+    def resize_(self, size: int) -> "NoMemory":
+        """Nothing, for the size that it has, which torch.compile gives to its own copy."""
+        if size:
+            raise refuse_memory(self.owner, self.tensor, "untyped_storage().resize_")
+        return self
 
 
 def _refused(name: str) -> Callable[..., Any]:

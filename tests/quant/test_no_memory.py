@@ -49,7 +49,7 @@ def test_nothing_else_of_a_storage_is_refused():
     weight = held()[0].weight
     storage = weight.untyped_storage()
     assert storage.nbytes() == 0 and storage.device.type == "cpu" and weight.data_ptr() == 0
-    assert weight.detach().untyped_storage()._cdata != 0
+    assert weight.detach().untyped_storage()._cdata != 0 and storage.resize_(0) is storage
 
 
 def test_memory_that_torch_reads_by_itself_is_none():
