@@ -60,9 +60,11 @@ def values_of(p: Tensor) -> Tensor:
 
 
 def _values(p: Tensor, master: Tensor) -> tuple[Tensor, Tensor] | None:
-    """A master and the values of its parameter; None where these are not to be had whole."""
+    """A master and the values of its parameter; None where these are not to be had whole, and of delayed scaling, whose
+    first scales fit no values."""
     part = local(p)
-    if part.is_meta or (isinstance(part, HybridQuantizedTensor) and (part.rowwise is None or part.shared.is_partial)):
+    held = isinstance(part, HybridQuantizedTensor)
+    if part.is_meta or (held and (part.rowwise is None or part.shared.is_partial or part.quantizer.delayed)):
         return None
     return local(master), values_of(p)
 
