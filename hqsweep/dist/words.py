@@ -27,7 +27,7 @@ def as_words(*tensors: Tensor, most: int = 16) -> list[Tensor]:
 
 
 def _consists_of(x: Tensor, size: int) -> bool:
-    if x.dim() == 0 or x.itemsize >= size or x.stride(-1) != 1 or torch.compiler.is_compiling():
+    if x.dim() == 0 or x.itemsize >= size or x.stride(-1) != 1 or torch.compiler.is_compiling() or x.is_neg():
         return False
     steps = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
     return x.numel() > 0 and x.data_ptr() % size == 0 and all(step * x.itemsize % size == 0 for step in steps)

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from hqsweep.errors import UserError
 from hqsweep.models.kinds import Kind, parts_of
@@ -19,10 +20,26 @@ FORWARD = "_old_forward"
 """The attribute of a module in which accelerate keeps its forward, which another one in the instance calls."""
 
 
-@cache
 def swapped_class(converted: type, plain: type) -> type[nn.Module]:
     """The class of `converted` on top of `plain`: one for each pair, since torch.compile guards classes; `converted`
-    itself where it is made for `plain`."""
+    itself where it is made for `plain`.
+
+    A class of torch's parametrizations, which every module has for itself, stays on top: torch adds and removes
+    properties of it, and takes its first base for the class without them.
+    """
+    if not _is_parametrized(plain):
+        return _swapped_class(converted, plain)
+    own = {name: value for name, value in plain.__dict__.items() if name not in ("__dict__", "__weakref__")}
+    return type(plain.__name__, (swapped_class(converted, plain.__bases__[0]),), {**own, PLAIN: (converted, plain)})
+
+
+def _is_parametrized(plain: type) -> bool:
+    """Whether torch.nn.utils.parametrize made the class, for one module."""
+    return getattr(plain.__dict__.get("__getstate__"), "__module__", None) == register_parametrization.__module__
+
+
+@cache
+def _swapped_class(converted: type, plain: type) -> type[nn.Module]:
     if plain_class(converted) is plain:
         return converted
     contents = {"__reduce__": _reduce, "__module__": converted.__module__, PLAIN: (converted, plain)}
@@ -55,7 +72,10 @@ class SwapKind(Kind):
         _give_class(module, swapped_class(self.converted, type(module)))
 
     def restore(self, module: nn.Module) -> None:
-        _give_class(module, plain_class(type(module)))
+        own = plain_class(type(module))
+        if _is_parametrized(own):
+            _take_properties(own, type(module))
+        _give_class(module, own)
 
     def check_restore(self, module: nn.Module) -> None:
         if plain_class(type(module)) is None:
@@ -63,6 +83,15 @@ class SwapKind(Kind):
                 f"{parts_of(module)[0].name}: {type(module).__name__} was made of the converted class afterwards, as"
                 " parametrizations and FSDP do; undo that before revert"
             )
+
+
+def _take_properties(own: type, swapped: type) -> None:
+    """Parametrizations may have been added and removed while the class was swapped."""
+    before, now = ({name: v for name, v in cls.__dict__.items() if isinstance(v, property)} for cls in (own, swapped))
+    for name in before.keys() - now.keys():
+        delattr(own, name)
+    for name in now.keys() - before.keys():
+        setattr(own, name, now[name])
 
 
 def _give_class(module: nn.Module, own: type[nn.Module]) -> None:

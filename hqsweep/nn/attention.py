@@ -29,6 +29,7 @@ from hqsweep.nn.module import BOUNDARIES, Boundary, QuantizedModule
 from hqsweep.nn.products import once_differentiable, outside_autocast, returned
 from hqsweep.nn.recipe_argument import RecipeArgument, module_quantizers
 from hqsweep.nn.sdpa import attend
+from hqsweep.ops.kernels import input_in
 from hqsweep.ops.request import Output
 from hqsweep.quant.operand import HybridOperand, Operand, flatten, unflatten
 from hqsweep.quant.part import Part
@@ -174,7 +175,7 @@ def quantized_attention(
     faults = "; ".join(attention_faults({x: call.quantizer(x) for x in TENSORS}, q.shape[-2]))
     if faults:
         raise UserError(f"{call.name} dpa: {faults}")
-    folded = (x.reshape(-1, *x.shape[-2:]).to(call.dtype) for x in (q, k, v))
+    folded = (input_in(x.reshape(-1, *x.shape[-2:]), call.dtype, f"{call.name} dpa") for x in (q, k, v))
     return _AttentionFunction.apply(*folded, mask, sinks, call).view(q.shape)
 
 

@@ -24,7 +24,7 @@ from hqsweep.nn.products import outside_autocast, untraced
 from hqsweep.nn.recipe_argument import RecipeArgument, recipe_or_section
 from hqsweep.nn.tensor_parallel import TensorParallel
 from hqsweep.nn.token_codes import sends_codes
-from hqsweep.ops.kernels import in_dtype
+from hqsweep.ops.kernels import input_in
 from hqsweep.ops.padding import PaddedSplits
 from hqsweep.ops.splits import Splits
 from hqsweep.quant.group import homogeneous
@@ -162,7 +162,7 @@ class GroupedBase(LinearBase):
             return self._product_untraced(x, m_splits, parameters, codes)
         if x.shape[-1] != self.in_features:
             raise UserError(f"{self.name}: x has {x.shape[-1]} features, and the experts take {self.in_features}")
-        rows = in_dtype(as_rows(x), self.dtype)
+        rows = input_in(as_rows(x), self.dtype, self.name)
         splits = self._splits_of(m_splits, len(rows))
         if codes is None:
             y = self._filled_up(rows, splits, parameters)

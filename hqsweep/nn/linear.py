@@ -24,7 +24,7 @@ from hqsweep.nn.residual import is_observed
 from hqsweep.nn.tensor_parallel import Exchange, TensorParallel, local
 from hqsweep.nn.turns import Turns
 from hqsweep.nn.workspace import WeightWorkspace
-from hqsweep.ops.kernels import in_dtype
+from hqsweep.ops.kernels import input_in
 from hqsweep.recipe.roles import QuantizerRole
 from hqsweep.recipe.sections import LinearQuantizers
 
@@ -43,7 +43,7 @@ def linear_product(
     """y [..., N] of x [..., K], weight [N, K] and bias [N], in the dtype and by the quantizers of the call. With a
     ticket the gradient of the weight comes late (nn.left_sums)."""
     biases = () if bias is None else (bias,)
-    rows = in_dtype(as_rows(x), call.dtype)
+    rows = input_in(as_rows(x), call.dtype, call.name)
     y = call.rounded("output", LinearFunction.apply(rows, call, 1, ticket, weight, *biases))
     if x.dim() == 2:
         return y

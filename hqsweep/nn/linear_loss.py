@@ -28,7 +28,7 @@ from hqsweep.nn.parameter import is_gathered, is_held, summed_main_grad, weight_
 from hqsweep.nn.products import once_differentiable, outside_autocast
 from hqsweep.nn.rank_rows import Outgoing, RankRows, quantize_tokens, rows_of
 from hqsweep.nn.vocabulary import checked_targets, counted_rows, cross_entropy
-from hqsweep.ops.kernels import in_dtype
+from hqsweep.ops.kernels import in_dtype, input_in
 from hqsweep.ops.loss import cross_entropy_, scale_
 from hqsweep.ops.loss_parts import joint_cross_entropy_, loss_parts, shared_cross_entropy_
 from hqsweep.ops.request import Output
@@ -114,7 +114,7 @@ def product_cross_entropy(
     ranks = 1 if call.exchange is None else call.exchange.parallel.group.size()
     targets = checked_targets(targets, rows, ranks * len(weight), h.device, call.name)
     count = counted_rows(targets, ranks * len(weight))
-    h = in_dtype(as_rows(h), call.dtype)
+    h = input_in(as_rows(h), call.dtype, call.name)
     if chunk is not None and (chunk <= 0 or chunk % CHUNK_MULTIPLE):
         raise UserError(f"{call.name}: a chunk has {chunk} rows; it takes a multiple of {CHUNK_MULTIPLE}")
     fault = _tie(call)
@@ -143,9 +143,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     the whole."""
 
     @staticmethod
-    def forward(
-        ctx, h: Tensor, call: LinearCall, targets: Tensor, count: Tensor, chunk: int, weight: Tensor
-    ) -> Tensor:
+    def forward(ctx, h: Tensor, call: LinearCall, targets: Tensor, count: Tensor, chunk: int, weight: Tensor) -> Tensor:
         needs = [call.grad and ctx.needs_input_grad[i] for i in (0, 5)]
         if is_held((weight,)) or call.main_grad:
             call.check_weights((weight,), *needs)
@@ -173,9 +171,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 class _Chunks:
     """The loss and its gradients, chunk by chunk; on every rank of those that share the linear."""
 
-    def __init__(
-        self, call: LinearCall, h: Tensor, weight: Tensor, targets: Tensor, count: Tensor, chunk: int
-    ) -> None:
+    def __init__(self, call: LinearCall, h: Tensor, weight: Tensor, targets: Tensor, count: Tensor, chunk: int) -> None:
         self.call, self.h, self.weights, self.targets = call, h, (weight,), targets
         rows = len(targets)
         self.group = None if call.exchange is None else call.exchange.parallel.group

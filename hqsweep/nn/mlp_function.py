@@ -38,7 +38,7 @@ from hqsweep.nn.residual import is_observed
 from hqsweep.nn.tensor_parallel import Exchange
 from hqsweep.nn.turns import activated_in_turn
 from hqsweep.ops.activation import INPUTS
-from hqsweep.ops.kernels import in_dtype
+from hqsweep.ops.kernels import in_dtype, input_in
 from hqsweep.quant.part import is_alone
 
 
@@ -169,5 +169,5 @@ def joined(
         LinearCall(**fc2.linear_facts(), exchange=second, left=left, early=early_operand(fc2)),
     )
     w1, ticket = fc1.own_weight(calls[0])
-    y = MLPFunction.apply(in_dtype(as_rows(x), fc1.dtype), *calls, kind, ticket, w1, fc2.own(fc2.weight))
+    y = MLPFunction.apply(input_in(as_rows(x), fc1.dtype, fc1.name), *calls, kind, ticket, w1, fc2.own(fc2.weight))
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])

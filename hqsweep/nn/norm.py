@@ -18,7 +18,7 @@ from hqsweep.nn.recipe_argument import RecipeArgument, module_quantizers
 from hqsweep.nn.residual import Branch, add_branch, is_observed, whole
 from hqsweep.nn.weight import QuantizedWeight
 from hqsweep.ops import norm
-from hqsweep.ops.kernels import in_dtype
+from hqsweep.ops.kernels import in_dtype, input_in
 from hqsweep.ops.quantize_normed import Normed
 from hqsweep.ops.quantize_normed import takes as takes_normed
 
@@ -203,7 +203,7 @@ class Norm(QuantizedWeight):
             with gradient.sending(x, dtype) as copies:
                 return _NormFunction.apply(x, own, weight, bias, replace(call, copies=copies))
         total = add_branch(x, branch)
-        x, shape = total.float(), (total.shape[-1],)
+        x, shape = input_in(total, torch.float32, self.name), (total.shape[-1],)
         if bias is None:
             h = F.rms_norm(x, shape, weight, self.epsilon)
         else:

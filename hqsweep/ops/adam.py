@@ -51,8 +51,8 @@ def _check_one(tensor: Tensor, name: str, dtype: torch.dtype, device: torch.devi
 
 
 def takes(tensor: Tensor) -> bool:
-    """Whether the kernel takes a tensor of CUDA: float32 without gaps."""
-    return tensor.dtype == torch.float32 and tensor.is_contiguous()
+    """Whether the kernel takes a tensor of CUDA: float32 without gaps, whose memory has its own signs."""
+    return tensor.dtype == torch.float32 and tensor.is_contiguous() and not tensor.is_neg()
 
 
 def adamw_(

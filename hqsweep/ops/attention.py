@@ -103,7 +103,8 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, o: Tenso
     does not take them so, and nothing is written. On CUDA, where has_cudnn() says so."""
     tensors = dict(enumerate((q, k, v, o, sums), start=1))
     strides = tuple(x.stride() for x in tensors.values())
-    plan = readable(q) and readable(o) and _plan_forward(q.get_device(), tuple(q.shape), strides, is_causal)
+    read = all(map(readable, (q, o))) and not (k.is_neg() or v.is_neg())
+    plan = read and _plan_forward(q.get_device(), tuple(q.shape), strides, is_causal)
     if plan:
         plan.run(tensors, empty(q, (plan.workspace,), (1,), torch.uint8))
     return bool(plan)
@@ -112,7 +113,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, o: Tenso
 def _readable(x: Tensor) -> Tensor:
     """x, or a copy of one whose rows have gaps, or that repeats values."""
     strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
-    return x if readable(x) and all(strides) else x.contiguous()
+    return x if readable(x) and all(strides) else x.resolve_neg().contiguous()
 
 
 def _part(shape: Sizes) -> Sizes | None:

@@ -22,8 +22,9 @@ def takes(table: Tensor, tokens: Tensor) -> bool:
     """Whether the kernels take rows of this table, and give its gradient."""
     shaped = table.dim() == 2 and table.is_contiguous() and table.shape[1] * table.itemsize % WORD == 0
     usable = table.is_cuda and tokens.is_cuda and has_kernels("cuda")
-    aligned = torch.compiler.is_compiling() or table.data_ptr() % WORD == 0  # a trace takes its rows by torch
-    return shaped and usable and aligned and table.dtype is torch.float32 and tokens.dtype is torch.int64
+    # A trace takes its rows by torch.
+    as_it_is = torch.compiler.is_compiling() or (table.data_ptr() % WORD == 0 and not table.is_neg())
+    return shaped and usable and as_it_is and table.dtype is torch.float32 and tokens.dtype is torch.int64
 
 
 @on_its_device
@@ -82,7 +83,7 @@ def table_gradient(
     starts: by_entry() of the tokens. Rows of an entry are added in float32, in an order that their number decides."""
     entries, width = len(starts) - 1, rows.shape[1]
     table = rows.new_empty(entries, width, dtype=torch.float32)
-    rows, tokens = rows.contiguous(), tokens.contiguous()
+    rows, tokens = rows.resolve_neg().contiguous(), tokens.contiguous()
     call = (tokens.data_ptr(), order.data_ptr(), starts.data_ptr(), rows.data_ptr())
     others = 0 if received is None else received.data_ptr()
     sizes = (table.data_ptr(), len(rows), entries, width, ranks, rank)

@@ -28,7 +28,7 @@ def copy_rows(rows: Tensor, index: Tensor, out: Tensor) -> None:
 
 
 def _whole_words(x: Tensor) -> bool:
-    return x.shape[1] * x.itemsize % WORD == 0 and x.data_ptr() % WORD == 0
+    return x.shape[1] * x.itemsize % WORD == 0 and x.data_ptr() % WORD == 0 and not x.is_neg()
 
 
 @on_its_device

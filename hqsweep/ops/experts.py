@@ -30,7 +30,11 @@ def checked(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[
     if x.dtype not in dtypes or x.shape != shape or x.device != like.device:
         takes = f"it takes {' or '.join(map(str, dtypes))} {tuple(shape)} on {like.device}"
         raise ValueError(f"{name} is {described(x)}; {takes}")
-    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+    return (
+        x
+        if x.is_contiguous() and x.data_ptr() % 16 == 0 and not x.is_neg()
+        else x.clone(memory_format=torch.contiguous_format)
+    )
 
 
 def _sizes(places: Tensor, choices: int, dim: int, like: Tensor) -> tuple[Tensor, int]:

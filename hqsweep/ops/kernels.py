@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hqsweep.errors import UserError
 from hqsweep.formats import Format, parse
 from hqsweep.memo import memo
 from hqsweep.ops.library import extension, has_kernels
@@ -20,8 +21,24 @@ NO_KEY = [0, 0, 0]
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x.to(dtype), skipping the call when the dtype already matches."""
-    return x if x.dtype is dtype else x.to(dtype)
+    """x.to(dtype), skipping the call when the dtype already matches; UserError for values that are no floats, whose
+    imaginary parts would be lost."""
+    if x.dtype is dtype:
+        return x
+    if not x.dtype.is_floating_point:
+        raise UserError(f"got {x.dtype} {list(x.shape)} where {dtype} is computed with; it takes floating dtypes alone")
+    return x.to(dtype)
+
+
+def input_in(x: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """in_dtype() of the input of the module of that name; UserError for dtypes that DTYPES lacks, which torch's modules
+    refuse too: integers, complex numbers, float64 and FP8."""
+    if x.dtype is dtype:
+        return x
+    if x.dtype not in DTYPES:
+        took = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
+        raise UserError(f"{name}: its input is {x.dtype} {list(x.shape)}; it takes {took}, so cast the input")
+    return x.to(dtype)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

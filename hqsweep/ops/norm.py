@@ -81,7 +81,7 @@ def _check_rows(x: Tensor) -> None:
 
 def ready(tensor: Tensor) -> Tensor:
     """The tensor, compact, at an address that whole units are read from."""
-    tensor = tensor.contiguous()
+    tensor = tensor.resolve_neg().contiguous()
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 

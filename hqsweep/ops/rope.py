@@ -33,7 +33,9 @@ def readable(x: Tensor) -> bool:
     """Whether the kernels can read x, bfloat16: its last axis has no gaps, and its other axes and its beginning lie at
     multiples of 16 bytes."""
     steps = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size != 1]
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step % _ALIGNED == 0 for step in steps)
+    return (
+        x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and not x.is_neg() and all(step % _ALIGNED == 0 for step in steps)
+    )
 
 
 def _read(x: Tensor) -> Tensor:

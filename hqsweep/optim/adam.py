@@ -18,6 +18,7 @@ from hqsweep.errors import UserError
 from hqsweep.ops.adam import adamw_
 from hqsweep.ops.library import has_kernels
 from hqsweep.optim.gradients import clip_, clip_factor, gradient, norm_of
+from hqsweep.optim.rounded import Rounded, values_of
 from hqsweep.quant.agree import quantize_shards_
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
@@ -34,8 +35,12 @@ class FusedAdam(torch.optim.AdamW):
     Plain FP32 and FP64 parameters are updated as they are. For every other parameter state["master_param"] holds an
     FP32 master, made at its first step: from the preserved initial value of a quantized parameter, which is then
     cleared, or else from dequantize(). After each step the master is rounded into the parameter (quantize_, keyed by
-    the next step of its key). From the first step on the master is the weight: anything else that is written to the
-    parameter is overwritten, so a checkpoint is loaded into the model and the optimizer.
+    the next step of its key). From the first step on the master is the weight. Where other values are written to the
+    parameter, as by load_state_dict or copy_, the next step makes the master of them, and keeps the moments as torch
+    does. A CUDA graph that holds a step is not told of them, nor does torch tell of writes to the memory of `p.data` of
+    a plain parameter. A state that is loaded has its masters: the model is loaded from the same checkpoint.
+
+    Copies and pickles, alone and with the model, go on as the original does.
 
     The gradient is param.main_grad where there is one, else param.grad; moments have the master's dtype. foreach and
     fused choose torch's kernels. Without them groups of FP32 masters on CUDA are updated by hqsweep.ops.adam.adamw_,
@@ -49,8 +54,8 @@ class FusedAdam(torch.optim.AdamW):
     Kernels on CUDA read the learning rate and count the steps on the device, and nothing waits for them, so that a
     CUDA graph can hold a step; whoever replays one gives rates by set_lr().
 
-    Raises UserError for quantized parameters with master_weights=False, and for a parameter with both a grad and a
-    main_grad.
+    Raises UserError for quantized parameters with master_weights=False, for a parameter with both a grad and a
+    main_grad, and for masters of a loaded state that are not those of the parameters.
     """
 
     def __init__(
@@ -67,7 +72,18 @@ class FusedAdam(torch.optim.AdamW):
     ) -> None:
         self.master_weights = master_weights
         self._rates: dict[int, tuple[Tensor, float]] = {}
+        self._rounded = Rounded()
         super().__init__(params, lr, betas, eps, weight_decay, foreach=foreach, fused=fused)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._renew_masters()
+        return {**super().__getstate__(), "master_weights": self.master_weights}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of a copy, or, as torch's load_state_dict does, that of another optimizer."""
+        super().__setstate__(state)
+        for name, value in {"master_weights": True, "_rates": {}, "_rounded": Rounded()}.items():
+            self.__dict__.setdefault(name, value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; UserError for quantized parameters without masters."""
@@ -126,6 +142,7 @@ class FusedAdam(torch.optim.AdamW):
     def _gradients(self) -> list[dict[Tensor, Tensor]]:
         """Parameter -> this rank's part of its gradient, in the dtype of its update, for each group and those that have
         one."""
+        self._renew_masters()
         groups = (group["params"] for group in self.param_groups)
         return [
             {p: part_as(p, g).to(self._dtype(p)) for p in params if (g := gradient(p)) is not None} for params in groups
@@ -133,11 +150,26 @@ class FusedAdam(torch.optim.AdamW):
 
     def _update_all(self, gradients: list[dict[Tensor, Tensor]], factor: Tensor | None = None) -> None:
         """One update of all groups; factor: what gradients are multiplied by, of groups that adamw_ updates."""
+        self._rounded.check_loaded(self._masters_of(p for grads in gradients for p in grads))
         written: dict[Tensor, Tensor] = {}
         for index, grads in enumerate(gradients):
             if grads:
                 written |= self._update(index, grads, factor)
         _quantize({p: master for p, master in written.items() if _is_held(p)})
+        for p, master in self._masters_of(written).items():
+            self._rounded.note(p, master)
+
+    def _masters_of(self, params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+        """Parameter -> its master, of those that have one."""
+        return {p: self.state[p][MASTER] for p in params if MASTER in self.state.get(p, ())}
+
+    @torch.no_grad()
+    def _renew_masters(self, params: Iterable[Tensor] | None = None) -> None:
+        """Make masters of the values of parameters, by default of all, that somebody else has written to."""
+        for p, master in self._masters_of(self.state if params is None else params).items():
+            if self._rounded.is_stale(p, master):
+                local(master).copy_(values_of(p))
+                self._rounded.note(p, master)
 
     def _is_own(self, group: dict[str, Any]) -> bool:
         """Whether adamw_ updates a group."""
@@ -236,6 +268,7 @@ class FusedAdam(torch.optim.AdamW):
         """The FP32 master of a parameter, or what it would start from; a DTensor for a DTensor. p itself where it needs
         no master."""
         if self.master_weights and p in self.state and MASTER in self.state[p]:
+            self._renew_masters([p])
             return self.state[p][MASTER]
         if not self.master_weights or _is_own_master(p):
             return p
@@ -247,6 +280,7 @@ class FusedAdam(torch.optim.AdamW):
 
     def state_dict(self) -> dict[str, Any]:
         """The state as torch has it."""
+        self._renew_masters()
         return _uncompiled(super().state_dict)()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -154,6 +154,7 @@ class GroupedTensor(HybridQuantizedTensor):
             metadata = meta.member(expert)
             member = HybridQuantizedTensor(own, metadata, metadata.matrix)
             member.states, member.part = self.states and self.states[expert], self.part
+            member.shared.writes = self.shared.writes
             members.append(member)
         return members
 

@@ -24,6 +24,7 @@ from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.fsdp2 import ONE_ARGUMENT, note_trace
 from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
 from hqsweep.quant.metadata import Metadata
+from hqsweep.quant.no_memory import NoMemory, refuse_memory
 from hqsweep.quant.operand import HybridOperand, Operand
 from hqsweep.quant.part import Part, quantize_part
 from hqsweep.quant.place import Place
@@ -48,6 +49,8 @@ class _Shared:
     def __init__(self, key: RngKey | None) -> None:
         self.key = key
         self.exchanges: dict[int, Any] = {}
+        self.writes = [0]
+        """How often values were written, also to members of a group."""
 
 
 class HybridQuantizedTensor(torch.Tensor):
@@ -84,7 +87,8 @@ class HybridQuantizedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, buffers: Mapping[str, Tensor], metadata: Metadata, shape: Sequence[int]) -> Self:
         device = next(buffers[f"{direction}_{name}"].device for direction, name in metadata.stored)
-        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=metadata.dtype, device=device)
+        options = {"dtype": metadata.dtype, "device": device, "storage_size": 0}
+        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), **options)
         self._metadata, self.shared = metadata, _Shared(metadata.key)
         self.quantizer, self.states, self.high_precision_init_val = metadata.quantizer, None, None
         self.sharding = self.planes = self.part = None
@@ -178,6 +182,8 @@ class HybridQuantizedTensor(torch.Tensor):
         x = x if isinstance(x, Tensor) else self.metadata.content.joined(x).view(self.shape)
         if tuple(x.shape) != tuple(self.shape):
             raise UserError(f"quantize_: got {tuple(x.shape)} for a tensor of shape {tuple(self.shape)}")
+        if x.is_complex():
+            raise UserError(f"quantize_: got {x.dtype}, whose imaginary parts would be lost; give its real part")
         self.check_writable()
         with torch.no_grad():
             return (x.dequantize() if isinstance(x, HybridQuantizedTensor) else x), self.next_key(key)
@@ -195,6 +201,7 @@ class HybridQuantizedTensor(torch.Tensor):
     def note_write(self, key: RngKey | None) -> Self:
         """Note, for autograd too, that the bytes are others, drawn with this key; returns self."""
         torch.autograd.graph.increment_version(self)
+        self.shared.writes[0] += 1
         return self.set_key(key)
 
     @property
@@ -212,6 +219,7 @@ class HybridQuantizedTensor(torch.Tensor):
         for own, buffer in self.copies(operands):
             own.copy_(buffer)
         self.shared.is_partial = False
+        self.shared.writes[0] += 1
 
     def copies(self, operands: Any) -> list[tuple[Tensor, Tensor]]:
         """Each buffer, and that which write_() copies into it."""
@@ -248,6 +256,31 @@ class HybridQuantizedTensor(torch.Tensor):
             raise UserError(f"data: got a tensor {got} for a quantized one {own}; move it with to()")
         with torch.no_grad():
             self.copy_(value)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """A storage without bytes, which refuses to be read and written by UserError."""
+        return NoMemory.of(torch.Tensor.untyped_storage(self), self.shared.layer, repr(self))
+
+    def storage(self) -> None:
+        """UserError: a tensor in operands has none."""
+        raise refuse_memory(self.shared.layer, repr(self), "storage")
+
+    def __dlpack__(self, *_: Any, **__: Any) -> None:
+        raise refuse_memory(self.shared.layer, repr(self), "__dlpack__")
+
+    def numpy(self, *_: Any, **__: Any) -> None:
+        """UserError: arrays have values; dequantize() gives them."""
+        raise refuse_memory(self.shared.layer, repr(self), "numpy")
+
+    def share_memory_(self) -> Self:
+        """Move the operands to memory that processes share; returns self."""
+        for buffer in self.buffers.values():
+            buffer.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether the operands lie in memory that processes share."""
+        return all(buffer.is_shared() for buffer in self.buffers.values())
 
     def hold(self, buffers: Mapping[str, Tensor]) -> None:
         """Have these tensors as buffers: those of both operands, by their names. Views keep those that they have."""

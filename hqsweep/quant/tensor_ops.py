@@ -162,7 +162,7 @@ def _copied(x: HybridQuantizedTensor, copy: Callable[[Tensor], Tensor], **change
     x.check_complete()
     buffers = {name: buffer.clone() if name == INIT_VAL else copy(buffer) for name, buffer in x.buffers.items()}
     copied = type(x)(buffers, replace(x.metadata, shares_scale=False, **changes), x.shape)
-    copied.sharding, copied.part = x.sharding, x.part
+    copied.sharding, copied.part, copied.shared.layer = x.sharding, x.part, x.shared.layer
     return copied
 
 
@@ -177,9 +177,12 @@ def _copy_(x: HybridQuantizedTensor, source: Tensor, non_blocking: bool = False)
     if broadcast is not None:
         return _broadcast(x, *broadcast)
     if not same or not _lie_alike(x, source):
-        return x.quantize_((source.dequantize() if quantized else source).expand(x.shape))
+        # A negative bit, which torch's dispatcher leaves to copy_, and to nothing that copy_ calls.
+        return x.quantize_((source.dequantize() if quantized else source.resolve_neg()).expand(x.shape))
     x.check_writable()
     source.check_complete()
+    if all(own.is_set_to(buffer) for own, buffer in x.copies(source)):
+        return x  # as where a model loads its own state_dict
     x.write_(source)
     preserved = x.high_precision_init_val
     if preserved is not None:
@@ -196,6 +199,7 @@ def _broadcast(x: HybridQuantizedTensor, group: Any, source: int) -> HybridQuant
         own = tensor.to(x.device).reshape(-1).contiguous()
         dist.broadcast(own.view(torch.uint8), group=group, group_src=source)
         tensor.copy_(own.view(tensor.shape))
+    x.shared.writes[0] += 1
     return x
 
 
