@@ -97,7 +97,7 @@ class GroupedStep:
             self.x.grad = module.weight.grad = None
             if case.weights == "once a step":
                 module.workspace.clear()
-            with quantization(cache_weights=case.weights != "each step"):
+            with quantization(step=1, cache_weights=case.weights != "each step"):
                 y = module(self.x, splits)
             y.backward(self.dy)
 

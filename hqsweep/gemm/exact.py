@@ -170,13 +170,13 @@ def apply_factors(
     if not factors and inverse == 1.0:
         return in_dtype(product, out_dtype)
     if not any(per_row):
-        return scaled(product, reduce(torch.mul, [*tensors, inverse]), out_dtype)
+        return scaled(product, reduce(torch.mul, [*tensors, inverse]), out_dtype, before=1.0)
     if all(per_row) and len(tensors) == 2:
         product, inverse = scaled(product, tensors.pop(0), torch.float32, before=inverse), 1.0
     return scaled(product, reduce(torch.mul, tensors), out_dtype, before=inverse)
 
 
-def scaled(product: Tensor, factor: Tensor | float, out_dtype: torch.dtype, *, before: float = 1.0) -> Tensor:
+def scaled(product: Tensor, factor: Tensor | float, out_dtype: torch.dtype, *, before: float) -> Tensor:
     """fl(fl(product * before) * factor) in float32, rounded to out_dtype: one pass on a GPU, where product may be
     bfloat16, too. Else a float32 product is overwritten. product [m, n]; factor a number, or [1, 1], [m, 1] or [1, n].
     """

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
 
@@ -33,6 +33,8 @@ class Context:
     microbatch: int = 0
     cache_weights: bool = False
     """Whether linears keep the operands of their weights for later calls."""
+    period: object = field(default=None, compare=False)
+    """Stands for a time in which nobody writes to weights but as torch counts it; None: weights are compared."""
     amax_group: Any = None
     """The process group whose ranks share the amaxes of delayed scaling; None: all ranks."""
     counter: Tensor | None = field(default=None, compare=False)
@@ -107,7 +109,7 @@ def use_kernels(x: Tensor) -> bool:
 def quantization(
     *,
     seed: int = 0,
-    step: int = 0,
+    step: int | None = None,
     probe: Probe | None = None,
     microbatch: int = 0,
     cache_weights: bool = False,
@@ -118,9 +120,11 @@ def quantization(
     """Modules called inside draw their random bits from (seed, slot, step, microbatch) and report to `probe`. For
     delayed scaling all that is trained under one step belongs to it, whatever the microbatch.
 
+    step: the step of the training; without one the bits are those of step 0.
     microbatch: index of the part of the step's batch; weights, which are those of the step, draw without it.
-    cache_weights: quantize a weight once for as long as nobody writes to it, for microbatches and evaluation, and in
-    forward for backward, too, from one read; it costs 2 bytes an element and direction.
+    cache_weights: quantize a weight once a step for as long as nobody writes to it, for microbatches and evaluation,
+    and in forward for backward, too, from one read. It needs the step, and costs 2 bytes an element and direction, and
+    a copy of the weight, with which it is compared at each use.
     amax_group: the process group over which the amaxes of delayed scaling are the largest; by default all ranks.
     Where ranks hold different experts, a group of those that hold the same ones.
     counter: int64 [1] on the device, from which random bits take the step, when they are drawn, in place of `step`. A
@@ -130,13 +134,15 @@ def quantization(
     """
     options = {"probe": probe, "microbatch": microbatch, "cache_weights": cache_weights, "amax_group": amax_group}
     options |= {"counter": counter, "kernels": kernels}
+    if cache_weights and step is None:
+        raise UserError("quantization: cache_weights keeps operands for one step of the training; pass step=, too")
     if counter is not None and (counter.dtype != torch.int64 or counter.numel() != 1):
         raise UserError(
             f"quantization: counter is {counter.dtype} {tuple(counter.shape)}; it takes int64 [1], which holds the step"
         )
     if not torch.compiler.is_compiling():
         boundary()
-    return _CONTEXT.entered(Context(seed=seed, step=step, **options))
+    return _CONTEXT.entered(Context(seed=seed, step=step or 0, **options))
 
 
 @contextmanager
@@ -166,6 +172,12 @@ def as_recipe(recipe: AnyRecipe | Section | HybridQuantizer | str | Mapping[str,
 def within(context: Context) -> Entered[Context]:
     """Modules called inside are in this context, in which the names of modules are claimed anew."""
     return _CONTEXT.entered(context)
+
+
+def unwritten(period: object) -> Entered[Context]:
+    """Inside, operands of weights are kept without a look at the weights, from one `with` of a period to the next:
+    nobody writes to them in that time but as torch counts it."""
+    return within(replace(current(), period=period))
 
 
 @contextmanager

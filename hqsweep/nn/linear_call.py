@@ -210,8 +210,8 @@ class LinearCall(Call):
         forms: dict[Direction, Hashable] = {direction: takes}
         if needs_column:
             forms["columnwise"] = (takes, by_rows)
-        together = self.exchange is not None
-        return self.workspace.take(weights, forms, self.quantizers.weight, self.key("weight"), make, together)
+        kept = {"together": self.exchange is not None, "period": self.context.period}
+        return self.workspace.take(weights, forms, self.quantizers.weight, self.key("weight"), make, **kept)
 
     @torch.no_grad()
     def make_early(self, weights: Weights, direction: Direction) -> None:

@@ -108,7 +108,7 @@ class Pipeline:
         if self._shares_table and self._place:
             model.embedding = _Tied(model.head)
         self._schedules: dict[tuple[int, ...], Any] = {}
-        self._first, self._training = 0, True
+        self._first, self._training, self._period = 0, True, None
 
     def _layers(self, stage: int) -> range:
         return range(self._bounds[stage], self._bounds[stage + 1])
@@ -160,7 +160,7 @@ class Pipeline:
 
     def _run(self, schedule: Any, tokens: Tensor, targets: Tensor, *, training: bool = True) -> list[Tensor]:
         """The losses of the microbatches in order on the rank that has the last stage; [] on others."""
-        self._first, self._training, losses = current().microbatch, training, []
+        self._first, self._training, self._period, losses = current().microbatch, training, object(), []
         for part in self.parts.values():
             part.share = self.share if training else None
             part.load_balance = self.load_balance
@@ -245,7 +245,8 @@ class Pipeline:
     def _at(self, microbatch: int) -> AbstractContextManager:
         """The context in which a microbatch of the call is computed, forward and backward."""
         number = self._first + microbatch if self._training else self._first
-        return within(replace(current(), microbatch=number, cache_weights=True, amax_group=self.same_stage))
+        kept = {"cache_weights": True, "period": self._period}  # within one call, in which nobody updates weights
+        return within(replace(current(), microbatch=number, amax_group=self.same_stage, **kept))
 
 
 class _Tied(nn.Module):

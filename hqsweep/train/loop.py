@@ -20,6 +20,7 @@ from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.parallel import ParallelConfig
 from hqsweep.errors import UserError
 from hqsweep.nn import Probe, quantization, set_recipe
+from hqsweep.nn.context import unwritten
 from hqsweep.nn.grouped_linear import share_amaxes
 from hqsweep.nn.moe import check_room
 from hqsweep.nn.offload import ActivationOffload
@@ -202,8 +203,13 @@ class Trainer:
                 Balance(loss=b, tokens=list(t)) for b, t in zip(step_losses.balances, step_losses.tokens, strict=True)
             ]
             return self._total(list(step_losses.shares)), Balance.of(balances, self._of_ranks)
+        period = object()
         for index, part in enumerate(zip(inputs.chunk(parts), targets.chunk(parts), strict=True)):
-            with quantization(microbatch=first + index, **call), synchronized(self.model, last=index == parts - 1):
+            with (
+                quantization(microbatch=first + index, **call),
+                unwritten(period),
+                synchronized(self.model, last=index == parts - 1),
+            ):
                 self.adapter.begin((self.config.seed, at.step, first + index))
                 losses = self._losses(*part)
                 loss = losses.minimized / (parts * copies)
@@ -257,7 +263,11 @@ class Trainer:
     def _measure(self, inputs: Tensor, targets: Tensor, at: At) -> list[Tensor]:
         """The mean loss over batches of inputs and targets [batches, B, T], float64."""
         call = {"seed": self.config.seed, "step": at.step, "counter": at.counter}
-        with self.adapter.evaluating(), quantization(**call, cache_weights=True, kernels=self.kernels):
+        with (
+            self.adapter.evaluating(),
+            quantization(**call, cache_weights=True, kernels=self.kernels),
+            unwritten(object()),
+        ):
             if self.pipeline is None:
                 batches = zip(inputs, targets, strict=True)
                 every = torch.stack([self._losses(*batch).cross_entropy.double() for batch in batches])

@@ -302,3 +302,36 @@ def test_one_graph_serves_grouped_linears_of_other_names():
         expected, got = (results(module, call, "grouped", "cpu", 1) for call in (compiled, module))
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
     assert counters["stats"]["unique_graphs"] == 1
+
+
+class Pair(torch.nn.Module):
+    """Two linears, one behind the other; torch.compile has to bring what both read from one to the next."""
+
+    def __init__(self, recipe):
+        super().__init__()
+        self.one = Linear(64, 64, name="one", recipe=recipe, bias=True)
+        self.two = Linear(64, 64, name="two", recipe=recipe)
+
+    def forward(self, x):
+        return self.two(self.one(x))
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("text", ["fp8_current", "nvfp4", "nvfp4|mxfp8", "mxfp8"])
+def test_rows_that_torch_compile_does_not_know(text, marked):
+    """dynamic=True, and mark_dynamic, of formats with an amax of the tensor, too."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    module, results = Pair(text), []
+    for call in (module, torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=None if marked else True)):
+        results.append([])
+        for rows in (64, 96):
+            x = draw("normal", rows, 64, rows).requires_grad_(not marked)
+            if marked and call is not module:
+                torch._dynamo.mark_dynamic(x, 0)
+            module.zero_grad()
+            with quantization(step=1):
+                y = call(x)
+                y.backward(draw("normal", rows, 64))
+            results[-1] += [y.detach(), *([] if marked else [x.grad]), *gradients(module).values()]
+    assert all(map(torch.equal, *results))

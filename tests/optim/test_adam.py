@@ -165,7 +165,7 @@ def test_main_grad_is_the_gradient_where_there_is_one():
 def test_operands_of_weights_that_were_kept_are_made_anew_after_a_step(fused, step):
     layer = Linear(32, 32, name="a", recipe=Recipe(linear=LinearQuantizers.parse("mxfp8", "test")))
     optimizer, x = FusedAdam(layer.parameters(), lr=0.5, fused=fused), torch.ones(4, 32, dtype=torch.bfloat16)
-    with quantization(cache_weights=True):
+    with quantization(step=1, cache_weights=True):
         y = layer(x)
         y.float().square().sum().backward()
         step(optimizer)
