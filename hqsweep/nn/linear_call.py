@@ -109,7 +109,6 @@ class LinearCall(Call):
         """Whether the GEMM takes exact columns of experts as torch._grouped_mm does."""
         return self.plans is not None and self.plans[gemm].one_kernel
 
-    @for_its_slot
     def quantize(
         self,
         tensor: str,
@@ -121,9 +120,9 @@ class LinearCall(Call):
     ) -> HybridOperand:
         """Call.quantize; an input that is only described is quantized from what it is computed of."""
         if tensor == "input" and self.normed:
-            return self.quantizer(tensor).quantize_normed(self.normed.pop(), rowwise=rowwise, columnwise=columnwise)
+            return self._quantize_normed(tensor, x, rowwise=rowwise, columnwise=columnwise)
         if self.codes is not None and tensor in self.codes:
-            return self._of_codes(tensor, rowwise, columnwise, **options)
+            return self._of_codes(tensor, x, rowwise=rowwise, columnwise=columnwise, **options)
         part = self.part_of(tensor, x)
         if part is not None:
             by_rows = options.get("by_rows", False)
@@ -159,17 +158,25 @@ class LinearCall(Call):
             return pending()
         return self.gradient.leave(pending)
 
+    @for_its_slot
+    def _quantize_normed(self, tensor: str, x: Tensor, **outputs: Output | None) -> HybridOperand:
+        """quantize() for an input that is only described."""
+        return self.quantizer(tensor).quantize_normed(self.normed.pop(), **outputs)
+
+    @for_its_slot
     def _of_codes(
-        self, tensor: str, rowwise: Output | None, columnwise: Output | None, *, by_rows: bool = False, **_: Any
+        self, tensor: str, x: Tensor, *, columnwise: Output | None, by_rows: bool = False, **others: Any
     ) -> HybridOperand:
         """quantize() for a tensor whose rowwise operand is here: the columnwise one is made of its values."""
         row, column, quantizer = self.codes.pop(tensor), None, self.quantizer(tensor)
         if columnwise:
-            x = dequantize_members(row.buffers, row.format, row.layout, row.dtype)
+            values = dequantize_members(row.buffers, row.format, row.layout, row.dtype)
             of_values = replace(quantizer, columnwise_source="original")
             fields = {"keys": self.key(tensor) if quantizer.reads_key else None, "by_rows": by_rows}
-            column = quantize_group(x, self.splits, of_values, rowwise=None, columnwise=columnwise, **fields).columnwise
-        return HybridOperand(rowwise=row.operand() if rowwise == "exact" else row, columnwise=column)
+            fields |= {"rowwise": None, "columnwise": columnwise}
+            column = quantize_group(values, self.splits, of_values, **fields).columnwise
+        exact = others.get("rowwise") == "exact"
+        return HybridOperand(rowwise=row.operand() if exact else row, columnwise=column)
 
     def product(
         self, gemm: str, a: AnyOperand | RankRows, b: AnyOperand, out_dtype: torch.dtype

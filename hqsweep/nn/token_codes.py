@@ -17,6 +17,7 @@ from hqsweep.formats import WHOLE, Format
 from hqsweep.memo import memo
 from hqsweep.ops.amax import Search, find_amax
 from hqsweep.ops.layout import GroupLayout
+from hqsweep.ops.nonfinite import for_slot
 from hqsweep.ops.quantize import quantize
 from hqsweep.ops.request import Target
 from hqsweep.ops.splits import Splits
@@ -25,6 +26,8 @@ from hqsweep.quant.operand import Operand
 
 PITCH = 16
 """The bytes of a message are a multiple of this: copies of whole rows are fast then."""
+SENT = "tokens for experts of other ranks"
+"""What stands for the layer of their slot (ops.nonfinite)."""
 
 
 @memo
@@ -38,6 +41,12 @@ def sends_codes(quantizer: HybridQuantizer, columnwise: bool) -> bool:
     if columnwise and quantizer.columnwise_source != "rowwise_dequantized":
         return False
     return all(buffer.rows == 1 or name == format.amax_name for name, buffer in format.layout.items())
+
+
+@memo
+def _both(format: Format) -> HybridQuantizer:
+    """A quantizer whose rowwise format this is."""
+    return HybridQuantizer(format, format.columnwise_form)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,7 +66,8 @@ class Messages:
         """The messages of x [rows, width]; amaxes: float32 [E], the amax of every expert's matrix, where the format
         takes one."""
         grid = None if amaxes is None else [{format.amax_name: amax} for amax in amaxes.view(-1, 1, 1).unbind()]
-        buffers, parts = quantize(x, Target(format, grid=grid), splits=splits).rowwise, []
+        with for_slot(SENT, "input", _both(format), x):
+            buffers, parts = quantize(x, Target(format, grid=grid), splits=splits).rowwise, []
         for name in _of_rows(format):
             entries = format.layout[name].shape(len(x), x.shape[1])[1] * len(x)
             parts.append(buffers[name][:entries].view(torch.uint8).view(len(x), -1) if len(x) else None)

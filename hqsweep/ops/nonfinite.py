@@ -94,19 +94,22 @@ _slots = [
     *(_Slot(_UNNAMED, _NO_FORMATS, (nan, inf, False)) for inf in (False, True) for nan in (False, True)),
 ]
 _numbers: dict[tuple[str, ...], int] = {}
+_last: dict[tuple[str, str], tuple[Any, int]] = {}
+"""Layer and tensor -> the quantizer of the last call, and its number: the same object needs no look at its formats."""
 
 
 def slot_number(layer: str, tensor: str, quantizer: Any) -> int:
     """The number of a slot under this quantizer; NOBODY where tables are full. layer "": it is not known."""
+    last = _last.get((layer, tensor))
+    if last is not None and last[0] is quantizer:
+        return last[1]
     formats = quantizer.rowwise, quantizer.columnwise
     key = layer, tensor, formats[0].text, formats[1].text
-    number = _numbers.get(key)
-    if number is None:
-        number = len(_slots)
-        if 2 * number + 2 > CAPACITY:
-            return NOBODY
-        _numbers[key] = number
+    number = _numbers.get(key, NOBODY)
+    if number == NOBODY and 2 * len(_slots) < CAPACITY:
+        number = _numbers[key] = len(_slots)
         _slots.append(_Slot(f"{layer}.{tensor}" if layer else f"a held {tensor}", formats))
+    _last[layer, tensor] = quantizer, number
     return number
 
 
@@ -185,10 +188,9 @@ def address_of(x: Tensor, slot: int, columnwise: bool, format: Format) -> int:
 
 def see(x: Tensor, columnwise: bool) -> None:
     """Note what is not finite in x, which is quantized without a kernel, for the slot of now."""
-    slot = current()
-    if slot in (NOBODY, TRACED) or x.device.type not in ("cpu", "cuda"):
+    if x.device.type not in ("cpu", "cuda"):
         return
-    words = table_of(x.device).words[2 * slot + columnwise]
+    words = table_of(x.device).words[2 * current() + columnwise]
     words[NAN] |= x.isnan().any()
     words[INF] |= x.isinf().any()
 
@@ -215,6 +217,9 @@ def current() -> int:
 @contextmanager
 def for_slot(layer: str, tensor: str, quantizer: Any, x: Tensor) -> Iterator[None]:
     """What this quantizer quantizes inside, x or what is made of it, is quantized for this slot (slot_number)."""
+    if torch.compiler.is_compiling():
+        yield
+        return
     number = slot_number(layer, tensor, quantizer)
     before, _now.slot = _now.slot, number
     try:

@@ -12,7 +12,7 @@ from hqsweep.ops.dequantize import dequantize, exact_operand_of
 from hqsweep.ops.inputs import NO_INPUTS, Inputs, matrix_inputs, member_inputs, of_member
 from hqsweep.ops.kernels import KernelSpec
 from hqsweep.ops.layout import GroupLayout
-from hqsweep.ops.nonfinite import current, see
+from hqsweep.ops.nonfinite import NOBODY, TRACED, current, see
 from hqsweep.ops.packed import Result, held_exact, pack, take
 from hqsweep.ops.reference import by_reference
 from hqsweep.ops.request import (
@@ -88,9 +88,10 @@ def quantize(
     # One of two may have a kernel; sums of statistics are in the order of each direction by itself.
     if request.row and request.column and backend == "auto" and (request.some_kernel or statistics):
         return _one_by_one(request, x, row, column, statistics)
-    for spec, columnwise in ((request.row, False), (request.column, True)):
-        if spec and not (spec.format.high_precision or statistics or (columnwise and request.dequantized)):
-            see(x, columnwise)
+    if current() not in (NOBODY, TRACED):
+        for spec, columnwise in ((request.row, False), (request.column, True)):
+            if spec and not (spec.format.high_precision or statistics or (columnwise and request.dequantized)):
+                see(x, columnwise)
     return Quantized(*by_reference(request, x, row, column, statistics))
 
 

@@ -1,5 +1,6 @@
 """What is to be said of a comparison as a whole: which runs entered, what its intervals cover, what it cannot see."""
 
+import json
 from collections.abc import Iterable, Sequence
 
 import pandas as pd
@@ -18,6 +19,8 @@ OF_TRAINING = (
 )
 CODE, TARGET = "manifest.model_code", "config.model.target"
 """Columns of models that a function builds."""
+MET = "manifest.nonfinite"
+"""The column of the rows of train.nonfinite.Nonfinite.manifest, as JSON."""
 
 
 def study_notes(families: Sequence[Family], frames: Frames, finals: pd.DataFrame, study: Study) -> tuple[str, ...]:
@@ -33,7 +36,7 @@ def study_notes(families: Sequence[Family], frames: Frames, finals: pd.DataFrame
     if families[0].design == FORK:
         notes += [OF_TRAINING, *_coverage(families), BLIND]
     notes += [*_untrained(frames.runs, finals), *_repeated(frames.runs), *_unsampled(frames)]
-    notes += [*_other_code(frames.runs), *_unknown_data(frames.runs)]
+    notes += [*_other_code(frames.runs), *_unknown_data(frames.runs), *_nonfinite(frames.runs)]
     return tuple(dict.fromkeys(notes))
 
 
@@ -60,6 +63,26 @@ def _other_code(runs: pd.DataFrame) -> list[str]:
                 f"The code of {target} changed between runs: some of {said} were trained with other code than the first"
                 f" run of '{same['arm'].iloc[0]}', so their gaps are not the recipe's alone."
             )
+    return notes
+
+
+def _nonfinite(runs: pd.DataFrame) -> list[str]:
+    """Arms whose slots have met NaN or inf, and where that began."""
+    if MET not in runs:
+        return []
+    notes = []
+    for arm, own in runs.dropna(subset=[MET]).groupby("arm", sort=False):
+        met = [(run, row) for run, rows in zip(own.itertuples(), own[MET].map(json.loads), strict=True) for row in rows]
+        if not met:
+            continue
+        run, first = min(met, key=lambda each: (each[1]["first"], each[1]["order"]))
+        slots, silent = len({row["slot"] for _, row in met}), any(row["lost"] for _, row in met)
+        more = f", and {slots - 1} more slots" if slots > 1 else ""
+        of_runs = f"{len({own.run for own, _ in met})} of {(runs['arm'] == arm).sum()} runs of '{arm}'"
+        notes.append(
+            f"NaN or inf was quantized in {of_runs}, first, with seed {run.seed}: {first['sentence']}{more}."
+            + (" What became a number, or holds a scale, is in no loss but in what was trained." if silent else "")
+        )
     return notes
 
 

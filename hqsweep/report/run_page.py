@@ -16,6 +16,7 @@ from hqsweep.report.gemm_plans import plan_lines
 from hqsweep.report.job_tables import job_tables
 from hqsweep.report.text import TextTable, number, sparkline, text, to_rich
 from hqsweep.sweep import notes
+from hqsweep.sweep.documents import met_lines
 from hqsweep.sweep.run_dir import RunDir
 
 WORST = 5
@@ -43,7 +44,9 @@ def show_run(run: RunDir, *, every: bool = False) -> tuple[RenderableType, dict[
     parts: list[RenderableType] = [Text(f"{run.sweep}/{run.name}", style="bold"), Text(_status_line(status))]
     parts += [Text(line) for line in (notes.line(said),) if line]
     parts += [Text(line) for line in (*_place_lines(run.fork()), *recipe_lines(config.get("recipe")))]
-    parts += [Text(f"warning: {line}", style="yellow") for line in manifest.get("warnings", [])]
+    parts += [
+        Text(f"warning: {line}", style="yellow") for line in [*manifest.get("warnings", []), *met_lines(manifest)]
+    ]
     if curve["values"]:
         ends = f"{number(curve['values'][0])} -> {number(curve['values'][-1])} nats at step {curve['last_step']}"
         parts.append(Text(f"{curve['metric']}  {sparkline(curve['values'])}  {ends}"))
@@ -177,6 +180,6 @@ def _manifest_table(manifest: dict[str, Any]) -> Fitted:
     rows = tuple(
         (name, yaml.safe_dump(value, sort_keys=False, width=160).strip() if isinstance(value, dict) else text(value))
         for name, value in manifest.items()
-        if name not in ("recipe_schedule", "warnings")  # gemm_plan says the one, and the other is above
+        if name not in ("recipe_schedule", "warnings", "nonfinite")  # gemm_plan says the first, the others are above
     )
     return to_rich(TextTable(header=("fact", "value"), rows=rows), "manifest")

@@ -27,11 +27,15 @@ STATUS: dict[str, Kind] = {
     "state": frozenset(STATES), "reason": TEXT, "exit_code": COUNT, "pid": COUNT, "host": TEXT, "attempt": int,
     "started": NUMBER, "ended": NUMBER, "seconds": float, "progress": (PROGRESS, None), "phase": TEXT,
 }  # fmt: skip
+MET = {"slot": str, "lost": bool, "first": int, "order": int, "sentence": str}
+"""The keys that are read of a row of the manifest's "nonfinite" (train.nonfinite)."""
+MOST_MET = 8
 MANIFEST: dict[str, Kind] = {
     "run_id": str, "sweep": str, "arm": str, "seed": int, "job": str, "overrides": [str], "trunk": TEXT,
     "point": COUNT, "warnings": [str], "repairs": [str], "gemm_plan": dict, "recipe_schedule": [dict],
     "data_hash": TEXT, "kernel_digest": TEXT, "versions": dict, "device": str, "host": TEXT, "started": NUMBER,
     "params": COUNT, "tokens": COUNT, "epochs": NUMBER, "steps": dict,
+    "nonfinite": [MET],
 }  # fmt: skip
 PLANNED = ("run_id", "sweep", "arm", "seed", "job", "overrides")
 """The keys that the manifest of every run has from the beginning."""
@@ -66,6 +70,13 @@ def check_document(
         if fault := _fault(key, value, fields.get(key, ...)):
             raise Damaged(path, fault, remedy)
     return document
+
+
+def met_lines(manifest: Mapping[str, Any]) -> list[str]:
+    """Sentences about the slots of a run that have met NaN or inf: the first ones, and how many more there are."""
+    rows = manifest.get("nonfinite", [])
+    more = len(rows) - MOST_MET
+    return [row["sentence"] for row in rows[:MOST_MET]] + [f"{more} more slots have met NaN or inf"] * (more > 0)
 
 
 def check_rows(path: Path, rows: list[Any], columns: Mapping[str, type]) -> None:

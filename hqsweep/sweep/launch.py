@@ -20,6 +20,7 @@ from hqsweep.jobs.native import check_native
 from hqsweep.parallel.mesh import check_devices
 from hqsweep.recipe.factories import Importer, factory_name
 from hqsweep.sweep import same_operands, seen_data
+from hqsweep.sweep.documents import met_lines
 from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.point import GridPoint
 from hqsweep.sweep.progress import Display
@@ -222,6 +223,9 @@ def result(run: RunDir) -> dict[str, Any]:
         "state": status["state"],
         "val_loss": losses[-1] if losses else None, "tokens_per_s": (status["progress"] or {}).get("tokens_per_s"),
         "seconds": status["seconds"], "reason": status["reason"], "path": str(run.path),
-        "warnings": [*manifest.get("warnings", []), *(f"{run.name}: {line}" for line in manifest.get("repairs", []))],
+        "warnings": [
+            *manifest.get("warnings", []),
+            *(f"{run.name}: {line}" for line in (*manifest.get("repairs", []), *met_lines(manifest))),
+        ],
         **{table: dict(Counter(row["status"] for row in rows[table])) for table in CHECKED_TABLES},
     }  # fmt: skip

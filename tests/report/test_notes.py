@@ -76,3 +76,19 @@ def test_arms_of_other_code_of_their_model_are_told(make_sweep, fake):
         changed([run], "config.yaml", lambda c: c.update(model={"kind": "factory", "target": "own.build", "args": {}}))
     (said,) = [note for note in compare(runs).notes if "code" in note]
     assert said.startswith("The code of own.build changed between runs: some of 'mxfp8' were trained with other code")
+
+
+def test_arms_that_met_nan_or_inf_are_told_with_the_first_slot(make_sweep, fake):
+    first = {
+        "slot": "layers.3.fc2.input.rowwise", "kind": "nan", "format": "nvfp4", "lost": True, "first": 120, "last": 120,
+        "steps": 1, "until": None, "order": 7, "sentence": "layers.3.fc2.input.rowwise (nvfp4): NaN was quantized",
+    }  # fmt: skip
+    later = first | {"slot": "layers.4.fc2.input.rowwise", "first": 121, "sentence": "later"}
+    runs = make_sweep(fake.three_arms(), "met")
+    arm = [run for run in runs if run.manifest()["arm"] == "mxfp8"]
+    changed(arm[:1], "manifest.json", lambda manifest: manifest.update(nonfinite=[later, first]))
+    said = " ".join(compare(runs).notes)
+    assert f"was quantized in 1 of {len(arm)} runs of 'mxfp8', first, with seed" in said
+    assert f"{first['sentence']}, and 1 more slots. What became a number" in said
+    changed(arm[:1], "manifest.json", lambda manifest: manifest.update(nonfinite=[]))
+    assert "NaN or inf" not in " ".join(compare(runs).notes)
