@@ -17,8 +17,8 @@ import hqsweep
 
 PACKAGE = Path(hqsweep.__file__).parent
 LAYERS = [
-    ("errors", "memo", "track.tables", "config.jobs"), ("verdicts", "config.format_text", "config.references"),
-    ("config.safe_yaml",), ("config.recipe_files",), ("formats",),
+    ("errors", "memo", "track.tables", "config.jobs", "config.safe_json"), ("verdicts", "config.format_text"),
+    ("config.references",), ("config.safe_yaml",), ("config.recipe_files",), ("formats",),
     ("ops",), ("dist",), ("quant",), ("recipe",),
     ("config", "gemm"), ("nn",), ("optim", "shards"), ("models",), ("parallel",), ("checkpoints",), ("compat",),
     ("train",), ("jobs",),

@@ -46,10 +46,12 @@ def finish(
     Raises UserError for what this machine has not, as launch.check, before anything starts.
     """
     from hqsweep.sweep import launch
+    from hqsweep.track.destination import upload_line
 
     launch.check(plan)
-    for line in plan.lines:
-        say(line)
+    for line in (*plan.lines, upload_line(plan.first.track.model_dump())):
+        if line:
+            say(line)
     if plan.study.seeds.until != "decided":
         return Ended(runs=tuple(launch.start(plan, display, force=force)))
     from hqsweep.study import noise

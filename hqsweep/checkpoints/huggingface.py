@@ -5,13 +5,13 @@ The header of a safetensors file is its length, 8 bytes, and JSON of that length
 in which file a tensor is. What is half written is found from headers and sizes alone.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from hqsweep.checkpoints.checkpoint import Checkpoint, Tensors, first_names, step_in_name
 from hqsweep.checkpoints.state_beside import NO_STATE, state_beside
+from hqsweep.config.safe_json import loads
 from hqsweep.errors import UserError
 from hqsweep.models.names import clean_name
 
@@ -121,8 +121,8 @@ def _document(file: Path) -> tuple[dict[str, Any], int]:
     if len(text) < length:
         raise Damage(f"{file.name} ends in its header: copy it again")
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError):
+        document = loads(text)
+    except ValueError:
         document = None
     if not isinstance(document, dict):
         raise Damage(f"{file.name} is no safetensors file: its header is no JSON")
@@ -143,10 +143,10 @@ def indexed(index: Path) -> list[Path]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
+        weight_map = loads(index.read_bytes())["weight_map"]
         if isinstance(weight_map, dict) and weight_map:
             return weight_map
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         pass
     raise Damage(f"{index.name} is no index: it has no weight_map")
 
@@ -163,9 +163,9 @@ def _absent(index: Path, tensors: Tensors, saved_as: dict[str, str], known: list
 def trainer_step(folder: Path) -> int | None:
     """The step that Hugging Face's Trainer wrote, or that the folder's name has."""
     try:
-        step = json.loads((folder / "trainer_state.json").read_bytes())["global_step"]
+        step = loads((folder / "trainer_state.json").read_bytes())["global_step"]
         return int(step)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError):
         return step_in_name(folder)
 
 

@@ -1,11 +1,11 @@
 """inspect_checkpoint: the kind and the contents of a checkpoint, from its headers alone."""
 
-import json
 import os
 from pathlib import Path
 
 from hqsweep.checkpoints import dcp, deepspeed, huggingface, torch_file, torch_folder
 from hqsweep.checkpoints.checkpoint import Checkpoint, first_names, step_in_name
+from hqsweep.config.safe_json import loads
 from hqsweep.errors import UserError
 
 KINDS = (
@@ -47,8 +47,8 @@ def megatron(folder: Path) -> str | None:
     """Why a folder of Megatron-Core is not read; None for any other."""
     known = folder / "metadata.json"
     try:
-        words = json.loads(known.read_bytes()) if known.is_file() else {}
-    except (ValueError, RecursionError):
+        words = loads(known.read_bytes()) if known.is_file() else {}
+    except ValueError:
         words = {}
     if (isinstance(words, dict) and "sharded_backend" in words) or any(folder.glob("mp_rank_*/model_optim_rng.pt")):
         return MEGATRON

@@ -1,6 +1,5 @@
 """load_sharded: read what save_sharded wrote on any number of ranks into a training on any other number."""
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from hqsweep.checkpoints.sharded_state import (
     parameters_of,
     tied_names,
 )
+from hqsweep.config.safe_json import loads
 from hqsweep.dist.agreed import count_in, gathered, rank_in, together
 from hqsweep.dist.local import is_in_pieces, is_spread, local, note_update, spread_like, spread_out, write_held
 from hqsweep.errors import UserError
@@ -127,7 +127,7 @@ class Content:
         facts = None
         if (name := f"{OWN}.{FACTS}") in stored:
             try:
-                facts = json.loads(read_part(folder, name, stored[name]).numpy().tobytes())
+                facts = loads(read_part(folder, name, stored[name]).numpy().tobytes())
             except ValueError as error:
                 raise UserError(f"{folder}: its {name} is no text ({error}); copy or save it again") from None
         return cls(checkpoint=checkpoint, stored=stored, facts=facts)

@@ -19,25 +19,44 @@ def show(
     path: Annotated[
         Path,
         typer.Argument(
-            metavar="PATH",
-            help="A Hugging Face folder, .safetensors, .pt, or a folder of torch.distributed.checkpoint.",
+            metavar="PATH|RUN",
+            help="A Hugging Face folder, .safetensors, .pt, or a folder of torch.distributed.checkpoint; or a run.",
         ),
     ],
+    runs_dir: RunsDir = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
     """Show what a checkpoint holds, by its headers: no tensor is read, and no code of it is run.
 
-    Exit code 2 for half a checkpoint, and for what is none.
+    Of a run it is the last one. Exit code 2 for half a checkpoint, and for what is none.
     """
     from hqsweep.checkpoints.inspect import inspect_checkpoint
 
-    checkpoint = inspect_checkpoint(path)
+    checkpoint = inspect_checkpoint(path if path.exists() else _of_run(path, runs_dir))
     document = {"path": str(checkpoint.path), "kind": checkpoint.kind, "step": checkpoint.step}
     document |= {"optimizer": checkpoint.optimizer, "parameters": checkpoint.parameters}
     document |= {"problems": list(checkpoint.problems), "notes": list(checkpoint.notes)}
     tensors = {name: {"shape": list(shape), "dtype": dtype} for name, (shape, dtype) in checkpoint.tensors.items()}
     print_result(as_json, document | {"tensors": tensors}, *_page(document, _folded(tensors)))
     checkpoint.check()
+
+
+def _of_run(word: Path, runs_dir: Path) -> Path:
+    """The last checkpoint of the run that a word names; the word itself where it names none."""
+    from hqsweep.errors import UserError
+    from hqsweep.sweep.store import RunStore
+    from hqsweep.train.record import checkpoints
+
+    store = RunStore(runs_dir)
+    try:
+        store.resolve([str(word)])
+    except UserError:
+        return word
+    run = store.one(str(word))
+    states = list(checkpoints(run.checkpoint).values())
+    if not states:
+        raise UserError(f"'{word}' is the run {run.sweep}/{run.name}, which has no checkpoint")
+    return states[-1]
 
 
 def _page(document: dict[str, Any], rows: list[dict[str, Any]]) -> list[Shown]:
@@ -89,8 +108,6 @@ def export(
             raise UserError(f"--step is of runs, and '{run}' is a folder of torch.distributed.checkpoint")
         say(f"wrote the weights in {run} to {export_folder(Path(run), out)}")
         return
-    selected = RunStore(runs_dir).resolve([run])
-    if len(selected) > 1:
-        raise UserError(f"'{run}' means {len(selected)} runs; name one of {', '.join(one.name for one in selected)}")
-    written, at = export_run(selected[0], out, step)
-    say(f"wrote the weights of {selected[0].name} at step {at} to {written}")
+    selected = RunStore(runs_dir).one(run)
+    written, at = export_run(selected, out, step)
+    say(f"wrote the weights of {selected.name} at step {at} to {written}")

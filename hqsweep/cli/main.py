@@ -35,7 +35,7 @@ from hqsweep.cli.output import (
     say,
     waiting,
 )
-from hqsweep.errors import EXIT_FAILED, EXIT_MISMATCH, UserError
+from hqsweep.errors import EXIT_FAILED, EXIT_MISMATCH
 
 NO_IMPORT = "which --no-import refuses; give one that is none, or leave --no-import out"
 
@@ -177,23 +177,31 @@ def ls(
 def show(
     run: Annotated[
         str,
-        typer.Argument(help="A run's name, its beginning, or its folder.", autocompletion=cli_completion.run_or_sweep),
+        typer.Argument(
+            metavar="RUN|SWEEP",
+            help="A run: its name, its beginning, SWEEP/BEGINNING or its folder; or a sweep.",
+            autocompletion=cli_completion.run_or_sweep,
+        ),
     ],
     every: Annotated[bool, typer.Option("--all", help="Manifest, config and all that was checked, too.")] = False,
     runs_dir: RunsDir = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Show one run.
+    """Show one run, or a sweep.
 
-    State, recipe, loss, largest quantization errors, where its files are.
+    Of a run: state, recipe, loss, largest quantization errors, where its files are. Of a sweep: its command, states,
+    arms and runs; exit code 3 where something of it is damaged, missing or foreign.
     """
     from hqsweep.report.run_page import show_run
+    from hqsweep.report.sweep_page import show_sweep
     from hqsweep.sweep.store import RunStore
 
-    selected = RunStore(runs_dir).resolve([run])
-    if len(selected) > 1:
-        raise UserError(f"'{run}' means {len(selected)} runs; name one of {', '.join(one.name for one in selected)}")
-    page, document = show_run(selected[0], every=every)
+    store = RunStore(runs_dir)
+    if folder := store.sweep_path(run):
+        page, document = show_sweep(folder)
+        print_result(as_json, document, page)
+        raise typer.Exit(EXIT_FAILED if document["faults"] else 0)
+    page, document = show_run(store.one(run), every=every)
     print_result(as_json, document, page)
 
 

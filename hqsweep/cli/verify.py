@@ -61,9 +61,8 @@ def _meant(store: Any, words: list[str]) -> tuple[list[Path], list[Any]]:
     """(folders of sweeps, runs apart), as words of RunStore.resolve name them."""
     sweeps, runs = [], []
     for word in words:
-        folders = [folder for folder in (Path(word), store.root / word) if (folder / "sweep.json").is_file()]
-        if folders:
-            sweeps.append(folders[0])
+        if folder := store.sweep_path(word):
+            sweeps.append(folder)
         else:
             runs += store.resolve([word])
     return sweeps, runs

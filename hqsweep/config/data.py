@@ -1,12 +1,12 @@
 """The section `data` of the config: where tokens come from."""
 
-import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from hqsweep.config.safe_json import loads
 from hqsweep.config.types import Count, Index, Positive, Section
 from hqsweep.errors import UserError
 
@@ -73,6 +73,6 @@ def _stated_vocab(folder: Path) -> int | None:
 def _vocab_of(path: Path, written_ns: int) -> int | None:
     """The vocab_size of a JSON file as it was last written; every run of a grid asks for it."""
     try:
-        return int(json.loads(path.read_bytes())["vocab_size"])
+        return int(loads(path.read_bytes())["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hqsweep.config.safe_json import loads
 from hqsweep.errors import UserError
 
 CONFIG = "config.json"
@@ -93,8 +94,8 @@ def read_hf_config(path: str | Path, where: str = "model.path") -> HFConfig:
             f" model, or its {CONFIG} with model.pretrained=false, and for forks fork.trunk={file}"
         )
     try:
-        keys = json.loads(file.read_text())
-    except (ValueError, RecursionError, OSError) as error:
+        keys = loads(file.read_bytes())
+    except (ValueError, OSError) as error:
         raise UserError(f"{where}: '{file}' is no JSON ({str(error).splitlines()[0]}); {WANTED}") from None
     if not isinstance(keys, dict) or not isinstance(keys.get("model_type"), str):
         raise UserError(f"{where}: '{file}' has no model_type, so it is no config of a Hugging Face model; {WANTED}")

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hqsweep.config.safe_json import loads
 from hqsweep.errors import UserError
 from hqsweep.quant.tensor import HybridQuantizedTensor, rebuild
 
@@ -37,15 +38,19 @@ def flatten_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
 
 def unflatten_state(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> dict[str, Tensor]:
     """Inverse of flatten_state; tensors of other tools pass as they are. UserError for buffers that are not there."""
-    notes = json.loads((metadata or {}).get(METADATA, '{"quantized": {}, "aliases": {}}'))
+    try:
+        notes = loads((metadata or {}).get(METADATA, '{"quantized": {}, "aliases": {}}'))
+        quantized, aliases = dict(notes["quantized"]), dict(notes["aliases"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"its entry {METADATA} does not say what is quantized ({error}); save it again") from None
     state = dict(tensors)
-    for name, described in notes["quantized"].items():
+    for name, described in quantized.items():
         parts = [key for key in state if key.startswith(f"{name}.") and "." not in key.removeprefix(f"{name}.")]
         try:
             state[name] = rebuild({key.removeprefix(f"{name}."): state.pop(key) for key in parts}, described)
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
-    return state | {name: state[first] for name, first in notes["aliases"].items()}
+    return state | {name: state[first] for name, first in aliases.items()}
 
 
 def save_safetensors(state: Mapping[str, Tensor], path: str | Path) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import pandas as pd
 
+from hqsweep.config.safe_json import loads
 from hqsweep.errors import UserError
 from hqsweep.recipe.factories import factory_name
 from hqsweep.recipe.listing import described
@@ -141,7 +142,7 @@ def sealed(entry: Entry) -> Entry:
 def read_baseline(path: Path) -> Baseline:
     """Raises UserError, saying why, when the file is no usable baseline."""
     try:
-        document = json.loads(path.read_text())
+        document = loads(path.read_bytes())
         if document["version"] != VERSION:
             raise UserError(
                 f"{path}: a baseline of version {document['version']}, and this hqsweep reads version {VERSION}; "

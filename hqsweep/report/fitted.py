@@ -43,7 +43,8 @@ class Fitted:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
         shown = self._shown(width)
-        yield Text(self.heading, style="bold")
+        if self.heading:
+            yield Text(self.heading, style="bold")
         for block in self._blocks(shown, width):
             yield self._table(block, width)
         if len(shown) < len(self.header):

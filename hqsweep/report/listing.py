@@ -21,7 +21,7 @@ def list_sweeps(store: RunStore, tag: str | None = None) -> tuple[RenderableType
     """(table, dicts): for each sweep its conf, when it was created, arms, runs (in a fork study trunks, which are no
     arm, and forks), how many of them are in each state, its notes, and the faults of what is damaged, missing or
     foreign; newest last. tag: only sweeps that have it, or runs that do. UserError where none has it."""
-    sweeps = [_sweep(store, name) for name in store.sweeps()]
+    sweeps = [entry_of(store.root / name) for name in store.sweeps()]
     if tag is not None:
         sweeps = _tagged(sweeps, tag)
     if not sweeps:
@@ -71,7 +71,9 @@ def _counted(sweep: dict[str, Any]) -> str:
     return ", ".join(f"{count} {kind}{'s' * (count != 1)}" for count, kind in parts) or str(sweep["runs"])
 
 
-def _sweep(store: RunStore, name: str) -> dict[str, Any]:
+def entry_of(folder: Path) -> dict[str, Any]:
+    """The facts of a sweep's folder, as list_sweeps() lists them."""
+    store, name = RunStore(folder.parent), folder.name
     try:
         document, runs = store.facts(name), store.runs(name)
     except Damaged as fault:

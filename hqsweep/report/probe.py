@@ -10,7 +10,7 @@ import yaml
 from hqsweep.errors import visible
 from hqsweep.jobs.probe.recipe import foreign_modules
 from hqsweep.jobs.probe.suggest import Suggestion
-from hqsweep.report import html
+from hqsweep.report import csv_files, html
 from hqsweep.report.heatmaps import colour_range, heatmap
 from hqsweep.report.text import TextTable, number
 
@@ -75,7 +75,7 @@ def recipe_text(recipe: Mapping[str, Any], *comments: str) -> str:
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
     """Write all rows, one line each."""
-    pd.DataFrame(rows).assign(shape=["x".join(map(str, row["shape"])) for row in rows]).to_csv(path, index=False)
+    csv_files.write_csv(pd.DataFrame(rows).assign(shape=["x".join(map(str, row["shape"])) for row in rows]), path)
 
 
 def write_html(rows: Sequence[Row], path: Path, title: str, recipe: str | None, promise: str | None) -> None:

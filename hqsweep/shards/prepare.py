@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
+from hqsweep.config.safe_json import loads
 from hqsweep.errors import UserError
 from hqsweep.shards import manifest as manifests
 from hqsweep.shards import sources
@@ -188,7 +189,7 @@ def _begun(job: _Job) -> Iterator[None]:
             raise UserError(f"{job.out} is being prepared by another process; wait until it ends") from None
         plan = job.work / "plan.json"
         if plan.is_file() and any(job.work.glob("[0-9]*.json")):
-            _refuse_other(job, json.loads(plan.read_bytes()), job.plan, "was begun with")
+            _refuse_other(job, _plan_in(plan), job.plan, "was begun with")
         else:  # nothing is done that other options would contradict
             for split in SPLITS:
                 shutil.rmtree(job.out / split, ignore_errors=True)
@@ -226,9 +227,20 @@ def _records(job: _Job, workers: int, progress: Progress) -> list[dict[str, Any]
         records[number] = record
         seen += _weight(piece)
         progress(_far(seen, total, records, resumed))
-    if json.loads((job.work / "plan.json").read_bytes()) != job.plan:
+    if _plan_in(job.work / "plan.json") != job.plan:
         raise UserError(f"files of the source changed while they were read; delete {job.out}, and start again")
     return [records[number] for number in range(len(records))]
+
+
+def _plan_in(path: Path) -> dict[str, Any]:
+    """The plan of an earlier call. UserError for what is none."""
+    try:
+        plan = loads(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path}: is not JSON ({error}); delete {path.parents[1]}, and start again") from None
+    if not isinstance(plan, dict):
+        raise UserError(f"{path}: is no plan of shards; delete {path.parents[1]}, and start again")
+    return plan
 
 
 def _on_disk(job: _Job, record: dict[str, Any]) -> None:
@@ -255,13 +267,13 @@ def _record_file(job: _Job, number: int) -> Path:
 def _record(job: _Job, number: int) -> dict[str, Any] | None:
     """The record of a piece by an earlier call, whose shards are there in their lengths; else None."""
     try:
-        record = json.loads(_record_file(job, number).read_bytes())
+        record = loads(_record_file(job, number).read_bytes())
         width = 4 if job.facts["dtype"] == "int32" else 2
         for shard in filter(None, (record[split] for split in SPLITS)):
             if (job.out / f"{shard['name']}.bin").stat().st_size != shard["tokens"] * width:
                 return None
             (job.out / f"{shard['name']}.idx").stat()
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError, KeyError):
         return None
     return record
 

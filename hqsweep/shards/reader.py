@@ -9,13 +9,13 @@ the end is. Their vocabulary is read from meta.json ({"vocab_size": N}), or foun
 """
 
 import hashlib
-import json
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from hqsweep.config.safe_json import loads
 from hqsweep.errors import Damaged, UserError
 from hqsweep.shards import manifest as manifests
 from hqsweep.shards.index import read_index
@@ -221,7 +221,7 @@ def _vocab(meta: Path, streams: dict[str, Stream]) -> int:
     if not meta.is_file():
         return 1 + max((int(chunk.max()) for stream in streams.values() for chunk in stream.chunks()), default=0)
     try:
-        return int(json.loads(meta.read_text())["vocab_size"])
+        return int(loads(meta.read_bytes())["vocab_size"])
     except (ValueError, KeyError, TypeError):
         raise UserError(f'{meta}: no "vocab_size" number in it; write {{"vocab_size": N}} or remove the file') from None
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from hqsweep.config.safe_json import loads
 from hqsweep.errors import UserError, nearest
 
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
@@ -71,7 +72,7 @@ def separator(tokenizer: Any, path: Path, wanted: str | None) -> str:
 
 def _eos(path: Path) -> str | None:
     try:
-        stated = json.loads(path.read_bytes())["eos_token"]
+        stated = loads(path.read_bytes())["eos_token"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     stated = stated.get("content") if isinstance(stated, dict) else stated

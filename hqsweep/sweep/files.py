@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from hqsweep.config.safe_json import loads
 from hqsweep.errors import Damaged
 
 REPEAT = "repeat the run with --force"
@@ -67,8 +68,8 @@ def read_bytes(path: Path) -> bytes | None:
 def parse_json(path: Path, data: bytes) -> Any:
     """The document in `data`, which was read from `path`. Raises Damaged where it is none."""
     try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
+        return loads(data)
+    except ValueError as error:
         raise Damaged(path, f"is not JSON ({error})" if data else "is empty", RESTORE) from None
 
 

@@ -59,9 +59,8 @@ def read(folder: Path) -> dict[str, Note]:
 
 def targets(store: RunStore, word: str) -> list[Target]:
     """The targets that a word means: a sweep, by name or folder, or else runs as RunStore.resolve() finds them."""
-    for folder in (Path(word), store.root / word):
-        if word and (folder / "sweep.json").is_file():
-            return [Target(folder=folder)]
+    if folder := store.sweep_path(word):
+        return [Target(folder=folder)]
     return [Target(folder=run.sweep_path, run=run.name) for run in store.resolve([word])]
 
 

@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from hqsweep.config.safe_json import loads
 from hqsweep.errors import Damaged
 from hqsweep.sweep.files import read_bytes, write_json
 
@@ -60,14 +61,14 @@ def state(folder: Path) -> Files | None:
         data = read_bytes(path)
         if data is None:
             return None
-        document = json.loads(data)
+        document = loads(data)
         if document["version"] > VERSION:
             raise Damaged(path, f"is of version {document['version']}", "a newer hqsweep wrote it; take that one")
         if document["checksum"] != checksum({key: value for key, value in document.items() if key != "checksum"}):
             raise Damaged(path, "contradicts its own checksum, so it was changed", REPEAT)
     except Damaged:
         raise
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         raise Damaged(path, "is not the seal that was written there", REPEAT) from None
     if document["run"] != folder.name:
         raise Damaged(path, f"is the seal of the run {document['run']}", REPEAT)

@@ -29,6 +29,8 @@ from hqsweep.train.record import discard, fault_of, is_point
 
 MOVE = "move it away, or run the sweep's `hqsweep run` command, which takes in what is a run of it"
 """The remedy for a folder that is not in the list of its sweep."""
+SOME = 8
+"""The number of names in a message."""
 LOCK_WAIT_S = 60.0
 """The seconds to wait for the process that changes the sweep's list of runs."""
 
@@ -189,12 +191,27 @@ class RunStore:
     def resolve(self, words: Sequence[str]) -> list[RunDir]:
         """The runs that a user means, each once, in the order asked for.
 
-        A word is the path of a run's or a sweep's folder, the name of a sweep, or the beginning of a run's name, which
-        means all runs that begin so (`nvfp4` is the recipe nvfp4, and nvfp4_2d only when there is no nvfp4).
+        A word is the path of a run's or a sweep's folder, the name of a sweep, or the beginning of a run's name, also
+        as SWEEP/BEGINNING, which means all runs that begin so (`nvfp4` is the recipe nvfp4, and nvfp4_2d only when
+        there is no nvfp4).
         Raises UserError, with the nearest names, for a word that fits nothing.
         """
         selected = [run for word in words for run in self._resolve_word(word)]
         return list({run.path.resolve(): run for run in selected}.values())
+
+    def one(self, word: str) -> RunDir:
+        """The run that a user means. Raises UserError as resolve(), and where these are several."""
+        runs = self.resolve([word])
+        if len(runs) > 1:
+            names, more = [f"{run.sweep}/{run.name}" for run in runs[:SOME]], len(runs) - SOME
+            listed = ", ".join(names) + (f" and {more} more" if more > 0 else "")
+            raise UserError(f"'{word}' means {len(runs)} runs; name one of {listed}")
+        return runs[0]
+
+    def sweep_path(self, word: str) -> Path | None:
+        """The folder of the sweep that a word names, by its name or its path; None where it names none."""
+        folders = (Path(word), self.root / word)
+        return next((folder for folder in folders if word and sweep_file.is_sweep(folder)), None)
 
     def _resolve_word(self, word: str) -> list[RunDir]:
         for folder in (Path(word), self.root / word):
@@ -206,11 +223,18 @@ class RunStore:
                 raise Damaged(folder / sweep_file.FILE, "is gone", sweep_file.REWRITE)
         sweeps = self.sweeps()
         named = [run for sweep in sweeps for run in self._whole_runs(sweep)]
-        for start in (f"{word}-", word):
-            if runs := [run for run in named if run.name.startswith(start)]:
+        within, _, beginning = word.rpartition("/")
+        folder = self.sweep_path(within)
+        candidates = runs_in(folder) if folder else [] if within else named
+        for start in (f"{beginning}-", beginning):
+            if runs := [run for run in candidates if run.name.startswith(start)]:
                 return runs
-        recipes = [re.sub(r"-s\d+(-at\d+)?-[0-9a-f]{10}$", "", run.name) for run in named]
-        hint = nearest(word, [*sweeps, *recipes, *(run.name for run in named)])
+        names = [run.name for run in candidates or named]
+        recipes = [re.sub(r"-s\d+(-at\d+)?-[0-9a-f]{10}$", "", name) for name in names]
+        if folder:
+            hint = nearest(beginning, [*recipes, *names]).replace("mean '", f"mean '{within}/")
+        else:
+            hint = nearest(word, [*sweeps, *recipes, *names])
         raise UserError(f"'{word}' is no run or sweep in {self.root} and no folder{hint}; `hqsweep ls` lists them")
 
 

@@ -66,6 +66,11 @@ def rebuilt(folder: Path) -> dict[str, Any]:
     return {"runs": [run.name for run in runs], "arms": list(dict.fromkeys(map(_arm, runs)))}
 
 
+def is_sweep(folder: Path) -> bool:
+    """Whether a folder is a sweep's, whatever is in its list of runs."""
+    return (folder / FILE).is_file()
+
+
 def present(folder: Path) -> set[str]:
     """The names of the folders of runs in a sweep's folder."""
     return {entry.name for entry in os.scandir(folder) if (Path(entry) / "config.yaml").is_file()}

@@ -12,6 +12,7 @@ from hqsweep.sweep.compose import expand, factory_folders, known_confs
 from hqsweep.sweep.point import Grid, GridPoint
 
 Checked = TypeVar("Checked")
+QUICKSTART = "quickstart"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +38,18 @@ def read(words: Sequence[str], *, config_dir: Path | None = None, workers: int |
     grid = expand(conf, overrides, config_dir)
     each(grid.points, check_keys)
     each(grid.points, check_model_files)
+    _keep_quickstart_here(conf, overrides, grid.points)
     folders = factory_folders(conf, overrides, config_dir)
     return Words(conf=conf, overrides=tuple(overrides), grid=grid, folders=folders)
+
+
+def _keep_quickstart_here(conf: str, overrides: Sequence[str], points: Sequence[GridPoint]) -> None:
+    """A sweep named quickstart, or of that config, uploads nothing unless its words say how it is tracked."""
+    asked = any(word.lstrip("+").startswith(("track=", "track.")) for word in overrides)
+    for point in points:
+        track = point.config.get("track")
+        if not asked and isinstance(track, dict) and QUICKSTART in (conf, point.config.get("sweep")):
+            track["mode"] = "offline" if track.get("mode") == "auto" else track.get("mode")
 
 
 def each(points: Sequence[GridPoint], check: Callable[[dict[str, Any]], Checked]) -> list[Checked]:

@@ -5,19 +5,18 @@ reach the disk every second, where W&B's own default loses up to 15 s of a kille
 """
 
 import hashlib
-import netrc
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import wandb
 
 from hqsweep.errors import visible
 from hqsweep.sweep.names import fork_of, id_in
 from hqsweep.sweep.run_dir import RunDir
+from hqsweep.track.destination import resolve_mode
 from hqsweep.track.harmless import HarmlessTracker, harmless, one_line
 from hqsweep.track.tables import VERDICT_COLUMNS
 from hqsweep.track.tracker import NullTracker, Tracker, curves
@@ -36,35 +35,6 @@ ID_LENGTH, NAME_LENGTH, TAG_LENGTH = 64, 128, 64
 """The characters that W&B takes of an id, of a name (a run's, an artifact's), and of a tag."""
 _FOLDER = re.compile(r"(?:offline-)?run-\d{8}_\d{6}-(?P<id>.+)")
 """The folder of one start of a run, as W&B names it."""
-
-
-def resolve_mode(mode: str, environment: Mapping[str, str]) -> str:
-    """The configured mode; for auto WANDB_MODE, else online if an API key is there, else offline.
-
-    Online without a key is offline, because W&B would ask for one.
-    """
-    if mode == "auto":
-        mode = environment.get("WANDB_MODE") or ("online" if logged_in(environment) else "offline")
-    if mode == "online" and not logged_in(environment):
-        print("wandb: no API key (`wandb login` stores one), so this run is tracked offline", flush=True)
-        return "offline"
-    return mode
-
-
-def logged_in(environment: Mapping[str, str]) -> bool:
-    """Whether W&B has an API key: in WANDB_API_KEY, or in the netrc file for the server. It asks no network."""
-    if environment.get("WANDB_API_KEY"):
-        return True
-    host = urlsplit(environment.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
-    named = environment.get("NETRC")
-    candidates = [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]
-    for path in candidates:
-        try:
-            if (login := netrc.netrc(path).authenticators(host)) and login[2]:
-                return True
-        except (OSError, netrc.NetrcParseError):
-            continue
-    return False
 
 
 def open_run(run: RunDir, config: Mapping[str, Any], known_id: str | None = None) -> Tracker:

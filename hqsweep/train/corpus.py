@@ -8,7 +8,6 @@ arrays that stay: memory holds each byte once.
 """
 
 import hashlib
-import json
 import os
 import platform
 import re
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hqsweep.config.safe_json import loads
 from hqsweep.errors import UserError
 from hqsweep.shards.reader import is_llm_c
 
@@ -211,7 +211,7 @@ def _vocab(meta: Path, arrays: list[np.ndarray]) -> int:
     if not meta.is_file():
         return -(-(largest + 1) // 64) * 64
     try:
-        vocab = int(json.loads(meta.read_text())["vocab_size"])
+        vocab = int(loads(meta.read_bytes())["vocab_size"])
     except (ValueError, KeyError, TypeError):
         raise UserError(f'{meta}: no "vocab_size" number in it; write {{"vocab_size": N}} or remove the file') from None
     if vocab <= largest:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hqsweep.checkpoints.whole import sync_folder
+from hqsweep.config.safe_json import loads
 
 Mark = dict[str, Any]
 """The end of a table's rows: {"rows": their number, "bytes": their bytes, "sha256": their hash, in hex}."""
@@ -83,10 +84,10 @@ def read_record(path: Path) -> Record:
     """The record of a file. Raises NotAsWritten where it is missing, or is no record."""
     target = record_path(path)
     try:
-        record = Record(**json.loads(target.read_bytes()))
+        record = Record(**loads(target.read_bytes()))
     except FileNotFoundError:
         raise NotAsWritten(path, f"its record {target.name} is not there") from None
-    except (OSError, ValueError, TypeError, RecursionError):
+    except (OSError, ValueError, TypeError):
         record = None
     if record is None or not _is_well_formed(record):
         raise NotAsWritten(path, f"its record {target.name} is not one")

@@ -239,7 +239,12 @@ def test_a_sweep_from_start_to_report(folder: Path) -> None:
 
     assert json.loads(hqsweep("ls", "--json").stdout)[0]["states"] == {"finished": 2}
     assert json.loads(hqsweep("show", results[0]["run"], "--json").stdout)["config"]["recipe"]["name"] == "bf16"
-    assert "means 2 runs" in hqsweep("show", "convergence").stderr
+    shown = hqsweep("show", "convergence")
+    assert shown.exit_code == 0 and "2 finished; conf=convergence" in shown.stdout
+    document = json.loads(hqsweep("show", "convergence", "--json").stdout)
+    assert [row["run"] for row in document["runs"]] == [r["run"] for r in results]
+    last = hqsweep("checkpoint", "show", "convergence/bf16")
+    assert last.exit_code == 0 and results[0]["run"] in last.stdout and ", step " in last.stdout
 
 
 def test_status_cancel_and_sync_of_a_sweep(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,8 @@ def test_the_hash_is_that_of_everything_else_in_the_entry(stored):
     [
         ("", "not a baseline file (JSONDecodeError"),
         ("[]", "not a baseline file (TypeError"),
+        ("[" * 100_000, "not a baseline file (ValueError: it is nested more than 100 deep)"),
+        ('{"version": 2, "draws": [], "recipes": ' + '{"a":' * 900 + "1" + "}" * 901, "nested more than 100 deep"),
         ('{"version": 1, "runs": []}', "a baseline of version 1, and this hqsweep reads version 2"),
         ('{"version": 2, "recipes": {}, "draws": [{"runs": [{"arm": "bf16"}]}]}', "not a baseline file (KeyError"),
         ('{"version": 2, "recipes": {}, "draws": {"a": 1}}', "not a baseline file"),

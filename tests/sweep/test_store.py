@@ -102,6 +102,8 @@ def test_resolve_takes_names_paths_and_beginnings(store, grid):
     assert store.resolve(["nvfp4"]) == grid[:2]
     assert store.resolve(["nvfp4_2d-s1"]) == [grid[3]]
     assert store.resolve(["nvfp"]) == grid[:4]
+    assert store.resolve(["grid/nvfp4"]) == store.resolve([f"{store.root}/grid/nvfp4"]) == grid[:2]
+    assert store.one(f"grid/{grid[3].name[:12]}") == grid[3]
     assert store.resolve(["mxfp8", "grid"]) == grid[4:] + grid[:4]
 
 
@@ -184,3 +186,16 @@ def test_a_stopped_process_that_holds_the_list_of_runs_is_named(store, planned, 
     holder.kill()
     holder.join()
     make_runs("quick", say=pytest.fail)
+
+
+def test_names_of_two_sweeps_are_told_apart_by_the_form_that_is_printed(store, grid, planned):
+    other = store.create(sweep="other", conf="c", overrides=[], runs=[planned(recipe="nvfp4", seed=0)])
+    names = [f"{run.sweep}/{run.name}" for run in (grid[0], other[0])]
+    with pytest.raises(UserError, match=f"means 2 runs; name one of {names[0]}, {names[1]}$"):
+        store.one(grid[0].name)
+    for name, run in zip(names, (grid[0], other[0]), strict=True):
+        assert store.one(name) == store.one(name[:-4]) == run
+    with pytest.raises(UserError, match=r"'grid/mxpf8' is no run .* \(did you mean 'grid/mxfp8'\?\)"):
+        store.one("grid/mxpf8")
+    with pytest.raises(UserError, match="'gird/mxfp8' is no run"):
+        store.one("gird/mxfp8")  # a beginning that other sweeps have is of no use

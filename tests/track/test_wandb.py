@@ -20,6 +20,7 @@ import wandb_file
 from hqsweep.sweep.names import id_in
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.sweep.store import RunStore
+from hqsweep.track import destination
 from hqsweep.track import wandb as mirror
 from hqsweep.track.open import open_tracker
 from hqsweep.track.tables import TABLES, VERDICT_COLUMNS
@@ -213,21 +214,21 @@ def test_no_tracker_at_all_is_better_than_no_run(run, monkeypatch, capsys):
     ],
 )
 def test_mode_is_the_config_then_the_environment_then_the_login(mode, environment, resolved, capsys):
-    assert mirror.resolve_mode(mode, environment) == resolved
+    assert destination.resolve_mode(mode, environment) == resolved
     wanted = "online" in (mode, environment.get("WANDB_MODE")) and resolved == "offline" and mode != "offline"
     assert ("no API key" in capsys.readouterr().out) == wanted
 
 
 def test_a_login_is_found_in_netrc_for_its_server_only(tmp_path):
     home = tmp_path / "home"
-    assert not mirror.logged_in({})
+    assert not destination.logged_in({})
     (home / ".netrc").write_text("machine api.wandb.ai\n  login user\n  password secret\n")
     (home / ".netrc").chmod(0o600)
-    assert mirror.logged_in({})
-    assert not mirror.logged_in({"WANDB_BASE_URL": "https://wandb.example.org"})
-    assert not mirror.logged_in({"NETRC": str(tmp_path / "none")})
+    assert destination.logged_in({})
+    assert not destination.logged_in({"WANDB_BASE_URL": "https://wandb.example.org"})
+    assert not destination.logged_in({"NETRC": str(tmp_path / "none")})
     (home / ".netrc").write_text("nonsense")
-    assert not mirror.logged_in({})
+    assert not destination.logged_in({})
 
 
 def test_errors_after_the_start_are_one_line_each_and_harmless(capsys):
