@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Format
 from hqsweep.nn.again import Runs, refusal
 from hqsweep.nn.context import Context, autocast_recipe, current
 from hqsweep.nn.delayed import DelayedStates
+from hqsweep.nn.products import refuse_transforms
 from hqsweep.nn.slot_numbers import NUMBERED_PARTS, slot_numbers
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import AnyRecipe
@@ -141,6 +143,8 @@ class QuantizedModule(nn.Module):
         recipe, context = autocast_recipe(), current()
         quantizers = self._quantizers if recipe is None else self._quantizers_under(recipe)
         self.check_scope(quantizers, recipe, context)
+        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+            refuse_transforms(self.name)
         if quantizers.stochastic:
             self.claim_bits(context)
         nameless = torch.compiler.is_compiling() and self._is_nameless(quantizers, context)

@@ -64,6 +64,15 @@ def untraced(function: Callable[..., Result]) -> Callable[..., Result]:
 _UNTRACED: dict[str, Callable[..., Any]] = {}
 
 
+def refuse_transforms(name: str) -> None:
+    """UserError for what looks into products that read memory by address; a trace may be within such a transform."""
+    if not torch.compiler.is_compiling():
+        raise UserError(
+            f"{name}: torch.func (grad, vjp, jvp, vmap, jacrev), forward-mode AD and is_grads_batched=True cannot look"
+            " into quantized products; take torch.autograd, one gradient at a time, or revert the model first"
+        )
+
+
 def returned(y: Tensor) -> Tensor:
     """y as the forward of an autograd function returns it: in a trace a view."""
     return y.view_as(y) if torch.compiler.is_compiling() else y
@@ -75,6 +84,8 @@ def once_differentiable(backward: Callable[[Any, Tensor], Result]) -> Callable[[
 
     @wraps(backward)
     def run(ctx: Any, gradient: Tensor) -> Result:
+        if not torch.compiler.is_dynamo_compiling() and torch._C._functorch.is_legacy_batchedtensor(gradient):
+            refuse_transforms(ctx.call.name)
         if torch.is_grad_enabled():
             raise UserError(
                 f"{ctx.call.name}: create_graph=True asks for gradients of gradients; a quantized backward has none;"

@@ -6,12 +6,14 @@ import pytest
 import torch
 from cases import HIGH, PLAIN, bare, first
 
+import hqsweep
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import (
     DotProductAttention,
     GroupedLinear,
     LayerNormLinear,
+    LayerNormMLP,
     LayerNormMoE,
     Linear,
     MoEOptions,
@@ -96,3 +98,49 @@ def test_gradients_of_gradients_of_attention_are_refused():
     o = DotProductAttention(name="m.dpa", recipe=section)(q, q, q)
     with pytest.raises(UserError, match=r"m.dpa: create_graph=True asks for gradients of gradients"):
         torch.autograd.grad(o.float().square().sum(), q, create_graph=True)
+
+
+BUILD = {
+    "converted": lambda: converted_linear(),
+    "linear": lambda: Linear(64, 64, name="layer", recipe="mxfp8"),
+    "norm and linear": lambda: LayerNormLinear(64, 64, name="layer", recipe="mxfp8"),
+    "mlp": lambda: LayerNormMLP(64, 96, name="layer", recipe="mxfp8"),
+    "layer": lambda: TransformerLayer(64, 96, 2, name="layer", recipe="mxfp8"),
+}
+
+
+def converted_linear():
+    module = torch.nn.Sequential()
+    module.add_module("layer", torch.nn.Linear(64, 64))
+    hqsweep.convert(module, "mxfp8")
+    return module
+
+
+def dual(module, x):
+    with torch.autograd.forward_ad.dual_level():
+        return module(torch.autograd.forward_ad.make_dual(x, x))
+
+
+def batched(module, x):
+    x = x.clone().requires_grad_()
+    y = module(x).float().flatten()[:3]
+    return torch.autograd.grad(y, x, torch.eye(3), is_grads_batched=True)
+
+
+TRANSFORMS = {
+    "grad": lambda module, x: torch.func.grad(lambda x: module(x).float().sum())(x),
+    "vjp": lambda module, x: torch.func.vjp(module, x),
+    "jvp": lambda module, x: torch.func.jvp(module, (x,), (x,)),
+    "vmap": lambda module, x: torch.vmap(module)(torch.stack([x, x])),
+    "jacrev": lambda module, x: torch.func.jacrev(lambda x: module(x).float().sum())(x),
+    "forward AD": dual,
+    "is_grads_batched": batched,
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("build", BUILD)
+def test_what_looks_into_products_is_refused_by_name(build, transform):
+    x = torch.randn(1, 32, 64)
+    with pytest.raises(UserError, match=r"^layer.*: torch.func \(grad, vjp, jvp, vmap, jacrev\).* revert the model"):
+        TRANSFORMS[transform](BUILD[build](), x if build == "converted" else x.bfloat16())
