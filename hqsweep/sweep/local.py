@@ -30,6 +30,7 @@ POLL_S = 0.05
 """The seconds between two looks at the worker processes."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 """The signals that end a sweep early; by SIGUSR2 Slurm says that the time is nearly over."""
+FOR_WORKER = "waits for a free worker"
 GONE = "its folder was deleted before it was started; the same command makes it again"
 
 
@@ -223,6 +224,9 @@ class _Pool:
         end = None if trained else end_without(task.trunk)
         if is_point(task.needs) and not any(other.reset for other in before):
             task.make_ready()
+            status = task.run.seen()
+            if status["state"] == "pending" and not status["reason"]:
+                self._show(task.run, status | {"reason": FOR_WORKER})
         elif end is None:
             self._wait(task)
         else:

@@ -6,7 +6,7 @@ seconds, speed in tokens per second.
 
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol, Self
 
@@ -22,6 +22,13 @@ OTHERS = ("running", "failed", "interrupted", "damaged", "missing")
 """The states beside finished that are counted."""
 MANY = 25
 """The number of runs from which on a sweep prints few lines."""
+
+FOR_TRUNK = "waits for trunk"
+STATE_WIDTH = 13
+"""The cells of a state and the gaps beside it."""
+HEADINGS = ("    loss", "tokens/s", "left, took")
+LAYOUTS = ((50, (0, 1, 2)), (36, (0, 1, 2)), (27, (0, 2)), (19, (2,)), (0, ()))
+"""(cells beside name and state, HEADINGS that are shown in as many); the first one has room for a bar too."""
 
 Status = Mapping[str, Any]
 
@@ -159,20 +166,29 @@ class LiveDisplay:
         self._console.print(line, markup=False, highlight=False)
 
     def _draw(self) -> RenderableType:
+        waiting, width = self._waiting(), self._console.width
+        shown = [(run, self._statuses[run]) for run in self._shown(waiting)]
+        groups = Counter(waiting.values())
+        trunks = {reason: count for reason, count in groups.items() if reason.startswith(FOR_TRUNK)}
+        lines = [(count, reason) for reason, count in groups.items() if reason not in trunks]
+        lines += [(sum(trunks.values()), _all({reason: reason for reason in trunks}))] if trunks else []
+        counted = [(f"{count} run{'s' * (count > 1)}", reason) for count, reason in lines]
+        names = max((len(run) for run, _ in shown), default=3)
+        room = width - names - STATE_WIDTH
+        columns = next((places for needs, places in LAYOUTS if needs <= room), LAYOUTS[-1][1])
         table = Table(box=None, pad_edge=False)
-        for heading in ("run", "state"):
-            table.add_column(heading, no_wrap=True)
-        table.add_column("step", min_width=24)
-        for heading in ("loss", "tokens/s", "left, took"):
-            table.add_column(heading, justify="right")
-        waiting = self._waiting()
-        for run in self._shown(waiting):
-            table.add_row(*self._row(run, self._statuses[run]))
-        if waiting:
-            table.add_row(
-                f"{len(waiting)} runs", *(Text(t, style=STYLES["pending"]) for t in ("pending", _all(waiting)))
-            )
-        return Group(table, Text(counts(self._statuses), style="bold"))
+        names = min(names, width // 2)
+        taken = names + STATE_WIDTH + sum(len(HEADINGS[place]) + 2 for place in columns) + 2
+        for heading, cells_of in (("run", names), ("state", 11), ("step", max(width - taken, 8))):
+            table.add_column(heading, no_wrap=True, overflow="ellipsis", width=cells_of)
+        for place in columns:
+            table.add_column(HEADINGS[place], justify="right", no_wrap=True, width=len(HEADINGS[place]))
+        bar = room >= LAYOUTS[0][0]
+        for run, status in shown:
+            numbers = cells(status)
+            table.add_row(*self._row(run, status, bar), *(numbers[place] for place in columns))
+        waits = [Text(f"{count} pending: {reason}", STYLES["pending"], no_wrap=True) for count, reason in counted]
+        return Group(table, *waits, Text(counts(self._statuses), style="bold", no_wrap=True, overflow="ellipsis"))
 
     def _waiting(self) -> dict[str, str]:
         """Run -> what it waits for. These runs have one line together, or none where it is only one run."""
@@ -181,23 +197,27 @@ class LiveDisplay:
 
     def _shown(self, waiting: Collection[str]) -> list[str]:
         """All other runs if they fit; else the running, the failed and the last others that fit, in grid order."""
-        room = max(self._console.height - 4 - bool(waiting), 1)
+        kinds = {reason.startswith(FOR_TRUNK) or reason for reason in waiting.values()}
+        room = max(self._console.height - 4 - len(kinds), 1)
         urgency = dict.fromkeys(OTHERS, 1) | {"running": 0, "finished": 2, "pending": 3}
         others = [run for run in self._statuses if run not in waiting]
         ranked = sorted(others, key=lambda run: urgency[self._statuses[run]["state"]])
         fitting = set(ranked[:room])
         return [run for run in others if run in fitting]
 
-    def _row(self, run: str, status: Status) -> list[RenderableType]:
+    def _row(self, run: str, status: Status, with_bar: bool) -> list[RenderableType]:
+        """Name, state, and what it is at."""
         state, progress = status["state"], status["progress"]
         middle: RenderableType = ""
         phase = status.get("phase") if state in ("pending", "running") else None
         if status["reason"]:
             middle = Text(status["reason"], style=STYLES[state])
         elif progress:
-            middle = Table.grid(padding=(0, 1))
-            bar = ProgressBar(total=1.0, completed=part_done(progress), width=14)
-            middle.add_row(bar, f"{progress['step']}/{progress['steps']}" if phase is None else how_far(status))
+            far = f"{progress['step']}/{progress['steps']}" if phase is None else how_far(status)
+            middle = Text(far)
+            if with_bar:
+                middle = Table.grid(padding=(0, 1))
+                middle.add_row(ProgressBar(total=1.0, completed=part_done(progress), width=14), far)
         elif phase:
             middle = Text(phase, style=STYLES[state])
-        return [run, Text(state, style=STYLES[state]), middle, *cells(status)]
+        return [run, Text(state, style=STYLES[state]), middle]

@@ -98,7 +98,7 @@ def test_runs_that_wait_have_one_line_together(console):
         display.update(f"trunk-s{index}", status(step=40))
     console.print(display._draw())
     lines = printed(console)
-    assert len(lines) == 7  # heading, 4 trunks, what waits, counts
+    assert len(lines) == 7  # heading, 4 trunks, those that wait, counts
     assert [text for text in lines if "waits" in text] == [lines[-2]]
     assert all(text in lines[-2] for text in ("96 runs", "pending", "waits for trunk-s0 and 3 more"))
     assert sum("running" in line for line in lines) == 5
@@ -151,3 +151,27 @@ def test_the_table_shows_what_a_run_waits_for(console):
     display.update("b", status(phase="building the model"))
     console.print(display._draw())
     assert "starting a worker" in console.file.getvalue() and "building the model" in console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+def test_the_live_table_fits_its_width_and_cuts_no_heading_and_no_number(width):
+    console = Console(file=io.StringIO(), width=width, height=12)
+    display = LiveDisplay(console)
+    for index in range(30):
+        display.update(f"nvfp4-s{index}-at400-0123456789", status("finished", step=200, seconds=35.0))
+    display.update("bf16-s0-at400-0123456789", status("failed", reason="loss is nan at step 37; " + "x" * 200))
+    for index in range(4):
+        display.update(f"fork{index}", status("pending", reason=f"waits for trunk-s{index}"))
+        display.update(f"more{index}", status("pending", reason="waits for a free worker"))
+    display.update("bf16-s1-at400-0123456789", status(step=40))
+    console.print(display._draw())
+    lines = printed(console)
+    assert max(map(len, lines)) <= width and len(lines) <= 12
+    headings = "".join(lines[0].split())
+    assert headings in ("runstatesteplosstokens/sleft,took", "runstatesteplossleft,took", "runstatestepleft,took")
+    (running,) = [line.split() for line in lines if " running" in line and "of 40" not in line]
+    assert running[0] == "bf16-s1-at400-0123456789" and running[-1] == "1:01" and "40/200" in " ".join(running)
+    words = " ".join(" ".join(lines).split())
+    assert "4 runs pending: waits for trunk-s0 and 3 more" in words
+    assert "4 runs pending: waits for a free worker" in words
+    assert lines[-1].startswith("30 of 40 runs finished")
