@@ -20,7 +20,7 @@ import pandas as pd
 from hqsweep.api.comparison import Comparison, OfRuns, compared, folders_of
 from hqsweep.config.jobs import CHECKED_TABLES
 from hqsweep.errors import UserError, nearest
-from hqsweep.report.frames import FORK, TRUNK, Frames, load
+from hqsweep.report.frames import DATA, FORK, TRUNK, Frames, load
 from hqsweep.report.left_out import LeftOut
 from hqsweep.sweep.run_dir import RunDir
 
@@ -28,6 +28,8 @@ FACTS = ("run", "arm", "recipe", "seed", "design", "trunk", "point", "state", "r
          "seconds", "tokens_per_s")  # fmt: skip
 """The columns of Sweep.runs that every sweep has, except those of forks."""
 OF_FORKS = ("design", "trunk", "point")
+APART = ("config.seed", "config.data.hash")
+"""The keys of the config that have columns of their own."""
 SHOWN_ROWS = 20
 """The number of rows of the table that a notebook shows of a sweep."""
 
@@ -155,8 +157,10 @@ class Sweep(Sequence[Run]):
         settings = {
             name.removeprefix("config."): runs[name]
             for name in runs
-            if name.startswith("config.") and name != "config.seed" and runs[name].astype(str).nunique() > 1
+            if name.startswith("config.") and name not in APART and runs[name].astype(str).nunique() > 1
         }
+        if runs[DATA].nunique(dropna=False) > 1:
+            settings["data.hash"] = runs[DATA]
         return pd.concat([runs[columns], finals, pd.DataFrame(settings), runs[["run_id", "path"]]], axis=1)
 
     @property

@@ -25,10 +25,9 @@ import pandas as pd
 from hqsweep.errors import Damaged, UserError
 from hqsweep.report.left_out import LeftOut, damaged, stranger
 from hqsweep.sweep.documents import REPAIRED, TRAINED, check_document
-from hqsweep.sweep.names import NOT_IN_ID, run_id, without_data_hash
+from hqsweep.sweep.names import NOT_IN_ID, data_seen, run_id, without_data_hash
 from hqsweep.sweep.run_dir import RunDir
-from hqsweep.sweep.seen_data import data_seen
-from hqsweep.sweep.store import known
+from hqsweep.sweep.store import known as listed
 from hqsweep.track.tables import TABLES
 from hqsweep.train.content import SHOWN_DIGITS
 
@@ -99,13 +98,13 @@ def flatten(tree: dict, prefix: str) -> dict[str, object]:
 
 
 def load(run_dirs: Iterable[RunDir]) -> Frames:
-    """Read runs (in this order) into frames. Of runs with one id, which differ in nothing, a finished one is taken.
-    Runs whose files cannot be trusted are left out.
+    """Read runs (in this order) into frames. Of runs with one id and the same data, which differ in nothing, a finished
+    one is taken. Runs whose files cannot be trusted are left out.
 
     Raises UserError when there is none, Damaged when none is left.
     """
     read, faults = {}, []
-    runs, foreign = known(run_dirs)
+    runs, foreign = listed(run_dirs)
     for run in runs:
         try:
             row, *tables = _read(run)
@@ -115,6 +114,7 @@ def load(run_dirs: Iterable[RunDir]) -> Frames:
         key = row["run_id"] or row["run"], row["data_seen"]
         if key not in read or read[key][0]["state"] != "finished":
             read[key] = row, *tables
+    read = _begun(read)
     if not read and faults:
         raise faults[0][1]
     if not read:
@@ -137,6 +137,16 @@ def load(run_dirs: Iterable[RunDir]) -> Frames:
     parity = tuple(row for _, _, _, rows in read.values() for row in rows)
     left_out = (*(damaged(*fault) for fault in faults), *map(stranger, foreign))
     return Frames(runs=runs, metrics=metrics, stats=stats, parity=parity, left_out=left_out)
+
+
+def _begun(read: Mapping[tuple[str, str | None], Any]) -> dict[tuple[str, str | None], Any]:
+    """(id, data) -> a run, without copies that have read no data yet of runs that are there."""
+    known = {name for name, data in read if data is not None}
+    return {
+        (name, data): run
+        for (name, data), run in read.items()
+        if data is not None or name not in known or run[0]["state"] == "finished"
+    }
 
 
 def _read(run: RunDir) -> tuple[dict, list[dict], list[dict], list[dict]]:

@@ -29,8 +29,8 @@ LLM_C_HEADER = 1024
 TOKENIZER = "tokenizer.json"
 """The tokenizer's file beside our manifest."""
 CHECKED_BYTES = 128 << 20
-SAMPLES, SAMPLE_TOKENS = 1024, 8192
-"""The pieces of others' splits that are hashed between both ends."""
+END_TOKENS, SAMPLES, SAMPLE_TOKENS = 1 << 20, 1024, 8192
+"""What is hashed of others' splits: the tokens at each end, and so many pieces between them, of so many tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +229,7 @@ def _vocab(meta: Path, streams: dict[str, Stream]) -> int:
 def _sampled_hash(dtype: np.dtype, streams: dict[str, Stream]) -> str:
     digest = hashlib.sha256()
     for split in SPLITS:
-        stream, end = streams[split], 1 << 20
+        stream, end = streams[split], END_TOKENS
         digest.update(f"{split} {dtype.str} {len(stream)};".encode())
         digest.update(stream.read(0, min(end, len(stream))))
         if len(stream) > 2 * end + SAMPLE_TOKENS:

@@ -16,9 +16,8 @@ from typing import Any
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.errors import UserError
 from hqsweep.recipe.stages import stages
-from hqsweep.sweep.names import run_id
+from hqsweep.sweep.names import data_seen, run_id
 from hqsweep.sweep.run_dir import RunDir
-from hqsweep.sweep.seen_data import data_seen
 from hqsweep.train.pace import learning_rate
 from hqsweep.train.record import NotAsWritten, check_recorded, checkpoints, write_record
 

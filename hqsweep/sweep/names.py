@@ -62,6 +62,13 @@ def without_data_hash(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "data": {**data, "hash": None}} if isinstance(data, Mapping) else dict(config)
 
 
+def data_seen(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> str | None:
+    """The hash of the data that a run has read, or is to read; None where neither its manifest nor its config says, as
+    of a run of an early version."""
+    section = config.get("data")
+    return manifest.get("data_hash") or (section.get("hash") if isinstance(section, Mapping) else None)
+
+
 def run_id(config: Mapping[str, Any]) -> str:
     """The hex sha256 of the canonical JSON (sorted keys, no spaces) of the resolved config without NOT_IN_ID and what
     NOT_IN_ID_AT names; for a trunk also without NOT_IN_TRUNK_ID. Data and models count by their hashes, where these are

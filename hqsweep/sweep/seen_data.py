@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from hqsweep.config.data import DataConfig
 from hqsweep.config.job import Config, ConvergenceConfig
 from hqsweep.errors import Damaged, UserError
-from hqsweep.sweep.names import run_id, without_data_hash
+from hqsweep.sweep.names import data_seen, run_id, without_data_hash
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.sweep.store import RunStore
 from hqsweep.train import data
@@ -58,13 +58,6 @@ def of_before(config: Config, there: Iterable[str]) -> Config:
     if run_id(dump)[:ID_DIGITS] in there or run_id(without_data_hash(dump))[:ID_DIGITS] not in there:
         return config
     return config.model_copy(update={"data": config.data.model_copy(update={"hash": None})})
-
-
-def data_seen(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> str | None:
-    """The hash of the data that a run has read, or is to read; None where neither its manifest nor its config says, as
-    of a run of an early version."""
-    section = config.get("data")
-    return manifest.get("data_hash") or (section.get("hash") if isinstance(section, Mapping) else None)
 
 
 def settings_of(section: Mapping[str, Any]) -> str:

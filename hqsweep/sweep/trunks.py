@@ -12,10 +12,10 @@ from typing import Any
 from hqsweep.config.job import Config, ConvergenceConfig, parse
 from hqsweep.config.study import ForkStudy
 from hqsweep.errors import UserError
-from hqsweep.sweep.names import run_name
+from hqsweep.sweep.names import data_seen, run_name
 from hqsweep.sweep.point import GridPoint, is_trunk, section
 from hqsweep.sweep.run_dir import RunDir
-from hqsweep.sweep.seen_data import data_seen, of_before
+from hqsweep.sweep.seen_data import of_before
 from hqsweep.sweep.sources import begin_from_sources
 from hqsweep.train.content import SHOWN_DIGITS
 from hqsweep.train.record import NotAsWritten, check_recorded, checkpoints, record_path

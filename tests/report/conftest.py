@@ -50,6 +50,7 @@ class FakeRun:
     final: float | None = None  # of a whole run: its last val_loss
     seconds: float = 21.0
     workers: int | None = None
+    data: str | None = "9f" * 8  # manifest.data_hash
 
 
 def losses(run: FakeRun) -> np.ndarray:
@@ -181,8 +182,8 @@ def write_run(sweep: Path, run: FakeRun) -> Path:
         "threads": run.threads,
         "isa": "avx2",
         "kernel_build": "-O3 -ffp-contract=off",
-        "data_hash": "9f" * 8,
-        "data": {"hash": "9f" * 8, "unigram_entropy_nats": VOCAB_ENTROPY},
+        "data_hash": run.data,
+        "data": {"unigram_entropy_nats": VOCAB_ENTROPY},
         "gemm_plan": {layer: {"fprop": f"{run.fmt} x {run.fmt}: {run.gemm}"} for layer in LAYERS},
         "recipe_schedule": list(run.schedule),
         "params": 98304,

@@ -236,7 +236,9 @@ def test_a_recipe_without_its_partner_is_an_error():
 def grid(arms: dict[str, tuple[str, int]]) -> pd.DataFrame:
     """Runs of arms, each of a recipe and a learning rate."""
     recipes, rates = zip(*arms.values(), strict=True)
-    return pd.DataFrame({"arm": arms.keys(), "recipe": recipes, "design": "whole run", "config.train.lr": rates})
+    return pd.DataFrame(
+        {"arm": arms.keys(), "recipe": recipes, "design": "whole run", "config.train.lr": rates} | {"data_seen": "9f"}
+    )
 
 
 def test_a_recipe_of_which_fields_are_swept_is_its_arm_without_changes():

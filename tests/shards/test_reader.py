@@ -11,6 +11,7 @@ import pytest
 from written import write_llm_c, write_manifest, write_megatron, write_ours
 
 from hqsweep.errors import Damaged, UserError
+from hqsweep.shards import reader
 from hqsweep.shards.index import encode_index
 from hqsweep.shards.reader import Shards
 
@@ -33,6 +34,39 @@ def test_a_changed_byte_is_found_by_reading_all(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"\7")
     with pytest.raises(Damaged, match=r"train/00001\.bin: is not what was written"):
         Shards(tmp_path).verify()
+
+
+def test_a_start_finds_other_sizes_another_tokenizer_and_what_is_newer_than_the_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = Shards(write_ours(tmp_path, PARTS))
+    monkeypatch.setattr(reader, "CHECKED_BYTES", 1)  # one shard
+    shards.check()
+    path = tmp_path / "train/00001.bin"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + b"\7")
+    last = (tmp_path / "manifest.json").stat().st_mtime_ns
+    os.utime(path, ns=(last + 1, last + 1))
+    with pytest.raises(Damaged, match=r"train/00001\.bin: is not what was written"):
+        shards.check()
+    path.write_bytes(whole + b"\0\0")
+    with pytest.raises(Damaged, match=r"train/00001\.bin: has 162 bytes, and 160 were written"):
+        shards.check()
+    path.write_bytes(whole)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(Damaged, match=r"tokenizer\.json: is not what was written"):
+        shards.check()
+
+
+def test_the_middle_of_large_shards_of_others_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "SAMPLES", 4)
+    monkeypatch.setattr(reader, "END_TOKENS", 100)
+    monkeypatch.setattr(reader, "SAMPLE_TOKENS", 10)
+    tokens = np.arange(1000)
+    before = Shards(write_llm_c(tmp_path / "a.bin", tokens), val_fraction=0.1).hash
+    for changed, same in ((95, False), (335, False), (300, True)):
+        write_llm_c(tmp_path / "a.bin", np.where(tokens == changed, 7, tokens))
+        assert (Shards(tmp_path / "a.bin", val_fraction=0.1).hash == before) is same
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ class Laboratory:
             for metric in ("train_loss", "val_loss")
         ]
         run.jsonl("metrics").write_bytes(encode_rows(rows))
-        run.update_manifest(data_hash="9f9f", device="cpu", tokens=steps * 64, gemm_plan={})
+        run.update_manifest(data_hash=config["data"]["hash"], device="cpu", tokens=steps * 64, gemm_plan={})
         progress = {"step": steps, "steps": steps, "loss": loss, "tokens_per_s": 64.0, "eta_s": 0.0}
         run.write_status(state="finished", exit_code=0, seconds=(steps - start) * 1.0, progress=progress)
 

@@ -9,6 +9,7 @@ from hqsweep.errors import UserError
 from hqsweep.report.compare import compare
 from hqsweep.study import noise
 from hqsweep.study.forecast import forecasts, pace, registry
+from hqsweep.sweep import launch
 from hqsweep.sweep.files import read_rows
 from hqsweep.sweep.launch import plan
 from hqsweep.sweep.run_dir import RunDir
@@ -43,7 +44,8 @@ def test_a_row_says_what_was_measured_on_what(laboratory, compared):
     assert (row["design"], row["points"], row["replicates"], row["arms_run"]) == ("whole run", 1, 4, 4)
     assert (row["tokens"], row["run_tokens"], row["trunk_tokens"]) == (6400, 6400, 0)
     assert row["seconds"] == pytest.approx(4 * 100), "four arms, one at a time, 100 seconds each"
-    assert (row["device"], row["data_hash"], row["baseline"]) == ("cpu", "9f9f", "bf16")
+    assert (row["device"], row["baseline"]) == ("cpu", "bf16")
+    assert row["data_hash"] == laboratory.plan().first.data.hash and "hash" not in row["data"]
     assert row["model"]["dim"] == 32 and row["model"]["init_noise"] == 0 and row["data"]["source"] == "markov"
     assert row["sweeps"] == ["convergence"] and len(row["runs"]) == 64
 
@@ -75,6 +77,19 @@ def test_a_later_comparison_renews_its_row_and_leaves_the_others(laboratory, com
     assert [row["tokens"] for row in read_rows(path)] == [6400, 3200]
     noise.record(compared(*ARMS, "seed=0,1,2"), runs_dir)
     assert [(row["tokens"], row["replicates"]) for row in read_rows(path)] == [(3200, 2), (6400, 3)]
+
+
+def test_a_row_is_of_the_data_of_most_runs_of_the_baseline_alone(laboratory, compared):
+    compared(*ARMS, "seed=0,1,2")
+    laboratory_plan = laboratory.plan(*ARMS, "seed=0,1,2")
+    runs = launch.folders(laboratory_plan)
+    for run in runs:
+        if run.manifest()["arm"] == "nvfp4" or run == runs[0]:
+            run.update_manifest(data_hash="0" * 64)
+            run.write_status(state="finished")
+    (row,) = noise.measured(compare(runs))
+    assert row["data_hash"] == laboratory_plan.first.data.hash
+    assert (set(row["arms"]), row["replicates"]) == ({"mxfp8", "null"}, 2)
 
 
 def test_one_replicate_measures_no_noise(laboratory, compared):
