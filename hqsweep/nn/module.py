@@ -262,7 +262,8 @@ def _roles(modules: Sequence[QuantizedModule]) -> list[QuantizerRole]:
 
 def set_recipe(model: nn.Module, recipe: AnyRecipe | Section | HybridQuantizer | str | Mapping[str, Any]) -> int:
     """Give every slot of the model the recipe's quantizer, and every module its mode of GEMMs; returns how many slots
-    have changed by value. The text or section of a linear is for all products.
+    have changed by value. A text is the name of a recipe, a path, or a format ("format:nvfp4"), which is for all
+    products, as is the section of a linear.
 
     Each role is resolved once, and layers are counted over the whole model. A schedule is not followed here.
 
