@@ -79,7 +79,8 @@ def test_the_recipe_shown_is_valid(name):
 
 
 def test_formats_and_options_of_the_table_exist():
-    rows = [line.split("|") for line in PAGES["recipes.md"].split("## Formats")[1].splitlines() if re.match(r"\| `[a-z]", line)]
+    section = PAGES["recipes.md"].split("## Formats")[1]
+    rows = [line.split("|") for line in section.splitlines() if re.match(r"\| `[a-z]", line)]
     named = {name: re.findall(r"\+(\w+)", row[4]) for row in rows for name in re.findall(r"`(\w+)`", row[1])}
     assert len(named) == 11
     for name, listed in named.items():
