@@ -33,10 +33,9 @@ FORMATS = {
 BF16 = FORMATS[torch.bfloat16]
 
 
-def params_dtype(kind: str, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of the parameters of a module of this kind: torch's default where none is given."""
-    dtype = torch.get_default_dtype() if dtype is None else dtype
-    return _checked(kind, "params_dtype", dtype)
+def params_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of the parameters of a module: torch's default where none is given."""
+    return _checked("torch.get_default_dtype()", "the dtype", torch.get_default_dtype()) if dtype is None else dtype
 
 
 def activations(where: str, x: Tensor) -> Tensor:

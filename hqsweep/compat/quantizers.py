@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hqsweep.compat.arguments import flag, refuse, shown
+from hqsweep.compat.arguments import flag, refuse, shown, taken
 from hqsweep.errors import UserError
 from hqsweep.formats import MX, NVFP4, Fp8Block, Fp8Current, Identity, parse
 from hqsweep.formats import Format as _Format
@@ -102,6 +102,7 @@ def Float8CurrentScalingQuantizer(
     kind = "Float8CurrentScalingQuantizer"
     refuse(kind, {"use_existing_amax": use_existing_amax, "with_amax_reduction": with_amax_reduction})
     element, pow2 = _element(kind, fp8_dtype), flag(kind, "force_pow_2_scales", force_pow_2_scales)
+    taken(kind, "amax_epsilon", amax_epsilon, 0.0)
     return _both(Fp8Current(element_name=element, pow2=pow2, amax_epsilon=amax_epsilon))
 
 
@@ -116,6 +117,7 @@ def Float8BlockQuantizer(
 ) -> _Quantizer:
     """fp8_block: 1x128 blocks with block_scaling_dim=1, 128x128 tiles with 2."""
     _one_of("Float8BlockQuantizer", "block_scaling_dim", block_scaling_dim, (1, 2))
+    taken("Float8BlockQuantizer", "amax_epsilon", amax_epsilon, 0.0)
     options = {"pow2": flag("Float8BlockQuantizer", "force_pow_2_scales", force_pow_2_scales)}
     element, two_d = _element("Float8BlockQuantizer", fp8_dtype), block_scaling_dim == 2
     return _both(Fp8Block(element_name=element, amax_epsilon=amax_epsilon, two_d=two_d, **options))
@@ -208,11 +210,14 @@ class DelayedScalingRequest:
         if not isinstance(self.amax_compute_algo, str) or self.amax_compute_algo not in ("max", "most_recent"):
             algorithm = f"amax_compute_algo is {shown(self.amax_compute_algo)}"
             raise UserError(f"DelayedScalingRequest: {algorithm}; it takes 'max' or 'most_recent'")
+        _one_of("DelayedScalingRequest", "fp8_format", self.fp8_format, (Format.HYBRID, Format.E4M3, Format.E5M2))
+        taken("DelayedScalingRequest", "amax_history_len", self.amax_history_len, 1024)
+        local = not flag("DelayedScalingRequest", "reduce_amax", self.reduce_amax)
         element = self.fp8_format.value[role.tensor_type in GRADIENTS]
         options = [
             "+e5m2" if element == "e5m2" else "",
             "+most_recent" if self.amax_compute_algo == "most_recent" else "",
-            "" if self.reduce_amax else "+local_amax",
+            "+local_amax" if local else "",
             f"+history{self.amax_history_len}" if self.amax_history_len != 1024 else "",
         ]
         return "fp8_delayed" + "".join(options)
