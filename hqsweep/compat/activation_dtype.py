@@ -2,12 +2,12 @@
 
 This package's own linears read and write one dtype, bfloat16 by default. Under TransformerEngine's names a call takes
 the dtype of its input, or that of torch.autocast where this is on; parameters keep theirs. "bf16" in a recipe says that
-nothing is quantized, and is that dtype, too.
+nothing is quantized, and is that dtype, too, unless a quantizer asks for bfloat16 by name.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,11 @@ FORMATS = {
 }
 """Dtype of activations -> the format of an operand that is not quantized."""
 BF16 = FORMATS[torch.bfloat16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToBF16(Identity):
+    """bfloat16 that a quantizer asks for by its dtype: values are rounded to it, whatever activations are in."""
 
 
 def params_dtype(dtype: torch.dtype | None) -> torch.dtype:

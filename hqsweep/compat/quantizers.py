@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from hqsweep.compat.activation_dtype import BF16, FORMATS, ToBF16
 from hqsweep.compat.arguments import flag, refuse, shown, taken
 from hqsweep.errors import UserError
-from hqsweep.formats import MX, NVFP4, Fp8Block, Fp8Current, Identity, parse
+from hqsweep.formats import MX, NVFP4, Fp8Block, Fp8Current, parse
 from hqsweep.formats import Format as _Format
 from hqsweep.quant.hybrid import HybridQuantizer as _Quantizer
 from hqsweep.recipe.roles import GRADIENTS, QuantizerRole
@@ -76,12 +77,13 @@ def HybridQuantizer(
 
 
 def IdentityQuantizer(*, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True) -> _Quantizer:
-    """High precision in `dtype`. None is "bf16", which is the dtype of activations in modules of hqsweep.compat, and
-    bfloat16 in linears of hqsweep.nn; so is torch.bfloat16."""
-    names = {None: "bf16", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    if not isinstance(dtype, torch.dtype | None) or dtype not in names:
+    """High precision in `dtype`, to which values are rounded. None is "bf16": the dtype of activations in modules of
+    hqsweep.compat, and bfloat16 in linears of hqsweep.nn."""
+    if dtype is None:
+        return _both(BF16)
+    if not isinstance(dtype, torch.dtype) or dtype not in FORMATS:
         raise UserError(f"IdentityQuantizer: dtype is {shown(dtype)}; it takes bfloat16, float16 or float32")
-    return _both(Identity(name=names[dtype]))
+    return _both(ToBF16() if dtype is torch.bfloat16 else FORMATS[dtype])
 
 
 def Float8CurrentScalingQuantizer(
