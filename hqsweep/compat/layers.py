@@ -129,6 +129,12 @@ class LayerNormMLP(_OverRanks, _LayerNormMLP):
         total, z = self.fc1.added(x, branch)
         return total, self.fc2(in_dtype(activate(z, self.activation), x.dtype))
 
+    def give_keys(self, state: dict[str, Any], prefix: str) -> None:
+        """TakesKeys.give_keys; its linears have no _extra_state of their own there."""
+        for inner in ("fc1", "fc2"):
+            state.pop(f"{prefix}{inner}.{EXTRA_STATE}")
+        super().give_keys(state, prefix)
+
 
 class MultiheadAttention(_OverRanks, _MultiheadAttention):
     """Self-attention of x [S, B, D] ("sbhd") or [B, S, D] ("bshd"), in high precision outside of autocast.
@@ -169,8 +175,9 @@ class MultiheadAttention(_OverRanks, _MultiheadAttention):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """UserError for a weight of q, k and v in one piece, whose rows TransformerEngine has by heads."""
-        fused = any(f"{prefix}{key}" in state_dict for key in ("layernorm_qkv.weight", f"qkv.{EXTRA_STATE}"))
-        if fused and not self.qkv.fused_qkv and f"{prefix}qkv.query_weight" not in state_dict:
+        theirs = f"{prefix}qkv.{EXTRA_STATE}" in state_dict and f"{prefix}qkv.weight" in state_dict
+        fused = theirs or f"{prefix}layernorm_qkv.weight" in state_dict
+        if fused and not self.qkv.fused_qkv:
             raise UserError(
                 f"MultiheadAttention: the checkpoint has the weight of q, k and v in one piece, {prefix}*.weight, whose"
                 " rows may lie by heads; build the module with fuse_qkv_params=True and qkv_weight_interleaved=False if"
