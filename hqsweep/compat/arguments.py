@@ -108,10 +108,11 @@ def taken(kind: str, name: str, value: Any, default: Any) -> Any:
         return value
     if name in CHOICES:
         takes = isinstance(value, str) and value in CHOICES[name]
-        allowed = " or ".join(map(repr, CHOICES[name]))
+        listed = [repr(choice) for choice in CHOICES[name]] + ["None"] * (default is None)
+        allowed = " or ".join([", ".join(listed[:-1]), listed[-1]] if listed[1:] else listed)
     else:
         check, allowed = TAKEN[name]
-        takes = check(value)
+        takes, allowed = check(value), allowed + ", or None" * (default is None)
     if not takes:
         raise UserError(f"{kind}: {name} is {shown(value)}; it takes {allowed}")
     return value
