@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hqsweep.dist.local import local as stored
 from hqsweep.errors import UserError
-from hqsweep.formats import Identity
+from hqsweep.formats import Format, Identity
 from hqsweep.nn.linear import LinearBase
 from hqsweep.nn.parameter import held_in
 from hqsweep.nn.products import in_autocast
@@ -60,12 +60,18 @@ def _checked(where: str, what: str, dtype: torch.dtype) -> torch.dtype:
 
 def quantizer_in(quantizer: HybridQuantizer, dtype: torch.dtype) -> HybridQuantizer:
     """The quantizer of a slot for activations in dtype: what is not quantized is not rounded to bfloat16."""
-    if dtype is torch.bfloat16 or type(quantizer) is not HybridQuantizer:
+    if type(quantizer) is not HybridQuantizer:
         return quantizer
-    row, column = (FORMATS[dtype] if f == BF16 else f for f in (quantizer.rowwise, quantizer.columnwise))
+    row, column = (_format_in(f, dtype) for f in (quantizer.rowwise, quantizer.columnwise))
     if row is quantizer.rowwise and column is quantizer.columnwise:
         return quantizer
     return HybridQuantizer(row, column, quantizer.columnwise_source)
+
+
+def _format_in(format: Format, dtype: torch.dtype) -> Format:
+    if isinstance(format, ToBF16):
+        return BF16
+    return FORMATS[dtype] if format == BF16 and dtype is not torch.bfloat16 else format
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 """Modules compute and return in the dtype of their activations, with gradients in the dtypes of what they are of."""
 
+import io
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -204,6 +206,21 @@ def test_held_weights_are_quantized_from_values_in_params_dtype_and_take_any_act
         assert got["y"].dtype is got["dx"].dtype is dtype
         if dtype in (params, torch.float32):
             assert torch.equal(got["y"], expected["y"]) and torch.equal(got["dx"], expected["dx"])
+
+
+@pytest.mark.parametrize("build", [compat.Linear, partial(hqsweep.nn.Linear, name="linear", recipe="bf16")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_held_in_the_bfloat16_that_a_factory_names_come_back_from_a_file(build, dtype):
+    recipe, file, outputs = CustomRecipe(lambda role: IdentityQuantizer(dtype=torch.bfloat16)), io.BytesIO(), []
+    with quantized_model_init(recipe=recipe):
+        module, fresh = build(D, F), build(D, F)
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    fresh.load_state_dict(torch.load(file), assign=True)
+    for own in (module, fresh):
+        with autocast(recipe=recipe):
+            outputs.append(own(draw("normal", 32, D).to(dtype)))
+    assert torch.equal(*outputs)
 
 
 def own_values(weight: Tensor) -> Tensor:
