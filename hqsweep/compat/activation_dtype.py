@@ -2,12 +2,12 @@
 
 This package's own linears read and write one dtype, bfloat16 by default. Under TransformerEngine's names a call takes
 the dtype of its input, or that of torch.autocast where this is on; parameters keep theirs. "bf16" in a recipe says that
-nothing is quantized, and is that dtype, too.
+nothing is quantized, and is that dtype, too, unless a quantizer asks for bfloat16 by name.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hqsweep.dist.local import local as stored
 from hqsweep.errors import UserError
-from hqsweep.formats import Identity
+from hqsweep.formats import Format, Identity
 from hqsweep.nn.linear import LinearBase
 from hqsweep.nn.parameter import held_in
 from hqsweep.nn.products import in_autocast
@@ -33,10 +33,14 @@ FORMATS = {
 BF16 = FORMATS[torch.bfloat16]
 
 
-def params_dtype(kind: str, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of the parameters of a module of this kind: torch's default where none is given."""
-    dtype = torch.get_default_dtype() if dtype is None else dtype
-    return _checked(kind, "params_dtype", dtype)
+@dataclass(frozen=True, kw_only=True)
+class ToBF16(Identity):
+    """bfloat16 that a quantizer asks for by its dtype: values are rounded to it, whatever activations are in."""
+
+
+def params_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of the parameters of a module: torch's default where none is given."""
+    return _checked("torch.get_default_dtype()", "the dtype", torch.get_default_dtype()) if dtype is None else dtype
 
 
 def activations(where: str, x: Tensor) -> Tensor:
@@ -56,12 +60,18 @@ def _checked(where: str, what: str, dtype: torch.dtype) -> torch.dtype:
 
 def quantizer_in(quantizer: HybridQuantizer, dtype: torch.dtype) -> HybridQuantizer:
     """The quantizer of a slot for activations in dtype: what is not quantized is not rounded to bfloat16."""
-    if dtype is torch.bfloat16 or type(quantizer) is not HybridQuantizer:
+    if type(quantizer) is not HybridQuantizer:
         return quantizer
-    row, column = (FORMATS[dtype] if f == BF16 else f for f in (quantizer.rowwise, quantizer.columnwise))
+    row, column = (_format_in(f, dtype) for f in (quantizer.rowwise, quantizer.columnwise))
     if row is quantizer.rowwise and column is quantizer.columnwise:
         return quantizer
     return HybridQuantizer(row, column, quantizer.columnwise_source)
+
+
+def _format_in(format: Format, dtype: torch.dtype) -> Format:
+    if isinstance(format, ToBF16):
+        return BF16
+    return FORMATS[dtype] if format == BF16 and dtype is not torch.bfloat16 else format
 
 
 @contextmanager

@@ -1,12 +1,14 @@
 """Arguments of TransformerEngine's constructors and calls: bound in its order, with its defaults, and refused where
 they would change something that is not there."""
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from hqsweep.errors import UserError, nearest
 
@@ -22,6 +24,47 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Argument -> the values that change nothing, where its default is not the only one. Both windows are all positions
 that the mask leaves."""
 PLAIN = (type(None), bool, int, float, str)
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "parallel_mode": ("column", "row"),
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "activation": ("gelu", "swiglu"),
+    "attn_mask_type": ("causal", "no_mask"),
+    "self_attn_mask_type": ("causal", "no_mask"),
+    "qkv_format": ("sbhd", "bshd"),
+    "attn_input_format": ("sbhd", "bshd"),
+    "layer_type": ("encoder",),
+}
+"""Argument -> the values that it takes."""
+
+
+def _is_epsilon(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+_EPSILON, _COUNT = (_is_epsilon, "a finite number, 0 or more"), (_is_count, "a number, 1 or more")
+_INIT = (callable, "a function of the weight")
+TAKEN: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "eps": _EPSILON,
+    "layernorm_epsilon": _EPSILON,
+    "amax_epsilon": _EPSILON,
+    "tp_size": (_is_count, "the number of ranks, 1 or more"),
+    "kv_channels": _COUNT,
+    "num_gqa_groups": _COUNT,
+    "amax_history_len": _COUNT,
+    "init_method": _INIT,
+    "output_layer_init_method": _INIT,
+    "tp_group": (lambda value: isinstance(value, ProcessGroup), "a ProcessGroup"),
+    "params_dtype": (
+        lambda value: isinstance(value, torch.dtype) and value in (torch.float32, torch.float16, torch.bfloat16),
+        "float32, float16 or bfloat16",
+    ),
+    "name": (lambda value: isinstance(value, str), "a text"),
+}
+"""Argument -> whether it takes a value, and what it takes; its default goes as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +97,30 @@ class Signature:
         every = {**self.defaults, **arguments}
         others = {n: v for n, v in every.items() if n not in self.takes and n not in self.hints}
         refuse(kind, others, self.defaults)
-        return {n: self._taken(kind, n, v) for n, v in every.items() if n in self.takes}
+        return {n: taken(kind, n, v, self.defaults[n]) for n, v in every.items() if n in self.takes}
 
-    def _taken(self, kind: str, name: str, value: Any) -> Any:
-        return flag(kind, name, value) if isinstance(self.defaults[name], bool) else value
+
+def taken(kind: str, name: str, value: Any, default: Any) -> Any:
+    """A value that an argument takes. UserError for another one."""
+    if isinstance(default, bool):
+        return flag(kind, name, value)
+    if value is None and default is None:
+        return value
+    if name in CHOICES:
+        takes = isinstance(value, str) and value in CHOICES[name]
+        listed = [repr(choice) for choice in CHOICES[name]] + ["None"] * (default is None)
+        allowed = " or ".join([", ".join(listed[:-1]), listed[-1]] if listed[1:] else listed)
+    else:
+        check, allowed = TAKEN[name]
+        takes, allowed = check(value), allowed + ", or None" * (default is None)
+    if not takes:
+        raise UserError(f"{kind}: {name} is {shown(value)}; it takes {allowed}")
+    return value
 
 
 def flag(kind: str, name: str, value: Any) -> bool:
     """A value that is true or false. UserError for another one."""
-    if not isinstance(value, bool | int | None):
+    if not isinstance(value, bool | int | None) or value not in (None, 0, 1):
         raise UserError(f"{kind}: {name} is {shown(value)}; it takes True or False")
     return bool(value)
 

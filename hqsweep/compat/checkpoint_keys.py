@@ -74,7 +74,7 @@ def transformer_engine_state_dict(model: nn.Module) -> dict[str, Any]:
             continue
         held = isinstance(value, HybridQuantizedTensor)
         state[key] = value.dequantize() if held else value
-    for name, module in reversed(list(model.named_modules())):
+    for name, module in reversed(list(model.named_modules(remove_duplicate=False))):
         if isinstance(module, TakesKeys):
             module.give_keys(state, f"{name}." if name else "")
     return state

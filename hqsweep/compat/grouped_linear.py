@@ -39,8 +39,8 @@ class GroupedLinear(TakesKeys, InActivationDtype, _GroupedLinear):
     def __init__(self, num_gemms: int, in_features: int, out_features: int, *positional: Any, **arguments: Any) -> None:
         given = GROUPED_LINEAR.given(positional, arguments)
         parallel_mode, tp_group, init_method = given["parallel_mode"], given["tp_group"], given["init_method"]
-        dtype = params_dtype("GroupedLinear", given["params_dtype"])
-        self._mode, self._ranks = parallel_mode, ranks_of("GroupedLinear", given["tp_size"], tp_group)
+        dtype = params_dtype(given["params_dtype"])
+        self._mode, self._ranks = parallel_mode, ranks_of(given["tp_size"], tp_group)
         if self._ranks > 1:
             self._check_ranks(in_features, out_features, given["bias"])
         own = [in_features, out_features]

@@ -25,7 +25,7 @@ from hqsweep.compat.signatures import (
     TRANSFORMER_LAYER,
 )
 from hqsweep.errors import UserError
-from hqsweep.nn.activation import ACTIVATIONS, activate
+from hqsweep.nn.activation import activate
 from hqsweep.nn.attention import DotProductAttention
 from hqsweep.nn.context import HIGH_PRECISION
 from hqsweep.nn.layernorm_mlp import LayerNormMLP as _LayerNormMLP
@@ -45,7 +45,6 @@ OF_BOTH = ("init_method", "output_layer_init_method", "set_parallel_mode", "norm
 OF_HEADS = ("num_gqa_groups", "kv_channels", "fuse_qkv_params", "qkv_weight_interleaved")
 """The arguments that a layer hands on to attention alone, beside those that it hands on to attention and MLP."""
 MASKS = {"causal": True, "no_mask": False}
-FORMATS = ("sbhd", "bshd")
 
 
 class _Gated(LayerNormLinear):
@@ -80,7 +79,7 @@ class _OverRanks(TakesKeys):
     def _check_ranks(self, arguments: dict[str, Any]) -> None:
         """UserError for ranks that no argument says how to use."""
         kind = type(self).__name__
-        self.ranks = ranks_of(kind, arguments["tp_size"], arguments["tp_group"])
+        self.ranks = ranks_of(arguments["tp_size"], arguments["tp_group"])
         if self.ranks > 1 and not arguments["set_parallel_mode"]:
             raise UserError(f"{kind}: tp_size={self.ranks} without set_parallel_mode; give set_parallel_mode=True")
 
@@ -108,7 +107,6 @@ class LayerNormMLP(_OverRanks, _LayerNormMLP):
         nn.Module.__init__(self)
         given = LAYERNORM_MLP.given(positional, arguments)
         self.activation, name, shared = given["activation"], given["name"] or "layernorm_mlp", _shared(given)
-        _choice("LayerNormMLP", "activation", self.activation, tuple(ACTIVATIONS))
         self._check_ranks(given)
         first, inner = (_Gated if INPUTS[self.activation] == 2 else LayerNormLinear), INPUTS[self.activation]
         modes = {"init_method": given["init_method"], "parallel_mode": "column"}
@@ -131,6 +129,12 @@ class LayerNormMLP(_OverRanks, _LayerNormMLP):
         total, z = self.fc1.added(x, branch)
         return total, self.fc2(in_dtype(activate(z, self.activation), x.dtype))
 
+    def give_keys(self, state: dict[str, Any], prefix: str) -> None:
+        """TakesKeys.give_keys; its linears have no _extra_state of their own there."""
+        for inner in ("fc1", "fc2"):
+            state.pop(f"{prefix}{inner}.{EXTRA_STATE}")
+        super().give_keys(state, prefix)
+
 
 class MultiheadAttention(_OverRanks, _MultiheadAttention):
     """Self-attention of x [S, B, D] ("sbhd") or [B, S, D] ("bshd"), in high precision outside of autocast.
@@ -148,8 +152,6 @@ class MultiheadAttention(_OverRanks, _MultiheadAttention):
         nn.Module.__init__(self)
         kind, heads, given = "MultiheadAttention", num_attention_heads, MULTIHEAD_ATTENTION.given(positional, arguments)
         self.attn_mask_type, self._first_is_tokens = given["attn_mask_type"], given["qkv_format"] == "sbhd"
-        _choice(kind, "attn_mask_type", self.attn_mask_type, tuple(MASKS))
-        _choice(kind, "qkv_format", given["qkv_format"], FORMATS)
         _check_heads(kind, hidden_size, heads, given)
         self._check_ranks(given)
         if heads % self.ranks:
@@ -173,8 +175,9 @@ class MultiheadAttention(_OverRanks, _MultiheadAttention):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """UserError for a weight of q, k and v in one piece, whose rows TransformerEngine has by heads."""
-        fused = any(f"{prefix}{key}" in state_dict for key in ("layernorm_qkv.weight", f"qkv.{EXTRA_STATE}"))
-        if fused and not self.qkv.fused_qkv and f"{prefix}qkv.query_weight" not in state_dict:
+        theirs = f"{prefix}qkv.{EXTRA_STATE}" in state_dict and f"{prefix}qkv.weight" in state_dict
+        fused = theirs or f"{prefix}layernorm_qkv.weight" in state_dict
+        if fused and not self.qkv.fused_qkv:
             raise UserError(
                 f"MultiheadAttention: the checkpoint has the weight of q, k and v in one piece, {prefix}*.weight, whose"
                 " rows may lie by heads; build the module with fuse_qkv_params=True and qkv_weight_interleaved=False if"
@@ -234,7 +237,6 @@ class TransformerLayer(_OverRanks, _TransformerLayer):
     ) -> None:
         nn.Module.__init__(self)
         given = TRANSFORMER_LAYER.given(positional, arguments)
-        _choice("TransformerLayer", "layer_type", given["layer_type"], ("encoder",))
         self.self_attn_mask_type, name = given["self_attn_mask_type"], given["name"] or "layer"
         heads, both = {n: given[n] for n in OF_HEADS}, {n: given[n] for n in OF_BOTH}
         self.attn = MultiheadAttention(
@@ -274,11 +276,6 @@ def _same_mask(kind: str, argument: str, asked: Any, own: str) -> None:
     """UserError for a call with another mask than that which the module is built with."""
     if asked is not None and not (isinstance(asked, str) and asked == own):
         raise UserError(f"{kind}: {argument} is {shown(asked)} in a call; build the module with it, which has {own!r}")
-
-
-def _choice(kind: str, argument: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in allowed:
-        raise UserError(f"{kind}: {argument} is {shown(value)}; it takes {' or '.join(map(repr, allowed))}")
 
 
 def _check_heads(kind: str, width: int, heads: int, arguments: dict[str, Any]) -> None:

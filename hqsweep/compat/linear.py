@@ -20,7 +20,6 @@ from hqsweep.nn.parameter import link_states
 from hqsweep.nn.residual import Branch
 from hqsweep.nn.tensor_parallel import Exchange, TensorParallel
 
-MODES = ("column", "row", None)
 TOKENS = 0
 """The axis along which tokens lie split: tensors are [sequence, batch, features]."""
 
@@ -41,10 +40,8 @@ class _Shared(TakesKeys, InActivationDtype):
     ) -> None:
         kind, mode = base.__name__, arguments["parallel_mode"]
         group, ranks, draw = arguments["tp_group"], arguments["tp_size"], arguments["init_method"]
-        dtype = params_dtype(kind, arguments["params_dtype"])
-        if mode not in MODES:
-            raise UserError(f"{kind}: parallel_mode is {mode!r}; it takes 'column', 'row' or None")
-        self._ranks = ranks_of(kind, ranks, group)
+        dtype = params_dtype(arguments["params_dtype"])
+        self._ranks = ranks_of(ranks, group)
         if self._ranks > 1 and mode is None:
             raise UserError(f"{kind}: tp_size={self._ranks} without a parallel_mode; give 'column' or 'row'")
         self._mode, self._sequence = mode, bool(arguments["sequence_parallel"]) and self._ranks > 1

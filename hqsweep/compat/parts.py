@@ -54,10 +54,8 @@ def write_part(weight: Tensor, values: Tensor) -> None:
         weight.copy_(values)
 
 
-def ranks_of(kind: str, tp_size: int, tp_group: Any) -> int:
-    """How many ranks share a module of this kind. UserError for a tp_size that is no number of ranks."""
-    if not isinstance(tp_size, int) or tp_size < 1:
-        raise UserError(f"{kind}: tp_size is {tp_size!r}; it takes the number of ranks, 1 or more")
+def ranks_of(tp_size: int, tp_group: Any) -> int:
+    """How many ranks share a module."""
     return tp_size if tp_group is None else tp_group.size()
 
 

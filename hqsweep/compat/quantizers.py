@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from hqsweep.compat.arguments import flag, refuse, shown
+from hqsweep.compat.activation_dtype import BF16, FORMATS, ToBF16
+from hqsweep.compat.arguments import flag, refuse, shown, taken
 from hqsweep.errors import UserError
-from hqsweep.formats import MX, NVFP4, Fp8Block, Fp8Current, Identity, parse
+from hqsweep.formats import MX, NVFP4, Fp8Block, Fp8Current, parse
 from hqsweep.formats import Format as _Format
 from hqsweep.quant.hybrid import HybridQuantizer as _Quantizer
 from hqsweep.recipe.roles import GRADIENTS, QuantizerRole
@@ -76,12 +77,13 @@ def HybridQuantizer(
 
 
 def IdentityQuantizer(*, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True) -> _Quantizer:
-    """High precision in `dtype`. None is "bf16", which is the dtype of activations in modules of hqsweep.compat, and
-    bfloat16 in linears of hqsweep.nn; so is torch.bfloat16."""
-    names = {None: "bf16", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    if not isinstance(dtype, torch.dtype | None) or dtype not in names:
+    """High precision in `dtype`, to which values are rounded. None is "bf16": the dtype of activations in modules of
+    hqsweep.compat, and bfloat16 in linears of hqsweep.nn."""
+    if dtype is None:
+        return _both(BF16)
+    if not isinstance(dtype, torch.dtype) or dtype not in FORMATS:
         raise UserError(f"IdentityQuantizer: dtype is {shown(dtype)}; it takes bfloat16, float16 or float32")
-    return _both(Identity(name=names[dtype]))
+    return _both(ToBF16() if dtype is torch.bfloat16 else FORMATS[dtype])
 
 
 def Float8CurrentScalingQuantizer(
@@ -102,6 +104,7 @@ def Float8CurrentScalingQuantizer(
     kind = "Float8CurrentScalingQuantizer"
     refuse(kind, {"use_existing_amax": use_existing_amax, "with_amax_reduction": with_amax_reduction})
     element, pow2 = _element(kind, fp8_dtype), flag(kind, "force_pow_2_scales", force_pow_2_scales)
+    taken(kind, "amax_epsilon", amax_epsilon, 0.0)
     return _both(Fp8Current(element_name=element, pow2=pow2, amax_epsilon=amax_epsilon))
 
 
@@ -116,6 +119,7 @@ def Float8BlockQuantizer(
 ) -> _Quantizer:
     """fp8_block: 1x128 blocks with block_scaling_dim=1, 128x128 tiles with 2."""
     _one_of("Float8BlockQuantizer", "block_scaling_dim", block_scaling_dim, (1, 2))
+    taken("Float8BlockQuantizer", "amax_epsilon", amax_epsilon, 0.0)
     options = {"pow2": flag("Float8BlockQuantizer", "force_pow_2_scales", force_pow_2_scales)}
     element, two_d = _element("Float8BlockQuantizer", fp8_dtype), block_scaling_dim == 2
     return _both(Fp8Block(element_name=element, amax_epsilon=amax_epsilon, two_d=two_d, **options))
@@ -208,11 +212,14 @@ class DelayedScalingRequest:
         if not isinstance(self.amax_compute_algo, str) or self.amax_compute_algo not in ("max", "most_recent"):
             algorithm = f"amax_compute_algo is {shown(self.amax_compute_algo)}"
             raise UserError(f"DelayedScalingRequest: {algorithm}; it takes 'max' or 'most_recent'")
+        _one_of("DelayedScalingRequest", "fp8_format", self.fp8_format, (Format.HYBRID, Format.E4M3, Format.E5M2))
+        taken("DelayedScalingRequest", "amax_history_len", self.amax_history_len, 1024)
+        local = not flag("DelayedScalingRequest", "reduce_amax", self.reduce_amax)
         element = self.fp8_format.value[role.tensor_type in GRADIENTS]
         options = [
             "+e5m2" if element == "e5m2" else "",
             "+most_recent" if self.amax_compute_algo == "most_recent" else "",
-            "" if self.reduce_amax else "+local_amax",
+            "+local_amax" if local else "",
             f"+history{self.amax_history_len}" if self.amax_history_len != 1024 else "",
         ]
         return "fp8_delayed" + "".join(options)

@@ -3,9 +3,14 @@
 import re
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
+from hqsweep.cli.main import app
 from hqsweep.compat.export import to_transformer_engine
 from hqsweep.errors import UserError
+from hqsweep.formats import RngKey
+from hqsweep.formats.inputs import draw
 from hqsweep.recipe import CustomRecipe, QuantizerRole, parse_recipe
 from hqsweep.recipe.roles import module_roles
 from hqsweep.sweep.compose import known_recipes, load_recipe
@@ -14,6 +19,7 @@ NOT_THERE = {"mxfp4", "mxfp4_floor", "mxfp6_e2m3", "mxfp6_e3m2", "nvfp4_tensor"}
 """Packaged recipes with a format that TransformerEngine has not, or not under a name of d0067d0."""
 EXPORTED = sorted(set(known_recipes()) - NOT_THERE)
 LAYERS = 12
+KEY = RngKey(seed=1, slot="slot", step=3)
 ROLES = [
     role
     for module_type, name in [
@@ -63,6 +69,34 @@ def test_an_exported_recipe_is_the_recipe(name):
 def test_options_overrides_and_attention_are_exported(sections):
     recipe = parse_recipe(sections)
     assert run(to_transformer_engine(recipe, "mine", LAYERS))["recipe"].resolve(ROLES) == recipe.resolve(ROLES)
+
+
+@pytest.mark.parametrize(
+    "linear",
+    ["nvfp4_4over6", "nvfp4+4over6+mse+max448", "mxfp8+2d", "nvfp4+2d", "nvfp4+4over6+2d", "nvfp4+rht+nosign"],
+)
+def test_operands_of_an_exported_recipe_have_its_bytes(linear, tmp_path):
+    """Of 4over6 and of tiles, in both directions of every slot, by the command and by TransformerEngine's names."""
+    recipe = {"linear": linear}
+    if linear in EXPORTED:
+        recipe, source = load_recipe(linear), linear
+    else:
+        source = tmp_path / "mine.yaml"
+        source.write_text(f"linear: {linear}\n")
+    printed = CliRunner().invoke(app, ["recipe", "export", str(source), "--to", "transformer-engine"])
+    assert printed.exit_code == 0
+    exported, ours, x = run(printed.stdout)["recipe"], parse_recipe(recipe), draw("heavy", 64, 96, 3)
+    for role in module_roles("linear", "layers.0.attn.qkv"):
+        operands = [recipe.quantizer(role).quantize(x, key=KEY) for recipe in (exported, ours)]
+        for direction in ("rowwise", "columnwise"):
+            theirs, own = (getattr(operand, direction).buffers for operand in operands)
+            assert set(theirs) == set(own) and all(torch.equal(theirs[name], own[name]) for name in own)
+    plain = parse_recipe({"linear": "nvfp4" if "nvfp4" in linear else "mxfp8"}).quantizer(role).quantize(x, key=KEY)
+    assert any(
+        not torch.equal(b, getattr(plain, d).buffers[n])
+        for d in ("rowwise", "columnwise")
+        for n, b in getattr(operands[0], d).buffers.items()
+    )  # the option is there
 
 
 @pytest.mark.parametrize(
