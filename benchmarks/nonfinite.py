@@ -29,9 +29,11 @@ class Uncounted(Ours):
     def __init__(self, *case: object) -> None:
         super().__init__(*case)
         self.trainer.nonfinite.end_step = lambda *_: None
+        self.slots: dict = {}
 
     def __call__(self) -> Step:
-        with mock.patch.object(nonfinite, "slot_number", lambda *_: nonfinite.NOBODY):
+        unnumbered = mock.patch.object(nonfinite, "slot_number", lambda *_: nonfinite.NOBODY)
+        with unnumbered, mock.patch.object(nonfinite, "_last", self.slots):
             return super().__call__()
 
 

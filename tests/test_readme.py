@@ -79,7 +79,8 @@ def test_the_recipe_shown_is_valid(name):
 
 
 def test_formats_and_options_of_the_table_exist():
-    rows = [line.split("|") for line in PAGES["recipes.md"].splitlines() if re.match(r"\| `[a-z]", line)]
+    section = PAGES["recipes.md"].split("## Formats")[1]
+    rows = [line.split("|") for line in section.splitlines() if re.match(r"\| `[a-z]", line)]
     named = {name: re.findall(r"\+(\w+)", row[4]) for row in rows for name in re.findall(r"`(\w+)`", row[1])}
     assert len(named) == 11
     for name, listed in named.items():
@@ -91,7 +92,7 @@ def test_the_python_shown_runs():
     code = PAGES["python.md"].split("## Modules\n\n")[1].split("\n\n- ")[0]
     names = {}
     exec(compile(textwrap.dedent(code), "python.md", "exec"), names)
-    assert names["y"].isfinite().all() and str(names["layer"].mlp.fc1.quantizers.input) == "bf16"
+    assert names["y"].isfinite().all() and str(names["layer"].mlp.fc1.quantizers.weight) == "nvfp4+2d"
 
 
 def test_what_is_experimental_is_called_so_in_the_docs_and_where_it_is_defined():

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hqsweep.cli.output import FORK_COLUMNS, GRID_COLUMNS, print_result, rows_table
+from hqsweep.cli.output import FORK_COLUMNS, GRID_COLUMNS, print_result, rows_table, say
 
 
 def show(plan: Any, *, force: bool, as_json: bool) -> None:
@@ -13,6 +13,8 @@ def show(plan: Any, *, force: bool, as_json: bool) -> None:
     ahead = outlook(plan, plan.rows(), force=force)
     columns = FORK_COLUMNS if plan.study.fork else GRID_COLUMNS
     lines = [*plan.lines, _time(ahead)]
+    for line in plan.same if as_json else ():
+        say(line, err=True)
     print_result(as_json, list(ahead.rows), rows_table(plan.heading, list(ahead.rows), columns), *lines)
     launch.check(plan)
 

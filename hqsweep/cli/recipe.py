@@ -149,7 +149,7 @@ def export(
 
 
 def _load(name: str, config_dir: Path | None) -> Any:
-    """The recipe, if `run` takes it, its own name included."""
+    """The recipe, unless `run` would refuse it or its name."""
     from pydantic import ValidationError
 
     from hqsweep.config.errors import sentence
@@ -162,8 +162,7 @@ def _load(name: str, config_dir: Path | None) -> Any:
     try:
         config = load_recipe(name, config_dir)
         recipe = parse_recipe(config, factory_name)
-        stem = {"name": Path(name).stem} if name.endswith((".yaml", ".yml")) else {}
-        RecipeConfig.model_validate(stem | config)
+        RecipeConfig.model_validate({"name": Path(name).stem} | config)
     except ValidationError as error:
         raise UserError(f"recipe '{name}': recipe.{sentence(error, RecipeConfig)}") from None
     except UserError as error:

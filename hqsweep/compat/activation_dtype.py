@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hqsweep.dist.local import local as stored
 from hqsweep.errors import UserError
 from hqsweep.formats import Identity
 from hqsweep.nn.linear import LinearBase
@@ -20,6 +21,7 @@ from hqsweep.nn.parameter import held_in
 from hqsweep.nn.products import in_autocast
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.sections import LinearQuantizers, slots
 
 FORMATS = {
@@ -72,8 +74,8 @@ def built_in(dtype: torch.dtype) -> Iterator[None]:
 class InActivationDtype(LinearBase):
     """A linear, or several, each of whose calls is in the dtype of its input."""
 
-    _last: tuple[LinearQuantizers, torch.dtype, LinearQuantizers] | None = None
-    """Quantizers, a dtype, and the quantizers in it: those of the last call."""
+    _last: tuple[LinearQuantizers, torch.dtype, HybridQuantizer | None, LinearQuantizers] | None = None
+    """Quantizers, a dtype, that of a held weight, and the quantizers of a call with these: the last one."""
 
     def take(self, x: Tensor) -> Tensor:
         """x in the dtype of a call with it, which becomes the module's."""
@@ -86,6 +88,11 @@ class InActivationDtype(LinearBase):
         if dtype is not self.dtype:
             self.dtype = dtype
 
+    @property
+    def first_weight(self) -> Tensor:
+        """Its weight, or that of the first of several matrices."""
+        return self.weight
+
     def active_quantizers(self) -> LinearQuantizers:
         return self._in_dtype(super().active_quantizers())
 
@@ -94,13 +101,18 @@ class InActivationDtype(LinearBase):
         return facts | {"quantizers": self._in_dtype(facts["quantizers"])}
 
     def _in_dtype(self, section: LinearQuantizers) -> LinearQuantizers:
-        if self.dtype is torch.bfloat16:
+        weight = stored(self.first_weight)
+        held = weight.quantizer if isinstance(weight, HybridQuantizedTensor) else None
+        if held is None and self.dtype is torch.bfloat16:
             return section
-        if self._last is None or self._last[0] is not section or self._last[1] is not self.dtype:
+        last = self._last
+        if last is None or last[0] is not section or last[1] is not self.dtype or last[2] is not held:
             own = {slot: quantizer for slot, quantizer in slots(section).items() if quantizer is not None}
             changed = {slot: quantizer_in(quantizer, self.dtype) for slot, quantizer in own.items()}
-            self._last = section, self.dtype, replace(section, **changed)
-        return self._last[2]
+            if held is not None and held in [quantizer_in(section.weight, dtype) for dtype in FORMATS]:
+                changed["weight"] = held  # it was built in another dtype
+            self._last = last = section, self.dtype, held, replace(section, **changed)
+        return last[3]
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_last": None}

@@ -105,6 +105,11 @@ class GroupedLinear(TakesKeys, InActivationDtype, _GroupedLinear):
             write_part(weight, torch.stack(values) if self.single_grouped_weight else values)
 
     @property
+    def first_weight(self) -> Tensor:
+        """The first of its weights, or the one of all."""
+        return self.weights[0]
+
+    @property
     def num_gemms(self) -> int:
         """num_experts under its other name."""
         return self.num_experts

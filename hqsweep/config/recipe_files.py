@@ -112,8 +112,8 @@ def _merged(under: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def _for_hydra(path: Path) -> str:
     return (
-        f", which the command line alone composes; `hqsweep recipe export {path} --to json --out WHOLE.yaml` writes the"
-        " whole recipe, which Python takes"
+        f", which the command line alone composes; `hqsweep recipe export {path} --to json --out WHOLE.yaml` writes a"
+        " file that Python takes"
     )
 
 

@@ -1,6 +1,5 @@
 """convergence: train one model under one recipe and write its loss curve and error statistics."""
 
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import torch
 import hqsweep
 from hqsweep.config.fork import ForkConfig
 from hqsweep.config.job import ConvergenceConfig
+from hqsweep.config.safe_json import loads
 from hqsweep.dist.agreed import by_first
 from hqsweep.errors import Damaged, UserError
 from hqsweep.jobs.isolation import make_deterministic
@@ -134,7 +134,7 @@ def seen_before(workspace: Path) -> str | None:
     """The hash of the data that a run of an earlier version, which has none in its config, has read before; None where
     its manifest does not say."""
     try:
-        return json.loads((workspace / "manifest.json").read_bytes()).get("data_hash")
+        return loads((workspace / "manifest.json").read_bytes()).get("data_hash")
     except (OSError, ValueError, AttributeError):
         return None
 

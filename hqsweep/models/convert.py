@@ -70,11 +70,12 @@ def convert(
     hqsweep.nn.quantization() modules draw the random bits of its step; set_recipe, autocast, probes and schedules work
     as on modules of hqsweep.nn.
 
-    recipe: what modules of hqsweep.nn take: a Recipe or CustomRecipe, or the text or mapping of one; "mxfp8" is for all
-    products. filter_fn(module, name) says which modules are taken, in addition to the recipe's overrides; without it
-    all are taken except adapters (PEFT's lora_*) and linears of fewer than 16 features. head: take the output
-    projection too, by the recipe's `head`; its role's name is "head". experts, attention: take experts of a mixture,
-    and attention; by default attention is taken if recipe.dpa quantizes it.
+    recipe: what modules of hqsweep.nn take: a Recipe or CustomRecipe, the mapping of one, or a text. A text is the name
+    of a recipe, as on the command line, a path, or a format for all products ("format:nvfp4").
+    filter_fn(module, name) says which modules are taken, in addition to the recipe's overrides; without it all are
+    taken except adapters (PEFT's lora_*) and linears of fewer than 16 features. head: take the output projection too,
+    by the recipe's `head`; its role's name is "head". experts, attention: take experts of a mixture, and attention; by
+    default attention is taken if recipe.dpa quantizes it.
 
     The Conversion says which share of the model's multiplications by weights was taken (Conversion.share), and lists in
     `skipped`, with a reason, every module that multiplies by weights and was not: nn.LSTM, convolutions, nn.Bilinear,

@@ -80,6 +80,10 @@ class Runs:
             self._keepers.add(keeper)
         return lost
 
+    def __reduce__(self) -> tuple[type["Runs"], tuple[()]]:
+        """Copies and pickles of a module begin without runs."""
+        return Runs, ()
+
     def are_awaited(self) -> bool:
         """Whether somebody is there who may have the module run again."""
         return len(self._keepers) > 0

@@ -124,7 +124,7 @@ class Call:
         """x [rows, cols] quantized for its slot, all of it as one matrix or the rows of each expert by themselves.
         by_rows: exact columns of experts are made as torch._grouped_mm takes them. amaxes: the amaxes of x that are
         known, for one matrix. A UserError names the tensor and the expert."""
-        quantizer = self.quantizer(tensor)
+        quantizer = getattr(self.quantizers, tensor)
         key = self.key(tensor) if quantizer.reads_key else None
         states = self.states_of(tensor, x) if quantizer.delayed else None
         if self.splits is None:

@@ -151,8 +151,8 @@ def autocast(
 ) -> Iterator[None]:
     """Modules called inside run on `recipe` instead of their own; the innermost autocast decides.
 
-    recipe: what modules take; the text or section of a linear is for all products. enabled=False is high precision
-    (bf16 operands). Backward needs no autocast; recomputation in backward does.
+    recipe: what modules take; a format ("format:nvfp4") or the section of a linear is for all products. enabled=False
+    is high precision (bf16 operands). Backward needs no autocast; recomputation in backward does.
     """
     if enabled and recipe is None:
         raise UserError("autocast: recipe is missing; give a Recipe or a CustomRecipe, or enabled=False")

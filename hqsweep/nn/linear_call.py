@@ -123,7 +123,7 @@ class LinearCall(Call):
             return self._quantize_normed(tensor, x, rowwise=rowwise, columnwise=columnwise)
         if self.codes is not None and tensor in self.codes:
             return self._of_codes(tensor, x, rowwise=rowwise, columnwise=columnwise, **options)
-        part = self.part_of(tensor, x)
+        part = None if self.exchange is None else self.part_of(tensor, x)
         if part is not None:
             by_rows = options.get("by_rows", False)
             return self.quantize_part(tensor, x, part, rowwise=rowwise, columnwise=columnwise, by_rows=by_rows)

@@ -54,7 +54,7 @@ class QuantizedModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.states = DelayedStates()
-        self._autocast: tuple[object, Section, str] | None = None
+        self._autocast: tuple[object, Section, str, tuple[HybridQuantizer, ...]] | None = None
         self.runs = Runs()
 
     @property
@@ -121,16 +121,17 @@ class QuantizedModule(nn.Module):
     def _quantizers_under(self, recipe: AnyRecipe) -> Section:
         known, answers = self._autocast, recipe.answers_of
         if known is None or (known[0] is not answers and known[0] != answers):
-            roles = self.slot_roles()
+            roles, unread = self.slot_roles(), self.unread_boundaries()
             resolved = {role: recipe.quantizer(role) for role in dict.fromkeys(roles.values()) if role is not None}
-            for role in self.unread_boundaries():
+            for role in unread:
                 recipe.check_boundary(role)
-            quantizers = self.section_of(resolved)
-            if known is not None and known[1:] == (quantizers, recipe.gemm):
-                quantizers = known[1]  # the object by which others know it
+            of_roles = tuple(resolved.values())
+            if known is not None and known[2:] == (recipe.gemm, of_roles):
+                quantizers = known[1]
             else:
+                quantizers = self.section_of(resolved)
                 check_products([(self.module_type, self.name, quantizers)], recipe.gemm)
-            self._autocast = answers, quantizers, recipe.gemm
+            self._autocast = answers, quantizers, recipe.gemm, of_roles
         return self._autocast[1]
 
     def unread_boundaries(self) -> list[QuantizerRole | None]:
@@ -261,7 +262,8 @@ def _roles(modules: Sequence[QuantizedModule]) -> list[QuantizerRole]:
 
 def set_recipe(model: nn.Module, recipe: AnyRecipe | Section | HybridQuantizer | str | Mapping[str, Any]) -> int:
     """Give every slot of the model the recipe's quantizer, and every module its mode of GEMMs; returns how many slots
-    have changed by value. The text or section of a linear is for all products.
+    have changed by value. A text is the name of a recipe, a path, or a format ("format:nvfp4"), which is for all
+    products, as is the section of a linear.
 
     Each role is resolved once, and layers are counted over the whole model. A schedule is not followed here.
 

@@ -94,13 +94,14 @@ _slots = [
     *(_Slot(_UNNAMED, _NO_FORMATS, (nan, inf, False)) for inf in (False, True) for nan in (False, True)),
 ]
 _numbers: dict[tuple[str, ...], int] = {}
-_last: dict[tuple[str, str], tuple[Any, int]] = {}
-"""Layer and tensor -> the quantizer of the last call, and its number: the same object needs no look at its formats."""
+_last: dict[tuple[str, int | None, str], tuple[Any, int]] = {}
+"""Module, expert and tensor -> the quantizer of the last call, and its number: the same object needs no look at its
+formats."""
 
 
 def slot_number(layer: str, tensor: str, quantizer: Any) -> int:
     """The number of a slot under this quantizer; NOBODY where tables are full. layer "": it is not known."""
-    last = _last.get((layer, tensor))
+    last = _last.get((layer, None, tensor))
     if last is not None and last[0] is quantizer:
         return last[1]
     formats = quantizer.rowwise, quantizer.columnwise
@@ -109,7 +110,7 @@ def slot_number(layer: str, tensor: str, quantizer: Any) -> int:
     if number == NOBODY and 2 * len(_slots) < CAPACITY:
         number = _numbers[key] = len(_slots)
         _slots.append(_Slot(f"{layer}.{tensor}" if layer else f"a held {tensor}", formats))
-    _last[layer, tensor] = quantizer, number
+    _last[layer, None, tensor] = quantizer, number
     return number
 
 
@@ -161,14 +162,18 @@ class Table:
 
 
 _tables: dict[torch.device, Table] = {}
+_cpu_words: Sequence[int] = ()
+"""The words of the CPU's table, () before there is one."""
 
 
 def table_of(device: torch.device) -> Table:
     """The table of a device, made if it is not there; a capture of a CUDA graph must find it there."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
+    global _cpu_words
     if device not in _tables:
-        _tables[device] = Table(device)
+        table = _tables[device] = Table(device)
+        _cpu_words = table.at_once or _cpu_words
     return _tables[device]
 
 
@@ -205,13 +210,14 @@ class _Now(threading.local):
         self.slot, self.calls = NOBODY, 0
 
 
-_now = _Now()
+now = _Now()
+"""What this thread quantizes for."""
 _counted = 0
 
 
 def current() -> int:
     """The number of the slot for which quantization is called now."""
-    return TRACED if torch.compiler.is_compiling() else _now.slot
+    return TRACED if torch.compiler.is_compiling() else now.slot
 
 
 @contextmanager
@@ -221,30 +227,36 @@ def for_slot(layer: str, tensor: str, quantizer: Any, x: Tensor) -> Iterator[Non
         yield
         return
     number = slot_number(layer, tensor, quantizer)
-    before, _now.slot = _now.slot, number
+    before, now.slot = now.slot, number
     try:
         yield
     finally:
-        _now.slot = before
+        now.slot = before
     if before != number:
         look(number, x)
 
 
 def for_its_slot(quantize: Any) -> Any:
-    """A decorator of a Call's method of a tensor and x: all that it quantizes is quantized for the tensor's slot."""
+    """A decorator of a Call's method of a tensor and x: all that it quantizes is quantized for the tensor's slot.
+
+    The host runs this for each quantization of a step, so that a slot that is known costs no call."""
 
     @wraps(quantize)
     def noted(call: Any, tensor: str, x: Tensor, *others: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling():
             return quantize(call, tensor, x, *others, **options)
-        number = slot_number(call.layer, tensor, call.quantizer(tensor))
-        before, _now.slot = _now.slot, number
+        quantizer, key = getattr(call.quantizers, tensor), (call.name, call.expert, tensor)
+        last = _last.get(key)
+        if last is None or last[0] is not quantizer:
+            last = _last[key] = quantizer, slot_number(call.layer, tensor, quantizer)
+        before, now.slot = now.slot, last[1]
         try:
             result = quantize(call, tensor, x, *others, **options)
         finally:
-            _now.slot = before
-        if before != number:
-            look(number, x)
+            now.slot = before
+        first = 2 * last[1] * WORDS
+        if before != last[1] and not _counted and (not x.is_cpu or any(_cpu_words[first : first + 2 * WORDS])):
+            look(last[1], x)
         return result
 
     return noted
@@ -281,8 +293,8 @@ def look(slot: int, x: Tensor) -> None:
                 _tell_entry(2 * slot, words[first : first + WORDS])
                 _tell_entry(2 * slot + 1, words[first + WORDS : first + 2 * WORDS])
     elif x.is_cuda:
-        _now.calls += 1
-        if _now.calls >= POLL_EVERY:
+        now.calls += 1
+        if now.calls >= POLL_EVERY:
             boundary()
 
 
@@ -295,7 +307,7 @@ def look_at_trace(slot: int, x: Tensor) -> None:
 
 def boundary() -> None:
     """Have the words of all GPUs come, and warn of those that came since the last call; nothing waits."""
-    _now.calls = 0
+    now.calls = 0
     if not _counted:
         for table in _tables.values():
             if table.at_once is None:

@@ -14,7 +14,7 @@ from hqsweep.memo import memo
 from hqsweep.ops.kernels import DTYPES
 from hqsweep.ops.layout import GroupLayout
 from hqsweep.ops.library import direct, extension, has_kernels, where
-from hqsweep.ops.nonfinite import current
+from hqsweep.ops.nonfinite import now
 from hqsweep.ops.outputs import NO_STREAM, Outputs, direction, outputs_of
 from hqsweep.ops.packed import Result, take
 from hqsweep.ops.request import Output, Source, request_of
@@ -90,7 +90,7 @@ def quantize_plain(
     plan = _plan(pair, x.dtype, size, "cuda" if on_gpu else "cpu")
     if plan is None:
         return None
-    row, column, of_row, of_column, scratch, slot = None, None, [], [], [], current()
+    row, column, of_row, of_column, scratch, slot = None, None, [], [], [], now.slot
     if plan.row is not None:
         row = direction(plan.row, x, of_row, scratch, NO_STREAM, None, slot)
     if plan.column is not None:

@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from hqsweep.errors import UserError
+from hqsweep.memo import memo
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import Change
 from hqsweep.recipe.factories import FactoryName
@@ -114,25 +117,35 @@ class CustomRecipe:
 
     def _asked(self, role: QuantizerRole | None) -> HybridQuantizer | None:
         """The factory's answer for a role; None for a request without a slot of its own."""
-        where = f"recipe.qfactory: {getattr(self.qfactory, '__qualname__', self.qfactory)}({role})"
         without = role is None or not role.module_type
-        hint = "; it is asked so for outputs and gradients of inputs, which nobody reads in codes" if without else ""
         try:
             answer = self.qfactory(role)
             if hasattr(answer, "quantizer"):
                 if without:
                     return None
                 answer = answer.quantizer(role)
-            if isinstance(answer, HybridQuantizer | str):
-                return HybridQuantizer.parse(answer)
+            if isinstance(answer, str):
+                # of a constant torch 2.11's trace has no comparison
+                return HybridQuantizer.parse(answer) if torch.compiler.is_compiling() else _parsed(answer)
+            if isinstance(answer, HybridQuantizer):
+                return answer
+            text = f" returned {answer!r}; it must return a HybridQuantizer, its text, or a request for one"
+            hint, cause = "" if answer is not None else "; 'bf16' leaves the slot in high precision", None
         except UserError as error:
-            raise UserError(f"{where}: {error}{hint}") from None
+            text, hint, cause = f": {error}", "", None
         except Exception as error:
-            raise UserError(f"{where} raised {type(error).__name__}: {error}{hint}") from error
-        hint += "; 'bf16' leaves the slot in high precision" if answer is None else ""
-        raise UserError(
-            f"{where} returned {answer!r}; it must return a HybridQuantizer, its text, or a request for one{hint}"
-        )
+            text, hint, cause = f" raised {type(error).__name__}: {error}", "", error
+        if without:
+            hint = "; outputs and gradients of inputs that nobody reads are asked for so: return 'bf16' for them"
+        name = getattr(self.qfactory, "__qualname__", self.qfactory)
+        raise UserError(f"recipe.qfactory: {name}({role}){text}{hint}") from cause
+
+
+class _Scope:
+    """Equal to itself alone, which a trace reads of no plain object."""
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -140,7 +153,7 @@ class _Entered(CustomRecipe):
     """A CustomRecipe in one autocast(). It remembers answers, and is equal to one that has given no other answers."""
 
     answers: dict[QuantizerRole | None, HybridQuantizer | None] = field(default_factory=dict)
-    scope: object = field(default_factory=object)
+    scope: object = field(default_factory=lambda: _Scope())
     """What is this autocast()'s alone."""
 
     @property
@@ -164,9 +177,17 @@ class _Entered(CustomRecipe):
         return self
 
     def _asked(self, role: QuantizerRole | None) -> HybridQuantizer | None:
-        if role not in self.answers:
-            self.answers[role] = super()._asked(role)
-        return self.answers[role]
+        if role in self.answers:
+            return self.answers[role]
+        answer = super()._asked(role)
+        if not torch.compiler.is_compiling():  # torch 2.11 reads no attribute of a class once a trace writes to a dict
+            self.answers[role] = answer
+        return answer
+
+
+@memo
+def _parsed(text: str) -> HybridQuantizer:
+    return HybridQuantizer.parse(text)
 
 
 def _rebuild(qfactory: Callable, fp8_dpa: bool, gemm: str, schedule: tuple[Change, ...]) -> CustomRecipe:

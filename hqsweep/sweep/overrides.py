@@ -88,11 +88,11 @@ class Overrides:
             known, values = options(self.loader, key), [choice.partition("=")[2] for choice in self.choices(override)]
             if key == "recipe":
                 values = [str(choice.value()) for choice in self.parse_checked(self.choices(override))]
-                values = [value for value in values if not _is_text(value)]
                 known += FORMAT_TEXTS
-            if not self.choices(override):
+            if not values:
                 raise UserError(f"{text}: no {key} matches; known are {', '.join(known)}")
-            wrong = next((value for value in values if value not in known), None)
+            named = [value for value in values if not (key == "recipe" and _is_text(value))]
+            wrong = next((value for value in named if value not in known), None)
             if wrong is not None:
                 hint = nearest(wrong, known) or f"; known are {', '.join(known)}"
                 raise UserError(f"{text}: no {key} '{wrong}'{hint}")

@@ -44,7 +44,7 @@ def test_looks_and_verdicts_are_printed_and_the_noise_is_kept(folder: Path) -> N
     other = hqsweep(*GROW[:-1])
     assert other.exit_code == 2 and "margin: 0.25, but 'convergence' began to run with margin=1e-07" in other.stderr
     planned = hqsweep("plan", *GROW[1:-3], "--resolve", "1%")
-    assert planned.exit_code == 0 and "whole runs: convergence (3 seeds on cpu, " in planned.stdout
+    assert planned.exit_code == 2 and "no study of a comparable model" in planned.stderr
 
 
 def test_a_failed_run_ends_it_with_exit_3(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

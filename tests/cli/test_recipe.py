@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+import hqsweep
 from hqsweep.cli.main import app
+from hqsweep.cli.recipe import _listed
+from hqsweep.errors import UserError
 from hqsweep.recipe import parse_recipe
 
 MINE = """\
@@ -46,6 +49,35 @@ def test_ls_lists_packaged_and_own_recipes():
     rows = {row["name"]: row for row in json.loads(recipe("ls", "--json").stdout)}
     assert rows["nvfp4"]["weight"] == "nvfp4+2d" and rows["mine"]["input"] == "mxfp8"
     assert "nvfp4+rht+sr" in recipe("ls").stdout
+
+
+def test_ls_shows_what_tells_recipes_apart(folder: Path):
+    rows = {row["name"]: row for row in json.loads(recipe("ls", "--json").stdout)}
+    told = [json.dumps(row["parts"]) for row in rows.values() if row["same_as"] is None]
+    assert len(set(told)) == len(told) and {row["same_as"] for row in rows.values()} == {None, "bf16"}
+    assert rows["high_precision"]["same_as"] == "bf16" and rows["mxfp8"]["parts"] == {"linear": "mxfp8"}
+    assert rows["fp32"]["parts"] == {"linear": "fp32", "head": "fp32"}
+    experts = "input nvfp4+row_scaled|mxfp8, weight nvfp4|mxfp8, grad_output mxfp8"
+    assert rows["nvfp4_row_scaled_fwd_mxfp8_bwd_original"]["parts"] == {"linear": "mxfp8", "grouped_linear": experts}
+    assert rows["nvfp4_linear_fp8_dpa"]["parts"]["dpa"].startswith("qkv fp8_current, s fp8_delayed+most_recent")
+    assert rows["mine"]["parts"] == {
+        "linear": "mxfp8",
+        "overrides layers last(0.15)": "linear bf16",
+        "schedule after 82 % of the updates": "linear input bf16|mxfp8, weight bf16|mxfp8, grad_output mxfp8",
+    }
+
+
+def test_ls_breaks_no_word_at_any_width(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = json.loads(recipe("ls", "--json").stdout)
+    words = " ".join(w for row in rows for w in (row["name"], *row["parts"].values())).replace(",", " ").split()
+    texts = {width: _listed(rows, width) for width in (200, 100, 80, 46, 30)}
+    assert texts[80] in recipe("ls").stdout
+    for width, listed in texts.items():
+        same = [w for row in rows if row["same_as"] for w in row["parts"].values()]
+        assert set(words) - set(same) <= set(listed.replace(",", " ").replace(":", " ").split())
+        assert max(map(len, listed.splitlines())) <= max(width, 50)
+        assert ("nvfp4  " in listed) == (width == 200), "beside the names where there is room"
 
 
 def test_ls_lists_the_others_beside_a_wrong_one(folder: Path):
@@ -90,6 +122,23 @@ def test_diff_names_what_differs():
     assert (equal.exit_code, equal.stdout) == (0, "high_precision and bf16 are equal\n")
 
 
+def test_a_bare_format_and_a_yml_are_recipes_too(folder: Path):
+    rows = json.loads(recipe("diff", "nvfp4", "format:nvfp4", "--json").stdout)
+    assert {(row["slot"], row["a"], row["b"]) for row in rows} >= {
+        ("linear.weight", "nvfp4+2d", "nvfp4"), ("head.input", "bf16", "nvfp4"),
+    }  # fmt: skip
+    (folder / "alone.yml").write_text((folder / "alone.yaml").read_text())
+    assert recipe("diff", "alone.yaml", "alone.yml").stdout == "alone.yaml and alone.yml are equal\n"
+
+
+def test_what_is_exported_as_json_is_what_python_takes(folder: Path):
+    (folder / "conf/recipe/refers.yaml").write_text("linear: {input: nvfp4, weight: '${.input}', grad_output: mxfp8}\n")
+    with pytest.raises(UserError, match=r"refers to other keys .*recipe export conf/recipe/refers.yaml --to json"):
+        hqsweep.recipe("refers")
+    assert recipe("export", "refers", "--to", "json", "--out", "whole.yaml").exit_code == 0
+    assert str(hqsweep.recipe("whole.yaml").linear.weight) == "nvfp4"
+
+
 def test_export_writes_a_module(folder: Path):
     printed = recipe("export", "nvfp4", "--to", "transformer-engine")
     assert printed.exit_code == 0 and printed.stdout.count("def qfactory(role):") == 1
@@ -106,6 +155,9 @@ def test_export_writes_a_module(folder: Path):
     [
         ("show nvpf4", ["'nvpf4'", "did you mean 'nvfp4'?"]),
         ("show", ["NAME"]),
+        ("show fp8_current", ["'fp8_current'", "did you mean 'format:fp8_current'?"]),
+        ("show format:nvfp5", ["recipe.linear: format 'nvfp5'", "did you mean 'nvfp4'?"]),
+        ("show lost.yml", ["'lost.yml'", "no such .yaml file"]),
         ("show lost.yaml", ["'lost.yaml'", "no such .yaml file"]),
         ("show some/where", ["'some/where'"]),
         ("show wrong.yaml", ["'wrong.yaml'", "recipe.linear", "mxpf8", "did you mean 'mxfp8'?"]),

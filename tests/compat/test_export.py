@@ -10,7 +10,7 @@ from hqsweep.recipe import CustomRecipe, QuantizerRole, parse_recipe
 from hqsweep.recipe.roles import module_roles
 from hqsweep.sweep.compose import known_recipes, load_recipe
 
-NOT_THERE = {"mxfp4", "mxfp4_floor", "mxfp6_e2m3", "mxfp6_e3m2", "nvfp4_4over6", "nvfp4_tensor"}
+NOT_THERE = {"mxfp4", "mxfp4_floor", "mxfp6_e2m3", "mxfp6_e3m2", "nvfp4_tensor"}
 """Packaged recipes with a format that TransformerEngine has not, or not under a name of d0067d0."""
 EXPORTED = sorted(set(known_recipes()) - NOT_THERE)
 LAYERS = 12
@@ -46,6 +46,7 @@ def test_an_exported_recipe_is_the_recipe(name):
     "sections",
     [
         {"linear": "nvfp4+rht+nosign", "head": "fp32"},
+        {"linear": "mxfp8+2d", "head": "nvfp4+4over6+mse+max448"},
         {"linear": "fp8_current+e5m2+pow2+eps0.25", "grouped_linear": "fp8_block+2d+fp32_scale", "head": "fp16"},
         {"linear": "mxfp8", "dpa": {"qkv": "fp8_current", "do": "fp8_current+e5m2"}},
         {"linear": "mxfp8", "overrides": [{"layers": "last(0.15)", "linear": "bf16", "dpa": "mxfp8"}]},

@@ -142,12 +142,13 @@ def test_a_part_is_that_of_the_weight_of_one_process(draw_weight, dtype):
 
 
 def test_weights_are_held_by_the_recipe_of_quantized_model_init():
+    tokens = lambda: draw("normal", S * B, D, 3).view(S, B, D).float()  # noqa: E731
     with quantized_model_init(recipe=RECIPE):
         held = seeded(PAIRS["layer"][0])
     expected = run(seeded(PAIRS["layer"][0]), tokens())
     assert all(isinstance(p, HybridQuantizedTensor) for n, p in held.named_parameters() if p.dim() == 2)
     assert all(map(torch.equal, run(held, tokens()), expected))
-    with pytest.raises(UserError, match="the weight is held in mxfp8, but the recipe asks for bf16"):
+    with pytest.raises(UserError, match="the weight is held in mxfp8, but the recipe asks for fp32"):
         held(tokens())
 
 
@@ -187,15 +188,17 @@ def test_weights_are_drawn_by_their_functions():
 
 
 REFUSED = {
-    "TransformerLayer: hidden_dropout=0.1 has no counterpart here": lambda: compat.TransformerLayer(D, F, H),
+    "hidden_dropout=0.1, attention_dropout=0.1 have no counterpart here": lambda: compat.TransformerLayer(
+        D, F, H
+    ),
     "MultiheadAttention: attention_dropout=0.1 has no counterpart here": lambda: compat.MultiheadAttention(D, H),
     "TransformerLayer: ub_tp_comm_overlap=True has no": lambda: compat.TransformerLayer(
-        D, F, H, hidden_dropout=0, ub_tp_comm_overlap=True
+        D, F, H, hidden_dropout=0, ub_tp_comm_overlap=True, **NO_DROPOUT
     ),
     "LayerNormMLP: return_layernorm_output=True has no": lambda: compat.LayerNormMLP(
         D, F, return_layernorm_output=True
     ),
-    "LayerNormMLP: activation is 'relu'; it takes gelu or swiglu": lambda: compat.LayerNormMLP(
+    "LayerNormMLP: activation is 'relu'; it takes 'gelu' or 'swiglu'": lambda: compat.LayerNormMLP(
         D, F, activation="relu"
     ),
     "Linear: tp_size is '2'; it takes the number of ranks, 1 or more": lambda: compat.Linear(D, F, tp_size="2"),
@@ -221,8 +224,10 @@ REFUSED = {
     "attn_mask_type is 'padding'; it takes 'causal' or 'no_mask'": lambda: compat.MultiheadAttention(
         D, H, attn_mask_type="padding", **NO_DROPOUT
     ),
-    "TransformerLayer: layer_type is 'decoder'": lambda: compat.TransformerLayer(D, F, H, layer_type="decoder"),
-    "MultiheadAttention: attention_mask=True, rotary_pos_emb=1": lambda: compat.MultiheadAttention(
+    "TransformerLayer: layer_type is 'decoder'": lambda: compat.TransformerLayer(
+        D, F, H, layer_type="decoder", hidden_dropout=0, **NO_DROPOUT
+    ),
+    "MultiheadAttention: attention_mask=a Tensor .1., rotary_pos_emb=1 have": lambda: compat.MultiheadAttention(
         D, H, **NO_DROPOUT
     )(tokens(), torch.ones(1), rotary_pos_emb=1),
 }  # fmt: skip

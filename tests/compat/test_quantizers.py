@@ -123,7 +123,7 @@ def test_every_option_reaches_the_format(make, text):
     [
         (lambda: NVFP4Quantizer(with_rht=True), "with_rht=True and with_post_rht_amax=False differ"),
         (lambda: NVFP4Quantizer(fp4_dtype=DType.kFloat8E4M3), "fp4_dtype is DType.kFloat8E4M3; it takes"),
-        (lambda: NVFP4Quantizer(nvfp4_use_4over6=True), "NVFP4Quantizer: nvfp4_use_4over6=True has no counterpart"),
+        (lambda: NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=3), "nvfp4_e4m3_max is 3; it takes 448 or 256"),
         (lambda: NVFP4Quantizer(with_amax_reduction=True), "with_amax_reduction=True has no counterpart"),
         (lambda: compat.MXFP8Quantizer(DType.kFloat4E2M1), "MXFP8Quantizer: fp8_dtype is DType.kFloat4E2M1; it takes"),
         (lambda: compat.Float8BlockQuantizer(DType.kFloat8E4M3, block_scaling_dim=3), "block_scaling_dim is 3"),

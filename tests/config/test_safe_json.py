@@ -15,7 +15,8 @@ from hqsweep.errors import UserError
 
 OWN = {
     "cli/output.py", "config/safe_json.py", "report/compare.py", "report/gemm_plans.py", "sweep/handover.py",
-    "sweep/nodes.py", "shards/tokenizer.py", "sweep/files.py", "shards/documents.py",
+    "sweep/nodes.py", "shards/tokenizer.py", "sweep/files.py", "shards/documents.py", "sweep/seen_data.py",
+    "report/notes.py", "report/identical.py",
 }  # fmt: skip
 """What reads JSON of this process, of its workers or of a library; and the readers of rows, of which there are many."""
 

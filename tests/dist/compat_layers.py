@@ -15,12 +15,13 @@ from hqsweep.parallel.tensor import tensor_parallel
 from hqsweep.quant import HybridQuantizedTensor
 
 D, F, H, S = 128, 128, 4, 64
-LAYER = {"hidden_dropout": 0, "attention_dropout": 0, "activation": "swiglu", "name": "m"}
-ATTENTION = {"attention_dropout": 0, "input_layernorm": True, "name": "m"}
+BF16 = {"params_dtype": torch.bfloat16}
+LAYER = {"hidden_dropout": 0, "attention_dropout": 0, "activation": "swiglu", "name": "m", **BF16}
+ATTENTION = {"attention_dropout": 0, "input_layernorm": True, "name": "m", **BF16}
 LAYERS = {
     "TransformerLayer": (partial(compat.TransformerLayer, D, F, H, **LAYER), {"attn_input_format": "bshd"}),
     "MultiheadAttention": (partial(compat.MultiheadAttention, D, H, **ATTENTION), {"qkv_format": "bshd"}),
-    "LayerNormMLP": (partial(compat.LayerNormMLP, D, F, name="m"), {}),
+    "LayerNormMLP": (partial(compat.LayerNormMLP, D, F, name="m", **BF16), {}),
 }
 """How each is built, and by what it takes x [1, S, D], as the styles do, and not [S, 1, D]."""
 HIGH = CustomRecipe(qfactory=high_precision_factory)

@@ -48,7 +48,8 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def train(model: GPT, step, evaluate) -> dict[str, Tensor]:
-    """Losses and gradients of some steps, with weights that change between them, and what states are left."""
+    """Losses of some steps, the sums of the gradients up to each, with weights that change between them, and what
+    states are left."""
     results, weights_made, plain = {}, Counter(), Call.quantize
 
     def counted(call: Call, tensor: str, *args, **kwargs):
@@ -59,10 +60,9 @@ def train(model: GPT, step, evaluate) -> dict[str, Tensor]:
     for index in range(1, STEPS + 1):
         results[f"loss {index}"] = step(index, *batch(index))
         for name, parameter in model.named_parameters():
-            results[f"d {name} {index}"] = parameter.grad
+            results[f"d {name} {index}"] = parameter.grad.clone()
             with torch.no_grad():
                 parameter -= 0.1 * parameter.grad
-            parameter.grad = None
     Call.quantize = plain
     results["evaluated"] = evaluate(STEPS, *batch(STEPS + 1))
     results["weights"] = torch.tensor([count for name, count in weights_made.items() if name.startswith("layers")])
@@ -70,7 +70,7 @@ def train(model: GPT, step, evaluate) -> dict[str, Tensor]:
 
 
 def in_one_process(name: str) -> dict[str, Tensor]:
-    """A tied head as one of its own, with the same values and the sum of both gradients."""
+    """A tied head as one of its own, with the same values, and the sum of both gradients of each step."""
     recipe, _, recompute = CASES[name]
     model = gpt(recipe, recompute)
     if name == "tied":
@@ -82,12 +82,16 @@ def in_one_process(name: str) -> dict[str, Tensor]:
                 yield model.loss(tokens[part : part + 1], targets[part : part + 1])[0] / MICROBATCHES
 
     def step(*args) -> Tensor:
-        total = torch.zeros(())
+        total, before = torch.zeros(()), model.embedding.weight.grad
+        if name == "tied":
+            model.embedding.weight.grad = model.head.weight.grad = None
         for loss in losses(*args):
             loss.backward()
             total += loss.detach()
         if name == "tied":
             model.embedding.weight.grad += model.head.weight.grad
+            if before is not None:
+                model.embedding.weight.grad += before
             model.head.weight.grad = model.embedding.weight.grad.clone()
         return total
 

@@ -284,6 +284,21 @@ def test_a_move_to_another_dtype_leaves_histories_in_float32(dtype):
     assert {buffer.dtype for buffer in moved.buffers()} == {torch.float32}
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_histories_that_a_checkpoint_has_in_another_dtype_become_float32(assign):
+    """As where somebody has converted every tensor of a file."""
+    module, fresh = build(), build()
+    train(module, 1)
+    cast = {key: t.bfloat16() if t.is_floating_point() else t for key, t in module.state_dict().items()}
+    fresh.load_state_dict(cast, assign=assign)
+    assert {buffer.dtype for buffer in fresh.buffers()} == {torch.float32}
+    assert all(torch.equal(b, cast[name].float()) for name, b in fresh.named_buffers())
+    for each in (module, fresh):
+        train(each, 2)
+    assert {s.history.dtype for s in fresh.states.values()} == {torch.float32}
+    assert all(torch.equal(s.history[0], fresh.states[n].history[0]) for n, s in module.states.items())
+
+
 def test_histories_are_float32_under_another_default_dtype():
     torch.set_default_dtype(torch.bfloat16)
     try:

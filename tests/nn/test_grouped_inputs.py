@@ -99,7 +99,7 @@ def test_experts_are_linears_in_other_dtypes(quantizers, dtype):
     assert_same_gradients(*train(module, singles(module)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_gradients_have_the_dtype_of_the_input(dtype):
     module, dy = grouped("mxfp8"), draw("normal", ROWS, N, 1)
     x = draw("heavy", ROWS, K).clamp(-50, 50).to(dtype).requires_grad_()

@@ -103,7 +103,7 @@ def by_expert(**special):
     """A factory of mxfp8, and for expert 2 something else in the tensors that are named."""
 
     def factory(role):
-        return special.get(role.tensor_type, "mxfp8") if role.expert == 2 else "mxfp8"
+        return special.get(role.tensor_type, "mxfp8") if role is not None and role.expert == 2 else "mxfp8"
 
     return CustomRecipe(qfactory=factory)
 

@@ -145,7 +145,7 @@ def of_dtype(dtype):
 
 
 @pytest.mark.parametrize("dtype", REFUSED)
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["bf16", "format:mxfp8"])
 @pytest.mark.parametrize("name", MODULES)
 def test_dtypes_that_torchs_modules_refuse_are_refused(name, recipe, dtype):
     module, x = build(name, recipe, torch.float32), of_dtype(dtype)

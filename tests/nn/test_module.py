@@ -12,10 +12,13 @@ from hqsweep.config.gemms import linear_shapes
 from hqsweep.config.model import ModelConfig
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
-from hqsweep.nn import Linear, autocast, quantization, quantized_model_init, set_recipe
+from hqsweep.nn import LayerNormLinear, Linear, autocast, quantization, quantized_model_init, set_recipe
 from hqsweep.nn.attention import DotProductAttention
 from hqsweep.nn.module import quantized_modules
+from hqsweep.nn.recompute import recomputed
+from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import CustomRecipe, QuantizerRole, Recipe
+from hqsweep.recipe.roles import module_roles
 from hqsweep.recipe.sectioned import HIGH_PRECISION
 from hqsweep.train.model import GPT
 
@@ -190,20 +193,136 @@ def test_backward_runs_on_the_recipe_of_its_forward():
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-def test_under_autocast_each_slot_is_resolved_once_for_a_recipe():
-    asked, module, x = [], linear(), draw("normal", 32, 64)
+class Changing:
+    """A factory that gives another answer once it is told."""
 
-    def factory(role):
-        asked.append(role)
-        return "mxfp8"
+    def __init__(self):
+        self.text, self.asked = "mxfp8", []
 
-    custom = CustomRecipe(qfactory=factory)
+    def __call__(self, role):
+        self.asked.append(role)
+        return self.text
+
+
+def test_a_factory_is_asked_for_each_slot_and_the_boundaries_once_in_each_autocast():
+    factory, module, x = Changing(), linear(), draw("normal", 32, 64)
+    custom, sections = CustomRecipe(qfactory=factory), []
     for _ in range(3):
-        with autocast(recipe=CustomRecipe(qfactory=factory)):  # equal, though another object
-            module(x)
         with autocast(recipe=custom):
             module(x)
-    assert len(asked) == 3
+            module(x)
+            sections.append(module.active_quantizers())
+    slots = [*module_roles("linear", module.name), None]
+    assert factory.asked == slots * 3 and all(section is sections[0] for section in sections)
+
+
+def made_by(kind):
+    """A factory, and what makes it change its mind to mxfp4."""
+    factory = Changing()
+    if kind == "object":
+        return factory, lambda: setattr(factory, "text", "mxfp4")
+    if kind == "closure":
+        chosen = ["mxfp8"]
+        return (lambda role: chosen[0]), lambda: chosen.__setitem__(0, "mxfp4")
+    request = type("Request", (), {"text": "mxfp8", "quantizer": lambda self, role: HybridQuantizer.parse(self.text)})()
+    return (lambda role: request), lambda: setattr(request, "text", "mxfp4")
+
+
+@pytest.mark.parametrize("kind", ["object", "closure", "request"])
+def test_the_next_autocast_takes_the_new_answers_of_a_factory_and_the_one_around_it_keeps_its_own(kind):
+    factory, change = made_by(kind)
+    custom, module, x = CustomRecipe(qfactory=factory), linear(), draw("normal", 32, 64)
+    with autocast(recipe=custom):
+        before = outputs(module, x)
+        change()
+        with autocast(recipe=custom):
+            after = outputs(module, x)
+        assert torch.equal(outputs(module, x), before)
+    with autocast(recipe=recipe("mxfp4")):
+        assert torch.equal(outputs(module, x), after) and not torch.equal(before, after)
+    with autocast(recipe=recipe("mxfp8")):
+        assert torch.equal(outputs(module, x), before)
+
+
+def test_what_backward_computes_again_has_the_answers_of_its_forward():
+    grads = []
+    for changes in (False, True):
+        factory, module = Changing(), linear()
+        x = draw("normal", 32, 64).requires_grad_()
+        custom = CustomRecipe(qfactory=factory)
+        with autocast(recipe=custom):
+            y = recomputed(module, x)
+        if changes:
+            factory.text = "mxfp4"
+            with autocast(recipe=custom):
+                module(x)
+        y.backward(draw("normal", 32, 96, 1))
+        grads.append((x.grad, module.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_a_trace_takes_the_new_answers_of_a_factory():
+    torch.compiler.reset()
+    factory, module, x = Changing(), linear(), draw("normal", 32, 64)
+    custom, compiled = CustomRecipe(qfactory=factory), torch.compile(module, backend="eager", fullgraph=True)
+    for text in ("mxfp8", "mxfp8", "mxfp4", "mxfp4"):
+        factory.text = text
+        with autocast(recipe=custom):
+            traced = outputs(compiled, x)
+        with autocast(recipe=recipe(text)):
+            assert torch.equal(traced, outputs(module, x)), text
+
+
+BOUNDARIES = {
+    "linear": (lambda: linear(), [None]),
+    "norm and linear": (lambda: LayerNormLinear(64, 96, name="fc", recipe="bf16"), [None]),
+    "attention": (
+        lambda: DotProductAttention(name="dpa", recipe="bf16"),
+        [QuantizerRole(name="dpa.dpa_output"), QuantizerRole(name="dpa.dpa_grad_input")],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BOUNDARIES)
+def test_answers_for_a_boundary_that_nobody_reads_round_nothing(kind):
+    (build, boundaries), seen = BOUNDARIES[kind], []
+
+    def factory(role):
+        seen.append(role)
+        return "mxfp4" if role is None or not role.module_type else "mxfp8"
+
+    module, plain = build(), CustomRecipe(qfactory=lambda role: "mxfp8", fp8_dpa=True)
+    x = [draw("normal", 32, 64).view(1, 2, 32, 32)] * 3 if kind == "attention" else [draw("normal", 32, 64)]
+    with autocast(recipe=CustomRecipe(qfactory=factory, fp8_dpa=True)):
+        y = module(*x).detach()
+    with autocast(recipe=plain):
+        assert torch.equal(module(*x).detach(), y)
+    assert seen[-len(boundaries) :] == boundaries and seen.count(boundaries[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (mxfp8_inputs, r"\(None\) raised AttributeError: .* are asked for so: return 'bf16' for them"),
+        (lambda role: None if role is None else "mxfp8", r"\(None\) returned None; it must return .* return 'bf16'"),
+        (lambda role: "mxfp9" if role is None else "mxfp8", r"\(None\): format 'mxfp9': .* return 'bf16' for them"),
+    ],
+    ids=["cannot take None", "None", "no format"],
+)
+def test_a_factory_that_cannot_answer_for_a_boundary_is_refused_in_autocast_alone(factory, message):
+    module, custom = linear(), CustomRecipe(qfactory=factory)
+    with pytest.raises(UserError, match=message), autocast(recipe=custom):
+        module(draw("normal", 32, 64))
+    assert set_recipe(module, custom) > 0  # this asks for the slots that it gives to somebody
+
+
+def test_a_request_for_a_boundary_is_not_asked_for_the_quantizer_of_a_slot():
+    class Request:
+        def quantizer(self, role):
+            return HybridQuantizer.parse("mxfp8" if role.tensor_type == "input" else "bf16")
+
+    with autocast(recipe=CustomRecipe(qfactory=lambda role: Request())):
+        assert str(linear().active_quantizers().input) == "mxfp8"
 
 
 def test_another_boundary_role_is_resolved_at_the_next_call_under_autocast():
@@ -211,7 +330,7 @@ def test_another_boundary_role_is_resolved_at_the_next_call_under_autocast():
 
     def factory(role):
         asked.append(str(role))
-        return "mxfp8" if role.name == "next" else "bf16"
+        return "mxfp8" if role is not None and role.name == "next" else "bf16"
 
     with autocast(recipe=CustomRecipe(qfactory=factory)):
         plain = outputs(module, x)
@@ -219,7 +338,8 @@ def test_another_boundary_role_is_resolved_at_the_next_call_under_autocast():
         rounded = outputs(module, x)
         module.output_quantizer_role = QuantizerRole("linear", "input", "next")
         assert torch.equal(outputs(module, x), rounded) and not torch.equal(plain, rounded)
-    assert asked[:3] == asked[3:6] and asked[6:] == ["next/linear/input"]
+    slots = [str(role) for role in module_roles("linear", module.name)]
+    assert asked == [*slots, "None", "next/linear/input"]  # within one autocast() an answer holds
 
 
 def test_an_override_that_counts_layers_needs_the_model():

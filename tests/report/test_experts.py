@@ -162,7 +162,7 @@ def test_a_training_run_reaches_the_figures_and_the_pages(make_sweep, fake, tmp_
     """All that is known of every expert: SQNR, underflow, tokens, load; and the balance over steps."""
     folders = make_sweep([fake.Run(arm=recipe, fmt=recipe) for recipe in ("bf16", "nvfp4")])
     for folder, recipe in zip(folders, ("bf16", "nvfp4"), strict=True):
-        sink = trained(recipe, folder.path)
+        sink = trained(recipe, tmp_path / "trained" / recipe)
         for table, rows in (("metrics", sink.metrics), ("stats", sink.tables["stats"])):
             folder.jsonl(table).write_text("".join(json.dumps(row) + "\n" for row in rows))
         fake.seal_again(folder)

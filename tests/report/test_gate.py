@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 
 import pytest
 from rich.console import Console
@@ -80,6 +81,24 @@ def test_missing_runs_and_arms_exit_3_and_new_arms_pass(make_sweep, fake, stored
     verdicts = gate(make_sweep([*fake.three_arms()[:5], fake.Run(arm="mxfp6")]), stored)
     assert outcomes(verdicts) == {"bf16": "pass", "mxfp8": "missing", "mxfp6": "new", "nvfp4": "missing"}
     assert verdicts.exit_code == 3 and "seed 2 is not in this sweep" in verdicts.arms[1].note
+
+
+@pytest.mark.parametrize("state", ["damaged", "missing", "foreign"])
+def test_a_run_that_is_left_out_is_exit_3_though_all_stored_ones_pass(make_sweep, fake, stored, state):
+    """A seed that the baseline lacks, whose numbers nobody sees."""
+    *_, extra = runs = make_sweep([*fake.three_arms(), fake.Run(arm="nvfp4", seed=3, gap=0.03)])
+    if state == "damaged":
+        extra.jsonl("metrics").write_text("{")
+    elif state == "missing":
+        extra.config_path.unlink()
+    else:
+        shutil.copytree(extra.path, copy := extra.path.with_name("a-copy"))
+        runs.append(type(extra)(copy))
+    verdicts = gate(runs, stored)
+    assert outcomes(verdicts) == dict.fromkeys(("bf16", "mxfp8", "nvfp4"), "pass")
+    assert [entry.state for entry in verdicts.left_out] == [state]
+    assert (verdicts.outcome, verdicts.exit_code) == ("failed", 3)
+    assert [row["status"] for row in verdicts.rows()] == ["PASS", "PASS", "PASS", "FAIL"]
 
 
 def test_another_machine_is_named_when_curves_differ(make_sweep, fake, stored):

@@ -22,7 +22,7 @@ def test_of_a_sweep_that_never_ran_all_is_to_do_and_nothing_is_written(laborator
     work = ahead(laboratory)
     assert states(work) == ["to do"] * 4 and work.to_do == 4 and not (laboratory.folder / "runs").exists()
     assert work.minutes is None and work.basis.startswith("no run like these has finished in this sweep, and no ")
-    assert "not used: ci (4 trunks on cpu, 2026-11-22): 7.8 times as many parameters, " in work.basis
+    assert "ci (4 trunks on cpu, 2026-11-22): 7.78 times as many parameters, " in work.basis
 
 
 def test_finished_runs_say_how_long_those_take_that_are_left(laboratory) -> None:
