@@ -9,6 +9,7 @@ from typing import Any
 
 from hqsweep.checkpoints.checkpoint import Checkpoint, first_names, step_in_name
 from hqsweep.checkpoints.dcp_metadata import METADATA, Chunk, Place, Stored, count_of, tensors_of
+from hqsweep.checkpoints.weights_only import load
 from hqsweep.errors import UserError
 from hqsweep.models.names import clean_name
 
@@ -157,13 +158,11 @@ def _read_chunk(folder: Path, name: str, chunk: Chunk) -> Any:
 
 def _read(folder: Path, name: str, place: Place, what: str) -> Any:
     """What the bytes at a place are, by torch.load(weights_only=True); of a chunk, of its shape."""
-    import torch
-
     with (folder / place.file).open("rb") as file:
         file.seek(place.start)
         content = file.read(place.length)
     try:
-        value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        value = load(io.BytesIO(content))
         if isinstance(place, Chunk) and tuple(value.shape) != place.shape:
             raise ValueError(f"it has the shape {tuple(value.shape)}, not {place.shape}")
         return value

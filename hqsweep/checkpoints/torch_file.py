@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hqsweep.checkpoints.checkpoint import Checkpoint, Kind, Optimizer, step_in_name
+from hqsweep.checkpoints.weights_only import Refused, load
 from hqsweep.errors import UserError
 from hqsweep.models.names import clean_name
 
@@ -59,35 +60,15 @@ def inspect_files(folder: Path, files: Sequence[Path]) -> Checkpoint:
 def read_file(path: Path) -> Any:
     """The content of a file of torch.save, its tensors mapped from the file. UserError for a file that is not one, or
     needs more than tensors and plain containers."""
-    import torch
-
-    def load(*, mmap: bool) -> Any:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-
     try:
         try:
-            return load(mmap=True)
-        except RuntimeError as error:
-            if "mmap can only be used" not in str(error):
+            return load(path, mmap=True)
+        except Refused as refused:
+            if "mmap can only be used" not in str(refused):
                 raise
-            return load(mmap=False)  # the format before torch 1.6
-    except OSError:
-        raise
-    except Exception as error:  # what a file of others makes torch.load raise can be anything
-        raise UserError(f"{path}: {_why(error)}") from None
-
-
-def _why(error: Exception) -> str:
-    """The reason that torch gave, in a sentence of ours where it is one of the usual three."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    if "GLOBAL " in text:
-        needed = text.split("GLOBAL ", 1)[1].split(" ")[0]
-        return f"it holds an object of Python, {needed}, which is not loaded; save the state_dict of the model alone"
-    if "TorchScript" in text:
-        return "it is a TorchScript archive; save the state_dict of the model"
-    if "central directory" in text or "PytorchStreamReader" in text or isinstance(error, EOFError):
-        return "it is cut short, or no file of torch.save; copy it again"
-    return f"torch cannot load it ({text[:200]})"
+            return load(path)  # the format before torch 1.6
+    except Refused as refused:
+        raise UserError(f"{path}: {refused}") from None
 
 
 def state_dict(document: Any, path: Path) -> dict[str, Any]:

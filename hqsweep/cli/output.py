@@ -16,6 +16,10 @@ from hqsweep.errors import EXIT_FAILED, EXIT_USAGE, Damaged, UserError, visible
 Shown = Any
 """The type of what rich prints: text or a RenderableType, which would have to be imported for its name."""
 FILE_WIDTH = 200
+NO_ROOM = (
+    "a library cannot be loaded, or memory cannot be had; free some, or raise the limit that `ulimit -v` or the job's"
+    " memory sets"
+)
 
 RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Folder of the sweeps.")]
 Runs = Annotated[
@@ -32,10 +36,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tabl
 
 class OneSentence(TyperGroup):
     """A group of commands in which wrong input ends in one line on stderr and exit code 2, a damaged file of a run in
-    one with exit code 3."""
+    one with exit code 3, as do memory and libraries that cannot be had."""
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         try:
+            _check_folder()
             code = super().main(*args, standalone_mode=False, **extra)
         except Damaged as error:
             code = _refuse(str(error), EXIT_FAILED)
@@ -43,11 +48,23 @@ class OneSentence(TyperGroup):
             code = _refuse(str(error))
         except OSError as error:  # a file or folder that was named is missing, not writable, no folder, or full
             code = _refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        except (MemoryError, ImportError) as error:
+            if isinstance(error, ModuleNotFoundError):  # a fault of the installation, whose place the traceback names
+                raise
+            code = _refuse(f"{NO_ROOM} ({error or 'MemoryError'})", EXIT_FAILED)
         except typer.TyperException as error:
             code = _refuse(f"{error.format_message().rstrip('.')}; see --help")
         if standalone_mode:
             sys.exit(code)
         return code
+
+
+def _check_folder() -> None:
+    """UserError where the working directory is gone, which libraries meet in many ways."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the working directory was deleted; cd to a folder that exists, and type it again") from None
 
 
 def say(line: str, *, err: bool = False) -> None:

@@ -149,15 +149,25 @@ def export(
 
 
 def _load(name: str, config_dir: Path | None) -> Any:
+    """The recipe, unless `run` would refuse it or its name."""
+    from pydantic import ValidationError
+
+    from hqsweep.config.errors import sentence
+    from hqsweep.config.recipe import RecipeConfig
     from hqsweep.errors import UserError
     from hqsweep.recipe.factories import factory_name
     from hqsweep.recipe.schedule import parse_recipe
     from hqsweep.sweep.compose import load_recipe
 
     try:
-        return parse_recipe(load_recipe(name, config_dir), factory_name)
+        config = load_recipe(name, config_dir)
+        recipe = parse_recipe(config, factory_name)
+        RecipeConfig.model_validate({"name": Path(name).stem} | config)
+    except ValidationError as error:
+        raise UserError(f"recipe '{name}': recipe.{sentence(error, RecipeConfig)}") from None
     except UserError as error:
         raise UserError(str(error) if f"'{name}'" in str(error) else f"recipe '{name}': {error}") from None
+    return recipe
 
 
 def _listed(rows: list[dict[str, Any]], width: int) -> str:

@@ -2,7 +2,8 @@
 
     {"version": 2,
      "recipes": {arm: {slot: {"rowwise": "mxfp8", ...}, ...}},             # what each arm was, tensor by tensor
-     "draws": [{"sweeps": [...], "runs": [entry, ...]}, ...]}              # the same runs, trained once or more often
+     "draws": [{"sweeps": [...], "runs": [entry, ...]}, ...],              # the same runs, trained once or more often
+     "sha256": "..."}                                                      # of all else in the file; early files: none
 
 An entry has a run's losses as hex floats, the sha256 of its loss curves, and what the curves depend on beside the
 config: device, threads, ISA, torch, kernel build and data. Where those are equal, losses repeat bit for bit. Elsewhere
@@ -134,7 +135,7 @@ def fingerprint(run: pd.Series) -> dict[str, str]:
 
 
 def sealed(entry: Entry) -> Entry:
-    """The entry with the sha256 of everything else in it."""
+    """The entry, or the document, with the sha256 of everything else in it."""
     content = {name: value for name, value in entry.items() if name != "sha256"}
     return content | {"sha256": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
 
@@ -151,6 +152,11 @@ def read_baseline(path: Path) -> Baseline:
         draws = tuple({key_of(entry): entry for entry in draw["runs"]} for draw in document["draws"])
         for entry in (entry for draw in draws for entry in draw.values()):
             _check(entry, path)
+        if "sha256" in document and sealed(document)["sha256"] != document["sha256"]:
+            raise UserError(
+                f"{path}: contradicts its own hash, so recipes were edited, or runs taken out; store it anew with "
+                f"`{UPDATE}`"
+            )
         sweeps = tuple(draw["sweeps"] for draw in document["draws"])
         return Baseline(path=path, recipes=dict(document["recipes"]), draws=draws, sweeps=sweeps)
     except FileNotFoundError:
@@ -181,4 +187,4 @@ def document(baseline: Baseline) -> dict[str, Any]:
         {"sweeps": list(sweeps), "runs": list(draw.values())}
         for sweeps, draw in zip(baseline.sweeps, baseline.draws, strict=True)
     ]
-    return {"version": VERSION, "recipes": dict(baseline.recipes), "draws": draws}
+    return sealed({"version": VERSION, "recipes": dict(baseline.recipes), "draws": draws})

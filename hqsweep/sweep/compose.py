@@ -9,6 +9,7 @@ set afterwards, because a full composition takes 40 ms.
 import copy
 import itertools
 import json
+import math
 import re
 import warnings
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ from hqsweep.sweep.merge import explain, one_line, resolved, set_number
 from hqsweep.sweep.model_keys import MODEL_TARGET, drop_gpt, is_users, take_factory
 from hqsweep.sweep.names import NOT_IN_ID
 from hqsweep.sweep.overrides import STUDY_KEYS, Overrides, is_text
-from hqsweep.sweep.point import Grid, GridPoint
+from hqsweep.sweep.point import Grid, GridPoint, check_size
 from hqsweep.sweep.quantizer_keys import open_quantizers
 
 ARMS = "arms"
@@ -162,6 +163,7 @@ class Composer:
         inner = {key for _, overrides in arms for key in overrides}
         params = [o for key, o in self.overrides.parse(_params(base)).items() if key not in common and key not in inner]
         outer = [*params, *common.values()]
+        check_size(self._size(arms, outer), f"conf={self.name}")
         points: dict[str, GridPoint] = {}
         differences: dict[str, Difference] = {}
         keys: dict[str, Any] = {}
@@ -187,6 +189,11 @@ class Composer:
             for point, own in zip(points.values(), differences.values(), strict=True)
         ]
         return with_study(labelled, parse_study(keys))
+
+    def _size(self, arms: Sequence[tuple[str, dict[str, Override]]], outer: Sequence[Override]) -> int:
+        """The number of points, those that repeat others counted."""
+        counts = [math.prod(len(self.overrides.choices(o)) for o in own.values()) for _, own in arms]
+        return sum(counts) * math.prod(len(self.overrides.choices(o)) for o in outer)
 
     def _arms(self, base: DictConfig, common: dict[str, Override]) -> list[tuple[str, dict[str, Override]]]:
         """The arms that the sweep names, with their overrides by key; one without a name and overrides where it names

@@ -12,7 +12,7 @@ from hqsweep.config.fork import NULL_NOISE
 from hqsweep.config.study import ForkStudy
 from hqsweep.errors import UserError
 from hqsweep.sweep.null_arm import NAME
-from hqsweep.sweep.point import GridPoint, section, without
+from hqsweep.sweep.point import GridPoint, check_size, section, without
 
 TRUNK = "trunk"
 """Arm of the trunks, and how their runs' names begin."""
@@ -26,6 +26,7 @@ def fork_points(
     The config of a fork names its trunk only when that has a name (GridPoint.trunk). UserError for a point beyond the
     trunk, and for train.steps that is no integer.
     """
+    check_size(len(points) * len(study.at), "fork.at")
     recipe, trunks, forks = section(baseline, "recipe"), {}, []
     null = [replace(p, arm=NAME + p.settings) for p in points if p.variant == baseline.variant]
     for point, noise in [*((p, 0.0) for p in points), *((p, NULL_NOISE) for p in (null if null_arm else []))]:

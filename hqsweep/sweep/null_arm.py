@@ -35,7 +35,7 @@ def baseline_of(points: Sequence[GridPoint], wanted: str | None) -> tuple[GridPo
 
 
 def _usual(points: Sequence[GridPoint]) -> tuple[GridPoint, str]:
-    recipes = [section(point, "recipe").get("name") for point in points]
+    recipes = [str(section(point, "recipe").get("name")) for point in points]
     whole = [point for point in points if point.whole]
     called = next((point for point in points if point.variant == "baseline"), None)
     exact = next((p for p, name in zip(points, recipes, strict=True) if p.whole and name == BASELINE), None)

@@ -1,11 +1,12 @@
 """Overrides of the command line and of sweeps: Hydra's grammar, and what may be written in it here."""
 
+import math
 import re
 from collections.abc import Sequence
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, RangeSweep
 from hydra.errors import HydraException
 
 from hqsweep.config.recipe_files import FORMAT, FORMAT_TEXTS
@@ -14,6 +15,7 @@ from hqsweep.config.study import StudyConfig
 from hqsweep.errors import UserError, nearest
 from hqsweep.sweep.config_source import options
 from hqsweep.sweep.names import NOT_IN_ID
+from hqsweep.sweep.point import check_size
 
 STUDY_KEYS = tuple(StudyConfig.model_fields)
 POINTS = "fork.at"
@@ -87,8 +89,10 @@ class Overrides:
             if key == "recipe":
                 values = [str(choice.value()) for choice in self.parse_checked(self.choices(override))]
                 known += FORMAT_TEXTS
+            if not values:
+                raise UserError(f"{text}: no {key} matches; known are {', '.join(known)}")
             named = [value for value in values if not (key == "recipe" and _is_text(value))]
-            wrong = next((value for value in named if value not in known), None if values else "")
+            wrong = next((value for value in named if value not in known), None)
             if wrong is not None:
                 hint = nearest(wrong, known) or f"; known are {', '.join(known)}"
                 raise UserError(f"{text}: no {key} '{wrong}'{hint}")
@@ -101,6 +105,17 @@ class Overrides:
         if not override.is_sweep_override():
             return [f"{override.get_key_element()}={override.get_value_element_as_str()}"]
         try:
+            check_size(_count(override), f"override '{override.input_line}'")
             return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
-        except ValueError as error:
+        except UserError:
+            raise
+        except (ValueError, ZeroDivisionError, OverflowError) as error:
             raise UserError(f"override '{override.input_line}': {error}; write range(START,STOP,STEP)") from None
+
+
+def _count(override: Override) -> int:
+    """The number of values of a swept range, without the values; 0 for what is written one by one."""
+    value = override.value()
+    if not isinstance(value, RangeSweep):
+        return 0
+    return math.ceil(((value.stop or 0) - (value.start or 0)) / value.step)

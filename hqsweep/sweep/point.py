@@ -5,6 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hqsweep.config.study import StudyConfig
+from hqsweep.errors import UserError
+
+LARGEST = 20_000
+"""The most runs of a sweep. Its composition takes about a minute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,15 @@ class Grid:
     points: list[GridPoint]
     study: StudyConfig
     baseline_why: str = ""
+
+
+def check_size(count: int, what: str) -> None:
+    """UserError, before anything is composed, for more runs than a sweep can have."""
+    if count > LARGEST:
+        raise UserError(
+            f"{what}: {count:,} runs at least, and a sweep has at most {LARGEST:,}; give fewer values, or split them"
+            " into sweeps with names of their own (sweep=NAME)"
+        )
 
 
 def section(point: GridPoint, key: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, Protocol
 
 import torch
 
+from hqsweep.checkpoints.weights_only import Refused, load
 from hqsweep.checkpoints.whole import sync_folder
 from hqsweep.dist.agreed import by_first, gathered, rank_in, together
 from hqsweep.errors import Damaged
@@ -208,9 +209,6 @@ def read_state(path: Path, device: torch.device, sha256: str | None = None) -> d
             raise NotAsWritten(path, ANOTHER_FILE)
         file.seek(0)
         try:
-            return torch.load(file, map_location=device, weights_only=True)
-        except OSError:
-            raise
-        except Exception as error:  # what a file of others makes torch.load raise can be anything
-            why = (str(error) or type(error).__name__).splitlines()[0]
-            raise NotAsWritten(path, f"it is no checkpoint ({why})") from None
+            return load(file, device=device)
+        except Refused as refused:
+            raise NotAsWritten(path, f"it is no checkpoint ({refused})") from None

@@ -1,6 +1,9 @@
 """Files of torch.save that are none, or that hold more than tensors, are refused by what is wrong with them."""
 
+import hashlib
 import os
+import pickle
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,8 @@ from tiny_models import tiny
 from hqsweep.checkpoints.inspect import inspect_checkpoint
 from hqsweep.checkpoints.load import load_checkpoint
 from hqsweep.errors import UserError
+from hqsweep.train.checkpoint import read_state
+from hqsweep.train.record import NotAsWritten
 
 
 class Code:
@@ -68,3 +73,39 @@ def test_the_state_of_a_run_is_told_apart(tmp_path: Path) -> None:
         "none",
         2,
     )
+
+
+NO_FILE = "it is no file of torch.save with tensors and plain containers alone; save the state_dict of the model"
+FOREIGN = {
+    "garbage": (b"garbage" * 100, NO_FILE),
+    "a pickle": (pickle.dumps({"a": Code(Path("made"))}), NO_FILE),
+    "an old pickle": (pickle.dumps({"a": Code(Path("made"))}, 0), NO_FILE),
+    "a new pickle": (pickle.dumps({"a": 1}, 5), NO_FILE),
+    "an instruction": (b"\x80\x02}q\x00(X\x01\x00\x00\x00a\x94K\x01u.", NO_FILE),
+    "a script": (None, "it is a TorchScript archive; save the state_dict of the model"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_torch_advises_and_warns_of_reaches_nobody(name: str, tmp_path: Path) -> None:
+    """torch says how to run what it refuses, which nobody shall do with a file of others."""
+    content, problem = FOREIGN[name]
+    path = tmp_path / "a.pt"
+    if content is None:
+        with warnings.catch_warnings(action="ignore"):
+            torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), str(path))
+    else:
+        path.write_bytes(content)
+    with warnings.catch_warnings(action="error"):
+        assert inspect(path) == problem
+        with pytest.raises(UserError) as caught:
+            load_checkpoint(path, tiny("llama"))
+    assert str(caught.value) == f"{path}: {problem}"
+
+
+def test_a_trunk_that_is_no_checkpoint_is_refused_without_the_advice(tmp_path: Path) -> None:
+    path = tmp_path / "step_9.pt"
+    path.write_bytes(pickle.dumps({"a": Code(tmp_path / "made")}))
+    with warnings.catch_warnings(action="error"), pytest.raises(NotAsWritten) as caught:
+        read_state(path, torch.device("cpu"), hashlib.sha256(path.read_bytes()).hexdigest())
+    assert NO_FILE in str(caught.value) and "weights_only" not in str(caught.value)

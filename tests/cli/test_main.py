@@ -143,6 +143,34 @@ def test_wrong_input_of_a_real_process(words: str, folder: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("words", ["run conf=ci --dry-run", "ls", "doctor"])
+def test_a_working_directory_that_was_deleted_is_said(words: str, folder: Path) -> None:
+    gone = folder / "gone"
+    gone.mkdir()
+    script = f"cd {gone} && rmdir {gone} && {sys.executable} -P -m hqsweep {words}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=folder, timeout=60)
+    said = "hqsweep: the working directory was deleted; cd to a folder that exists, and type it again\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
+@pytest.mark.parametrize("words", ["run conf=ci --dry-run", "recipe ls"])
+def test_a_machine_with_too_little_memory_is_no_regression(words: str, folder: Path) -> None:
+    script = f"ulimit -v 400000; {sys.executable} -P -m hqsweep {words}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=folder, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (3, "", 1), done.stderr
+    assert done.stderr.startswith("hqsweep: a library cannot be loaded, or memory cannot be had; free some, or raise")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), ImportError("lib.so: failed to map segment from shared object")])
+def test_memory_that_runs_out_in_a_command_is_exit_3(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def facts() -> None:
+        raise error
+
+    monkeypatch.setattr("hqsweep.track.machine.facts", facts)
+    result = hqsweep("version")
+    assert (result.exit_code, result.stderr.count("\n")) == (3, 1) and str(error) in result.stderr
+
+
 def test_dry_run_prints_the_grid_and_starts_nothing(folder: Path) -> None:
     words = ["run", "conf=convergence", "recipe=bf16,mxfp8", "seed=0,1", "--dry-run"]
     rows = json.loads(hqsweep(*words, "--json").stdout)

@@ -179,3 +179,32 @@ def test_wrong_input_is_one_sentence_and_exit_2(words: str, parts: list[str]):
     assert result.stderr.startswith("hqsweep: ") and result.stderr.count("\n") == 1
     for part in parts:
         assert part in result.stderr
+
+
+NAMES = ['"<img src=x>"', "'=cmd'", "../..", "''", "no", "1e3", "null", "[a]", "{a: 1}"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_names_that_run_refuses_are_refused_in_its_words(name: str, folder: Path):
+    (folder / "named.yaml").write_text(f"name: {name}\nlinear: mxfp8\n")
+    run = CliRunner().invoke(app, ["run", "conf=ci", "recipe=named.yaml", "--dry-run"])
+    said = run.stderr.removeprefix("hqsweep: ").strip().removesuffix(" (in the run with seed=0)")
+    assert run.exit_code == 2 and said.startswith("recipe.name: got ")
+    result = recipe("show", "named.yaml")
+    assert (result.exit_code, result.stderr) == (2, f"hqsweep: recipe 'named.yaml': {said}\n")
+
+
+def test_every_command_of_recipes_refuses_such_a_name(folder: Path):
+    (folder / "named.yaml").write_text("name: =cmd\nlinear: mxfp8\n")
+    (folder / "conf/recipe/group.yaml").write_text("name: =cmd\nlinear: mxfp8\n")
+    for words in (["diff", "mxfp8", "named.yaml"], ["export", "named.yaml", "--to", "json"], ["show", "group"], ["ls"]):
+        result = recipe(*words)
+        assert result.exit_code == (3 if words == ["ls"] else 2)
+        assert "recipe.name: got '=cmd'; must match the pattern" in result.stderr
+
+
+def test_a_file_without_a_name_has_that_of_the_file(folder: Path):
+    (folder / "my recipe.yaml").write_text("linear: mxfp8\n")
+    (folder / "my_recipe.yaml").write_text("linear: mxfp8\n")
+    assert recipe("show", "my_recipe.yaml").exit_code == 0
+    assert "recipe.name: got 'my recipe'; must match" in recipe("show", "my recipe.yaml").stderr

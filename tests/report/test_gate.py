@@ -27,12 +27,12 @@ def outcomes(verdicts) -> dict[str, str]:
 
 
 def rewrite(path, change, arm=None) -> None:
-    """Change stored entries (those of one arm, or all), and hash them anew."""
+    """Change stored entries (those of one arm, or all), and hash them and the file anew."""
     content = json.loads(path.read_text())
     for draw in content["draws"]:
         entries = draw["runs"]
         draw["runs"] = [sealed(each | change(each)) if arm in (None, each["arm"]) else each for each in entries]
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(sealed(content)))
 
 
 def test_the_same_numbers_pass_and_are_bitwise_equal(make_sweep, fake, stored):
@@ -134,6 +134,31 @@ def test_a_loss_that_was_edited_in_the_file_is_no_baseline(make_sweep, fake, sto
     stored.write_text(json.dumps(content))
     verdicts = gate(make_sweep(fake.three_arms()), stored)
     assert verdicts.exit_code == 4 and "the entry of 'mxfp8', seed 1, contradicts its own hash" in verdicts.problem
+
+
+EDITS = {
+    "a recipe's format": lambda file: file["recipes"]["mxfp8"]["linear.weight"].update(rowwise="nvfp4"),
+    "a recipe left out": lambda file: file["recipes"].pop("nvfp4"),
+    "a recipe's GEMM mode": lambda file: file["recipes"]["bf16"].update(gemm="native"),
+    "a run left out": lambda file: file["draws"][0]["runs"].pop(),
+    "a draw twice": lambda file: file["draws"].append(file["draws"][0]),
+    "another sweep": lambda file: file["draws"][0]["sweeps"].append("other"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_file_that_was_edited_beside_its_entries_is_no_baseline(edit, make_sweep, fake, stored):
+    content = json.loads(stored.read_text())
+    EDITS[edit](content)
+    stored.write_text(json.dumps(content))
+    verdicts = gate(make_sweep(fake.three_arms()), stored)
+    assert verdicts.exit_code == 4 and "contradicts its own hash, so recipes were edited" in verdicts.problem
+
+
+def test_a_file_of_an_earlier_version_has_no_hash_and_is_read(make_sweep, fake, stored):
+    content = json.loads(stored.read_text())
+    stored.write_text(json.dumps({key: value for key, value in content.items() if key != "sha256"}))
+    assert gate(make_sweep(fake.three_arms()), stored).exit_code == 0
 
 
 def test_no_common_arm_is_4(make_sweep, fake, stored):

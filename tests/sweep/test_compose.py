@@ -1,6 +1,7 @@
 """Composition: where names are found, what a grid holds, arm labels, and equality with Hydra's own composition."""
 
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -236,7 +237,8 @@ def test_points_share_nothing() -> None:
         ({"conf/recipe/a.yaml": "name: bf16\nlinear: mxfp8"}, "convergence", ["recipe=bf16,a"],
          "recipe=bf16 and recipe=a are different runs with the same recipe.name 'bf16'"),
         ({}, "convergence", ["recipe=mxfp"], r"override 'recipe=mxfp': no recipe 'mxfp' \(did you mean 'mxfp8'\?\)"),
-        ({}, "convergence", ["recipe=glob(zz*)"], r"override 'recipe=glob\(zz\*\)': no recipe ''; known are bf16, "),
+        ({}, "convergence", ["recipe=glob(zz*)"], r"override 'recipe=glob\(zz\*\)': no recipe matches; known are "),
+        ({}, "convergence", ["model=glob(zz*)"], r"override 'model=glob\(zz\*\)': no model matches; known are "),
         ({}, "convergence", ["+recipe=mxfp8"], r"recipe is chosen .* already; write recipe=NAME without a \+"),
         ({}, "convergence", ["train.lr=${train.nope}"], "train.lr: Interpolation key 'train.nope' not found"),
         ({}, "convergence", ["train.lr=${oc.env:HOME}"], r"override of train.lr: .* is no reference to a key"),
@@ -313,3 +315,34 @@ def test_a_wrong_field_of_a_section_that_is_not_spelled_out_is_named():
     ]:
         with pytest.raises(UserError, match=message):
             parse(expand("convergence", ["track=none", "recipe=mxfp8", word]).points[0].config)
+
+
+MANY = [
+    (["seed=range(0,1000000)"], "override 'seed=range(0,1000000)'", "1,000,000"),
+    (["seed=range(0,1e12)"], "override 'seed=range(0,1e12)'", "1,000,000,000,000"),
+    (["seed=shuffle(range(0,1e12))"], "override 'seed=shuffle(range(0,1e12))'", "1,000,000,000,000"),
+    (["train.lr=range(0,1,1e-9)"], "override 'train.lr=range(0,1,1e-9)'", "1,000,000,000"),
+    (["recipe=bf16,mxfp8", "seed=range(0,10001)"], "conf=convergence", "20,002"),
+    (["fork.at=range(1,1000000)"], "override 'fork.at=range(1,1000000)'", "999,999"),
+    (["fork.at=range(1,1001)", "train.steps=2000", "seed=range(0,21)"], "fork.at", "21,000"),
+]
+
+
+@pytest.mark.parametrize(("words", "where", "count"), MANY, ids=[words[0] for words, _, _ in MANY])
+def test_a_grid_that_is_too_large_is_refused_before_it_is_composed(words: list[str], where: str, count: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        expand("convergence", words)
+    assert str(caught.value) == (
+        f"{where}: {count} runs at least, and a sweep has at most 20,000; give fewer values, or split them into sweeps"
+        " with names of their own (sweep=NAME)"
+    )
+    assert time.monotonic() - began < 20  # where Hydra's start takes most of it
+
+
+def test_arms_and_the_sweep_of_a_file_count_for_the_size_of_a_grid(folder: Path) -> None:
+    text = "defaults: [convergence]\narms: {a: {recipe: bf16}, b: {recipe: mxfp8, train.lr: 1e-3}}\n"
+    params = "hydra: {sweeper: {params: {seed: 'range(0,10001)'}}}\n"
+    path = write(folder / "large.yaml", text + params)
+    with pytest.raises(UserError, match=r"conf=large: 20,002 runs at least"):
+        expand(str(path))
