@@ -38,14 +38,16 @@ class Run(NamedTuple):
     counter: tuple[int, int] | None
     """The counter that stands for the step, and how often it was written."""
     kernels: bool
+    epoch: int
+    """How often the module has given up states of delayed scaling."""
 
     def lost_by(self, other: "Run") -> list[str]:
         """What of this call another one lacks, where it computes something else without."""
+        delayed = any(quantizer is not None and quantizer.delayed for quantizer in slots(self.quantizers).values())
         same = self.quantizers == other.quantizers and self.gemm == other.gemm
+        same = same and not (delayed and self.epoch != other.epoch)
         products = [] if same else ["autocast()" if self.in_autocast or other.in_autocast else "recipe"]
-        own = slots(self.quantizers).values()
-        keyed = self.quantizers.stochastic or any(quantizer is not None and quantizer.delayed for quantizer in own)
-        keys = keyed and (self.key, self.counter) != (other.key, other.counter)
+        keys = (self.quantizers.stochastic or delayed) and (self.key, self.counter) != (other.key, other.counter)
         return products + (["quantization()"] if keys or self.kernels != other.kernels else [])
 
 

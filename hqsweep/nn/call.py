@@ -59,6 +59,8 @@ class Call:
     """The recipe's mode: native multiplies codes on tensor cores, all others exact operands."""
     states: DelayedStates | ExpertStates
     """The states of the module, or of each of its experts."""
+    epoch: int | None = None
+    """The epoch of the states in forward."""
     grad: bool
     """Whether autograd records: without it nothing of a direction that only backward reads is made, and no state of
     delayed scaling changes."""
@@ -97,7 +99,7 @@ class Call:
         quantizer = self.quantizer(tensor)
         if quantizer is None or not quantizer.delayed:
             return None
-        return self.states.of(tensor, quantizer, device=x.device, **self.recording)
+        return self.states.of(tensor, quantizer, device=x.device, epoch=self.epoch, **self.recording)
 
     @property
     def recording(self) -> dict[str, Any]:

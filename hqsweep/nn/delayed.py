@@ -2,17 +2,18 @@
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from hqsweep.dist.fsdp import in_backward
+from hqsweep.errors import UserError
 from hqsweep.formats import Fp8Delayed
 from hqsweep.quant.delayed import DelayedState, SlotStates
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 
+EPOCHS = 4
+"""The number of changes of recipe for which states that were given up are kept."""
 Quantizers = Mapping[str, HybridQuantizer | None]
 """Slot -> its quantizer, None for a slot without one."""
 
@@ -27,8 +28,10 @@ class DelayedStates(nn.ModuleDict):
     an autocast under which a slot is not delayed leaves its states alone.
     """
 
-    _given_up: Mapping[tuple[str, int], DelayedState] = MappingProxyType({})
-    """Name and length of states that were given up -> the last one, by which a backward pass goes on that was begun."""
+    epoch = 0
+    """How often states were given up. A call notes it in forward, and its backward has the states of then."""
+    _given_up: tuple[tuple[str, int, DelayedState], ...] = ()
+    """Name, the epoch that began without it, and state, of the last EPOCHS, the earliest first."""
     _is_loaded = False
     """Whether a checkpoint was loaded, and a state that is made from now on was not in it."""
 
@@ -65,15 +68,24 @@ class DelayedStates(nn.ModuleDict):
 
     def _give_up(self, names: Iterable[str]) -> None:
         """Drop states, but for a backward pass whose forward had them."""
-        for name in names:
-            state = self._modules.pop(name)
-            self._given_up = self._given_up | {(name, len(state.history)): state}
+        dropped = [(name, self._modules.pop(name)) for name in names]
+        if not dropped:
+            return
+        self.epoch += 1
+        recent = [given for given in self._given_up if given[1] > self.epoch - EPOCHS]
+        self._given_up = (*recent, *((name, self.epoch, state) for name, state in dropped))
 
-    def state(self, name: str, format: Fp8Delayed, device: torch.device) -> DelayedState:
-        """The state of that name, made if it is not there or has another length."""
+    def state(self, name: str, format: Fp8Delayed, device: torch.device, epoch: int | None = None) -> DelayedState:
+        """The state of that name in an epoch, None for now; made if it is not there or has another length. UserError
+        for an epoch whose states are gone."""
         state = self._modules.get(name)
-        if (state is None or not _fits(state, format.history)) and in_backward():
-            state = self._given_up.get((name, format.history), state)
+        if epoch is not None and epoch != self.epoch:
+            if epoch < self.epoch - EPOCHS:
+                raise UserError(
+                    f"fp8_delayed: backward of {name} comes after {self.epoch - epoch} changes of recipe, and histories"
+                    f" are kept for {EPOCHS}; run backward before the recipe changes again"
+                )
+            state = next((kept for own, until, kept in self._given_up if own == name and until > epoch), state)
         if state is not None and _fits(state, format.history) and state.history.device == device:
             return state
         with torch.inference_mode(False):
@@ -110,6 +122,11 @@ class ExpertStates(nn.ModuleList):
 
     def __init__(self, experts: int) -> None:
         super().__init__(DelayedStates() for _ in range(experts))
+
+    @property
+    def epoch(self) -> int:
+        """DelayedStates.epoch, which is the same for all experts."""
+        return self[0].epoch if len(self) else 0
 
     def of(
         self,
@@ -158,14 +175,13 @@ def slots_of(
     quantizer: HybridQuantizer,
     *,
     device: torch.device,
-    step: int | None = None,
-    record: bool = False,
-    group: Any = None,
+    epoch: int | None = None,
+    **call: Any,
 ) -> list[SlotStates]:
     """DelayedStates.of for each of several owners, such as experts, with one quantizer that is delayed."""
-    formats = _formats({slot: quantizer})
-    by_owner = [{name.rpartition("_")[2]: own.state(name, f, device) for name, f in formats.items()} for own in owners]
-    return [SlotStates(states=states, step=step, record=record, group=group) for states in by_owner]
+    formats = [(name, name.rpartition("_")[2], f) for name, f in _formats({slot: quantizer}).items()]
+    by_owner = [{direction: own.state(name, f, device, epoch) for name, direction, f in formats} for own in owners]
+    return [SlotStates(states=states, **call) for states in by_owner]
 
 
 def _formats(quantizers: Quantizers) -> dict[str, Fp8Delayed]:

@@ -144,11 +144,12 @@ class QuantizedModule(nn.Module):
         recipe, context = autocast_recipe(), current()
         quantizers = self._quantizers if recipe is None else self._quantizers_under(recipe)
         self.check_scope(quantizers, recipe, context)
-        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        traced = torch.compiler.is_compiling()  # a trace may be within a transform, and must not read the name for it
+        if not traced and (torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0):
             refuse_transforms(self.name)
         if quantizers.stochastic:
             self.claim_bits(context)
-        nameless = torch.compiler.is_compiling() and self._is_nameless(quantizers, context)
+        nameless = traced and self._is_nameless(quantizers, context)
         return {
             "module_type": self.module_type,
             "name": _IN_A_TRACE if nameless else self.name,
@@ -159,6 +160,7 @@ class QuantizedModule(nn.Module):
             "quantizers": quantizers,
             "context": context,
             "states": self.states,
+            "epoch": self.states.epoch,
             "grad": torch.is_grad_enabled(),
         }
 
@@ -186,7 +188,7 @@ class QuantizedModule(nn.Module):
         counter, gemm = context.counter, self.gemm if recipe is None else recipe.gemm
         writes = None if counter is None else (id(counter), counter._version)
         key = (context.seed, context.step, context.microbatch)
-        run = (quantizers, gemm, recipe is not None, key, writes, context.kernels)
+        run = (quantizers, gemm, recipe is not None, key, writes, context.kernels, self.states.epoch)
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True)  # no calls of ours: each takes half a us
         if hooked is None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self.runs.last = run  # this is surely neither a first nor a second run of a part that runs again

@@ -138,9 +138,9 @@ class SlotStates:
 
     states: Mapping[str, DelayedState]
     """Direction -> state, where the direction's format is delayed."""
-    step: int | None
+    step: int | None = None
     """The step of the training; None outside of a training, which counts as after its last step."""
-    record: bool
+    record: bool = False
     """Whether this call is part of the training; without it no state changes."""
     held: bool = False
     """Whether a tensor that is held as codes is written: once between two steps that use it."""

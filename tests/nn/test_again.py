@@ -179,8 +179,30 @@ def test_plain_backward_is_of_its_forward_when_the_recipe_has_changed(name, call
             twice(lambda model: set_recipe(model, "bf16"))
         return
     expected = twice(lambda model: None)
-    for change in (lambda model: set_recipe(model, "bf16"), hq.revert):
+    for change in (lambda model: set_recipe(model, "bf16"), hq.revert, there_and_back(name)):
         assert all(map(torch.equal, twice(change), expected))
+
+
+def there_and_back(name, times=1):
+    """A change of recipe to another one and back, after which histories are new."""
+
+    def change(model):
+        for _ in range(times):
+            set_recipe(model, "bf16")
+            set_recipe(model, name)
+
+    return change
+
+
+def test_a_backward_whose_histories_are_gone_is_refused():
+    with pytest.raises(UserError, match="comes after 5 changes of recipe, and histories are kept for 4"):
+        gradients(converted("fp8_delayed"), plain, step(), step(), there_and_back("fp8_delayed", 5))
+
+
+@ways
+def test_a_second_run_on_new_histories_is_refused(way):
+    with pytest.raises(UserError, match="outside of the recipe"):
+        gradients(converted("fp8_delayed"), WAYS[way], step(), step(), there_and_back("fp8_delayed"))
 
 
 @ways
