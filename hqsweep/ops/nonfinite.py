@@ -52,23 +52,21 @@ class Seen:
     """Whether it became a number: a NaN in a format without one, an inf that saturates. An amax: whether it holds the
     scale."""
 
-    def sentence(self, when: str = "") -> str:
-        """In words; when: such as " at step 12"."""
+    def sentence(self, when: str = "", until: int | None = None) -> str:
+        """In words. when: such as " at step 12"; until: the last step whose scale an amax holds, where it is known."""
         subject = f"{self.slot}{f' ({self.format})' if self.format else ''}"
         if self.kind == "amax" and self.lost:
+            held = "for as long as it is there" if until is None else f"up to step {until}"
             return (
-                f"{subject}: its history took an amax of inf{when}, which holds the scale for as long as it is there,"
-                " as in TransformerEngine; +skip_nonfinite leaves such steps out"
+                f"{subject}: its history took an amax of inf{when}, which holds the scale {held}, as in"
+                " TransformerEngine; +skip_nonfinite leaves such steps out"
             )
         if self.kind == "amax":
             return f"{subject}: an amax of inf{when} was left out of its history"
         word = "an inf" if self.kind == "inf" else "a NaN"
-        if not self.lost:
-            return f"{subject}: {word} was quantized{when}, and reaches what is computed of it"
-        return (
-            f"{subject}: {word} was quantized to a number{when}, as in TransformerEngine, so that what is computed of"
-            " it looks well"
-        )
+        if self.lost:
+            return f"{subject}: {word} was quantized to a number{when}, as in TransformerEngine, so outputs look sound"
+        return f"{subject}: {word} was quantized{when}, and reaches the outputs"
 
 
 class _Slot:

@@ -9,6 +9,7 @@ from typing import Any
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.custom import CustomRecipe
+from hqsweep.recipe.listing import PARTS
 from hqsweep.recipe.roles import HEAD, QuantizerRole
 from hqsweep.recipe.sections import Section, slots
 from hqsweep.recipe.stages import stages
@@ -16,8 +17,6 @@ from hqsweep.recipe.validate import GemmModule
 
 TABLES = tuple(GemmModule(module_type=kind, name=kind, shapes={}) for kind in ("embedding", "norm"))
 """The modules of hqsweep's own GPT whose weights a recipe quantizes, but that have no product; all norms are alike."""
-PARTS = ("linear", "grouped_linear", "dpa", "head", "embedding", "norm")
-"""The sections of a recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)

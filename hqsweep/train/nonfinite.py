@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hqsweep.ops.nonfinite import CAPACITY, WORDS, entries, format_at, seen_at, table_of
+from hqsweep.ops.nonfinite import CAPACITY, WORDS, Seen, entries, format_at, seen_at, table_of
 from hqsweep.parallel.mesh import Ranks
 
 MOST_ROWS = 16
@@ -56,16 +56,8 @@ class Met:
     @property
     def sentence(self) -> str:
         """In words, with its steps."""
-        when = f"at step {self.first}" if self.steps == 1 else f"in {self.steps} steps, {self.first} to {self.last}"
-        subject = f"{self.slot} ({self.format})"
-        if self.kind == "amax" and self.lost:
-            return f"{subject}: its history took an amax of inf {when}, which holds the scale up to step {self.until}"
-        if self.kind == "amax":
-            return f"{subject}: an amax of inf {when} was left out of the history"
-        word = "inf" if self.kind == "inf" else "NaN"
-        if self.lost:
-            return f"{subject}: {word} was quantized to a number {when}"
-        return f"{subject}: {word} was quantized {when}, and reached what was computed of it"
+        when = f" at step {self.first}" if self.steps == 1 else f" in {self.steps} steps ({self.first} to {self.last})"
+        return Seen(self.slot, self.kind, self.format, self.lost).sentence(when, self.until)
 
 
 class Nonfinite:

@@ -91,7 +91,7 @@ def test_each_direction_is_told_by_its_own_format():
     row, column = nonfinite()
     assert row == Seen("layer.input.rowwise", "nan", "mxfp8", False)
     assert column == Seen("layer.input.columnwise", "nan", "nvfp4", True)
-    assert "reaches what is computed" in row.sentence() and "to a number" in column.sentence(" at step 3")
+    assert "reaches the outputs" in row.sentence() and "to a number" in column.sentence(" at step 3")
 
 
 @pytest.mark.parametrize("text", FORMATS)

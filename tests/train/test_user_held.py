@@ -116,7 +116,7 @@ def test_what_cannot_be_held_is_said(folders, capsys):
     t = trainer(pair("factory", "bf16")[1])
     assert not list(held_parts(t.model)) and "its format is bf16" in capsys.readouterr().out
     t = trainer(config(HELD, "mxfp8"))
-    assert isinstance(t.model.up.weight, HybridQuantizedTensor) and "can be held" not in capsys.readouterr().out
+    assert isinstance(t.model.up.weight, HybridQuantizedTensor) and "plain weights" not in capsys.readouterr().out
     later = [{"at": 3, "linear": "nvfp4"}]
     _, cfg = pair(folders / "llama", "mxfp8", schedule=later)
     with pytest.raises(UserError, match=re.escape("recipe.schedule: from step 4 on")):
