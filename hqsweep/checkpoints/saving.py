@@ -49,7 +49,7 @@ class Saving:
 
 
 _OPEN: list[Saving] = []
-"""The saves of which nobody has asked the result."""
+"""Saves whose result() was not called."""
 
 
 def settle() -> None:

@@ -1,13 +1,16 @@
 """`hqsweep run --dry-run`: what the command would do, how long that would take, and everything that it would refuse."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hqsweep.cli.output import FORK_COLUMNS, GRID_COLUMNS, print_result, rows_table, say
 
 
-def show(plan: Any, *, force: bool, as_json: bool) -> None:
-    """Print the runs of a plan with their states; UserError after that where they would be refused. Writes nothing."""
+def show(plan: Any, words: Sequence[str], planned: Callable[[list[str]], Any], *, force: bool, as_json: bool) -> None:
+    """Print the runs of a plan with their states; UserError after that where they would be refused. Writes nothing.
+    planned: the plan of other words."""
     from hqsweep.study.outlook import outlook
+    from hqsweep.study.sequential import first_seeds, with_seeds
     from hqsweep.sweep import launch
 
     ahead = outlook(plan, plan.rows(), force=force)
@@ -17,6 +20,8 @@ def show(plan: Any, *, force: bool, as_json: bool) -> None:
         say(line, err=True)
     print_result(as_json, list(ahead.rows), rows_table(plan.heading, list(ahead.rows), columns), *lines)
     launch.check(plan)
+    if plan.study.seeds.until == "decided":
+        first_seeds(plan, lambda seeds: planned(with_seeds(words, seeds)))
 
 
 def _time(ahead: Any) -> str:

@@ -124,7 +124,7 @@ def run(
     if more_steps is not None:
         plan = cli_longer.longer(plan, words, planned, more_steps, dry_run=dry_run)
     if dry_run:
-        cli_dry_run.show(plan, force=force, as_json=as_json)
+        cli_dry_run.show(plan, words, planned, force=force, as_json=as_json)
         return
     from hqsweep.api.finish import finish
 

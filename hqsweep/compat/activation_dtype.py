@@ -1,8 +1,8 @@
-"""The dtype that TransformerEngine's modules compute and return in: that of their activations.
+"""The dtype of a call under TransformerEngine's names: modules compute and return in the dtype of their activations.
 
-This package's own linears read and write one dtype, bfloat16 by default. Under TransformerEngine's names a call takes
-the dtype of its input, or that of torch.autocast where this is on; parameters keep theirs. "bf16" in a recipe says that
-nothing is quantized, and is that dtype, too, unless a quantizer asks for bfloat16 by name.
+This package's own linears read and write one dtype, bfloat16 by default. Here a call takes the dtype of its input, or
+the dtype of torch.autocast inside one; parameters keep theirs. "bf16" in a recipe means that nothing is quantized, so
+it stands for the dtype of the call, unless a quantizer asks for bfloat16 by name.
 """
 
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ def _checked(where: str, what: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def quantizer_in(quantizer: HybridQuantizer, dtype: torch.dtype) -> HybridQuantizer:
-    """The quantizer of a slot for activations in dtype: what is not quantized is not rounded to bfloat16."""
+    """The quantizer of a slot for activations in dtype. Operands in high precision keep that dtype."""
     if type(quantizer) is not HybridQuantizer:
         return quantizer
     row, column = (_format_in(f, dtype) for f in (quantizer.rowwise, quantizer.columnwise))
@@ -85,7 +85,7 @@ class InActivationDtype(LinearBase):
     """A linear, or several, each of whose calls is in the dtype of its input."""
 
     _last: tuple[LinearQuantizers, torch.dtype, HybridQuantizer | None, LinearQuantizers] | None = None
-    """Quantizers, a dtype, that of a held weight, and the quantizers of a call with these: the last one."""
+    """The last call: its section, its dtype, the quantizer of its held weight, and the resulting section."""
 
     def take(self, x: Tensor) -> Tensor:
         """x in the dtype of a call with it, which becomes the module's."""
@@ -100,7 +100,7 @@ class InActivationDtype(LinearBase):
 
     @property
     def first_weight(self) -> Tensor:
-        """Its weight, or that of the first of several matrices."""
+        """Its weight, or the first one of several matrices."""
         return self.weight
 
     def active_quantizers(self) -> LinearQuantizers:

@@ -72,7 +72,7 @@ class Signature:
     """What a constructor or a call of TransformerEngine takes behind its required arguments."""
 
     kind: str
-    """Its name in messages."""
+    """The module's or function's name in messages."""
     defaults: Mapping[str, Any]
     """Argument -> its default, in the order of positional arguments."""
     takes: Collection[str]

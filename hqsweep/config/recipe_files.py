@@ -1,7 +1,7 @@
 """Recipes by name and by file, as the YAML says them, without torch and without Hydra.
 
-A name is that of ./conf/recipe, the user's own, or else a packaged one, as on the command line. What only Hydra can
-compose (references to other keys, a defaults list with more than names of recipes) is refused with the remedy.
+As on the command line, a name is looked up in ./conf/recipe, the user's own, then among the packaged recipes. Files
+that need Hydra (references to other keys, a defaults list of other configs) are refused with the remedy.
 """
 
 import os

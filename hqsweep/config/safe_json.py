@@ -1,4 +1,4 @@
-"""JSON of others: json.loads, for which what is nested too deep is a ValueError like all other garbage.
+"""json.loads for files of others: deep nesting is a ValueError, like all other garbage.
 
 Python's own RecursionError comes late, and at a depth that depends on the caller: comparing, writing or hashing what
 was read may meet it as well.

@@ -111,7 +111,11 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
             for line in trainer.nonfinite.news() if first_rank else ():
                 print(f"warning: {line}", flush=True)
         loss = loss if done.loss is None else done.loss
-        sink.progress(done.step, train.steps, loss, throughput.at(done.step))
+        speed = throughput.at(done.step)
+        sink.progress(done.step, train.steps, loss, speed)
+        if done.loss is not None and first_rank:
+            rate = "" if speed is None else f", {speed:,.0f} tokens/s"
+            print(f"step {done.step} of {train.steps}: train_loss {done.loss:.4f}{rate}", flush=True)
         if done.loss is not None and not math.isfinite(done.loss):
             raise Diverged(done.step, done.loss, train.lr, trainer.nonfinite.began())
         if line := above_source(trainer):

@@ -61,12 +61,12 @@ class Part:
 class Conversion:
     """What convert() did. It keeps no parameter and no module of the model alive.
 
-    `share` is the part of the model's multiplications by weights that was converted, from 0 to 1, and
-    `quantized_share` the part whose operands are not all in high precision now: multiply-adds of these modules over
-    those of converted and skipped modules together. A module's multiply-adds are those for one row of its input,
-    which are the elements of its weights (models.multiplied.multiply_adds); so the rows of all modules count alike.
-    Products without weights are left out: those of attention, and what a forward computes of parameters that it does
-    not own. So are the products of backward, which are as many for each weight.
+    `share` is the converted part of the model's multiplications by weights, from 0 to 1. `quantized_share` is the part
+    with an operand in low precision now. Both are multiply-adds of these modules over the multiply-adds of all
+    converted and skipped modules. A module counts the multiply-adds for one row of its input, which equal the elements
+    of its weights (models.multiplied.multiply_adds); rows of all modules count alike. Not counted are products without
+    weights, as in attention, products of parameters that a forward does not own, and the products of backward, which
+    are equally many for each weight.
     """
 
     parts: list[Part] = field(default_factory=list, repr=False)

@@ -12,7 +12,7 @@ from hqsweep.models.kinds import Kind
 from hqsweep.nn.module import QuantizedModule
 
 OF_A_WEIGHT = (nn.Linear, nn.Bilinear, _ConvNd)
-"""Classes whose one product is that of `weight`."""
+"""Classes whose one product is by `weight`."""
 OF_MATRICES = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 """Classes that multiply by each of their own matrices."""
 NO_PRODUCT = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.PReLU, _NormBase,

@@ -2,10 +2,10 @@
 
 torch.utils.checkpoint and its like keep the inputs of a part and run it again, under the recipe, the quantization() and
 the quantizers of that moment. A first run therefore leaves a note with whoever has the part run again, and a second run
-is compared with it. That is a frame of torch.utils.checkpoint, or, where the first run has no gradients, the context of
-an autograd function (use_reentrant=True of torch, and the functions of TransformerEngine, Megatron and DeepSpeed). Each
-second run within a backward pass thus finds the note of its own first run, in whatever order they come. Where nobody is
-found, as for a mechanism of somebody else, the last call of the module stands in for the first run.
+is compared with it. The keeper of the note is a frame of torch.utils.checkpoint. For a first run without gradients it
+is the context of an autograd function: torch's use_reentrant=True, and the functions of TransformerEngine, Megatron and
+DeepSpeed. Each second run finds the note of its own first run, in any order. Without a keeper, as for an unknown
+mechanism, the last call of the module stands in for the first run.
 """
 
 import sys

@@ -34,7 +34,7 @@ class Context:
     cache_weights: bool = False
     """Whether linears keep the operands of their weights for later calls."""
     period: object = field(default=None, compare=False)
-    """Stands for a time in which nobody writes to weights but as torch counts it; None: weights are compared."""
+    """One object for a period in which torch's version counter sees all writes to weights; None: weights are compared."""
     amax_group: Any = None
     """The process group whose ranks share the amaxes of delayed scaling; None: all ranks."""
     counter: Tensor | None = field(default=None, compare=False)
@@ -175,8 +175,8 @@ def within(context: Context) -> Entered[Context]:
 
 
 def unwritten(period: object) -> Entered[Context]:
-    """Inside, operands of weights are kept without a look at the weights, from one `with` of a period to the next:
-    nobody writes to them in that time but as torch counts it."""
+    """Inside, kept operands of weights are used without comparing the weights, for all `with` blocks of one period.
+    The caller promises that torch's version counter sees every write to a weight in that period."""
     return within(replace(current(), period=period))
 
 

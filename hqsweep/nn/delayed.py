@@ -126,7 +126,7 @@ class ExpertStates(nn.ModuleList):
     @property
     def epoch(self) -> int:
         """DelayedStates.epoch, which is the same for all experts."""
-        return self[0].epoch if len(self) else 0
+        return next((states.epoch for states in self), 0)  # a part of the experts begins with another number
 
     def of(
         self,

@@ -3,7 +3,7 @@
 Rank r of W has the entries [r * v, (r + 1) * v) of W * v. Nothing of the size of all logits goes over the wire: of a
 row only its largest logit, the sum of its exponentials, and the logit of its target (Shoeybi et al., arXiv 1909.08053).
 
-Targets are those of torch's cross_entropy: a row whose target is -100 has no loss, and the mean is over the others.
+Targets follow torch's cross_entropy: a row whose target is -100 has no loss, and the mean is over the others.
 """
 
 from typing import Any

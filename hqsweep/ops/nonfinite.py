@@ -1,4 +1,4 @@
-"""What quantization meets that is not finite, by slot: a NaN or an inf in what it encodes, an inf among amaxes.
+"""NaN and inf that quantization meets, by slot: in the values that it encodes, and inf among amaxes.
 
 TransformerEngine's arithmetic goes on as if nothing had been: a format without a NaN makes a number of one, all formats
 saturate, and an inf holds the scale of delayed scaling. So kernels note what they see, in three words for each slot and
@@ -145,7 +145,7 @@ class Table:
         self.at_once = (c_int32 * (CAPACITY * WORDS)).from_address(self.address) if self._host is None else None
 
     def poll(self) -> None:
-        """Warn of what has come from the device, and ask for what is there now; nothing waits."""
+        """Warn about the words that have arrived from the device, and ask for the present ones; nothing waits."""
         if torch.cuda.is_current_stream_capturing():
             return
         with torch.cuda.device(self.device):
@@ -190,7 +190,7 @@ def address_of(x: Tensor, slot: int, columnwise: bool, format: Format) -> int:
 
 
 def see(x: Tensor, columnwise: bool) -> None:
-    """Note what is not finite in x, which is quantized without a kernel, for the slot of now."""
+    """Note NaN and inf in x for the current slot, where no kernel quantizes x."""
     if x.device.type not in ("cpu", "cuda"):
         return
     words = table_of(x.device).words[2 * current() + columnwise]
@@ -220,7 +220,7 @@ def current() -> int:
 
 @contextmanager
 def for_slot(layer: str, tensor: str, quantizer: Any, x: Tensor) -> Iterator[None]:
-    """What this quantizer quantizes inside, x or what is made of it, is quantized for this slot (slot_number)."""
+    """Inside, this quantizer quantizes x, or values made from x, for this slot (slot_number)."""
     if torch.compiler.is_compiling():
         yield
         return
@@ -260,7 +260,7 @@ def for_its_slot(quantize: Any) -> Any:
     return noted
 
 
-# ---- what is told --------------------------------------------------------------------------------------------------
+# ---- warnings --------------------------------------------------------------------------------------------------
 
 MOST_TOLD = 20
 """Slots that are warned about; the list of nonfinite() has all."""
@@ -270,7 +270,7 @@ _told: set[tuple[int, int]] = set()
 
 @contextmanager
 def counted() -> Iterator[None]:
-    """Who calls this counts what is seen inside, and nobody is warned."""
+    """Inside, the caller counts NaN and inf itself, and no warning is given."""
     global _counted
     _counted += 1
     try:
@@ -313,7 +313,7 @@ def boundary() -> None:
 
 
 def tell(words: Tensor) -> None:
-    """Warn of what these words of a table say, [entries, WORDS] on the CPU, if nobody was told yet."""
+    """Warn about the set words of a table, [entries, WORDS] on the CPU, that were not warned about before."""
     for entry in words.any(dim=1).nonzero().flatten().tolist():
         _tell_entry(entry, words[entry].tolist())
 
@@ -333,9 +333,9 @@ def _tell_entry(entry: int, words: Sequence[int]) -> None:
 
 
 def nonfinite(*, forget: bool = False) -> list[Seen]:
-    """What quantization has met that is not finite, in order of slots and directions; waits for the devices.
+    """The NaN and inf that quantization has met, in order of slots and directions; waits for the devices.
 
-    forget: begin anew, so that what is met from now on is listed and warned about again.
+    forget: clear the list, so that later ones are listed and warned about again.
     """
     found: dict[Seen, None] = {}
     for table in _tables.values():

@@ -60,8 +60,8 @@ def values_of(p: Tensor) -> Tensor:
 
 
 def _values(p: Tensor, master: Tensor) -> tuple[Tensor, Tensor] | None:
-    """A master and the values of its parameter; None where these are not to be had whole, and of delayed scaling, whose
-    first scales fit no values."""
+    """A master and the values of its parameter. None where a rank lacks part of the values, and for delayed scaling,
+    whose first scales fit no values."""
     part = local(p)
     held = isinstance(part, HybridQuantizedTensor)
     if part.is_meta or (held and (part.rowwise is None or part.shared.is_partial or part.quantizer.delayed)):
@@ -82,8 +82,8 @@ def _writes(p: Tensor) -> tuple[int, ...]:
 
 
 def _is_rounded(p: Tensor, master: Tensor) -> bool:
-    """Whether the parameter holds the rounded master, to the bit; no where rounding takes more than the values: shards,
-    and delayed scales."""
+    """Whether the parameter holds the rounded master, to the bit. False for shards and delayed scaling, whose rounding
+    depends on more than the values."""
     part, own = local(p), local(master)
     if not isinstance(part, HybridQuantizedTensor):
         return torch.equal(own.to(part.dtype), part)

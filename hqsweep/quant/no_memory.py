@@ -1,5 +1,5 @@
-"""The storage of a quantized tensor, which has no bytes: what asks for them gets a sentence, where torch would read or
-write at address 0."""
+"""The storage of a quantized tensor, which has no bytes. Code that asks for them gets a UserError, where torch would
+read or write at address 0."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a text means as a recipe: one meaning in every function of Python, and that of recipe= on the command line.
+"""The meaning of a text as a recipe: the same in every function of Python and for recipe= on the command line.
 
 "nvfp4"                     the packaged recipe of the name, or the user's own in ./conf/recipe, which comes first
 "mine.yaml", "my/recipe"    the recipe of a YAML file: text that ends in .yaml or .yml or has a separator, or a Path
@@ -22,9 +22,9 @@ from hqsweep.recipe.sections import LinearQuantizers, parse_quantizer
 
 
 def recipe_of(text: str | os.PathLike[str], where: str = "hqsweep.recipe") -> AnyRecipe:
-    """The recipe of a name or a path; of a quantizer's text that of all linears, experts and the head.
+    """The recipe of a name or a path. A quantizer's text gives the recipe with it in all linears, experts and the head.
 
-    `where` starts the error. UserError for what is none of them, a file that is not there, or is no recipe.
+    `where` starts the error. UserError for any other text, a missing file, and a file without a recipe.
     """
     meant = meaning(text, where)
     if not isinstance(meant, HybridQuantizer):

@@ -1,5 +1,5 @@
-"""Arms that are no other arm than their baseline: their products had the same operands, as the manifests say, and their
-losses are equal in every digit. The loss of such an arm says nothing of its recipe, so it gets no statistics.
+"""Arms that repeat their baseline: their products had the same operands, as the manifests say, and their losses are
+equal in every digit. The loss of such an arm says nothing about its recipe, so it gets no statistics.
 
 Manifests hold the plans of the GEMMs alone. Where these are all in high precision, and the configs differ in nothing
 else that a recipe can do, rows may even differ: then it is the machine that does not repeat itself.
@@ -30,8 +30,8 @@ Operands = tuple[str, bool]
 
 @dataclass(frozen=True)
 class Known:
-    """What tells runs apart. operands: those of the runs whose manifests have plans; hashes: of the losses of a run,
-    once they were asked for."""
+    """What tells runs apart. operands: run -> its operands, where its manifest has plans. hashes: run -> the hash of
+    its losses, filled on demand."""
 
     metrics: pd.DataFrame
     operands: Mapping[str, Operands]

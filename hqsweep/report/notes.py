@@ -115,21 +115,17 @@ def _coverage(families: Sequence[Family]) -> list[str]:
         points = family.points
         if points.empty:
             continue
-        trunks, draws = points["trunk"].nunique(), " / ".join(dict.fromkeys(points["draw"]))
+        trunks, draws = points["trunk"].nunique(), list(dict.fromkeys(points["draw"]))
+        at = f"the fork point{'s' * (len(draws) > 1)} {' / '.join(draws)}"
         if trunks >= FEWEST_TRUNKS:
+            averaged = ", averaged; the gap at each point is listed" if len(draws) > 1 else ""
             notes.append(
-                f"The intervals cover trunks of this model, data and recipe ({trunks} are here), at the fork points"
-                f" {draws}, averaged; the gap at each point is listed."
+                f"The intervals cover trunks of this model, data and recipe ({trunks} are here), at {at}{averaged}."
             )
         elif trunks == 1:
-            notes.append(
-                f"The intervals cover the fork points {draws} of this one trunk, and say nothing about another seed."
-            )
+            notes.append(f"The intervals cover {at} of this one trunk, and say nothing about another seed.")
         else:
-            notes.append(
-                f"The intervals cover the fork points {draws} of these two trunks; a verdict about all trunks needs"
-                " three."
-            )
+            notes.append(f"The intervals cover {at} of these two trunks; a verdict about all trunks needs three.")
     return notes
 
 

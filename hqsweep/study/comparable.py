@@ -1,5 +1,5 @@
-"""Which earlier studies a plan may use: those of a comparable model, data, tokens and design whose runs were trained.
-The others say nothing of the planned study, and are named with what is different.
+"""Which earlier studies a plan may use: trained ones with a comparable model, data, tokens and design. The others say
+nothing about the planned study, and are named with the difference.
 """
 
 import math
@@ -29,8 +29,8 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """The planned study: tokens and, by design, tokens of a replicate as in a row of study.noise; of a fork study also
-    those of the forks of one arm (None of whole runs); whether it runs on a GPU."""
+    """The planned study. tokens, and replicate by design, count tokens as a row of study.noise does. fork_tokens: the
+    tokens of one arm's forks, None for whole runs. on_gpu: whether it runs on a GPU."""
 
     model: Mapping[str, Any]
     data: Mapping[str, Any]

@@ -107,12 +107,7 @@ def grow(
     """
     maximum = _checked(plan)
     RunStore(Path(plan.first.runs_dir)).mend(plan.first.sweep, say)
-    seeds = _first_seeds(plan, replan)
-    if len(seeds) > maximum:
-        raise UserError(
-            f"seeds.max: {maximum}, but {len(seeds)} replicates are given or there already (seeds"
-            f" {', '.join(map(str, seeds))}); the largest number is stated beforehand, so give no more than that"
-        )
+    seeds = first_seeds(plan, replan)
     runs: dict[Path, RunDir] = {}
     looks: list[Look] = []
     comparison = None
@@ -158,8 +153,10 @@ def _checked(plan: Plan) -> int:
     return maximum
 
 
-def _first_seeds(plan: P, replan: Callable[[Sequence[int]], P]) -> list[int]:
-    """The plan's seeds, those of its runs that the sweep has begun, and as many more as the first look needs."""
+def first_seeds(plan: P, replan: Callable[[Sequence[int]], P]) -> list[int]:
+    """The plan's seeds, those of its runs that the sweep has begun, and as many more as the first look needs. UserError
+    for a plan that cannot grow, and for more of them than seeds.max."""
+    maximum = _checked(plan)
     store, sweep = RunStore(Path(plan.first.runs_dir)), plan.first.sweep
     begun = {run.name: run for run in store.runs(sweep) if run.seen()["state"] not in ("pending", "missing")}
     candidates = {seed for run in begun.values() if (seed := _seed(run)) is not None}
@@ -171,6 +168,11 @@ def _first_seeds(plan: P, replan: Callable[[Sequence[int]], P]) -> list[int]:
     least = FIRST_TRUNKS if plan.study.fork else FIRST_SEEDS
     while len(seeds) < least:
         seeds.add(max(seeds) + 1)
+    if len(seeds) > maximum:
+        raise UserError(
+            f"seeds.max: {maximum}, but {len(seeds)} replicates are given or there already (seeds"
+            f" {', '.join(map(str, sorted(seeds)))}); the largest number is stated beforehand, so give no more"
+        )
     return sorted(seeds)
 
 

@@ -9,6 +9,7 @@ States:  pending -> running -> finished | failed (crash, exception, time-out) | 
 """
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -70,7 +71,14 @@ def run_local(
     a second signal kills them at once. Call it from the main thread.
     """
     free = slots(limits.workers, limits.runs_per_gpu, limits.gpus_per_run)
-    threads = thread_limits(limits.threads or max(1, cores() // len(free)))
+    each = limits.threads or max(1, cores() // len(free))
+    asked = os.environ.get("OMP_NUM_THREADS")
+    if limits.threads is None and asked not in (None, str(each)):
+        display.say(
+            f"each run takes {each} CPU threads: OMP_NUM_THREADS={asked} is not read, as numbers depend on it;"
+            " engine.threads=N sets it"
+        )
+    threads = thread_limits(each)
     words = [*limits.imports, *limits.nodes]
     pool = _Pool(display=display, limits=limits, slots=[Slot({**threads, **gpu}, words) for gpu in free])
     with display, _caught_signals() as caught:

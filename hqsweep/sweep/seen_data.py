@@ -125,8 +125,8 @@ class SeenData:
 
 
 def seen_by(runs: Iterable[RunDir]) -> list[SeenData]:
-    """The data that these runs have read, or are to read; what is there now is read once for each section `data`. Runs
-    whose files cannot be read are left to others to name."""
+    """The data that these runs have read, or are to read. The present data are read once for each section `data`. Runs
+    with unreadable files are left out here."""
     readers: dict[tuple[str, str | None], list[str]] = {}
     for run in runs:
         with suppress(Damaged, UserError):

@@ -215,6 +215,8 @@ class RunStore:
 
     def _resolve_word(self, word: str) -> list[RunDir]:
         for folder in (Path(word), self.root / word):
+            if folder.is_file():
+                raise UserError(f"'{word}' is a file; give the name or the folder of a sweep or a run of hqsweep")
             if (folder / "config.yaml").is_file():
                 return [RunDir(folder)]
             if runs := runs_in(folder):

@@ -73,8 +73,8 @@ class Nonfinite:
 
     @torch.no_grad()
     def end_step(self, step: int, counter: Tensor | None, norm: Tensor) -> None:
-        """Add what the step has met; norm: that of its gradients. The step is read from the counter, if there is
-        one."""
+        """Add the NaN and inf of a step. norm: the norm of its gradients. The step is read from the counter, if there
+        is one."""
         now = step if counter is None else counter.to(torch.int32).view(())
         _add(self.norm, ~norm.isfinite().view(()), now)
         words = self.table[: entries()]
@@ -140,7 +140,7 @@ class Nonfinite:
         return [asdict(row) | {"sentence": row.sentence} for row in self.of_slots]
 
     def news(self) -> list[str]:
-        """Sentences about slots that were not in those of an earlier call."""
+        """Sentences about slots that no earlier call has named."""
         rows = [row for row in self.of_slots if row.name not in self._said]
         self._said.update(row.name for row in rows)
         more = len(rows) - MOST_ROWS

@@ -1,5 +1,6 @@
 """gemm=native in a run: what the machine cannot multiply is told before a model is built; plans say who computes."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -87,17 +88,21 @@ def test_a_run_that_has_hardly_learnt_says_so(tmp_path):
     assert dataset.untrained(entropy - 0.11) == [] and dataset.untrained(None) == []
 
 
+STEPS = r"step 4 of 4: train_loss [\d.]+, [\d,]+ tokens/s\n"
+"""What the log has of the steps of a run that logs its last one."""
+
+
 def test_a_run_that_repeats_its_data_says_so_in_its_manifest_and_its_log(tmp_path, capsys):
     cfg, sink = config(), ListSink()
     convergence.run(cfg, sink, tmp_path / "once")
     assert sink.facts["epochs"] == 4 * 4 * 36 / 20_000 and not said_of_data(sink)
-    assert capsys.readouterr().out == ""
+    assert re.fullmatch(STEPS, capsys.readouterr().out)
     short = cfg.data.model_copy(update={"markov": cfg.data.markov.model_copy(update={"length": 400})})
     convergence.run(cfg.model_copy(update={"data": short}), sink, tmp_path / "often")
     assert sink.facts["epochs"] == 1.44
     (line,) = said_of_data(sink)
     assert line.startswith("training reads its 400 tokens 1.44 times")
-    assert capsys.readouterr().out == f"warning: {line}\n"
+    assert re.fullmatch(re.escape(f"warning: {line}\n") + STEPS, capsys.readouterr().out)
 
 
 def test_plans_say_native_where_it_is(monkeypatch):

@@ -109,7 +109,16 @@ def test_a_run_taken_up_again_is_pending_until_its_worker_speaks(make_runs):
     assert statuses[0]["reason"].startswith("worker ended with exit code 1")
 
 
-def test_the_same_call_again_repeats_only_what_is_not_finished(make_runs):
+def test_a_number_of_threads_in_the_environment_is_not_read_and_that_is_said(make_runs, monkeypatch):
+    for asked, said in (("77", 1), ("2", 0)):
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+        display = Shown()
+        run_local(make_runs("quick"), display=display, limits=Limits(threads=None if said else 2))
+        assert sum(f"OMP_NUM_THREADS={asked} is not read" in line for line in display.lines) == said
+
+
+def test_the_same_call_again_repeats_only_what_is_not_finished(make_runs, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     runs = make_runs("quick", "segv", "quick")
     run_local(runs, display=Shown())
     display = Shown()
