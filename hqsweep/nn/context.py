@@ -34,7 +34,7 @@ class Context:
     cache_weights: bool = False
     """Whether linears keep the operands of their weights for later calls."""
     period: object = field(default=None, compare=False)
-    """One object for a period in which torch's version counter sees all writes to weights; None: weights are compared."""
+    """An object for a period in which torch's version counter sees all writes to weights; None: they are compared."""
     amax_group: Any = None
     """The process group whose ranks share the amaxes of delayed scaling; None: all ranks."""
     counter: Tensor | None = field(default=None, compare=False)
