@@ -65,7 +65,7 @@ def test_bits_do_not_depend_on_the_runs_before_in_the_process(tmp_path, device):
 
 def _lines(run):
     """What the log says, warnings included, without the paths and numbers that differ between processes."""
-    return [re.sub(r"\S*/\S*|\d+", "", line) for line in run.log.read_text().splitlines()]
+    return [re.sub(r"\S*/\S*|[\d,]+", "", line) for line in run.log.read_text().splitlines()]
 
 
 def test_each_run_of_a_worker_has_its_own_run_of_wandb(tmp_path, monkeypatch):
