@@ -25,8 +25,8 @@ test: $(TEST_STAMP)  ## the whole suite
 test-fast: $(TEST_STAMP)  ## the suite without tests marked slow, or for a GPU: under 2 minutes on 2 idle cores
 	$(PYTEST) -m "not slow and not gpu and not gpu2"
 
-RANK_TESTS = $$(grep -rl --include='test_*.py' run_ranks tests) tests/benchmarks/test_ranks.py tests/checkpoints/test_dcp.py \
-  tests/sweep/test_nodes.py tests/sweep/test_rank_faults.py tests/sweep/test_ranks.py
+RANK_TESTS = $$(grep -rl --include='test_*.py' run_ranks tests) tests/benchmarks/test_ranks.py tests/checkpoints/foreign/test_dcp.py \
+  tests/sweep/engine/test_nodes.py tests/sweep/test_rank_faults.py tests/sweep/engine/test_ranks.py
 test-ranks: $(TEST_STAMP)  ## the tests over 2 and 4 ranks, which exchange by gloo: under 4 minutes on 2 idle cores
 	$(PYTEST) -m "not gpu and not gpu2" $(RANK_TESTS)
 
@@ -77,7 +77,7 @@ gpu-test-training: gpu-install  ## training, jobs and the benchmarks' own tests
 	$(GPU_PYTEST) tests/train tests/jobs tests/sweep tests/benchmarks
 
 gpu-test-2: gpu-install  ## ranks that exchange by NCCL, on two GPUs or on one: under 8 minutes
-	$(GPU_RUN) -m pytest -q -m gpu2 -n 4 --dist loadfile -p no:cacheprovider tests/dist tests/jobs tests/parallel tests/sweep tests/train
+	$(GPU_RUN) -m pytest -q -m gpu2 -n 4 --dist loadfile -p no:cacheprovider tests/jobs tests/parallel tests/sweep tests/train
 
 gpu-parity: gpu-install  ## the parity job, and the quick form of the benchmark
 	$(GPU_RUN) -m hqsweep run conf=parity parity.device=cuda track=none --force

@@ -14,10 +14,10 @@ from pathlib import Path
 import pandas as pd
 from scipy import stats
 
-from hqsweep.report.arms import Comparison
-from hqsweep.report.compare import compare
-from hqsweep.report.text import TextTable, markdown
-from hqsweep.sweep.store import RunStore
+from hqsweep.report.compare.arms import Comparison
+from hqsweep.report.compare.compare import compare
+from hqsweep.report.pages.text import TextTable, markdown
+from hqsweep.sweep.store.store import RunStore
 
 HEADER = ("arm", "whole runs, %", "forks, %", "last point, %", "forks - whole runs, %", "alike")
 

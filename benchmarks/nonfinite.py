@@ -1,4 +1,4 @@
-"""What it costs a training step to count NaN and inf by slot (ops/nonfinite.py, train/nonfinite.py): at most 1 %.
+"""What it costs a training step to count NaN and inf by slot (nonfinite.py, train/nonfinite.py): at most 1 %.
 
     python -m benchmarks.nonfinite [--size S M] [--recipes mxfp8 nvfp4 delayed_scaling] [--modes auto off]
 
@@ -15,7 +15,7 @@ from unittest import mock
 from benchmarks import rows
 from benchmarks.step import Data, Ours, Prepared, alternated
 from benchmarks.step_cases import MODES, SIZES
-from hqsweep.ops import nonfinite
+from hqsweep.ops.quantize import nonfinite
 from hqsweep.train.loop import Step
 
 COLUMNS = ("size", "recipe", "mode", "ran", "counted_ms", "uncounted_ms", "cost_pct", "pass")

@@ -21,9 +21,9 @@ from benchmarks.cases import Case
 from benchmarks.quantize_cpu import measure_cpu
 from benchmarks.timing import Cuda, copy_call, host_seconds
 from hqsweep.formats import ExactOperand, Format, RngKey, parse
-from hqsweep.ops.dequantize import dequantize
-from hqsweep.ops.quantize import Quantized, quantize
-from hqsweep.ops.request import Target
+from hqsweep.ops.quantize.dequantize import dequantize
+from hqsweep.ops.quantize.quantize import Quantized, quantize
+from hqsweep.ops.quantize.request import Target
 
 KEY = RngKey(seed=0, slot="benchmark", step=0)
 DEFAULT_KHZ = 1.98e6

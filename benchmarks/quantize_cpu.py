@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks import rows
 from benchmarks.timing import copy_call, cpu_medians
 from hqsweep.formats import Format, parse
-from hqsweep.ops.quantize import quantize
+from hqsweep.ops.quantize.quantize import quantize
 
 FORMATS = ("mxfp8", "nvfp4", "fp8_block", "nvfp4|mxfp8")
 GOALS = {"times_reference": 40.0, "times_torchao": 10.0}

@@ -13,7 +13,7 @@ does, with deterministic kernels only; "off" beside it has torch choose, as it d
 
 wire    gigabytes a second that a rank receives: all_gather and reduce_scatter of 256 MiB
 time    a step: milliseconds of rank 0, host included, medians of turns beside compiled torch; share of its tokens a
-        second; memory at its peak, and what ranks share beside it (dist.peers); scaling: milliseconds of the same case
+        second; memory at its peak, and what ranks share beside it (p2p_copy); scaling: milliseconds of the same case
         on one rank over its own
 sharded with one rank: the same beside compiled torch, ours under fully_shard too; so all of a step over ranks but what
         travels, on one GPU
@@ -47,11 +47,11 @@ from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.model import ModelConfig, ffn_width
 from hqsweep.config.parallel import ParallelConfig
 from hqsweep.config.train import TrainConfig
-from hqsweep.dist import collectives, peers
-from hqsweep.dist.spawn import spawn_ranks
-from hqsweep.dist.unit_comms import GATHERS, SUMS
-from hqsweep.nn import expert_room
+from hqsweep.nn.experts import expert_room
+from hqsweep.parallel.fsdp.unit_comms import GATHERS, SUMS
 from hqsweep.parallel.mesh import Ranks, backend, build_mesh
+from hqsweep.parallel.wire import collectives, p2p_copy
+from hqsweep.parallel.wire.spawn import spawn_ranks
 from hqsweep.train.loop import Step, Trainer
 
 SECTIONS = ("wire", "time", "sharded", "tp", "ep")
@@ -61,7 +61,7 @@ GOALS = {"mxfp8:held": 1.0}
 SCALING_GOALS = {"time": 0.93, "tp": 0.85}
 QUICK = Size(model=ModelConfig(dim=64, layers=2, heads=2), batch=2, context=32, vocabulary=96, turn=1)
 MOE_QUICK = replace(QUICK, model=ModelConfig(dim=64, layers=2, heads=2, experts=4))
-PURPOSES = {"tp": (peers.ROWS,), "ep": (GATHERS, SUMS, expert_room.ROWS)}
+PURPOSES = {"tp": (p2p_copy.ROWS,), "ep": (GATHERS, SUMS, expert_room.ROWS)}
 """Section -> what ranks share memory for; of the others weights and gradients."""
 WIRE_BYTES = 1 << 28
 COLUMNS = (
@@ -218,7 +218,7 @@ class Bench:
         parts = 1 if section == "tp" else self.world
         row = {"ms": seconds * 1e3, "ktokens_s": parts * size.tokens / seconds * 1e-3} | case.facts
         if "peak_gb" in row and recipe:
-            row["shared_gb"] = peers.memory(*PURPOSES.get(section, (GATHERS, SUMS))) * 1e-9
+            row["shared_gb"] = p2p_copy.memory(*PURPOSES.get(section, (GATHERS, SUMS))) * 1e-9
         row["tflops"] = parts / self.world * size.flop() / seconds * 1e-12
         if beside is not None:
             row["share"] = beside / seconds

@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks import rows
-from hqsweep.sweep import launch
-from hqsweep.sweep.files import encode_rows
-from hqsweep.sweep.run_dir import RunDir
-from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.engine import launch
+from hqsweep.sweep.store.files import encode_rows
+from hqsweep.sweep.store.run_dir import RunDir
+from hqsweep.sweep.store.store import RunStore
 
 SECTIONS = ("compare", "ls", "compose")
 COLUMNS = ("section", "case", "runs", "steps", "seconds", "cpu_seconds", "budget_s", "megabytes", "budget_mb", "within")

@@ -16,7 +16,7 @@ import time
 import torch
 
 from hqsweep.config.job import parse
-from hqsweep.sweep.launch import plan
+from hqsweep.sweep.engine.launch import plan
 from hqsweep.train import data
 from hqsweep.train.build import pick_device
 from hqsweep.train.loop import Trainer

@@ -5,7 +5,7 @@ from benchmarks.step_floors import Size
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.model import ModelConfig
 from hqsweep.recipe.base import AnyRecipe
-from hqsweep.sweep.compose import load_recipe
+from hqsweep.sweep.grid.compose import load_recipe
 
 SIZES = {
     "S": Size(model=ModelConfig(dim=384, layers=6, heads=6), batch=128, context=256, vocabulary=256, turn=20),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import GroupedLinear, Linear, set_recipe
-from hqsweep.nn.module import quantized_modules
+from hqsweep.nn.core.module import quantized_modules
 from hqsweep.recipe import CustomRecipe, QuantizerRole, Recipe
 from hqsweep.recipe.pairs import GEMMS
 

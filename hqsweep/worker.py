@@ -1,5 +1,5 @@
 """The process of runs: `python -m hqsweep.worker RUN_DIR` for one, and without it those that its parent hands over on
-stdin, one after another (sweep/handover.py). Every engine starts this and nothing else.
+stdin, one after another (sweep/engine/handover.py). Every engine starts this and nothing else.
 
 For each run it locks the folder, makes a typed config of config.yaml, gives the job a sink, and leaves the outcome in
 status.json and the exit code, which ends the process where another run may not follow:
@@ -31,12 +31,12 @@ from hqsweep.errors import EXIT_BUSY, EXIT_FAILED, EXIT_STORAGE, Damaged
 from hqsweep.jobs.isolation import isolated
 from hqsweep.jobs.sink import QuietSink
 from hqsweep.recipe.factories import FindFactory, Importer
-from hqsweep.sweep.handover import serve, stop_with_parent
-from hqsweep.sweep.locks import RunBusy
-from hqsweep.sweep.names import ranks_of, run_id
-from hqsweep.sweep.ranks import Machines, Nodes, Signaled, launch_run, tell
-from hqsweep.sweep.reasons import reason_of
-from hqsweep.sweep.run_dir import CANCELLED, RunDir
+from hqsweep.sweep.engine.handover import serve, stop_with_parent
+from hqsweep.sweep.engine.ranks import Machines, Nodes, Signaled, launch_run, tell
+from hqsweep.sweep.engine.reasons import reason_of
+from hqsweep.sweep.store.locks import RunBusy
+from hqsweep.sweep.store.names import ranks_of, run_id
+from hqsweep.sweep.store.run_dir import CANCELLED, RunDir
 from hqsweep.track.machine import facts
 from hqsweep.track.open import open_tracker
 from hqsweep.track.rows import RowSink

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hqsweep.dist.spawn import spawn_ranks as run_ranks
 from hqsweep.parallel import mesh
+from hqsweep.parallel.wire.spawn import spawn_ranks as run_ranks
 
 __all__ = ["BACKENDS", "DEVICE", "backend", "rank_device", "run_ranks"]
 

@@ -4,7 +4,7 @@ from cases import ALL, DELAYED, EVERY_OPTION, FEW_KERNEL_PAIRS, KERNEL_PAIRS, LI
 
 from hqsweep.formats import FORMATS, options, parse, words_of
 from hqsweep.quant import HybridQuantizer
-from hqsweep.sweep.compose import load_recipe
+from hqsweep.sweep.grid.compose import load_recipe
 
 
 def test_every_name_and_option_is_there() -> None:

@@ -10,7 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from hqsweep.cli.main import app
-from hqsweep.sweep.compose import expand
+from hqsweep.sweep.grid.compose import expand
 
 FOLDER = Path(__file__).parents[1] / "docs/ci"
 WORKFLOW = yaml.safe_load((FOLDER / "github-actions.yml").read_text())

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from ranks import run_ranks
 
-from hqsweep.dist.spawn import stream_ranks
+from hqsweep.parallel.wire.spawn import stream_ranks
 
 
 def total(rank, offset):
@@ -65,7 +65,7 @@ def test_threads_that_exchange_on_cpus_keep_a_core_until_their_turn_ends():
 SLEEPERS = """
 import os, sys, time
 from pathlib import Path
-from hqsweep.dist.spawn import spawn_ranks
+from hqsweep.parallel.wire.spawn import spawn_ranks
 
 def sleep(rank, folder):
     Path(folder, f"{os.getpid()} {os.environ['OF_THE_CALLER']}").touch()
@@ -111,7 +111,7 @@ def wait_for(condition, seconds):
 
 IMPORTS = """
 import importlib, torch
-from hqsweep.dist.spawn import PRELOADED
+from hqsweep.parallel.wire.spawn import PRELOADED
 
 def ask(*_, **__):
     raise RuntimeError("a GPU was asked for")

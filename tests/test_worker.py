@@ -20,10 +20,10 @@ from hqsweep.config.jobs import JOBS
 from hqsweep.errors import EXIT_BUSY, UserError
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import Diverged
-from hqsweep.sweep.local import Limits, run_local
+from hqsweep.sweep.engine.local import Limits, run_local
 from hqsweep.sweep.progress import PlainDisplay
-from hqsweep.sweep.run_dir import CANCELLED, RunDir
-from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.store.run_dir import CANCELLED, RunDir
+from hqsweep.sweep.store.store import RunStore
 
 CONFIG = {
     "job": "convergence", "sweep": "tiny",

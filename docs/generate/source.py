@@ -4,7 +4,7 @@ import ast
 import inspect
 import itertools
 
-from hqsweep.report.text import TextTable, markdown
+from hqsweep.report.pages.text import TextTable, markdown
 
 Rows = list[tuple[str, ...]]
 

@@ -4,20 +4,10 @@ import inspect
 from types import ModuleType
 
 from docs.generate.source import docstring
-from hqsweep.nn import probe
+from hqsweep.nn.core import probe
 from hqsweep.ops import stats
-from hqsweep.report import (
-    arms,
-    baseline,
-    baseline_update,
-    change,
-    curves,
-    families,
-    frames,
-    gate,
-    gate_verdicts,
-    verdict,
-)
+from hqsweep.report.compare import arms, curves, families, frames, verdict
+from hqsweep.report.gate import baseline, baseline_update, change, gate, gate_verdicts
 from hqsweep.verdicts import estimate, forks, levels, plan, whole_runs
 
 CHAPTERS = {

@@ -11,17 +11,18 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from hqsweep.errors import UserError
-from hqsweep.report import arms, html, tables
-from hqsweep.report.compare import compare as judge
-from hqsweep.report.compare import write
-from hqsweep.report.forest import forest_of
-from hqsweep.report.headline import headline
-from hqsweep.report.left_out import LeftOut
-from hqsweep.report.paper import latex, paper_tables, write_figures, write_latex
-from hqsweep.report.plots import plots
-from hqsweep.report.text import legal
-from hqsweep.sweep.run_dir import RunDir
-from hqsweep.sweep.store import RunStore
+from hqsweep.report.compare import arms
+from hqsweep.report.compare.compare import compare as judge
+from hqsweep.report.compare.compare import write
+from hqsweep.report.compare.headline import headline
+from hqsweep.report.compare.left_out import LeftOut
+from hqsweep.report.figures.forest import forest_of
+from hqsweep.report.figures.plots import plots
+from hqsweep.report.pages import html, tables
+from hqsweep.report.pages.paper import latex, paper_tables, write_figures, write_latex
+from hqsweep.report.pages.text import legal
+from hqsweep.sweep.store.run_dir import RunDir
+from hqsweep.sweep.store.store import RunStore
 
 
 class OfRuns(Protocol):

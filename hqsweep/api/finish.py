@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hqsweep.sweep.progress import Display
-from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store.run_dir import RunDir
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ def finish(
 
     Raises UserError for what this machine has not, as launch.check, before anything starts.
     """
-    from hqsweep.sweep import launch
+    from hqsweep.sweep.engine import launch
     from hqsweep.track.destination import upload_line
 
     launch.check(plan)

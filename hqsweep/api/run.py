@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hqsweep.api.sweep import Sweep
 from hqsweep.errors import UserError, visible
-from hqsweep.sweep.words import read
+from hqsweep.sweep.grid.run_words import read
 
 NO_IMPORT = "which no_import=True refuses; give one that is none, or leave no_import out"
 
@@ -51,8 +51,8 @@ def run(
     request = read(words, config_dir=folder)  # a mistyped word is told before torch is imported
     from hqsweep.api.finish import after_failures, finish, warnings_of
     from hqsweep.recipe.factories import Importer
-    from hqsweep.sweep import launch
     from hqsweep.sweep.console import SafeConsole
+    from hqsweep.sweep.engine import launch
     from hqsweep.sweep.progress import PlainDisplay, open_display
 
     importer = Importer(say, allowed=() if no_import else None, refusal=NO_IMPORT)

@@ -20,9 +20,9 @@ import pandas as pd
 from hqsweep.api.comparison import Comparison, OfRuns, compared, folders_of
 from hqsweep.config.jobs import CHECKED_TABLES
 from hqsweep.errors import UserError, nearest
-from hqsweep.report.frames import DATA, FORK, TRUNK, Frames, load
-from hqsweep.report.left_out import LeftOut
-from hqsweep.sweep.run_dir import RunDir
+from hqsweep.report.compare.frames import DATA, FORK, TRUNK, Frames, load
+from hqsweep.report.compare.left_out import LeftOut
+from hqsweep.sweep.store.run_dir import RunDir
 
 FACTS = ("run", "arm", "recipe", "seed", "design", "trunk", "point", "state", "reason", "diverged", "step", "steps",
          "seconds", "tokens_per_s")  # fmt: skip

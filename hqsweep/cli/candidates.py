@@ -13,7 +13,7 @@ from hqsweep.config.jobs import JOBS
 from hqsweep.config.recipe_files import OWN, PACKAGED, names
 from hqsweep.config.safe_yaml import load_yaml
 from hqsweep.errors import UserError
-from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.store.store import RunStore
 
 _PLAIN = re.compile(r"[\w./@:=+,-]*")
 

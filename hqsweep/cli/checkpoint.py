@@ -30,7 +30,7 @@ def show(
 
     Of a run it is the last one. Exit code 2 for half a checkpoint, and for what is none.
     """
-    from hqsweep.checkpoints.inspect import inspect_checkpoint
+    from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
 
     checkpoint = inspect_checkpoint(path if path.exists() else _of_run(path, runs_dir))
     document = {"path": str(checkpoint.path), "kind": checkpoint.kind, "step": checkpoint.step}
@@ -44,7 +44,7 @@ def show(
 def _of_run(word: Path, runs_dir: Path) -> Path:
     """The last checkpoint of the run that a word names; the word itself where it names none."""
     from hqsweep.errors import UserError
-    from hqsweep.sweep.store import RunStore
+    from hqsweep.sweep.store.store import RunStore
     from hqsweep.train.record import checkpoints
 
     store = RunStore(runs_dir)
@@ -101,7 +101,7 @@ def export(
     """
     from hqsweep.errors import UserError
     from hqsweep.sweep.export import export_folder, export_run
-    from hqsweep.sweep.store import RunStore
+    from hqsweep.sweep.store.store import RunStore
 
     if (Path(run) / ".metadata").is_file():
         if step is not None:

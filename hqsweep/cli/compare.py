@@ -49,13 +49,13 @@ def compare(
     """
     with waiting("reading the runs and writing the report"):
         from hqsweep.api.comparison import compared
-        from hqsweep.report import junit
-        from hqsweep.report.check import checked, verdict_rows
-        from hqsweep.report.compare import document, write
-        from hqsweep.report.left_out import exit_code
-        from hqsweep.report.paper import check_kind, write_figures, write_latex
-        from hqsweep.report.tables import rich_table
-        from hqsweep.sweep.store import RunStore
+        from hqsweep.report.compare.compare import document, write
+        from hqsweep.report.compare.left_out import exit_code
+        from hqsweep.report.gate import junit
+        from hqsweep.report.gate.check import checked, verdict_rows
+        from hqsweep.report.pages.paper import check_kind, write_figures, write_latex
+        from hqsweep.report.pages.tables import rich_table
+        from hqsweep.sweep.store.store import RunStore
         from hqsweep.track.mirror import mirror_report
 
         if figures:

@@ -11,7 +11,7 @@ def show(plan: Any, words: Sequence[str], planned: Callable[[list[str]], Any], *
     planned: the plan of other words."""
     from hqsweep.study.outlook import outlook
     from hqsweep.study.sequential import first_seeds, with_seeds
-    from hqsweep.sweep import launch
+    from hqsweep.sweep.engine import launch
 
     ahead = outlook(plan, plan.rows(), force=force)
     columns = FORK_COLUMNS if plan.study.fork else GRID_COLUMNS

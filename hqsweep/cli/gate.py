@@ -34,11 +34,11 @@ def gate(
     better, equivalent within the margin, or undecided. Exit code: 0 good, 1 a regression, 3 failed, missing or
     damaged runs, 4 no usable baseline, or too few replicates to decide.
     """
-    from hqsweep.report import junit
-    from hqsweep.report.gate import gate
-    from hqsweep.report.gate_verdicts import UNIT
-    from hqsweep.report.summary import append, gate_markdown
-    from hqsweep.sweep.store import RunStore
+    from hqsweep.report.gate import junit
+    from hqsweep.report.gate.gate import gate
+    from hqsweep.report.gate.gate_verdicts import UNIT
+    from hqsweep.report.gate.summary import append, gate_markdown
+    from hqsweep.sweep.store.store import RunStore
 
     verdicts = gate(RunStore(runs_dir).resolve(runs), baseline, margin)
     if junit_file:
@@ -70,8 +70,8 @@ def update(
     Losses are stored as hex floats, which hold every bit. One stored draw may be a lucky one; --add keeps those of
     several machines side by side. Exit code 3, and the file left as it is, when a run has no final loss.
     """
-    from hqsweep.report.baseline_update import update
-    from hqsweep.sweep.store import RunStore
+    from hqsweep.report.gate.baseline_update import update
+    from hqsweep.sweep.store.store import RunStore
 
     change = update(RunStore(runs_dir).resolve(runs), baseline, add)
     print_result(as_json, asdict(change), change.table())

@@ -28,8 +28,8 @@ def note(
     as_json: AsJson = False,
 ) -> None:
     """Write a note on a sweep or a run, which ls and show print."""
-    from hqsweep.sweep import notes
-    from hqsweep.sweep.store import RunStore
+    from hqsweep.sweep.store import notes
+    from hqsweep.sweep.store.store import RunStore
 
     asked = notes.targets(RunStore(runs_dir), target)
     if text is not None:
@@ -47,8 +47,8 @@ def tag(
     as_json: AsJson = False,
 ) -> None:
     """Tag a sweep or runs, as in: hqsweep tag stdlib +good -draft. `ls --tag good` finds them."""
-    from hqsweep.sweep import notes
-    from hqsweep.sweep.store import RunStore
+    from hqsweep.sweep.store import notes
+    from hqsweep.sweep.store.store import RunStore
 
     asked = notes.targets(RunStore(runs_dir), target)
     if changes:
@@ -58,7 +58,7 @@ def tag(
 
 def _print(as_json: bool, asked: list[Any]) -> None:
     """Print the note and the tags of each target."""
-    from hqsweep.sweep import notes
+    from hqsweep.sweep.store import notes
 
     said = {target.name: notes.read(target.folder).get(target.run, notes.Note()) for target in asked}
     document = {name: {"note": own.note, "tags": list(own.tags)} for name, own in said.items()}
@@ -74,8 +74,8 @@ def rm(
     as_json: AsJson = False,
 ) -> None:
     """Delete runs, or whole sweeps: never one that runs or waits, nor a trunk without its forks."""
-    from hqsweep.sweep.removal import delete, removals
-    from hqsweep.sweep.store import RunStore
+    from hqsweep.sweep.store.removal import delete, removals
+    from hqsweep.sweep.store.store import RunStore
 
     doomed = removals(RunStore(runs_dir), runs)
     names = {str(removal.folder): [] if removal.link else [run.name for run in removal.runs] for removal in doomed}

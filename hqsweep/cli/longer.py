@@ -10,9 +10,9 @@ from hqsweep.errors import UserError
 
 def longer(plan: Any, words: list[str], planned: Callable[[list[str]], Any], more: int, *, dry_run: bool) -> Any:
     """The plan of the longer sweep. Unless it is a dry run, its folders are made, and hold what its runs go on from."""
-    from hqsweep.sweep import launch, more_steps
-    from hqsweep.sweep.run_dir import RunDir
-    from hqsweep.sweep.store import RunStore
+    from hqsweep.sweep.engine import launch, more_steps
+    from hqsweep.sweep.store.run_dir import RunDir
+    from hqsweep.sweep.store.store import RunStore
 
     if plan.study.seeds.until == "decided":
         raise UserError("--more-steps: a study that grows states its steps beforehand; give seeds.until=fixed")

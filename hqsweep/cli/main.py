@@ -106,16 +106,16 @@ def run(
     every arm has a verdict.
     """
     from hqsweep.config.jobs import CHECKED_TABLES
-    from hqsweep.report import junit
-    from hqsweep.report.job_tables import job_tables
+    from hqsweep.report.gate import junit
+    from hqsweep.report.pages.job_tables import job_tables
     from hqsweep.sweep.console import SafeConsole
+    from hqsweep.sweep.grid.run_words import read
     from hqsweep.sweep.progress import open_display
-    from hqsweep.sweep.words import read
 
     with waiting("checking every run of the sweep"):
         request = read(words, config_dir=config_dir, workers=workers)
         from hqsweep.recipe.factories import Importer  # only now: a mistyped key is found before torch is imported
-        from hqsweep.sweep import launch
+        from hqsweep.sweep.engine import launch
 
         importer = Importer(partial(say, err=True), allowed=() if no_import else None, refusal=NO_IMPORT)
         importer = None if dry_run else importer
@@ -144,8 +144,8 @@ def run(
     tables = [rows_table("results", results, RESULT_COLUMNS)] if failed or not (checked or decided) else []
     said: Any = {"runs": results, "looks": ended.looks} if growth else results
     if decided:
-        from hqsweep.report.compare import document
-        from hqsweep.report.tables import rich_table
+        from hqsweep.report.compare.compare import document
+        from hqsweep.report.pages.tables import rich_table
 
         said, tables = said | document(decided), [*tables, rich_table(decided)]
     print_result(as_json, said, *job_tables(rows), *tables)
@@ -165,8 +165,8 @@ def ls(
 
     Exit code 3 where something of them is damaged, missing or foreign.
     """
-    from hqsweep.report.listing import list_sweeps
-    from hqsweep.sweep.store import RunStore
+    from hqsweep.report.pages.listing import list_sweeps
+    from hqsweep.sweep.store.store import RunStore
 
     page, document = list_sweeps(RunStore(runs_dir), tag)
     print_result(as_json, document, page)
@@ -192,9 +192,9 @@ def show(
     Of a run: state, recipe, loss, largest quantization errors, where its files are. Of a sweep: its command, states,
     arms and runs; exit code 3 where something of it is damaged, missing or foreign.
     """
-    from hqsweep.report.run_page import show_run
-    from hqsweep.report.sweep_page import show_sweep
-    from hqsweep.sweep.store import RunStore
+    from hqsweep.report.pages.run_page import show_run
+    from hqsweep.report.pages.sweep_page import show_sweep
+    from hqsweep.sweep.store.store import RunStore
 
     store = RunStore(runs_dir)
     if folder := store.sweep_path(run):

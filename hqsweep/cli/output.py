@@ -131,7 +131,7 @@ SPECS = {"val_loss": ".4f", "loss": ".4f", "tokens_per_s": ",.0f", "seconds": ".
 
 def rows_table(heading: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> Shown:
     """Rows as a table; the keys of `columns` are those of a row, its values the headings."""
-    from hqsweep.report.text import TextTable, number, text, to_rich
+    from hqsweep.report.pages.text import TextTable, number, text, to_rich
 
     def cell(key: str, value: Any) -> str:
         if key in SPECS:

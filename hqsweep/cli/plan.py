@@ -36,7 +36,7 @@ def plan(
     gap = parse_percent(resolve, "--resolve")
     with waiting("checking every run of the sweep"):
         from hqsweep.study.forecast import DESIGNS, forecasts, not_used, registry
-        from hqsweep.sweep import launch
+        from hqsweep.sweep.engine import launch
 
         planned = launch.plan(words, config_dir=config_dir)
         rows = registry(Path(planned.first.runs_dir))
@@ -53,7 +53,7 @@ def plan(
 
 
 def _table(designs: list[Any], gap: float) -> Any:
-    from hqsweep.report.text import TextTable, number, to_rich
+    from hqsweep.report.pages.text import TextTable, number, to_rich
 
     rows = tuple(
         (

@@ -35,8 +35,8 @@ def probe(
     from hqsweep.jobs.probe.recipe import recipe_of
     from hqsweep.jobs.probe.suggest import suggest
     from hqsweep.jobs.probe.tensor_files import find_matrices
-    from hqsweep.report import probe as report
-    from hqsweep.report.text import to_rich
+    from hqsweep.report.pages import probe as report
+    from hqsweep.report.pages.text import to_rich
 
     if out and bits is None:
         raise UserError("--out: there is no recipe without a budget; give --bits, such as --bits 6")
@@ -76,8 +76,8 @@ def probe(
 
 def _check_captured(path: Path) -> None:
     """Raises Damaged where `path` is a run that has ended, or in one, and what it captured is not what it was then."""
-    from hqsweep.sweep import seal
-    from hqsweep.sweep.run_dir import RunDir
+    from hqsweep.sweep.store import seal
+    from hqsweep.sweep.store.run_dir import RunDir
 
     whole = path.resolve()
     for folder in (whole, *whole.parents[:2]):

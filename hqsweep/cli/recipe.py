@@ -46,7 +46,7 @@ def ls(config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
     from hqsweep.errors import EXIT_FAILED, UserError
     from hqsweep.recipe.base import AnyRecipe
     from hqsweep.recipe.listing import parts, slots
-    from hqsweep.sweep.compose import known_recipes
+    from hqsweep.sweep.grid.compose import known_recipes
 
     rows, faults = [], []
     recipes: dict[str, AnyRecipe] = {}
@@ -157,7 +157,7 @@ def _load(name: str, config_dir: Path | None) -> Any:
     from hqsweep.errors import UserError
     from hqsweep.recipe.factories import factory_name
     from hqsweep.recipe.schedule import parse_recipe
-    from hqsweep.sweep.compose import load_recipe
+    from hqsweep.sweep.grid.compose import load_recipe
 
     try:
         config = load_recipe(name, config_dir)
@@ -202,7 +202,7 @@ def _listed(rows: list[dict[str, Any]], width: int) -> str:
 
 
 def _table(heading: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> Shown:
-    from hqsweep.report.text import TextTable, text, to_rich
+    from hqsweep.report.pages.text import TextTable, text, to_rich
 
     def cell(value: Any) -> str:
         return " ".join(value) or "-" if isinstance(value, list) else text(value)

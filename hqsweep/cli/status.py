@@ -27,10 +27,10 @@ def status(
 
     Exit code 3 when one of them has failed, was interrupted, is damaged or gone, or is no run of its sweep.
     """
-    from hqsweep.sweep import follow as observer
     from hqsweep.sweep.console import SafeConsole
+    from hqsweep.sweep.engine import follow as observer
     from hqsweep.sweep.progress import open_display
-    from hqsweep.sweep.store import RunStore, known
+    from hqsweep.sweep.store.store import RunStore, known
 
     selected = RunStore(runs_dir).resolve(runs)
     if follow:
@@ -50,8 +50,8 @@ def cancel(runs: Runs, runs_dir: RunsDir = Path("runs"), as_json: AsJson = False
     Their rows and checkpoints stay, and the same `hqsweep run` goes on from there. Exit code 3 when one of them is
     damaged or gone.
     """
-    from hqsweep.sweep import follow as observer
-    from hqsweep.sweep.store import RunStore
+    from hqsweep.sweep.engine import follow as observer
+    from hqsweep.sweep.store.store import RunStore
 
     selected = RunStore(runs_dir).resolve(runs)
     bad = [run.seen()["reason"] for run in selected if run.seen()["state"] in observer.UNUSABLE]
@@ -74,7 +74,7 @@ def sync(
     Offline, the folders that `wandb sync` uploads are printed; for TensorBoard its folder. Exit code 3 when a run is
     damaged or gone; the others are done.
     """
-    from hqsweep.sweep.store import RunStore
+    from hqsweep.sweep.store.store import RunStore
     from hqsweep.track.sync import sync as replay
 
     folders, bad = {}, []

@@ -35,8 +35,8 @@ def verify(
     these are still there; without names also the noise of earlier studies (noise.jsonl). Exit code 3 where something is
     wrong with the files.
     """
-    from hqsweep.sweep.store import RunStore
-    from hqsweep.sweep.verify import verify
+    from hqsweep.sweep.store.store import RunStore
+    from hqsweep.sweep.store.verify import verify
 
     store = RunStore(runs_dir)
     sweeps, runs = _meant(store, words or store.sweeps())
@@ -92,7 +92,7 @@ def _registry_faults(runs_dir: Path) -> list[dict[str, str]]:
 
 
 def _baseline_faults(path: Path) -> list[dict[str, str]]:
-    from hqsweep.report.baseline import read_baseline
+    from hqsweep.report.gate.baseline import read_baseline
 
     try:
         read_baseline(path)

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hqsweep.dist.local import local as stored
 from hqsweep.errors import UserError
 from hqsweep.formats import Format, Identity
-from hqsweep.nn.linear import LinearBase
-from hqsweep.nn.parameter import held_in
-from hqsweep.nn.products import in_autocast
-from hqsweep.ops.kernels import in_dtype
+from hqsweep.nn.core.parameter import held_in
+from hqsweep.nn.core.products import in_autocast
+from hqsweep.nn.linear.linear import LinearBase
+from hqsweep.ops.quantize.kernels import in_dtype
+from hqsweep.parallel.wire.local import local as stored
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.sections import LinearQuantizers, slots

@@ -12,11 +12,11 @@ from hqsweep.compat.checkpoint_keys import TakesKeys
 from hqsweep.compat.parts import check_ranks, drawn_whole, link_part, part_of, ranks_of, write_part
 from hqsweep.compat.signatures import GROUPED_LINEAR, OF_GROUPED_CALL
 from hqsweep.errors import UserError
-from hqsweep.nn.context import HIGH_PRECISION
-from hqsweep.nn.grouped_linear import GroupedLinear as _GroupedLinear
-from hqsweep.nn.options import GroupedLinearOptions
-from hqsweep.nn.parameter import link_states
-from hqsweep.nn.tensor_parallel import TensorParallel
+from hqsweep.nn.core.context import HIGH_PRECISION
+from hqsweep.nn.core.options import GroupedLinearOptions
+from hqsweep.nn.core.parameter import link_states
+from hqsweep.nn.experts.grouped_linear import GroupedLinear as _GroupedLinear
+from hqsweep.parallel.overlap.shared_linear import TensorParallel
 
 OPTIONS = (
     "bias", "fuse_wgrad_accumulation", "save_original_input", "single_grouped_weight", "single_grouped_bias",

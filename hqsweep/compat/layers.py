@@ -25,17 +25,17 @@ from hqsweep.compat.signatures import (
     TRANSFORMER_LAYER,
 )
 from hqsweep.errors import UserError
-from hqsweep.nn.activation import activate
-from hqsweep.nn.attention import DotProductAttention
-from hqsweep.nn.context import HIGH_PRECISION
-from hqsweep.nn.layernorm_mlp import LayerNormMLP as _LayerNormMLP
-from hqsweep.nn.mlp_function import joins
-from hqsweep.nn.multihead_attention import MultiheadAttention as _MultiheadAttention
-from hqsweep.nn.recompute import recomputed
-from hqsweep.nn.residual import Branch, add_branch
-from hqsweep.nn.transformer_layer import TransformerLayer as _TransformerLayer
-from hqsweep.ops.activation import INPUTS
-from hqsweep.ops.kernels import in_dtype
+from hqsweep.nn.attention.attention import DotProductAttention
+from hqsweep.nn.attention.multihead_attention import MultiheadAttention as _MultiheadAttention
+from hqsweep.nn.core.context import HIGH_PRECISION
+from hqsweep.nn.core.recompute import recomputed
+from hqsweep.nn.core.residual import Branch, add_branch
+from hqsweep.nn.layers.transformer_layer import TransformerLayer as _TransformerLayer
+from hqsweep.nn.linear.activation import activate
+from hqsweep.nn.linear.layernorm_mlp import LayerNormMLP as _LayerNormMLP
+from hqsweep.nn.linear.mlp_function import joins
+from hqsweep.ops.model.activation import INPUTS
+from hqsweep.ops.quantize.kernels import in_dtype
 
 SHARED = (
     "tp_group", "tp_size", "sequence_parallel", "fuse_wgrad_accumulation", "params_dtype", "bias",

@@ -12,13 +12,13 @@ from hqsweep.compat.checkpoint_keys import TakesKeys
 from hqsweep.compat.parts import check_ranks, drawn_whole, link_part, part_of, ranks_of, write_part
 from hqsweep.compat.signatures import LAYERNORM_LINEAR, LINEAR, OF_LINEAR_CALL
 from hqsweep.errors import UserError
-from hqsweep.nn.context import HIGH_PRECISION
-from hqsweep.nn.layernorm_linear import LayerNormLinear as _LayerNormLinear
-from hqsweep.nn.linear import Linear as _Linear
-from hqsweep.nn.options import LayerNormLinearOptions, LinearOptions
-from hqsweep.nn.parameter import link_states
-from hqsweep.nn.residual import Branch
-from hqsweep.nn.tensor_parallel import Exchange, TensorParallel
+from hqsweep.nn.core.context import HIGH_PRECISION
+from hqsweep.nn.core.options import LayerNormLinearOptions, LinearOptions
+from hqsweep.nn.core.parameter import link_states
+from hqsweep.nn.core.residual import Branch
+from hqsweep.nn.linear.layernorm_linear import LayerNormLinear as _LayerNormLinear
+from hqsweep.nn.linear.linear import Linear as _Linear
+from hqsweep.parallel.overlap.shared_linear import Exchange, TensorParallel
 
 TOKENS = 0
 """The axis along which tokens lie split: tensors are [sequence, batch, features]."""

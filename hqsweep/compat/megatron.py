@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.quant.masters import quantize_master_weights, takes_rows
-from hqsweep.quant.raw import post_all_gather_processing, raw_data_sizes, replace_raw_data
+from hqsweep.parallel.shards.masters import quantize_master_weights, takes_rows
+from hqsweep.parallel.shards.raw_data import post_all_gather_processing, raw_data_sizes, replace_raw_data
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 MODULES = (

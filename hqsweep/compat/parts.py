@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hqsweep.errors import UserError
-from hqsweep.nn.tensor_parallel import TensorParallel
-from hqsweep.quant.held_part import become_part
+from hqsweep.parallel.overlap.shared_linear import TensorParallel
+from hqsweep.parallel.shards.held_part import become_part
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from hqsweep.ops.attention import CUDNN_FRONTEND, frontend_version
 from hqsweep.ops.fingerprint import EXPECTED, fingerprint
 from hqsweep.ops.library import extension
+from hqsweep.ops.model.attention import CUDNN_FRONTEND, frontend_version
 from hqsweep.track.machine import cpu_isa
 
 Answer = tuple[bool, str]

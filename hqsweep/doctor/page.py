@@ -8,7 +8,7 @@ from rich.text import Text
 
 from hqsweep.doctor.machine import Part, parts
 from hqsweep.doctor.products import FORMATS, MARKS, Product, capability_here, products, reasons
-from hqsweep.report.text import TextTable, to_rich
+from hqsweep.report.pages.text import TextTable, to_rich
 
 FOUND = {True: "yes", False: "no", None: "broken"}
 STYLES = {True: "", False: "dim", None: "red"}

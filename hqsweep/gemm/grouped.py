@@ -24,10 +24,10 @@ from hqsweep.formats import ExactOperand
 from hqsweep.gemm.exact import apply_factors, plain_product
 from hqsweep.gemm.native import multiply
 from hqsweep.gemm.plan import GemmPlan
-from hqsweep.ops.kernels import in_dtype
-from hqsweep.ops.layout import GroupLayout, ShapesLayout
-from hqsweep.ops.packed import PackedExact, pack
-from hqsweep.ops.splits import Splits
+from hqsweep.ops.members.layout import GroupLayout, ShapesLayout
+from hqsweep.ops.members.packed import PackedExact, pack
+from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.quantize.kernels import in_dtype
 from hqsweep.quant.operand import Operand
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.formats import FORMATS, ExactOperand, Format, parse
 from hqsweep.gemm.exact import epilogue, mm_t
-from hqsweep.ops.swizzle import swizzle
+from hqsweep.ops.gemm.swizzle import swizzle
 from hqsweep.quant.operand import Operand
 from hqsweep.recipe.pairs import same_scaling
 

@@ -12,17 +12,17 @@ import hqsweep
 from hqsweep.config.fork import ForkConfig
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.safe_json import loads
-from hqsweep.dist.agreed import by_first
 from hqsweep.errors import Damaged, UserError
 from hqsweep.jobs.isolation import make_deterministic
 from hqsweep.jobs.native import check_native
 from hqsweep.jobs.resume import captured_file, go_back, refusal, save_captured
 from hqsweep.jobs.sink import Diverged, Sink
 from hqsweep.jobs.trainer_fields import saved_fields, steps_fields, trainer_fields, unused_warnings
-from hqsweep.ops.attention import frontend_version
 from hqsweep.ops.fingerprint import kernel_digest
+from hqsweep.ops.model.attention import frontend_version
 from hqsweep.parallel.handshake import agree
 from hqsweep.parallel.mesh import join
+from hqsweep.parallel.wire.all_or_none import by_first
 from hqsweep.train import data
 from hqsweep.train.build import pick_device
 from hqsweep.train.checkpoint import go_on_from, newest, read_state, save_checkpoint, step_of

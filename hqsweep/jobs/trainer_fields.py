@@ -9,8 +9,8 @@ import torch
 from hqsweep.formats import Format
 from hqsweep.gemm import native
 from hqsweep.gemm.plan import gemm_plan
-from hqsweep.nn.grouped import GroupedBase
-from hqsweep.nn.module import QuantizedModule, quantized_modules, roles_of
+from hqsweep.nn.core.module import QuantizedModule, quantized_modules, roles_of
+from hqsweep.nn.experts.grouped import GroupedBase
 from hqsweep.ops.fingerprint import kernel_digest
 from hqsweep.recipe.pairs import MODULE_GEMMS
 from hqsweep.recipe.stages import Stage

@@ -19,8 +19,8 @@ from hqsweep.errors import UserError
 from hqsweep.models.first_step import watched
 from hqsweep.models.kinds import Kind, parts_of
 from hqsweep.models.seen import note_call
-from hqsweep.nn.attention import AttentionCall, DotProductAttention, quantized_attention
-from hqsweep.nn.products import outside_autocast
+from hqsweep.nn.attention.attention import AttentionCall, DotProductAttention, quantized_attention
+from hqsweep.nn.core.products import outside_autocast
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.custom import CustomRecipe
 from hqsweep.recipe.validate import GemmModule, attention_module

@@ -9,7 +9,7 @@ import torch
 
 from hqsweep.errors import UserError
 from hqsweep.models.seen import forget_call, was_called
-from hqsweep.nn.module import QuantizedModule
+from hqsweep.nn.core.module import QuantizedModule
 from hqsweep.recipe.applied import is_low
 from hqsweep.recipe.roles import TENSOR_TYPES
 

@@ -20,11 +20,11 @@ from hqsweep.models.linear import Conv1DKind, LinearKind
 from hqsweep.models.multiplied import experts_per_row, multiply_adds, why_left
 from hqsweep.models.names import clean_name
 from hqsweep.models.refusals import bypassed, check_model, instance_fault
-from hqsweep.nn.again import refuse_second_runs
-from hqsweep.nn.module import PARTS, QuantizedModule, set_recipe_of
-from hqsweep.nn.parameter import holds_weights
-from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
-from hqsweep.ops.kernels import DTYPES
+from hqsweep.nn.core.call_marks import refuse_second_runs
+from hqsweep.nn.core.module import PARTS, QuantizedModule, set_recipe_of
+from hqsweep.nn.core.parameter import holds_weights
+from hqsweep.nn.core.recipe_argument import RecipeArgument, whole_recipe
+from hqsweep.ops.quantize.kernels import DTYPES
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import HEAD
 from hqsweep.recipe.select import layers_of

@@ -18,13 +18,13 @@ from hqsweep.models.first_step import watched
 from hqsweep.models.kinds import parts_of
 from hqsweep.models.linear import call_dtype, check_dtype
 from hqsweep.models.seen import note_call
-from hqsweep.nn.context import current
-from hqsweep.nn.grouped import ExpertParameters, ExpertSizes, GroupedBase
-from hqsweep.nn.options import GroupedLinearOptions
-from hqsweep.nn.parameter import is_held
-from hqsweep.nn.products import untraced
-from hqsweep.ops.kernels import DTYPES
-from hqsweep.ops.splits import Splits
+from hqsweep.nn.core.context import current
+from hqsweep.nn.core.options import GroupedLinearOptions
+from hqsweep.nn.core.parameter import is_held
+from hqsweep.nn.core.products import untraced
+from hqsweep.nn.experts.grouped import ExpertParameters, ExpertSizes, GroupedBase
+from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.quantize.kernels import DTYPES
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.validate import GemmModule, grouped_linear_module
 

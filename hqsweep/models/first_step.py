@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.models.seen import was_called
-from hqsweep.nn.module import QuantizedModule
+from hqsweep.nn.core.module import QuantizedModule
 
 SHOWN = 8
 """The number of names in a warning; the others are counted."""

@@ -20,12 +20,12 @@ from hqsweep.models.linear import ConvertedLinear, LinearPart, call_dtype
 from hqsweep.models.losses import is_hugging_face
 from hqsweep.models.refusals import is_distributed, is_sharded
 from hqsweep.models.seen import note_call
-from hqsweep.nn.context import current, use_kernels
-from hqsweep.nn.linear_call import LinearCall
-from hqsweep.nn.linear_loss import product_cross_entropy
-from hqsweep.nn.module import PARTS
-from hqsweep.nn.options import LinearOptions
-from hqsweep.nn.recipe_argument import module_quantizers
+from hqsweep.nn.core.context import current, use_kernels
+from hqsweep.nn.core.module import PARTS
+from hqsweep.nn.core.options import LinearOptions
+from hqsweep.nn.core.recipe_argument import module_quantizers
+from hqsweep.nn.linear.linear_call import LinearCall
+from hqsweep.nn.linear.linear_loss import product_cross_entropy
 from hqsweep.recipe.sections import LinearQuantizers
 
 TOKENS = 8

@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hqsweep.dist.local import local
 from hqsweep.errors import UserError
 from hqsweep.models.kinds import Kind, parts_of
 from hqsweep.models.linear import call_dtype
 from hqsweep.models.names import clean_name
-from hqsweep.nn.linear import LinearBase
-from hqsweep.nn.parameter import gemm_weight
+from hqsweep.nn.core.parameter import gemm_weight
+from hqsweep.nn.linear.linear import LinearBase
+from hqsweep.parallel.wire.local import local
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.roles import QuantizerRole

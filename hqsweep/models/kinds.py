@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from hqsweep.nn.module import PARTS, QuantizedModule
+from hqsweep.nn.core.module import PARTS, QuantizedModule
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.validate import GemmModule
 

@@ -13,15 +13,15 @@ from hqsweep.models.first_step import watched
 from hqsweep.models.probed import probed_product
 from hqsweep.models.refusals import is_distributed
 from hqsweep.models.seen import note_call
-from hqsweep.nn.context import current
-from hqsweep.nn.linear import LinearBase, linear_product
-from hqsweep.nn.linear_call import LinearCall
-from hqsweep.nn.module import PARTS, QuantizedModule
-from hqsweep.nn.options import LinearOptions
-from hqsweep.nn.parameter import is_held
-from hqsweep.nn.products import in_autocast, untraced
-from hqsweep.nn.recipe_argument import module_quantizers
-from hqsweep.ops.kernels import DTYPES
+from hqsweep.nn.core.context import current
+from hqsweep.nn.core.module import PARTS, QuantizedModule
+from hqsweep.nn.core.options import LinearOptions
+from hqsweep.nn.core.parameter import is_held
+from hqsweep.nn.core.products import in_autocast, untraced
+from hqsweep.nn.core.recipe_argument import module_quantizers
+from hqsweep.nn.linear.linear import LinearBase, linear_product
+from hqsweep.nn.linear.linear_call import LinearCall
+from hqsweep.ops.quantize.kernels import DTYPES
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.validate import GemmModule, linear_module
 

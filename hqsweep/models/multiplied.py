@@ -9,7 +9,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
 from hqsweep.models.kinds import Kind
-from hqsweep.nn.module import QuantizedModule
+from hqsweep.nn.core.module import QuantizedModule
 
 OF_A_WEIGHT = (nn.Linear, nn.Bilinear, _ConvNd)
 """Classes whose one product is by `weight`."""

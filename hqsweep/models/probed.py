@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hqsweep.nn.linear import as_rows
-from hqsweep.nn.linear_call import LinearCall
-from hqsweep.ops.kernels import in_dtype
+from hqsweep.nn.linear.linear import as_rows
+from hqsweep.nn.linear.linear_call import LinearCall
+from hqsweep.ops.quantize.kernels import in_dtype
 
 
 class _Shown(torch.autograd.Function):

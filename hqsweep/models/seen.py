@@ -3,7 +3,7 @@
 import torch
 
 from hqsweep.memo import constant_result
-from hqsweep.nn.module import QuantizedModule
+from hqsweep.nn.core.module import QuantizedModule
 
 CALLED = "called"
 """The attribute of a part that says whether our code computed its product since it was made, or since forget_call()."""

@@ -1,16 +1,10 @@
 """Modules whose matrix products run on quantized operands."""
 
-from hqsweep.nn.attention import DotProductAttention
-from hqsweep.nn.context import autocast, quantization
-from hqsweep.nn.grouped_linear import GroupedLinear
-from hqsweep.nn.layernorm_linear import LayerNormLinear
-from hqsweep.nn.layernorm_mlp import LayerNormMLP
-from hqsweep.nn.linear import Linear
-from hqsweep.nn.linear_loss import linear_cross_entropy
-from hqsweep.nn.module import QuantizedModule, set_recipe
-from hqsweep.nn.moe import LayerNormMoE, MoELayer
-from hqsweep.nn.multihead_attention import MultiheadAttention
-from hqsweep.nn.options import (
+from hqsweep.nn.attention.attention import DotProductAttention
+from hqsweep.nn.attention.multihead_attention import MultiheadAttention
+from hqsweep.nn.core.context import autocast, quantization
+from hqsweep.nn.core.module import QuantizedModule, set_recipe
+from hqsweep.nn.core.options import (
     AttentionOptions,
     GroupedLinearOptions,
     LayerNormLinearOptions,
@@ -20,9 +14,15 @@ from hqsweep.nn.options import (
     MoEOptions,
     TransformerOptions,
 )
-from hqsweep.nn.parameter import quantized_model_init
-from hqsweep.nn.probe import Probe
-from hqsweep.nn.transformer_layer import TransformerLayer
+from hqsweep.nn.core.parameter import quantized_model_init
+from hqsweep.nn.core.probe import Probe
+from hqsweep.nn.experts.grouped_linear import GroupedLinear
+from hqsweep.nn.experts.moe import LayerNormMoE, MoELayer
+from hqsweep.nn.layers.transformer_layer import TransformerLayer
+from hqsweep.nn.linear.layernorm_linear import LayerNormLinear
+from hqsweep.nn.linear.layernorm_mlp import LayerNormMLP
+from hqsweep.nn.linear.linear import Linear
+from hqsweep.nn.linear.linear_loss import linear_cross_entropy
 
 __all__ = [
     "AttentionOptions",

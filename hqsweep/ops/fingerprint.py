@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hqsweep.formats import ExactOperand, RngKey, parse
 from hqsweep.memo import memo
-from hqsweep.ops.quantize import quantize
-from hqsweep.ops.request import Backend, Target
+from hqsweep.ops.quantize.quantize import quantize
+from hqsweep.ops.quantize.request import Backend, Target
 
 EXPECTED = "efe9481fa9da443f263ba55e89ae7d3fb70d8af9334c5095af96a6e9980a1110"
 """The hash of the reference, and of every kernel that keeps its promise."""

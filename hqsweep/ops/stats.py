@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hqsweep.formats import Buffers, Format
 from hqsweep.formats.tiles import expand_tiles
-from hqsweep.ops.kernels import TILE
+from hqsweep.ops.quantize.kernels import TILE
 
 SATURATION_MARGIN = 1 + 2.0**-8
 """An amax of a block above this times its top code is saturated. Rounding of scales puts the amax up to an ulp above

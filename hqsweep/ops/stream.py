@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hqsweep.formats import Format, RngKey
-from hqsweep.ops.amax import Search, find_amax
-from hqsweep.ops.quantize import quantize
-from hqsweep.ops.request import Target
+from hqsweep.ops.quantize.amax import Search, find_amax
+from hqsweep.ops.quantize.quantize import quantize
+from hqsweep.ops.quantize.request import Target
 from hqsweep.ops.stats import Sums
 
 CHUNK_ROWS = 128

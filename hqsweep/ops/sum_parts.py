@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hqsweep.ops.addresses import described
-from hqsweep.ops.kernels import DTYPES
 from hqsweep.ops.library import extension, has_kernels, operator, where
+from hqsweep.ops.quantize.kernels import DTYPES
 
 WORD = 16
 """Bytes of one load of the kernel."""

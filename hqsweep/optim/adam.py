@@ -1,7 +1,7 @@
 """FusedAdam: AdamW on FP32 masters, whose result is written back to bf16 or quantized parameters.
 
 The arithmetic is torch's own (torch.optim.adamw), so that masters follow torch.optim.AdamW to the byte; on CUDA one
-kernel (hqsweep.ops.adam) reads and writes each array once, with the arithmetic of torch on a CPU.
+kernel (hqsweep.ops.model.adam) reads and writes each array once, with the arithmetic of torch on a CPU.
 """
 
 import sys
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from hqsweep.dist.local import group_of_shards, is_spread, local, note_update, part_as, spread_like
 from hqsweep.errors import UserError
-from hqsweep.ops.adam import adamw_
 from hqsweep.ops.library import has_kernels
+from hqsweep.ops.model.adam import adamw_
 from hqsweep.optim.gradients import clip_, clip_factor, gradient, norm_of
 from hqsweep.optim.rounded import Rounded, values_of
-from hqsweep.quant.agree import quantize_shards_
+from hqsweep.parallel.shards.shard_agree import quantize_shards_
+from hqsweep.parallel.wire.local import group_of_shards, is_spread, local, note_update, part_as, spread_like
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 MASTER = "master_param"
@@ -43,7 +43,7 @@ class FusedAdam(torch.optim.AdamW):
     Copies and pickles, alone and with the model, go on as the original does.
 
     The gradient is param.main_grad where there is one, else param.grad; moments have the master's dtype. foreach and
-    fused choose torch's kernels. Without them groups of FP32 masters on CUDA are updated by hqsweep.ops.adam.adamw_,
+    fused choose torch's kernels. Without them groups of FP32 masters on CUDA are updated by adamw_,
     other groups by torch's fused kernel where all is on CUDA, elsewhere as AdamW does. adamw_ takes no amsgrad, no
     maximize, no differentiable, no rate in a tensor, and no parameters with gaps.
     master_weights=False updates plain low-precision parameters in place.

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from hqsweep.dist.local import is_spread, local, total_norm
 from hqsweep.errors import UserError
+from hqsweep.parallel.wire.local import is_spread, local, total_norm
 
 
 def gradient(p: Tensor) -> Tensor | None:

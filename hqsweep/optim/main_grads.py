@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from hqsweep.dist.fsdp import parameters_of, sum_in_fp32
-from hqsweep.dist.local import local, spread_like
 from hqsweep.errors import UserError
+from hqsweep.parallel.fsdp.fsdp_state import parameters_of, sum_in_fp32
+from hqsweep.parallel.wire.local import local, spread_like
 
 
 def use_main_grads(module: nn.Module) -> None:

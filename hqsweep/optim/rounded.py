@@ -10,8 +10,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from hqsweep.dist.local import local
 from hqsweep.errors import UserError
+from hqsweep.parallel.wire.local import local
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 FAR = 0.5

@@ -1,1 +1,5 @@
-"""What a model over several ranks is made by: the mesh, and each kind of parallelism."""
+"""Models over several ranks: the mesh, and each kind of parallelism."""
+
+from hqsweep.parallel.wire.local import whole_tensor
+
+__all__ = ["whole_tensor"]

@@ -4,8 +4,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hqsweep.errors import UserError
-from hqsweep.nn.multihead_attention import MultiheadAttention
-from hqsweep.parallel.peers import axis_of
+from hqsweep.nn.attention.multihead_attention import MultiheadAttention
+from hqsweep.parallel.axis_peers import axis_of
 
 AXIS = "cp"
 

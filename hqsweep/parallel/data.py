@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from hqsweep.dist import collectives
-from hqsweep.dist.fsdp import groups_of
-from hqsweep.dist.local import spread_out, whole_tensor
-from hqsweep.nn.linear import LinearBase
-from hqsweep.nn.module import PARTS
-from hqsweep.nn.residual import residual_under_fsdp
+from hqsweep.nn.core.module import PARTS
+from hqsweep.nn.core.residual import residual_under_fsdp
+from hqsweep.nn.linear.linear import LinearBase
+from hqsweep.parallel.fsdp.fsdp_state import groups_of
 from hqsweep.parallel.mesh import Ranks
+from hqsweep.parallel.wire import collectives
+from hqsweep.parallel.wire.local import spread_out, whole_tensor
 
 
 def shard(
@@ -39,7 +39,7 @@ def shard(
     """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-    from hqsweep.dist.unit_comms import exchange_by_copies
+    from hqsweep.parallel.fsdp.unit_comms import exchange_by_copies
     from hqsweep.parallel.tensor import shard_placement
 
     # Layers and heads of hqsweep give views of their products, which nothing here changes in place.
@@ -82,7 +82,7 @@ def gather_in_linear_dtype(model: nn.Module, autocast: torch.dtype | None = None
     other modules share, those whose dtype is no wider, those held quantized, and those of linears with another dtype
     than the first one of their unit.
     """
-    from hqsweep.dist.gathering import gather_in
+    from hqsweep.parallel.fsdp.narrow_gather import gather_in
 
     for module in model.modules():
         for group in groups_of(module):

@@ -4,14 +4,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from hqsweep.dist.local import local
 from hqsweep.errors import UserError
-from hqsweep.nn.dispatch import Dispatcher
-from hqsweep.nn.expert_room import ExpertRoom
-from hqsweep.nn.grouped_linear import GroupedLinear
-from hqsweep.nn.moe import LayerNormMoE, check_room
-from hqsweep.nn.parameter import link_states
-from hqsweep.parallel.peers import axis_of, peers
+from hqsweep.nn.core.parameter import link_states
+from hqsweep.nn.experts.dispatch import Dispatcher
+from hqsweep.nn.experts.expert_room import ExpertRoom
+from hqsweep.nn.experts.grouped_linear import GroupedLinear
+from hqsweep.nn.experts.moe import LayerNormMoE, check_room
+from hqsweep.parallel.axis_peers import axis_of, peers
+from hqsweep.parallel.wire.local import local
 
 __all__ = ["check_room", "expert_parallel"]
 

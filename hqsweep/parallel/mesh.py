@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hqsweep.config.parallel import ParallelConfig, sharing_gpus
-from hqsweep.dist.devices import ranks_of_gpu, stand_apart, take_gpu
-from hqsweep.dist.process_group import begin_process_group
 from hqsweep.errors import UserError
+from hqsweep.parallel.wire.devices import ranks_of_gpu, stand_apart, take_gpu
+from hqsweep.parallel.wire.process_group import begin_process_group
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 """The axes of the mesh, from the outermost to the innermost: neighbours, which exchange the most, are on one node."""

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from hqsweep.dist.local import is_spread, local, squared_norms
 from hqsweep.errors import UserError
-from hqsweep.nn.context import current, within
-from hqsweep.nn.embedding import check_tokens
-from hqsweep.nn.module import WHOLE_ROLES, roles_of
-from hqsweep.nn.moe import MoELayer
+from hqsweep.nn.core.context import current, within
+from hqsweep.nn.core.module import WHOLE_ROLES, roles_of
+from hqsweep.nn.experts.moe import MoELayer
+from hqsweep.nn.layers.embedding import check_tokens
+from hqsweep.parallel.axis_peers import axis_of, peers
 from hqsweep.parallel.data import reshard
-from hqsweep.parallel.peers import axis_of, peers
 from hqsweep.parallel.stage import Stage, StageOfLayers
+from hqsweep.parallel.wire.local import is_spread, local, squared_norms
 
 AXIS = "pp"
 TABLE = "embedding.weight"

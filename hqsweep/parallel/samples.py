@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hqsweep.dist.objects import gather_to_first
-from hqsweep.nn.probe import Key, Probe, Sample, is_of_step, rows_of
+from hqsweep.nn.core.probe import Key, Probe, Sample, is_of_step, rows_of
 from hqsweep.parallel.mesh import Ranks
+from hqsweep.parallel.wire.objects import gather_to_first
 
 Samples = Mapping[Key, Sample]
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
-from hqsweep.nn.layer_stack import through
-from hqsweep.nn.linear_loss import forms_loss, vocabulary_group
-from hqsweep.nn.residual import add_branch
-from hqsweep.nn.vocabulary import cross_entropy
+from hqsweep.nn.core.residual import add_branch
+from hqsweep.nn.layers.layer_stack import through
+from hqsweep.nn.linear.linear_loss import forms_loss, vocabulary_group
+from hqsweep.nn.linear.vocabulary import cross_entropy
 
 
 class StageOfLayers(nn.Module):

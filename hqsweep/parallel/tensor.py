@@ -12,20 +12,20 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from hqsweep.dist.local import local
 from hqsweep.errors import UserError
-from hqsweep.nn.layernorm_linear import LayerNormLinear
-from hqsweep.nn.layernorm_mlp import LayerNormMLP
-from hqsweep.nn.linear import Linear, LinearBase
-from hqsweep.nn.moe import LayerNormMoE
-from hqsweep.nn.multihead_attention import MultiheadAttention
-from hqsweep.nn.norm import Norm
-from hqsweep.nn.tensor_parallel import SplitTokens, TensorParallel
-from hqsweep.nn.weight import QuantizedWeight
-from hqsweep.ops.activation import INPUTS
+from hqsweep.nn.attention.multihead_attention import MultiheadAttention
+from hqsweep.nn.experts.moe import LayerNormMoE
+from hqsweep.nn.layers.norm import Norm
+from hqsweep.nn.layers.weight import QuantizedWeight
+from hqsweep.nn.linear.layernorm_linear import LayerNormLinear
+from hqsweep.nn.linear.layernorm_mlp import LayerNormMLP
+from hqsweep.nn.linear.linear import Linear, LinearBase
+from hqsweep.ops.model.activation import INPUTS
+from hqsweep.parallel.overlap.shared_linear import SplitTokens, TensorParallel
+from hqsweep.parallel.shards.held_part import hold_part
+from hqsweep.parallel.shards.shard_part import Part
+from hqsweep.parallel.wire.local import local
 from hqsweep.quant.content import AXES
-from hqsweep.quant.held_part import hold_part
-from hqsweep.quant.part import Part
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 AXIS = "tp"

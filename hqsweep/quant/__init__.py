@@ -2,14 +2,14 @@
 
 from typing import Any
 
+from hqsweep.parallel.shards.masters import quantize_master_weights
+from hqsweep.parallel.shards.raw_data import RawSizes, post_all_gather_processing, raw_data_sizes, replace_raw_data
+from hqsweep.parallel.shards.shard_agree import quantize_shards_
+from hqsweep.parallel.shards.shard_place import Place
 from hqsweep.quant import tensor_ops  # noqa: F401 (registers its handlers)
-from hqsweep.quant.agree import quantize_shards_
 from hqsweep.quant.grouped import GroupedTensor
 from hqsweep.quant.hybrid import HybridQuantizer, IdentityQuantizer
-from hqsweep.quant.masters import quantize_master_weights
 from hqsweep.quant.operand import HybridOperand, Operand, flatten, unflatten
-from hqsweep.quant.place import Place
-from hqsweep.quant.raw import RawSizes, post_all_gather_processing, raw_data_sizes, replace_raw_data
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 RECIPE_NAMES = ("CustomRecipe", "DpaQuantizers", "LinearQuantizers", "QuantizerRole", "Recipe", "parse_recipe")

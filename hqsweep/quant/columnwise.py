@@ -13,8 +13,8 @@ from torch import Tensor
 from hqsweep.formats import Buffer, Buffers, Format
 from hqsweep.formats.elements import pack_nibbles, unpack_nibbles
 from hqsweep.memo import memo
+from hqsweep.parallel.shards.shard_part import quantize_part
 from hqsweep.quant.hybrid import HybridQuantizer
-from hqsweep.quant.part import quantize_part
 
 
 def follows_rowwise(weight: Any) -> bool:

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Format, RngKey
-from hqsweep.ops.layout import GroupLayout, Layout
-from hqsweep.ops.packed import pack
-from hqsweep.ops.request import Output
-from hqsweep.ops.shapes import Shapes
-from hqsweep.ops.splits import Splits
+from hqsweep.ops.members.layout import GroupLayout, Layout
+from hqsweep.ops.members.packed import pack
+from hqsweep.ops.members.shapes import Shapes
+from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.quantize.request import Output
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 from hqsweep.quant.operand import HybridOperand, Operand

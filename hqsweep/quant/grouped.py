@@ -19,19 +19,19 @@ from torch.distributed import ProcessGroup
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
-from hqsweep.ops.layout import refuse_unlike
-from hqsweep.ops.nonfinite import for_slot
-from hqsweep.ops.packed import stored_by_rows
-from hqsweep.ops.shapes import Shapes
+from hqsweep.ops.members.layout import refuse_unlike
+from hqsweep.ops.members.packed import stored_by_rows
+from hqsweep.ops.members.shapes import Shapes
+from hqsweep.ops.quantize.nonfinite import for_slot
+from hqsweep.parallel.shards.fsdp2 import with_sharding
+from hqsweep.parallel.shards.group_part import quantize_group_part
+from hqsweep.parallel.shards.shard import Cut
+from hqsweep.parallel.shards.shard_part import Part, is_part
 from hqsweep.quant.content import AXES, ManyMatrices, MemberShapes, joined
 from hqsweep.quant.delayed import SlotStates
-from hqsweep.quant.fsdp2 import with_sharding
 from hqsweep.quant.group import Wanted, homogeneous, quantize_group
-from hqsweep.quant.group_part import quantize_group_part
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 from hqsweep.quant.operand import HybridOperand, Operand
-from hqsweep.quant.part import Part, is_part
-from hqsweep.quant.shard import Cut
 from hqsweep.quant.tensor import INIT_VAL, HybridQuantizedTensor
 
 aten = torch.ops.aten

@@ -16,20 +16,20 @@ from hqsweep.config.format_text import QUANTIZER_FIELDS, check_source, quantizer
 from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, ExactOperand, Format, Identity, RngKey, RngKeys, parse
 from hqsweep.memo import cached_property
-from hqsweep.ops.activation import activation, activation_backward
-from hqsweep.ops.blocks import takes_formats
-from hqsweep.ops.layout import GroupLayout
-from hqsweep.ops.packed import Result
-from hqsweep.ops.plain import Pair, quantize_plain
-from hqsweep.ops.quantize import Quantized, quantize, quantized_of
-from hqsweep.ops.quantize_activated import quantize_activated, shape_of
-from hqsweep.ops.quantize_normed import Normed, quantize_normed
-from hqsweep.ops.request import NO_TARGET, Output, Request, Target, request_of, text_of
-from hqsweep.ops.splits import Splits
+from hqsweep.ops.members.layout import GroupLayout
+from hqsweep.ops.members.packed import Result
+from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.model.activation import activation, activation_backward
+from hqsweep.ops.quantize.blocks import takes_formats
+from hqsweep.ops.quantize.plain import Pair, quantize_plain
+from hqsweep.ops.quantize.quantize import Quantized, quantize, quantized_of
+from hqsweep.ops.quantize.quantize_activated import quantize_activated, shape_of
+from hqsweep.ops.quantize.quantize_normed import Normed, quantize_normed
+from hqsweep.ops.quantize.request import NO_TARGET, Output, Request, Target, request_of, text_of
 from hqsweep.ops.stats import Sums, gather_by_row
+from hqsweep.parallel.shards.shard_place import Place
 from hqsweep.quant.delayed import SlotStates, grids_of, note
 from hqsweep.quant.operand import HybridOperand, Operand
-from hqsweep.quant.place import Place
 
 FIELDS = QUANTIZER_FIELDS
 DIRECTIONS = ("rowwise", "columnwise")

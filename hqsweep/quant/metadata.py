@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hqsweep.dist.exchange import Area
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
+from hqsweep.parallel.shards.shard_place import Place
+from hqsweep.parallel.wire.exchange import Area
 from hqsweep.quant.content import Content, parse_content
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 from hqsweep.quant.operand import Operand
-from hqsweep.quant.place import Place
 
 
 @dataclass(frozen=True, kw_only=True)

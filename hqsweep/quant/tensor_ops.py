@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hqsweep.dist.local import first_broadcast
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
+from hqsweep.parallel.shards.fsdp2 import with_sharding
+from hqsweep.parallel.shards.shard import Cut
+from hqsweep.parallel.wire.local import first_broadcast
 from hqsweep.quant.blank import Blank
 from hqsweep.quant.content import OneMatrix
-from hqsweep.quant.fsdp2 import with_sharding
 from hqsweep.quant.operand import has_whole_entries, narrow
-from hqsweep.quant.shard import Cut
 from hqsweep.quant.tensor import INIT_VAL, HybridQuantizedTensor
 from hqsweep.quant.tensor_dispatch import implements
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from hqsweep.errors import UserError
+from hqsweep.parallel.shards.shard_part import CUTS, Mode, Part, cut_block
 from hqsweep.quant.hybrid import HybridQuantizer
-from hqsweep.quant.part import CUTS, Mode, Part, cut_block
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import HEAD
 from hqsweep.recipe.stages import stages

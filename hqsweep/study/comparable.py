@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hqsweep.errors import UserError
-from hqsweep.report.frames import FORK, WHOLE
+from hqsweep.report.compare.frames import FORK, WHOLE
 from hqsweep.study.noise import model_of, parameters
 from hqsweep.study.sequential import Plan
-from hqsweep.sweep.point import is_trunk
+from hqsweep.sweep.grid.point import is_trunk
 from hqsweep.train.build import pick_device
 
 DESIGNS = {FORK: "forks", WHOLE: "whole runs"}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hqsweep.errors import Damaged, UserError
-from hqsweep.report.frames import FORK
+from hqsweep.report.compare.frames import FORK
 from hqsweep.study.comparable import (
     DESIGNS,
     Row,
@@ -24,9 +24,9 @@ from hqsweep.study.comparable import (
 )
 from hqsweep.study.noise import FILE
 from hqsweep.study.sequential import Plan
-from hqsweep.sweep.compose import PACKAGED
-from hqsweep.sweep.documents import check_document
-from hqsweep.sweep.files import read_rows
+from hqsweep.sweep.grid.compose import PACKAGED
+from hqsweep.sweep.store.documents import check_document
+from hqsweep.sweep.store.files import read_rows
 from hqsweep.verdicts import plan as power
 
 COUNTS = ("params", "tokens", "run_tokens", "arms_run", "seconds")

@@ -37,12 +37,12 @@ from hqsweep.config.gemms import grouped_shapes, linear_shapes
 from hqsweep.config.job import ConvergenceConfig, parse
 from hqsweep.config.user_model import UserModel
 from hqsweep.errors import Damaged
-from hqsweep.report.arms import Comparison
-from hqsweep.report.frames import DATA, FORK
-from hqsweep.report.notes import barely_trained
-from hqsweep.sweep.files import encode_rows, read_rows, write_bytes
-from hqsweep.sweep.locks import RunBusy, locked
-from hqsweep.sweep.run_dir import RunDir
+from hqsweep.report.compare.arms import Comparison
+from hqsweep.report.compare.frames import DATA, FORK
+from hqsweep.report.compare.notes import barely_trained
+from hqsweep.sweep.store.files import encode_rows, read_rows, write_bytes
+from hqsweep.sweep.store.locks import RunBusy, locked
+from hqsweep.sweep.store.run_dir import RunDir
 
 FILE = "noise.jsonl"
 KEY = ("model", "data_hash", "tokens", "design")

@@ -15,12 +15,12 @@ from typing import Any, Protocol, TypeVar
 from hqsweep.config.job import Config
 from hqsweep.config.study import StudyConfig
 from hqsweep.errors import Damaged, UserError
-from hqsweep.report.arms import Comparison
-from hqsweep.report.compare import compare
-from hqsweep.sweep.names import id_in, run_id
-from hqsweep.sweep.point import GridPoint, is_trunk
-from hqsweep.sweep.run_dir import RunDir
-from hqsweep.sweep.store import RunStore
+from hqsweep.report.compare.arms import Comparison
+from hqsweep.report.compare.compare import compare
+from hqsweep.sweep.grid.point import GridPoint, is_trunk
+from hqsweep.sweep.store.names import id_in, run_id
+from hqsweep.sweep.store.run_dir import RunDir
+from hqsweep.sweep.store.store import RunStore
 from hqsweep.verdicts.estimate import VERDICTS
 
 FIRST_SEEDS, FIRST_TRUNKS = 2, 3

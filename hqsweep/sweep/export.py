@@ -5,11 +5,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hqsweep.checkpoints import dcp
-from hqsweep.checkpoints.load import as_plain
+from hqsweep.checkpoints.foreign import dcp
+from hqsweep.checkpoints.foreign.load import as_plain
+from hqsweep.checkpoints.foreign.user_model import check_same
 from hqsweep.checkpoints.save import save_model, save_pretrained, save_state
-from hqsweep.checkpoints.sharded_load import load_sharded
-from hqsweep.checkpoints.user_model import check_same
+from hqsweep.checkpoints.sharded.sharded_load import load_sharded
 from hqsweep.config.job import ConvergenceConfig, parse
 from hqsweep.config.user_model import FactoryModelConfig, HFModelConfig
 from hqsweep.errors import Damaged, UserError
@@ -17,7 +17,7 @@ from hqsweep.models.hf import meta_model
 from hqsweep.models.hf_config import HFConfig, read_hf_config
 from hqsweep.optim import MASTER
 from hqsweep.quant.tensor import HybridQuantizedTensor
-from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.train.adapter import ModelAdapter
 from hqsweep.train.build import adapted, make_optimizer
 from hqsweep.train.checkpoint import read_state, step_of

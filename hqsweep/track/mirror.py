@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store.run_dir import RunDir
 
 
 def mirror_report(runs: Sequence[RunDir], report: Path, arms: Sequence[Mapping[str, Any]]) -> bool:

@@ -1,7 +1,7 @@
 """The tracker of a run, by the `track` section of its config."""
 
 from hqsweep.config.engine import check_installed
-from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.track.background import BackgroundTracker
 from hqsweep.track.tracker import NullTracker, Tracker
 

@@ -23,9 +23,9 @@ import pyarrow.parquet as pq
 from hqsweep.checkpoints.whole import sync_folder
 from hqsweep.errors import Damaged
 from hqsweep.jobs.sink import rows_until
-from hqsweep.sweep.files import drop_torn_tail, encode_rows, read_rows
-from hqsweep.sweep.names import run_id
-from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store.files import drop_torn_tail, encode_rows, read_rows
+from hqsweep.sweep.store.names import run_id
+from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.track.tables import TABLES
 from hqsweep.track.tracker import Tracker
 from hqsweep.train.record import Mark, mark_of, misfit

@@ -9,8 +9,8 @@ from typing import Any
 
 from hqsweep.config.engine import TrackConfig, check_installed
 from hqsweep.errors import UserError
-from hqsweep.sweep.locks import RunBusy
-from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store.locks import RunBusy
+from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.track.tables import MIRRORED_TABLES
 from hqsweep.track.tracker import Tracker
 

@@ -15,7 +15,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from hqsweep.errors import visible
-from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.track.harmless import HarmlessTracker, harmless
 from hqsweep.track.tracker import Tracker, curves
 

@@ -14,8 +14,8 @@ from typing import Any
 import wandb
 
 from hqsweep.errors import visible
-from hqsweep.sweep.names import fork_of, id_in
-from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store.names import fork_of, id_in
+from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.track.destination import resolve_mode
 from hqsweep.track.harmless import HarmlessTracker, harmless, one_line
 from hqsweep.track.tables import VERDICT_COLUMNS

@@ -11,10 +11,10 @@ from typing import Any, BinaryIO, Protocol
 
 import torch
 
-from hqsweep.checkpoints.weights_only import Refused, load
+from hqsweep.checkpoints.foreign.weights_only import Refused, load
 from hqsweep.checkpoints.whole import sync_folder
-from hqsweep.dist.agreed import by_first, gathered, rank_in, together
 from hqsweep.errors import Damaged
+from hqsweep.parallel.wire.all_or_none import by_first, gathered, rank_in, together
 from hqsweep.train.record import (
     ANOTHER_FILE,
     Mark,
@@ -108,7 +108,7 @@ def save_checkpoint(
 
 def _save_folder(trainer: Resumable, folder: Path, record: Record) -> None:
     """Write a rank's part, and tell the others the hash of what the disk gives back of it."""
-    from hqsweep.checkpoints.sharded import save_sharded  # torch's part of it takes a while to import
+    from hqsweep.checkpoints.sharded.sharded import save_sharded  # torch's part of it takes a while to import
 
     target = folder / record.file
     by_first(lambda: discard(target))
@@ -192,7 +192,7 @@ def go_on_from(trainer: Resumable, path: Path) -> None:
     """Continue from a checkpoint; from a folder, any number of ranks together. Raises NotAsWritten for a file that is
     not as it was written; a folder must have been compared with its record before."""
     if path.is_dir():
-        from hqsweep.checkpoints.sharded_load import load_sharded
+        from hqsweep.checkpoints.sharded.sharded_load import load_sharded
 
         trainer.load_position(load_sharded(trainer.model, trainer.optimizer, path))
     else:

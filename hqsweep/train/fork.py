@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hqsweep.dist.local import is_spread, local, note_update, spread_out, write_held
 from hqsweep.formats import RngKey
-from hqsweep.nn.grouped_linear import link_held
-from hqsweep.nn.module import quantized_modules
+from hqsweep.nn.core.module import quantized_modules
+from hqsweep.nn.experts.grouped_linear import link_held
 from hqsweep.optim import MASTER, FusedAdam
 from hqsweep.optim.adam import OWN_MASTERS
+from hqsweep.parallel.wire.local import is_spread, local, note_update, spread_out, write_held
 from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.recipe.sections import slots
 from hqsweep.train.keyed import keyed_seed
@@ -55,7 +55,7 @@ def start_from(model: nn.Module, optimizer: FusedAdam, state: Mapping[str, Any])
 def start_from_folder(model: nn.Module, optimizer: FusedAdam, folder: Path) -> dict[str, Any]:
     """start_from for a folder that the ranks of a Trainer have written, on any number of ranks; all call it. Returns
     what the folder has beside model and optimizer."""
-    from hqsweep.checkpoints.sharded_load import encode_again, load_but_codes
+    from hqsweep.checkpoints.sharded.sharded_load import encode_again, load_but_codes
 
     keys = _keys(model)
     position, held = load_but_codes(model, optimizer, folder)
@@ -73,7 +73,7 @@ def start_from_folder(model: nn.Module, optimizer: FusedAdam, folder: Path) -> d
 def take_parts(model: nn.Module, optimizer: FusedAdam, whole: nn.Module, whole_optimizer: FusedAdam) -> None:
     """Give a model over ranks, and its optimizer, their parts of the same model's state, which each rank has whole; all
     call it."""
-    from hqsweep.checkpoints.sharded_state import buffers_of, parameters_of
+    from hqsweep.checkpoints.sharded.sharded_state import buffers_of, parameters_of
 
     weights, buffers = parameters_of(whole), buffers_of(whole)
     for name, buffer in buffers_of(model).items():

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.grad_mode import set_multithreading_enabled
 
-from hqsweep.dist.peers import one_program
+from hqsweep.parallel.wire.p2p_copy import one_program
 
 _FAILED: list[torch.cuda.CUDAGraph] = []
 """The captures that failed, to which torch's allocators still refer."""

@@ -14,22 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hqsweep.checkpoints.checkpoint import Checkpoint
-from hqsweep.checkpoints.load import Loaded, load_checkpoint
+from hqsweep.checkpoints.foreign.checkpoint import Checkpoint
+from hqsweep.checkpoints.foreign.load import Loaded, load_checkpoint
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.parallel import ParallelConfig
 from hqsweep.errors import UserError
 from hqsweep.nn import Probe, quantization, set_recipe
-from hqsweep.nn.context import unwritten
-from hqsweep.nn.grouped_linear import share_amaxes
-from hqsweep.nn.moe import check_room
-from hqsweep.nn.offload import ActivationOffload
-from hqsweep.nn.saved import SavedBytes
-from hqsweep.ops.nonfinite import counted
+from hqsweep.nn.core.context import unwritten
+from hqsweep.nn.experts.grouped_linear import share_amaxes
+from hqsweep.nn.experts.moe import check_room
+from hqsweep.nn.layers.offload import ActivationOffload
+from hqsweep.nn.layers.saved_memory import SavedBytes
+from hqsweep.ops.quantize.nonfinite import counted
 from hqsweep.parallel.data import in_order, reshard, shared_out, synchronized, whole
 from hqsweep.parallel.mesh import Ranks
+from hqsweep.parallel.parallelize import spread, spread_layers
 from hqsweep.parallel.samples import captured_of_all, rows_of_all
-from hqsweep.parallel.spread import spread, spread_layers
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.stages import Stage, stages
 from hqsweep.train.adapter import Balance, Losses

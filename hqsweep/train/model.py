@@ -16,22 +16,22 @@ from torch import Tensor, nn
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.model import ModelConfig, expert_width, ffn_width, has_experts
 from hqsweep.config.train import Recompute
-from hqsweep.dist.local import local, whole_tensor
 from hqsweep.nn import quantization, quantized_model_init
-from hqsweep.nn.embedding import embedding, split_embedding
-from hqsweep.nn.grouped_linear import GroupedLinear
-from hqsweep.nn.layer_stack import through
-from hqsweep.nn.linear import Linear
-from hqsweep.nn.linear_loss import forms_loss, linear_cross_entropy, vocabulary_group
-from hqsweep.nn.moe import LayerNormMoE, MoELayer
-from hqsweep.nn.norm import Norm
-from hqsweep.nn.options import MoELayerOptions, TransformerOptions
-from hqsweep.nn.recipe_argument import module_quantizers
-from hqsweep.nn.saved import saved_input_bytes
-from hqsweep.nn.tensor_parallel import whole_features
-from hqsweep.nn.transformer_layer import TransformerLayer
-from hqsweep.nn.vocabulary import cross_entropy
-from hqsweep.nn.weight import QuantizedWeight
+from hqsweep.nn.core.options import MoELayerOptions, TransformerOptions
+from hqsweep.nn.core.recipe_argument import module_quantizers
+from hqsweep.nn.experts.grouped_linear import GroupedLinear
+from hqsweep.nn.experts.moe import LayerNormMoE, MoELayer
+from hqsweep.nn.layers.embedding import embedding, split_embedding
+from hqsweep.nn.layers.layer_stack import through
+from hqsweep.nn.layers.norm import Norm
+from hqsweep.nn.layers.saved_memory import saved_input_bytes
+from hqsweep.nn.layers.transformer_layer import TransformerLayer
+from hqsweep.nn.layers.weight import QuantizedWeight
+from hqsweep.nn.linear.linear import Linear
+from hqsweep.nn.linear.linear_loss import forms_loss, linear_cross_entropy, vocabulary_group
+from hqsweep.nn.linear.vocabulary import cross_entropy
+from hqsweep.parallel.overlap.shared_linear import whole_features
+from hqsweep.parallel.wire.local import local, whole_tensor
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import HEAD

@@ -1,6 +1,6 @@
 """Nonfinite: how often, and since which step, the slots of a training have met NaN and inf.
 
-Kernels note what they see (ops/nonfinite.py). The end of each step adds that up on the device, in a CUDA graph too, so
+Kernels note what they see (nonfinite.py). The end of each step adds that up on the device, in a CUDA graph too, so
 that nothing waits; steps that log read the sums. A count is one of steps: microbatches and recomputation count once,
 and of several ranks the one with the most decides.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hqsweep.ops.nonfinite import CAPACITY, WORDS, Seen, entries, format_at, seen_at, table_of
+from hqsweep.ops.quantize.nonfinite import CAPACITY, WORDS, Seen, entries, format_at, seen_at, table_of
 from hqsweep.parallel.mesh import Ranks
 
 MOST_ROWS = 16

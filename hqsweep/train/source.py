@@ -5,9 +5,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Protocol
 
-from hqsweep.checkpoints.checkpoint import Checkpoint
-from hqsweep.checkpoints.inspect import inspect_checkpoint
-from hqsweep.checkpoints.load import Loaded
+from hqsweep.checkpoints.foreign.checkpoint import Checkpoint
+from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
+from hqsweep.checkpoints.foreign.load import Loaded
 from hqsweep.config.fork import ForkConfig
 from hqsweep.errors import UserError
 

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from hqsweep.config.train import TrainConfig
-from hqsweep.dist.fsdp import drop_pass
-from hqsweep.dist.local import local, note_update
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
-from hqsweep.nn.module import quantized_modules
-from hqsweep.nn.probe import Probe
-from hqsweep.nn.workspace import WeightWorkspace
+from hqsweep.nn.core.module import quantized_modules
+from hqsweep.nn.core.probe import Probe
+from hqsweep.nn.core.workspace import WeightWorkspace
 from hqsweep.ops.addresses import key_tables
+from hqsweep.parallel.fsdp.fsdp_state import drop_pass
+from hqsweep.parallel.wire.local import local, note_update
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.train.graph import GraphPool

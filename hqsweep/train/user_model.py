@@ -15,12 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from hqsweep.checkpoints.load import load_checkpoint
-from hqsweep.checkpoints.user_model import check_same, weights_of
+from hqsweep.checkpoints.foreign.load import load_checkpoint
+from hqsweep.checkpoints.foreign.user_model import check_same, weights_of
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.user_model import FactoryModelConfig, HFModelConfig, UserModel
-from hqsweep.dist.agreed import rank_in
-from hqsweep.dist.local import whole_tensor
 from hqsweep.errors import UserError
 from hqsweep.models.build import build, check_ranks, check_recompute, vocab_fault
 from hqsweep.models.causal import check_causal
@@ -32,10 +30,12 @@ from hqsweep.models.held import held_parts, is_quantized
 from hqsweep.models.hf import load_model
 from hqsweep.models.hf_config import HFConfig, read_hf_config
 from hqsweep.models.losses import is_hugging_face, model_loss
-from hqsweep.nn.context import quantization
-from hqsweep.nn.linear import LinearBase
-from hqsweep.nn.parameter import quantized_model_init
-from hqsweep.nn.saved import input_bytes
+from hqsweep.nn.core.context import quantization
+from hqsweep.nn.core.parameter import quantized_model_init
+from hqsweep.nn.layers.saved_memory import input_bytes
+from hqsweep.nn.linear.linear import LinearBase
+from hqsweep.parallel.wire.all_or_none import rank_in
+from hqsweep.parallel.wire.local import whole_tensor
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.train.adapter import Balance, Losses, Saving, by_decay
 from hqsweep.train.keyed import keyed_seed

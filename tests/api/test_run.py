@@ -8,8 +8,8 @@ import pytest
 import hqsweep as hq
 from hqsweep.api.run import quoted
 from hqsweep.errors import UserError
-from hqsweep.sweep import launch
-from hqsweep.sweep.words import read
+from hqsweep.sweep.engine import launch
+from hqsweep.sweep.grid.run_words import read
 
 TINY = [
     "data=markov", "data.markov.length=4096", "model.dim=32", "model.layers=1", "model.heads=2", "train.steps=4",

@@ -12,7 +12,7 @@ from benchmarks import converted
 from benchmarks.step import Data
 from benchmarks.step_cases import SIZES
 from hqsweep.models import head_loss
-from hqsweep.nn.module import quantized_modules
+from hqsweep.nn.core.module import quantized_modules
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ from benchmarks.ranks import SIZES
 from benchmarks.rows import markdown
 from hqsweep.config.job import parse
 from hqsweep.config.model import ffn_width
-from hqsweep.dist.fsdp import groups_of
-from hqsweep.dist.spawn import spawn_ranks
-from hqsweep.dist.unit_comms import GATHERS, SUMS
-from hqsweep.nn.linear_loss import CHUNK_BYTES
+from hqsweep.nn.linear.linear_loss import CHUNK_BYTES
 from hqsweep.parallel.data import units
+from hqsweep.parallel.fsdp.fsdp_state import groups_of
+from hqsweep.parallel.fsdp.unit_comms import GATHERS, SUMS
 from hqsweep.parallel.mesh import Ranks, build_mesh
+from hqsweep.parallel.wire.spawn import spawn_ranks
 from hqsweep.train import data
 from hqsweep.train.loop import Trainer
 

@@ -5,7 +5,7 @@ import json
 
 from benchmarks import scale
 from benchmarks.rows import ROOT
-from hqsweep.report.compare import compare
+from hqsweep.report.compare.compare import compare
 
 PUBLISHED = ROOT / "reports/benchmarks/scale.jsonl"
 

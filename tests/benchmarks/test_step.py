@@ -10,7 +10,7 @@ from benchmarks.plain_gpt import PlainGPT
 from benchmarks.step_floors import Rates, Size, elementwise_bytes, floor_rows, quantize_bytes
 from benchmarks.step_rates import products_ms
 from hqsweep.config.model import ModelConfig
-from hqsweep.sweep.compose import Composer
+from hqsweep.sweep.grid.compose import Composer
 
 TINY = {
     "S": Size(model=ModelConfig(dim=64, layers=2, heads=2), batch=2, context=32, vocabulary=96, turn=1),

@@ -17,8 +17,8 @@ from test_torch_file import Code
 from tiny_models import equal, tiny, trained
 from torch import Tensor
 
-from hqsweep.checkpoints.inspect import inspect_checkpoint
-from hqsweep.checkpoints.load import check_fits, load_checkpoint
+from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
+from hqsweep.checkpoints.foreign.load import check_fits, load_checkpoint
 from hqsweep.errors import UserError
 
 

@@ -9,10 +9,10 @@ from test_dcp import Code, change_metadata
 from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from hqsweep.checkpoints.inspect import inspect_checkpoint
-from hqsweep.checkpoints.load import load_checkpoint
-from hqsweep.checkpoints.sharded import save_sharded, save_sharded_async
-from hqsweep.checkpoints.sharded_load import load_sharded
+from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
+from hqsweep.checkpoints.foreign.load import load_checkpoint
+from hqsweep.checkpoints.sharded.sharded import save_sharded, save_sharded_async
+from hqsweep.checkpoints.sharded.sharded_load import load_sharded
 from hqsweep.errors import UserError
 
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from tiny_models import equal, tiny
 from torch import nn
 
-from hqsweep.checkpoints.load import load_checkpoint
+from hqsweep.checkpoints.foreign.load import load_checkpoint
 from hqsweep.checkpoints.save import save_model
 from hqsweep.errors import UserError
 from hqsweep.models.convert import convert, revert

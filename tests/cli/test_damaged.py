@@ -13,12 +13,11 @@ from typer.testing import CliRunner, Result
 
 from hqsweep.cli.main import app
 from hqsweep.errors import Damaged
-from hqsweep.report.arms import Comparison
-from hqsweep.report.compare import compare
-from hqsweep.report.left_out import exit_code
-from hqsweep.sweep import seal, sweep_file
-from hqsweep.sweep.run_dir import RunDir
-from hqsweep.sweep.store import RunStore
+from hqsweep.report.compare.arms import Comparison
+from hqsweep.report.compare.compare import compare
+from hqsweep.report.compare.left_out import exit_code
+from hqsweep.sweep.store.run_dir import RunDir
+from hqsweep.sweep.store.store import RunStore, seal, sweep_file
 from tests.report.conftest import FakeRun, three_arms, write_sweep
 
 

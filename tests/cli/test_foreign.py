@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from hqsweep import cli
 from hqsweep.cli.main import app
 from hqsweep.config.job import parse
-from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.store.store import RunStore
 
 TINY = [
     "data=markov", "data.markov.length=4096", "model.dim=32", "model.layers=1", "model.heads=2", "train.steps=2",

@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hqsweep.cli.main import app
-from hqsweep.sweep import launch
-from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.engine import launch
+from hqsweep.sweep.store.store import RunStore
 
 GROW = [
     "run", "conf=convergence", "data=markov", "data.markov.length=4096", "model.dim=32", "model.layers=1",

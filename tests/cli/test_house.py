@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hqsweep.cli.main import app
-from hqsweep.sweep import launch
-from hqsweep.sweep.run_dir import RunDir
-from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.engine import launch
+from hqsweep.sweep.store.run_dir import RunDir
+from hqsweep.sweep.store.store import RunStore
 
 WORDS = ["recipe=bf16,mxfp8", "seed=0,1"]
 STORE = RunStore(Path("runs"))

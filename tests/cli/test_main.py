@@ -12,9 +12,9 @@ from typer.testing import CliRunner, Result
 from hqsweep import __version__
 from hqsweep.api.finish import after_failures
 from hqsweep.cli.main import app
-from hqsweep.sweep import launch
-from hqsweep.sweep.run_dir import RunDir
-from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.engine import launch
+from hqsweep.sweep.store.run_dir import RunDir
+from hqsweep.sweep.store.store import RunStore
 
 TINY = [
     "conf=convergence", "data=markov", "data.markov.length=4096", "model.dim=32", "model.layers=1", "model.heads=2",

@@ -9,8 +9,8 @@ from typer.testing import CliRunner, Result
 from hqsweep.cli.main import app
 from hqsweep.study import forecast
 from hqsweep.study.noise import parameters
-from hqsweep.sweep import launch
-from hqsweep.sweep.files import encode_rows
+from hqsweep.sweep.engine import launch
+from hqsweep.sweep.store.files import encode_rows
 
 WORDS = ["conf=convergence", "recipe=bf16,mxfp8", "null_arm=true", "track=none"]
 

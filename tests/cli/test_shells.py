@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hqsweep.cli.main import app
-from hqsweep.sweep import launch
-from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.engine import launch
+from hqsweep.sweep.store.store import RunStore
 
 TYPED = {
     # before TAB -> after it; "Z" is typed afterwards, so that a space, or none, shows

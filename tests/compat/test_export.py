@@ -13,7 +13,7 @@ from hqsweep.formats import RngKey
 from hqsweep.formats.inputs import draw
 from hqsweep.recipe import CustomRecipe, QuantizerRole, parse_recipe
 from hqsweep.recipe.roles import module_roles
-from hqsweep.sweep.compose import known_recipes, load_recipe
+from hqsweep.sweep.grid.compose import known_recipes, load_recipe
 
 NOT_THERE = {"mxfp4", "mxfp4_floor", "mxfp6_e2m3", "mxfp6_e3m2", "nvfp4_tensor"}
 """Packaged recipes with a format that TransformerEngine has not, or not under a name of d0067d0."""

@@ -18,7 +18,7 @@ from hqsweep.nn import (
     quantization,
     quantized_model_init,
 )
-from hqsweep.nn.options import AttentionOptions
+from hqsweep.nn.core.options import AttentionOptions
 from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.recipe import Recipe
 

@@ -14,7 +14,7 @@ from hqsweep.nn import Linear, quantization
 from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import QuantizerRole, parse_recipe
 from hqsweep.recipe.roles import module_roles
-from hqsweep.sweep.compose import load_recipe
+from hqsweep.sweep.grid.compose import load_recipe
 
 TWINS = {"high_precision": "bf16"}
 """Factory -> the recipe whose name it has not."""

@@ -10,7 +10,7 @@ from hqsweep.config.data import TOKENS_VOCAB
 from hqsweep.config.errors import leaves, sections
 from hqsweep.config.job import ConvergenceConfig, ParityConfig, parse
 from hqsweep.errors import UserError
-from hqsweep.sweep.compose import expand
+from hqsweep.sweep.grid.compose import expand
 
 # TransformerEngine's factory of the same name (high_precision is bf16), as its documentation states it: input, weight,
 # grad_output of linears, each ROW|COL@SOURCE. RHT acts columnwise only. Below the line: hqsweep's own.

@@ -6,7 +6,7 @@ from hqsweep.config.engine import gpus_asked
 from hqsweep.config.keys import Training
 from hqsweep.config.parallel import ParallelConfig
 from hqsweep.errors import UserError
-from hqsweep.sweep.names import ONE_RANK
+from hqsweep.sweep.store.names import ONE_RANK
 
 RECIPE = {"name": "bf16", "gemm": "exact", "schedule": []}
 

@@ -7,7 +7,7 @@ from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
 from hqsweep.recipe.schedule import parse_recipe
 from hqsweep.recipe.sectioned import Recipe
-from hqsweep.sweep.launch import plan
+from hqsweep.sweep.engine.launch import plan
 
 WORDS = ["conf=convergence", "track=none", "recipe=mxfp8", "model.layers=1", "model.dim=32", "model.heads=2"]
 WORDS += ["train.steps=1", "train.batch=2", "train.context=32", "train.eval_batches=1"]

@@ -11,7 +11,7 @@ from cases import PACKAGED
 from hqsweep.config import recipe_files
 from hqsweep.config.recipe_files import known_names, packaged_names, read_recipe, recipe_file
 from hqsweep.errors import UserError
-from hqsweep.sweep.compose import Composer, load_recipe
+from hqsweep.sweep.grid.compose import Composer, load_recipe
 
 FILES = {
     "conf/recipe/nvfp4.yaml": "name: own\nlinear: mxfp4\n",

@@ -51,7 +51,7 @@ def test_what_is_right_or_no_quantizer_passes(value):
 
 def test_nothing_of_it_imports_torch():
     code = (
-        "import sys\nfrom hqsweep.sweep.words import read\nfrom hqsweep.errors import UserError\n"
+        "import sys\nfrom hqsweep.sweep.grid.run_words import read\nfrom hqsweep.errors import UserError\n"
         "for words in (['recipe.linear.input=mxfp9'], ['recipe=mxfp8', 'recipe.linear.input.rowwise=mxfp9']):\n"
         "    try:\n        read(['conf=quickstart', *words])\n"
         "    except UserError as error:\n        print(error)\n"
@@ -138,7 +138,7 @@ def test_what_the_model_has_to_be_known_for_is_left_to_the_check_of_the_model(mo
 
 def test_a_wrong_pair_is_told_without_torch():
     code = (
-        "import sys\nfrom hqsweep.sweep.words import read\nfrom hqsweep.errors import UserError\n"
+        "import sys\nfrom hqsweep.sweep.grid.run_words import read\nfrom hqsweep.errors import UserError\n"
         "for words in (['recipe=mxfp8', 'recipe.linear.weight=nvfp4'], ['recipe.linear=mxfp8|nvfp4']):\n"
         "    try:\n        read(['conf=convergence', 'recipe.gemm=strict', *words])\n"
         "    except UserError as error:\n        print(error)\n"

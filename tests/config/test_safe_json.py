@@ -14,9 +14,9 @@ from hqsweep.config.safe_json import MAX_DEPTH, loads
 from hqsweep.errors import UserError
 
 OWN = {
-    "cli/output.py", "config/safe_json.py", "report/compare.py", "report/gemm_plans.py", "sweep/handover.py",
-    "sweep/nodes.py", "shards/tokenizer.py", "sweep/files.py", "shards/documents.py", "sweep/seen_data.py",
-    "report/notes.py", "report/identical.py",
+    "cli/output.py", "config/safe_json.py", "shards/tokenizer.py", "shards/documents.py",
+    "report/compare/compare.py", "report/compare/identical.py", "report/compare/notes.py", "report/pages/gemm_plans.py",
+    "sweep/engine/handover.py", "sweep/engine/nodes.py", "sweep/store/files.py", "sweep/store/seen_data.py",
 }  # fmt: skip
 """What reads JSON of this process, of its workers or of a library; and the readers of rows, of which there are many."""
 

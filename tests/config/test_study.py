@@ -4,11 +4,10 @@ import pytest
 
 from hqsweep.config.study import StudyConfig, parse_margin, parse_study
 from hqsweep.errors import UserError
-from hqsweep.sweep import sweep_file
-from hqsweep.sweep.compose import expand
-from hqsweep.sweep.launch import plan
-from hqsweep.sweep.overrides import STUDY_KEYS
-from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.engine.launch import plan
+from hqsweep.sweep.grid.compose import expand
+from hqsweep.sweep.grid.overrides import STUDY_KEYS
+from hqsweep.sweep.store.store import RunStore, sweep_file
 
 
 @pytest.mark.parametrize("margin", [0.25, "0.25", "0.25%"])

@@ -11,7 +11,7 @@ from hqsweep.config.keys import check_keys
 from hqsweep.config.model import ModelConfig
 from hqsweep.config.user_model import FactoryModelConfig, HFModelConfig
 from hqsweep.errors import UserError
-from hqsweep.sweep.compose import expand
+from hqsweep.sweep.grid.compose import expand
 
 
 def config(model: object) -> dict:

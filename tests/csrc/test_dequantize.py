@@ -5,7 +5,7 @@ import torch
 from cases import KERNELS
 
 from hqsweep.formats import parse
-from hqsweep.ops.quantize import dequantize, exact_operand_of
+from hqsweep.ops.quantize.quantize import dequantize, exact_operand_of
 
 SHAPES = ((1, 16), (3, 48), (17, 272), (130, 2064))
 ODD_SHAPES = ((1, 1), (5, 7), (129, 131))

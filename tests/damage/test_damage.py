@@ -22,10 +22,10 @@ from hqsweep import worker
 from hqsweep.cli.main import app
 from hqsweep.errors import Damaged
 from hqsweep.jobs.isolation import isolated
-from hqsweep.sweep import launch
-from hqsweep.sweep.local import Limits, run_local
+from hqsweep.sweep.engine import launch
+from hqsweep.sweep.engine.local import Limits, run_local
 from hqsweep.sweep.progress import PlainDisplay
-from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.track.rows import RowSink
 
 pytestmark = pytest.mark.slow
@@ -270,7 +270,9 @@ def end_of(run: RunDir) -> str | None:
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_damage_is_believed(part: int, origin: Origin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hqsweep.report.compare.write", lambda comparison, out: out / "report.html")  # has own tests
+    monkeypatch.setattr(
+        "hqsweep.report.compare.compare.write", lambda comparison, out: out / "report.html"
+    )  # has own tests
     monkeypatch.setattr("hqsweep.study.noise.record", lambda *_: None)
     oracle, faults, damaged = Oracle(origin), [], {}
     plans = {name: launch.plan(words(name)) for name in STATES}

@@ -32,8 +32,8 @@ from hqsweep.formats.hadamard import SIGNS
 from hqsweep.formats.random import philox
 from hqsweep.formats.stochastic import stochastic_e2m1
 from hqsweep.formats.tiles import FLT_MAX, fp8_scale
-from hqsweep.ops.dequantize import dequantize
-from hqsweep.ops.quantize import quantize
+from hqsweep.ops.quantize.dequantize import dequantize
+from hqsweep.ops.quantize.quantize import quantize
 
 LOW_WORD = 0xFFFFFFFF
 

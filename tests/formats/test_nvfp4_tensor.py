@@ -8,7 +8,7 @@ import torch
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import DISTRIBUTIONS, draw
-from hqsweep.ops.quantize import Target, quantize
+from hqsweep.ops.quantize.quantize import Target, quantize
 
 SHAPE = (48, 80)
 

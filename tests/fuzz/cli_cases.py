@@ -11,7 +11,7 @@ from hqsweep.config.errors import leaves
 from hqsweep.config.job import config_class
 from hqsweep.config.jobs import JOBS
 from hqsweep.formats import FORMATS, options
-from hqsweep.sweep.compose import known_confs, known_recipes
+from hqsweep.sweep.grid.compose import known_confs, known_recipes
 
 CONFS = [
     *known_confs(),

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from hqsweep.cli.main import app
-from hqsweep.sweep import launch
-from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.engine import launch
+from hqsweep.sweep.store.store import RunStore
 
 CASES = int(os.environ.get("HQSWEEP_FUZZ", 200))
 FIRST = int(os.environ.get("HQSWEEP_FUZZ_SEED", 0))

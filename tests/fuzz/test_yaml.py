@@ -8,7 +8,7 @@ import yaml
 
 from hqsweep.config.safe_yaml import LOADER, parse_yaml
 from hqsweep.errors import UserError
-from hqsweep.sweep.compose import expand
+from hqsweep.sweep.grid.compose import expand
 
 SEEDS = [
     "defaults: [convergence, {override recipe: mxfp8}, _self_]\nseed: 3\ntrain: {steps: 7, lr: 1e-3}\n",

@@ -20,7 +20,7 @@ from hqsweep.gemm.grouped import (
 )
 from hqsweep.gemm.native import capability_of
 from hqsweep.gemm.plan import GroupGemm, gemm_plan
-from hqsweep.ops.splits import Splits
+from hqsweep.ops.members.splits import Splits
 from hqsweep.quant import HybridQuantizer
 from hqsweep.quant.group import quantize_group
 

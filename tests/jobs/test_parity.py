@@ -11,12 +11,13 @@ from hqsweep.jobs.parity import job as parity
 from hqsweep.jobs.parity import training as parity_training
 from hqsweep.jobs.parity.compare_bytes import row
 from hqsweep.jobs.sink import ListSink
-from hqsweep.nn import LayerNormMoE, linear_call
-from hqsweep.nn import call as call_module
-from hqsweep.ops import operators
+from hqsweep.nn import LayerNormMoE
+from hqsweep.nn.core import call as call_module
+from hqsweep.nn.linear import linear_call
+from hqsweep.ops.quantize import operators
 from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
 from hqsweep.recipe import LinearQuantizers, parse_recipe
-from hqsweep.sweep.compose import load_recipe
+from hqsweep.sweep.grid.compose import load_recipe
 
 pytestmark = pytest.mark.slow
 

@@ -7,11 +7,11 @@ import torch
 from parity_ranks import DAMAGES, checked
 
 from hqsweep.config.job import parse
-from hqsweep.dist.spawn import stream_ranks
 from hqsweep.errors import UserError
 from hqsweep.jobs.parity import job as parity
 from hqsweep.jobs.parity import rank_cases, rank_layers, rank_sums, ranks
 from hqsweep.jobs.sink import ListSink
+from hqsweep.parallel.wire.spawn import stream_ranks
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo"),

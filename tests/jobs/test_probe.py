@@ -22,7 +22,7 @@ from hqsweep.nn import set_recipe
 from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import parse_recipe
 from hqsweep.recipe.validate import linear_module, validate
-from hqsweep.report.probe import how_to_use
+from hqsweep.report.pages.probe import how_to_use
 from hqsweep.train.model import GPT
 
 

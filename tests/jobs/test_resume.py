@@ -15,9 +15,9 @@ import pytest
 
 from hqsweep import worker
 from hqsweep.config.job import parse
-from hqsweep.sweep.launch import result
-from hqsweep.sweep.run_dir import RunDir
-from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.engine.launch import result
+from hqsweep.sweep.store.run_dir import RunDir
+from hqsweep.sweep.store.store import RunStore
 from hqsweep.train.loop import Trainer
 from hqsweep.train.record import checkpoints
 

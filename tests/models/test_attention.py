@@ -12,7 +12,7 @@ from hqsweep.formats.inputs import draw
 from hqsweep.models.attention import AttentionPart, Scores
 from hqsweep.models.convert import gemm_modules_of
 from hqsweep.nn import DotProductAttention, quantization, set_recipe
-from hqsweep.nn.module import quantized_modules
+from hqsweep.nn.core.module import quantized_modules
 from hqsweep.recipe import Recipe
 from tests.models.tiny import equal, furthest, step, tiny, tokens
 

@@ -13,7 +13,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.models.linear import ConvertedLinear
 from hqsweep.nn import Linear, autocast, quantization, set_recipe
-from hqsweep.nn.module import quantized_modules
+from hqsweep.nn.core.module import quantized_modules
 from hqsweep.recipe import Recipe
 
 RECIPES = (

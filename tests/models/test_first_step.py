@@ -46,7 +46,7 @@ def test_they_are_named_after_the_first_backward_pass_and_never_again(model):
         model(torch.randn(4, 32))  # an evaluation is no step
     (text,) = step(model)
     assert "2 of 3 converted modules" in text and "branch, head" in text
-    assert step(model) == [] and not any(part in _WAITING for part in hqsweep.nn.module.quantized_modules(model))
+    assert step(model) == [] and not any(part in _WAITING for part in hqsweep.nn.core.module.quantized_modules(model))
 
 
 def test_nothing_is_said_where_all_computed(model):

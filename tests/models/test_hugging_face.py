@@ -11,7 +11,7 @@ from torch import nn
 import hqsweep
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, Probe, quantization
-from hqsweep.nn.module import quantized_modules
+from hqsweep.nn.core.module import quantized_modules
 
 pytest.importorskip("transformers")
 

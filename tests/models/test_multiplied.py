@@ -7,7 +7,7 @@ from torch import nn
 import hqsweep
 from hqsweep.models.multiplied import experts_per_row, multiply_adds
 from hqsweep.nn import Linear
-from hqsweep.nn.module import set_recipe
+from hqsweep.nn.core.module import set_recipe
 from hqsweep.recipe.sectioned import Recipe
 from tests.models.tiny import tiny
 

@@ -12,9 +12,9 @@ from hqsweep.config.job import parse
 from hqsweep.errors import UserError
 from hqsweep.jobs.parity.rank_operands import reading
 from hqsweep.nn import Linear, autocast, quantization, quantized_model_init, set_recipe
-from hqsweep.nn.module import quantized_modules
+from hqsweep.nn.core.module import quantized_modules
 from hqsweep.quant import HybridQuantizedTensor
-from hqsweep.sweep.compose import expand
+from hqsweep.sweep.grid.compose import expand
 from hqsweep.train.model import build_model
 from hqsweep.train.user_model import convert_for_training
 from tests.models.tiny import equal, step, tiny

@@ -8,7 +8,7 @@ from torch.nn.utils import parametrizations
 import hqsweep
 from hqsweep.errors import UserError
 from hqsweep.models.linear import ConvertedLinear
-from hqsweep.nn.module import quantized_modules
+from hqsweep.nn.core.module import quantized_modules
 
 
 class Router(nn.Linear):

@@ -7,8 +7,8 @@ from peft import LoraConfig, get_peft_model
 
 import hqsweep
 from hqsweep.nn import quantization
-from hqsweep.nn.module import quantized_modules
-from hqsweep.nn.probe import Probe
+from hqsweep.nn.core.module import quantized_modules
+from hqsweep.nn.core.probe import Probe
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
 

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hqsweep.formats.hadamard import hadamard
-from hqsweep.nn.activation import ACTIVATIONS
-from hqsweep.nn.norm import EPSILON
-from hqsweep.ops import operators
-from hqsweep.ops.kernels import NO_KEY
+from hqsweep.nn.layers.norm import EPSILON
+from hqsweep.nn.linear.activation import ACTIVATIONS
+from hqsweep.ops.quantize import operators
+from hqsweep.ops.quantize.kernels import NO_KEY
 
 
 def activation(

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hqsweep.nn import GroupedLinear, Linear, linear_cross_entropy, quantization
-from hqsweep.nn.options import GroupedLinearOptions, LinearOptions
+from hqsweep.nn.core.options import GroupedLinearOptions, LinearOptions
 
 X = torch.arange(8.0 * 32).sin().view(8, 32)
 

@@ -20,7 +20,8 @@ from hqsweep.formats.inputs import draw
 from hqsweep.gemm import native
 from hqsweep.gemm.exact import mm_t
 from hqsweep.gemm.native import mm_t_native
-from hqsweep.nn import Linear, linear_call
+from hqsweep.nn import Linear
+from hqsweep.nn.linear import linear_call
 from hqsweep.quant import HybridQuantizer, Operand
 from hqsweep.recipe import LinearQuantizers
 

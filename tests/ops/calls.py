@@ -1,8 +1,8 @@
 """quantize and find_amax with the options of each direction by name, as tests over both directions build them."""
 
-from hqsweep.ops import amax
-from hqsweep.ops import quantize as module
-from hqsweep.ops.request import Target
+from hqsweep.ops.quantize import amax
+from hqsweep.ops.quantize import quantize as module
+from hqsweep.ops.quantize.request import Target
 
 DIRECTIONS = ("rowwise", "columnwise")
 

@@ -7,7 +7,7 @@ from calls import find_amax, quantize
 from hqsweep.errors import UserError
 from hqsweep.formats import parse
 from hqsweep.formats.inputs import DISTRIBUTIONS, draw
-from hqsweep.ops.dequantize import dequantize
+from hqsweep.ops.quantize.dequantize import dequantize
 
 PAIRS = [
     ("fp8_delayed", "fp8_delayed", "original"),

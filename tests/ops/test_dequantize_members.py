@@ -5,12 +5,12 @@ import torch
 
 from hqsweep.formats import parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.dequantize import dequantize, dequantize_members
-from hqsweep.ops.layout import GroupLayout
-from hqsweep.ops.packed import member_buffers
-from hqsweep.ops.quantize import quantize
-from hqsweep.ops.request import Target
-from hqsweep.ops.splits import Splits
+from hqsweep.ops.members.layout import GroupLayout
+from hqsweep.ops.members.packed import member_buffers
+from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.quantize.dequantize import dequantize, dequantize_members
+from hqsweep.ops.quantize.quantize import quantize
+from hqsweep.ops.quantize.request import Target
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 

@@ -8,7 +8,7 @@ from cases import KERNEL_PAIRS, KERNELS, PLAIN, REPRESENTATIVE
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.splits import Splits
+from hqsweep.ops.members.splits import Splits
 
 SIXTEENS = (0, 128, 48, 0, 16, 160, 256, 0)
 ANY = (37, 0, 1, 128, 131, 300)
@@ -53,7 +53,9 @@ def tensors_of(result) -> dict[str, torch.Tensor]:
 
 def at_once(x, splits, case, monkeypatch, **options):
     """The same from one call, which must not fall back on calls for each expert."""
-    monkeypatch.setattr("hqsweep.ops.quantize.of_member", lambda *_, **__: pytest.fail("a call for one expert"))
+    monkeypatch.setattr(
+        "hqsweep.ops.quantize.quantize.of_member", lambda *_, **__: pytest.fail("a call for one expert")
+    )
     own = {f"{d}_key": keys(splits.count, d) for d in ("rowwise", "columnwise")}
     operands = quantize(x, splits=splits, **formats_of(case), **own, **options)
     monkeypatch.undo()

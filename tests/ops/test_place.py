@@ -4,15 +4,15 @@ import pytest
 import torch
 from cases import RANDOM, STOCHASTIC_PAIRS
 
-from hqsweep.dist.exchange import Area
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.amax import Search, find_amax
-from hqsweep.ops.quantize import quantize
-from hqsweep.ops.request import Target
-from hqsweep.quant.areas import operand_of_area
+from hqsweep.ops.quantize.amax import Search, find_amax
+from hqsweep.ops.quantize.quantize import quantize
+from hqsweep.ops.quantize.request import Target
+from hqsweep.parallel.shards.shard_areas import operand_of_area
+from hqsweep.parallel.shards.shard_place import Place
+from hqsweep.parallel.wire.exchange import Area
 from hqsweep.quant.operand import Operand
-from hqsweep.quant.place import Place
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 backends = pytest.mark.parametrize("backend", ["reference", "auto"])

@@ -11,13 +11,13 @@ from cases import SOME, STATELESS
 from fsdp2_ranks import differing
 from ranks import run_ranks
 
-from hqsweep.checkpoints.sharded import save_sharded
-from hqsweep.checkpoints.sharded_load import load_sharded
-from hqsweep.checkpoints.sharded_state import delayed_tensors
+from hqsweep.checkpoints.sharded.sharded import save_sharded
+from hqsweep.checkpoints.sharded.sharded_load import load_sharded
+from hqsweep.checkpoints.sharded.sharded_state import delayed_tensors
 from hqsweep.optim import FusedAdam
+from hqsweep.parallel.shards.held_part import hold_part
+from hqsweep.parallel.shards.shard_part import Part
 from hqsweep.quant import HybridQuantizedTensor
-from hqsweep.quant.held_part import hold_part
-from hqsweep.quant.part import Part
 from hqsweep.train.model import GPT
 
 pytestmark = pytest.mark.slow

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from hqsweep.config.parallel import ParallelConfig
-from hqsweep.dist.devices import stand_apart
 from hqsweep.errors import UserError
 from hqsweep.parallel.handshake import Disagreement, agree
 from hqsweep.parallel.mesh import Ranks, build_mesh, check_devices, join
+from hqsweep.parallel.wire.devices import stand_apart
 from tests.ranks import run_ranks
 
 

@@ -5,7 +5,7 @@ import torch
 
 from hqsweep.formats import parse
 from hqsweep.formats.inputs import draw
-from hqsweep.nn.probe import Sample, Tokens, rows_of
+from hqsweep.nn.core.probe import Sample, Tokens, rows_of
 from hqsweep.ops.stats import gather, output_sums
 from hqsweep.parallel.samples import joined
 

@@ -8,7 +8,7 @@ import torch
 from cases import FEW, QUANTIZERS, SOME, first
 from ranks import BACKENDS, run_ranks
 
-from hqsweep.ops.attention import has_cudnn
+from hqsweep.ops.model.attention import has_cudnn
 
 REFUSALS = [
     "l: 97 output features do not divide by tp=2",

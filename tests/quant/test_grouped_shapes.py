@@ -10,7 +10,7 @@ from golden_cases import QUANTIZER_CASES, Arrays, as_matrix, check_encoded, dire
 from shape_groups import KEY, SHAPES, alone, assert_members, group, slot_states, tensors
 
 from hqsweep.formats import Identity
-from hqsweep.ops.shapes import Shapes
+from hqsweep.ops.members.shapes import Shapes
 from hqsweep.quant import GroupedTensor, HybridQuantizer, hybrid
 from hqsweep.quant.group import quantize_group
 from hqsweep.quant.operand import flatten, unflatten
@@ -90,7 +90,7 @@ def test_rows_alone_are_one_call(text, monkeypatch):
     expected, calls = alone(x, quantizer, columnwise=False), []
     for function in ("quantize", "quantize_plain"):
         monkeypatch.setattr(hybrid, function, _counted(getattr(hybrid, function), calls))
-    monkeypatch.setattr("hqsweep.ops.quantize.of_member", lambda *_: pytest.fail("a call for one member"))
+    monkeypatch.setattr("hqsweep.ops.quantize.quantize.of_member", lambda *_: pytest.fail("a call for one member"))
     w = GroupedTensor.quantize(x, quantizer, key=KEY, directions=("rowwise",))
     assert_members(w.rowwise, expected, "rowwise")
     assert len(calls) == 1

@@ -12,7 +12,7 @@ import hqsweep as hq
 from hqsweep.errors import UserError
 from hqsweep.recipe import Recipe, parse_recipe
 from hqsweep.recipe.named import first_stage, meaning
-from hqsweep.sweep.compose import load_recipe
+from hqsweep.sweep.grid.compose import load_recipe
 
 MINE = "defaults: [mxfp8, _self_]\nname: mine\nhead: fp32\n"
 SCHEDULED = "name: later\nlinear: nvfp4\nschedule: [{at: 0.8, fprop: bf16}, {at: 0.9, linear: bf16}]\n"

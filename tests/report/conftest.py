@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import yaml
 
-from hqsweep.sweep import seal, sweep_file
-from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store import seal, sweep_file
+from hqsweep.sweep.store.run_dir import RunDir
 
 STEPS, EVAL_EVERY, VOCAB_ENTROPY = 200, 20, 3.1
 LAYERS = [f"layers.{i}.{part}" for i in range(2) for part in ("attn.qkv", "attn.out", "mlp.up", "mlp.down")]

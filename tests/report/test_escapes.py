@@ -5,9 +5,9 @@ from xml.etree import ElementTree
 
 import pandas as pd
 import pytest
-
-from hqsweep.report.compare import compare, write
 from tests.report.test_html import Tags
+
+from hqsweep.report.compare.compare import compare, write
 
 IMG = '<img src=x onerror="injected=1">'
 ARM, RECIPE = f"{IMG} & 'arm'", f'{IMG}\n| "recipe", `r`'

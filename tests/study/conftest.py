@@ -9,11 +9,11 @@ import pytest
 from hqsweep.config.job import parse
 from hqsweep.study import sequential
 from hqsweep.study.noise import parameters
-from hqsweep.sweep import launch
-from hqsweep.sweep.files import encode_rows
-from hqsweep.sweep.launch import SweepPlan
-from hqsweep.sweep.run_dir import RunDir
-from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.engine import launch
+from hqsweep.sweep.engine.launch import SweepPlan
+from hqsweep.sweep.store.files import encode_rows
+from hqsweep.sweep.store.run_dir import RunDir
+from hqsweep.sweep.store.store import RunStore
 
 TINY = [
     "conf=convergence", "data=markov", "data.markov.length=4096", "model.dim=32", "model.layers=1", "model.heads=2",

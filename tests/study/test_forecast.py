@@ -7,8 +7,8 @@ import pytest
 from hqsweep.errors import Damaged, UserError
 from hqsweep.study import forecast
 from hqsweep.study.forecast import forecasts, not_used, registry
-from hqsweep.sweep import launch
-from hqsweep.sweep.files import encode_rows
+from hqsweep.sweep.engine import launch
+from hqsweep.sweep.store.files import encode_rows
 from hqsweep.verdicts import plan as power
 
 WORDS = ("recipe=bf16,mxfp8,nvfp4", "null_arm=true", "seed=0")

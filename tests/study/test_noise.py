@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from hqsweep.errors import UserError
-from hqsweep.report.compare import compare
+from hqsweep.report.compare.compare import compare
 from hqsweep.study import noise
 from hqsweep.study.forecast import forecasts, pace, registry
-from hqsweep.sweep import launch
-from hqsweep.sweep.files import read_rows
-from hqsweep.sweep.launch import plan
+from hqsweep.sweep.engine import launch
+from hqsweep.sweep.engine.launch import plan
+from hqsweep.sweep.store.files import read_rows
 from hqsweep.train.adapter import DTYPES
 from hqsweep.train.model import GPT
 

@@ -4,7 +4,7 @@ import pytest
 
 from hqsweep.study.forecast import pace
 from hqsweep.study.outlook import Outlook, outlook
-from hqsweep.sweep import launch
+from hqsweep.sweep.engine import launch
 
 WORDS = ("recipe=bf16,mxfp8", "seed=0,1")
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hqsweep.errors import UserError
-from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.store.store import RunStore
 
 GROW = ("recipe=bf16,mxfp8,nvfp4", "null_arm=true", "seeds.until=decided", "seeds.max=8", "margin=1%")
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hqsweep.sweep.names import run_name
-from hqsweep.sweep.run_dir import RunDir
-from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.store.names import run_name
+from hqsweep.sweep.store.run_dir import RunDir
+from hqsweep.sweep.store.store import RunStore
 
 
 def plan(do: str = "quick", seed: int = 0, recipe: str = "mxfp8", **extra: object) -> SimpleNamespace:

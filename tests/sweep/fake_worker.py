@@ -16,13 +16,14 @@ from pathlib import Path
 from rich.console import Console
 
 from hqsweep.errors import EXIT_BUSY
-from hqsweep.sweep import process, slurm_job
-from hqsweep.sweep.handover import serve, stop_with_parent
-from hqsweep.sweep.local import Limits, run_local
-from hqsweep.sweep.locks import RunBusy
+from hqsweep.sweep.engine import process
+from hqsweep.sweep.engine.handover import serve, stop_with_parent
+from hqsweep.sweep.engine.local import Limits, run_local
 from hqsweep.sweep.progress import PlainDisplay
-from hqsweep.sweep.run_dir import RunDir
-from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.slurm import slurm_job
+from hqsweep.sweep.store.locks import RunBusy
+from hqsweep.sweep.store.run_dir import RunDir
+from hqsweep.sweep.store.store import RunStore
 from hqsweep.train.record import Record, write_record
 
 

@@ -21,11 +21,11 @@ from typing import Any
 
 from rich.console import Console
 
-from hqsweep.sweep.local import Limits, run_local
-from hqsweep.sweep.names import run_name
+from hqsweep.sweep.engine.local import Limits, run_local
 from hqsweep.sweep.progress import PlainDisplay
-from hqsweep.sweep.run_dir import RunDir
-from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.store.names import run_name
+from hqsweep.sweep.store.run_dir import RunDir
+from hqsweep.sweep.store.store import RunStore
 
 WORKERS = 2
 VICTIMS = ("worker", "parent", "both")

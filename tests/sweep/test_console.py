@@ -11,7 +11,7 @@ from rich.text import Text
 
 from hqsweep.sweep.console import SafeConsole
 from hqsweep.sweep.progress import LiveDisplay, PlainDisplay
-from hqsweep.sweep.run_dir import PENDING
+from hqsweep.sweep.store.run_dir import PENDING
 
 NASTY = "a\x1b]0;owned\x07b\x1b[2J\x9b31m\u202ec\rd"
 SHOWN = "b\\x1b[2J\\x9b31m\\u202ec"

@@ -9,14 +9,14 @@ import yaml
 from safetensors.torch import load_file
 from tiny_models import equal, tiny
 
-from hqsweep.checkpoints.load import load_checkpoint
+from hqsweep.checkpoints.foreign.load import load_checkpoint
 from hqsweep.config.job import ConvergenceConfig, parse
 from hqsweep.errors import Damaged, UserError
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
 from hqsweep.recipe.factories import Importer
 from hqsweep.sweep.export import export_folder, export_run
-from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.train import data
 from hqsweep.train.checkpoint import read_state, save_checkpoint
 from hqsweep.train.loop import Trainer

@@ -6,9 +6,9 @@ import pytest
 from fake_worker import keep_state
 
 from hqsweep.errors import UserError
-from hqsweep.sweep.launch import SweepPlan, plan
-from hqsweep.sweep.run_dir import RunDir
-from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.engine.launch import SweepPlan, plan
+from hqsweep.sweep.store.run_dir import RunDir
+from hqsweep.sweep.store.store import RunStore
 
 WORDS = ["conf=convergence", "fork.steps=6", "fork.decay=4", "track=none", "model.dim=32", "train.batch=2",
          "train.context=32", "train.eval_batches=1", "train.log_every=5", "data=markov", "stats=off",

@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from hqsweep.sweep.progress import LiveDisplay, PlainDisplay, cells, duration, open_display
-from hqsweep.sweep.run_dir import PENDING
+from hqsweep.sweep.store.run_dir import PENDING
 
 
 def status(state="running", step=None, **changes):

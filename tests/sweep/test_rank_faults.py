@@ -19,7 +19,7 @@ import torch
 from typer.testing import CliRunner
 
 from hqsweep.cli.main import app
-from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store.run_dir import RunDir
 
 BASE = [
     "conf=convergence", "track=none", "data=markov", "data.markov.length=20000", "train.batch=4", "train.context=32",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hqsweep.sweep.launch import plan
+from hqsweep.sweep.engine.launch import plan
 
 pytestmark = pytest.mark.slow
 NAMES = json.loads((Path(__file__).parents[1] / "golden" / "run_names.json").read_text())

@@ -9,11 +9,11 @@ import kill_sweep
 import pytest
 
 from hqsweep.errors import UserError
-from hqsweep.sweep import process
-from hqsweep.sweep.files import read_json
-from hqsweep.sweep.local import Limits, run_local
+from hqsweep.sweep.engine import process
+from hqsweep.sweep.engine.local import Limits, run_local
 from hqsweep.sweep.progress import PlainDisplay
-from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.store.files import read_json
+from hqsweep.sweep.store.store import RunStore
 
 
 class Quiet(PlainDisplay):

@@ -10,9 +10,9 @@ import kill_sweep
 import pytest
 
 from hqsweep import worker
-from hqsweep.sweep.names import run_name
-from hqsweep.sweep.run_dir import RunDir
-from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.store.names import run_name
+from hqsweep.sweep.store.run_dir import RunDir
+from hqsweep.sweep.store.store import RunStore
 from hqsweep.train.loop import Trainer
 from hqsweep.train.record import checkpoints, discard, record_path
 

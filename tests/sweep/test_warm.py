@@ -8,9 +8,9 @@ from cases import LINEARS
 from rich.console import Console
 
 from hqsweep.config.job import parse
-from hqsweep.sweep.local import Limits, run_local
+from hqsweep.sweep.engine.local import Limits, run_local
 from hqsweep.sweep.progress import PlainDisplay
-from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.store.store import RunStore
 
 pytestmark = pytest.mark.slow
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hqsweep.sweep.words import read
+from hqsweep.sweep.grid.run_words import read
 from hqsweep.track.destination import upload_line
 
 TRACK = {"kind": "wandb", "mode": "auto", "project": "p", "entity": None}

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.store.store import RunStore
 from hqsweep.track import mirror
 
 ARM = {"arm": "nvfp4", "verdict": "worse", "gap": 1.5, "ci_low": 1.0, "ci_high": 2.0, "margin": 0.25}

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
-from hqsweep.sweep.files import read_json
-from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store.files import read_json
+from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.track.rows import RowSink
 from hqsweep.track.tables import TABLES
 from hqsweep.track.tracker import NullTracker
@@ -239,7 +239,7 @@ def test_the_tracker_sees_metrics_after_the_file_has_them(run):
 def test_a_writer_killed_at_random_loses_no_row_it_had_written(run):
     program = f"""
         from pathlib import Path
-        from hqsweep.sweep.run_dir import RunDir
+        from hqsweep.sweep.store.run_dir import RunDir
         from hqsweep.track.rows import RowSink
         from hqsweep.track.tracker import NullTracker
         sink = RowSink(RunDir(Path({str(run.path)!r})), NullTracker())

@@ -11,7 +11,7 @@ pytest.importorskip("wandb")
 import wandb_file
 
 from hqsweep.errors import UserError
-from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.store.store import RunStore
 from hqsweep.track.sync import sync
 from hqsweep.track.tables import TABLES
 from hqsweep.track.wandb import known_id_of, open_run

@@ -3,7 +3,7 @@
 import torch
 
 from hqsweep.formats import parse
-from hqsweep.ops.quantize import quantize
+from hqsweep.ops.quantize.quantize import quantize
 from hqsweep.ops.stats import gather, output_error
 from hqsweep.track.tables import ERRORS, TABLES
 

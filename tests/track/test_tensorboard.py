@@ -17,8 +17,8 @@ pytest.importorskip("tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from hqsweep.sweep.run_dir import RunDir
-from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.store.run_dir import RunDir
+from hqsweep.sweep.store.store import RunStore
 from hqsweep.track.open import open_tracker
 from hqsweep.track.sync import sync
 from hqsweep.track.tables import TABLES
@@ -121,7 +121,7 @@ def test_a_killed_run_loses_about_a_second(run):
     program = f"""
         import time
         from pathlib import Path
-        from hqsweep.sweep.run_dir import RunDir
+        from hqsweep.sweep.store.run_dir import RunDir
         from hqsweep.track.tensorboard import open_tensorboard
         run = RunDir(Path({str(run.path)!r}))
         tracker = open_tensorboard(run, run.config())

@@ -7,7 +7,7 @@ pytest.importorskip("tensorboard")
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.track.mirror import mirror_report
 from hqsweep.track.tensorboard_report import WIDTH, forest_text, log_report
 

@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from hqsweep.errors import UserError
-from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.track.open import open_tracker
 from hqsweep.track.tables import TABLES
 from hqsweep.track.tracker import SAMPLED, NullTracker, curves

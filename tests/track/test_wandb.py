@@ -17,9 +17,9 @@ pytest.importorskip("wandb")
 
 import wandb_file
 
-from hqsweep.sweep.names import id_in
-from hqsweep.sweep.run_dir import RunDir
-from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.store.names import id_in
+from hqsweep.sweep.store.run_dir import RunDir
+from hqsweep.sweep.store.store import RunStore
 from hqsweep.track import destination
 from hqsweep.track import wandb as mirror
 from hqsweep.track.open import open_tracker
@@ -143,7 +143,7 @@ def test_a_killed_run_loses_about_a_second(run):
     program = f"""
         import time
         from pathlib import Path
-        from hqsweep.sweep.run_dir import RunDir
+        from hqsweep.sweep.store.run_dir import RunDir
         from hqsweep.track import wandb
         run = RunDir(Path({str(run.path)!r}))
         tracker = wandb.open_run(run, run.config())

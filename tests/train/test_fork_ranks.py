@@ -9,7 +9,7 @@ from fork_ranks import AT, config, ranked, rows, run, study
 from ranks import run_ranks
 from safetensors.torch import save_file
 
-from hqsweep.checkpoints.inspect import inspect_checkpoint
+from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
 from hqsweep.train.model import GPT
 from hqsweep.train.record import check_recorded, checkpoints, is_point
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 from graph_cases import CASES, config
 from ranks import BACKENDS, run_ranks
-from torch.utils._pytree import tree_leaves
-
 from tests.dist import graph_ranks as ranks
+from torch.utils._pytree import tree_leaves
 
 TWO = {"dp_shard": 2}
 SHARED = {

@@ -12,12 +12,12 @@ from hqsweep.errors import UserError
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import Diverged, ListSink
 from hqsweep.nn import quantization
-from hqsweep.nn.linear_call import LinearCall
+from hqsweep.nn.linear.linear_call import LinearCall
 from hqsweep.ops import fingerprint
 from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.recipe.factories import find_factory
-from hqsweep.sweep.compose import load_recipe
+from hqsweep.sweep.grid.compose import load_recipe
 from hqsweep.train import data, loop
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 from hqsweep.train.loop import Trainer

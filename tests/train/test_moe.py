@@ -11,7 +11,7 @@ from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
 from hqsweep.nn import GroupedLinear
 from hqsweep.quant import GroupedTensor
-from hqsweep.sweep.launch import plan
+from hqsweep.sweep.engine.launch import plan
 from hqsweep.train import data
 from hqsweep.train.build import make_optimizer
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint

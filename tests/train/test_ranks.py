@@ -5,9 +5,9 @@ from itertools import chain
 import pytest
 import torch
 from cases import DELAYED_IN_PARTS, LINEARS
+from tests.dist import training_ranks as ranks
 
 from hqsweep.quant import HybridQuantizedTensor
-from tests.dist import training_ranks as ranks
 from tests.ranks import backend as backend
 from tests.ranks import run_ranks
 

@@ -10,7 +10,7 @@ from replayed import EagerPool
 
 from hqsweep.errors import UserError
 from hqsweep.jobs.isolation import make_deterministic
-from hqsweep.nn.saved import tensors_of
+from hqsweep.nn.layers.saved_memory import tensors_of
 from hqsweep.ops import addresses
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.quant.tensor import HybridQuantizedTensor

@@ -8,13 +8,13 @@ import pytest
 from cases import LINEARS
 from safetensors.torch import load_file
 
-from hqsweep.checkpoints.inspect import inspect_checkpoint
+from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
 from hqsweep.errors import UserError
 from hqsweep.models.held import held_parts
 from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.sweep.export import export_run
-from hqsweep.sweep.run_dir import RunDir
-from hqsweep.sweep.user_models import check_recipes
+from hqsweep.sweep.grid.user_models import check_recipes
+from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 from hqsweep.train.fork import start_from
 from tests.models.tiny import tiny

@@ -11,7 +11,7 @@ import transformers
 from cases import LINEARS
 from torch import nn
 
-from hqsweep.checkpoints.user_model import check_model_files
+from hqsweep.checkpoints.foreign.user_model import check_model_files
 from hqsweep.config.job import parse
 from hqsweep.errors import UserError
 from hqsweep.jobs import convergence

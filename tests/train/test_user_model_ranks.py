@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tiny import tiny
 from user_ranks import Normed, config, everything, train
 
-from hqsweep.checkpoints.inspect import inspect_checkpoint
+from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
 from hqsweep.errors import UserError
 from hqsweep.models.build import check_ranks
 

@@ -18,8 +18,8 @@ from hqsweep.formats import Format, RngKey, parse
 from hqsweep.jobs.calibrate.row import Expectation, calibration_row
 from hqsweep.jobs.calibrate.sqnr_tables import ROWS, emulated_db, published_db
 from hqsweep.jobs.calibrate.sqnr_theory import theoretical_sqnr_db
-from hqsweep.ops.quantize import quantize
-from hqsweep.ops.request import Target
+from hqsweep.ops.quantize.quantize import quantize
+from hqsweep.ops.quantize.request import Target
 
 ROUNDED_DB = 0.1
 """The tolerance, in dB, for the rounding of published numbers, and for one draw."""

@@ -18,8 +18,8 @@ from hqsweep.formats import Format, RngKey
 from hqsweep.jobs.calibrate.row import Expectation, calibration_row
 from hqsweep.jobs.calibrate.sqnr import draw, expectations
 from hqsweep.nn import Linear, quantization
-from hqsweep.ops.quantize import quantize
-from hqsweep.ops.request import Target
+from hqsweep.ops.quantize.quantize import quantize
+from hqsweep.ops.quantize.request import Target
 from hqsweep.ops.stats import output_error
 from hqsweep.optim import FusedAdam
 from hqsweep.quant.hybrid import HybridQuantizer

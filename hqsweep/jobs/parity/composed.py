@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from hqsweep.formats import ExactOperand, RngKey
 from hqsweep.gemm.exact import mm_t
 from hqsweep.nn import LayerNormLinear, LayerNormMLP, Linear, MultiheadAttention, TransformerLayer
-from hqsweep.nn.activation import ACTIVATIONS
-from hqsweep.nn.norm import Norm
+from hqsweep.nn.layers.norm import Norm
+from hqsweep.nn.linear.activation import ACTIVATIONS
 from hqsweep.quant.hybrid import HybridQuantizer
 
 

@@ -37,7 +37,7 @@ from hqsweep.jobs.parity.training import TRAINING_CHECKS
 from hqsweep.jobs.sink import Sink
 from hqsweep.nn import Linear
 from hqsweep.ops.fingerprint import kernel_digest
-from hqsweep.ops.kernels import supports
+from hqsweep.ops.quantize.kernels import supports
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.sections import LinearQuantizers
 from hqsweep.train.build import pick_device

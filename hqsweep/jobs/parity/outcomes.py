@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from hqsweep.formats import ExactOperand, Format, RngKey
-from hqsweep.ops.dequantize import dequantize, exact_operand_of
-from hqsweep.ops.quantize import quantize
-from hqsweep.ops.request import Target
+from hqsweep.ops.quantize.dequantize import dequantize, exact_operand_of
+from hqsweep.ops.quantize.quantize import quantize
+from hqsweep.ops.quantize.request import Target
 from hqsweep.ops.stats import Statistics
 
 SUMS_RTOL = 1e-5

@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from hqsweep.dist.collectives import gather_bytes, ordered_reduce_scatter
-from hqsweep.dist.local import whole_tensor
 from hqsweep.formats.inputs import draw
 from hqsweep.jobs.parity.rank_operands import Read, reading
 from hqsweep.nn import Linear, quantization, quantized_model_init
 from hqsweep.optim import FusedAdam
+from hqsweep.parallel.wire.collectives import gather_bytes, ordered_reduce_scatter
+from hqsweep.parallel.wire.local import whole_tensor
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.sections import LinearQuantizers
 

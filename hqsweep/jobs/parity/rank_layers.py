@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from hqsweep.dist.local import local
 from hqsweep.jobs.parity.rank_cases import FIRST, Column, Problem, Results, named
 from hqsweep.jobs.parity.rank_operands import Read
 from hqsweep.jobs.parity.rank_sums import SplitSum
 from hqsweep.nn import LayerNormMoE, Linear, MoEOptions, quantization
-from hqsweep.nn.linear_call import LinearCall
+from hqsweep.nn.linear.linear_call import LinearCall
 from hqsweep.parallel.expert import expert_parallel
 from hqsweep.parallel.tensor import ColwiseLinear, RowwiseLinear
+from hqsweep.parallel.wire.local import local
 
 TOKENS, PART = 128, 128
 """The rows of all ranks together, and the features of a rank's part, which cuts no block."""

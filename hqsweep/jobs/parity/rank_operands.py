@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from hqsweep.formats import WHOLE
-from hqsweep.nn.context import current, within
+from hqsweep.nn.core.context import current, within
 from hqsweep.quant.operand import Operand
 from hqsweep.recipe.pairs import GEMMS
 

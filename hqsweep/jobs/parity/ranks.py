@@ -19,7 +19,6 @@ import torch.multiprocessing as mp
 
 from hqsweep.config.format_text import SOURCES
 from hqsweep.config.job import ParityConfig
-from hqsweep.dist.spawn import stream_ranks
 from hqsweep.errors import UserError
 from hqsweep.formats import bases, parse
 from hqsweep.jobs.isolation import make_deterministic
@@ -31,6 +30,7 @@ from hqsweep.jobs.parity.rank_operands import PREFIX
 from hqsweep.jobs.parity.rank_stages import STAGE_COLUMNS
 from hqsweep.jobs.parity.rank_sums import order_of_sums
 from hqsweep.parallel.mesh import backend
+from hqsweep.parallel.wire.spawn import stream_ranks
 from hqsweep.recipe.sections import LinearQuantizers
 
 COLUMNS: tuple[Column, ...] = (*DATA_COLUMNS, *LAYER_COLUMNS, *STAGE_COLUMNS)

@@ -1,0 +1,1 @@
+"""Checkpoints of other programs: what they hold, and how a model takes it."""

@@ -1,0 +1,173 @@
+"""load_checkpoint: put the weights of another program's checkpoint into a model, and the moments where it has some.
+
+Everything is checked before anything is written: a model that a checkpoint does not fit is not changed.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hqsweep.checkpoints.foreign import dcp, huggingface, torch_file
+from hqsweep.checkpoints.foreign.checkpoint import Checkpoint
+from hqsweep.checkpoints.foreign.fit import COMPUTED, check_model, check_tensors, refuse_shape, refuse_strange
+from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
+from hqsweep.checkpoints.foreign.moments import load_moments
+from hqsweep.checkpoints.foreign.names import Names, Pieces, joined, pieces_of, unused
+from hqsweep.errors import UserError
+from hqsweep.models.hf import quietly
+from hqsweep.models.names import clean_name
+from hqsweep.quant.delayed import DelayedState
+from hqsweep.quant.tensor import HybridQuantizedTensor
+
+READERS = {
+    "safetensors": huggingface.read, "torch": torch_file.read, "hqsweep": torch_file.read, "dcp": dcp.read,
+}  # fmt: skip
+
+PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+STATES = (".history", ".amax", "._extra_state")
+"""The ends of names of the states of delayed scaling, in the state of a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """The result of load_checkpoint. missing: tensors of the model that the checkpoint lacks, which are tied to others
+    that it has; unexpected: tensors of the checkpoint that are computed or were not used; permuted: weights whose rows
+    were put into the model's order; moments: the number of parameters that have got moments; step: the checkpoint's."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    permuted: tuple[str, ...]
+    moments: int
+    step: int | None
+
+
+@torch.no_grad()
+def load_checkpoint(
+    path: str | os.PathLike[str] | Checkpoint,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    names: Names = None,
+) -> Loaded:
+    """Copy a checkpoint into a model, in place: parameters, ties, devices and dtypes do not change.
+
+    path: what inspect_checkpoint takes, or what it returned. optimizer: gets exp_avg, exp_avg_sq and step of each
+    parameter that it holds, where the checkpoint has them; its learning rates and betas do not change. names: how the
+    checkpoint names tensors: "hf", "torchtitan", or a mapping of its names to the model's; None finds out.
+
+    Raises UserError before anything is written: for half a checkpoint, other names or shapes than the model's, tensors
+    that the model ties and the checkpoint has twice, moments that are not Adam's or cannot be told apart.
+    """
+    checkpoint = path if isinstance(path, Checkpoint) else inspect_checkpoint(path)
+    checkpoint.check()
+    model = unwrapped(model)
+    check_model(model)
+    actual = {clean_name(name): name for name in own_state(model)}
+    wanted = {clean_name(name): value for name, value in own_state(model).items()}
+    tensors = READERS[checkpoint.kind](checkpoint)
+    if checkpoint.kind == "hqsweep":
+        tensors = {name: as_plain(value) for name, value in tensors.items() if not name.endswith(STATES)}
+    config = _config(model)
+    pieces = pieces_of(names, tensors.keys(), wanted.keys(), config)
+    state, left = _all_joined(pieces, tensors, checkpoint), unused(pieces, tensors)
+    if config is not None and _strange(state, wanted):
+        state, left = _through_transformers(model, state, checkpoint), []
+    missing = check_tensors(checkpoint, state, wanted, model)
+    computed = [name for name in state if name not in wanted]
+    values = {name: value for name, value in state.items() if name in wanted}
+    write_moments, moments = load_moments(checkpoint, model, optimizer, pieces, values) if optimizer else (None, 0)
+    model.load_state_dict({actual[name]: value for name, value in values.items()}, strict=False)
+    if write_moments:
+        write_moments()
+    permuted = tuple(name for name, piece in pieces.items() if piece.permuted)
+    return Loaded(
+        missing=tuple(missing),
+        unexpected=(*left, *computed),
+        permuted=permuted,
+        moments=moments,
+        step=checkpoint.step,
+    )
+
+
+def check_fits(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """UserError for the names, shapes and dtypes for which load_checkpoint would refuse a checkpoint; no tensor is
+    read, and the model may be on the meta device. Names that only transformers knows, such as those of experts that are
+    saved one by one, are taken as right."""
+    checkpoint.check()
+    dtypes = {name: getattr(torch, dtype, torch.float32) for name, (_, dtype) in checkpoint.tensors.items()}
+    tensors = {
+        name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, (shape, _) in checkpoint.tensors.items()
+    }
+    wanted, config = own_state(model), _config(model)
+    state = _all_joined(pieces_of(None, tensors.keys(), wanted.keys(), config), tensors, checkpoint)
+    if config is None or not _strange(state, wanted) or state.keys().isdisjoint(wanted):
+        check_tensors(checkpoint, state, wanted, model)
+        return
+    more = [name for name in state if name not in wanted and not name.endswith(COMPUTED)]
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    more = [name for name in more if not any(re.search(pattern, name) for pattern in ignored)]
+    if more and state.keys() >= wanted.keys():  # nothing is left that they could be other names of
+        refuse_strange(checkpoint, sorted(more), wanted)
+    for name, value in state.items():
+        if name in wanted and value.shape != wanted[name].shape:
+            refuse_shape(checkpoint, name, tuple(value.shape), tuple(wanted[name].shape))
+
+
+def _config(model: nn.Module) -> Any:
+    """The config of a Hugging Face model; None of other models."""
+    return getattr(model, "config", None) if hasattr(model, "from_pretrained") else None
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside the wrappers of torch.compile, DistributedDataParallel and DataParallel."""
+    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module) or isinstance(model, PARALLEL):
+        model = inner if isinstance(inner, nn.Module) else model.module
+    return model
+
+
+def as_plain(value: Tensor) -> Tensor:
+    """A plain tensor itself; of a quantized one the float32 values."""
+    return value.dequantize(torch.float32) if isinstance(value, HybridQuantizedTensor) else value.detach()
+
+
+def own_state(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers that a checkpoint of the plain model holds, by name: all but states of delayed
+    scaling."""
+    leads = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, DelayedState))
+    held = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    return {name: value for name, value in held.items() if not (leads and name.startswith(leads))}
+
+
+def _all_joined(pieces: Pieces, tensors: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The tensors of a model, each joined from its piece; UserError for a checkpoint that lacks one."""
+    try:
+        return {name: joined(piece, tensors) for name, piece in pieces.items()}
+    except KeyError as error:
+        raise UserError(f"{checkpoint.path}: it lacks the tensor {error}") from None
+    except RuntimeError as error:
+        raise UserError(f"{checkpoint.path}: its tensors have not the shapes of the model ({error})") from None
+
+
+def _strange(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
+    """Whether some names are not those of a model's state_dict; a Hugging Face model may be saved by other ones."""
+    return any(name not in wanted and not name.endswith(COMPUTED) for name in state)
+
+
+def _through_transformers(model: nn.Module, state: dict[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The state_dict that transformers makes of saved names, such as those of experts that are saved one by one."""
+    with quietly():
+        loaded, told = type(model).from_pretrained(
+            None, config=model.config, state_dict=dict(state), dtype=torch.float32, output_loading_info=True
+        )
+    if told["unexpected_keys"]:
+        refuse_strange(checkpoint, sorted(told["unexpected_keys"]), loaded.state_dict())
+    if told["mismatched_keys"]:
+        name, theirs, ours = sorted(told["mismatched_keys"])[0]
+        refuse_shape(checkpoint, name, tuple(theirs), tuple(ours))
+    lacking = set(told["missing_keys"])
+    return {name: value for name, value in loaded.state_dict().items() if name not in lacking}

@@ -1,0 +1,135 @@
+"""What is known of a user's model before torch is imported: whether its files are there, whole, and fit the data."""
+
+import hashlib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from hqsweep.checkpoints.foreign.checkpoint import Checkpoint, first_names
+from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
+from hqsweep.config.data import DataConfig
+from hqsweep.config.train import TrainConfig
+from hqsweep.config.user_model import HFModelConfig
+from hqsweep.errors import UserError
+from hqsweep.models.hf_config import HFConfig, read_hf_config
+
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+"""How names of embeddings end, by families of models."""
+HEADS = ("lm_head.weight", "embed_out.weight")
+"""How names of output projections end."""
+KNOWN_VOCABULARY = ("stdlib", "site", "text", "markov")
+"""Sources of data whose number of tokens is known before they are read."""
+_HASHES: dict[tuple[Any, ...], str] = {}
+
+
+def check_model_files(config: Mapping[str, Any]) -> None:
+    """UserError for a Hugging Face model whose files are not there or are half written, or that takes fewer positions
+    or tokens than the data needs; `config` has passed check_keys. Nothing of torch is imported for it."""
+    section = config.get("model")
+    if not isinstance(section, Mapping) or section.get("kind") != "hf":
+        return
+    data = DataConfig.model_validate(config.get("data", {}))
+    context = TrainConfig.model_validate(config.get("train", {})).context
+    vocab_size = data.vocab_estimate if data.source in KNOWN_VOCABULARY else None
+    check_fits(check_files(HFModelConfig.model_validate(section)), context, vocab_size)
+
+
+def check_files(model: HFModelConfig) -> HFConfig:
+    """The config of a model whose files are there and fit together, as far as their headers say. UserError else."""
+    config = read_hf_config(model.path)
+    if not model.pretrained:
+        return config
+    if not Path(model.path).is_dir():
+        raise UserError(
+            f"model.path: '{model.path}' is a config alone; give the folder that has the weights too, or"
+            " model.pretrained=false for random ones"
+        )
+    checkpoint = weights_of(model)
+    _check_vocabulary(config, checkpoint)
+    return config
+
+
+def weights_of(model: HFModelConfig) -> Checkpoint:
+    """The weights of a model. UserError where there are none, or half of them."""
+    try:
+        checkpoint = inspect_checkpoint(model.path)
+        checkpoint.check()
+    except UserError as error:
+        raise UserError(f"model.path: {error} (model.pretrained=false begins with random weights)") from None
+    return checkpoint
+
+
+def model_digest(model: HFModelConfig) -> str:
+    """SHA-256, in hex, of a model's config and of the weights that are read. Files that stayed as they were are read
+    once a process."""
+    config = read_hf_config(model.path)
+    if not model.pretrained:
+        return config.digest
+    checkpoint = weights_of(model)
+    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in checkpoint.files]
+    key = (config.digest, *stats)
+    if key not in _HASHES:
+        _HASHES[key] = hashlib.sha256(f"{config.digest} {checkpoint.sha256}".encode()).hexdigest()
+    return _HASHES[key]
+
+
+def check_same(model: HFModelConfig) -> None:
+    """UserError where the model is another than it was when its run was planned."""
+    if model.hash is not None and model_digest(model) != model.hash:
+        raise UserError(
+            f"model.path: '{model.path}' is another model than it was when this run was planned; give that one, or give"
+            " the sweep's command again, which makes runs of the new one"
+        )
+
+
+def check_fits(config: HFConfig, context: int, vocab_size: int | None) -> None:
+    """UserError where a model takes fewer positions than train.context, or fewer tokens than the data has (None: not
+    known yet)."""
+    if config.context is not None and config.context < context:
+        raise UserError(
+            f"train.context: {context}, but the model of '{config.path}' takes {config.context} positions; lower it"
+        )
+    if vocab_size is not None and config.vocab_size is not None and config.vocab_size < vocab_size:
+        raise UserError(
+            f"model.path: the data has {vocab_size} tokens, but the model of '{config.path}' knows {config.vocab_size}"
+            " (vocab_size); give the data that its tokenizer made (hqsweep data prepare), or another model"
+        )
+
+
+def check_weights(model: HFModelConfig, shapes: Mapping[str, tuple[int, ...]], tied: Collection[str]) -> None:
+    """UserError where the weights that are read are not those of a model with tensors of these names and shapes; `tied`
+    are names that another one stands for. A family whose saved names are not its state_dict's is checked when it is
+    loaded."""
+    checkpoint = weights_of(model)
+    for name, (shape, _) in checkpoint.tensors.items():
+        if name in shapes and shapes[name] != shape:
+            raise UserError(
+                f"model.path: {name} is {list(shape)} in '{model.path}', but {list(shapes[name])} by its config.json;"
+                " give the config that the weights were made with"
+            )
+    lacking = [name for name in shapes if name not in checkpoint.tensors and name not in tied]
+    if lacking and all(name in shapes for name in checkpoint.tensors):
+        raise UserError(
+            f"model.path: the weights in '{model.path}' lack {first_names(lacking)}: half a checkpoint, or one of"
+            " another model"
+        )
+
+
+def _check_vocabulary(config: HFConfig, checkpoint: Checkpoint) -> None:
+    """UserError where the weights have another vocabulary than config.json says, or no output projection of their own
+    though it says that they have one, or the reverse."""
+    tensors: Mapping[str, tuple[tuple[int, ...], str]] = checkpoint.tensors
+    heads = [name for name in tensors if name.endswith(HEADS)]
+    for name in [name for name in tensors if name.endswith(EMBEDDINGS)] + heads:
+        rows = tensors[name][0][0]
+        if config.vocab_size is not None and rows != config.vocab_size:
+            raise UserError(
+                f"model.path: {name} in '{config.folder}' has {rows} rows, but {config.path.name} says vocab_size"
+                f" {config.vocab_size}; give the config that the weights were made with"
+            )
+    if config.tied is False and not heads and any(name.endswith(EMBEDDINGS) for name in tensors):
+        raise UserError(
+            f"model.path: {config.path.name} in '{config.folder}' says tie_word_embeddings=false, but the weights have"
+            f" no output projection ({first_names(HEADS)}): half a checkpoint, or its embedding serves for both"
+            " (tie_word_embeddings=true)"
+        )

@@ -1,1 +1,0 @@
-"""Collectives on plain tensors, whose bytes do not depend on the backend."""

@@ -1,0 +1,278 @@
+"""DotProductAttention: softmax(q k^T) v with each of its six GEMMs on operands of the recipe's formats.
+
+T positions, E width of a head, S the softmax's output, dS the gradient of its input; a matrix for each batch and head:
+  scores = q k^T   qkv rowwise,  qkv rowwise      (blocks along E)
+  o  = S v         s rowwise,    qkv columnwise   (blocks along T)
+  dv = S^T do      s columnwise, do columnwise    (blocks along T)
+  dS: do v^T       do rowwise,   qkv rowwise      (blocks along E)
+  dq = dS k        dp rowwise,   qkv columnwise   (blocks along T)
+  dk = dS^T q      dp columnwise, qkv columnwise  (blocks along T)
+
+Positions may be masked, and a sink may take part of each row's softmax: a logit of each head that has no value, whose
+gradient is -sum(S_sink sum_j(dS_j S_j)). Neither is an operand.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hqsweep.errors import UserError
+from hqsweep.formats import ExactOperand
+from hqsweep.gemm.exact import mm_t
+from hqsweep.nn.attention.sdpa import attend
+from hqsweep.nn.core.call import Call
+from hqsweep.nn.core.module import BOUNDARIES, Boundary, QuantizedModule
+from hqsweep.nn.core.products import once_differentiable, outside_autocast, returned
+from hqsweep.nn.core.recipe_argument import RecipeArgument, module_quantizers
+from hqsweep.ops.quantize.kernels import input_in
+from hqsweep.ops.quantize.request import Output
+from hqsweep.parallel.shards.shard_part import Part
+from hqsweep.quant.operand import HybridOperand, Operand, flatten, unflatten
+from hqsweep.recipe.roles import TENSOR_TYPES, QuantizerRole
+from hqsweep.recipe.sections import DpaQuantizers
+from hqsweep.recipe.validate import attention_faults
+
+TENSORS = TENSOR_TYPES["dpa"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall(Call):
+    """A call of dot-product attention."""
+
+    quantizers: DpaQuantizers
+    causal: bool
+    scale: float | None = None
+    """What scores are multiplied by; None: 1 / sqrt(E)."""
+    group: Any = None
+    """The ranks each of which has as many of the heads; None: this one has all."""
+    batch: int = 1
+    """Sequences, each with the matrices of all heads."""
+
+    def quantize(self, tensor: str, x: Tensor, **outputs: Any) -> HybridOperand:
+        """Call.quantize; where ranks have other heads, with the scales of all."""
+        part = self.part_of(tensor, x)
+        if part is None:
+            return super().quantize(tensor, x, **outputs)
+        return self.quantize_part(tensor, x, part, **outputs)
+
+    def part_of(self, tensor: str, x: Tensor) -> Part | None:
+        runs = self.batch * (3 if tensor in ("qkv", "grad_input") else 1)
+        return None if self.group is None else Part(group=self.group, axis=0, runs=runs)
+
+    def fold(self, tensor: str, x: Tensor, **outputs: Output | None) -> HybridOperand:
+        """x [n, T, C], probed, folded to rows, so that one amax serves all matrices."""
+        rows = x.reshape(-1, x.shape[-1])
+        self.probe_tensor(tensor, rows)
+        return self.quantize(tensor, rows, **outputs)
+
+
+def _exact(operand: Operand | ExactOperand) -> ExactOperand:
+    return operand.operand() if isinstance(operand, Operand) else operand
+
+
+def _rows(operand: Operand | ExactOperand, length: int) -> ExactOperand:
+    """Rowwise operand of folded rows -> matrices [n, length, C]."""
+    operand = _exact(operand)
+    return replace(operand, matrix=operand.matrix.view(-1, length, operand.matrix.shape[1]))
+
+
+def _columns(operand: Operand | ExactOperand, length: int) -> ExactOperand:
+    """Columnwise operand [C, n * length] of folded rows -> matrices [n, C, length]."""
+    operand = _exact(operand)
+    return replace(operand, matrix=operand.matrix.view(operand.matrix.shape[0], -1, length).transpose(0, 1))
+
+
+def _third(operand: ExactOperand, index: int) -> ExactOperand:
+    """q, k or v of an operand that holds all three."""
+    return replace(operand, matrix=operand.matrix.chunk(3)[index])
+
+
+def _bmm_t(a: ExactOperand, b: ExactOperand) -> Tensor:
+    """a [n, m, k], b [n, l, k] -> float32 [n, m, l]."""
+    return mm_t(a, b, out_dtype=torch.float32)
+
+
+def _softmax(scores: Tensor, mask: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """float32 [n, T, T] with a mask [B, 1 or H, T, T] and sinks [H] -> the softmax of each row, and its part that the
+    sink has, [n, T, 1]. A row that attends to nothing is zero, as torch's scaled_dot_product_attention has it."""
+    n, t, _ = scores.shape
+    if mask is not None:
+        by_heads = scores.view(mask.shape[0], -1, t, t)
+        by_heads = by_heads.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else by_heads + mask
+        scores = by_heads.view(n, t, t)
+    if sinks is not None:
+        column = sinks.float().repeat(n // len(sinks)).view(n, 1, 1).expand(n, t, 1)
+        s, of_sink = torch.cat([scores, column], dim=-1).softmax(dim=-1).split([t, 1], dim=-1)
+        return s, of_sink
+    s = scores.softmax(dim=-1)
+    if mask is not None and mask.dtype == torch.bool:
+        s = s.view(mask.shape[0], -1, t, t).masked_fill(~mask.any(dim=-1, keepdim=True), 0.0).view(n, t, t)
+    return s, None
+
+
+class _AttentionFunction(torch.autograd.Function):
+    """Saves q, k and v in both directions and S columnwise, all as codes, S itself in the call's dtype, and of a sink
+    its part of each softmax."""
+
+    @staticmethod
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, call: AttentionCall
+    ) -> Tensor:
+        t, width = q.shape[1:]
+        qkv = call.fold("qkv", torch.cat([q, k, v]), rowwise="codes", columnwise="codes")
+        row, column = _rows(qkv.rowwise, t), _columns(qkv.columnwise, t)
+        ctx.scale = 1 / math.sqrt(width) if call.scale is None else call.scale
+        scores = _bmm_t(_third(row, 0), _third(row, 1)) * ctx.scale
+        if call.causal:
+            scores = scores.masked_fill(torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1), -torch.inf)
+        s, of_sink = _softmax(scores, mask, sinks)
+        s = s.to(call.dtype)
+        s_operand = call.fold("s", s, rowwise="exact", columnwise="codes")
+        o = _bmm_t(_rows(s_operand.rowwise, t), _third(column, 2)).to(call.dtype)
+        parts = [flatten(x) for x in (qkv.rowwise, qkv.columnwise, s_operand.columnwise)]
+        ctx.skeletons, ctx.counts = [skeleton for _, skeleton in parts], [len(tensors) for tensors, _ in parts]
+        ctx.call, ctx.sinks = call, None if sinks is None else (len(sinks), sinks.dtype)
+        ctx.save_for_backward(s, of_sink, *(tensor for tensors, _ in parts for tensor in tensors))
+        return returned(o)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do: Tensor) -> tuple[Tensor | None, ...]:
+        call, (s, of_sink, *saved) = ctx.call, ctx.saved_tensors
+        spans = pairwise(accumulate(ctx.counts, initial=0))
+        operands = [unflatten(saved[a:b], k) for (a, b), k in zip(spans, ctx.skeletons, strict=True)]
+        t = s.shape[1]
+        row, column, s_column = _rows(operands[0], t), _columns(operands[1], t), _columns(operands[2], t)
+        do_operand = call.fold("do", do.to(call.dtype), rowwise="exact", columnwise="exact")
+        dv = _bmm_t(s_column, _columns(do_operand.columnwise, t))
+        ds = _bmm_t(_rows(do_operand.rowwise, t), _third(row, 2))
+        mean = (ds * s).sum(dim=-1, keepdim=True)
+        ds = s.float() * (ds - mean)
+        dsinks = None
+        if of_sink is not None:
+            heads, dtype = ctx.sinks
+            dsinks = -(of_sink * mean).view(-1, heads, t).sum(dim=(0, 2)).to(dtype)
+        ds_operand = call.fold("dp", ds.to(call.dtype), rowwise="exact", columnwise="exact")
+        dq = _bmm_t(_rows(ds_operand.rowwise, t), _third(column, 1)) * ctx.scale
+        dk = _bmm_t(_columns(ds_operand.columnwise, t), _third(column, 0)) * ctx.scale
+        gradients = call.rounded("grad_input", torch.cat([dq, dk, dv]).to(call.dtype)).chunk(3)
+        return *gradients, None, dsinks, None
+
+
+def quantized_attention(
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, *, mask: Tensor | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """q, k, v [..., T, E] -> [..., T, E] in the call's dtype.
+
+    mask: [B, 1 or H, T, T] for q [B, H, T, E]: bool, True where a position is attended to, or floats that are added to
+    scores. sinks: [H]. UserError, with the module's name, for a T that blocks do not divide.
+    """
+    faults = "; ".join(attention_faults({x: call.quantizer(x) for x in TENSORS}, q.shape[-2]))
+    if faults:
+        raise UserError(f"{call.name} dpa: {faults}")
+    folded = (input_in(x.reshape(-1, *x.shape[-2:]), call.dtype, f"{call.name} dpa") for x in (q, k, v))
+    return _AttentionFunction.apply(*folded, mask, sinks, call).view(q.shape)
+
+
+class _RoundGradients(torch.autograd.Function):
+    """q, k and v as they are; backward rounds their gradients, together, as the boundary slot grad_input says."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.call = call
+        return q.view_as(q), k.view_as(k), v.view_as(v)
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        rows = torch.cat([gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]).to(ctx.call.dtype)
+        parts = ctx.call.rounded("grad_input", rows).chunk(3)
+        return *(part.view(g.shape).to(g.dtype) for part, g in zip(parts, gradients, strict=True)), None
+
+
+class DotProductAttention(QuantizedModule):
+    """softmax(q k^T / sqrt(E)) v for q, k, v [..., T, E] -> [..., T, E], in `dtype`.
+
+    recipe: a Recipe or CustomRecipe, DpaQuantizers, or the text or mapping of one, with a quantizer each for qkv (q, k
+    and v share it, and one amax), s (the softmax's output), do (the gradient of the output) and dp (the gradient of the
+    softmax's input). Where all four are the same high precision, torch's
+    scaled_dot_product_attention serves; otherwise the T x T matrices are formed. The leading axes are folded into
+    rows, so that T must be a multiple of the blocks that run along it. Roles: QuantizerRole("dpa", tensor, name);
+    boundary slots as those of Linear, grad_input being the gradients of q, k and v. UserError for a T that does not
+    fit, for +row_scaled, whose factor per row no batched product takes, and for gemm=native, which has no batched
+    product.
+    """
+
+    module_type = "dpa"
+    BOUNDARIES = BOUNDARIES
+    output_quantizer_role = Boundary("output")
+    grad_input_quantizer_role = Boundary("grad_input")
+    group: Any = None
+    """The ranks each of which has as many of the heads; None: this one has all."""
+    tokens: Any = None
+    """The ranks each of which has as many of the tokens (hqsweep.parallel.context); None: this one has all."""
+
+    def __init__(self, *, name: str, recipe: RecipeArgument, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.name, self.dtype = name, dtype
+        self.quantizers, self.gemm = module_quantizers(recipe, self.module_type, name)
+
+    def unread_boundaries(self) -> list[QuantizerRole | None]:
+        """Roles of a name alone, which TransformerEngine has for attention in place of None."""
+        unread = [slot for slot, role in self.boundary_roles().items() if role is None]
+        return [QuantizerRole(name=f"{self.name}.dpa_{slot}") for slot in unread]
+
+    @property
+    def high_precision(self) -> bool:
+        """Whether nothing is quantized."""
+        return is_high_precision(self.quantizers)
+
+    def is_plain(self) -> bool:
+        """Whether a call now is attention of all tokens that quantizes nothing, and rounds no output or gradient."""
+        quantizers = self.active_quantizers()
+        rounds = quantizers.output is not None or quantizers.grad_input is not None
+        return self.tokens is None and not rounds and is_high_precision(quantizers)
+
+    @outside_autocast
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+        shared = {} if self.group is None else {"group": self.group, "batch": math.prod(q.shape[:-3])}
+        call = AttentionCall(**self.call_facts(), causal=is_causal, **shared)
+        if is_high_precision(call.quantizers):
+            if call.quantizers.grad_input is not None:
+                q, k, v = _RoundGradients.apply(q, k, v, call)
+            o = attend(q, k, v, is_causal=is_causal) if self.tokens is None else self._attend_own(q, k, v, is_causal)
+        elif self.tokens is not None:
+            raise UserError(
+                f"{self.name}: tokens are spread over ranks, and attention in low precision reads whole sequences; give"
+                " recipe.dpa high precision"
+            )
+        else:
+            o = quantized_attention(q, k, v, call)
+        if call.quantizers.output is None:
+            return o
+        return call.rounded("output", o.to(self.dtype))
+
+    def _attend_own(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        """attend() for this rank's tokens of q, which are at the same place of every rank's part of all of them."""
+        length = q.shape[-2] // self.tokens.size()
+        end = (self.tokens.rank() + 1) * length
+        q = q[..., end - length : end, :]
+        if not is_causal:
+            return F.scaled_dot_product_attention(q, k, v)
+        from torch.nn.attention.bias import causal_lower_right  # it imports torch._dynamo, which is slow
+
+        k, v = k[..., :end, :], v[..., :end, :]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(length, end))
+
+    def extra_repr(self) -> str:
+        return f"{self.name}: " + ", ".join(f"{tensor} {getattr(self.quantizers, tensor)}" for tensor in TENSORS)
+
+
+def is_high_precision(quantizers: DpaQuantizers) -> bool:
+    """Whether all four tensors have one high precision."""
+    formats = {f for x in TENSORS for q in [getattr(quantizers, x)] for f in (q.rowwise, q.columnwise)}
+    return len(formats) == 1 and formats.pop().high_precision

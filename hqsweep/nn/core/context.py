@@ -1,0 +1,187 @@
+"""What a forward pass needs beside its tensors: the key of stochastic rounding, a probe on sampled steps, a recipe."""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.compiler.config
+from torch import Tensor
+
+from hqsweep.errors import UserError
+from hqsweep.formats import RngKey, RngNumbers
+from hqsweep.nn.core.probe import Probe
+from hqsweep.nn.core.scoped import Entered, Scoped
+from hqsweep.ops.library import has_kernels
+from hqsweep.ops.quantize.nonfinite import boundary
+from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.base import AnyRecipe
+from hqsweep.recipe.sectioned import Recipe
+from hqsweep.recipe.sections import LinearQuantizers, Section
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What each module captures in forward, so that backward and recompute draw the same bits."""
+
+    seed: int = 0
+    step: int | None = None
+    """The step of the training; None outside of any."""
+    probe: Probe | None = None
+    microbatch: int = 0
+    cache_weights: bool = False
+    """Whether linears keep the operands of their weights for later calls."""
+    period: object = field(default=None, compare=False)
+    """An object for a period in which torch's version counter sees all writes to weights; None: they are compared."""
+    amax_group: Any = None
+    """The process group whose ranks share the amaxes of delayed scaling; None: all ranks."""
+    counter: Tensor | None = field(default=None, compare=False)
+    """int64 [1] on the device that holds the step, from which keys read it there; None: keys have `step`."""
+    kernels: bool = True
+    """Whether norms, activations, rotary positions and the loss run on hqsweep's CUDA kernels where there are some."""
+    reader: Callable[[Any, str, Any, Any], None] | None = field(default=None, compare=False)
+    """Called with the call, the GEMM and both operands of each product that LinearCall.product forms: products then
+    take codes, whose exact operands are those that they take otherwise."""
+
+    owners: dict[Hashable, ref] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Which module draws the random bits of a slot."""
+
+    def claim(self, slot: tuple, module: object) -> None:
+        """Note that the module draws the random bits of the slot (module type, name, expert); UserError where another
+        one does, whose bits would be the same."""
+        owner = self.owners.get(slot)
+        owner = owner and owner()
+        if owner is None:
+            self.owners[slot] = ref(module)
+        elif owner is not module:
+            raise UserError(
+                f"{slot[1]}: two modules ({slot[0]}) of this name round stochastically in one step and would draw the"
+                " same random bits; give each a name of its own, or run each in a quantization() of its own"
+            )
+
+    def key(self, slot: str) -> RngKey:
+        return RngKey(slot=slot, **self._key_fields())
+
+    def numbered_key(self, numbers: list[int]) -> RngNumbers:
+        """The key() of the slot whose name has these numbers_of."""
+        return RngNumbers(numbers=numbers, **self._key_fields())
+
+    def _key_fields(self) -> dict[str, Any]:
+        # TorchInductor records a CUDA graph for each number that one takes: a trace with a counter takes none.
+        read = self.counter is not None and torch.compiler.is_compiling()
+        step = 0 if self.step is None or read else self.step
+        return {"seed": self.seed, "step": step, "counter": self.counter}
+
+
+HIGH_PRECISION = Recipe(linear=LinearQuantizers.parse("bf16", "recipe.linear"))
+OUTSIDE = Context()
+"""What current() gives outside of any quantization()."""
+
+_CONTEXT = Scoped(OUTSIDE)
+_RECIPE: Scoped[AnyRecipe | None] = Scoped(None)
+
+# torch.compile takes numbers of global variables and of modules for constants, and would trace a graph for every step,
+# and for the slots of random bits of every module.
+_DYNAMIC = torch.compiler.config.dynamic_sources
+torch.compiler.config.dynamic_sources = ",".join(
+    [*([_DYNAMIC] if _DYNAMIC else []), ".*_CONTEXT.*value[.]step", ".*_slot_numbers.*"]
+)
+
+
+def current() -> Context:
+    """The innermost context; outside of any: seed 0, random bits of step 0, no probe."""
+    return _CONTEXT.get()
+
+
+def autocast_recipe() -> AnyRecipe | None:
+    """The recipe of the innermost autocast; None outside of any."""
+    return _RECIPE.get()
+
+
+def use_kernels(x: Tensor) -> bool:
+    """Whether elementwise work on x runs on hqsweep's CUDA kernels: on a GPU, in a build that has them, and where the
+    innermost quantization() has kernels=True. Otherwise torch's operators compute it, which are the reference."""
+    return x.is_cuda and _CONTEXT.get().kernels and has_kernels("cuda")
+
+
+def quantization(
+    *,
+    seed: int = 0,
+    step: int | None = None,
+    probe: Probe | None = None,
+    microbatch: int = 0,
+    cache_weights: bool = False,
+    amax_group: Any = None,
+    counter: Tensor | None = None,
+    kernels: bool = True,
+) -> Entered[Context]:
+    """Modules called inside draw their random bits from (seed, slot, step, microbatch) and report to `probe`. For
+    delayed scaling all that is trained under one step belongs to it, whatever the microbatch.
+
+    step: the step of the training; without one the bits are those of step 0.
+    microbatch: index of the part of the step's batch; weights, which are those of the step, draw without it.
+    cache_weights: quantize a weight once a step for as long as nobody writes to it, for microbatches and evaluation,
+    and in forward for backward, too, from one read. It needs the step, and costs 2 bytes an element and direction, and
+    a copy of the weight, with which it is compared at each use.
+    amax_group: the process group over which the amaxes of delayed scaling are the largest; by default all ranks.
+    Where ranks hold different experts, a group of those that hold the same ones.
+    counter: int64 [1] on the device, from which random bits take the step, when they are drawn, in place of `step`. A
+    CUDA graph that is captured with it draws the bits of every step: write the step to it before each replay.
+    kernels: whether norms, activations, rotary positions and the loss run on hqsweep's CUDA kernels, whose sums are in
+    another order than those of torch's operators, which take their place with False.
+    """
+    options = {"probe": probe, "microbatch": microbatch, "cache_weights": cache_weights, "amax_group": amax_group}
+    options |= {"counter": counter, "kernels": kernels}
+    if cache_weights and step is None:
+        raise UserError("quantization: cache_weights keeps operands for one step of the training; pass step=, too")
+    if counter is not None and (counter.dtype != torch.int64 or counter.numel() != 1):
+        raise UserError(
+            f"quantization: counter is {counter.dtype} {tuple(counter.shape)}; it takes int64 [1], which holds the step"
+        )
+    if not torch.compiler.is_compiling():
+        boundary()
+    return _CONTEXT.entered(Context(seed=seed, step=step or 0, **options))
+
+
+@contextmanager
+def autocast(
+    enabled: bool = True, *, recipe: AnyRecipe | Section | HybridQuantizer | str | Mapping[str, Any] | None = None
+) -> Iterator[None]:
+    """Modules called inside run on `recipe` instead of their own; the innermost autocast decides.
+
+    recipe: what modules take; a format ("format:nvfp4") or the section of a linear is for all products. enabled=False
+    is high precision (bf16 operands). Backward needs no autocast; recomputation in backward does.
+    """
+    if enabled and recipe is None:
+        raise UserError("autocast: recipe is missing; give a Recipe or a CustomRecipe, or enabled=False")
+    with _RECIPE.entered(as_recipe(recipe, "autocast").entered() if enabled else HIGH_PRECISION):
+        yield
+
+
+def as_recipe(recipe: AnyRecipe | Section | HybridQuantizer | str | Mapping[str, Any], where: str) -> AnyRecipe:
+    """A recipe as it is, or that of what modules take (recipe_argument.whole_recipe)."""
+    if hasattr(recipe, "resolve"):
+        return recipe
+    from hqsweep.nn.core.recipe_argument import whole_recipe  # the parser of recipes is not for every call
+
+    return whole_recipe(recipe, where)
+
+
+def within(context: Context) -> Entered[Context]:
+    """Modules called inside are in this context, in which the names of modules are claimed anew."""
+    return _CONTEXT.entered(context)
+
+
+def unwritten(period: object) -> Entered[Context]:
+    """Inside, kept operands of weights are used without comparing the weights, for all `with` blocks of one period.
+    The caller promises that torch's version counter sees every write to a weight in that period."""
+    return within(replace(current(), period=period))
+
+
+@contextmanager
+def replayed(context: Context, recipe: AnyRecipe | None) -> Iterator[None]:
+    """Restore what current() and autocast_recipe() gave then: what is computed again draws the same bits."""
+    with _CONTEXT.entered(context), _RECIPE.entered(recipe):
+        yield

@@ -1,0 +1,270 @@
+"""Weights of GEMMs: high-precision values that are quantized at every use, or, under quantized_model_init, operands.
+
+Linears give their weights as a list: one [N, K], one [N, K] for each expert, or one [E, N, K] for all. They are read
+through held_operands, weight_matrix and flatten_weights.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hqsweep.errors import UserError
+from hqsweep.formats import ExactOperand
+from hqsweep.gemm.grouped import Group, Members
+from hqsweep.nn.core.context import as_recipe, current
+from hqsweep.nn.core.delayed import DelayedStates, ExpertStates
+from hqsweep.ops.quantize.kernels import in_dtype
+from hqsweep.parallel.fsdp.fsdp_state import unsharded_sum
+from hqsweep.parallel.fsdp.gathered_weight import GatheredWeight
+from hqsweep.quant.delayed import SlotStates
+from hqsweep.quant.grouped import GroupedTensor
+from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
+from hqsweep.quant.operand import Operand, Skeleton, flatten, unflatten
+from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.recipe.base import AnyRecipe
+from hqsweep.recipe.roles import QuantizerRole
+from hqsweep.recipe.sections import Section
+
+AnyOperand = Operand | ExactOperand | Group
+Weights = Sequence[Tensor]
+"""One tensor for each matrix [N, K], or one for all experts [E, N, K]."""
+
+
+@dataclass(frozen=True)
+class _Init:
+    recipe: AnyRecipe | None
+    preserve: bool
+    change: Callable[[HybridQuantizer], HybridQuantizer] = lambda quantizer: quantizer
+    """From the quantizer that a weight is due to the one that it is held in."""
+
+
+_INIT: ContextVar[_Init | None] = ContextVar("hqsweep_quantized_model_init", default=None)
+
+
+@contextmanager
+def quantized_model_init(
+    *,
+    enabled: bool = True,
+    recipe: AnyRecipe | Section | HybridQuantizer | str | Mapping[str, Any] | None = None,
+    preserve_high_precision_init_val: bool = False,
+) -> Iterator[None]:
+    """Modules built inside hold their GEMM weights as HybridQuantizedTensor, in both directions of their recipe.
+
+    recipe: what autocast takes, to hold weights in the quantizers that it gives to their roles; by default that of each
+    module. Modules of hqsweep.compat have none, and are called in an autocast of this one. Biases, gains and embeddings
+    stay as they are. It works under no_grad and on the meta device, where Module.to_empty and reset_parameters follow.
+    preserve_high_precision_init_val: keep the initial values on the CPU, as what an optimizer starts its masters from.
+    Random bits of +sr are keyed by the surrounding quantization(). UserError for a recipe that does not parse.
+    """
+    whole = None if recipe is None else as_recipe(recipe, "quantized_model_init")
+    token = _INIT.set(_Init(whole, preserve_high_precision_init_val) if enabled else None)
+    try:
+        yield
+    finally:
+        _INIT.reset(token)
+
+
+@contextmanager
+def held_in(change: Callable[[HybridQuantizer], HybridQuantizer]) -> Iterator[None]:
+    """Weights that are built inside, where quantized_model_init holds them, are held in change(quantizer)."""
+    init = _INIT.get()
+    token = _INIT.set(init and replace(init, change=change))
+    try:
+        yield
+    finally:
+        _INIT.reset(token)
+
+
+def holds_weights() -> bool:
+    """Whether GEMM weights that are made now are held quantized: inside quantized_model_init."""
+    return _INIT.get() is not None
+
+
+def gemm_weight(
+    weight: Tensor,
+    quantizer: HybridQuantizer,
+    role: QuantizerRole,
+    dtype: torch.dtype,
+    states: DelayedStates | ExpertStates,
+) -> nn.Parameter:
+    """The parameter of a module: `weight` itself, or inside quantized_model_init its quantized form.
+
+    dtype: the dtype of the module's tensors, to which weights are rounded before they are quantized. states: the
+    module's, or, for weights [E, N, K] of experts in one parameter, each expert's.
+    """
+    init = _INIT.get()
+    if init is None:
+        return nn.Parameter(weight)
+    quantizer = init.change(quantizer if init.recipe is None else init.recipe.quantizer(role))
+    options = {"source_dtype": dtype, "key": current().key(str(role))}
+    options["states"] = states.of("weight", quantizer, device=weight.device)
+    options["preserve_high_precision_init_val"] = init.preserve
+    kind = HybridQuantizedTensor if weight.dim() == 2 else GroupedTensor
+    held = kind.quantize(weight.detach(), quantizer, **options)
+    held.shared.layer = role.name if role.expert is None else f"{role.name}.{role.expert}"
+    return nn.Parameter(held)
+
+
+def expert_parameters(
+    weight: Tensor, quantizer: HybridQuantizer, role: QuantizerRole, dtype: torch.dtype, states: ExpertStates
+) -> list[nn.Parameter]:
+    """gemm_weight of every expert of a weight [E, N, K], each a parameter of its own under its own role."""
+    roles = [QuantizerRole(role.module_type, role.tensor_type, role.name, expert) for expert in range(len(weight))]
+    return [
+        gemm_weight(part.clone(), quantizer, own, dtype, state)
+        for part, own, state in zip(weight, roles, states, strict=True)
+    ]
+
+
+def is_held(weights: Weights) -> bool:
+    """Whether the weights of a linear are quantized operands."""
+    return isinstance(weights[0], HybridQuantizedTensor)
+
+
+def expert_weights(weights: Weights) -> list[Tensor]:
+    """Each matrix [N, K], as views."""
+    if weights[0].dim() != 3:
+        return list(weights)
+    if is_held(weights):  # of which ranks gather what one pass reads; views are of both directions
+        for direction in weights[0].metadata.directions:
+            weights[0].ready(direction)
+    return list(weights[0].unbind(0))
+
+
+def weight_matrix(weights: Weights, dtype: torch.dtype) -> Tensor:
+    """All weights, one below the other, in dtype; views whose rows are not together in memory are copied."""
+    weights = [_values(weight) for weight in weights]
+    if len(weights) == 1:
+        weight = weights[0]
+        if weight.dim() == 2:
+            return in_dtype(weight, dtype)
+        if weight.dtype is not dtype:
+            weight = weight.to(dtype, memory_format=torch.contiguous_format)
+        return weight.flatten(0, 1)
+    (rows, width), first = weights[0].shape, weights[0]
+    joined = torch.empty(len(weights) * rows, width, dtype=dtype, device=first.device)
+    torch._foreach_copy_(joined.split(rows), list(weights))
+    return joined
+
+
+def _values(weight: Tensor) -> Tensor:
+    """A weight, or the values of one that ranks have gathered, in the dtype that these have."""
+    if not isinstance(weight, GatheredWeight):
+        return weight
+    return weight.value if torch.compiler.is_compiling() else weight.filled()
+
+
+def is_gathered(weights: Weights) -> bool:
+    """Whether the weights of a linear are plain ones that ranks have gathered in its dtype."""
+    return isinstance(weights[0], GatheredWeight)
+
+
+def are_filled_again(weights: Weights) -> bool:
+    """Whether weights lie in memory that ranks free after forward and fill for backward; a trace cannot tell."""
+    if torch.compiler.is_compiling():
+        return False
+    return is_gathered(weights) or (is_held(weights) and weights[0].planes is not None)
+
+
+def held_operands(weights: Weights, direction: Direction) -> Operand | Members:
+    """The operands of one direction of weights that are held quantized and have passed check_held."""
+    return _joined([getattr(weight.ready(direction), direction) for weight in weights])
+
+
+def _joined(operands: list[Operand]) -> Operand | Members:
+    return operands[0] if len(operands) == 1 else Members(members=operands)
+
+
+def link_states(weights: Weights, states: DelayedStates | ExpertStates) -> list[SlotStates]:
+    """Have weights that are held quantized use the states of their module, after a copy, a move or a checkpoint;
+    returns the states that they have."""
+    one_for_each = isinstance(states, ExpertStates) and weights[0].dim() == 2
+    linked = []
+    for weight, own in zip(weights, states if one_for_each else [states], strict=True):
+        if isinstance(weight, HybridQuantizedTensor):
+            if isinstance(weight, GroupedTensor):  # which may be a shard, of some of the experts
+                own = own.numbered(weight.metadata.content.first, weight.experts)
+            weight.states = own.of("weight", weight.quantizer, device=weight.device)
+            if weight.planes is not None:
+                weight.planes.link(weight.states)
+            linked.append(weight.states)
+    return [own for states in linked if states for own in (states if isinstance(states, list) else [states])]
+
+
+def check_held(weight: HybridQuantizedTensor, direction: Direction, quantizer: HybridQuantizer) -> None:
+    """UserError unless the quantized weight is what a recipe's GEMM reads in this direction."""
+    held = weight.quantizer
+    if held != quantizer and str(held) != str(quantizer):  # a file has the text alone
+        raise UserError(
+            f"the weight is held in {held}, but the recipe asks for {quantizer}; build the model anew, or"
+            " give the recipe it was built with"
+        )
+    if getattr(weight, direction) is None:
+        raise UserError(f"the {direction} operand of the weight is not held; quantize it with directions={DIRECTIONS}")
+    weight.check_complete()
+
+
+def flatten_weights(weights: Weights) -> tuple[list[Tensor], list[Skeleton]]:
+    """The tensors of the columnwise operands of weights that are held, which dgrad needs."""
+    flat = [flatten(weight.columnwise) for weight in weights]
+    return [tensor for tensors, _ in flat for tensor in tensors], [skeleton for _, skeleton in flat]
+
+
+def unflatten_weights(tensors: Sequence[Tensor], skeletons: Sequence[Skeleton]) -> Operand | Members:
+    """The columnwise operands of weights that are held, from flatten_weights."""
+    count = len(tensors) // len(skeletons)
+    parts = [tensors[i * count : (i + 1) * count] for i in range(len(skeletons))]
+    return _joined([unflatten(part, skeleton) for part, skeleton in zip(parts, skeletons, strict=True)])
+
+
+def main_grad_of(weight: Tensor) -> Tensor | None:
+    """What dw is added to: weight.main_grad, or the FP32 sum of a weight under fully_shard that FSDP reduces next."""
+    main_grad = getattr(weight, "main_grad", None)
+    return unsharded_sum(weight) if main_grad is None else main_grad
+
+
+def summed_main_grad(weight: Tensor) -> Tensor:
+    """main_grad_of(), for what adds this backward's dw to it. As in TransformerEngine it is zeroed first where
+    the parameter's overwrite_main_grad is true, and its grad_added_to_main_grad, where there is one, becomes true."""
+    main_grad, parameter = main_grad_of(weight), getattr(weight, "spread", weight)
+    if getattr(parameter, "overwrite_main_grad", False):
+        main_grad.zero_()
+    if hasattr(parameter, "grad_added_to_main_grad"):
+        parameter.grad_added_to_main_grad = True
+    return main_grad
+
+
+def check_main_grad(weight: Tensor) -> None:
+    """UserError unless the weight has an FP32 main_grad to accumulate into."""
+    main_grad = main_grad_of(weight)
+    if main_grad is None or main_grad.dtype != torch.float32 or main_grad.shape != weight.shape:
+        got = "none" if main_grad is None else f"{main_grad.dtype} {tuple(main_grad.shape)}"
+        raise UserError(
+            f"fuse_wgrad_accumulation adds to weight.main_grad, a float32 tensor {tuple(weight.shape)}; got {got}"
+            " (optim.use_main_grads gives every parameter one)"
+        )
+
+
+def regroup(state: dict[str, Any], prefix: str, name: str, experts: int, *, single: bool) -> None:
+    """Have a state_dict name a parameter as the module does: "weight" [E, ...], or "weight0" [...] and so on.
+
+    What is there under the other names is stacked, or taken apart; nothing else is touched.
+    """
+    whole, parts = f"{prefix}{name}", [f"{prefix}{name}{expert}" for expert in range(experts)]
+    if single and whole not in state and all(part in state for part in parts):
+        state[whole] = stacked([state.pop(part) for part in parts])
+    if not single and whole in state and len(state[whole]) == experts:
+        state.update(zip(parts, state.pop(whole).unbind(0), strict=True))
+
+
+def stacked(parts: Sequence[Tensor]) -> Tensor:
+    """[E, ...] of E tensors; quantized ones of equal quantizers keep their bytes."""
+    held = [part for part in parts if isinstance(part, HybridQuantizedTensor)]
+    if len(held) == len(parts) and len({part.quantizer for part in held}) == 1:
+        return GroupedTensor.of(held)
+    return torch.stack([part.dequantize() if isinstance(part, HybridQuantizedTensor) else part for part in parts])

@@ -1,0 +1,177 @@
+"""Probe: collects error statistics of every tensor, direction and GEMM while one training step runs.
+
+A row is about all that the step puts through one slot: the tensors of all microbatches as if they lay one below the
+other, each quantized as it is. The outputs of a GEMM likewise; that of wgrad is a product for each microbatch, of which
+the row has the errors, and not that of their sum. Weights are the same in every microbatch, and counted once.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hqsweep.formats import RngKey
+from hqsweep.ops.stats import OutputSums, Sums, finite_or_none, output_sums
+from hqsweep.parallel.shards.shard_part import Part, is_below, part_sums
+from hqsweep.quant.delayed import SlotStates
+from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.roles import TENSOR_TYPES
+from hqsweep.track.tables import ERRORS, LOADS
+
+SLOTS = TENSOR_TYPES["linear"]
+ROUTED = "routed"
+"""The `tensor` of rows that say how many tokens an expert got."""
+
+Key = tuple[str, str, str]
+"""What a row is about: the layer, the tensor or the GEMM, and the direction."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Where a report comes from: a tensor, or a product, of one call."""
+
+    layer: str
+    name: str
+    microbatch: int = 0
+    part: Part | None = None
+    """Where the tensor lies in a matrix that ranks share; None: it is all of it."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How many tokens an expert got, and all experts of its mixture together."""
+
+    own: int
+    total: int
+    experts: int
+
+    def joined(self, other: "Tokens", *, below: bool = True) -> "Tokens":
+        """The tokens of this call and of another together."""
+        return Tokens(self.own + other.own, self.total + other.total, self.experts)
+
+    def to(self, device: torch.device | str) -> "Tokens":
+        """self: the numbers are on no device."""
+        return self
+
+    def row(self) -> dict[str, float | None]:
+        """The columns tokens, and load: tokens over the mean of all experts."""
+        mean = self.total / self.experts
+        return {"tokens": float(self.own), "load": self.own / mean if mean else None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """All that is known for one row."""
+
+    sums: Sums | OutputSums | Tokens
+    format: str | None = None
+    cut: int | None = None
+    """The axis of the matrix along which ranks that share it have parts; None: each has seen all of it."""
+
+    def joined(self, other: "Sample", direction: str, axis: int = 0) -> "Sample":
+        """This and another of the same row, which follows it along an axis of the matrix."""
+        return replace(self, sums=self.sums.joined(other.sums, below=is_below(axis, direction)))
+
+    def to(self, device: torch.device | str) -> "Sample":
+        """The sample on another device."""
+        return replace(self, sums=self.sums.to(device))
+
+
+class Captured(NamedTuple):
+    """An operand of a linear, on the CPU."""
+
+    matrix: Tensor
+    part: tuple[int, int] | None
+    """How a rank's part is cut from the operand: along which axis, and into how many pieces; None: it is all of it."""
+
+
+class Probe:
+    """Rows of one sampled step. `gemms` also compares each product with the one of unquantized FP32 tensors.
+
+    What a microbatch reports again under a name is passed over. That is a forward that is computed again in backward,
+    so that the rows are those without recomputation.
+    originals: layer name -> the high-precision weight that a quantized one was made from, such as its FP32 master.
+    capture: also keep the operands of linears [rows, cols] themselves, those of microbatch 0, in CPU memory, as
+    "LAYER.input", "LAYER.weight" and "LAYER.grad_output" in `captured`.
+    """
+
+    def __init__(
+        self, step: int, *, gemms: bool = True, originals: Mapping[str, Tensor] | None = None, capture: bool = False
+    ) -> None:
+        self.step = step
+        self.originals = originals or {}
+        self.gemms = gemms
+        self.capture = capture
+        self.operands: dict[str, Captured] = {}
+        self.samples: dict[Key, Sample] = {}
+        self._reported: set[tuple[str, str, int]] = set()
+
+    @property
+    def rows(self) -> list[dict[str, object]]:
+        """The rows of what has been reported; waits for the device."""
+        return rows_of(self.step, self.samples)
+
+    @property
+    def captured(self) -> dict[str, Tensor]:
+        """The operands that are kept, or this rank's parts of them."""
+        return {name: operand.matrix for name, operand in self.operands.items()}
+
+    def tensor(self, site: Site, x: Tensor, quantizer: HybridQuantizer, key: RngKey, states: SlotStates | None) -> None:
+        """Report x [rows, cols] in both directions, quantized again as the module quantizes it.
+
+        Errors are against the original values, also with columnwise_source rowwise_dequantized.
+        """
+        if self._is_first(site):
+            x = x.detach()
+            both = (
+                quantizer.sums(x, key, states) if site.part is None else part_sums(quantizer, x, site.part, key, states)
+            )
+            for direction, sums in both.items():
+                self._add(site, direction, sums, str(getattr(quantizer, direction)))
+            if self.capture and site.name in SLOTS and site.microbatch == 0:
+                part = site.part and (site.part.axis, site.part.runs)
+                self.operands[f"{site.layer}.{site.name}"] = Captured(x.to("cpu", copy=True).contiguous(), part)
+
+    def gemm(
+        self, site: Site, a: Tensor, b: Tensor, actual: Tensor, summed: Callable[[Tensor], Tensor] = lambda x: x
+    ) -> None:
+        """Report how actual [m, n] differs from summed(a [m, k] @ b [n, k].T), computed from the unquantized tensors in
+        FP32. summed: what `actual` went through since the product, where ranks have parts of k."""
+        if self.gemms and self._is_first(site):
+            expected = summed(a.detach().float() @ b.detach().float().t())
+            self._add(site, "output", output_sums(expected, actual.detach()))
+
+    def experts(self, layer: str, tokens: Sequence[int], microbatch: int = 0) -> None:
+        """Report how many tokens each expert of a mixture got: a row for each, named "LAYER.0" and so on."""
+        if self._is_first(Site(layer=layer, name=ROUTED, microbatch=microbatch)):
+            for expert, own in enumerate(tokens):
+                counts = Tokens(own, sum(tokens), len(tokens))
+                self._add(Site(layer=f"{layer}.{expert}", name=ROUTED), "output", counts)
+
+    def _is_first(self, site: Site) -> bool:
+        report = site.layer, site.name, 0 if is_of_step(site.name) else site.microbatch
+        known = report in self._reported
+        self._reported.add(report)
+        return not known
+
+    def _add(self, site: Site, direction: str, sums: Sums | OutputSums | Tokens, format: str | None = None) -> None:
+        key = site.layer, site.name, direction
+        sample = Sample(sums=sums, format=format, cut=None if site.part is None else site.part.axis)
+        before = self.samples.get(key)
+        self.samples[key] = sample if before is None else before.joined(sample, direction)
+
+
+def is_of_step(name: str) -> bool:
+    """Whether a tensor is the same in all microbatches of a step."""
+    return name == "weight"
+
+
+def rows_of(step: int, samples: Mapping[Key, Sample]) -> list[dict[str, object]]:
+    """A row for each sample, with the columns of the table "stats"."""
+    rows = []
+    for (layer, tensor, direction), sample in samples.items():
+        row = {"step": step, "layer": layer, "tensor": tensor, "direction": direction, "format": sample.format}
+        rows.append(row | dict.fromkeys((*ERRORS, *LOADS)) | finite_or_none(sample.sums.row()))
+    return rows

@@ -1,0 +1,102 @@
+"""WeightWorkspace: operands of a weight that later calls use again, while nobody has written to the weight."""
+
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hqsweep.formats import RngKey
+from hqsweep.parallel.wire.local import updates
+from hqsweep.quant.hybrid import Direction, HybridQuantizer
+from hqsweep.quant.operand import HybridOperand
+
+
+class WeightWorkspace:
+    """One operand a direction, of a weight or of a group: 2 bytes an element each where it is exact in bfloat16.
+
+    Used inside quantization(cache_weights=True). An operand is made anew when a weight's memory, its version counter,
+    the quantizer, its form, the step or, for +sr, the key of the random bits is another one, and after a step of
+    FusedAdam on DTensors, as those of fully_shard. Torch's version counter does not count what is written by
+    weight.data, a NumPy view, a storage or torch's fused optimizers. A copy of the weights is therefore kept beside
+    their operands, to which each is compared, bit for bit, when an operand is used again; on CUDA the host waits for
+    that. Inside nn.context.unwritten() nobody writes so, and nothing is copied or compared.
+    """
+
+    def __init__(self) -> None:
+        self._cached: dict[Direction, tuple[Hashable, Any]] = {}
+        self._copies: Sequence[Tensor] = ()
+
+    def take(
+        self,
+        weights: Sequence[Tensor],
+        forms: Mapping[Direction, Hashable],
+        quantizer: HybridQuantizer,
+        key: RngKey,
+        make: Callable[[Collection[Direction]], HybridOperand],
+        together: bool = False,
+        period: object = None,
+    ) -> Any:
+        """The operand of the first direction in forms, as make gave it when it was last called for the same bits in the
+        same form.
+
+        When it has to be made, so are the other directions in forms that are not there: those that will be asked for
+        next, from the same read of the weights. together: ranks make it at the same time, and so have to agree whether
+        it is to be made. Where the weights lie in memory, which fully_shard changes, is left out then, and without a
+        period it is always made, for what was written may differ from rank to rank. period: see nn.context.unwritten.
+        """
+        wanted = next(iter(forms))
+        if not _can_keep(weights, quantizer, period, together):
+            return getattr(make([wanted]), wanted)
+        step = None if torch.compiler.is_compiling() else key.step  # one trace serves all steps
+        written = tuple((None if together else w.data_ptr(), w._version) for w in weights)
+        bits = (written, updates(), quantizer, key if quantizer.stochastic else step, period)
+        if self._cached and period is None and not self._are_copies(weights):
+            self.clear()
+        if not self._has(wanted, (bits, forms[wanted])):
+            missing = {d: (bits, form) for d, form in forms.items() if not self._has(d, (bits, form))}
+            for direction in missing:
+                self._cached.pop(direction, None)  # its memory is free before the new one is made
+            if period is None and not self._cached:
+                self._copies = ()
+                self._copies = [weight.detach().clone() for weight in weights]
+            operands = make(list(missing))
+            self._cached |= {d: (identity, getattr(operands, d)) for d, identity in missing.items()}
+        return self._cached[wanted][1]
+
+    def _are_copies(self, weights: Sequence[Tensor]) -> bool:
+        """Whether the copies have the bits of the weights."""
+        pairs = zip(weights, self._copies, strict=False)
+        return len(self._copies) == len(weights) and all(_equal_bits(weight, copy) for weight, copy in pairs)
+
+    def _has(self, direction: Direction, identity: Hashable) -> bool:
+        entry = self._cached.get(direction)
+        return entry is not None and entry[0] == identity
+
+    def __len__(self) -> int:
+        """How many operands are kept."""
+        return len(self._cached)
+
+    def clear(self) -> None:
+        self._cached.clear()
+        self._copies = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_cached": {}, "_copies": ()}
+
+
+def _can_keep(weights: Sequence[Tensor], quantizer: HybridQuantizer, period: object, together: bool) -> bool:
+    """Whether operands are functions of the weights, and a later call can tell whether these were written."""
+    if quantizer.delayed or any(weight.is_inference() for weight in weights):
+        return False  # weights are not all they depend on, or have no version counter
+    if period is not None:
+        return True
+    captured = weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
+    return not (together or captured or weights[0].is_meta)
+
+
+def _equal_bits(weight: Tensor, copy: Tensor) -> bool:
+    if weight.shape != copy.shape or weight.dtype is not copy.dtype or weight.device != copy.device:
+        return False
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
+    return torch.equal(weight.detach().view(bits), copy.view(bits))  # as numbers, NaN differs from itself

@@ -1,0 +1,295 @@
+"""GroupedBase: the products of E experts, each with the rows of its own, whatever holds their weights."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hqsweep.errors import UserError
+from hqsweep.formats import Format
+from hqsweep.gemm.native import capability_of
+from hqsweep.gemm.plan import GemmPlan, GroupGemm, gemm_plan
+from hqsweep.nn.core.context import current
+from hqsweep.nn.core.delayed import ExpertStates
+from hqsweep.nn.core.options import GroupedLinearOptions
+from hqsweep.nn.core.parameter import is_held
+from hqsweep.nn.core.products import outside_autocast, untraced
+from hqsweep.nn.core.recipe_argument import RecipeArgument, recipe_or_section
+from hqsweep.nn.experts.grouped_rows import place_rows, take_rows
+from hqsweep.nn.experts.token_codes import sends_codes
+from hqsweep.nn.linear.linear import LinearBase, as_rows
+from hqsweep.nn.linear.linear_call import Codes, LinearCall
+from hqsweep.nn.linear.linear_function import LinearFunction
+from hqsweep.ops.members.padding import PaddedSplits
+from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.quantize.kernels import input_in
+from hqsweep.parallel.overlap.shared_linear import TensorParallel
+from hqsweep.quant.group import homogeneous
+from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.pairs import GEMMS
+from hqsweep.recipe.roles import GRADIENTS, TENSOR_TYPES, QuantizerRole
+from hqsweep.recipe.sections import LinearQuantizers, slots
+from hqsweep.recipe.validate import check_products
+
+NATIVE_MULTIPLE = 16
+"""The number that the rows of every operand of tensor cores are a multiple of."""
+GROUPED = "grouped_linear"
+
+
+class ExpertSizes(NamedTuple):
+    """E, K and N of the weights [N, K] of E experts."""
+
+    experts: int
+    in_features: int
+    out_features: int
+
+
+class ExpertParameters(NamedTuple):
+    """What a call multiplies by and adds: one tensor for each expert, or one for all, whose first axis counts them."""
+
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor] = ()
+
+
+class GroupedBase(LinearBase):
+    """What a GroupedLinear is beside its parameters: roles, states, splits, and how products are computed.
+
+    A subclass says of what dtype its weights are, and gives them to `product`.
+    """
+
+    module_type = GROUPED
+
+    def __init__(
+        self,
+        sizes: ExpertSizes,
+        *,
+        name: str,
+        recipe: RecipeArgument,
+        dtype: torch.dtype,
+        options: GroupedLinearOptions,
+    ) -> None:
+        if sizes.experts < 1:
+            raise UserError(f"{name}: num_experts is {sizes.experts}; it takes 1 or more")
+        quantizers, gemm = _quantizers(recipe, name, sizes.experts)
+        super().__init__(name, quantizers, gemm, dtype, options)
+        self.num_experts, self.in_features, self.out_features = sizes
+        self.all_experts, self.first_expert, self.mean_over = sizes.experts, 0, 1
+        self.states = ExpertStates(sizes.experts)
+        self.states.add(slots(quantizers))
+        self._weight_splits = Splits.uniform(sizes.experts, sizes.out_features)
+        self._last_splits: Splits | None = None
+        self.plan_capability = options.plan_capability
+        self._plans: tuple[LinearQuantizers | None, str, dict[tuple, dict[str, GemmPlan]]] = (None, "", {})
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """The dtype of the weights, in which dw is returned."""
+        raise NotImplementedError
+
+    def slot_roles(self) -> dict[str, QuantizerRole | None]:
+        """ "input0" -> role, for each tensor of each expert, expert by expert; then the boundary slots, one for all."""
+        return _roles(self.name, self.all_experts) | self.boundary_roles()
+
+    def get_quantizer_roles(self, *, fwd: bool) -> list[QuantizerRole | None]:
+        """The roles of the forward slots, or of the backward ones, expert by expert, the boundary slot last."""
+        own = [role for role in _roles(self.name, self.all_experts).values() if (role.tensor_type in GRADIENTS) != fwd]
+        return [*own, self.output_quantizer_role if fwd else self.grad_input_quantizer_role]
+
+    def chosen(self, resolved: Mapping[QuantizerRole, HybridQuantizer]) -> dict[str, HybridQuantizer | None]:
+        """One quantizer for each tensor, and for each boundary slot; UserError where experts differ."""
+        section = _section(resolved, self.slot_roles(), self.name, self.all_experts)
+        boundaries = {slot: None if role is None else resolved[role] for slot, role in self.boundary_roles().items()}
+        return {tensor: getattr(section, tensor) for tensor in TENSOR_TYPES[self.module_type]} | boundaries
+
+    def hold_experts(self, first: int, count: int, mean_over: int) -> None:
+        """Be the experts first to first + count alone, with the rows that all ranks have for them: gradients of
+        parameters are divided by mean_over. Names of slots and states stay those of the whole."""
+        self.first_expert, self.num_experts, self.mean_over = first, count, mean_over
+        self.states = self.states.part(first, count)
+        self._weight_splits = Splits.uniform(count, self.out_features)
+        self._last_splits, self._plans = None, (None, "", {})
+        self.workspace.clear()
+
+    def share_features(self, parallel: TensorParallel) -> None:
+        """Compute with this rank's part of every expert: of its output features ("column"), or of its input features
+        ("row"). Every rank has all rows; what ranks sum has the sums of all."""
+        ranks = parallel.group.size()
+        if parallel.mode == "column":
+            self.out_features //= ranks
+        else:
+            self.in_features //= ranks
+        self.parallel = parallel
+        self._weight_splits = Splits.uniform(self.num_experts, self.out_features)
+        self._plans = (None, "", {})
+        self.workspace.clear()
+
+    def linear_facts(self) -> dict[str, Any]:
+        return super().linear_facts() | {"first_expert": self.first_expert, "mean_over": self.mean_over}
+
+    @property
+    def quantization_alignment(self) -> int:
+        """What the rows of each expert must be a multiple of in training, by the formats of this module alone."""
+        quantizers = self.active_quantizers()
+        native = NATIVE_MULTIPLE if self.gemm == "native" else 1
+        return math.lcm(native, quantizers.input.row_multiple, quantizers.grad_output.row_multiple)
+
+    def sends_codes(self, tensor: str, weight: Tensor) -> Format | None:
+        """The format in which the rows of "input" or "grad_output" can come from other ranks as codes, in a call now:
+        that of their rowwise operand, where nothing else is made of their values. There are no biases."""
+        quantizer = getattr(self.active_quantizers(), tensor)
+        columnwise = torch.is_grad_enabled() and weight.requires_grad
+        return quantizer.rowwise if sends_codes(quantizer, columnwise) and not current().probe else None
+
+    @property
+    def filling_multiple(self) -> int:
+        """What rows of zeros fill up the rows of each expert to a multiple of, in a call now."""
+        return self.quantization_alignment if torch.is_grad_enabled() else 1
+
+    @outside_autocast
+    def product(
+        self,
+        x: Tensor,
+        m_splits: Sequence[int] | Tensor | Splits,
+        parameters: ExpertParameters,
+        codes: Codes | None = None,
+    ) -> Tensor:
+        """y [..., N] of x [..., K], of which m_splits says how many rows each expert has. codes: see LinearCall; splits
+        are filled up then."""
+        if torch.compiler.is_compiling() and is_held(parameters.weights):
+            return self._product_untraced(x, m_splits, parameters, codes)
+        if x.shape[-1] != self.in_features:
+            raise UserError(f"{self.name}: x has {x.shape[-1]} features, and the experts take {self.in_features}")
+        rows = input_in(as_rows(x), self.dtype, self.name)
+        splits = self._splits_of(m_splits, len(rows))
+        if codes is None:
+            y = self._filled_up(rows, splits, parameters)
+        else:
+            y = self._apply_experts(rows, splits, parameters, codes)
+        if self.active_quantizers().output is not None:
+            y = LinearCall(**self.linear_facts(), splits=splits).rounded("output", y)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+    _product_untraced = untraced(product)
+
+    def _filled_up(self, rows: Tensor, splits: Splits, parameters: ExpertParameters) -> Tensor:
+        """y of x [M, K], of experts whose rows are filled up to quantization_alignment with zeros where they must."""
+        multiple = self.filling_multiple
+        if isinstance(splits, PaddedSplits) and splits.multiple % multiple == 0:
+            return self._apply_experts(rows, splits, parameters)
+        if multiple > 1 and splits.sizes is None and len(rows):
+            filled = PaddedSplits.over(splits, multiple, rows.device)
+            y = self._apply_experts(place_rows(rows, filled.places, filled.rows), filled, parameters)
+            return take_rows(y, filled.places)
+        padded = splits if splits.sizes is None else splits.padded(multiple)
+        if padded is splits:
+            return self._apply_experts(rows, splits, parameters)
+        parts = zip(rows.split(splits.host), splits.host, padded.host, strict=True)
+        filled_rows = torch.cat([F.pad(part, (0, 0, 0, to - size)) for part, size, to in parts])
+        y = self._apply_experts(filled_rows, padded, parameters)
+        return torch.cat([part[:size] for part, size in zip(y.split(padded.host), splits.host, strict=True)])
+
+    def _splits_of(self, m_splits: Sequence[int] | Tensor | Splits, rows: int) -> Splits:
+        """The splits of the call before where a list repeats them: their offsets are on the device already."""
+        lasting = isinstance(m_splits, (list, tuple)) and not torch.compiler.is_compiling()
+        sizes = tuple(m_splits) if lasting else None
+        last = self._last_splits
+        if sizes is not None and last is not None and last.sizes == sizes and last.rows == rows:
+            return last
+        try:
+            splits = Splits.of(m_splits, rows, experts=self.num_experts)
+        except UserError as error:
+            raise UserError(f"{self.name}: {error}") from None
+        if sizes is not None:
+            self._last_splits = splits
+        return splits
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_last_splits": None, "_plans": (None, "", {})}
+
+    def _apply_experts(
+        self, x: Tensor, splits: Splits, parameters: ExpertParameters, codes: Codes | None = None
+    ) -> Tensor:
+        fields = self.linear_facts() | ({} if codes is None else {"codes": codes})
+        if self.parallel is not None:
+            fields["exchange"] = self.parallel.exchange(x.shape[:-1])
+        plans = self._plans_of(fields["quantizers"], fields["gemm"], splits, x.device)
+        call = LinearCall(**fields, splits=splits, weight_splits=self._weight_splits, plans=plans)
+        weights, biases = parameters
+        return LinearFunction.apply(x, call, len(weights), None, *weights, *biases)
+
+    def _plans_of(
+        self, quantizers: LinearQuantizers, gemm_mode: str, splits: Splits, device: torch.device
+    ) -> dict[str, GemmPlan]:
+        """The plans of all three GEMMs; those that calls under these quantizers have used are kept, but for a trace,
+        whose graph others may share."""
+        splits_known = (splits.for_plans and splits.sizes is not None, splits.for_plans and splits.equal > 0)
+        if torch.compiler.is_compiling():
+            return self._planned(quantizers, gemm_mode, splits_known, device)
+        known, mode, plans = self._plans
+        if known is not quantizers or mode != gemm_mode:
+            plans = {}
+            self._plans = quantizers, gemm_mode, plans
+        key = (device, self.plan_capability, self.fuse_wgrad_accumulation, self.weight_dtype, self.dtype, *splits_known)
+        if key not in plans:
+            plans[key] = self._planned(quantizers, gemm_mode, splits_known, device)
+        return plans[key]
+
+    def _planned(
+        self, quantizers: LinearQuantizers, gemm_mode: str, splits_known: tuple[bool, bool], device: torch.device
+    ) -> dict[str, GemmPlan]:
+        formats = {g: [getattr(getattr(quantizers, t), d) for t, d in pair] for g, pair in GEMMS.items()}
+        return {g: self.plan(g, *pair, device, gemm_mode, splits_known) for g, pair in formats.items()}
+
+    def plan(
+        self,
+        gemm: str,
+        a: Format,
+        b: Format,
+        device: torch.device,
+        gemm_mode: str,
+        splits_known: tuple[bool, bool] = (True, False),
+    ) -> GemmPlan:
+        """How "fprop", "dgrad" or "wgrad" of these formats is computed; splits_known: whether the host knows the splits
+        and that they are equal."""
+        dw_dtype = torch.float32 if self.fuse_wgrad_accumulation else self.weight_dtype
+        group = GroupGemm(
+            gemm=gemm,
+            sizes=(self.in_features, self.out_features),
+            out_dtype=dw_dtype if gemm == "wgrad" else self.dtype,
+            host_splits=splits_known[0],
+            equal_splits=splits_known[1],
+        )
+        return gemm_plan(a, b, self.plan_capability or capability_of(device), gemm_mode, group)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}; {self.num_experts} experts [{self.out_features}, {self.in_features}]"
+
+
+def _roles(name: str, experts: int) -> dict[str, QuantizerRole]:
+    module_type = GROUPED
+    return {
+        f"{tensor}{expert}": QuantizerRole(module_type, tensor, name, expert)
+        for expert in range(experts)
+        for tensor in TENSOR_TYPES[module_type]
+    }
+
+
+def _quantizers(recipe: RecipeArgument, name: str, experts: int) -> tuple[LinearQuantizers, str]:
+    """The quantizers that all experts have, and the mode of their GEMMs."""
+    section, gemm = recipe_or_section(recipe, GROUPED, name), "exact"
+    if not isinstance(section, LinearQuantizers):
+        recipe, roles = section, _roles(name, experts)
+        section, gemm = _section(recipe.resolve(roles.values()), roles, name, experts), recipe.gemm
+    check_products([(GROUPED, name, section)], gemm)
+    return section, gemm
+
+
+def _section(
+    resolved: Mapping[QuantizerRole, HybridQuantizer], roles: Mapping[str, QuantizerRole], name: str, experts: int
+) -> LinearQuantizers:
+    tensors = TENSOR_TYPES[GROUPED]
+    of_experts = {t: [resolved[roles[f"{t}{expert}"]] for expert in range(experts)] for t in tensors}
+    return LinearQuantizers(**{t: homogeneous(own, f"{name}: {t}") for t, own in of_experts.items()})

@@ -1,0 +1,206 @@
+"""GroupedLinear: E linears, each for the rows of its own expert, whose GEMMs run together."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hqsweep.errors import UserError
+from hqsweep.nn.core.delayed import DelayedStates, ExpertStates
+from hqsweep.nn.core.module import PARTS, quantized_modules
+from hqsweep.nn.core.options import GroupedLinearOptions
+from hqsweep.nn.core.parameter import expert_parameters, expert_weights, gemm_weight, link_states, regroup
+from hqsweep.nn.core.recipe_argument import RecipeArgument
+from hqsweep.nn.experts.grouped import ExpertParameters, ExpertSizes, GroupedBase
+from hqsweep.nn.linear.linear import Linear
+from hqsweep.nn.linear.linear_call import Codes
+from hqsweep.ops.members.splits import Splits
+from hqsweep.parallel.overlap.shared_linear import local
+from hqsweep.parallel.wire.collectives import maximum_
+from hqsweep.parallel.wire.local import group_of_shards, is_spread
+from hqsweep.parallel.wire.local import local as stored
+from hqsweep.quant.grouped import GroupedTensor
+from hqsweep.recipe.roles import QuantizerRole
+
+
+class GroupedLinear(GroupedBase):
+    """y_e [m_e, N] = x_e [m_e, K] @ weight_e [N, K].T (+ bias_e [N]) for the experts e, whose rows follow each other.
+
+    forward(x [..., K], m_splits): m_splits is the number of rows of each expert, zeros included, as a list or an
+    integer tensor. Every expert is to the byte what a Linear of its own computes, with scales, blocks, random bits and
+    states of delayed scaling of its own; on GPUs some plans of gemm/grouped.py sum in another order. Its slots have the
+    roles QuantizerRole("grouped_linear", tensor, name, expert), whose quantizers must be equal for all experts.
+
+    Parameters are weight0, weight1, ... and bias0, ...; with single_grouped_weight (single_grouped_bias) one `weight`
+    [E, N, K] (`bias` [E, N]). Checkpoints of either load into the other. Inside quantized_model_init weights are held
+    quantized. recipe is as that of Linear.
+
+    Where a format contracts whole blocks of rows only (quantization_alignment), rows of zeros fill up the experts that
+    need it, and are dropped again; nothing is copied where splits fit. Splits that only a GPU knows are not waited for:
+    it fills up by itself, in a copy that has room for any splits and is made even where these fit, for nobody can know
+    that without waiting. What does wait for them is a loop over experts: where the plan is one (products of float32
+    operands, gemm=native but for rows of E4M3 codes, sizes that are no multiples of 8, GPUs for which torch._grouped_mm
+    has no kernel), for quantizers with a quantize of their own, and under a probe. Gradients of weights pass through
+    bfloat16 then, also where weights or main_grad are float32, for torch._grouped_mm stores nothing else; gradients of
+    biases are sums row by row, another order of additions in float32. Splits that the host is given cost no wait, and
+    where all are equal a GPU takes torch.bmm.
+    single_grouped_weight spares a copy of all weights at each use where they have the module's dtype.
+    Boundary slots are as those of Linear, one role for all experts; the rows of each expert are rounded by themselves,
+    which waits for splits that only a GPU knows.
+
+    UserError, naming tensor and expert, for quantizers that differ among experts; for splits that are no whole numbers,
+    negative, not one for each expert, or do not add up to the rows of x; for x of another width.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        name: str,
+        recipe: RecipeArgument,
+        dtype: torch.dtype = torch.bfloat16,
+        options: GroupedLinearOptions = GroupedLinearOptions(),
+    ) -> None:
+        sizes = ExpertSizes(num_experts, in_features, out_features)
+        super().__init__(sizes, name=name, recipe=recipe, dtype=dtype, options=options)
+        self.single_grouped_weight = options.single_grouped_weight
+        self.single_grouped_bias = options.single_grouped_bias
+        self.has_bias = options.bias
+        drawn = torch.stack([self._drawn(torch.empty(out_features, in_features)) for _ in range(num_experts)])
+        role = QuantizerRole(self.module_type, "weight", name)
+        if options.single_grouped_weight:
+            self.register_parameter("weight", gemm_weight(drawn, self.quantizers.weight, role, dtype, self.states))
+        else:
+            self._register("weight", expert_parameters(drawn, self.quantizers.weight, role, dtype, self.states))
+        if options.bias:
+            zeros = torch.zeros(num_experts, out_features)
+            self._register(
+                "bias", [nn.Parameter(part) for part in ((zeros,) if options.single_grouped_bias else zeros.clone())]
+            )
+
+    def _register(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
+        single = getattr(self, f"single_grouped_{name}")
+        for expert, parameter in enumerate(parameters):
+            self.register_parameter(name if single else f"{name}{expert}", parameter)
+
+    def _parameters_of(self, name: str) -> list[Tensor]:
+        if getattr(self, f"single_grouped_{name}"):
+            return [getattr(self, name)]
+        return [getattr(self, f"{name}{expert}") for expert in self._numbers]
+
+    @property
+    def _numbers(self) -> range:
+        """The numbers of the experts that are held here."""
+        return range(self.first_expert, self.first_expert + self.num_experts)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """One parameter for each expert [N, K], or one for all [E, N, K]."""
+        return self._parameters_of("weight")
+
+    @property
+    def biases(self) -> list[Tensor]:
+        """One parameter for each expert [N], or one for all [E, N]; empty without biases."""
+        return self._parameters_of("bias") if self.has_bias else []
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        return self.weights[0].dtype
+
+    def forward(self, x: Tensor, m_splits: Sequence[int] | Tensor | Splits, codes: Codes | None = None) -> Tensor:
+        if is_spread(self.weights[0]):
+            link_held(self)
+        weights, biases = ([local(p) for p in of_kind] for of_kind in (self.weights, self.biases))
+        return self.product(x, m_splits, ExpertParameters(weights, biases), codes)
+
+    def expert_weights(self) -> list[Tensor]:
+        """The weight of each expert [N, K]: parameters, or views of the one that they are in."""
+        return expert_weights([local(weight) for weight in self.weights])
+
+    def hold_experts(self, first: int, count: int, mean_over: int) -> None:
+        """GroupedBase.hold_experts, which drops the parameters of all other experts: what is held shares no memory with
+        theirs. Parameters of single experts keep their names."""
+        for name in ("weight", "bias") if self.has_bias else ("weight",):
+            if getattr(self, f"single_grouped_{name}"):
+                whole = getattr(self, name)
+                part = whole.detach()[first : first + count].clone()
+                self.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
+                continue
+            for expert in set(self._numbers) - set(range(first, first + count)):
+                delattr(self, f"{name}{expert}")
+        super().hold_experts(first, count, mean_over)
+
+    def _drawn(self, weight: Tensor) -> Tensor:
+        return nn.init.normal_(weight, std=1 / math.sqrt(self.in_features))
+
+    def reset_parameters(self) -> None:
+        """Draw the weights again, and zero the biases."""
+        self.states.reset_parameters()
+        link_states([local(weight) for weight in self.weights], self.states)
+        for weight in self.weights:
+            self._drawn(weight)
+        for bias in self.biases:
+            nn.init.zeros_(bias)
+
+    def set_tensor_parallel_attributes(self, parallel_mode: str | None) -> None:
+        """Note on every parameter how tensor parallelism cuts it: tensor_model_parallel, partition_dim and
+        partition_stride, as Megatron reads them. "column" cuts output features, "row" input features, None neither."""
+        if parallel_mode not in ("column", "row", None):
+            raise UserError(f"{self.name}: parallel_mode is {parallel_mode!r}; it takes 'column', 'row' or None")
+        dim = {"column": -2, "row": -1, None: None}[parallel_mode]
+        for weight in self.weights:
+            _set_parallel(weight, dim)
+        for bias in self.biases:
+            _set_parallel(bias, -1 if parallel_mode == "column" else None)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in ("weight", "bias"):
+            single = getattr(self, f"single_grouped_{name}")
+            regroup(state_dict, prefix, name, self.num_experts, single=single)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _set_parallel(parameter: Tensor, dim: int | None) -> None:
+    parameter.tensor_model_parallel = dim is not None
+    parameter.partition_dim = -1 if dim is None else parameter.dim() + dim
+    parameter.partition_stride = 1
+
+
+def link_held(model: nn.Module) -> None:
+    """Have weights that are held quantized, and shards of such, use the states that their modules have now."""
+    for weights, states in _weights_and_states(model):
+        link_states([stored(weight) for weight in weights], states)  # and not a view of the part
+
+
+@torch.no_grad()
+def share_amaxes(model: nn.Module) -> None:
+    """Give every rank the amaxes by which held experts are scaled that another rank of fully_shard writes, and whose
+    histories it alone has; statistics of the whole read them. All ranks call it, once after each write."""
+    amaxes: dict[Any, list[Tensor]] = {}
+    for weights, states in _weights_and_states(model):
+        own = stored(weights[0])
+        if not (isinstance(own, GroupedTensor) and own.quantizer.delayed and is_spread(weights[0])):
+            continue
+        written = range(own.metadata.content.first, own.metadata.content.first + own.experts)
+        for expert, of_expert in states.named_children():
+            slot = [state.amax for name, state in of_expert.items() if name.startswith("weight_")]
+            if int(expert) not in written:
+                torch._foreach_zero_(slot)
+            amaxes.setdefault(group_of_shards(weights[0]), []).extend(slot)
+    for group, every in amaxes.items():
+        maximum_(every, group)
+
+
+def _weights_and_states(model: nn.Module) -> Iterator[tuple[Sequence[Tensor], DelayedStates | ExpertStates]]:
+    """The weights of each linear and of experts, of a converted model too, with the states of their module."""
+    for module in quantized_modules(model):
+        if isinstance(module, Linear | GroupedLinear):
+            yield [module.weight] if isinstance(module, Linear) else module.weights, module.states
+    for module in model.modules():
+        for part in module.__dict__.get(PARTS, ()):
+            if getattr(part, "weight_name", None):
+                yield [getattr(module, part.weight_name)], part.states

@@ -1,0 +1,42 @@
+"""Rows that go to their places in a larger matrix of zeros, and come back: how experts are filled up on a device.
+
+Places differ from each other, so nothing is ever added up, neither here nor in backward.
+"""
+
+import torch
+from torch import Tensor
+
+from hqsweep.nn.core.products import returned
+
+
+def place_rows(x: Tensor, places: Tensor, count: int) -> Tensor:
+    """x [M, D] -> [count, D], zero but for row places[i], which is x[i]. places: int64 [M], none of them twice."""
+    return _Place.apply(x, places, count)
+
+
+def take_rows(y: Tensor, places: Tensor) -> Tensor:
+    """y [count, D] -> y[places] [M, D]; its gradient is zero elsewhere. places: as above."""
+    return _Take.apply(y, places)
+
+
+class _Place(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, places: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(places)
+        return returned(x.new_zeros(count, x.shape[1]).index_copy_(0, places, x))
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+        return take_rows(dy, *ctx.saved_tensors), None, None
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.count = len(y)
+        return y.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx, dx: Tensor) -> tuple[Tensor, None]:
+        return place_rows(dx, *ctx.saved_tensors, ctx.count), None

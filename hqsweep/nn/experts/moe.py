@@ -1,0 +1,160 @@
+"""Mixture of experts: an MLP of which each token takes k of E, as grouped linears, and a layer that has one."""
+
+import torch
+from torch import Tensor, nn
+
+from hqsweep.nn.attention.multihead_attention import MultiheadAttention
+from hqsweep.nn.core.context import current
+from hqsweep.nn.core.options import GroupedLinearOptions, MoELayerOptions, MoEOptions
+from hqsweep.nn.core.recipe_argument import RecipeArgument, whole_recipe
+from hqsweep.nn.core.residual import AddsBranch, Branch
+from hqsweep.nn.experts.dispatch import Dispatcher
+from hqsweep.nn.experts.grouped_linear import GroupedLinear
+from hqsweep.nn.experts.router import Router, Routing, moves_by_kernels
+from hqsweep.nn.layers.norm import Norm
+from hqsweep.nn.layers.stream_layer import StreamLayer
+from hqsweep.nn.linear.activation import activate
+from hqsweep.nn.linear.linear import Linear
+from hqsweep.nn.linear.linear_call import Codes
+from hqsweep.nn.linear.mlp_function import joined, joins
+from hqsweep.ops.members.padding import PaddedSplits
+from hqsweep.ops.members.splits import Splits
+from hqsweep.parallel.overlap.shared_linear import SplitTokens
+
+Routed = tuple[Tensor, Tensor, Tensor]
+"""y, then of the routing `balance` float32 [], and `tokens` int64 [E]."""
+
+
+class SharedExpert(nn.Module):
+    """x [M, D] -> fc2(swiglu(fc1(x))) [M, D], for every token; linears `name`.fc1 and `name`.fc2."""
+
+    def __init__(self, dim: int, ffn: int, *, name: str, recipe: RecipeArgument, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.fc1 = Linear(dim, 2 * ffn, name=f"{name}.fc1", recipe=recipe, dtype=dtype)
+        self.fc2 = Linear(ffn, dim, name=f"{name}.fc2", recipe=recipe, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if joins(self.fc1, self.fc2, "swiglu", x):
+            return joined(self.fc1, x, self.fc2, "swiglu")
+        return self.fc2(activate(self.fc1(x), "swiglu"))
+
+
+class LayerNormMoE(AddsBranch):
+    """x [..., D] -> float32 [..., D], the balance and the tokens of its Routing: h = norm(x); the sum over the top_k
+    experts of h, each times its weight, of fc2(swiglu(fc1(h))); with shared_expert, a SwiGLU of all tokens is added.
+
+    fc1 and fc2 are GroupedLinears `name`.fc1 and `name`.fc2 of one weight [E, ...] each, the shared expert is
+    `name`.shared, the norm `name`.norm. norm, Router, activations and the weighted sum are float32. `ffn` is the width
+    of each expert. A device of its own is waited for only where GroupedLinear says so, and under a probe.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        ffn: int,
+        *,
+        name: str,
+        recipe: RecipeArgument,
+        dtype: torch.dtype = torch.bfloat16,
+        options: MoEOptions,
+    ) -> None:
+        super().__init__()
+        experts, top_k = options.experts, options.top_k
+        if not 1 <= top_k <= experts:
+            raise ValueError(f"{name}: top_k is {top_k} of {experts} experts; it takes 1 to {experts}")
+        self.name = name
+        shared = {"recipe": whole_recipe(recipe, name), "dtype": dtype}
+        self.norm = Norm(dim, name=f"{name}.norm", recipe=shared["recipe"])
+        self.router = Router(dim, experts, top_k)
+        single = GroupedLinearOptions(single_grouped_weight=True)
+        self.fc1 = GroupedLinear(experts, dim, 2 * ffn, name=f"{name}.fc1", options=single, **shared)
+        self.fc2 = GroupedLinear(experts, ffn, dim, name=f"{name}.fc2", options=single, **shared)
+        self.shared = SharedExpert(dim, ffn, name=f"{name}.shared", **shared) if options.shared_expert else None
+        self.dispatcher: Dispatcher | None = None
+        """How tokens reach experts that are spread over ranks (hqsweep.parallel.expert)."""
+        self.tokens: SplitTokens | None = None
+        """How tokens lie split over the ranks that share every expert (hqsweep.parallel.tensor); None: each rank has
+        them all."""
+
+    def forward(self, x: Tensor) -> Routed:
+        return self._added(x, None)[1:]
+
+    def _added(self, x: Tensor, branch: Branch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        total, h = self.norm.added(x, branch)
+        if self.tokens is not None:
+            h = self.tokens.whole(h)
+        shape, h = h.shape, h.flatten(0, -2)
+        routing = self.router(h)
+        if probe := current().probe:
+            probe.experts(self.name, routing.tokens.tolist(), current().microbatch)
+        y = self._mixed(routing, h) if self.dispatcher is None else self._mixed_over_ranks(routing, h, self.dispatcher)
+        y = y.view(shape)
+        return total, y if self.tokens is None else self.tokens.own(y), routing.balance, routing.tokens
+
+    def _mixed(self, routing: Routing, h: Tensor) -> Tensor:
+        splits = self._splits(routing, h)
+        rows = routing.dispatch(h, self.fc1.dtype, splits)
+        rows = self.fc2(activate(self.fc1(rows, splits), "swiglu"), splits)
+        return routing.combine(rows, None if self.shared is None else self.shared(h), splits)
+
+    def _mixed_over_ranks(self, routing: Routing, h: Tensor, dispatcher: Dispatcher) -> Tensor:
+        fc1, fc2, multiples = self.fc1, self.fc2, {self.fc1.filling_multiple, self.fc2.filling_multiple}
+        formats, fills = (fc1.sends_codes("input", fc1.weight), fc2.sends_codes("grad_output", fc2.weight)), 1
+        if len(multiples) == 1:
+            (fills,) = multiples
+        else:  # each fills up its rows by itself, which takes values
+            formats = None, None
+        route = dispatcher.send_counts(routing.tokens, routing.chosen.numel(), fills)
+        routing, codes = route.marked(routing), [None if f is None else Codes() for f in formats]
+        rows = route.go(routing.dispatch(h, fc1.dtype), formats[0], codes[0])
+        with route.context():
+            hidden = activate(fc1(rows, route.splits, codes[0]), "swiglu", route.end)
+            rows = route.come_back(fc2(hidden, route.splits, codes[1]), formats[1], codes[1])
+        return routing.combine(rows, None if self.shared is None else self.shared(h))
+
+    def _splits(self, routing: Routing, h: Tensor) -> Splits:
+        """One for both linears, so that a device is waited for once at most; where both fill up experts that only a
+        device knows, and kernels move the tokens, filled up at once."""
+        splits = Splits.of(routing.tokens, routing.chosen.numel())
+        multiples = {fc.filling_multiple for fc in (self.fc1, self.fc2)}
+        if splits.sizes is not None or splits.rows == 0 or len(multiples) > 1 or multiples == {1}:
+            return splits
+        if not moves_by_kernels(h, self.fc1.dtype):
+            return splits
+        return PaddedSplits.over(splits, multiples.pop(), h.device)
+
+
+def check_room(model: nn.Module, where: str = "") -> None:
+    """UserError where, since the last check, rows of the model's experts found no room, or ranks had unlike numbers of
+    tokens: results were NaN. Waits for the device. where: what stands before the name of the option."""
+    dispatchers = [module.dispatcher for module in model.modules() if isinstance(module, LayerNormMoE)]
+    for room in dict.fromkeys(dispatcher.room for dispatcher in dispatchers if dispatcher is not None):
+        if room is not None:
+            room.check(where)
+
+
+class MoELayer(StreamLayer):
+    """TransformerLayer with a LayerNormMoE: x [B, T, D] -> x + attn(x), then x + mlp(x); and what mlp says of its
+    routing."""
+
+    def __init__(
+        self,
+        dim: int,
+        ffn: int,
+        heads: int,
+        *,
+        name: str,
+        recipe: RecipeArgument,
+        dtype: torch.dtype = torch.bfloat16,
+        options: MoELayerOptions,
+    ) -> None:
+        super().__init__()
+        shared = {"recipe": whole_recipe(recipe, name), "dtype": dtype, "options": options}
+        self.attn = MultiheadAttention(dim, heads, name=f"{name}.attn", **shared)
+        self.mlp = LayerNormMoE(dim, ffn, name=f"{name}.mlp", **shared)
+
+    def _residual(
+        self, x: Tensor, branch: Branch, checkpoint_core_attention: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x, branch = self.attn.added(x, branch, checkpoint_core_attention)
+        return self.mlp.added(x, branch)

@@ -1,0 +1,189 @@
+"""ActivationOffload: what autograd saves for backward waits in CPU memory.
+
+torch.autograd.graph.save_on_cpu copies on the stream that computes, which stands still for every byte, and takes all
+that is saved, parameters and operands of held weights too, which frees nothing. Here copies run on two streams of
+their own, in both directions at once, and what would not be freed stays. Bytes come back as they left.
+
+Memory is handed over in the order of the computing stream: a tensor that leaves is dropped behind an event of its copy,
+one that comes back is written behind the kernels that used its memory before. Nothing waits on the host. Were tensors
+only marked (Tensor.record_stream), their memory could not serve again until the GPU had caught up with the host, which
+runs ahead by whole layers, and the peak would not fall.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from hqsweep.nn.layers.saved_memory import memory_of, tensors_of
+from hqsweep.parallel.fsdp.fsdp_state import gathered_storages, parameters_of
+
+MIN_BYTES = 4096
+"""Smaller tensors stay: their copy is latency alone."""
+WINDOW_BYTES = 64 * 2**20
+"""Bytes of tensors on the device in each direction while their copies run: a millisecond of PCIe 5, a hundred times its
+latency."""
+
+
+class _Saved:
+    """One tensor [...] in host memory, always contiguous, with its strides and device, from which it is made again."""
+
+    def __init__(self, number: int, tensor: Tensor) -> None:
+        self.number, self.nbytes, self.was_read = number, tensor.nbytes, False
+        self.strides, self.device = tensor.stride(), tensor.device
+        self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+
+class _Lane:
+    """Copies in one direction, on a stream of their own, with the device tensors of the copies not yet waited for.
+
+    There are at most `limit` bytes of these, or a single tensor. On the CPU a copy is over when the call returns.
+    """
+
+    def __init__(self, device: torch.device, limit: int) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.limit, self.nbytes = limit, 0
+        self.held: dict[_Saved, tuple[Tensor, torch.cuda.Event | None]] = {}
+
+    def copy(self, saved: _Saved, target: Tensor, source: Tensor, on_device: Tensor) -> None:
+        """Copy after all that is enqueued now, and hold on_device, which is the target or the source, until take()."""
+        event = None
+        if self.stream is None:
+            target.copy_(source)
+        else:
+            self.stream.wait_stream(torch.cuda.current_stream(on_device.device))
+            with torch.cuda.stream(self.stream):
+                target.copy_(source, non_blocking=True)
+                event = self.stream.record_event()
+        self.held[saved] = on_device, event
+        self.nbytes += saved.nbytes
+
+    def take(self, saved: _Saved) -> Tensor:
+        """The device tensor of a copy. What is enqueued from now on may use it, or overwrite its memory once it is
+        dropped."""
+        tensor, event = self.held.pop(saved)
+        self.nbytes -= saved.nbytes
+        if event is not None:
+            torch.cuda.current_stream(tensor.device).wait_event(event)
+        return tensor
+
+    def has_room(self, nbytes: int) -> bool:
+        return not self.held or self.nbytes + nbytes <= self.limit
+
+    def shrink(self) -> None:
+        """Drop the oldest tensors beyond the limit."""
+        while self.nbytes > self.limit and len(self.held) > 1:
+            self.take(next(iter(self.held)))
+
+    def clear(self) -> None:
+        for saved in list(self.held):
+            self.take(saved)
+
+
+class ActivationOffload:
+    """What autograd saves of one model on one device waits in CPU memory:
+
+        offload = ActivationOffload(model)
+        with offload.saving():
+            loss = model(x)
+        loss.backward()  # outside: what is computed again in backward need not leave the device
+
+    It leaves alone parameters and buffers of the model, operands of its quantized weights, what fully_shard gathers
+    (torch frees that memory itself, and waits for no copy of it), and tensors that are on other devices, smaller than
+    min_bytes, sparse, of a subclass, expanded (stride 0), or conjugated lazily. Backward reads the same bytes under the
+    same strides. It meets tensors in about the reverse order of forward, and those
+    before the one that it reads are brought back ahead of it, window_bytes of them. Host memory is pinned; torch's
+    caching allocator keeps it, rounded up to powers of two, and hands it out again in the next step. On the CPU tensors
+    are copied too, which frees nothing but shows the same path.
+    """
+
+    def __init__(self, model: nn.Module, *, min_bytes: int = MIN_BYTES, window_bytes: int = WINDOW_BYTES) -> None:
+        self.model, self.min_bytes = model, min_bytes
+        self.device = next(model.parameters()).device
+        self.leaving, self.arriving = (_Lane(self.device, window_bytes) for _ in range(2))
+        self._saved: WeakValueDictionary[int, _Saved] = WeakValueDictionary()
+        self._count = 0
+        self._model_memory: frozenset[int] = frozenset()
+        self._gathered: frozenset[int] = frozenset()
+        """The storages that fully_shard gathers into."""
+        self._ungathered: list[Any] = []
+        """torch's FSDPParams that have no such storage yet."""
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Enter this around forward. What an earlier forward saved and backward has not read stays good."""
+        self.leaving.clear()
+        self.arriving.clear()
+        self._count = max(self._saved.keys(), default=-1) + 1
+        self._model_memory = frozenset(memory_of(t) for t in tensors_of(self.model))
+        self._gathered = frozenset()
+        self._note_gathered(parameters_of(self.model))
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes in host memory that backward has still to read."""
+        return sum(saved.nbytes for saved in self._saved.values())
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Saved:
+        if not self._is_worth_it(tensor):
+            return tensor
+        tensor = tensor.detach()
+        saved = self._saved[self._count] = _Saved(self._count, tensor)
+        self._count += 1
+        self.leaving.copy(saved, saved.host, tensor, tensor)
+        self.leaving.shrink()
+        return saved
+
+    def _unpack(self, packed: Tensor | _Saved) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if packed in self.leaving.held:
+            tensor = self.leaving.take(packed)
+        else:
+            if packed not in self.arriving.held:
+                self._fetch(packed)
+            tensor = self.arriving.take(packed)
+        packed.was_read = True
+        self._prefetch(packed.number)
+        return tensor
+
+    def _prefetch(self, number: int) -> None:
+        """Start to bring back what was saved before tensor `number`, the latest first."""
+        for earlier in range(number - 1, -1, -1):
+            saved = self._saved.get(earlier)
+            if saved is None or saved.was_read or saved in self.leaving.held or saved in self.arriving.held:
+                continue  # what was read may be read again, by a second backward, but not soon
+            if not self.arriving.has_room(saved.nbytes):
+                return
+            self._fetch(saved)
+
+    def _fetch(self, saved: _Saved) -> None:
+        tensor = torch.empty_strided(saved.host.shape, saved.strides, dtype=saved.host.dtype, device=saved.device)
+        self.arriving.copy(saved, tensor, saved.host, tensor)
+
+    def _note_gathered(self, parameters: Sequence[Any]) -> None:
+        self._gathered |= gathered_storages(parameters)
+        self._ungathered = [parameter for parameter in parameters if not parameter.all_gather_outputs]
+
+    def _is_gathered(self, tensor: Tensor) -> bool:
+        """Whether the memory is what fully_shard gathers into."""
+        if self._ungathered:
+            self._note_gathered(self._ungathered)
+        return tensor.untyped_storage()._cdata in self._gathered
+
+    def _is_worth_it(self, tensor: Tensor) -> bool:
+        return (
+            type(tensor) is Tensor
+            and tensor.device == self.device
+            and tensor.layout is torch.strided
+            and tensor.nbytes >= self.min_bytes
+            and 0 not in tensor.stride()
+            and not (tensor.is_conj() or tensor.is_neg())
+            and memory_of(tensor) not in self._model_memory
+            and not self._is_gathered(tensor)
+        )

@@ -1,0 +1,68 @@
+"""What autograd keeps for backward: whose memory it is, and how much."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from hqsweep.nn.experts.grouped_linear import GroupedLinear
+from hqsweep.nn.linear.linear import Linear, LinearBase
+from hqsweep.parallel.fsdp.gathered_weight import GatheredWeight
+from hqsweep.parallel.wire.local import local
+from hqsweep.quant.tensor import HybridQuantizedTensor
+
+
+def memory_of(tensor: Tensor) -> int:
+    """The address of the tensor's storage: equal for views of one tensor."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    """The parameters and buffers, the operands of quantized ones, and this rank's parts of those that ranks share:
+    saving them keeps nothing alive that would be freed."""
+    for part in map(local, model.parameters()):
+        if isinstance(part, HybridQuantizedTensor):
+            yield from part.buffers.values()
+        else:
+            yield part.value if isinstance(part, GatheredWeight) else part
+    yield from model.buffers()
+
+
+class SavedBytes:
+    """Counts the bytes that a forward keeps for backward, beside the model itself; shared memory counts once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.nbytes = model, 0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Enter this around forward."""
+        counted = {memory_of(tensor) for tensor in tensors_of(self.model)}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.layout is torch.strided and memory_of(tensor) not in counted:
+                counted.add(memory_of(tensor))
+                self.nbytes += tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+
+
+def saved_input_bytes(linear: Linear | GroupedLinear, rows: int) -> float:
+    """The bytes an element that a linear keeps of its input x [rows, K]: codes and scales of the columnwise operand, or
+    x itself under save_original_input. For a grouped linear, rows are those of one expert, 1 or more."""
+    weight = linear.weights[0] if isinstance(linear, GroupedLinear) else linear.weight
+    return input_bytes(linear, weight.shape[-1], rows)
+
+
+def input_bytes(linear: LinearBase, columns: int, rows: int) -> float:
+    """saved_input_bytes of a linear that need not hold its weight, for x [rows, columns]."""
+    quantizer = linear.quantizers.input
+    if linear.save_original_input and quantizer.may_save_original:
+        return float(linear.dtype.itemsize)
+    format = quantizer.columnwise
+    shapes = format.shapes(columns, rows)
+    nbytes = sum(shapes[name][0] * shapes[name][1] * buffer.dtype.itemsize for name, buffer in format.layout.items())
+    return nbytes / (rows * columns)

@@ -1,0 +1,65 @@
+"""StreamLayer: what the layers of a transformer have in common: the residual stream, and computing a layer again."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from hqsweep.errors import UserError
+from hqsweep.nn.core.recompute import recomputed
+from hqsweep.nn.core.residual import Branch, add_branch, is_observed
+
+RECOMPUTES = ("none", "layer", "attention")
+
+
+def with_sum(outputs: Any) -> tuple[Any, ...]:
+    """What a layer's forward returned, as residual() does: the stream, no branch, then what else it says."""
+    x, *others = outputs if isinstance(outputs, tuple) else (outputs,)
+    return x, None, *others
+
+
+class StreamLayer(nn.Module):
+    """A layer x [B, T, D] -> its stream, and what else it says of itself. A subclass has
+    _residual(x, branch, checkpoint_core_attention) -> (x, branch, ...), whose stream is x + branch."""
+
+    _recompute = "none"
+
+    @property
+    def recompute(self) -> str:
+        """What backward computes again instead of keeping it: "none", all of the "layer", of which the sum of the
+        stream alone is kept, or the core of "attention".
+
+        It is part of the layer's forward, and so within what compiles the layer or cuts it: a unit of fully_shard is
+        gathered once in backward, for what is computed again and for gradients. UserError for another word.
+        """
+        return self._recompute
+
+    @recompute.setter
+    def recompute(self, part: str) -> None:
+        if part not in RECOMPUTES:
+            words = f"{type(self).__name__}: recompute is {part!r}; it takes {', '.join(RECOMPUTES[:-1])}"
+            raise UserError(f"{words} or {RECOMPUTES[-1]}")
+        self._recompute = part
+
+    def forward(self, x: Tensor, checkpoint_core_attention: bool = False) -> Any:
+        if self.recompute == "layer":
+            return recomputed(self._forward, x, checkpoint_core_attention)
+        return self._forward(x, checkpoint_core_attention)
+
+    def residual(self, x: Tensor, branch: Branch, checkpoint_core_attention: bool = False) -> tuple[Any, ...]:
+        """forward(x + branch) with its last sum left to the reader: (x, branch) again, then what else it says. An
+        observed layer, and one that is computed again as a whole, make that sum themselves: branch is None."""
+        if is_observed(self) or self.recompute == "layer":
+            call = self if is_observed(self) else self.forward
+            return with_sum(call(add_branch(x, branch), *([True] if checkpoint_core_attention else [])))
+        return self._residual(x, branch, self._checkpoints_core(checkpoint_core_attention))
+
+    def _forward(self, x: Tensor, checkpoint_core_attention: bool) -> Any:
+        x, branch, *others = self._residual(x, None, self._checkpoints_core(checkpoint_core_attention))
+        x = add_branch(x, branch)
+        return (x, *others) if others else x
+
+    def _checkpoints_core(self, asked: bool) -> bool:
+        return asked or self.recompute == "attention"
+
+    def _residual(self, x: Tensor, branch: Branch, checkpoint_core_attention: bool) -> tuple[Any, ...]:
+        raise NotImplementedError

@@ -1,0 +1,51 @@
+"""TransformerLayer: attention and MLP, each added to the residual stream."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from hqsweep.nn.attention.multihead_attention import MultiheadAttention
+from hqsweep.nn.core.options import TransformerOptions
+from hqsweep.nn.core.recipe_argument import RecipeArgument, whole_recipe
+from hqsweep.nn.core.residual import Branch
+from hqsweep.nn.layers.stream_layer import StreamLayer
+from hqsweep.nn.linear.layernorm_mlp import LayerNormMLP
+from hqsweep.parallel.overlap.prefetch import early_weights
+
+
+class TransformerLayer(StreamLayer):
+    """x [B, T, D] -> x + attn(x), then x + mlp(x), where both begin with a norm; the residual stream keeps x's dtype.
+
+    Its modules are named `name`.attn and `name`.mlp. A section, or its text, as recipe is for the linears of both.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        ffn: int,
+        heads: int,
+        *,
+        name: str,
+        recipe: RecipeArgument,
+        dtype: torch.dtype = torch.bfloat16,
+        options: TransformerOptions = TransformerOptions(),
+    ) -> None:
+        super().__init__()
+        shared = {"recipe": whole_recipe(recipe, name), "bias": options.bias, "dtype": dtype, "options": options}
+        self.attn = MultiheadAttention(dim, heads, name=f"{name}.attn", **shared)
+        self.mlp = LayerNormMLP(dim, ffn, name=f"{name}.mlp", **shared)
+
+    def _residual(self, x: Tensor, branch: Branch, checkpoint_core_attention: bool) -> tuple[Tensor, Branch]:
+        with self._early_weights(x.shape[:-1]):
+            x, branch = self.attn.added(x, branch, checkpoint_core_attention)
+            return self.mlp.added(x, branch)
+
+    def _early_weights(self, shape: Sequence[int]) -> AbstractContextManager:
+        """A context for a call of x [*shape, D], in which weights that ranks share may be made operands early."""
+        exchange = None if torch.compiler.is_compiling() else self.attn.qkv.exchange(shape)
+        if exchange is None:
+            return nullcontext()
+        whole = exchange.shape(shape)
+        return early_weights([(self.attn.proj, whole), (self.mlp.fc1, shape), (self.mlp.fc2, whole)])

@@ -1,0 +1,1 @@
+"""Linears, with what is fused to them: norms before, activations between, the loss behind the last."""

@@ -1,0 +1,1 @@
+"""Products of bfloat16 matrices, and the scales of native products."""

@@ -1,0 +1,172 @@
+"""Products of bfloat16 matrices with per-tensor factors as one GEMM each: hqsweep::product and add_product_, on CUDA.
+
+cuBLASLt applies alpha to its float32 accumulator before it rounds to the output's dtype, and takes alpha from the
+device's memory (CUBLASLT_POINTER_MODE_DEVICE), where one small kernel forms it of the operands' factors. So the float32
+product is not written and read once more, and nothing waits for the factors. It can add to what is there, too (beta).
+The library is the one that torch has loaded; without it torch.mm and scale_product compute the same.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hqsweep.memo import constant_result, memo
+from hqsweep.ops.addresses import described, empty
+from hqsweep.ops.library import extension, has_kernels, operator, where
+from hqsweep.ops.quantize.kernels import DTYPES
+from hqsweep.ops.quantize.operators import scale_product
+
+Lie = tuple[int, int, bool]
+"""How a matrix lies in memory: the elements between its lines, the elements between matrices, and whether its lines are
+columns."""
+
+
+@constant_result
+def has_products() -> bool:
+    """Whether this process has a cuBLASLt that the extension knows: version 12 or 13."""
+    return has_kernels("cuda") and extension().product_library_version() > 0
+
+
+def lie_of(x: Tensor) -> Lie | None:
+    """The lie of x [m, k] or [e, m, k]; None where both its rows and its columns have gaps."""
+    rows, cols = x.shape[-2:]
+    down, across = x.stride()[-2:]
+    step = x.stride(0) if x.dim() == 3 else 0
+    if across == 1 or cols == 1:
+        stride, turned = (down if rows > 1 else cols), False
+    elif down == 1 or rows == 1:
+        stride, turned = (across if cols > 1 else rows), True
+    else:
+        return None
+    return (stride, step, turned) if stride >= (rows if turned else cols) else None
+
+
+def takes(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+    """Whether product() computes a @ b.mT: bfloat16 on CUDA, [m, k] and [n, k] or [e, m, k] and [e, n, k], none empty,
+    with rows or columns without gaps, to bfloat16 or float32."""
+    if not (a.is_cuda and a.dtype == b.dtype == torch.bfloat16 and dtype in (torch.bfloat16, torch.float32)):
+        return False
+    fits = a.dim() == b.dim() and a.dim() in (2, 3) and a.shape[-1] == b.shape[-1] and a.shape[:-2] == b.shape[:-2]
+    filled = fits and a.numel() > 0 and b.numel() > 0
+    return filled and has_products() and lie_of(a) is not None and lie_of(b) is not None
+
+
+def alignment(x: Tensor) -> int:
+    """The largest power of two up to 256 that divides the address of x."""
+    address = x.data_ptr()
+    return min(address & -address, 256)
+
+
+def _check(a: Tensor, b: Tensor, dtype: torch.dtype, factors: tuple[Tensor | None, Tensor | None]) -> None:
+    if not takes(a, b, dtype) or b.device != a.device:
+        allowed = "bfloat16 [m, k] and [n, k] (or e of each) on one GPU, rows or columns without gaps"
+        raise ValueError(f"a is {described(a)} and b is {described(b)} for {dtype}; they take {allowed}")
+    for factor in factors:
+        if factor is not None and (
+            factor.numel() != 1 or factor.dtype != torch.float32 or factor.device != a.device or not factor.data_ptr()
+        ):
+            raise ValueError(f"factor is {described(factor)}; it takes one float32 on {a.device}")
+
+
+class Planned(NamedTuple):
+    """A plan of the extension, and the bytes that its calls need."""
+
+    plan: Any
+    scratch: int
+
+    def run(self, out: Tensor, a: Tensor, b: Tensor, factors: Sequence[int] = (0, 0), constant: float = 1.0) -> None:
+        """Write the product to out. factors: the addresses of those of a and b."""
+        scratch = empty(a, (self.scratch // 4,), (1,), torch.float32)
+        addresses = a.data_ptr(), b.data_ptr(), out.data_ptr(), *factors
+        self.plan.run(*addresses, constant, scratch.data_ptr(), *where(a))
+
+
+@memo
+def _plan(device: int, sizes: tuple, a: tuple, b: tuple, out: tuple) -> Planned | None:
+    """The plan made once for equal arguments; None where the library has no algorithm."""
+    dtype, alignment, accumulate, scaled = out
+    plan = extension().ProductPlan(sizes, a, b, DTYPES[dtype], alignment, accumulate, scaled, device)
+    return Planned(plan, plan.scratch) if plan.found else None
+
+
+def _multiply(out: Tensor, a: Tensor, b: Tensor, factors: tuple, constant: float, accumulate: bool) -> bool:
+    """Write the product to out, which is contiguous; returns whether cuBLASLt could. For a single row or column it has
+    kernels that multiply by alpha before they add, which is another rounding."""
+    (m, k), n, count = a.shape[-2:], b.shape[-2], a.shape[0] if a.dim() == 3 else 1
+    if m == 1 or n == 1:
+        return False
+    addresses = [0 if factor is None else factor.data_ptr() for factor in factors]
+    planned = _plan(
+        a.get_device(), (count, m, n, k), (*lie_of(a), alignment(a)), (*lie_of(b), alignment(b)),
+        (out.dtype, alignment(out), accumulate, any(addresses)),
+    )  # fmt: skip
+    if planned is None:
+        return False
+    planned.run(out, a, b, addresses, constant)
+    return True
+
+
+def _by_torch(a: Tensor, b: Tensor, factors: tuple, constant: float, dtype: torch.dtype) -> Tensor:
+    """product() in two passes: the float32 product, which is then scaled."""
+    product = (torch.mm if a.dim() == 2 else torch.bmm)(a, b.mT, out_dtype=torch.float32)
+    alpha = torch.full((1, 1), 1.0, device=a.device)
+    for factor in (*factors, constant):
+        alpha = alpha if factor is None else alpha * (factor.view(1, 1) if isinstance(factor, Tensor) else factor)
+    return scale_product(product.view(-1, product.shape[-1]), alpha, dtype).view(product.shape)
+
+
+def _product_fake(a, b, factor_a, factor_b, constant, dtype):
+    return a.new_empty(*a.shape[:-1], b.shape[-2], dtype=dtype)
+
+
+@operator(
+    "product(Tensor a, Tensor b, Tensor? factor_a, Tensor? factor_b, float constant, ScalarType dtype) -> Tensor",
+    fake=_product_fake,
+    devices=("CUDA",),
+)
+def product(
+    a: Tensor, b: Tensor, factor_a: Tensor | None, factor_b: Tensor | None, constant: float, dtype: torch.dtype
+) -> Tensor:
+    """fl(alpha * sum_k a[i, k] * b[j, k]) with sum and product in float32, rounded to dtype, bfloat16 or float32, where
+    alpha = fl(fl(factor_a * factor_b) * fl(constant)).
+
+    a [m, k], b [n, k] -> [m, n], or e of each. Factors: one float32 each, None for 1. The order of the sum is the
+    library's. ValueError for what `takes` refuses and for other factors.
+    """
+    _check(a, b, dtype, (factor_a, factor_b))
+    (m, n), head = (a.shape[-2], b.shape[-2]), a.shape[:-2]
+    out = empty(a, (*head, m, n), (*(m * n for _ in head), n, 1), dtype)
+    if _multiply(out, a, b, (factor_a, factor_b), constant, False):
+        return out
+    return _by_torch(a, b, (factor_a, factor_b), constant, dtype)
+
+
+def product_into(
+    out: Tensor, a: Tensor, b: Tensor, factor_a: Tensor | None, factor_b: Tensor | None, constant: float
+) -> bool:
+    """product(), written to out, contiguous [m, n] of its dtype; False, and nothing is written, where cuBLASLt has no
+    kernel for it."""
+    _check(a, b, out.dtype, (factor_a, factor_b))
+    return _multiply(out, a, b, (factor_a, factor_b), constant, False)
+
+
+@operator(
+    "add_product_(Tensor(a!) out, Tensor a, Tensor b, Tensor? factor_a, Tensor? factor_b, float constant) -> ()",
+    fake=lambda *_: None,
+    devices=("CUDA",),
+)
+def add_product(
+    out: Tensor, a: Tensor, b: Tensor, factor_a: Tensor | None, factor_b: Tensor | None, constant: float
+) -> None:
+    """out += alpha * a @ b.mT in place, in float32: as product(), without a product of its own in memory.
+
+    out: float32, contiguous, of the product's shape. ValueError for another, and as product() raises it.
+    """
+    _check(a, b, torch.float32, (factor_a, factor_b))
+    shape = (*a.shape[:-1], b.shape[-2])
+    if out.dtype != torch.float32 or out.shape != shape or not out.is_contiguous() or out.device != a.device:
+        raise ValueError(f"out is {described(out)}; it takes float32 {shape}, contiguous, on {a.device}")
+    if not _multiply(out, a, b, (factor_a, factor_b), constant, True):
+        out.add_(_by_torch(a, b, (factor_a, factor_b), constant, torch.float32))

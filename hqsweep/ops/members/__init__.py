@@ -1,0 +1,1 @@
+"""Groups of matrices in one memory: layout, splits, padding."""

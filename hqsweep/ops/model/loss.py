@@ -1,0 +1,116 @@
+"""The loss over a vocabulary: hqsweep::cross_entropy_, whose gradient takes the place of the logits, and scale_values_.
+
+On CUDA one kernel reads a row of logits once and writes its gradient; torch's operators are the reference, and compute
+what the kernel does not take, in float32 copies of the logits that they are given.
+"""
+
+import torch
+from torch import Tensor
+
+from hqsweep.ops.addresses import described
+from hqsweep.ops.library import extension, has_kernels, operator, where
+from hqsweep.ops.quantize.kernels import DTYPES
+
+MULTIPLE = 8
+"""The logits of one load of the kernel, 16 bytes: the vocabulary is a multiple of it."""
+IGNORED = -100
+"""The target of a row that has no loss, as torch's cross_entropy has it (csrc/loss.h)."""
+SCALED = (torch.float32, torch.bfloat16)
+"""The dtypes that scale_values_ takes."""
+
+
+@operator(
+    "cross_entropy_(Tensor(a!) logits, Tensor targets, Tensor scale, bool gradient, Tensor(b!)? amax=None) -> Tensor",
+    fake=lambda logits, targets, scale, gradient, amax=None: logits.new_empty(logits.shape[0], dtype=torch.float32),
+    devices=("CUDA",),
+)
+def _cross_entropy(
+    logits: Tensor, targets: Tensor, scale: Tensor, gradient: bool, amax: Tensor | None = None
+) -> Tensor:
+    """cross_entropy_ by the kernel. logits bfloat16 [M, V], contiguous, at a multiple of 16 bytes, V a multiple of 8;
+    targets int64 [M], contiguous; scale and amax one float32 each; ValueError for others."""
+    check_loss(logits, targets, scale)
+    rows, vocabulary = logits.shape
+    if amax is not None:
+        _check_one("amax", amax, logits)
+    losses = logits.new_empty(rows, dtype=torch.float32)
+    call = (logits.data_ptr(), targets.data_ptr(), losses.data_ptr(), rows, vocabulary)
+    at = (scale.data_ptr(), gradient, 0 if amax is None else amax.data_ptr())
+    extension().cross_entropy_cuda(*call, *at, *where(logits))
+    return losses
+
+
+def check_loss(logits: Tensor, targets: Tensor, scale: Tensor | None = None) -> None:
+    """ValueError for logits, targets and a scale that the kernels do not take."""
+    if not takes(logits):
+        wanted = f"it takes bfloat16 [M, V], contiguous, at a multiple of 16 bytes, V a multiple of {MULTIPLE}"
+        raise ValueError(f"logits are {described(logits)}; {wanted}")
+    rows = len(logits)
+    readable = targets.dtype == torch.int64 and targets.shape == (rows,) and targets.is_contiguous()
+    if not readable or targets.device != logits.device:
+        raise ValueError(f"targets are {described(targets)}; they are int64 [{rows}], contiguous, on {logits.device}")
+    if scale is not None:
+        _check_one("scale", scale, logits)
+
+
+def _check_one(name: str, value: Tensor, logits: Tensor) -> None:
+    if value.dtype != torch.float32 or value.numel() != 1 or value.device != logits.device:
+        raise ValueError(f"{name} is {described(value)}; it is one float32 on {logits.device}")
+
+
+def takes(logits: Tensor) -> bool:
+    """Whether logits have a dtype, shape and place that the kernel takes; it runs on CUDA. A trace knows no place, and
+    what it allocates begins at a multiple of 16 bytes."""
+    whole = logits.dtype == torch.bfloat16 and logits.dim() == 2 and logits.is_contiguous()
+    return whole and logits.shape[1] % MULTIPLE == 0 and (torch.compiler.is_compiling() or logits.data_ptr() % 16 == 0)
+
+
+def cross_entropy_(
+    logits: Tensor, targets: Tensor, scale: Tensor, *, gradient: bool, amax: Tensor | None = None
+) -> Tensor:
+    """logits [M, V], targets int64 [M] -> the cross entropy of each row, float32 [M]: log(sum_v exp(x_v)) - x_target.
+
+    gradient: each row of the logits is overwritten by (softmax(x)_v - [v = target]) * scale, computed in float32 and
+    rounded to their dtype. scale: float32 [], on their device. amax, float32 [1, 1]: becomes the largest magnitude of
+    the gradient, if it is larger, NaN aside. A row whose target is IGNORED has a loss and a gradient of 0.
+
+    On CUDA a kernel reads and writes them once where `takes` says that it can; its sums are in another order than
+    those of torch's operators, and always in the same one. Other targets that are no index of the vocabulary give a
+    loss and a gradient of NaN there; torch's operators refuse them.
+    """
+    if logits.is_cuda and has_kernels("cuda") and takes(logits):
+        return _cross_entropy(logits, targets, scale, gradient, amax)
+    logs, counted = torch.log_softmax(logits.float(), dim=1), targets != IGNORED
+    places = torch.arange(len(targets), device=targets.device), targets.where(counted, 0)
+    losses = (-logs[places]).where(counted, 0.0)
+    if gradient:
+        softmax = logs.exp_()
+        softmax[places] -= 1.0  # torch.use_deterministic_algorithms lets it pass, where scatter_add_ may be refused
+        logits.copy_(softmax.mul_(scale.where(counted, 0.0)[:, None]))
+        if amax is not None and logits.numel():
+            torch.maximum(amax, logits.abs().nan_to_num(0.0).max(), out=amax)
+    return losses
+
+
+@operator(
+    "scale_values_(Tensor(a!) values, Tensor factor) -> ()",
+    fake=lambda values, factor: None,
+    devices=("CUDA",),
+)
+def _scale_values(values: Tensor, factor: Tensor) -> None:
+    """scale_ by the kernel; ValueError for what it does not take."""
+    if values.dtype not in SCALED or not values.is_contiguous():
+        raise ValueError(f"values are {described(values)}; it takes float32 or bfloat16, contiguous")
+    if factor.dtype != torch.float32 or factor.numel() != 1 or factor.device != values.device:
+        raise ValueError(f"the factor is {described(factor)}; it is one float32 on {values.device}")
+    call = (values.data_ptr(), DTYPES[values.dtype], values.numel(), factor.data_ptr())
+    extension().scale_values_cuda(*call, *where(values))
+
+
+def scale_(values: Tensor, factor: Tensor) -> Tensor:
+    """values *= factor in place; factor float32 []. On CUDA nothing is read or written where the factor is 1, and
+    nothing waits to know whether it is."""
+    if values.is_cuda and has_kernels("cuda") and values.is_contiguous() and values.dtype in SCALED:
+        _scale_values(values, factor)
+        return values
+    return values.mul_(factor)

@@ -1,0 +1,149 @@
+"""Find global amaxes without quantizing: what delayed scaling remembers of a step, and what ranks agree on."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hqsweep.errors import UserError
+from hqsweep.formats import Format, RngKeys
+from hqsweep.ops.addresses import key_table
+from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.quantize import operators
+from hqsweep.ops.quantize.kernels import NO_KEY, KernelSpec
+from hqsweep.ops.quantize.nonfinite import current
+from hqsweep.ops.quantize.outputs import Matrices, amax_count, check_amax
+from hqsweep.ops.quantize.reference import amax_by_reference
+from hqsweep.ops.quantize.request import (
+    Backend,
+    Request,
+    Source,
+    as_matrix,
+    check_shape,
+    kernel_takes,
+    key_words,
+    request_of,
+    text_of,
+    use_kernel,
+)
+
+
+class Search(NamedTuple):
+    """One direction of find_amax(): the format whose global amax it finds, and what that takes. With splits, tensors
+    are flat and packed: one entry for each member, or for +row_scaled one for each row of each operand."""
+
+    format: Format | None
+    out: Tensor | None = None
+    """The tensor that takes the amax; None: there is nothing to find."""
+    amax: Tensor | None = None
+    """The known amax of the rows, where the columns are those of the decoded rows."""
+    key: object = None
+    """The RngKey by which the rows are decoded; with splits, that of each member."""
+
+
+NO_SEARCH = Search(None)
+
+
+def find_amax(
+    x: Tensor,
+    rowwise: Search,
+    columnwise: Search = NO_SEARCH,
+    *,
+    columnwise_source: Source = "original",
+    splits: Splits | None = None,
+    backend: Backend = "auto",
+) -> None:
+    """out = max(out, global amax) in place: float32 [1, 1], or [operand rows, 1] for +row_scaled; NaN is ignored.
+
+    Only directions with an `out` are scanned. With rowwise_dequantized the columnwise amax is that of the decoded
+    rowwise operand, whose own global amax is known or found in rowwise.out (fp8_delayed: known).
+
+    splits: find each member's own amax, to the byte what this finds of its rows alone. One call of the kernel serves
+    all and does not wait for splits that only the device knows; without a kernel each member has a call, which waits.
+    """
+    x = as_matrix(x)
+    if splits is not None:
+        if splits.rows != len(x):
+            raise UserError(f"find_amax: splits of {splits.rows} rows for a matrix of shape {tuple(x.shape)}")
+        if columnwise_source == "rowwise_dequantized" and rowwise.format and rowwise.format.high_precision:
+            x, rowwise, columnwise_source = x.to(rowwise.format.dtype).to(x.dtype), NO_SEARCH, "original"
+    decodes = columnwise_source == "rowwise_dequantized"
+    request = request_of(
+        text_of(rowwise.format) if rowwise.out is not None or decodes else "",
+        text_of(columnwise.format) if columnwise.out is not None else "",
+        columnwise_source, "codes", "codes",
+    )  # fmt: skip
+    if splits is None:
+        check_shape(request, x.shape)
+    _check(request, x, rowwise, columnwise, splits)
+    if splits is None:
+        _one(request, x, rowwise, columnwise, backend)
+    elif rowwise.out is not None or columnwise.out is not None:
+        _members(request, x, splits, rowwise, columnwise, backend)
+
+
+def _check(request: Request, x: Tensor, rowwise: Search, columnwise: Search, splits: Splits | None) -> None:
+    """UserError where an amax is wanted of a format that has none, or where rows are decoded whose amax is not
+    known."""
+    matrices = Matrices(*x.shape, None if splits is None else splits.count)
+    for name, spec, out, is_column in (
+        ("rowwise", request.row, rowwise.out, False),
+        ("columnwise", request.column, columnwise.out, True),
+    ):
+        if out is not None and (spec is None or spec.amax_name is None):
+            raise UserError(
+                f"find_amax: {spec.text if spec else 'no format'} has no global amax to find for {name} out"
+            )
+        if spec:
+            check_amax(spec, f"{name} out", out, amax_count(spec, matrices, is_column), x)
+    row = request.row
+    if row:
+        check_amax(row, "rowwise amax", rowwise.amax, amax_count(row, matrices, False), x)
+    if request.dequantized and row.amax_name and rowwise.amax is None and (rowwise.out is None or row.delayed):
+        where = "rowwise amax" if row.delayed else "rowwise amax or out"
+        raise UserError(f"find_amax: decoding {row.text} rows needs their amax: give {where}")
+
+
+def _one(request: Request, x: Tensor, rowwise: Search, columnwise: Search, backend: Backend) -> None:
+    outs = (rowwise.out, columnwise.out)
+    if not use_kernel(request, x, backend):
+        amax_by_reference(request, x, rowwise.key, rowwise.amax, outs)
+    elif rowwise.out is not None or columnwise.out is not None:
+        key = key_words(request.row, rowwise.key) if request.dequantized else NO_KEY
+        texts, step = (request.row_text, request.column_text), None if key is NO_KEY else rowwise.key.counter
+        operators.find_amax(x, *texts, request.dequantized, key, rowwise.amax, *outs, None, None, step, current())
+
+
+def _members(
+    request: Request, x: Tensor, splits: Splits, rowwise: Search, columnwise: Search, backend: Backend
+) -> None:
+    keys, random = rowwise.key, request.dequantized and request.row.stochastic
+    known = not random or (keys is not None and (isinstance(keys, RngKeys) or None not in keys))
+    if known and use_kernel(request, x, backend) and kernel_takes(request, x, splits):
+        table, key, step = None, NO_KEY, None
+        if random:
+            table, key, step = key_table(keys, x.device), [0, 0, keys[0].step], keys[0].counter
+        texts, amaxes = (request.row_text, request.column_text), (rowwise.amax, rowwise.out, columnwise.out)
+        offsets = splits.offsets(x.device)
+        operators.find_amax(x, *texts, request.dequantized, key, *amaxes, offsets, table, step, current())
+        return
+    source = "rowwise_dequantized" if request.dequantized else "original"
+    for member, span in enumerate(splits.spans):
+        if span[1] > span[0]:
+            lines = (member * x.shape[1], (member + 1) * x.shape[1])
+            row, column = (
+                search._replace(
+                    format=spec and spec.format,
+                    out=_own(search.out, spec, own, member),
+                    amax=_own(search.amax, spec, own, member),
+                    key=keys[member] if keys and search is rowwise else None,
+                )
+                for search, spec, own in ((rowwise, request.row, span), (columnwise, request.column, lines))
+            )
+            find_amax(x[slice(*span)], row, column, columnwise_source=source, backend=backend)
+
+
+def _own(amaxes: Tensor | None, spec: KernelSpec, lines: tuple[int, int], member: int) -> Tensor | None:
+    """The amaxes of one member, whose operand has these lines among those of all members."""
+    if amaxes is None:
+        return None
+    return amaxes[slice(*lines)] if spec.row_scaled else amaxes[member : member + 1]

@@ -1,0 +1,247 @@
+"""Which tensors the quantize operator returns, and the extension's Direction that is made of their addresses."""
+
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from hqsweep.errors import UserError
+from hqsweep.memo import memo
+from hqsweep.ops.addresses import empty_strided_cpu, empty_strided_cuda, in_one_memory
+from hqsweep.ops.library import extension
+from hqsweep.ops.quantize.kernels import DTYPES, NO_KEY, SUMS, TILE, KernelSpec, kernel_of, spec_named
+from hqsweep.ops.quantize.nonfinite import NOBODY, address_of
+
+Allocation = tuple[tuple[int, ...], torch.dtype]
+ADDRESSES = ("amax", "found", "codes", "scales", "global", "exact", "exact_dtype", "sums", "row_errors")
+"""The arguments of the extension's Direction, from its fifth on."""
+
+
+class Matrices(NamedTuple):
+    """The size of X, and which matrices own its rows. Without members X is one matrix."""
+
+    rows: int
+    cols: int
+    members: int | None = None
+    """The number of matrices that own the rows, one after the other."""
+    sizes: tuple[int, ...] | None = None
+    """The rows of each member where the host knows them."""
+
+
+class Wanted(NamedTuple):
+    """The result that is wanted of one direction."""
+
+    text: str
+    columnwise: bool
+    exact: bool
+    amax_given: bool
+    """Whether its global amaxes are given."""
+    statistics: bool = False
+    by_rows: bool = False
+    """Whether exact values of columnwise members stand where the elements of X stand that they come from."""
+    decoded: bool = False
+    """Whether the exact matrix of codes of one matrix is wanted behind them. All buffers are then in one memory, one
+    behind the other, each from a multiple of 16 bytes on."""
+
+
+class Outputs(NamedTuple):
+    """The tensors of one direction, for all calls of one shape."""
+
+    spec: KernelSpec
+    tensors: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
+    """Shape, stride and dtype of each tensor: the operator's outputs in order, then scratch."""
+    scratch: int
+    """How many tensors at the end are no outputs, and only needed until the call has run."""
+    places: list[tuple[int, int]]
+    """Pairs of a tensor and its place in ADDRESSES."""
+    exact_dtype: int
+    amaxes: int
+    """How many global amaxes there are."""
+    by_rows: bool
+    columnwise: bool
+    together: int = 0
+    """How many of the first tensors are in one memory."""
+
+
+def allocations(x: Matrices, wanted: Wanted, on_gpu: bool) -> list[Allocation]:
+    """The shapes and dtypes of the operator's outputs in one direction: the format's buffers, or the exact matrix and
+    its factor; then sums and row errors. A given global amax that is itself a buffer is not among them.
+
+    Members are packed, flat: exactly where the host knows the sizes, otherwise with room for any.
+    """
+    spec = spec_named(wanted.text)
+    held = "g" if wanted.amax_given and spec.amax_name == "g" else None
+    if wanted.exact:
+        buffers = [(1, 1, spec.gpu_exact_dtype if on_gpu else spec.cpu_exact_dtype)]
+        if spec.amax_name and spec.amax_name != held:
+            factor = spec.format.layout[spec.amax_name]
+            buffers.append((factor.rows, factor.cols, torch.float32))
+    else:
+        buffers = [(down, across, dtype) for name, down, across, dtype in spec.buffers if name != held]
+        buffers += [(1, 1, spec.gpu_exact_dtype if on_gpu else spec.cpu_exact_dtype)] * wanted.decoded
+    if x.members is not None:
+        return [((packed_entries(x, wanted.columnwise, down, across),), dtype) for down, across, dtype in buffers]
+    rows, cols = (x.cols, x.rows) if wanted.columnwise else (x.rows, x.cols)
+    shapes: list[Allocation] = [
+        ((-(-rows // down) if down else 1, -(-cols // across) if across else 1), dtype)
+        for down, across, dtype in buffers
+    ]
+    if wanted.statistics:
+        tiles_down, tiles_across = -(-rows // TILE), -(-cols // TILE)
+        shapes += [((tiles_down * tiles_across, SUMS), torch.float32), ((rows, tiles_across), torch.float32)]
+    return shapes
+
+
+def packed_entries(x: Matrices, columnwise: bool, down: int, across: int) -> int:
+    """The entries of a packed buffer, each of which covers `down` x `across` elements of a member's operand (0: all):
+    their number, or room for any sizes."""
+    ragged, other = (across, down) if columnwise else (down, across)
+    if x.sizes is not None:
+        along = sum(-(-size // ragged) if ragged else 1 for size in x.sizes)
+    else:
+        along = x.rows // ragged + x.members * (ragged > 1) if ragged else x.members
+    return along * (-(-x.cols // other) if other else 1)
+
+
+def amax_count(spec: KernelSpec, x: Matrices, columnwise: bool) -> int:
+    """How many global amaxes a direction of X has: one for each matrix, or one for each row of its operands."""
+    members = 1 if x.members is None else x.members
+    if not spec.row_scaled:
+        return members
+    return members * x.cols if columnwise else x.rows
+
+
+@memo
+def outputs_of(x: tuple, rowwise: tuple | None, columnwise: tuple | None, on_gpu: bool) -> tuple[Outputs | None, ...]:
+    """The Outputs of both directions; the arguments are Matrices, Wanted and Wanted as plain tuples, which cost less to
+    make. Made once, because a training repeats its shapes."""
+    x = Matrices(*x)
+    if x.sizes is not None and (len(x.sizes) != x.members or sum(x.sizes) != x.rows):
+        got = f"{len(x.sizes)} sizes of {sum(x.sizes)} rows"
+        raise ValueError(f"{got} for {x.members} members and a matrix of shape {(x.rows, x.cols)}")
+    return tuple(wanted and _outputs(x, Wanted(*wanted), on_gpu) for wanted in (rowwise, columnwise))
+
+
+def _outputs(x: Matrices, wanted: Wanted, on_gpu: bool) -> Outputs:
+    if wanted.statistics and x.members is not None:
+        raise ValueError("statistics are gathered for one matrix, and offsets are given")
+    spec = kernel_of(wanted.text)
+    if spec.delayed and not wanted.amax_given:
+        raise ValueError(f"{spec.text} takes its scale from the amaxes of earlier steps, and none is given")
+    shapes = allocations(x, wanted, on_gpu)
+    names = ["exact" if wanted.exact else "codes"]
+    if wanted.exact:
+        factor = None if wanted.amax_given and spec.amax_name == "g" else spec.amax_name
+        names += {"g": ["global"], "s": ["scales"]}.get(factor, [])
+    else:
+        names += ["scales", "global"][: len(shapes) - 1 - 2 * wanted.statistics - wanted.decoded]
+    names += ["exact"] * wanted.decoded + ["sums", "row_errors"] * wanted.statistics
+    exact_dtype, scratch = DTYPES[shapes[names.index("exact")][1]] if "exact" in names else 0, 0
+    if spec.amax_name == "s" and not wanted.amax_given:  # found apart from the scale, which takes its buffer in the end
+        shapes.append(((1 if x.members is None else x.members,), torch.float32))
+        names.append("found")
+        scratch = 1
+    places = [(i, ADDRESSES.index(name)) for i, name in enumerate(names)]
+    places += [(i, ADDRESSES.index("found")) for i, name in enumerate(names) if name == "global"]
+    tensors = [(shape, (shape[1] or 1, 1) if len(shape) == 2 else (1,), dtype) for shape, dtype in shapes]
+    amaxes, together = amax_count(spec, x, wanted.columnwise), names.index("exact") if wanted.decoded else 0
+    sides = wanted.by_rows, wanted.columnwise
+    return Outputs(spec, tensors, scratch, places, exact_dtype, amaxes, *sides, together)
+
+
+class Stream(NamedTuple):
+    """The random bits of one direction, as the extension takes them."""
+
+    key: list[int]
+    """Two words and the step, which stream_of has checked."""
+    place: list[int]
+    """The first segment of a part of an operand, and how many segments lie between its rows; [] for a whole operand."""
+    table: int
+    """The address of the members' words, or 0."""
+    step_at: int
+    """The address of the step that stands for the key's, or 0."""
+
+
+NO_STREAM = Stream(NO_KEY, [], 0, 0)
+
+
+def stream_of(key: list[int], keys: Tensor | None, step_at: int) -> Stream:
+    """The stream of a key; keys: the table of the members. ValueError for a key that is none."""
+    if len(key) not in (3, 5) or (len(key) == 5 and keys is not None):
+        refuse_key(key)
+    return Stream(key[:3], key[3:], 0 if keys is None else keys.data_ptr(), step_at)
+
+
+def direction(
+    outputs: Outputs,
+    x: Tensor,
+    tensors: list[Tensor],
+    scratch: list[Tensor],
+    stream: Stream,
+    amax: Tensor | None,
+    slot: int = NOBODY,
+):
+    """The extension's Direction that fills new outputs, which are appended to `tensors`; `scratch` takes those that
+    must live until the call has run. The amaxes of members stand one after the other. slot: see ops.nonfinite."""
+    allocate = empty_strided_cuda if x.is_cuda else empty_strided_cpu
+    allocated = in_one_memory(x, outputs.tensors[: outputs.together]) if outputs.together else []
+    allocated += [allocate(*wanted) for wanted in outputs.tensors[outputs.together :]]
+    addresses = [0, 0, 0, 0, 0, 0, outputs.exact_dtype, 0, 0]
+    for i, place in outputs.places:
+        addresses[place] = allocated[i].data_ptr()
+    if amax is not None:
+        check_amax(outputs.spec, "given amax", amax, outputs.amaxes, x)
+        addresses[0] = amax.data_ptr()
+    if outputs.scratch:
+        scratch += allocated[-outputs.scratch :]
+        del allocated[-outputs.scratch :]
+    tensors += allocated
+    key, place, table, step_at = stream
+    seen = address_of(x, slot, outputs.columnwise, outputs.spec.format)
+    rest = (table, outputs.by_rows, step_at, *(place or (0, 0)), seen)
+    try:
+        return extension().Direction(outputs.spec.compiled, *key, *addresses, *rest)
+    except TypeError:
+        refuse_key([*key, *place])
+
+
+def finder(
+    spec: KernelSpec,
+    count: int,
+    x: Tensor,
+    stream: Stream,
+    amax: Tensor | None,
+    amax_out: Tensor | None,
+    seen: int = 0,
+):
+    """The Direction that only finds `count` global amaxes, in amax_out. seen: address_of() the direction."""
+    if spec.amax_name is None and (amax is not None or amax_out is not None):
+        raise ValueError(f"{spec.text} has no global amax to give or to find")
+    check_amax(spec, "given amax", amax, count, x)
+    check_amax(spec, "found amax", amax_out, count, x)
+    addresses = (0 if tensor is None else tensor.data_ptr() for tensor in (amax, amax_out))
+    key, place, table, step_at = stream
+    placed = dict(zip(("first_segment", "segments_across"), place, strict=False))
+    try:
+        return extension().Direction(spec.compiled, *key, *addresses, keys=table, step_at=step_at, **placed, seen=seen)
+    except TypeError:
+        refuse_key([*key, *place])
+
+
+def refuse_key(key: list[int]) -> NoReturn:
+    """Raise ValueError for a key that is none."""
+    raise ValueError(
+        f"a key is {key}; it takes two words of 32 bits and a step, and of a part of an operand the first segment and"
+        " the segments between rows, none of them negative"
+    ) from None
+
+
+def check_amax(spec: KernelSpec, name: str, amax: Tensor | None, count: int, x: Tensor) -> None:
+    """UserError unless `amax` holds the `count` numbers that the kernels read through its address."""
+    if amax is None:
+        return
+    if amax.numel() == count and amax.dtype is torch.float32 and amax.is_contiguous() and amax.device == x.device:
+        return
+    got = f"{amax.dtype} of shape {tuple(amax.shape)} on {amax.device}"
+    got += "" if amax.is_contiguous() else ", not contiguous"
+    raise UserError(f"{name} for {spec.text} is {got}; it takes {count} contiguous float32 on {x.device}")

@@ -1,0 +1,232 @@
+"""Quantize one matrix along its rows, its columns, or both in one read; or many, whose rows follow each other."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hqsweep.errors import UserError
+from hqsweep.formats import Buffers, ExactOperand, Format, RngKey
+from hqsweep.ops.members.layout import GroupLayout
+from hqsweep.ops.members.packed import Result, held_exact, pack, take
+from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.quantize import operators
+from hqsweep.ops.quantize.dequantize import dequantize, exact_operand_of
+from hqsweep.ops.quantize.inputs import NO_INPUTS, Inputs, matrix_inputs, member_inputs, of_member
+from hqsweep.ops.quantize.kernels import KernelSpec
+from hqsweep.ops.quantize.nonfinite import NOBODY, TRACED, current, see
+from hqsweep.ops.quantize.reference import by_reference
+from hqsweep.ops.quantize.request import (
+    NO_TARGET,
+    Backend,
+    Request,
+    Source,
+    Target,
+    as_matrix,
+    as_target,
+    check_backend,
+    check_given,
+    check_shape,
+    kernel_takes,
+    request_of,
+    text_of,
+    use_kernel,
+)
+from hqsweep.ops.stats import Statistics
+
+
+class Quantized(NamedTuple):
+    """The results of quantize(); None for what was not asked for. The columnwise results are those of x.T."""
+
+    rowwise: Result | None = None
+    columnwise: Result | None = None
+    rowwise_statistics: Statistics | None = None
+    columnwise_statistics: Statistics | None = None
+
+
+def quantize(
+    x: Tensor,
+    rowwise: Format | Target | None,
+    columnwise: Format | Target | None = None,
+    *,
+    columnwise_source: Source = "original",
+    splits: Splits | None = None,
+    statistics: bool = False,
+    backend: Backend = "auto",
+) -> Quantized:
+    """bf16, fp16 or fp32 [..., cols], leading axes folded to rows -> operands of the directions that have a format.
+
+    Rowwise blocks run along cols; the columnwise operand encodes x.T [cols, rows]. columnwise_source
+    "rowwise_dequantized" makes it from the decoded rowwise operand, rounded to x's dtype (rowwise is needed then).
+    A Target asks for more than a format's codes. Its output "codes": the format's buffers; "exact": what gemm=exact
+    multiplies, format.operand(codes), with a float32 matrix from the CPU kernel and a bfloat16 one from CUDA and the
+    reference (fp8_block+fp32_scale: always float32). Its grid: amaxes agreed on elsewhere (another rank, an earlier
+    pass), of the tensor ({"g": ...}, or {"s": ...} of fp8_current and fp8_delayed, which must have one) or of the
+    blocks; the kernels take those of the tensor, the reference all. A given "g" becomes part of the operand as it is,
+    so it must not change afterwards.
+    statistics: sums of ops.stats, gathered while quantizing. backend "auto": the kernel where there is one, with the
+    same bytes. Nothing waits for the device. UserError for a shape that a format cannot hold and for unknown names.
+
+    splits: the rows belong to many matrices, the members. Each is quantized as x[a:b] by itself would be, to the byte,
+    under its own key and grid, and results are packed (ops.packed). One call of the kernel serves all, where there is
+    one for the formats: it does not wait for splits that only the device knows, whose sizes nobody checks then.
+    Otherwise there is a call for each member, which waits; UserError names the member. No statistics.
+    """
+    row = rowwise if type(rowwise) is Target else as_target(rowwise)
+    column = columnwise if type(columnwise) is Target else as_target(columnwise) if columnwise else NO_TARGET
+    request = request_of(text_of(row.format), text_of(column.format), columnwise_source, row.output, column.output)
+    x = as_matrix(x)
+    if splits is not None:
+        return _members(request, x, splits, row, column, statistics, backend)
+    check_shape(request, x.shape)
+    if request.delayed:
+        check_given(request, row.grid, column.grid)
+    if request.row is None and request.column is None:
+        return Quantized()
+    if use_kernel(request, x, backend, row.grid, column.grid):
+        return _by_kernel(request, x, matrix_inputs(request, row, column), statistics)
+    # One of two may have a kernel; sums of statistics are in the order of each direction by itself.
+    if request.row and request.column and backend == "auto" and (request.some_kernel or statistics):
+        return _one_by_one(request, x, row, column, statistics)
+    if current() not in (NOBODY, TRACED):
+        for spec, columnwise in ((request.row, False), (request.column, True)):
+            if spec and not (spec.format.high_precision or statistics or (columnwise and request.dequantized)):
+                see(x, columnwise)
+    return Quantized(*by_reference(request, x, row, column, statistics))
+
+
+def encode(
+    x: Tensor, format: Format, *, grid: Buffers | None = None, key: RngKey | None = None, backend: Backend = "auto"
+) -> dict[str, Tensor]:
+    """quantize() to the codes of one rowwise format."""
+    return quantize(x, Target(format, key=key, grid=grid), backend=backend).rowwise
+
+
+def exact_operand(x: Tensor, format: Format, *, key: RngKey | None = None, backend: Backend = "auto") -> ExactOperand:
+    """quantize() to the exact operand of one rowwise format."""
+    return quantize(x, Target(format, "exact", key), backend=backend).rowwise
+
+
+def _by_kernel(request: Request, x: Tensor, inputs: Inputs, statistics: bool) -> Quantized:
+    outputs = operators.quantize(
+        x, request.row_text, request.column_text, request.dequantized, request.row_exact, request.column_exact,
+        inputs.row_key, inputs.column_key, inputs.row_amax, inputs.column_amax, statistics,
+        None, None, None, None, False, inputs.step, current(),
+    )  # fmt: skip
+    return quantized_of(request, outputs, inputs, x if statistics else None)
+
+
+def quantized_of(
+    request: Request, outputs: list[Tensor], inputs: Inputs = NO_INPUTS, x: Tensor | None = None
+) -> Quantized:
+    """The operator's outputs of one matrix; with x, which was quantized, also its statistics."""
+    row, column, statistics = request.row, request.column, x is not None
+    first = second = first_sums = second_sums = None
+    if row is not None:
+        first, outputs = take(outputs, row, request.row_exact, inputs.row_amax)
+        if statistics:
+            first_sums, outputs = _statistics(outputs, row, first, x, x)
+    if column is not None:
+        second, outputs = take(outputs, column, request.column_exact, inputs.column_amax)
+        if statistics:
+            second_sums, _ = _statistics(outputs, column, second, x, None if request.dequantized else x.t())
+    return Quantized(first, second, first_sums, second_sums)
+
+
+def _statistics(
+    outputs: list[Tensor], spec: KernelSpec, result: Result, x: Tensor, source: Tensor | None
+) -> tuple[Statistics, list[Tensor]]:
+    """One direction's statistics from the operator's outputs, and the outputs that are left."""
+    buffers = None if isinstance(result, ExactOperand) else result
+    fields = {"elements": x.numel(), "x": source, "format": spec.format, "buffers": buffers}
+    return Statistics(sums=outputs[0], row_errors=outputs[1], **fields), outputs[2:]
+
+
+def _one_by_one(request: Request, x: Tensor, row: Target, column: Target, statistics: bool) -> Quantized:
+    """Each direction by itself, so that one without a kernel does not cost the other its own."""
+    shape = tuple(x.shape)
+    first = quantize(x, row._replace(output="codes") if request.dequantized else row, statistics=statistics)
+    result = first.rowwise
+    if request.dequantized:
+        x = dequantize(result, row.format, shape, x.dtype)
+        result = exact_operand_of(result, row.format, shape) if request.row_exact else result
+    if not statistics:
+        return Quantized(result, quantize(x, NO_TARGET, column).columnwise)
+    second = quantize(x.t(), column, statistics=True)
+    column_sums = second.rowwise_statistics
+    if column_sums and request.dequantized:
+        column_sums = replace(column_sums, x=None)
+    return Quantized(result, second.rowwise, first.rowwise_statistics, column_sums)
+
+
+def _members(
+    request: Request,
+    x: Tensor,
+    splits: Splits,
+    row: Target,
+    column: Target,
+    statistics: bool,
+    backend: Backend,
+) -> Quantized:
+    """quantize() with splits."""
+    if splits.rows != x.shape[0] or not splits.count:
+        got = f"splits of {splits.rows} rows over {splits.count} experts"
+        raise UserError(f"quantize: {got} for a matrix of shape {tuple(x.shape)}")
+    if statistics:
+        raise UserError("quantize: statistics are those of one matrix; with splits, ask for them member by member")
+    check_backend(backend)
+    if request.holds:
+        return _with_identity(request, x, splits, row, column, backend)
+    if backend != "reference" and kernel_takes(request, x, splits):
+        inputs = member_inputs(request, row, column, x.device)
+        if inputs is not None:
+            return _members_by_kernel(request, x, splits, inputs, column.by_rows)
+    members = []
+    for member, (start, end) in enumerate(splits.spans):
+        own = (of_member(target, member) for target in (row, column))
+        source = "rowwise_dequantized" if request.dequantized else "original"
+        try:
+            members.append(quantize(x[start:end], *own, columnwise_source=source, backend=backend))
+        except UserError as error:
+            raise UserError(f"expert {member}: {error}") from None
+    layouts = [GroupLayout.of(splits, x.shape[1], columnwise=columnwise) for columnwise in (False, True)]
+    return Quantized(
+        pack([member.rowwise for member in members], row.format, layouts[0]),
+        pack([member.columnwise for member in members], column.format, layouts[1], by_rows=column.by_rows),
+    )
+
+
+def _members_by_kernel(request: Request, x: Tensor, splits: Splits, inputs: Inputs, by_rows: bool) -> Quantized:
+    outputs = operators.quantize(
+        x, request.row_text, request.column_text, request.dequantized, request.row_exact, request.column_exact,
+        inputs.row_key, inputs.column_key, inputs.row_amax, inputs.column_amax, False,
+        splits.offsets(x.device), splits.sizes, inputs.row_keys, inputs.column_keys, by_rows, inputs.step,
+        current(),
+    )  # fmt: skip
+    first = second = None
+    if request.row is not None:
+        layout = GroupLayout.of(splits, x.shape[1], columnwise=False)
+        first, outputs = take(outputs, request.row, request.row_exact, inputs.row_amax, layout)
+    if request.column is not None:
+        layout = GroupLayout.of(splits, x.shape[1], columnwise=True)
+        second, _ = take(outputs, request.column, request.column_exact, inputs.column_amax, layout, by_rows)
+    return Quantized(first, second)
+
+
+def _with_identity(
+    request: Request, x: Tensor, splits: Splits, row: Target, column: Target, backend: Backend
+) -> Quantized:
+    """Each direction by itself: an identity holds the matrix, whatever the splits, and the other may have a kernel."""
+    source = x.to(row.format.dtype).to(x.dtype) if request.dequantized else x
+    results = []
+    for columnwise, target, matrix in ((False, row, x), (True, column, source)):
+        if target.format is None:
+            results.append(None)
+        elif not target.format.high_precision:
+            targets = (NO_TARGET, target) if columnwise else (target, NO_TARGET)
+            results.append(quantize(matrix, *targets, splits=splits, backend=backend)[columnwise])
+        else:
+            layout = GroupLayout.of(splits, x.shape[1], columnwise=columnwise)
+            held = matrix.to(target.format.dtype).reshape(-1)
+            results.append(held_exact(held, target.format, layout) if target.output == "exact" else {"q": held})
+    return Quantized(*results)

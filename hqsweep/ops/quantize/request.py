@@ -1,0 +1,193 @@
+"""What a call asks for. Formats, source and outputs are checked once and remembered; each tensor is checked when it
+comes."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from hqsweep.config.format_text import SOURCES
+from hqsweep.errors import UserError, nearest
+from hqsweep.formats import Buffers, Format, RngKey
+from hqsweep.formats.random import PlacedKey
+from hqsweep.memo import memo
+from hqsweep.ops.library import has_kernels
+from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.quantize.kernels import DTYPES, NO_KEY, KernelSpec, spec_named
+
+Output = Literal["codes", "exact"]
+Source = Literal["original", "rowwise_dequantized"]
+Backend = Literal["auto", "reference", "kernel"]
+OUTPUTS = ("codes", "exact")
+BACKENDS = ("auto", "reference", "kernel")
+
+
+class Target(NamedTuple):
+    """One direction of quantize(): the result that is wanted, and what that takes beside X."""
+
+    format: Format | None
+    output: Output = "codes"
+    """ "codes": the format's buffers; "exact": what gemm=exact multiplies."""
+    key: RngKey | Sequence[RngKey | None] | None = None
+    """The stream of random bits of +sr; with splits, that of each member."""
+    grid: Buffers | Sequence[Buffers | None] | None = None
+    """Amaxes agreed on elsewhere; with splits, those of each member."""
+    by_rows: bool = False
+    """Whether, with splits, exact columnwise members lie as [m_e, width], which torch._grouped_mm takes."""
+
+
+NO_TARGET = Target(None)
+
+
+def as_target(wanted: Format | Target | None) -> Target:
+    """The target that is wanted; a format stands for its codes."""
+    if wanted is None:
+        return NO_TARGET
+    return wanted if type(wanted) is Target else Target(wanted)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+    """The options of a call without its tensors: checked once, and laid out so that a call has little left to do."""
+
+    row: KernelSpec | None
+    column: KernelSpec | None
+    dequantized: bool
+    row_exact: bool
+    column_exact: bool
+    row_text: str
+    """The rowwise format as operators name it; "" for none."""
+    column_text: str
+    multiples: tuple[int, int]
+    """The numbers that X's rows and columns must be multiples of."""
+    stochastic: bool
+    delayed: bool
+    kernels: bool
+    """Whether all formats have a kernel."""
+    some_kernel: bool
+    """Whether one of the formats has a kernel."""
+    holds: bool
+    """Whether an operand is the matrix itself, as it is with an identity format."""
+
+
+def text_of(format: Format | None) -> str:
+    """The canonical text of a format; "" for none."""
+    return "" if format is None else format.text
+
+
+@memo
+def request_of(rowwise: str, columnwise: str, source: str, row_output: str, column_output: str) -> Request:
+    """The request, made and checked once; formats by their text_of."""
+    words = {
+        "columnwise_source": (source, SOURCES),
+        "rowwise output": (row_output, OUTPUTS),
+        "columnwise output": (column_output, OUTPUTS),
+    }
+    for name, (word, known) in words.items():
+        if word not in known:
+            raise UserError(f"{name} is '{word}'{nearest(word, known)}; allowed: {', '.join(known)}")
+    dequantized = source == "rowwise_dequantized" and columnwise != ""
+    if dequantized and not rowwise:
+        raise UserError("columnwise_source is rowwise_dequantized but there is no rowwise format")
+    row, column = (spec_named(text) if text else None for text in (rowwise, columnwise))
+    specs = [spec for spec in (row, column) if spec]
+    row_holds = row is not None and row.format.high_precision
+    column_holds = column is not None and column.format.high_precision and not dequantized
+    return Request(
+        row=row,
+        column=column,
+        dequantized=dequantized,
+        row_exact=row_output == "exact",
+        column_exact=column_output == "exact",
+        row_text=row.text if row else "",
+        column_text=column.text if column else "",
+        multiples=(column.multiple if column else 1, row.multiple if row else 1),
+        stochastic=any(spec.stochastic for spec in specs),
+        delayed=any(spec.delayed for spec in specs),
+        kernels=all(spec.compiled is not None for spec in specs),
+        some_kernel=any(spec.compiled is not None for spec in specs),
+        holds=row_holds or column_holds,
+    )
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """x with its leading axes folded, without a copy where its strides allow that."""
+    if x.dtype not in DTYPES:
+        raise UserError(f"quantize: input is {x.dtype}; it takes float32, bfloat16 and float16")
+    if x.dim() == 2:
+        return x
+    if x.dim() < 2:
+        raise UserError(f"quantize: input has shape {tuple(x.shape)}; it takes [..., rows, cols]")
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def check_shape(request: Request, shape: Sequence[int]) -> None:
+    """UserError for a matrix of this shape that one of the formats cannot hold."""
+    (rows, cols), (down, across) = shape, request.multiples
+    if rows % down or cols % across:
+        wrong = (request.row, "rowwise", "columns") if cols % across else (request.column, "columnwise", "rows")
+        spec, direction, axis = wrong
+        height, width = spec.format.tile
+        raise UserError(
+            f"quantize: {direction} {spec.text} takes a multiple of {spec.multiple} {axis} (its blocks are {height} x "
+            f"{width}), and the matrix has shape {tuple(shape)}"
+        )
+
+
+def check_given(request: Request, row_grid: Buffers | None, column_grid: Buffers | None) -> None:
+    """UserError for a format with delayed scaling whose amax is not given."""
+    for direction, spec, grid in (
+        ("rowwise", request.row, row_grid),
+        ("columnwise", request.column, column_grid),
+    ):
+        if spec and spec.delayed and spec.amax_name not in (grid or ()):
+            raise UserError(
+                f"quantize: {direction} {spec.text} takes its scale from the amaxes of earlier steps, which the states"
+                f" of a slot remember; give states, or a target with grid={{'{spec.amax_name}': amax}}"
+            )
+
+
+def check_backend(backend: str) -> None:
+    """UserError for an unknown backend."""
+    if backend not in BACKENDS:
+        raise UserError(f"backend is '{backend}'{nearest(backend, BACKENDS)}; allowed: {', '.join(BACKENDS)}")
+
+
+def use_kernel(
+    request: Request, x: Tensor, backend: Backend, row_grid: Buffers | None = None, column_grid: Buffers | None = None
+) -> bool:
+    """Whether the kernels take one matrix; UserError where backend="kernel" insists on them."""
+    if backend != "auto":
+        check_backend(backend)
+        if backend == "reference":
+            return False
+    supported = request.kernels and has_kernels("cpu" if x.is_cpu else x.device.type)
+    if row_grid is not None or column_grid is not None:
+        for spec, grid in ((request.row, row_grid), (request.column, column_grid)):
+            if spec and grid is not None and (len(grid) != 1 or spec.amax_name not in grid):
+                supported = False  # amaxes of blocks
+    if backend == "kernel" and not supported:
+        texts = " and ".join(spec.text for spec in (request.row, request.column) if spec)
+        raise UserError(f"no kernel for {texts} of {x.dtype} {tuple(x.shape)} on {x.device}; use backend reference")
+    return supported
+
+
+def key_words(spec: KernelSpec | None, key: RngKey | PlacedKey | None) -> list[int]:
+    """The words of a Philox key and the step, and for a part of an operand its place; NO_KEY where nothing is
+    random."""
+    if spec is None or not spec.stochastic:
+        return NO_KEY
+    if key is None:
+        raise ValueError(f"{spec.text}: encode needs an RngKey")
+    return [*key.words, key.step, *(key.segments if isinstance(key, PlacedKey) else ())]
+
+
+def kernel_takes(request: Request, x: Tensor, splits: Splits) -> bool:
+    """Whether one kernel takes all members at once: blocks go into the matrix, and into each member's rows where the
+    host knows them."""
+    if not (request.kernels and (request.row or request.column) and has_kernels(x.device.type)):
+        return False
+    down, across = request.multiples
+    return x.shape[1] % across == 0 and (down == 1 or splits.sizes is None or splits.divisor % down == 0)

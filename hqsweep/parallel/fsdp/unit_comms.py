@@ -1,0 +1,64 @@
+"""What units of fully_shard exchange: by copy engines where ranks are neighbours (p2p_copy), else by collectives.
+
+torch calls these in streams of its own. A collective there takes multiprocessors from the GEMMs beside it for as long
+as it lasts; a copy takes none. Gradients are then added in the order of ranks, rounded once.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+from hqsweep.ops.sum_parts import sum_parts
+from hqsweep.parallel.wire import p2p_copy
+
+GATHERS = p2p_copy.Purpose("gather", slots=1, most=1 << 28)
+SUMS = p2p_copy.Purpose("sum", slots=1, most=1 << 28)
+"""What is on its way has come before the next exchange begins, and ranks wait for each other there as in a collective,
+so that one slot does."""
+
+
+class Gather(DefaultAllGather):
+    """all_gather of the parameters of a unit."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        rank, world = group.rank(), group.size()
+        others = [other for other in range(world) if other != rank]
+        arriving = p2p_copy.begin(dict.fromkeys(others, (input_tensor,)), group, purpose=GATHERS)
+        if arriving is None:
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+        places = output_tensor.view(world, -1).view(torch.uint8)
+        if input_tensor.data_ptr() != places[rank].data_ptr():
+            places[rank].copy_(input_tensor.view(-1).view(torch.uint8))
+        for other, message in zip(others, arriving(), strict=True):
+            places[other].copy_(message)
+        return None
+
+
+class Sum(DefaultReduceScatter):
+    """reduce_scatter of the gradients of a unit."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        rank, world = group.rank(), group.size()
+        parts, arriving = input_tensor.view(world, -1), None
+        if op == dist.ReduceOp.SUM:
+            messages = {other: (parts[other],) for other in range(world) if other != rank}
+            arriving = p2p_copy.begin(messages, group, purpose=SUMS)
+        if arriving is None:
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+        received = arriving().view(parts.dtype).view(world - 1, 1, -1)
+        sum_parts(parts[None], received, rank, out=output_tensor.view(1, -1))
+        return None
+
+
+def exchange_by_copies(unit: Any) -> None:
+    """Have a unit of fully_shard exchange so."""
+    unit.set_custom_all_gather(Gather())
+    unit.set_custom_reduce_scatter(Sum())

@@ -1,0 +1,1 @@
+"""Exchanges of ranks that share a linear, hidden behind products."""

@@ -1,0 +1,289 @@
+"""Operands and products of a linear that ranks share, by the rows of each rank, beside what travels of the others.
+
+Where each rank has some of the tokens, the product of its own needs nothing of the others, so it comes first; and of a
+sum over ranks the rows of the others come first, and travel while the own ones are multiplied. Rows of a product do not
+depend on the rows beside them (tests/gemm/test_exact.py holds that for cuBLAS), so all bits are those of one product.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hqsweep.formats import ExactOperand
+from hqsweep.gemm.exact import mm_t
+from hqsweep.memo import cached_property
+from hqsweep.ops.quantize.request import Output
+from hqsweep.parallel.overlap.prefetch import owe_weights
+from hqsweep.parallel.shards.gather_operands import Gathering, sent_bytes
+from hqsweep.parallel.shards.shard_part import Part, is_alone, is_part
+from hqsweep.parallel.wire import p2p_copy
+from hqsweep.parallel.wire.tokens import LentRows, Pending, start_lent_rows, start_sum_rows
+from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.quant.operand import HybridOperand, Operand
+
+LEAST_ROWS = 2048
+"""Rows of a rank from which products are formed by ranks; of fewer a launch costs more than what it hides."""
+HIDING_FEATURES = 1600
+"""Output features from which a product in bfloat16 takes longer than its input takes to another GPU: 2 K operations for
+each at 600 TFLOP/s, and 2 K bytes of a row at 370 GB/s."""
+OneOperand = Operand | ExactOperand
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankRows:
+    """The rowwise operand of all tokens by the rows of each rank."""
+
+    part: Part
+    rows: int
+    """The rows of each rank."""
+    of_rank: Callable[[int], OneOperand]
+    """A rank's rows; those of another rank wait until they have arrived."""
+    by_halves: bool = False
+    """Whether a sum of the product sends another rank the first half of its rows while the second is formed. Where not,
+    what is computed for own rows takes longer than rows travel."""
+
+    @property
+    def pieces(self) -> int:
+        """The number of equal pieces of another rank's rows that leave one by one."""
+        return 2 if self.by_halves and self.rows % 2 == 0 and self.rows >= 2 * LEAST_ROWS else 1
+
+    @property
+    def order(self) -> list[tuple[int, Span]]:
+        """Each rank with its rows in the whole, in the order in which they are multiplied: this one first."""
+        rank, world = self.part.group.rank(), self.part.group.size()
+        ranks = [rank, *(other for other in range(world) if other != rank)]
+        return [(each, span(each, self.rows)) for each in ranks]
+
+    def product(self, b: OneOperand, out_dtype: torch.dtype) -> Tensor:
+        """mm_t of the whole and b."""
+        b, y = _decoded(b), None
+        for rank, (start, stop) in self.order:
+            a = _decoded(self.of_rank(rank))
+            if y is None:
+                y = a.matrix.new_empty((self.rows * self.part.group.size(), len(b.matrix)), dtype=out_dtype)
+            mm_t(a, b, out_dtype=out_dtype, out=y[start:stop])
+        return y
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LateOperands:
+    """The operands of a tensor whose rows are arriving, of which this rank's can be multiplied before."""
+
+    part: Part
+    own: ExactOperand
+    """This rank's rows of the rowwise operand."""
+    arrive: Callable[[], HybridOperand]
+
+    @cached_property
+    def whole(self) -> HybridOperand:
+        """The operands of all rows."""
+        return self.arrive()
+
+    @property
+    def rowwise(self) -> RankRows:
+        """The rowwise operand by the rows of each rank."""
+        return RankRows(part=self.part, rows=len(self.own.matrix), of_rank=self._of_rank)
+
+    @property
+    def columnwise(self) -> OneOperand | None:
+        """The columnwise operand of all rows."""
+        return self.whole.columnwise
+
+    def _of_rank(self, rank: int) -> ExactOperand:
+        rows = len(self.own.matrix)
+        return self.own if rank == self.part.group.rank() else rows_of(self.whole.rowwise, *span(rank, rows))
+
+
+def quantize_tokens(
+    call: Any,
+    tensor: str,
+    x: Tensor,
+    *,
+    rowwise: Output | None = None,
+    columnwise: Output | None = None,
+    **options: Any,
+) -> HybridOperand | LateOperands:
+    """call.quantize() for a tensor of which each rank may have some of the tokens: the operands of all tokens, the
+    rowwise one as RankRows where that is worth it.
+
+    They travel as codes where that takes fewer bytes and no block is cut, else x is gathered and quantized once. Where
+    an input travels as codes, its columnwise operand stays that of this rank's tokens until begin_whole_input().
+    """
+    outputs, part = {"rowwise": rowwise, "columnwise": columnwise}, call.tokens_of(tensor, x)
+    if part is None:
+        return call.quantize(tensor, x, **outputs, **options)
+    by_ranks = rowwise is not None and multiplies_by_ranks(call, part, x)
+    if _sends_codes(call.quantizer(tensor), tensor, x, part, rowwise, columnwise):
+        row, column, exact = _send_codes(call, tensor, x, part, outputs, decoded=by_ranks)
+        if by_ranks:
+            rank, of_codes = part.group.rank(), row.of_rank
+            of_rank = of_codes if exact is None else lambda each: exact if each == rank else of_codes(each)
+            row = RankRows(part=part, rows=len(x), of_rank=of_rank)
+        return HybridOperand(rowwise=_whole(row), columnwise=_whole(column))
+    if not by_ranks or not is_alone(call.quantizer(tensor), x.shape, part, rowwise, None):
+        return call.quantize(tensor, call.gathered(tensor, x), **outputs, **options)
+    arriving = call.exchange.begin_lent(tensor, x)
+    own = call.quantize_part(tensor, x, part, rowwise=rowwise).rowwise
+    if tensor == "input":
+        owe_weights(part.group, x.device)
+    return LateOperands(part=part, own=own, arrive=lambda: call.quantize(tensor, arriving(), **outputs, **options))
+
+
+@dataclass(kw_only=True, eq=False)
+class Outgoing:
+    """quantize_tokens() of a tensor that is sent as soon as its rows are known."""
+
+    call: Any
+    tensor: str
+    rowwise: Output | None
+    columnwise: Output | None
+    lent: bool = True
+    """Whether operands may be what arrives, good until ranks of the group begin to exchange other rows."""
+    _placed: LentRows | None = field(default=None, init=False)
+
+    def place(self, like: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Where the rows had best be written, of the shape of `like` and of a dtype; None: anywhere."""
+        rows = torch.empty((like.shape[:-1].numel(), like.shape[-1]), dtype=dtype, device="meta")
+        part = self.call.tokens_of(self.tensor, rows)
+        if part is None or part.runs > 1 or self._sends_codes(rows, part):
+            return None
+        self._placed = start_lent_rows(tuple(rows.shape), dtype, part.group, like.device)
+        return None if self._placed is None else self._placed.rows.view(like.shape)
+
+    def begin(self, x: Tensor) -> Callable[[], HybridOperand]:
+        """The operands of all tokens, each as one, once what is sent now has come."""
+        call, tensor, placed = self.call, self.tensor, self._placed
+        outputs, part = {"rowwise": self.rowwise, "columnwise": self.columnwise}, call.tokens_of(tensor, x)
+        self._placed = None
+        if placed is None and part is not None and self._sends_codes(x, part):
+            row, column, _ = _send_codes(call, tensor, x, part, outputs)
+            return lambda: HybridOperand(rowwise=_whole(row), columnwise=_whole(column))
+        if placed is not None:
+            arriving = placed.begun()
+        else:
+            exchange = call.exchange
+            begin = None if part is None else exchange.begin_lent if self.lent else exchange.begin_gathered
+            arriving = (lambda: x) if begin is None else begin(tensor, x)
+        return lambda: call.quantize(tensor, arriving(), **outputs)
+
+    def _sends_codes(self, x: Tensor, part: Part) -> bool:
+        return _sends_codes(self.call.quantizer(self.tensor), self.tensor, x, part, self.rowwise, self.columnwise)
+
+
+def start_values(
+    quantizer: HybridQuantizer, part: Part | None, features: int, x: Tensor, dtype: torch.dtype
+) -> p2p_copy.Sending | None:
+    """An exchange for the rows of an input in a dtype, of which x has the shape and the device, where these are what
+    quantize_tokens() sends as codes: for whoever computes the rows, and can write them to the places of all ranks. None
+    where there is no such exchange, or the product of own rows, of so many features, hides copies of them."""
+    rows = torch.empty((x.shape[:-1].numel(), x.shape[-1]), dtype=dtype, device="meta")
+    plain = quantizer.rowwise.high_precision and dtype is torch.bfloat16
+    if part is None or part.runs > 1 or not plain or features >= HIDING_FEATURES:
+        return None
+    codes = all(_sends_codes(quantizer, "input", rows, part, "codes", column) for column in (None, "codes"))
+    return p2p_copy.start(rows.nbytes, part.group, x.device, reading=True) if codes else None
+
+
+def _send_codes(
+    call: Any, tensor: str, x: Tensor, part: Part, outputs: Mapping[str, Output | None], *, decoded: bool = False
+) -> tuple[Gathering | None, Gathering | Operand | None, ExactOperand | None]:
+    """The codes of this rank's tokens, on their way to the others; an input's columnwise ones stay. decoded: the exact
+    operand of the rowwise ones is wanted, too, if it comes with them."""
+    codes, quantizer = {name: output and "codes" for name, output in outputs.items()}, call.quantizer(tensor)
+    if decoded and is_alone(quantizer, x.shape, part, **codes):
+        own = quantizer.quantize_sent(x, codes["columnwise"])
+    else:
+        own = call.quantize_part(tensor, x, part, **codes)
+    if tensor == "input":
+        owe_weights(part.group, x.device)
+    sending = call.sent.pop() if tensor == "input" and call.sent else None
+    row, column = own.rowwise and Gathering(own.rowwise, 0, part, sending=sending), own.columnwise
+    column = column if column is None or tensor == "input" else Gathering(column, 1, part)
+    return row, column, own.rowwise_exact
+
+
+def _whole(operand: Gathering | RankRows | Operand | None) -> RankRows | Operand | None:
+    return operand.whole() if isinstance(operand, Gathering) else operand
+
+
+def span(rank: int, rows: int) -> Span:
+    """The rows of a rank in the whole."""
+    return rank * rows, (rank + 1) * rows
+
+
+def multiplies_by_ranks(call: Any, part: Part, x: Tensor) -> bool:
+    """Whether the product of x, whose rows are a rank's, or are to be, is formed by the rows of each rank: these lie
+    together, and are many. A trace waits for every collective at once, and native GEMMs take whole operands."""
+    adjacent = part.axis == 0 and part.runs == 1 and call.splits is None and call.gemm != "native"
+    return adjacent and hides(x) and not torch.compiler.is_compiling()
+
+
+def hides(x: Tensor) -> bool:
+    """Whether a product of the rows x hides what travels meanwhile. On a CPU nothing travels beside it, and a library
+    may add in another order for other numbers of rows."""
+    return x.is_cuda and len(x) >= LEAST_ROWS
+
+
+def begin_summed_product(call: Any, gemm: str, tensor: str, a: OneOperand | RankRows, b: OneOperand) -> Pending:
+    """The product of a call, summed over ranks where each has a part of its sums: all of it, or this rank's tokens. It
+    is begun (parallel.wire.tokens)."""
+    splits = call.exchange is not None and call.exchange.splits_tokens(tensor)
+    a = _by_ranks(call, tensor, a) if splits else a
+    if not splits or not isinstance(a, RankRows):
+        return call.begin_summed(tensor, call.product(gemm, a, b, call.dtype))
+    (own, place), *others = a.order
+    b = _decoded(b)
+    y = b.matrix.new_empty((a.rows * (1 + len(others)), len(b.matrix)), dtype=call.dtype)
+    total, pieces = start_sum_rows(y, a.part.group), a.pieces
+    for other, (start, _) in others:
+        of_other = _decoded(a.of_rank(other))
+        for piece in range(pieces):
+            first, last = span(piece, a.rows // pieces)
+            mm_t(rows_of(of_other, first, last), b, out_dtype=y.dtype, out=y[start + first : start + last])
+            total.ready(start + first, start + last)
+    pending = total.begun()
+    mm_t(_decoded(a.of_rank(own)), b, out_dtype=y.dtype, out=y[slice(*place)])
+    return pending
+
+
+def _by_ranks(call: Any, tensor: str, a: OneOperand | RankRows) -> OneOperand | RankRows:
+    """a by the rows of each rank, where a product of which ranks keep their tokens is to be formed so."""
+    if not isinstance(a, ExactOperand) or a.matrix.dim() != 2:
+        return a
+    part = call.exchange.parts[tensor]
+    rows = len(a.matrix) // part.group.size()
+    if not multiplies_by_ranks(call, part, a.matrix[:rows]):
+        return a
+    return RankRows(part=part, rows=rows, of_rank=lambda rank: rows_of(a, *span(rank, rows)), by_halves=True)
+
+
+def rows_of(operand: ExactOperand, start: int, stop: int) -> ExactOperand:
+    """Rows of an exact operand, as views."""
+    factor = operand.factor
+    factor = factor if factor is None or factor.numel() == 1 else factor[start:stop]
+    return ExactOperand(operand.matrix[start:stop], factor, operand.divisor)
+
+
+def _decoded(operand: OneOperand) -> ExactOperand:
+    return operand.operand() if isinstance(operand, Operand) else operand
+
+
+def _sends_codes(
+    quantizer: HybridQuantizer,
+    tensor: str,
+    x: Tensor,
+    part: Part,
+    rowwise: Output | None,
+    columnwise: Output | None,
+) -> bool:
+    """Whether codes of this rank's tokens go to the others in place of x. Those of an input go one by one, in forward
+    and in backward."""
+    if not is_part(quantizer, x.shape, part, rowwise, columnwise):
+        return False
+    row = sent_bytes(quantizer.rowwise, tuple(x.shape), 0) if rowwise else 0
+    column = sent_bytes(quantizer.columnwise, tuple(x.shape[::-1]), 1) if columnwise else 0
+    return max(row, column) <= x.nbytes if tensor == "input" else row + column < x.nbytes

@@ -1,0 +1,77 @@
+"""A model over the ranks of a mesh: its matrices, its layers, its experts, then its parameters."""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hqsweep.nn.experts.moe import LayerNormMoE
+from hqsweep.parallel.data import shard
+from hqsweep.parallel.mesh import Ranks
+
+
+def spread(
+    model: nn.Module,
+    ranks: Ranks,
+    sequences: int,
+    methods: Iterable[str] = (),
+    autocast: torch.dtype | None = None,
+) -> None:
+    """Share out a model, in place, along every axis of the mesh that has several ranks: tp, ep, then dp_shard.
+    sequences: of which the number in each batch is a multiple; methods, autocast: as parallel.data.shard takes them."""
+    spread_matrices(model, ranks, sequences)
+    apart = spread_experts(model, ranks)
+    if ranks.data_size > 1:
+        shard(model, ranks, methods, apart, autocast)
+
+
+def spread_layers(model: nn.Module, ranks: Ranks, sequences: int, microbatches: int, load_balance: float) -> Any:
+    """Share out the matrices of a GPT, in place, along tp, its layers along pp, then the experts and the parameters of
+    each stage along ep and dp_shard. Returns the Pipeline that trains it. sequences: see spread()."""
+    from hqsweep.parallel.pipeline import Pipeline
+
+    dims = ranks.dims
+    spread_matrices(model, ranks, sequences)
+    options = {"stages_per_rank": dims.stages_per_rank, "copies": ranks.data_size, "load_balance": load_balance}
+    pipeline = Pipeline(model, ranks.mesh, microbatches, **options)
+    apart = spread_experts(model, ranks)
+    for part in pipeline.parts.values() if ranks.data_size > 1 else ():
+        shard(part, ranks, apart=apart)
+    return pipeline
+
+
+def spread_matrices(model: nn.Module, ranks: Ranks, sequences: int) -> None:
+    """Give each rank its part of the matrices, if tp has several ranks; between them whole sequences, where there are
+    enough of them, or a part of each."""
+    if ranks.dims.tp > 1:
+        from hqsweep.parallel.tensor import TOKENS, tensor_parallel
+
+        tensor_parallel(model, ranks.mesh, axis=TOKENS if sequences % ranks.dims.tp else 0)
+
+
+def spread_experts(model: nn.Module, ranks: Ranks) -> set[nn.Parameter]:
+    """Give each rank its part of the experts, if ep has several ranks; ranks that hold the same ones share out their
+    parameters. Returns the parameters that no other rank has, and so no fully_shard gathers. Gradients are sums over
+    all ranks. A stage of a pipeline may have no experts."""
+    if ranks.dims.ep == 1:
+        return set()
+    mesh = ranks.expert_mesh["dp_replicate", "efsdp", "ep", "tp"]  # which the ranks of all stages make together
+    mixtures = [module for module in model.modules() if isinstance(module, LayerNormMoE)]
+    if not mixtures:
+        return set()
+    from torch.distributed.fsdp import fully_shard
+
+    from hqsweep.parallel.expert import expert_parallel
+    from hqsweep.parallel.tensor import shard_placement
+
+    expert_parallel(model, mesh, average=False, expert_room=ranks.dims.expert_room)
+    experts = [grouped for mixture in mixtures for grouped in (mixture.fc1, mixture.fc2)]
+    if ranks.data_size == ranks.dims.ep:
+        return {parameter for grouped in experts for parameter in grouped.parameters()}
+    placement = partial(shard_placement, ranks=ranks.dims.dp_shard // ranks.dims.ep)
+    for grouped in experts:
+        options = {"mesh": ranks.expert_fsdp_mesh, "shard_placement_fn": placement}
+        fully_shard(grouped, reshard_after_forward=True, **options)
+    return set()

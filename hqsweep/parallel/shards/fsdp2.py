@@ -1,0 +1,306 @@
+"""Sharding: how torch's fully_shard gathers a held tensor, as codes and scales of the direction that the pass reads.
+
+torch calls pre() on a rank's shard before it gathers, and post() with what all ranks sent. The whole tensor that
+post() gives at first is the parameter from then on: the same objects, whose memory torch frees when it shards again,
+and that are filled anew. Forward fills its rowwise buffers and saves its columnwise ones, still without memory, for the
+backward that fills them. What torch's engine keeps under private names (of torch 2.11 to 2.15) is read here alone.
+"""
+
+import inspect
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hqsweep.errors import UserError
+from hqsweep.memo import constant_result
+from hqsweep.parallel.fsdp.fsdp_state import DIRECTIONS, served
+from hqsweep.parallel.fsdp.storage import allocate, free, is_free
+from hqsweep.parallel.shards.fsdp2_param import take_over
+from hqsweep.parallel.shards.shard import Cut, buffer_cuts
+from hqsweep.parallel.wire import collectives
+
+ONE_ARGUMENT = inspect.signature(lambda mesh: None)
+"""A signature with one argument for pre(), which torch asks for in every pass."""
+_TRACED: list[bool] = []
+"""Not empty once torch.compile has traced a read of a held weight."""
+
+
+@constant_result
+def note_trace() -> None:
+    """Note that torch.compile traces: it calls this while it traces, as it does with all functions of constants."""
+    _TRACED[:] = [True]
+
+
+class Sharding:
+    """How a tensor is gathered: one Sharding serves all of its shards on a rank, and the whole tensor that is made of
+    them."""
+
+    def __init__(self, cut: Cut) -> None:
+        self.cut = cut
+        self.recomputes = False
+        """Whether backward was seen to run forward again, which reads the rowwise operand."""
+        self._parameter: Any = lambda: None  # weak references: the engine's objects hold the tensors that hold this
+        self._group: Any = lambda: None
+        self._mesh: Any = None
+        self._rank, self._cuts = 0, buffer_cuts(cut, 1)
+        self._received: dict[str, Tensor] = {}
+        self._bytes: dict[str, Tensor] = {}
+        """The memory of each buffer of the whole, uint8, of a size that the ranks divide."""
+        self._whole: dict[str, Tensor] = {}
+        # What every pass needs and none changes, noted by the first one: it takes the host long to work it out.
+        self._passes: dict[tuple[str, ...], _Pass] = {}
+        self._views: dict[str, tuple[Tensor, Tensor]] = {}
+        self._sent: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def pre(self, shard: Any, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        """What this rank sends for the next pass, and what post() needs to know."""
+        if not self._has_engine():
+            raise UserError(
+                f"fully_shard of torch {torch.__version__} keeps its parameters where hqsweep does not find them; it"
+                " knows torch 2.11 to 2.15"
+            )
+        if (
+            mesh is not self._mesh and self._ranks(mesh) == 1
+        ):  # torch sends one input at most, and nothing has to be sent
+            return (torch.zeros(1, dtype=torch.uint8, device=shard.device),), shard
+        self._join(mesh)
+        self._make_whole(shard.device)
+        ahead, parameter = self._pass(self._directions()), self._parameter()
+        if self._group()._use_post_forward_mesh or self.cut.dim:
+            take_over(parameter)
+        # torch makes its outputs once, in the sizes of the first pass; another pass needs other sizes.
+        parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [*ahead.received], [*ahead.own]
+        return tuple(_wide(own, own.numel()) for own in self._inputs(shard, ahead.names)), ahead
+
+    def post(self, shard: Any, told: Any, dtype: torch.dtype, *, is_first: bool) -> tuple[Any, list[Tensor]] | None:
+        """Fill the buffers; returns, at torch's first gather, the whole tensor, and the memory that torch frees when it
+        shards again."""
+        if isinstance(told, _Pass):
+            if told.is_apart:
+                self._gather(told.names)
+            else:
+                self._fill(told.names)
+            return (self._tensor(shard, dtype), [*told.own]) if is_first else None
+        buffers = {name: buffer for name, buffer in told.buffers.items() if name in self._cuts}
+        if told is shard or shard.device == told.device:
+            self._whole = buffers
+            return self._tensor(shard, dtype), []
+        if not self._whole:
+            self._whole = {name: torch.empty_like(buffer) for name, buffer in buffers.items()}
+        for name, buffer in buffers.items():
+            _write(self._whole[name], lambda whole, source=buffer: whole.copy_(source))
+        return self._tensor(shard, dtype), list(self._whole.values())
+
+    def ready(self, direction: str) -> None:
+        """Gather, now, the buffers of a direction that a product is about to read and that the pass did not ask for:
+        forward runs again in backward, and will do so in later steps."""
+        absent = [name for name in self._names(direction) if is_free(self._whole[name])]
+        if absent:
+            self.recomputes = True
+            self._gather(absent)
+
+    def pieces(self, rank: int, ranks: int) -> dict[str, Tensor]:
+        """The bytes that this one of so many ranks keeps, from forward, of each buffer that backward reads."""
+        both = self._recomputes or not self._group().reshard_after_backward
+        names = self._pass(DIRECTIONS if both else DIRECTIONS[1:]).names
+        sizes = {name: self._bytes[name].numel() // ranks for name in names if not is_free(self._bytes[name])}
+        return {name: self._bytes[name].narrow(0, rank * size, size).clone() for name, size in sizes.items()}
+
+    def pre_of_pieces(self, kept: Mapping[str, Tensor]) -> tuple[list[Tensor], "_Pass"]:
+        """What this rank sends of the pieces that it has kept, and what post() needs to know; where they are not what
+        the pass reads, as in another forward, nothing is sent here, and post() gathers the weight from its shards."""
+        ahead, parameter = self._pass(self._directions()), self._parameter()
+        parameter._unsharded_inner_tensors = []
+        if self._group()._training_state.name == "PRE_BACKWARD" and kept.keys() >= set(ahead.names):
+            pieces = [kept[name] for name in ahead.names]
+            sizes = [piece.numel() for piece in pieces]
+            whole = [self._bytes[name] for name in ahead.names]
+            parameter.all_gather_outputs = list(map(_wide, whole, sizes))
+            return list(map(_wide, pieces, sizes)), _Pass([], [], [])
+        one = torch.zeros(1, dtype=torch.uint8, device=parameter.device)
+        parameter.all_gather_outputs = [one.repeat(parameter.post_forward_mesh_info.shard_mesh_size)]
+        return [one], ahead._replace(is_apart=True)
+
+    def _gather(self, names: Sequence[str]) -> None:
+        """Gather buffers from the shards now, beside what torch has gathered."""
+        parameter = self._parameter()
+        inputs = self._inputs(parameter._sharded_local_tensor.to(self._whole[names[0]].device), names)
+        for name, own in zip(names, inputs, strict=True):
+            allocate(self._received[name])
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self._received[name]):
+                collectives.all_gather(self._received[name], own, group=self.group)
+        self._fill(names)
+        parameter._unsharded_inner_tensors += [self._received[name] for name in names] + self._own(names)
+
+    @property
+    def group(self) -> Any:
+        """The process group whose ranks hold the whole; None where one rank does, or fully_shard is not done."""
+        if self._mesh is None and self._has_engine():
+            mesh = self._parameter().shard_mesh
+            if self._ranks(mesh) > 1:
+                self._join(mesh)
+        return None if self._mesh is None else self._mesh.get_group()
+
+    def _directions(self) -> tuple[str, ...]:
+        """The directions that the pass reads; both where a forward or a backward may follow without another gather."""
+        group = self._group()
+        if group._use_post_forward_mesh and group._training_state.name == "FORWARD":
+            return DIRECTIONS  # of which pieces() keeps what backward reads
+        return served(group, repeats=False, recomputes=self._recomputes)
+
+    @property
+    def _recomputes(self) -> bool:
+        """Whether backward may run forward again, as a graph does that cannot ask."""
+        return self.recomputes or bool(_TRACED)
+
+    def _pass(self, directions: tuple[str, ...]) -> "_Pass":
+        if directions not in self._passes:
+            names = list(dict.fromkeys(name for direction in directions for name in self._names(direction)))
+            received = [_wide(self._received[name], self._cuts[name].nbytes) for name in names]
+            self._passes[directions] = _Pass(names, received, self._own(names))
+        return self._passes[directions]
+
+    def _names(self, direction: str) -> list[str]:
+        """The buffers of a direction; an identity that is held once serves both."""
+        stored = self.cut.metadata.stored
+        held = direction if any(d == direction for d, _ in stored) else stored[0][0]
+        return [f"{d}_{name}" for d, name in stored if d == held]
+
+    def _join(self, mesh: Any) -> None:
+        """Note the ranks; a mesh takes long to say how many there are, and this is asked for in every pass."""
+        if mesh is not self._mesh:
+            self._mesh, self._rank, self._cuts = mesh, mesh.get_local_rank(), buffer_cuts(self.cut, mesh.size())
+
+    def link(self, states: Any) -> None:
+        """Have this rank's shard use the states of the whole; those of a group are one for each expert."""
+        shard = self._parameter()._sharded_local_tensor if self._has_engine() else None
+        if isinstance(states, list) and shard is not None:
+            first = shard.metadata.content.first - self.cut.metadata.content.first
+            states = states[first : first + shard.metadata.content.count]
+        if shard is not None:
+            shard.states = states
+
+    def _inputs(self, shard: Any, names: Sequence[str]) -> tuple[Tensor, ...]:
+        return tuple(self._packed(name, getattr(shard, name)) for name in names)
+
+    def _packed(self, name: str, buffer: Tensor) -> Tensor:
+        """The bytes of a buffer. It is noted where they are the buffer's own memory, which later writes reach."""
+        known, packed = self._sent.get(name, (None, None))
+        if known is buffer:
+            return packed
+        packed = self._cuts[name].pack(buffer, self._rank)
+        if packed.untyped_storage()._cdata == buffer.untyped_storage()._cdata:
+            self._sent[name] = buffer, packed
+        return packed
+
+    def _make_whole(self, device: torch.device) -> None:
+        """Make the buffers of the whole, without memory. What is received is such a buffer itself where it lies in
+        order."""
+        if self._whole:
+            return
+        meta = self.cut.metadata
+        for direction, buffer in meta.stored:
+            name = f"{direction}_{buffer}"
+            cut, (dtype, shape) = self._cuts[name], meta.buffer(direction, buffer)
+            ranks, size = len(cut.spans), torch.Size(shape).numel() * dtype.itemsize
+            self._received[name] = received = torch.empty(ranks * cut.nbytes, dtype=torch.uint8, device=device)
+            padded = -(-size // ranks) * ranks
+            self._bytes[name] = own = received if cut.in_place else received.new_empty(padded)
+            self._whole[name] = own[:size].view(dtype).view(shape)
+            for tensor in (received, own):
+                free(tensor)
+
+    def _fill(self, names: Sequence[str]) -> None:
+        apart = [name for name in names if not self._cuts[name].in_place]
+        if not apart:
+            return
+        for name in apart:
+            allocate(self._bytes[name])
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self._whole[n] for n in apart)):
+            for name in apart:
+                self._unpack(name)
+                free(self._received[name])
+
+    def _unpack(self, name: str) -> None:
+        cut, received, whole = self._cuts[name], self._received[name], self._whole[name]
+        if not cut.even:
+            cut.unpack(received, whole)
+            return
+        if name not in self._views:
+            self._views[name] = cut.turned(received, whole)
+        ordered, arrived = self._views[name]
+        ordered.copy_(arrived)
+
+    def _own(self, names: Sequence[str]) -> list[Tensor]:
+        """The memory of buffers that is not what was received."""
+        return [self._bytes[name] for name in names if not self._cuts[name].in_place]
+
+    def _tensor(self, shard: Any, dtype: torch.dtype) -> Any:
+        whole = type(shard).of_whole(self._whole, self.cut, dtype)
+        whole.planes, whole.states, whole.part = self, shard.states, shard.part
+        return whole
+
+    def _ranks(self, mesh: Any) -> int:
+        """The number of ranks that the tensor is cut over: torch also gives the mesh of ranks that have all of it."""
+        kind = type(getattr(self._parameter(), "mesh_info", None)).__name__
+        return 1 if kind == "DDPMeshInfo" else mesh.size()
+
+    def _has_engine(self) -> bool:
+        """Whether the objects are known that torch's engine keeps of the tensor; they are looked for until they are
+        found once."""
+        if self._parameter() is not None:
+            return True
+        for group in _groups():
+            for parameter in group.fsdp_params:
+                local = getattr(parameter, "_sharded_local_tensor", None)
+                if getattr(local, "sharding", None) is self:
+                    self._parameter, self._group = weakref.ref(parameter), weakref.ref(group)
+                    return True
+        return False
+
+
+class _Pass(NamedTuple):
+    """What a pass gathers: the names of buffers, what is received of each, and the memory that these become where it
+    does not lie in order."""
+
+    names: list[str]
+    received: list[Tensor]
+    own: list[Tensor]
+    is_apart: bool = False
+    """Whether post() gathers it, as torch does not."""
+
+
+def with_sharding(x: Any, parts: list, cut: Cut) -> list:
+    """The parts of a tensor that torch's fully_shard cuts so, with how ranks gather them."""
+    x.sharding = Sharding(cut)
+    for part in parts:
+        part.sharding = x.sharding
+    return parts
+
+
+def _groups() -> Iterator[Any]:
+    """Every group of parameters that fully_shard has made in this process."""
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for reference in list(_module_state_mapping.values()):
+        state = reference()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        one = None if groups is not None else getattr(state, "_fsdp_param_group", None)
+        yield from groups if groups is not None else ([] if one is None else [one])
+
+
+def _wide(tensor: Tensor, sent: int) -> Tensor:
+    """The bytes as float32 where each rank sends a multiple of four: torch copies what it gathers element by
+    element."""
+    if sent % 4:
+        return tensor
+    return (tensor if tensor.storage_offset() % 4 == 0 else tensor.clone()).view(torch.float32)
+
+
+def _write(tensor: Tensor, write: Any) -> None:
+    """Write without a new version: backward may hold the tensor, and is given what it had."""
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+        write(tensor)

@@ -1,0 +1,70 @@
+"""Tensors that are held as their operands, of whose matrix each rank of a group has a part: one that is cut from a
+whole, which every rank has (hold_part), and one that a rank makes by itself (become_part)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hqsweep.errors import UserError
+from hqsweep.formats import WHOLE
+from hqsweep.parallel.shards.shard_part import Part, check_part
+from hqsweep.quant.grouped import GroupedTensor
+from hqsweep.quant.hybrid import DIRECTIONS
+from hqsweep.quant.tensor import INIT_VAL, HybridQuantizedTensor
+
+
+def hold_part(x: HybridQuantizedTensor, part: Part) -> HybridQuantizedTensor:
+    """This rank's part of a matrix x [rows, cols], or of each member of a group, that every rank has whole: codes and
+    scales with the bytes that they have there, in memory of their own. Later writes keep to that, and are collectives:
+    amaxes are those of all ranks, random bits those of the place in the whole. A preserved initial value is cut
+    likewise.
+
+    UserError for parts that cut a block, and for pieces of a quantizer that both draws bits and counts steps.
+    """
+    if isinstance(x, GroupedTensor):
+        own = GroupedTensor.of([hold_part(member, part) for member in x.members]).set_key(x.metadata.key)
+        own.states, own.part = x.states, part
+        return own
+    meta, shape = x.metadata, list(x.shape)
+    if meta.place is not None:
+        raise UserError(f"a weight held in {x.quantizer} is a shard already, of which ranks cannot take parts")
+    shape[part.axis] //= part.group.size()
+    _check(x, shape, part)
+    options = {"dtype": x.dtype, "source_dtype": x.source_dtype, "device": x.device, "directions": meta.directions}
+    own = type(x).empty(shape, x.quantizer, key=meta.key, **options)
+    with torch.no_grad():
+        for direction, name in meta.stored:
+            axis = part.axis if direction == "rowwise" else 1 - part.axis
+            buffer, layout = getattr(x, direction).buffers[name], getattr(x.quantizer, direction).layout[name]
+            cut = (layout.rows, layout.cols)[axis] != WHOLE
+            getattr(own, direction).buffers[name].copy_(own_part(buffer, part, axis) if cut else buffer)
+        if x.high_precision_init_val is not None:
+            setattr(own, INIT_VAL, own_part(x.high_precision_init_val, part, part.axis).clone())
+    own.states, own.part = x.states, part
+    return own
+
+
+def become_part(x: HybridQuantizedTensor, part: Part) -> None:
+    """Have x, of the shape of this rank's part of a matrix, or of each member's, be that part: later writes keep to
+    the bytes of the whole, as those of hold_part() do. What x has now is as it is. UserError as hold_part raises it."""
+    _check(x, x.shape[-2:], part)
+    x.part = part
+
+
+def _check(x: HybridQuantizedTensor, shape: Sequence[int], part: Part) -> None:
+    """UserError for a part of that shape that cannot be held in the quantizer of x."""
+    meta = x.metadata
+    wanted = {d: "codes" if d in meta.directions else None for d in DIRECTIONS}
+    check_part(x.quantizer, torch.empty(shape, device="meta"), part, **wanted)
+    if part.runs > 1 and x.quantizer.stochastic and x.quantizer.delayed:
+        raise UserError(
+            f"a weight held in {x.quantizer} draws bits and counts steps, and has {part.runs} pieces on each rank; take"
+            " formats without one of these"
+        )
+
+
+def own_part(whole: Tensor, part: Part, axis: int) -> Tensor:
+    """This rank's part of a whole tensor that is cut along this axis as `part` says."""
+    pieces = whole.unflatten(axis, (part.runs, part.group.size(), -1))
+    return pieces.select(axis + 1, part.group.rank()).flatten(axis, axis + 1)

@@ -1,0 +1,197 @@
+"""Which bytes of a held tensor each rank of a sharding has, and how they become the whole: pack and unpack.
+
+A sharded tensor is cut along its first axis as torch.chunk does it, so that the last shards may be shorter, or empty,
+or along another into equal parts: the columns of a matrix, or the rows or columns of every expert's.
+It all follows from the layouts of the formats: a buffer has entries along the cut axis, of which a rank holds those
+that its rows read. Ranks whose rows share an entry all hold it, with the same bytes.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hqsweep.formats import WHOLE
+from hqsweep.memo import memo
+from hqsweep.ops.members.packed import stored_by_rows
+from hqsweep.parallel.shards.shard_place import Place
+from hqsweep.parallel.wire import wide_copy
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a tensor of `shape` and `metadata` is cut: into parts of `each` experts, rows or columns, along `dim`."""
+
+    metadata: Any
+    """The tensor's Metadata."""
+    shape: tuple[int, ...]
+    each: int
+    dim: int = 0
+    """The axis of the tensor that is cut."""
+
+    @classmethod
+    def of(cls, metadata: Any, shape: Sequence[int], each: int, dim: int = 0) -> "Cut":
+        """The cut of a tensor with this metadata, without the key of random bits, which changes. IndexError for an axis
+        that the tensor has not, in torch's words."""
+        axes = len(shape)
+        if not -axes <= dim < axes:
+            raise IndexError(
+                f"Dimension out of range (expected to be in range of [{-axes}, {axes - 1}], but got {dim})"
+            )
+        return cls(replace(metadata, key=None), tuple(shape), each, dim % axes)
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether a group is cut between its experts."""
+        return self.metadata.content.splits is not None and self.dim == 0
+
+    @property
+    def axis(self) -> int:
+        """The axis of the matrix, or of every expert's, that is cut: 0 for rows, 1 for columns."""
+        return int(self.dim > 0 and self.dim == len(self.shape) - 1)
+
+    def shape_of(self, size: int) -> tuple[int, ...]:
+        """The shape of a part with so many rows, experts or columns."""
+        return tuple(size if dim == self.dim else length for dim, length in enumerate(self.shape))
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """The first row, expert or column of a rank's part, and the one after its last."""
+        size = self.shape[self.dim]
+        return min(rank * self.each, size), min((rank + 1) * self.each, size)
+
+    def part(self, start: int, stop: int) -> Any:
+        """The Metadata of the part from start to stop, with its place, or its first expert."""
+        meta = self.metadata
+        if self.of_experts:
+            return replace(meta, content=meta.content.part(start, stop))
+        matrix = list(meta.content.each)
+        whole = meta.place or Place(0, 0, *matrix)
+        matrix[self.axis] = (stop - start) * self.factor
+        first = [whole.first_row, whole.first_col]
+        first[self.axis] += start * self.factor
+        place = replace(whole, first_row=first[0], first_col=first[1])
+        return replace(meta, content=meta.content.of_each(tuple(matrix)), place=place)
+
+    @property
+    def factor(self) -> int:
+        """The rows, or columns, of the matrix for each entry of the axis that is cut."""
+        return self.metadata.content.each[self.axis] // self.shape[self.dim]
+
+    def along(self, direction: str) -> int:
+        """The axis of an operand that is cut."""
+        return self.axis if direction == "rowwise" else 1 - self.axis
+
+    def covered(self, metadata: Any, direction: str) -> tuple[int, int]:
+        """The first row, or column, of the whole that this direction's operand of a part encodes, and the one after the
+        last."""
+        cover = metadata.cover(direction)
+        return cover[2 * self.axis], cover[2 * self.axis + 1]
+
+
+@dataclass(frozen=True)
+class BufferCut:
+    """How one buffer is cut. As entries it is a matrix `shape`, or one for every expert, cut along `axis`."""
+
+    shape: tuple[int, ...]
+    axis: int
+    spans: tuple[tuple[int, int], ...]
+    """The entries of each rank along the axis."""
+    skipped: tuple[int, ...]
+    """The number of entries of each rank's buffer before these: they belong to its cover, and others send them."""
+    dtype: torch.dtype
+    whole: bool
+    """Whether every rank has all entries, as of the scale of a tensor."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that each rank sends: as many as the rank that has most."""
+        most = max(last - first for first, last in self.spans)
+        return math.prod(self._part(most)) * self.dtype.itemsize
+
+    def _part(self, size: int) -> list[int]:
+        """The shape of a part with so many entries along the axis."""
+        return [size if axis == self.axis else length for axis, length in enumerate(self.shape)]
+
+    @property
+    def in_place(self) -> bool:
+        """Whether what all ranks send, one after the other, is the buffer itself, or starts with it."""
+        return self.whole or (self.even and math.prod(self.shape[: self.axis]) == 1)
+
+    @property
+    def even(self) -> bool:
+        """Whether all ranks have the same number of entries, and no two the same ones."""
+        size = self.spans[0][1]
+        return all(span == (rank * size, (rank + 1) * size) for rank, span in enumerate(self.spans))
+
+    def pack(self, shard: Tensor, rank: int) -> Tensor:
+        """The bytes of a rank's buffer, uint8 [nbytes]. They are a copy only if the buffer is shorter than another
+        rank's, or has more entries than are sent."""
+        if not self.whole:
+            first, last = self.spans[rank]
+            shard = shard.view(self._part(-1 if shard.numel() else 0))
+            shard = shard.narrow(self.axis, self.skipped[rank], last - first)
+        own = shard.contiguous().view(-1).view(torch.uint8)
+        return own if own.numel() == self.nbytes else torch.cat([own, own.new_zeros(self.nbytes - own.numel())])
+
+    def unpack(self, gathered: Tensor, buffer: Tensor) -> None:
+        """Write what all ranks sent, uint8 [ranks * nbytes], into the buffer of the whole."""
+        parts, buffer = gathered.view(len(self.spans), -1), buffer.view(self.shape)
+        if self.whole:
+            buffer.copy_(parts[0].view(self.dtype).view(self.shape))
+        elif self.even:
+            ordered, arrived = self.turned(gathered, buffer)
+            ordered.copy_(arrived)
+        else:
+            self._unpack_each(parts, buffer)
+
+    def turned(self, gathered: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """Views, for an even cut, of the buffer of the whole and of what all ranks sent, in which entries lie alike, as
+        words (parallel.wire.wide_copy)."""
+        ranks = len(self.spans)
+        parts = gathered.view(self.dtype).view(ranks, *self._part(self.shape[self.axis] // ranks))
+        arrived = parts.movedim(0, self.axis)
+        return tuple(wide_copy.as_words(buffer.view(arrived.shape), arrived))
+
+    def _unpack_each(self, parts: Tensor, buffer: Tensor) -> None:
+        for part, (first, last) in zip(parts, self.spans, strict=True):
+            shape = self._part(last - first)
+            own = part[: math.prod(shape) * self.dtype.itemsize]
+            buffer.narrow(self.axis, first, last - first).copy_(own.view(self.dtype).view(shape))
+
+
+@memo
+def buffer_cuts(cut: Cut, ranks: int) -> Mapping[str, BufferCut]:
+    """The name of a buffer, such as "rowwise_q" -> how it is cut over this many ranks."""
+    return {f"{direction}_{name}": _buffer_cut(cut, ranks, direction, name) for direction, name in cut.metadata.stored}
+
+
+def _buffer_cut(cut: Cut, ranks: int, direction: str, name: str) -> BufferCut:
+    meta, spans = cut.metadata, [cut.span(rank) for rank in range(ranks)]
+    dtype, shape = meta.buffer(direction, name)
+    if cut.of_experts:
+        experts = cut.shape[0]
+        entries = (experts, math.prod(shape) // experts)
+        return BufferCut(entries, 0, tuple(spans), (0,) * ranks, dtype, whole=False)
+    along, format = cut.along(direction), getattr(meta.quantizer, direction)
+    divisor = (format.layout[name].rows, format.layout[name].cols)[along]
+    axis = along
+    if meta.content.splits is not None:
+        rows, cols = meta.member(0).buffer(direction, name)[1]
+        turned = stored_by_rows(format, direction == "columnwise")
+        shape = (meta.content.count, cols, rows) if turned else (meta.content.count, rows, cols)
+        axis = 1 + (cut.axis if turned else along)
+    if divisor == WHOLE:
+        return BufferCut(shape, axis, ((0, 1),) * ranks, (0,) * ranks, dtype, whole=True)
+    place, covered = meta.place, 0 if meta.place is None else cut.covered(meta, direction)[0]
+    origin = 0 if place is None else (place.first_row, place.first_col)[cut.axis]
+    entries, skipped = [], []
+    for start, stop in spans:
+        first, last = (origin + start * cut.factor) // divisor, -(-(origin + stop * cut.factor) // divisor)
+        cover = cut.covered(cut.part(start, stop), direction)[0] if stop > start else origin + start * cut.factor
+        first, last = (first, last) if stop > start else (first, first)
+        entries.append((first - covered // divisor, last - covered // divisor))
+        skipped.append(first - cover // divisor)
+    return BufferCut(shape, axis, tuple(entries), tuple(skipped), dtype, whole=False)

@@ -1,0 +1,230 @@
+"""Quantize a matrix that is the part of one rank, with the bytes that it has in the whole.
+
+The ranks of a group hold equal parts of a matrix, cut along one axis. Scales of blocks are those of the part, which no
+block crosses; amaxes of whole tensors, and of whole rows, are the largest over the group; random bits are those of the
+element's place in the whole.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hqsweep.errors import UserError
+from hqsweep.formats import WHOLE, Format, RngKey
+from hqsweep.ops.quantize.amax import NO_SEARCH, Search, find_amax
+from hqsweep.ops.quantize.request import Output
+from hqsweep.ops.stats import Sums
+from hqsweep.parallel.shards.shard_place import Place
+from hqsweep.parallel.wire.collectives import maximum_
+from hqsweep.parallel.wire.exchange import Area
+from hqsweep.quant.delayed import SlotStates, grids_of
+from hqsweep.quant.hybrid import Direction, HybridQuantizer
+from hqsweep.quant.operand import HybridOperand, joined
+
+Mode = Literal["column", "row"]
+CUTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {
+        "column": {"weight": 0, "output": 1, "grad_output": 1},
+        "row": {"input": 1, "weight": 1, "grad_input": 1},
+    }
+)
+"""How ranks share a linear -> its tensor -> the axis along which they have parts of that matrix; of other tensors each
+has all, or some tokens."""
+AXES = ("rows", "columns")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """How the ranks of `group` share a matrix: where each one's part lies."""
+
+    group: ProcessGroup
+    axis: int
+    """The axis of the matrix that is cut: 0 for rows, 1 for columns."""
+    runs: int = 1
+    """The number of pieces of equal size, which do not follow each other in the whole, that a part consists of."""
+
+    def placed(self, area: Area, shape: tuple[int, int]) -> list[tuple[Area, Place]]:
+        """The areas that an area of this rank's part, which is of this shape, consists of, each of which lies together
+        in the whole, with their places there; one for an area without elements."""
+        ranks, size = self.group.size(), shape[self.axis] // self.runs
+        whole = [length * ranks if axis == self.axis else length for axis, length in enumerate(shape)]
+        placed = []
+        for run in range(self.runs):
+            spans = [(0, length) for length in shape]
+            spans[self.axis] = run * size, (run + 1) * size
+            own = area.common(Area(*spans[0], *spans[1]))
+            start = [own.first_row, own.first_col]
+            start[self.axis] += (run * (ranks - 1) + self.group.rank()) * size
+            if own.size:
+                placed.append((own, Place(*start, *whole)))
+        return placed or [(area, Place(0, 0, *whole))]
+
+    def __deepcopy__(self, memo: Any) -> "Part":
+        return self  # a group has no copies
+
+
+def quantize_part(
+    quantizer: HybridQuantizer,
+    x: Tensor,
+    part: Part,
+    *,
+    rowwise: Output | None = None,
+    columnwise: Output | None = None,
+    key: RngKey | None = None,
+    states: SlotStates | None = None,
+) -> HybridOperand:
+    """quantizer.quantize() for this rank's part x [rows, cols]: the operands have the bytes that their part has in the
+    operands of the whole. It is a collective where a format has an amax of the whole. UserError as check_part raises
+    it."""
+    check_part(quantizer, x, part, rowwise, columnwise)
+    decodes = columnwise is not None and quantizer.columnwise_source == "rowwise_dequantized"
+    row = quantizer.rowwise if rowwise or decodes else None
+    column = quantizer.columnwise if columnwise else None
+    states = states and replace(states, parts=part.group)
+    pieces = _placed(x, part) if quantizer.stochastic else [(x, None)]
+    amaxes = _agreed(quantizer, pieces, part, row, column, key, states)
+    outputs = {"rowwise": rowwise, "columnwise": columnwise, "key": key, "states": states}
+    operands = [
+        quantizer.quantize_under(piece, own, place=place, **outputs)
+        for (piece, place), own in zip(pieces, amaxes, strict=True)
+    ]
+    return joined(operands, part.axis)
+
+
+def part_sums(
+    quantizer: HybridQuantizer, x: Tensor, part: Part, key: RngKey | None = None, states: SlotStates | None = None
+) -> dict[Direction, Sums]:
+    """quantizer.sums() for this rank's part x [rows, cols], quantized as quantize_part does. It is a collective where a
+    format has an amax of the whole. UserError as check_part raises it."""
+    check_part(quantizer, x, part, "codes", "codes")
+    states = states and replace(states, parts=part.group, record=False)
+    pieces = _placed(x, part) if quantizer.stochastic else [(x, None)]
+    amaxes = _agreed(quantizer, pieces, part, quantizer.rowwise, quantizer.columnwise, key, states)
+    totals: dict[Direction, Sums] = {}
+    for (piece, place), own in zip(pieces, amaxes, strict=True):
+        for direction, sums in quantizer.sums(piece, key, states, amaxes=own, place=place).items():
+            below, before = is_below(part.axis, direction), totals.get(direction)
+            totals[direction] = sums if before is None else before.joined(sums, below=below)
+    return totals
+
+
+def is_below(axis: int, direction: str) -> bool:
+    """Whether parts that follow each other along an axis of X have operand rows of their own in this direction, in
+    which an operand has the rows of X or of X.T; else they are parts of the same rows."""
+    return (axis == 0) == (direction != "columnwise")
+
+
+def _placed(x: Tensor, part: Part) -> list[tuple[Tensor, Place]]:
+    """The pieces of a part that each lie together in the whole, with their places."""
+    rows, cols = x.shape
+    own = Area(0, rows, 0, cols)
+    return [(area.of(x, own), place) for area, place in part.placed(own, (rows, cols))]
+
+
+def check_part(
+    quantizer: HybridQuantizer, x: Tensor, part: Part, rowwise: Output | None, columnwise: Output | None
+) -> None:
+    """UserError for a part that cuts a block of a wanted operand, and for a quantizer whose bytes depend on more than
+    amaxes and blocks."""
+    if type(quantizer) is not HybridQuantizer:
+        raise UserError(f"{quantizer} is of a class of its own, which knows no parts over ranks; take HybridQuantizer")
+    if cut := cut_block(quantizer, x.shape, part, rowwise, columnwise):
+        format, block = cut
+        raise UserError(
+            f"a rank's part has {x.shape[part.axis] // part.runs} {AXES[part.axis]} of {tuple(x.shape)}, which cut a"
+            f" block of {format}; take sizes whose parts are multiples of {block}, or fewer ranks"
+        )
+
+
+def cut_block(
+    quantizer: HybridQuantizer, shape: Sequence[int], part: Part, rowwise: Output | None, columnwise: Output | None
+) -> tuple[Format, int] | None:
+    """The first format of the wanted operands whose blocks a part of that shape cuts, and their size along the cut."""
+    size = shape[part.axis] // part.runs
+    return next((each for each in _blocks(quantizer, part, rowwise, columnwise) if size % each[1]), None)
+
+
+def is_part(
+    quantizer: HybridQuantizer, shape: Sequence[int], part: Part, rowwise: Output | None, columnwise: Output | None
+) -> bool:
+    """Whether check_part lets a part of that shape pass."""
+    return type(quantizer) is HybridQuantizer and not cut_block(quantizer, shape, part, rowwise, columnwise)
+
+
+def is_alone(
+    quantizer: HybridQuantizer, shape: Sequence[int], part: Part, rowwise: Output | None, columnwise: Output | None
+) -> bool:
+    """Whether quantize_part() of a part of that shape is quantizer.quantize(): all scales are those of blocks that no
+    cut crosses, and no random bits are drawn."""
+    if not is_part(quantizer, shape, part, rowwise, columnwise) or quantizer.stochastic:
+        return False
+    return all(format.amax_name is None for format, _ in _blocks(quantizer, part, rowwise, columnwise))
+
+
+def _blocks(
+    quantizer: HybridQuantizer, part: Part, rowwise: Output | None, columnwise: Output | None
+) -> list[tuple[Format, int]]:
+    """The formats that are encoded, each with the number of elements along the cut axis that stay together."""
+    row = rowwise or (columnwise and quantizer.columnwise_source == "rowwise_dequantized")
+    wanted = ((quantizer.rowwise, row, part.axis), (quantizer.columnwise, columnwise, 1 - part.axis))
+    return [(format, _block(format, axis)) for format, needed, axis in wanted if needed]
+
+
+def _block(format: Format, axis: int) -> int:
+    """The number of elements along an axis of the operand that share an entry of some buffer; entries of the whole axis
+    do not count."""
+    sizes = [(buffer.rows, buffer.cols)[axis] for buffer in format.layout.values()]
+    return max(size if size != WHOLE else 1 for size in sizes)
+
+
+def has_amax(format: Format | None) -> bool:
+    """Whether a format scales by an amax of the matrix, or of its rows, that this call finds."""
+    return format is not None and format.amax_name is not None and not format.delayed
+
+
+def _agreed(
+    quantizer: HybridQuantizer,
+    pieces: list[tuple[Tensor, Place | None]],
+    part: Part,
+    row: Format | None,
+    column: Format | None,
+    key: RngKey | None,
+    states: SlotStates | None,
+) -> list[dict[str, Tensor | None]]:
+    """Direction -> the amax of the whole, where its format has one, as each piece takes it: all pieces have one amax,
+    but for +row_scaled each has those of its own rows where rows are cut."""
+    first, count = pieces[0][0], len(pieces)
+    has_own = row is not None and row.row_scaled and part.axis == 0  # a row is on one rank, and in one piece
+    row_amaxes: Sequence[Tensor | None] = [None] * count
+    if has_amax(row):
+        rows = (count if has_own else 1) * (len(first) if row.row_scaled else 1)
+        row_amax = first.new_zeros((rows, 1), dtype=torch.float32)
+        row_amaxes = row_amax.chunk(count) if has_own else [row_amax] * count
+    column_amax = first.new_zeros((1, 1), dtype=torch.float32) if has_amax(column) else None
+    of_row = [] if row_amaxes[0] is None or has_own else [row_amaxes[0]]
+    of_column = [] if column_amax is None else [column_amax]
+    columnwise = NO_SEARCH if column_amax is None else Search(column, column_amax)
+    decodes = column_amax is not None and quantizer.columnwise_source == "rowwise_dequantized"
+    for (x, _), row_amax in zip(pieces, row_amaxes, strict=True):
+        rowwise = NO_SEARCH if row_amax is None else Search(row, row_amax)
+        find_amax(x, rowwise, NO_SEARCH if decodes else columnwise)
+    largest(of_row if decodes else of_row + of_column, part.group)
+    if decodes:
+        delayed = grids_of([states], {"rowwise": row})["rowwise"][0]["s"] if row.delayed else None
+        for (x, place), row_amax in zip(pieces, row_amaxes, strict=True):
+            known = delayed if row.delayed else row_amax
+            by = Search(row, None, known, quantizer.direction_keys(key, place)["rowwise"])
+            find_amax(x, by, columnwise, columnwise_source="rowwise_dequantized")
+        largest(of_column, part.group)
+    return [{"rowwise": row_amax, "columnwise": column_amax} for row_amax in row_amaxes]
+
+
+def largest(amaxes: list[Tensor], group: ProcessGroup) -> None:
+    """The largest of each over the group, in one collective."""
+    if group.size() > 1:
+        maximum_(amaxes, group)

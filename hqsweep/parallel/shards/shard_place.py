@@ -1,0 +1,86 @@
+"""Place: where a shard lies in its whole weight, and the rows of the whole that its operands encode.
+
+A block of a format that a shard cuts is encoded whole by every rank that holds a part of it, from the values of all of
+its rows, so that the buffers of a shard are ordinary operands, with the bytes that the whole has there. The rows (and
+columns) of such an operand are the *cover* of the shard: it ends where blocks end, or the whole does.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hqsweep.errors import UserError
+from hqsweep.formats import Format, RngKey
+from hqsweep.formats.random import PlacedKey, RngNumber
+from hqsweep.parallel.wire.exchange import Area
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a matrix [rows, cols] in its whole logical weight [rows_of_whole, cols_of_whole]."""
+
+    first_row: int
+    first_col: int
+    rows_of_whole: int
+    cols_of_whole: int
+
+    def area(self, shape: tuple[int, int]) -> Area:
+        """The rows and columns of the whole that a shard of this shape has; UserError for one that lies beyond it."""
+        area = Area(self.first_row, self.first_row + shape[0], self.first_col, self.first_col + shape[1])
+        if min(area) < 0 or area.last_row > self.rows_of_whole or area.last_col > self.cols_of_whole:
+            raise UserError(
+                f"a shard {tuple(shape)} at row {self.first_row} and column {self.first_col} does not lie in a whole of"
+                f" {self.rows_of_whole} rows and {self.cols_of_whole} columns"
+            )
+        return area
+
+    def cover(self, format: Format, direction: str, rows: int) -> tuple[int, int]:
+        """The first row of the whole, and the one after the last, that this direction's operand of a shard with so many
+        rows encodes: the shard's own where it cuts no block, and none of an empty shard."""
+        return _widened(self.first_row, rows, blocks(format, direction)[0], self.rows_of_whole)
+
+    def cover_columns(self, format: Format, direction: str, cols: int) -> tuple[int, int]:
+        """cover() for columns."""
+        return _widened(self.first_col, cols, blocks(format, direction)[1], self.cols_of_whole)
+
+    def cover_area(self, format: Format, direction: str, shape: tuple[int, int]) -> Area:
+        """The rows and columns of the whole that this direction's operand of a shard of this shape encodes."""
+        rows, cols = self.cover(format, direction, shape[0]), self.cover_columns(format, direction, shape[1])
+        return Area(*rows, *cols)
+
+    def sources(self, formats: Sequence[tuple[Format, str]], shape: tuple[int, int]) -> Area:
+        """The rows and columns of the whole whose values all these operands, (format, direction), are made from: whole
+        blocks of each, also where one operand is made from the decoded values of another."""
+        down, across = (math.lcm(*(blocks(*pair)[axis] for pair in formats)) for axis in (0, 1))
+        rows = _widened(self.first_row, shape[0], down, self.rows_of_whole)
+        return Area(*rows, *_widened(self.first_col, shape[1], across, self.cols_of_whole))
+
+    @classmethod
+    def of(cls, area: Area, whole: tuple[int, int]) -> "Place":
+        """The place of a matrix that has this area of a whole of this shape."""
+        return cls(area.first_row, area.first_col, *whole)
+
+    @property
+    def whole(self) -> tuple[int, int]:
+        """The shape of the whole."""
+        return self.rows_of_whole, self.cols_of_whole
+
+    def key(self, key: RngKey | RngNumber, direction: str) -> PlacedKey:
+        """The stream of this direction's operand, from which every element draws what it draws in the whole operand."""
+        if direction == "rowwise":
+            return PlacedKey(key, self.first_row, self.first_col, self.cols_of_whole)
+        return PlacedKey(key, self.first_col, self.first_row, self.rows_of_whole)
+
+
+def blocks(format: Format, direction: str) -> tuple[int, int]:
+    """The numbers of rows and columns of a weight that the direction's operand encodes together: they share a scale, a
+    byte, a Hadamard group, or the random bytes of one draw. One entry for the whole axis binds none together."""
+    down = math.lcm(*(buffer.rows or 1 for buffer in format.layout.values()))
+    across = math.lcm(format.column_multiple, *(buffer.cols or 1 for buffer in format.layout.values()))
+    return (down, across) if direction == "rowwise" else (across, down)
+
+
+def _widened(first: int, count: int, block: int, whole: int) -> tuple[int, int]:
+    if count == 0:
+        return first, first
+    return first // block * block, min(-(-(first + count) // block) * block, whole)

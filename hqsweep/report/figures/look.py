@@ -1,0 +1,170 @@
+"""The look that all figures of a report share, and the panel of a figure with its rows and its words.
+
+Colours are Okabe and Ito's (safe for colour-blind readers), black for the baseline and grey for the null arm; no two of
+30 arms have the same colour and dash, so that they differ in grey print too. Labels are escaped, because plotly reads
+HTML in them.
+"""
+
+import html
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from hqsweep.report.compare.arms import Comparison
+
+BASELINE_COLOUR, NULL_COLOUR = "#000000", "#767676"
+MARGIN_BAND, MARGIN_EDGE = "rgba(60,80,110,0.11)", {"color": "#3c506e", "width": 1, "dash": "dot"}
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES = ("solid", "dash", "dashdot", "longdash", "longdashdot")
+SYMBOLS = ("circle", "square", "triangle-up", "cross", "star")
+MARKERS = {
+    "circle": "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0-10 0z",
+    "square": "M-4.5-4.5h9v9h-9z",
+    "triangle-up": "M0-5.5L5 4h-10z",
+    "cross": "M-1.7-5h3.4v3.3H5v3.4H1.7V5h-3.4V1.7H-5v-3.4h3.3z",
+    "star": "M0-5.5L1.3-1.8 5.2-1.7 2.1.7 3.2 4.5 0 2.3-3.2 4.5-2.1.7-5.2-1.7-1.3-1.8z",
+    "x": "M-5-3l2-2 3 3 3-3 2 2-3 3 3 3-2 2-3-3-3 3-2-2 3-3z",
+}
+"""Plotly's symbols as paths around 0, 10 across."""
+DASH_ARRAYS = {
+    "solid": "none", "dash": "8 5", "dashdot": "8 4 2 4", "longdash": "14 5", "longdashdot": "14 4 2 4", "dot": "2 3",
+}  # fmt: skip
+"""Plotly's line styles as those of SVG."""
+MAX_POINTS = 400  # per line: more cannot be seen and make the file large
+FEW_POINTS = 12  # which are marked, as a line may be no more than one of them
+MOST_LETTERS = 24  # of a name beside a line; a longer one goes on below
+MAX_SAID = 8  # arms in the words that stand for a figure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """A figure, and what stands beside it.
+
+    heading  over the figure
+    figure   what plotly draws
+    name     of the CSV file that holds its rows; panels with the same name have the same rows
+    rows     every row that is drawn, and those that were left out because too many points cannot be seen
+    says     the figure in words, for who cannot see it
+    zoomed   whether the y axis leaves rows out, which the page then offers to show
+    """
+
+    heading: str
+    figure: go.Figure
+    name: str
+    rows: pd.DataFrame
+    says: str
+    zoomed: bool = False
+
+
+def label(name: str) -> str:
+    """The name, escaped, so that plotly shows it as it is."""
+    return html.escape(name, quote=False)
+
+
+def styles(comparison: Comparison) -> dict[str, dict]:
+    """arm -> line style, the same in every figure."""
+    looks = zip(itertools.cycle(COLOURS), itertools.cycle(DASHES), strict=False)
+    black, colours = itertools.cycle(DASHES), {}
+    for row in comparison.arms[["arm", "baseline", "null"]].itertuples():
+        if row.arm == row.baseline:
+            colours[row.arm] = {"color": BASELINE_COLOUR, "dash": next(black)}
+        elif row.null:
+            colours[row.arm] = {"color": NULL_COLOUR, "dash": "solid"}
+        else:
+            colours[row.arm] = dict(zip(("color", "dash"), next(looks), strict=True))
+    return {arm: {"width": 2, **style} for arm, style in colours.items()}
+
+
+def symbol(style: dict) -> str:
+    """The marker that goes with a line style, so that arms differ by more than colour."""
+    return SYMBOLS[DASHES.index(style["dash"])]
+
+
+def figure(
+    y_title: str, x_title: str = "step", height: int = 340, x: dict | None = None, y: dict | None = None
+) -> go.Figure:
+    """An empty figure in the report's look: white, one thin grid; `x` and `y` are further settings of the axes. The
+    page has one legend for all of them."""
+    look = {"gridcolor": "#e6e6e6", "zeroline": False, "linecolor": "#888", "tickcolor": "#888", "ticks": "outside"}
+    look |= {"automargin": True}
+    return go.Figure(
+        layout={  # at once: every later change costs plotly milliseconds
+            "template": "none",
+            "height": height,
+            "margin": {"l": 56, "r": 12, "t": 12, "b": 44},
+            "hovermode": "closest",
+            "font": {"family": "system-ui, sans-serif", "size": 13, "color": "#222"},
+            "showlegend": False,
+            "xaxis": {"title": {"text": x_title, "standoff": 8}, **look, **(x or {})},
+            "yaxis": {"title": {"text": y_title, "standoff": 8}, **look, **(y or {})},
+        }
+    )
+
+
+def line_with_band(
+    fig: go.Figure,
+    arm: str,
+    line: dict,
+    rows: pd.DataFrame,
+    columns: tuple[str, str, str],
+    hover: str = "step %{x}: %{y:.5f}",
+) -> None:
+    """A line of an arm over rows["step"], and a band where there is one: `columns` are its value, and the low and the
+    high end of the band."""
+    if rows.empty:
+        return
+    mean, low, high = columns
+    if (rows[high] > rows[low]).any():
+        edge = {"x": rows["step"], "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "legendgroup": arm}
+        fig.add_scatter(y=rows[high], **edge)
+        fig.add_scatter(y=rows[low], fill="tonexty", fillcolor=faint(line["color"]), **edge)
+    fig.add_scatter(
+        x=rows["step"],
+        y=rows[mean],
+        mode="lines+markers" if len(rows) <= FEW_POINTS else "lines",
+        line=line,
+        name=label(arm),
+        legendgroup=arm,
+        hovertemplate=hover,
+    )
+
+
+def margin_band(fig: go.Figure, margin: float) -> None:
+    """A band of 0 -+ `margin`, in the unit of the y axis, behind everything; nothing where it is NaN."""
+    if np.isfinite(margin):
+        fig.add_hrect(y0=-margin, y1=margin, fillcolor=MARGIN_BAND, line={"width": 0}, layer="below")
+        for side in (-margin, margin):
+            fig.add_hline(y=side, line=MARGIN_EDGE, layer="below")
+
+
+def thin(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows, thinned to at most MAX_POINTS evenly spaced ones, the first and the last among them."""
+    if len(rows) <= MAX_POINTS:
+        return rows
+    return rows.iloc[np.unique(np.linspace(0, len(rows) - 1, MAX_POINTS).round().astype(int))]
+
+
+def padded(values: np.ndarray) -> list[float] | None:
+    """[low, high] of the finite values with 8 % of room on both sides; None when there are none."""
+    values = values[np.isfinite(values)]
+    if not values.size:
+        return None
+    room = 0.08 * (values.max() - values.min()) or 1e-3
+    return [float(values.min() - room), float(values.max() + room)]
+
+
+def faint(colour: str) -> str:
+    """A colour #rrggbb, faint, for bands."""
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return f"rgba({red},{green},{blue},0.15)"
+
+
+def listed(says: Iterable[str]) -> str:
+    """A text of at most MAX_SAID parts of a sentence, and the number of others."""
+    parts: Sequence[str] = list(says)
+    more = len(parts) - MAX_SAID
+    return "; ".join([*parts[:MAX_SAID], *([f"and {more} more, in the CSV"] if more > 0 else [])])

@@ -1,0 +1,1 @@
+"""The gate for CI: a sweep against a stored baseline."""

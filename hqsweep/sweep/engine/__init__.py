@@ -1,0 +1,1 @@
+"""Runs on their way to the end: workers, slots, ranks, trunks before forks."""

@@ -1,0 +1,232 @@
+"""The work of `hqsweep run`: words to a checked plan, the plan to run folders, the folders to results.
+
+A plan exists only when every point of the grid is valid, so nothing starts that would stop at its third recipe.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hqsweep.config.job import Config, ConvergenceConfig, parse
+from hqsweep.config.jobs import CHECKED_TABLES
+from hqsweep.config.study import StudyConfig
+from hqsweep.errors import Damaged, UserError
+from hqsweep.jobs.native import check_native
+from hqsweep.parallel.mesh import check_devices
+from hqsweep.recipe.factories import Importer, factory_name
+from hqsweep.sweep.engine.local import Limits, run_local
+from hqsweep.sweep.engine.trunks import check_twins, linked
+from hqsweep.sweep.grid import same_operands
+from hqsweep.sweep.grid.point import GridPoint
+from hqsweep.sweep.grid.run_words import Words, each, read
+from hqsweep.sweep.grid.stated_keys import check_stated
+from hqsweep.sweep.grid.user_models import check_recipes, check_vocabularies, hashed
+from hqsweep.sweep.progress import Display
+from hqsweep.sweep.slurm.slurm import check_slurm, run_slurm
+from hqsweep.sweep.store import seen_data
+from hqsweep.sweep.store.documents import met_lines
+from hqsweep.sweep.store.run_dir import RunDir, unusable
+from hqsweep.sweep.store.store import RunStore
+from hqsweep.sweep.store.sweep_file import Unsealed
+from hqsweep.train import data
+from hqsweep.train.build import pick_device
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepPlan:
+    """A checked grid; the points' configs are canonical, with every leaf, and `configs` the same as objects."""
+
+    conf: str
+    words: tuple[str, ...]
+    points: tuple[GridPoint, ...]
+    configs: tuple[Config, ...]
+    study: StudyConfig
+    baseline_why: str = ""
+    begun: str = ""
+    """The source that the trunks of a fork study begin from, "" for random weights."""
+    data: tuple[Config, ...] = ()
+    """Configs that lead to the data of the runs, with the hashes of these."""
+    same: tuple[str, ...] = ()
+    """A line for each arm that quantizes nothing on its model, or that has another arm's operands there."""
+    imports: tuple[str, ...] = ()
+    """The words that tell its workers which Python factories were imported for it."""
+
+    @property
+    def first(self) -> Config:
+        """The config of the first run, which is read for what cannot be swept."""
+        return self.configs[0]
+
+    @property
+    def heading(self) -> str:
+        """The number of runs, in words."""
+        if not self.study.fork:
+            return counted(len(self.points), "run")
+        trunks = sum(config.fork.is_trunk for config in self.configs)
+        forks = len(self.points) - trunks
+        return f"{len(self.points)} runs: {counted(trunks, 'trunk')} and {counted(forks, 'fork')}"
+
+    @property
+    def baseline_line(self) -> str | None:
+        """The arm that the others are measured against, and why; None where there is only one."""
+        return f"baseline: {self.study.baseline} ({self.baseline_why})" if self.baseline_why else None
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines about the plan before anything starts."""
+        return [line for line in (self.baseline_line, self.begun, *self.same) if line]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each run: run (its folder's name), arm, seed, changed, config; in a fork study also point and
+        trunk, None for the trunks themselves."""
+        rows, names = [], RunStore(Path(self.first.runs_dir)).names(self.first.sweep, self.points)
+        for name, point, config in zip(names, self.points, self.configs, strict=True):
+            row = {"run": name, "arm": point.arm, "seed": config.seed}
+            if self.study.fork:
+                row |= {"point": config.start or None, "trunk": config.fork.trunk_name}
+            rows.append(row | {"changed": list(point.changed), "config": point.config})
+        return rows
+
+
+def counted(count: int, noun: str) -> str:
+    """The count with its noun, such as 1 run, 2 runs."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def plan(
+    words: Sequence[str],
+    *,
+    config_dir: Path | None = None,
+    workers: int | None = None,
+    importer: Importer | None = None,
+) -> SweepPlan:
+    """The grid of `conf=NAME KEY=VALUE...`; `workers` stands for engine.workers. Without an importer, Python factories
+    stay names, and such a plan cannot be started.
+
+    Raises:
+        UserError: whatever is wrong in any point of the grid.
+    """
+    return plan_of(read(words, config_dir=config_dir, workers=workers), importer)
+
+
+def plan_of(words: Words, importer: Importer | None = None) -> SweepPlan:
+    """The plan of words that were read; otherwise as plan(). Raises UserError for what a recipe cannot mean."""
+    grid = words.grid
+    if importer is not None:
+        importer.folders = words.folders
+    configs = [hashed(config) for config in each(grid.points, partial(parse, find=importer or factory_name))]
+    check_recipes(grid.points, configs)
+    configs = seen_data.hashed(configs)
+    there, data_of = RunStore(Path(configs[0].runs_dir)).ids(configs[0].sweep), tuple(configs)
+    begun = ""
+    if grid.study.fork is not None:
+        pairs, begun = linked(grid.points, configs, grid.study.fork, there)
+        typed, configs = zip(*pairs, strict=True)
+    else:
+        configs = [seen_data.of_before(config, there) for config in configs]
+        typed = [replace(p, config=c.model_dump(mode="json")) for p, c in zip(grid.points, configs, strict=True)]
+    check_twins(typed)
+    fields = {
+        "begun": begun,
+        "data": data_of,
+        "same": same_operands.lines(typed, configs, grid.study.baseline),
+        "conf": words.conf,
+        "words": words.overrides,
+        "study": grid.study,
+        "baseline_why": grid.baseline_why,
+    }
+    fields["imports"] = tuple(importer.arguments) if importer is not None else ()
+    return SweepPlan(points=tuple(typed), configs=tuple(configs), **fields)
+
+
+def check(plan: SweepPlan) -> None:
+    """UserError for all that start() would refuse, before it would: a device or data that this machine does not have,
+    data too short for train.context, and a study that began otherwise."""
+    if plan.first.engine.kind == "local":
+        for config in plan.configs:
+            _check_device(config)
+        trainings = [config for config in plan.configs if isinstance(config, ConvergenceConfig)]
+        check_vocabularies(trainings)
+        for source, context in dict.fromkeys((config.data, config.train.context) for config in trainings):
+            data.check_length(source, context)
+    else:
+        check_slurm(Path(plan.first.runs_dir) / plan.first.sweep)
+    check_data(plan)
+    try:
+        check_stated(RunStore(Path(plan.first.runs_dir)), plan.first.sweep, plan.study)
+    except Unsealed:
+        raise
+    except Damaged:  # a list of runs that start() makes again
+        pass
+
+
+def check_data(plan: SweepPlan) -> None:
+    """UserError where the sweep has runs that have read other data than those that are there now."""
+    seen_data.check_data(RunStore(Path(plan.first.runs_dir)), plan.first.sweep, plan.data)
+
+
+def folders(plan: SweepPlan, say: Callable[[str], None] = lambda line: None) -> list[RunDir]:
+    """The folders of the plan's runs, in grid order, made where they are missing; `say` is told what is repaired."""
+    first, study = plan.first, plan.study.model_dump(mode="json")
+    listed = {"sweep": first.sweep, "conf": plan.conf, "overrides": plan.words, "study": study}
+    return RunStore(Path(first.runs_dir)).create(**listed, runs=plan.points, say=say)
+
+
+def start(plan: SweepPlan, display: Display, *, force: bool = False) -> list[RunDir]:
+    """Make the folders, bring every run to an end (or only submit it, if the engine is to detach), and return the
+    folders in grid order."""
+    store = RunStore(Path(plan.first.runs_dir))
+    store.mend(plan.first.sweep, display.say)
+    check(plan)
+    runs, engine = folders(plan, display.say), plan.first.engine
+    limits = engine.model_dump(exclude={"kind", "slurm", "runs_per_gpu", "gpus_per_run"}) | {"imports": plan.imports}
+    ranks = max((c.train.parallel.world for c in plan.configs if isinstance(c, ConvergenceConfig)), default=1)
+    if engine.kind == "slurm":
+        run_slurm(runs, slurm=engine.slurm.model_dump(), display=display, force=force, ranks=ranks, **limits)
+    else:
+        for run in runs:
+            run.job_path.unlink(missing_ok=True)
+        gpus = (engine.gpus_per_run or ranks) if ranks > 1 else None
+        limits = Limits(runs_per_gpu=engine.runs_per_gpu, gpus_per_run=gpus, **limits)
+        run_local(runs, display=display, limits=limits, force=force)
+    return runs
+
+
+def _check_device(config: Config) -> None:
+    """UserError when this machine, on which the run will be, has no GPU that it needs, or not the tensor cores."""
+    section = "train" if isinstance(config, ConvergenceConfig) else config.job
+    wanted = getattr(config, section).device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"{section}.device: 'cuda', but this machine has no CUDA device; use cpu, or auto for either")
+    if isinstance(config, ConvergenceConfig):
+        device = pick_device(wanted)
+        config.train.check_compile(on_gpu=device.type == "cuda")
+        check_devices(config.train.parallel, device.type, config.engine.gpus_per_run)
+        check_native(config, device, config.data.vocab_estimate)
+
+
+def result(run: RunDir) -> dict[str, Any]:
+    """The summary of one run: run, arm, seed, point (None except for a fork), state, val_loss (nats, last one or None),
+    tokens_per_s, seconds, reason, path, warnings (also about damage), and for a parity or calibrate run the numbers of
+    rows with PASS, FAIL and SKIP. For a run that is damaged or missing only the fields that are known have values."""
+    try:
+        status, manifest = run.status(), run.manifest()
+        rows = {table: run.rows(table) for table in ("metrics", *CHECKED_TABLES)}
+    except Damaged as fault:
+        status, manifest, rows = unusable(fault), {}, {table: [] for table in ("metrics", *CHECKED_TABLES)}
+    losses = [row["value"] for row in rows["metrics"] if row["metric"] == "val_loss"]
+    return {
+        "run": run.name, "arm": manifest.get("arm"), "seed": manifest.get("seed"), "point": manifest.get("point"),
+        "state": status["state"],
+        "val_loss": losses[-1] if losses else None, "tokens_per_s": (status["progress"] or {}).get("tokens_per_s"),
+        "seconds": status["seconds"], "reason": status["reason"], "path": str(run.path),
+        "warnings": [
+            *manifest.get("warnings", []),
+            *(f"{run.name}: {line}" for line in (*manifest.get("repairs", []), *met_lines(manifest))),
+        ],
+        **{table: dict(Counter(row["status"] for row in rows[table])) for table in CHECKED_TABLES},
+    }  # fmt: skip

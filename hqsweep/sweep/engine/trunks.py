@@ -1,0 +1,155 @@
+"""Forks and their starts: a trunk of the same sweep, by the name of its run, or a checkpoint of an earlier run, by the
+hash of its file and after a check of the config that it was trained with.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hqsweep.config.job import Config, ConvergenceConfig, parse
+from hqsweep.config.study import ForkStudy
+from hqsweep.errors import UserError
+from hqsweep.sweep.engine.sources import begin_from_sources
+from hqsweep.sweep.grid.point import GridPoint, is_trunk, section
+from hqsweep.sweep.store.names import data_seen, run_name
+from hqsweep.sweep.store.run_dir import RunDir
+from hqsweep.sweep.store.seen_data import of_before
+from hqsweep.train.content import SHOWN_DIGITS
+from hqsweep.train.record import NotAsWritten, check_recorded, checkpoints, record_path
+
+SAME_TRAIN = ("lr", "batch", "context", "weight_decay", "beta1", "beta2", "clip", "dtype")
+"""The keys of train that a fork shares with its trunk: arms differ from the baseline in the recipe alone."""
+
+PARTS: dict[str, Callable[[str], bool]] = {
+    "model": lambda key: key not in ("init_noise", "path"),
+    "data": lambda key: key not in ("path", "hash"),
+    "train": lambda key: key in SAME_TRAIN,
+}
+"""Section -> whether a fork shares a key of it with its trunk; paths of models and data may have changed, hashes
+not (that of data is compared by itself, as trunks of earlier versions have it in their manifests)."""
+
+Pair = tuple[GridPoint, Config]
+
+
+def linked(
+    grid: Sequence[GridPoint], configs: Sequence[Config], study: ForkStudy, there: Collection[str] = ()
+) -> tuple[list[Pair], str]:
+    """The runs of a fork study with canonical configs in which every fork names its start; a trunk that several points
+    of the grid share comes once. And a line on the source that trunks begin from, "" for random weights. there: the
+    ends of the names of the sweep's runs.
+
+    Raises:
+        UserError: fork.trunk is no checkpoint, or one of another model, data, vocabulary or training.
+    """
+    if study.goes_on and study.rewarm is not None:
+        raise UserError(
+            "fork.rewarm: is of trunks that begin from a checkpoint of another program, and fork.trunk names that of a"
+            " run, from whose whole state forks go on; leave it out"
+        )
+    files, begun = _files(study) if study.goes_on else {}, ""
+    if not files:
+        configs, begun = begin_from_sources(configs, study)
+    if files:
+        _check_outside(next(iter(files.values()))[0], configs)
+    trunks = [
+        of_before(config, there) if is_trunk(point) else config for point, config in zip(grid, configs, strict=True)
+    ]
+    names = {id(point): run_name(config.model_dump(mode="json")) for point, config in zip(grid, trunks, strict=True)}
+    pairs: dict[str, Pair] = {}
+    for point, config in zip(grid, trunks, strict=True):
+        if files:
+            path, digest = files[config.start]
+            config = _started(config, trunk=str(path), trunk_hash=digest)
+        elif point.trunk is not None:
+            config = _started(config, trunk=names[id(point.trunk)])
+        config = of_before(config, there)
+        dump = config.model_dump(mode="json")
+        pairs.setdefault(run_name(dump), (replace(point, config=dump), config))
+    return list(pairs.values()), begun
+
+
+def _started(config: ConvergenceConfig, **known: str) -> ConvergenceConfig:
+    return config.model_copy(update={"fork": config.fork.model_copy(update=known)})
+
+
+def _files(study: ForkStudy) -> dict[int, tuple[Path, str]]:
+    """Point -> the checkpoint of fork.trunk at it, and its hash."""
+    source = Path(study.trunk)
+    stored = checkpoints(source / "checkpoint")
+    if study.file_step:
+        stored = {study.file_step: source} if source.exists() else {}
+    if not stored:
+        raise UserError(
+            f"fork.trunk: '{source}' has no checkpoint; give a file step_N.pt, a folder step_N, or the folder of a run"
+            " that has some, or one of another program: a folder of Hugging Face's or of torch.distributed.checkpoint,"
+            " or a file"
+        )
+    missing = [at for at in study.at if at not in stored]
+    if missing:
+        there = ", ".join(map(str, stored))
+        raise UserError(f"fork.at: '{source}' has no checkpoint of step {missing[0]}; it has those of {there}")
+    paths = {at: stored[at].resolve() for at in study.at or stored}
+    return {at: (path, _sha256(path)) for at, path in paths.items()}
+
+
+def _sha256(path: Path) -> str:
+    """The hash of a checkpoint. UserError where its record has another; earlier versions wrote no record."""
+    try:
+        if path.is_dir() or record_path(path).exists():
+            return check_recorded(path).sha256
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except NotAsWritten as error:
+        raise UserError(
+            f"fork.trunk: '{path.parent.parent}': {error}; give another checkpoint, or train its run again"
+        ) from None
+
+
+def _check_outside(path: Path, configs: Iterable[ConvergenceConfig]) -> None:
+    """UserError unless the run of a checkpoint had the model, the data and the training of its forks."""
+    run = RunDir(path.parent.parent)
+    if not run.config_path.is_file():
+        raise UserError(f"fork.trunk: {run.path} has no config.yaml, which says what the checkpoint in it is one of")
+    trunk = parse(run.config())
+    if not isinstance(trunk, ConvergenceConfig):
+        raise UserError(f"fork.trunk: {run.path} is a run of the job {trunk.job}, which trains no model to go on with")
+    known = data_seen(run.config(), run.manifest())
+    for config in configs:
+        for key, theirs, ours in _different(trunk, config):
+            raise UserError(f"fork.trunk: {run.path} was trained with {key}={theirs}, but its forks have {key}={ours}")
+        ours = config.data.hash
+        if known not in (None, ours):
+            raise UserError(
+                f"fork.trunk: {run.path} was trained on other data (hash {known[:SHOWN_DIGITS]}) than its forks would"
+                f" be ({ours[:SHOWN_DIGITS]}), though under the same keys; give the data of the trunk, or another trunk"
+            )
+
+
+def _different(trunk: ConvergenceConfig, fork: ConvergenceConfig) -> list[tuple[str, object, object]]:
+    """The keys, with the values of both, in which a fork does not go on with what the trunk was."""
+    theirs, ours = (dict(_leaves(config.model_dump(include=set(PARTS)))) for config in (trunk, fork))
+    shared = [key for key in ours if PARTS[key.partition(".")[0]](key.partition(".")[2])]
+    return [(key, theirs.get(key, "none"), ours[key]) for key in shared if theirs.get(key, "none") != ours[key]]
+
+
+def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def check_twins(points: Iterable[GridPoint]) -> None:
+    """UserError for arms that differ in recipe.name alone, by canonical configs: they would be one run twice."""
+    seen: dict[str, str] = {}
+    for point in points:
+        recipe = section(point, "recipe")
+        if recipe and not is_trunk(point):
+            content = json.dumps(point.config | {"recipe": recipe | {"name": None}}, sort_keys=True)
+            other = seen.setdefault(content, point.arm)
+            if other != point.arm:
+                raise UserError(f"arms '{other}' and '{point.arm}' differ in the name alone; leave one of them out")

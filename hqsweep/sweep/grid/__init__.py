@@ -1,0 +1,1 @@
+"""From the words of a command to the runs of a grid."""

@@ -1,0 +1,303 @@
+"""The composition of `conf=NAME` and overrides into the runs of a grid, as plain dicts: Hydra's, without its launcher.
+
+The override grammar is Hydra's (`a=1,2`, range(), choice(), glob(), config groups), and so is `hydra.sweeper.params` in
+a sweep's YAML. Two things differ. Keys are not checked here: an override may name any key, and the typed config, which
+knows all of them, refuses the unknown ones. And a grid is composed once per distinct choice of groups, and values are
+set afterwards, because a full composition takes 40 ms.
+"""
+
+import copy
+import itertools
+import json
+import math
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hydra
+import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hqsweep.config.recipe_files import FORMAT, FORMAT_TEXTS, PACKAGED, read_recipe
+from hqsweep.config.recipe_text import check_texts
+from hqsweep.config.references import check_expansion
+from hqsweep.config.study import parse_study
+from hqsweep.errors import UserError, nearest
+from hqsweep.sweep.grid.arms import FACTORY_KEYS, Difference, check_arm, difference, labels, override_texts
+from hqsweep.sweep.grid.config_source import check_sources, options
+from hqsweep.sweep.grid.grid import with_study
+from hqsweep.sweep.grid.merge import explain, one_line, resolved, set_number
+from hqsweep.sweep.grid.model_keys import MODEL_TARGET, drop_gpt, is_users, take_factory
+from hqsweep.sweep.grid.overrides import STUDY_KEYS, Overrides, is_text
+from hqsweep.sweep.grid.point import Grid, GridPoint, check_size
+from hqsweep.sweep.grid.quantizer_keys import open_quantizers
+from hqsweep.sweep.store.names import NOT_IN_ID
+
+ARMS = "arms"
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)")
+
+
+def expand(conf: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Grid:
+    """The grid of a sweep, in the order in which the swept keys are given, the last one varying fastest.
+
+    conf: a packaged name, a name in config_dir or ./conf (which come first), or the path of a YAML file.
+    overrides: Hydra overrides; they win over what the YAML sweeps under the same key.
+
+    Raises:
+        UserError: anything that is wrong with conf, its YAML or an override, except unknown keys and bad values.
+    """
+    path = Path(conf)
+    if not (conf.endswith((".yaml", ".yml")) or "/" in conf):
+        return Composer(conf, [config_dir, Path("conf")]).grid(overrides)
+    if path.suffix != ".yaml":
+        raise UserError(f"conf={conf}: a path must end in .yaml; rename the file, or give a name without folders")
+    if not path.is_file():
+        raise UserError(f"conf={conf}: no such file{nearest(path.name, _yaml_names(path.parent))}")
+    return Composer(path.stem, [path.parent, config_dir, Path("conf")]).grid(overrides)
+
+
+def known_confs(config_dir: Path | None = None) -> list[str]:
+    """The names that conf= takes."""
+    return options(_loader([config_dir, Path("conf")]), "")
+
+
+def known_recipes(config_dir: Path | None = None) -> list[str]:
+    """The names that recipe= takes."""
+    return options(_loader([config_dir, Path("conf")]), "recipe")
+
+
+def load_recipe(name: str, config_dir: Path | None = None) -> Any:
+    """The `recipe` config of a name (packaged, in config_dir or in ./conf), of "format:QUANTIZER", or of a YAML file: a
+    recipe, or a config that has one. Its fields are unchecked.
+
+    Raises:
+        UserError: there is no such recipe, its YAML cannot be composed, or gives no mapping.
+    """
+    if name.startswith(FORMAT):
+        text = name.removeprefix(FORMAT)
+        check_texts("recipe.linear", text)
+        return {"name": re.sub(r"[^A-Za-z0-9._+-]+", "-", name), "linear": text, "head": text}
+    config = _recipe_config(name, config_dir)
+    if not isinstance(config, dict):
+        raise UserError(
+            f"recipe '{name}': its YAML gives no mapping as recipe; write name and linear at the top, without"
+            " '@package'"
+        )
+    return config
+
+
+def _recipe_config(name: str, config_dir: Path | None) -> Any:
+    path = Path(name)
+    if path.suffix == ".yml" and path.is_file():  # which Hydra does not read
+        return read_recipe(path)
+    if path.suffix not in (".yaml", ".yml") and "/" not in name:
+        known = known_recipes(config_dir)
+        if name not in known:
+            hint = nearest(name, [*known, *FORMAT_TEXTS])
+            raise UserError(f"recipe '{name}': no such recipe{hint}; known are {', '.join(known)}, or give PATH.yaml")
+        return Composer("convergence", [config_dir, Path("conf")]).compose([f"recipe={name}"]).get("recipe")
+    if path.suffix != ".yaml" or not path.is_file():
+        raise UserError(f"recipe '{name}': no such .yaml file{nearest(path.name, _yaml_names(path.parent))}")
+    if path.resolve().parent.name == "recipe":  # a member of the group, which may build on others
+        return Composer("convergence", [path.resolve().parents[1]]).compose([f"recipe={path.stem}"]).get("recipe")
+    config = Composer(path.stem, [path.parent, config_dir, Path("conf")]).compose([])
+    return config.get("recipe", config)
+
+
+def factory_folders(conf: str, overrides: Sequence[str], config_dir: Path | None = None) -> list[str]:
+    """The folders in which modules of Python factories are looked for, beside the installed packages: those of the
+    user's own configs, which are the folders of recipe=PATH.yaml and conf=PATH.yaml, then config_dir, then ./conf."""
+    recipes = [value for text in overrides if text.startswith("recipe=") for value in text[7:].split(",")]
+    files = [Path(name) for name in (*recipes, conf) if name.endswith(".yaml")]
+    own = [file.parent.parent if file.resolve().parent.name == "recipe" else file.parent for file in files]
+    folders = [
+        folder.resolve() for folder in (*own, config_dir, Path("conf")) if folder is not None and folder.is_dir()
+    ]
+    return list(dict.fromkeys(map(str, folders)))
+
+
+def _loader(folders: Sequence[Path | None]) -> ConfigLoaderImpl:
+    """Hydra's reader of folders and then the packaged configs; folders that are None or absent are skipped."""
+    hydra.version.setbase("1.3")
+    Plugins.instance()  # registers the reader of file://
+    search = ConfigSearchPathImpl()
+    for folder in folders:
+        if folder is not None and folder.is_dir():
+            search.append("user", f"file://{folder.resolve()}")
+    search.append("main", f"file://{PACKAGED}")
+    search.append("hydra", "pkg://hydra.conf")
+    search.append("schema", "structured://")
+    return check_sources(ConfigLoaderImpl(search))
+
+
+class Composer:
+    """Composes one named config under any overrides."""
+
+    def __init__(self, name: str, folders: Sequence[Path | None]) -> None:
+        self.loader = _loader(folders)
+        self.overrides = Overrides(self.loader)
+        self.name = name
+        self.bases: dict[tuple[str, ...], DictConfig] = {}
+        self.plain: dict[tuple[str, ...], dict[str, Any] | None] = {}
+        known = options(self.loader, "")
+        if name not in known:
+            raise UserError(
+                f"conf={name}: no such config{nearest(name, known)}; known are {', '.join(known)}, or give the path"
+                " of a .yaml file, or a folder of your own with --config-dir"
+            )
+
+    def grid(self, texts: Sequence[str]) -> Grid:
+        """The grid of all points; a point that repeats an earlier one is left out."""
+        common = self.overrides.parse(texts)
+        base = self._base(common)
+        arms = self._arms(base, common)
+        inner = {key for _, overrides in arms for key in overrides}
+        params = [o for key, o in self.overrides.parse(_params(base)).items() if key not in common and key not in inner]
+        outer = [*params, *common.values()]
+        check_size(self._size(arms, outer), f"conf={self.name}")
+        points: dict[str, GridPoint] = {}
+        differences: dict[str, Difference] = {}
+        keys: dict[str, Any] = {}
+        for arm, own in arms:
+            overrides = [*own.values(), *outer]
+            for choice in itertools.product(*map(self.overrides.choices, overrides)):
+                config = self.compose(choice)
+                config["sweep"] = config.get("sweep") or self.name
+                if config.get("job") == "convergence":
+                    keys = {key: config.pop(key) for key in STUDY_KEYS if key in config}
+                swept = [text for text, o in zip(choice, overrides, strict=True) if o.is_sweep_override()]
+                content = json.dumps([arm, config])
+                if content not in points:
+                    differences[content] = difference(arm, config, choice, swept, self.compose)
+                    points[content] = GridPoint(
+                        config=config, arm="", changed=(*choice[: len(own)], *swept),
+                        overrides=(f"{ARMS}=null", *choice) if arm else choice,
+                        whole=not differences[content].fields and not any(key.startswith("recipe.") for key in own),
+                    )  # fmt: skip
+        named = labels(differences.values())
+        labelled = [
+            replace(point, arm=named[own].arm, settings=named[own].settings)
+            for point, own in zip(points.values(), differences.values(), strict=True)
+        ]
+        return with_study(labelled, parse_study(keys))
+
+    def _size(self, arms: Sequence[tuple[str, dict[str, Override]]], outer: Sequence[Override]) -> int:
+        """The number of points, those that repeat others counted."""
+        counts = [math.prod(len(self.overrides.choices(o)) for o in own.values()) for _, own in arms]
+        return sum(counts) * math.prod(len(self.overrides.choices(o)) for o in outer)
+
+    def _arms(self, base: DictConfig, common: dict[str, Override]) -> list[tuple[str, dict[str, Override]]]:
+        """The arms that the sweep names, with their overrides by key; one without a name and overrides where it names
+        none."""
+        stated = common[ARMS].value() if ARMS in common else base.get(ARMS)
+        if stated is None:
+            return [("", {})]
+        named = parse_study({ARMS: OmegaConf.to_container(stated) if OmegaConf.is_config(stated) else stated}).arms
+        return [(name, self._overrides_of(name, override_texts(keys), common)) for name, keys in named.items()]
+
+    def _overrides_of(self, arm: str, texts: Sequence[str], common: dict[str, Override]) -> dict[str, Override]:
+        """Overrides by key of an arm that the sweep names."""
+        try:
+            overrides = self.overrides.parse(texts)
+        except UserError as error:
+            raise UserError(f"arms.{arm}: {error}") from None
+        check_arm(arm, overrides, common, (*NOT_IN_ID, *STUDY_KEYS, "seed"))
+        return overrides
+
+    def compose(self, overrides: Sequence[str]) -> dict[str, Any]:
+        """One resolved config; `overrides` hold no sweep.
+
+        Numbers that nothing else depends on, such as seeds, are set in a copy of the config without them: OmegaConf
+        takes a hundred times as long for each.
+        """
+        numbers = {
+            key: value for key, _, value in (text.partition("=") for text in overrides) if _NUMBER.fullmatch(value)
+        }
+        rest = tuple(text for text in overrides if text.partition("=")[0] not in numbers)
+        if rest not in self.plain:
+            self.plain[rest] = self._compose(rest)
+        config = copy.deepcopy(self.plain[rest])
+        if config is None or not all(set_number(config, key, yaml.safe_load(v)) for key, v in numbers.items()):
+            return resolved(self._merge(overrides))
+        return config
+
+    def _compose(self, overrides: Sequence[str]) -> dict[str, Any] | None:
+        """The resolved config, or None where a value in it refers to another, or to one that is not there yet."""
+        config = self._merge(overrides)
+        return None if re.search(r"\$\{|\?\?\?", str(OmegaConf.to_container(config))) else resolved(config)
+
+    def _merge(self, overrides: Sequence[str]) -> DictConfig:
+        """The config under the overrides, not resolved."""
+        parsed = self.overrides.parse_checked(overrides)
+        groups = tuple(o.input_line for o in parsed if self.overrides.is_group(o))
+        if groups not in self.bases:
+            self.bases[groups] = self._other_model(groups, self._load(groups, RunMode.RUN))
+            del self.bases[groups]["hydra"]
+        config = copy.deepcopy(self.bases[groups])
+        factories = [o for o in parsed if o.key_or_group in FACTORY_KEYS]
+        builder = next((o for o in parsed if o.key_or_group == MODEL_TARGET), None)
+        try:
+            if builder is not None:
+                take_factory(config)
+            for override in factories:
+                path = str(override.value())
+                config["recipe"] = {"name": path.rpartition(".")[2], "qfactory": path}
+            for override in parsed:
+                if is_text(override):
+                    path = str(override.value())
+                    config["recipe"] = {"name": Path(path).stem} | load_recipe(path)
+            # fields of grouped_linear come after linear, whose quantizers it has where the recipe does not spell it out
+            for override in sorted(parsed, key=lambda o: o.key_or_group.startswith("recipe.grouped_linear.")):
+                if not self.overrides.is_group(override) and not is_text(override) and override not in factories:
+                    check_texts(override.key_or_group, override.value())
+                    open_quantizers(config, override.key_or_group)
+                    OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
+        except OmegaConfBaseException as error:
+            raise UserError(f"override '{override.input_line}': {one_line(error)}") from None
+        return config
+
+    def _load(self, groups: Sequence[str], mode: RunMode) -> DictConfig:
+        """Hydra's own composition of the named config under a choice of groups, open for unknown keys."""
+        try:
+            with warnings.catch_warnings(action="ignore"):  # without _self_ a YAML's own values win, which is meant
+                config = self.loader.load_configuration(self.name, list(groups), mode)
+            plain = OmegaConf.to_container(config)
+            params = plain.pop("hydra")["sweeper"].get("params")  # all else there is Hydra's own, with its resolvers
+            check_expansion(plain | {"hydra": {"sweeper": {"params": params}}}, "the config")
+        except Exception as error:  # a YAML can make Hydra and PyYAML raise anything: AttributeError by !!timestamp 1
+            raise UserError(f"conf={self.name}: {explain(error)}") from None
+        OmegaConf.set_struct(config, False)
+        return config
+
+    def _other_model(self, groups: Sequence[str], config: DictConfig) -> DictConfig:
+        """The config, without the keys for the GPT in its YAML where the groups of the command line chose another
+        model."""
+        if is_users(config):
+            before = self._load([text for text in groups if not text.startswith("model=")], RunMode.RUN)
+            if not is_users(before):
+                drop_gpt(config)
+        return config
+
+    def _base(self, overrides: dict[str, Override]) -> DictConfig:
+        """The composed config with Hydra's own part, under the groups that are chosen for all points."""
+        fixed = [o.input_line for o in overrides.values() if self.overrides.is_group(o) and not o.is_sweep_override()]
+        return self._load(fixed, RunMode.MULTIRUN)
+
+
+def _params(base: DictConfig) -> list[str]:
+    """`hydra.sweeper.params` of a composed config, as override texts."""
+    params = OmegaConf.select(base, "hydra.sweeper.params") or {}
+    return [f"{key}={value}" for key, value in params.items()]
+
+
+def _yaml_names(folder: Path) -> list[str]:
+    return [path.name for path in folder.glob("*.yaml")]

@@ -1,0 +1,121 @@
+"""Overrides of the command line and of sweeps: Hydra's grammar, and what may be written in it here."""
+
+import math
+import re
+from collections.abc import Sequence
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, RangeSweep
+from hydra.errors import HydraException
+
+from hqsweep.config.recipe_files import FORMAT, FORMAT_TEXTS
+from hqsweep.config.references import check_references
+from hqsweep.config.study import StudyConfig
+from hqsweep.errors import UserError, nearest
+from hqsweep.sweep.grid.config_source import options
+from hqsweep.sweep.grid.point import check_size
+from hqsweep.sweep.store.names import NOT_IN_ID
+
+STUDY_KEYS = tuple(StudyConfig.model_fields)
+POINTS = "fork.at"
+"""The one key of a study that takes several values, written as those of a swept key or as a list."""
+_KEY = re.compile(r"[+~]{0,2}[A-Za-z_$][\w./@:$-]*")
+
+
+def is_text(override: Override) -> bool:
+    """Whether it is recipe=PATH.yaml or recipe=format:QUANTIZER, which are no names of the group."""
+    return override.key_or_group == "recipe" and _is_text(str(override.value()))
+
+
+def _is_text(value: str) -> bool:
+    return value.endswith((".yaml", ".yml")) or value.startswith(FORMAT)
+
+
+class Overrides:
+    """Reads override texts, given the config groups of a loader."""
+
+    def __init__(self, loader: ConfigLoaderImpl) -> None:
+        self.loader = loader
+        self.parser = OverridesParser.create(config_loader=loader)
+        self.groups = set(loader.list_groups(""))
+
+    def parse_checked(self, texts: Sequence[str]) -> list[Override]:
+        """Texts that have been checked, such as choices() gives them."""
+        return self.parser.parse_overrides(list(texts))
+
+    def parse(self, texts: Sequence[str]) -> dict[str, Override]:
+        """Overrides of one origin by key, each text named in its errors; a key may come once."""
+        parsed: dict[str, Override] = {}
+        for text in texts:
+            override = self._parse_one(text)
+            if override.key_or_group in parsed:
+                raise UserError(f"override '{text}': {override.key_or_group} is given twice; give it once")
+            parsed[override.key_or_group] = override
+            self._check(override)
+        return parsed
+
+    def _parse_one(self, text: str) -> Override:
+        key, equals, _ = text.partition("=")
+        if key.startswith(("~", "hydra.", "hydra/")):
+            raise UserError(f"override '{text}': keys are not deleted here, nor Hydra's own set; write KEY=VALUE")
+        if not equals or not _KEY.fullmatch(key):
+            raise UserError(f"override '{text}': not of the form KEY=VALUE; write for example train.steps=100")
+        check_references(text, f"override of {key}")
+        try:
+            parsed = self.parser.parse_overrides([text])[0]
+            if key == POINTS and parsed.is_discrete_sweep():
+                values = [choice.partition("=")[2] for choice in self.choices(parsed)]
+                parsed = self.parser.parse_overrides([f"{key}=[{','.join(values)}]"])[0]
+            return parsed
+        except HydraException:
+            raise UserError(
+                f"override '{text}': the value cannot be read; write KEY=VALUE, KEY=V1,V2, KEY=range(1,4) or"
+                f" KEY=choice(a,b), and quote a value with special characters, as in {key}=\"'VALUE'\""
+            ) from None
+
+    def _check(self, override: Override) -> None:
+        key, text = override.key_or_group, f"override '{override.input_line}'"
+        if override.package is not None:
+            raise UserError(f"{text}: '@' would move a config group elsewhere, where nothing reads it; leave it out")
+        if override.is_sweep_override() and not override.is_discrete_sweep():
+            raise UserError(f"{text}: an interval cannot be expanded; write range(START,STOP,STEP) or V1,V2")
+        if override.is_sweep_override() and key.split(".")[0] in (*NOT_IN_ID, *STUDY_KEYS):
+            raise UserError(f"{text}: {key} cannot be swept, it belongs to the whole sweep; give it one value")
+        if not self.is_group(override) and not self.choices(override):
+            raise UserError(f"{text}: it holds no value, so no run; write V1,V2 or range(START,STOP)")
+        if self.is_group(override):
+            known, values = options(self.loader, key), [choice.partition("=")[2] for choice in self.choices(override)]
+            if key == "recipe":
+                values = [str(choice.value()) for choice in self.parse_checked(self.choices(override))]
+                known += FORMAT_TEXTS
+            if not values:
+                raise UserError(f"{text}: no {key} matches; known are {', '.join(known)}")
+            named = [value for value in values if not (key == "recipe" and _is_text(value))]
+            wrong = next((value for value in named if value not in known), None)
+            if wrong is not None:
+                hint = nearest(wrong, known) or f"; known are {', '.join(known)}"
+                raise UserError(f"{text}: no {key} '{wrong}'{hint}")
+
+    def is_group(self, override: Override) -> bool:
+        return override.key_or_group in self.groups and not is_text(override)
+
+    def choices(self, override: Override) -> list[str]:
+        """The override once per value."""
+        if not override.is_sweep_override():
+            return [f"{override.get_key_element()}={override.get_value_element_as_str()}"]
+        try:
+            check_size(_count(override), f"override '{override.input_line}'")
+            return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+        except UserError:
+            raise
+        except (ValueError, ZeroDivisionError, OverflowError) as error:
+            raise UserError(f"override '{override.input_line}': {error}; write range(START,STOP,STEP)") from None
+
+
+def _count(override: Override) -> int:
+    """The number of values of a swept range, without the values; 0 for what is written one by one."""
+    value = override.value()
+    if not isinstance(value, RangeSweep):
+        return 0
+    return math.ceil(((value.stop or 0) - (value.start or 0)) / value.step)

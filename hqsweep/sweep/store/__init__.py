@@ -1,0 +1,1 @@
+"""The files of sweeps and runs: their folders, names, locks, seals and documents."""

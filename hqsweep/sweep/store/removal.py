@@ -1,0 +1,160 @@
+"""Deleting runs and sweeps: what may be deleted, and how.
+
+Nothing is deleted that runs or waits in a queue, and no trunk without its forks. A run leaves the sweep's list first,
+so that a kill in between leaves a folder that is no run of the sweep, never a hole in a sweep that is whole. Of a link
+only the link is deleted, never what lies behind it, be it a run's, a sweep's or a file's.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hqsweep.errors import Damaged, UserError
+from hqsweep.sweep.store import notes
+from hqsweep.sweep.store.locks import RunBusy
+from hqsweep.sweep.store.run_dir import RunDir, remove
+from hqsweep.sweep.store.store import RunStore, sweep_file
+
+OURS = (sweep_file.FILE, notes.FILE, ".lock", "slurm")
+"""The files beside the runs of a sweep."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Removal:
+    """The runs of one sweep that are to be deleted; whole: whether they are all of its runs."""
+
+    folder: Path
+    runs: tuple[RunDir, ...]
+    whole: bool
+
+    @property
+    def link(self) -> Path | None:
+        """Where the sweep's folder leads to if it is a link, which alone is deleted then; None for a folder."""
+        return self.folder.resolve() if self.folder.is_symlink() else None
+
+
+def removals(store: RunStore, words: Sequence[str]) -> list[Removal]:
+    """The removals that the words mean, a sweep at a time. UserError for a run that is at work or waits for Slurm, for
+    a trunk whose forks stay, for a run whose checkpoint another sweep has as its fork.trunk, for a folder of no sweep,
+    and for some of the runs behind a link."""
+    runs = store.resolve(words)
+    removed = []
+    for folder in dict.fromkeys(run.sweep_path for run in runs):
+        if not (folder / sweep_file.FILE).is_file():
+            raise UserError(f"rm: {folder} is no sweep's folder, so what is in it is not deleted here")
+        asked = tuple(run for run in runs if run.sweep_path == folder)
+        listed = _listed(folder)
+        whole = {run.name for run in listed} <= {run.name for run in asked}
+        for run in asked:
+            _check_at_rest(run)
+        _check_trunks(asked, [run for run in listed if run not in asked])
+        removed.append(Removal(folder=folder, runs=asked, whole=whole))
+        if removed[-1].link and not whole:
+            raise UserError(
+                f"rm: {folder} is a link, and what is behind it is not deleted through it; name {asked[0].name} by its"
+                f" own path, {asked[0].path.resolve()}"
+            )
+    _check_other_sweeps(store, removed)
+    return removed
+
+
+def _listed(folder: Path) -> list[RunDir]:
+    return RunStore(folder.parent).runs(folder.name)
+
+
+def _check_at_rest(run: RunDir) -> None:
+    if not run.path.is_dir() or run.path.is_symlink():
+        return
+    status, job = run.seen(), None
+    if run.is_locked() or status["state"] == "running":
+        raise _at_work(run)
+    with suppress(Damaged):
+        job = run.job()
+    if job is not None and status["state"] == "pending":
+        raise UserError(f"rm: {run.name} waits for Slurm as job {job}; `hqsweep cancel {run.name}` takes it back")
+
+
+def _at_work(run: RunDir) -> UserError:
+    return UserError(f"rm: {run.name} is at work; `hqsweep cancel {run.name}` stops it")
+
+
+def _check_trunks(gone: Sequence[RunDir], left: Sequence[RunDir]) -> None:
+    names = {run.name for run in gone}
+    forks = [(run, trunk.name) for run in left if (trunk := _trunk(run)) and trunk.name in names]
+    if forks:
+        fork, name = forks[0]
+        raise UserError(f"rm: {name} is the trunk of {fork.name}, which would stay; delete its forks too, or the sweep")
+
+
+def _trunk(run: RunDir) -> RunDir | None:
+    try:
+        return run.trunk()
+    except Damaged:
+        return None
+
+
+def _check_other_sweeps(store: RunStore, removed: Sequence[Removal]) -> None:
+    removed = [removal for removal in removed if not removal.link]
+    gone = {run.path.resolve(): run for removal in removed for run in removal.runs if not run.path.is_symlink()}
+    whole = {removal.folder.resolve() for removal in removed if removal.whole}
+    for sweep in store.sweeps():
+        run = None if (store.root / sweep).resolve() in whole else gone.get(_outside_trunk(store, sweep))
+        if run is not None and not all(fork.has_finished() for fork in store.runs(sweep)):
+            raise UserError(f"rm: forks of '{sweep}' that are not done start from {run.name}; delete that sweep first")
+
+
+def _outside_trunk(store: RunStore, sweep: str) -> Path | None:
+    """The folder of the run whose checkpoint a sweep has as its fork.trunk, by its file or by the folder."""
+    try:
+        trunk = (store.facts(sweep)["study"].get("fork") or {}).get("trunk")
+    except Damaged:
+        return None
+    path = Path(trunk).resolve() if trunk else None
+    return path.parent.parent if path and path.suffix == ".pt" else path
+
+
+def delete(removal: Removal) -> None:
+    """Delete the runs, and, of a whole sweep, the files beside them; of a link the link. UserError where a run has
+    begun to work meanwhile."""
+    if removal.link:
+        removal.folder.unlink()
+        return
+    store, sweep = RunStore(removal.folder.parent), removal.folder.name
+    with store.lock(sweep), ExitStack() as held:
+        for run in removal.runs:
+            if run.path.is_dir() and not run.path.is_symlink():
+                try:
+                    held.enter_context(run.lock())
+                except RunBusy:
+                    raise _at_work(run) from None
+        names = {run.name for run in removal.runs}
+        if removal.whole:
+            (removal.folder / sweep_file.FILE).unlink(missing_ok=True)
+        else:
+            _take_off(store, sweep, names)
+        for run in removal.runs:
+            remove(run.path)
+        if removal.whole:
+            for name in OURS:
+                remove(removal.folder / name)
+    if removal.whole:
+        with suppress(OSError):  # something of somebody else's is there
+            removal.folder.rmdir()
+
+
+def _take_off(store: RunStore, sweep: str, names: set[str]) -> None:
+    """Write the sweep's list without these runs, and its notes without theirs."""
+    folder, document = store.root / sweep, store.facts(sweep)
+    left = [name for name in document["runs"] if name not in names]
+    arms = {_arm(RunDir(folder / name)) for name in left}
+    sweep_file.write(folder, document | {"runs": left, "arms": [arm for arm in document["arms"] if arm in arms]})
+    with suppress(Damaged):
+        notes.forget(folder, names)
+
+
+def _arm(run: RunDir) -> str | None:
+    try:
+        return run.manifest()["arm"]
+    except Damaged:
+        return None

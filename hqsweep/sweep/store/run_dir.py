@@ -1,0 +1,295 @@
+"""The folder of one run: every path in it, what stands there, and whose it is.
+
+A folder belongs to one process at a time, by an flock on it, which the kernel releases however the worker dies.
+"""
+
+import shutil
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hqsweep.config.safe_yaml import parse_yaml
+from hqsweep.errors import Damaged, Missing, UserError
+from hqsweep.sweep.store import seal
+from hqsweep.sweep.store.documents import CONFIG, MANIFEST, PLANNED, REPAIRED, STATUS, check_document, check_rows
+from hqsweep.sweep.store.files import encode_json, parse_json, parse_rows, read_bytes, write_bytes, write_json
+from hqsweep.sweep.store.locks import is_locked, locked
+from hqsweep.sweep.store.names import fork_of, trunk_path
+from hqsweep.track.tables import TABLES
+from hqsweep.train.record import NotAsWritten, checkpoints, misfit, read_record
+
+PENDING: dict[str, Any] = {
+    "state": "pending", "reason": None, "exit_code": None, "pid": None, "host": None, "attempt": 0,
+    "started": None, "ended": None, "seconds": 0.0, "phase": None, "progress": None,
+}  # fmt: skip
+"""status.json of a run that was never started. `started` and `ended` of the last attempt are in seconds since 1970,
+`seconds` is the time of all attempts together. `phase` is what the run does where that is no step of training, such as
+"loading data", and `progress` is {"step", "steps", "part", "loss", "tokens_per_s", "eta_s"}, part being how much of the
+work is done, from 0 to 1."""
+
+MADE = "the sweep's `hqsweep run` command makes it again"
+UNUSABLE = ("damaged", "missing")
+"""The states of runs whose files cannot be trusted."""
+CANCELLED = "cancelled"
+"""The reason of a run that `hqsweep cancel` cancelled."""
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The folder of one run."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def sweep_path(self) -> Path:
+        return self.path.parent
+
+    @property
+    def sweep(self) -> str:
+        return self.path.parent.name
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def manifest_path(self) -> Path:
+        return self.path / "manifest.json"
+
+    @property
+    def status_path(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.path / "checkpoint"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.txt"
+
+    @property
+    def lock_path(self) -> Path:
+        return self.path / ".lock"
+
+    @property
+    def job_path(self) -> Path:
+        """The file of the scheduler's job that has the run, {"id": "12_3"}; it does not exist where there is none."""
+        return self.path / "job.json"
+
+    def jsonl(self, table: str) -> Path:
+        """The file to which the rows of `table` ("metrics", "stats" or "parity") are appended."""
+        return self.path / f"{table}.jsonl"
+
+    def parquet(self, table: str) -> Path:
+        """The file of the rows of `table` when the run is finished."""
+        return self.path / f"{table}.parquet"
+
+    def fork(self) -> Any:
+        """The section fork of the config, a ForkConfig; None for a run from scratch to its end."""
+        try:
+            return fork_of(self.config())
+        except Damaged:
+            raise
+        except ValueError as error:  # pydantic's
+            why = " ".join(str(error).split())
+            raise Damaged(self.config_path, f"its section fork is none: {why}", REPAIRED) from None
+
+    def trunk_state(self) -> Path | None:
+        """The checkpoint that a fork starts from, whether it exists yet or not; None for all other runs."""
+        return self.fork() and trunk_path(self.config(), self.path)
+
+    def trunk(self) -> "RunDir | None":
+        """The run of this sweep that the run is a fork of; None for all other runs."""
+        fork = self.fork()
+        outside = fork is None or fork.is_trunk or fork.trunk_hash is not None
+        return None if outside else RunDir(self.sweep_path / fork.trunk)
+
+    def read(self, path: Path) -> bytes | None:
+        """The content of one of the run's files, None where it is missing. Raises Damaged; for a run that has ended,
+        also if the file has changed since."""
+        data, name = read_bytes(path), path.relative_to(self.path).as_posix()
+        if seal.covers(name) and path != self.status_path and (files := self.sealed()) is not None:
+            seal.check(self.path, files, name, data)
+        return data
+
+    def config(self) -> dict[str, Any]:
+        """The resolved config. Raises Missing where there is none, Damaged where it is not the config of a run."""
+        data = self.read(self.config_path)
+        if data is None:
+            raise Missing(self.path, "no config.yaml there, so this is not the folder of a run", MADE)
+        try:
+            config = parse_yaml(data)
+        except UserError as error:
+            raise Damaged(self.config_path, str(error), REPAIRED) from None
+        return check_document(self.config_path, config, CONFIG, ("job", "seed"))
+
+    def manifest(self) -> dict[str, Any]:
+        """The manifest of the run. Raises Damaged where it is missing, or not that of a run."""
+        manifest = self._json(self.manifest_path, MANIFEST, PLANNED)
+        if manifest is None:
+            raise Damaged(self.manifest_path, "is gone", REPAIRED)
+        return manifest
+
+    def _known_entries(self) -> dict[str, Any]:
+        """The entries of the manifest, as far as it can be read."""
+        with suppress(Damaged):
+            return self._json(self.manifest_path, MANIFEST) or {}
+        return {}
+
+    def update_manifest(self, **entries: Any) -> None:
+        """Add entries to the manifest; if it is missing or damaged, it has these alone."""
+        write_json(self.manifest_path, self._known_entries() | entries)
+
+    def note_repair(self, sentence: str) -> None:
+        """Add to the manifest what was damaged, and how the run went on without it."""
+        self.update_manifest(repairs=[*self._known_entries().get("repairs", []), sentence])
+
+    def rows(self, table: str) -> list[dict[str, Any]]:
+        """The rows of `table` as written so far, without a torn last line. Raises Damaged for what is no row of it, and
+        where the rows of a run that nobody works on do not begin as they did at its newest checkpoint."""
+        path = self.jsonl(table)
+        data = self.read(path) or b""
+        if self.checkpoint.is_dir() and self.sealed() is None and not self.is_locked():
+            self._check_mark(table, data)
+        rows = parse_rows(path, data)
+        check_rows(path, rows, TABLES[table])
+        return rows
+
+    def _check_mark(self, table: str, data: bytes) -> None:
+        with suppress(NotAsWritten):  # the run goes on from an earlier one then
+            newest = next(reversed(checkpoints(self.checkpoint).values()), None)
+            mark = read_record(newest).rows.get(table) if newest else None
+            if mark and (fault := misfit("it", data, mark)):
+                raise Damaged(self.jsonl(table), fault.removeprefix("it "), REPAIRED)
+
+    def job(self) -> str | None:
+        """The id of the scheduler's job that has the run, None where there is none. Raises Damaged."""
+        document = self._json(self.job_path, {"id": str}, ("id",))
+        return document and document["id"]
+
+    def _json(self, path: Path, fields: Mapping[str, Any], required: Sequence[str] = ()) -> dict[str, Any] | None:
+        """The document in one of the run's files, None where it is missing. Raises Damaged."""
+        data = self.read(path)
+        try:
+            return None if data is None else check_document(path, parse_json(path, data), fields, required)
+        except RecursionError:
+            raise Damaged(path, "is nested too deep", REPAIRED) from None
+
+    def written_status(self) -> dict[str, Any]:
+        """The content of status.json, PENDING without one. Raises Damaged."""
+        return PENDING | (self._json(self.status_path, STATUS, ("state",)) or {})
+
+    def status(self) -> dict[str, Any]:
+        """The written_status(), but a run whose worker died on this machine without a report is interrupted, not
+        running.
+
+        Raises Damaged where a run has ended and has changed since, as far as sizes and small files tell."""
+        status = self.written_status()
+        if (files := self.sealed()) is not None:
+            seal.survey(self.path, files)
+        here = status["host"] in (None, socket.gethostname())
+        if status["state"] != "running" or not here or self.is_locked():
+            return status
+        status = self.written_status()  # again: it may have ended between the first look and the lock
+        if status["state"] == "running":
+            status |= {"state": "interrupted", "reason": "its worker is gone"}
+        return status
+
+    def seen(self) -> dict[str, Any]:
+        """The status() for listings of many runs; where it raises, unusable()."""
+        try:
+            if not self.config_path.is_file():
+                raise Missing(self.path, "the folder of the run, or its config, is gone", MADE)
+            return self.status()
+        except Damaged as fault:
+            return unusable(fault)
+
+    def has_finished(self) -> bool:
+        return self.seen()["state"] == "finished"
+
+    def write_status(self, **changes: Any) -> dict[str, Any]:
+        """Change these fields of status.json and return all; a damaged file is replaced. The worker writes it, and the
+        engine once the worker is dead.
+
+        A status with which a run ends (seal.SEALED) seals all of its output; one with which it goes on, or starts
+        again, deletes the seal."""
+        try:
+            status = self.written_status() | changes
+        except Damaged:
+            status = PENDING | changes
+        data = encode_json(status)
+        if "state" in changes and status["state"] in seal.SEALED:
+            seal.write(self.path, data)
+        write_bytes(self.status_path, data)
+        if status["state"] not in seal.SEALED:
+            seal.remove(self.path)
+        return status
+
+    def lock(self, wait_s: float = 0.0) -> AbstractContextManager[Callable[[], bool]]:
+        """Hold the folder, as locked() says. Raises RunBusy when another process still holds it after `wait_s` s."""
+        return locked(self.lock_path, wait_s)
+
+    def is_locked(self) -> bool:
+        """Whether a live process holds the folder."""
+        return is_locked(self.lock_path)
+
+    def sealed(self) -> seal.Files | None:
+        """The seal of a run that has ended: its files as they were. None for one that goes on, and for one that failed
+        and whose seal is gone. Raises Damaged for a finished run without a seal, and for a status that is not the
+        sealed one."""
+        status, data = self.written_status(), read_bytes(self.status_path)
+        if data is not None and status["state"] not in seal.SEALED:
+            return None
+        files = seal.state(self.path)
+        if files is not None:
+            seal.check(self.path, files, self.status_path.name, data)
+        elif status["state"] == "finished":
+            earlier = f"`hqsweep verify --seal {self.path}` keeps a run of an earlier version as it is"
+            raise Damaged(self.path / seal.FILE, "is gone", f"{seal.REPEAT}; {earlier}")
+        return files
+
+    def check(self) -> None:
+        """Raise Damaged where a run that has ended has changed since; all is read except what it captured."""
+        files = self.sealed()
+        for fault in seal.faults(self.path, files, deep=False) if files is not None else ():
+            raise fault
+
+    def reset(self) -> None:
+        """Delete the run's output (links, not what they lead to), so that it is pending again, which its status says
+        first. The caller holds the lock."""
+        manifest = self._known_entries()
+        if self.path.is_symlink():
+            config = self.config_path.read_bytes()
+            self.path.unlink()
+            self.path.mkdir()
+            write_bytes(self.config_path, config)
+        if not self.status_path.is_file():
+            remove(self.status_path)
+        write_json(self.status_path, PENDING)
+        remove(self.path / seal.FILE)
+        for entry in self.path.iterdir():
+            if entry not in (self.config_path, self.lock_path, self.status_path):
+                remove(entry)
+        planned = (*PLANNED, "trunk", "point")
+        write_json(self.manifest_path, {key: manifest[key] for key in planned if key in manifest})
+
+
+def unusable(fault: Damaged) -> dict[str, Any]:
+    """The status of a run whose files cannot be used: its state is "missing" or "damaged", and its reason says why."""
+    return PENDING | {"state": "missing" if isinstance(fault, Missing) else "damaged", "reason": str(fault)}
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link (never what it leads to) or a folder with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

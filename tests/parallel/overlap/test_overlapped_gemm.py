@@ -1,0 +1,74 @@
+"""Which rows a norm writes where they are to arrive, and which weights are made ready before others are waited for."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cases import bare
+from torch import nn
+
+from hqsweep.nn import Linear, quantization
+from hqsweep.nn.linear.linear_call import LinearCall
+from hqsweep.parallel.overlap import overlapped_gemm as module
+from hqsweep.parallel.overlap.overlapped_gemm import HIDING_FEATURES, Outgoing, start_values
+from hqsweep.parallel.shards.shard_part import Part
+
+X = torch.empty(2, 64, 128, device="meta")
+GROUP = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The exchanges that begin, of any device."""
+    started = []
+
+    def start_lent_rows(shape, dtype, group, device):
+        started.append((shape, dtype))
+        return SimpleNamespace(rows=torch.empty(shape, dtype=dtype, device="meta"))
+
+    monkeypatch.setattr(module.peers, "start", lambda size, *_, reading: started.append((size, reading)) or "sending")
+    monkeypatch.setattr(module, "start_lent_rows", start_lent_rows)
+    return started
+
+
+def input_quantizer(text):
+    return Linear(128, 128, name="l", recipe=bare(text)).quantizers.input
+
+
+def test_a_norm_sends_values_that_a_short_product_takes(started):
+    part = Part(group=GROUP, axis=0)
+    few = HIDING_FEATURES - 1
+    assert start_values(input_quantizer("bf16"), part, few, X, torch.bfloat16) == "sending"
+    assert started == [(2 * 64 * 128 * 2, True)]
+    assert start_values(input_quantizer("mxfp8"), part, few, X, torch.bfloat16) is None  # codes are no values
+    assert start_values(input_quantizer("bf16"), part, HIDING_FEATURES, X, torch.bfloat16) is None
+    assert start_values(input_quantizer("bf16"), part, few, X, torch.float32) is None
+    assert start_values(input_quantizer("bf16"), Part(group=GROUP, axis=0, runs=2), few, X, torch.bfloat16) is None
+    assert start_values(input_quantizer("bf16"), None, few, X, torch.bfloat16) is None and len(started) == 1
+
+
+@pytest.mark.parametrize(("recipe", "placed"), [("bf16", True), ("mxfp8", True), ("nvfp4", False)])
+def test_a_gradient_has_a_place_unless_its_codes_are_fewer_bytes(recipe, placed, started):
+    part = Part(group=GROUP, axis=0)
+    call = SimpleNamespace(tokens_of=lambda *_: part, quantizer=lambda _: input_quantizer(recipe))
+    outgoing = Outgoing(call=call, tensor="grad_output", rowwise="exact", columnwise="exact")
+    place = outgoing.place(X, torch.bfloat16)
+    assert (place is not None) == placed and started == [((128, 128), torch.bfloat16)] * placed
+    if placed:
+        assert place.shape == X.shape and place.dtype is torch.bfloat16
+
+
+def test_operands_of_weights_that_may_change_are_not_made_early():
+    def early(recipe, weight=None, **options):
+        linear = Linear(64, 64, name="l", recipe=recipe)
+        with quantization(step=1, **options):
+            call = LinearCall(**linear.linear_facts())
+        call.make_early([linear.weight if weight is None else weight], "rowwise")
+        return call.early
+
+    operand = early("mxfp8")["rowwise"]
+    assert operand.matrix.shape == (64, 64) and not operand.matrix.requires_grad
+    assert early("fp8_delayed") == {}  # which histories are part of
+    freed = nn.Parameter(torch.zeros(64, 64))
+    freed.untyped_storage().resize_(0)
+    assert early("mxfp8", freed) == {}

@@ -1,0 +1,98 @@
+"""How far arms moved: pairing, what cancels, what the stored draws are worth, and how often it is a false alarm."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from hqsweep.report.compare.frames import FORK, WHOLE
+from hqsweep.report.gate.baseline import Baseline
+from hqsweep.report.gate.change import Family, changes, judge
+from hqsweep.verdicts import forks, whole_runs
+from hqsweep.verdicts.designs import Forks
+
+
+def rows_of(losses, stored=2.0):
+    """Rows of `changes` from arm -> changes in nats [replicates, points]; `stored` nats for every run."""
+    return pd.DataFrame(
+        {"arm": arm, "trunk": f"t{t}", "draw": f"{100 * j}", "change": float(value), "stored": stored}
+        for arm, values in losses.items()
+        for (t, j), value in np.ndenumerate(np.asarray(values))
+    )
+
+
+FAMILY = Family(arms=("mxfp8", "nvfp4"), baseline="bf16", null="null")
+
+
+def test_changes_are_against_the_mean_of_the_draws():
+    def entries(**losses):
+        return {(arm, 3, 40): {"final_loss": "0x1p9", "decay_loss": float(loss).hex()} for arm, loss in losses.items()}
+
+    runs = pd.DataFrame({"arm": ["a", "b", "c"], "seed": 3, "point": 40, "trunk": "t", "draw": "40"})
+    stored = Baseline(path=None, recipes={}, draws=(entries(a=2.0, c=1.0), entries(a=4.0)), sweeps=((), ()))
+    moves = changes(runs, entries(a=3.5, b=1.0), stored)
+    assert moves.to_dict("records") == [{"arm": "a", "trunk": "t", "draw": "40", "change": 0.5, "stored": 3.0}]
+
+
+def test_a_fork_s_arm_is_judged_by_the_change_of_its_gap_trunk_by_trunk():
+    rng = np.random.default_rng(0)
+    trunk = rng.normal(0, 0.1, (4, 2))  # what the trunk moved, in every arm
+    moved = {arm: trunk + rng.normal(gap, 0.001, (4, 2)) for arm, gap in
+             {"bf16": 0, "null": 0, "mxfp8": 0, "nvfp4": 0.02}.items()}  # fmt: skip
+    verdicts = judge(rows_of(moved), FAMILY, FORK, 0.25)
+    gaps = {arm: 50 * (values - moved["bf16"]) for arm, values in moved.items()}  # in % of 2 nats
+    expected = forks.judge({arm: gaps[arm] for arm in ("mxfp8", "nvfp4")}, margin=0.25)
+    for arm, estimate in expected.items():
+        assert (verdicts[arm].gap, verdicts[arm].ci_low) == pytest.approx((estimate.gap, estimate.ci_low), rel=1e-12)
+    assert {arm: each.verdict for arm, each in verdicts.items()} == {
+        "bf16": "undecided", "null": "equivalent", "mxfp8": "equivalent", "nvfp4": "worse",
+    }  # fmt: skip
+    assert verdicts["bf16"].gap == pytest.approx(50 * trunk.mean(), rel=0.05)
+
+
+def test_per_cent_are_of_the_baseline_s_stored_loss_at_that_fork():
+    rows = rows_of({"bf16": np.zeros((3, 2)), "mxfp8": np.full((3, 2), 0.01)})
+    rows.loc[rows["draw"] == "100", "stored"] = 1.0
+    verdicts = judge(rows, Family(arms=("mxfp8",), baseline="bf16", null=None), FORK, 0.25)
+    assert verdicts["mxfp8"].gap == pytest.approx((0.5 + 1.0) / 2)
+
+
+def test_whole_runs_are_judged_with_the_null_arm_as_second_control_and_pooled():
+    rng = np.random.default_rng(1)
+    moved = {arm: rng.normal(gap, 0.01, (5, 1)) for arm, gap in
+             {"bf16": 0, "null": 0, "mxfp8": 0, "nvfp4": 0.2}.items()}  # fmt: skip
+    verdicts = judge(rows_of(moved), FAMILY, WHOLE, 0.25)
+    losses = {arm: 50 * values[:, 0] for arm, values in moved.items()}
+    expected = whole_runs.judge(losses, baseline="bf16", null="null", margin=0.25)
+    assert verdicts["nvfp4"] == expected["nvfp4"] and verdicts["mxfp8"] == expected["mxfp8"]
+    assert verdicts["nvfp4"].worse and not verdicts["bf16"].worse
+
+
+def test_only_what_all_arms_have_enters():
+    moved = {arm: np.zeros((4, 2)) for arm in ("bf16", "mxfp8")}
+    rows = rows_of(moved)
+    family = Family(arms=("mxfp8",), baseline="bf16", null=None)
+    lacks = rows.drop(rows.index[(rows["arm"] == "mxfp8") & (rows["trunk"] == "t1") & (rows["draw"] == "100")])
+    assert judge(lacks, family, FORK, 0.25)["mxfp8"].n == 4  # without the point 100
+    torn = lacks.drop(lacks.index[(lacks["arm"] == "bf16") & (lacks["trunk"] == "t2") & (lacks["draw"] == "0")])
+    assert judge(torn, family, FORK, 0.25)["mxfp8"].n == 2  # trunks with both points
+    assert judge(rows[rows["arm"] == "mxfp8"], family, FORK, 0.25) == {}
+    assert judge(rows[(rows["arm"] == "bf16") != (rows["trunk"] == "t0")], family, FORK, 0.25) == {}
+
+
+BASELINES, SWEEPS, ARMS, TRUNKS = 400, 200, 3, 4
+
+
+def alarm_rates(draws: int) -> np.ndarray:
+    """Share of sweeps without any change in which an arm is worse, for each of many stored baselines."""
+    rng = np.random.default_rng(draws)
+    stored = rng.normal(0, 1, (BASELINES, 1, ARMS, TRUNKS, draws)).mean(-1)
+    gap, error = forks.fit((rng.normal(0, 1, (BASELINES, SWEEPS, ARMS, TRUNKS)) - stored)[..., None], TRUNKS)
+    return (gap > Forks(arms=ARMS).critical(TRUNKS) * error).any(-1).mean(-1)
+
+
+def test_more_stored_draws_make_every_baseline_alarm_at_about_the_stated_rate():
+    """The rate is 2.5 % over all baselines, and of one draw anything from none to three times that for one of them."""
+    one, eight = alarm_rates(1), alarm_rates(8)
+    assert one.mean() == pytest.approx(0.024, abs=0.005) and eight.mean() == pytest.approx(0.024, abs=0.005)
+    assert np.quantile(one, 0.95) > 0.07 and np.quantile(eight, 0.95) < 0.06
+    assert np.quantile(one, 0.05) == 0 < np.quantile(eight, 0.05)

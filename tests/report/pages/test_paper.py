@@ -1,0 +1,80 @@
+"""Figures and tables as files for a paper."""
+
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from hqsweep.errors import UserError
+from hqsweep.report.compare.compare import compare
+from hqsweep.report.pages import paper
+from hqsweep.report.pages.tables import arms_table
+from hqsweep.report.pages.text import TextTable
+
+
+@pytest.fixture
+def comparison(make_sweep, fake):
+    return compare(make_sweep(fake.three_arms()))
+
+
+def test_every_figure_is_a_picture_of_its_own(comparison, tmp_path: Path) -> None:
+    files = {path.name: path for path in paper.write_figures(comparison, "svg", tmp_path / "new")}
+    names = {"forest", "speed", "val_loss", "val_loss_gap", "sqnr_mxfp8", "underflow_mxfp8"}
+    assert {f"{name}.svg" for name in names} <= set(files)
+    for path in files.values():
+        assert ET.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+    assert "Median SQNR in dB: mxfp8" in files["sqnr_mxfp8.svg"].read_text()
+    assert "nvfp4" in files["val_loss.svg"].read_text()  # the key
+
+
+def test_png_has_the_pictures_size_and_its_text(comparison, tmp_path: Path) -> None:
+    pytest.importorskip("resvg_py")
+    files = paper.write_figures(comparison, "png", tmp_path)
+    forest = next(path for path in files if path.stem == "forest").read_bytes()
+    assert forest[:8] == b"\x89PNG\r\n\x1a\n" and int.from_bytes(forest[16:20]) == 3 * 840
+    blank = paper._rasterizer()(paper.LETTER_SVG.format(""))
+    assert paper._rasterizer()(paper.LETTER_SVG.format("M")) != blank
+
+
+def test_png_without_its_library_or_fonts_says_what_to_do(comparison, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(paper, "FONTS", ("No Such Family",))
+    with pytest.raises(UserError, match="none of the fonts No Such Family"):
+        paper.write_figures(comparison, "png", tmp_path / "no")
+    monkeypatch.setitem(sys.modules, "resvg_py", None)
+    with pytest.raises(UserError, match=r"pip install 'hqsweep\[figures\]'"):
+        paper.write_figures(comparison, "png", tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_table_is_latex_that_shows_its_cells(comparison) -> None:
+    table = TextTable(
+        header=("arm", "gap %", "95 % of it", "95 % of it"),
+        rows=(("a_b&c\\{}~^#$%", "-0.25", "-0.5 to -0.1", "\x1b"),),
+        numeric=frozenset({1}),
+    )
+    text = paper.latex({"one": table}, "one")
+    assert r"\begin{tabular}{lrll}" in text and r"\toprule" in text and r"gap \%" in text
+    assert r"a\_b\&c\textbackslash \{\}\textasciitilde \textasciicircum \#\$\%" in text
+    assert r"& $-$0.25 & $-$0.5 to $-$0.1 & \textbackslash x1b \\" in text
+    with pytest.raises(UserError, match=r"table 'two'.*this comparison has one"):
+        paper.latex({"one": table}, "two")
+
+
+def test_a_long_table_goes_over_pages() -> None:
+    table = TextTable(header=("arm",), rows=tuple((f"arm {n}",) for n in range(paper.LONG)))
+    text = paper.latex({"long": table}, "long")
+    assert r"\begin{longtable}{l}" in text and r"\usepackage{longtable}" in text and "arm 39" in text
+
+
+def test_every_table_with_rows_is_a_file(comparison, tmp_path: Path) -> None:
+    names = {path.stem for path in paper.write_latex(comparison, tmp_path)}
+    assert names == set(paper.paper_tables(comparison)) and "points" not in names and "left_out" not in names
+    arms = (tmp_path / "arms.tex").read_text()
+    assert all(row[0] in arms for row in arms_table(comparison).rows)
+
+
+def test_the_page_does_not_import_resvg() -> None:
+    code = "import hqsweep.report.pages.paper, sys; sys.exit('resvg_py' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
