@@ -1,7 +1,7 @@
 """A training over ranks, one of which meets a NaN: run in each of several ranks."""
 
 import torch
-from tests.dist.training_ranks import config, trainer
+from tests.parallel.training_ranks import config, trainer
 
 from hqsweep.parallel.wire.local import local
 

@@ -57,7 +57,7 @@ class Normed(Blocks):
 def config(model, linear, parallel, train=None, held=False):
     """A small training of the model in a folder, or of a class of this module by its name; nothing is clipped, as the
     norm of gradients is summed by parts. held: whether weights are held quantized."""
-    section = {"_target_": f"tests.dist.user_ranks.{model}"}
+    section = {"_target_": f"tests.parallel.user_ranks.{model}"}
     if isinstance(model, Path):
         section = {"kind": "hf", "path": str(model), "pretrained": False}
     section["quantized_weights"] = held

@@ -8,7 +8,7 @@ import torch
 from graph_cases import CASES
 from graph_cases import config as graph_config
 from tests.dist import nonfinite_ranks as ranks
-from tests.dist.nonfinite_ranks import SPOILED, spoil
+from tests.parallel.nonfinite_ranks import SPOILED, spoil
 
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import Diverged, ListSink

@@ -1,5 +1,5 @@
 """save_sharded and load_sharded in one process: what is on the disk when, who reads it, and what is refused. What ranks
-do with it is in tests/dist/test_sharded.py."""
+do with it is in tests/parallel/test_sharded.py."""
 
 import warnings
 
