@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory  # noqa: F401 (defines torch.ops.symm_mem)
+import torch.distributed._symmetric_memory  # defines torch.ops.symm_mem
 from torch import Tensor
 
 from benchmarks import rows
