@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pandas as pd
 import pytest
-from tests.report.test_html import Tags
+from tests.report.pages.test_html import Tags
 
 from hqsweep.report.compare.compare import compare, write
 
