@@ -39,11 +39,12 @@ def test_without_a_terminal_no_line_is_broken():
     assert done.stderr.splitlines() == [WARNING] and WARNING in done.stdout.splitlines()
 
 
-def test_a_terminal_gets_whole_words(monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
+def test_a_terminal_gets_whole_words():
     controller, terminal = pty.openpty()
     ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 70, 0, 0))
-    subprocess.run([sys.executable, "-c", PRINTS], stdin=terminal, stdout=terminal, stderr=terminal, check=True)
+    files = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+    env = dict(os.environ)  # without the COLUMNS that readline sets in C alone
+    subprocess.run([sys.executable, "-c", PRINTS], **files, env=env, check=True)
     os.close(terminal)
     shown = b""
     while part := _read(controller):
