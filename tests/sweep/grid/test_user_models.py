@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.models.tiny import tiny
 
 from hqsweep.errors import UserError
 from hqsweep.recipe.factories import Importer
 from hqsweep.sweep.engine.launch import check, plan
 from hqsweep.sweep.grid.run_words import read
-from tests.models.tiny import tiny
 
 BASE = {
     "conf": "convergence", "track": "none", "data": "markov", "train.steps": "4", "train.batch": "4",
