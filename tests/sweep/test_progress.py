@@ -2,11 +2,11 @@ import io
 
 import pytest
 from rich.console import Console
+from support.sweep.shown import Shown
 
 from hqsweep.sweep.engine import launch
 from hqsweep.sweep.progress import LiveDisplay, PlainDisplay, cells, duration, open_display, time_left
 from hqsweep.sweep.store.run_dir import PENDING
-from tests.sweep.shown import Shown
 
 
 def status(state="running", step=None, **changes):

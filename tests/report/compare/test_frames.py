@@ -54,9 +54,7 @@ def test_the_same_run_in_two_sweeps_counts_once_and_the_finished_one_wins(make_s
 
 def test_an_unfinished_run_with_the_config_of_another_is_left_out(make_sweep, fake):
     """No seal says that it is its own; two runs of one arm and seed would have no unique pairs."""
-    runs = make_sweep(
-        [fake.Run(arm="bf16"), fake.Run(arm="nvfp4", state="running"), fake.Run(arm="nvfp4", seed=1)]
-    )
+    runs = make_sweep([fake.Run(arm="bf16"), fake.Run(arm="nvfp4", state="running"), fake.Run(arm="nvfp4", seed=1)])
     other = next(run for run in runs if run.name.startswith("nvfp4-s1"))
     running = next(run for run in runs if run.name.startswith("nvfp4-s0"))
     running.config_path.write_bytes(other.config_path.read_bytes())

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.models.tiny import tiny
 from typer.testing import CliRunner
 
 from hqsweep.cli.main import app
@@ -19,7 +20,6 @@ from hqsweep.errors import UserError
 from hqsweep.recipe.factories import Importer
 from hqsweep.sweep.engine.launch import check, plan
 from hqsweep.sweep.grid.run_words import read
-from tests.models.tiny import tiny
 
 BASE = {
     "conf": "convergence", "track": "none", "data": "markov", "train.steps": "4", "train.batch": "4",
