@@ -20,9 +20,8 @@ from hqsweep.jobs.sink import Diverged, Sink
 from hqsweep.jobs.trainer_fields import saved_fields, steps_fields, trainer_fields, unused_warnings
 from hqsweep.ops.fingerprint import kernel_digest
 from hqsweep.ops.model.attention import frontend_version
-from hqsweep.parallel.handshake import agree
 from hqsweep.parallel.mesh import join
-from hqsweep.parallel.wire.all_or_none import by_first
+from hqsweep.parallel.wire.objects import by_first
 from hqsweep.train import data
 from hqsweep.train.build import pick_device
 from hqsweep.train.checkpoint import go_on_from, newest, read_state, save_checkpoint, step_of
@@ -57,15 +56,14 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
         raise UserError("train.device is cuda, but this machine has no CUDA device; use train.device=cpu or auto")
     if device.type == "cuda":
         make_deterministic()
-    ranks = join(train.parallel, device.type) if train.parallel.world > 1 else None
-    device = device if ranks is None else ranks.device
+    ranks = join(train.parallel, device)
+    device = ranks.device
     sink.phase("loading data")
     stamp = stamp_of(config.data)
     dataset = data.loaded(config.data)
     check_planned(config.data, config.data.hash or by_first(lambda: seen_before(workspace)), dataset.hash)
     check_native(config, device, dataset.vocab_size)
-    if ranks is not None:
-        agree(ranks, shared_facts(config, dataset, device))
+    ranks.agree(partial(shared_facts, config, dataset, device))
     folder = workspace / "checkpoint"
     path = by_first(lambda: go_back(config, sink, workspace, dataset.hash))
     build = partial(Trainer, config, dataset, config.recipe.build(), device, ranks)
@@ -73,19 +71,17 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
         make_up(build, config, sink, path, dataset.hash)
     sink.phase("building the model")
     trainer = build()
-    if ranks is not None:
-        agree(ranks, {"the code of the model": dict(trainer.adapter.facts)})
+    ranks.agree(lambda: {"the code of the model": dict(trainer.adapter.facts)})
     known = trainer_fields(trainer)
     warnings = known.get("warnings", [])
     sink.manifest(**known)
-    for line in warnings if ranks is None or ranks.is_first else ():
-        print(f"warning: {line}", flush=True)
+    for line in warnings:
+        ranks.say(f"warning: {line}")
     if path is not None:
         go_on_from(trainer, path)
     else:
         begin(trainer, workspace)
     sink.manifest(**trainer.trunk)
-    first_rank = ranks is None or ranks.is_first
     throughput = Throughput(train.batch * train.context)
     throughput.at(trainer.step)
     first, loss, ran, met = trainer.step + 1, None, None, []
@@ -101,21 +97,21 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
             ran = now
             sink.manifest(steps=ran)
         sink.rows("stats", done.stats)
-        if done.captured and first_rank:
+        if done.captured:
             save_captured(done.captured, captured_file(config, workspace), sink.run_id)
         if done.metrics:
             sink.metric(done.step, done.metrics)
         if done.loss is not None and (rows := trainer.nonfinite.manifest()) != met:
             met = rows
             sink.manifest(nonfinite=rows)
-            for line in trainer.nonfinite.news() if first_rank else ():
-                print(f"warning: {line}", flush=True)
+            for line in trainer.nonfinite.news():
+                ranks.say(f"warning: {line}")
         loss = loss if done.loss is None else done.loss
         speed = throughput.at(done.step)
         sink.progress(done.step, train.steps, loss, speed)
-        if done.loss is not None and first_rank:
+        if done.loss is not None:
             rate = "" if speed is None else f", {speed:,.0f} tokens/s"
-            print(f"step {done.step} of {train.steps}: train_loss {done.loss:.4f}{rate}", flush=True)
+            ranks.say(f"step {done.step} of {train.steps}: train_loss {done.loss:.4f}{rate}")
         if done.loss is not None and not math.isfinite(done.loss):
             raise Diverged(done.step, done.loss, train.lr, trainer.nonfinite.began())
         if line := above_source(trainer):

@@ -2,7 +2,6 @@
 
 import re
 from itertools import pairwise
-from typing import TypeVar
 
 import torch
 
@@ -16,7 +15,6 @@ from hqsweep.recipe.pairs import MODULE_GEMMS
 from hqsweep.recipe.stages import Stage
 from hqsweep.train.loop import Trainer
 
-T = TypeVar("T")
 SHARED_GPU = "{} ranks share a GPU and exchange by sockets, so steps take much longer than with one each"
 
 
@@ -29,7 +27,7 @@ def trainer_fields(trainer: Trainer) -> dict[str, object]:
     device, dataset, train = trainer.device, trainer.dataset, trainer.config.train
     tokens = train.steps * train.batch * train.context
     warnings = dataset.warnings(tokens)
-    if trainer.ranks is not None and trainer.ranks.per_gpu > 1:
+    if trainer.ranks.per_gpu > 1:
         warnings.append(SHARED_GPU.format(trainer.ranks.per_gpu))
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -58,12 +56,12 @@ def saved_fields(trainer: Trainer) -> dict[str, object]:
     train = trainer.config.train
     tokens = train.batch // train.microbatches * train.context
     inputs: dict[str, set[float]] = {}
-    for name, nbytes in of_stages(trainer, dict(trainer.adapter.saved_inputs(tokens))).items():
+    for name, nbytes in trainer.microbatches.of_all_stages(dict(trainer.adapter.saved_inputs(tokens))).items():
         inputs.setdefault(re.sub(r"\.\d+\.", ".*.", name), set()).add(nbytes)
     per_element = {name: sizes.pop() if len(sizes) == 1 else sorted(sizes) for name, sizes in inputs.items()}
     fields: dict[str, object] = {"input_bytes_per_element": per_element}
-    if trainer.saved.nbytes:
-        fields |= {"bytes": trainer.saved.nbytes, "bytes_per_token": trainer.saved.nbytes / tokens}
+    if saved := trainer.microbatches.saved.nbytes:
+        fields |= {"bytes": saved, "bytes_per_token": saved / tokens}
     return fields
 
 
@@ -117,17 +115,7 @@ def stage_plans(trainer: Trainer, stage: Stage) -> dict[str, dict[str, str]]:
             plans[module.name] = {
                 gemm: f"{a} x {b}: {_plan(module, gemm, a, b, **place)}" for gemm, (a, b) in pairs.items()
             }
-    return of_stages(trainer, plans)
-
-
-def of_stages(trainer: Trainer, by_module: dict[str, T]) -> dict[str, T]:
-    """Name of a module -> value, for the modules of all stages of a pipeline in the model's order; by_module: those of
-    this rank. A collective."""
-    if trainer.pipeline is None:
-        return by_module
-    every = {name: value for own in trainer.ranks.gather(by_module) for name, value in own.items()}
-    names = dict.fromkeys(role.name for role in roles_of(trainer.model))
-    return {name: every[name] for name in names if name in every}
+    return trainer.microbatches.of_all_stages(plans)
 
 
 def _plan(module: QuantizedModule, gemm: str, a: Format, b: Format, gemm_mode: str, device: torch.device) -> str:

@@ -5,7 +5,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hqsweep.errors import UserError
 from hqsweep.nn.attention.multihead_attention import MultiheadAttention
-from hqsweep.parallel.axis_peers import axis_of
+from hqsweep.parallel.mesh import axis_of
 
 AXIS = "cp"
 

@@ -5,22 +5,19 @@ run in one process does without.
 """
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
 from hqsweep.nn.core.module import PARTS
 from hqsweep.nn.core.residual import residual_under_fsdp
 from hqsweep.nn.linear.linear import LinearBase
 from hqsweep.parallel.fsdp.fsdp_state import groups_of
 from hqsweep.parallel.mesh import Ranks
-from hqsweep.parallel.wire import collectives
-from hqsweep.parallel.wire.local import spread_out, whole_tensor
 
 
 def shard(
@@ -143,40 +140,3 @@ def synchronized(model: nn.Module, last: bool) -> Iterator[None]:
     if is_unit(model):
         model.set_requires_gradient_sync(last)
     yield
-
-
-def in_order(value: Tensor, ranks: Ranks) -> Tensor:
-    """value [...] of every rank with other sequences -> [data_size, ...] in order of data_rank. A collective."""
-    every = value.new_empty((ranks.data_size, *value.shape))
-    collectives.all_gather(every.view(-1), value.reshape(-1).contiguous(), group=ranks.data_group)
-    return every
-
-
-def whole(tree: object) -> object:
-    """A nest of dicts and lists with every DTensor as the whole tensor. A collective."""
-    return tree_map_only(Tensor, whole_tensor, tree)
-
-
-def shared_out(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The "model" and "optimizer" of a state of whole tensors, cut as the parameters are shared out: this rank's
-    parts."""
-    own = model.state_dict()
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    moments = {
-        index: {name: _part(v, params[index]) if _is_of(v, params[index]) else v for name, v in entries.items()}
-        for index, entries in state["optimizer"]["state"].items()
-    }
-    return {
-        "model": {name: _part(value, own.get(name)) for name, value in state["model"].items()},
-        "optimizer": state["optimizer"] | {"state": moments},
-    }
-
-
-def _is_of(value: object, p: Tensor) -> bool:
-    """Whether something in an optimizer's state has an entry for each element of a parameter."""
-    return isinstance(value, Tensor) and value.shape == p.shape
-
-
-def _part(value: Tensor, like: Tensor | None) -> Tensor:
-    """This rank's part of a whole tensor, cut as `like` is; the tensor itself where `like` is whole."""
-    return value if like is None else spread_out(value.to(like.device), like)

@@ -10,7 +10,7 @@ from hqsweep.nn.experts.dispatch import Dispatcher
 from hqsweep.nn.experts.expert_room import ExpertRoom
 from hqsweep.nn.experts.grouped_linear import GroupedLinear
 from hqsweep.nn.experts.moe import LayerNormMoE, check_room
-from hqsweep.parallel.axis_peers import axis_of, peers
+from hqsweep.parallel.mesh import axis_of, peers
 from hqsweep.parallel.wire.local import local
 
 __all__ = ["check_room", "expert_parallel"]

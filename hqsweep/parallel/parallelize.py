@@ -12,7 +12,7 @@ from hqsweep.parallel.data import shard
 from hqsweep.parallel.mesh import Ranks
 
 
-def spread(
+def parallelize(
     model: nn.Module,
     ranks: Ranks,
     sequences: int,
@@ -21,28 +21,28 @@ def spread(
 ) -> None:
     """Share out a model, in place, along every axis of the mesh that has several ranks: tp, ep, then dp_shard.
     sequences: of which the number in each batch is a multiple; methods, autocast: as parallel.data.shard takes them."""
-    spread_matrices(model, ranks, sequences)
-    apart = spread_experts(model, ranks)
+    _share_matrices(model, ranks, sequences)
+    apart = _share_experts(model, ranks)
     if ranks.data_size > 1:
         shard(model, ranks, methods, apart, autocast)
 
 
-def spread_layers(model: nn.Module, ranks: Ranks, sequences: int, microbatches: int, load_balance: float) -> Any:
+def parallelize_layers(model: nn.Module, ranks: Ranks, sequences: int, microbatches: int, load_balance: float) -> Any:
     """Share out the matrices of a GPT, in place, along tp, its layers along pp, then the experts and the parameters of
-    each stage along ep and dp_shard. Returns the Pipeline that trains it. sequences: see spread()."""
+    each stage along ep and dp_shard. Returns the Pipeline that trains it. sequences: as parallelize() takes them."""
     from hqsweep.parallel.pipeline import Pipeline
 
     dims = ranks.dims
-    spread_matrices(model, ranks, sequences)
+    _share_matrices(model, ranks, sequences)
     options = {"stages_per_rank": dims.stages_per_rank, "copies": ranks.data_size, "load_balance": load_balance}
     pipeline = Pipeline(model, ranks.mesh, microbatches, **options)
-    apart = spread_experts(model, ranks)
+    apart = _share_experts(model, ranks)
     for part in pipeline.parts.values() if ranks.data_size > 1 else ():
         shard(part, ranks, apart=apart)
     return pipeline
 
 
-def spread_matrices(model: nn.Module, ranks: Ranks, sequences: int) -> None:
+def _share_matrices(model: nn.Module, ranks: Ranks, sequences: int) -> None:
     """Give each rank its part of the matrices, if tp has several ranks; between them whole sequences, where there are
     enough of them, or a part of each."""
     if ranks.dims.tp > 1:
@@ -51,7 +51,7 @@ def spread_matrices(model: nn.Module, ranks: Ranks, sequences: int) -> None:
         tensor_parallel(model, ranks.mesh, axis=TOKENS if sequences % ranks.dims.tp else 0)
 
 
-def spread_experts(model: nn.Module, ranks: Ranks) -> set[nn.Parameter]:
+def _share_experts(model: nn.Module, ranks: Ranks) -> set[nn.Parameter]:
     """Give each rank its part of the experts, if ep has several ranks; ranks that hold the same ones share out their
     parameters. Returns the parameters that no other rank has, and so no fully_shard gathers. Gradients are sums over
     all ranks. A stage of a pipeline may have no experts."""

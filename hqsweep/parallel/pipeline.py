@@ -22,8 +22,8 @@ from hqsweep.nn.core.context import current, within
 from hqsweep.nn.core.module import WHOLE_ROLES, roles_of
 from hqsweep.nn.experts.moe import MoELayer
 from hqsweep.nn.layers.embedding import check_tokens
-from hqsweep.parallel.axis_peers import axis_of, peers
 from hqsweep.parallel.data import reshard
+from hqsweep.parallel.mesh import axis_of, peers
 from hqsweep.parallel.stage import Stage, StageOfLayers
 from hqsweep.parallel.wire.local import is_spread, local, squared_norms
 

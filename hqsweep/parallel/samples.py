@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hqsweep.nn.core.probe import Key, Probe, Sample, is_of_step, rows_of
 from hqsweep.parallel.mesh import Ranks
-from hqsweep.parallel.wire.objects import gather_to_first
 
 Samples = Mapping[Key, Sample]
 
@@ -19,7 +18,7 @@ Samples = Mapping[Key, Sample]
 def rows_of_all(probe: Probe, ranks: Ranks) -> list[dict[str, object]]:
     """The rows of the probes of all ranks, on rank 0; [] on others. It is a collective, also of ranks without a
     sample."""
-    every = gather_to_first(probe.samples)
+    every = ranks.gather_to_first(probe.samples)
     if every is None:
         return []
     total = joined(every, ranks.dims.tp)
@@ -28,7 +27,7 @@ def rows_of_all(probe: Probe, ranks: Ranks) -> list[dict[str, object]]:
 
 def captured_of_all(probe: Probe, ranks: Ranks) -> dict[str, Tensor]:
     """The operands that the probes of all ranks have captured, whole, on rank 0; {} on others. A collective."""
-    every, whole = gather_to_first(probe.operands) or [], {}
+    every, whole = ranks.gather_to_first(probe.operands) or [], {}
     for first in range(0, len(every), ranks.dims.tp):
         sharing = every[first : first + ranks.dims.tp]
         for name, (matrix, part) in sharing[0].items():

@@ -14,7 +14,8 @@ import torch
 from hqsweep.checkpoints.foreign.weights_only import Refused, load
 from hqsweep.checkpoints.whole import sync_folder
 from hqsweep.errors import Damaged
-from hqsweep.parallel.wire.all_or_none import by_first, gathered, rank_in, together
+from hqsweep.parallel.mesh import Ranks
+from hqsweep.parallel.wire.objects import by_first, gathered, rank_in, together
 from hqsweep.train.record import (
     ANOTHER_FILE,
     Mark,
@@ -37,8 +38,8 @@ class Resumable(Protocol):
     device: torch.device
     kept: Any
     """The steps whose checkpoints are kept."""
-    ranks: Any
-    """parallel.mesh.Ranks, whose first rank writes; None for one process."""
+    ranks: Ranks
+    """Its ranks; the first one writes."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -87,7 +88,7 @@ def save_checkpoint(
     Over many ranks, which all call it, it is the folder step_<n>.
     """
     known = {"run": run, "data": data, "rows": dict(rows or {}), "point": trainer.step in trainer.kept}
-    if trainer.ranks is not None:
+    if trainer.ranks.size > 1:
         _save_folder(trainer, folder, Record(file=f"step_{trainer.step}", sha256="", bytes=0, **known))
         return
     folder.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hqsweep.config.parallel import ParallelConfig
+from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.nn.core.module import quantized_modules
 from hqsweep.nn.experts.grouped_linear import link_held
@@ -69,10 +71,23 @@ def start_from_folder(model: nn.Module, optimizer: FusedAdam, folder: Path) -> d
     return position
 
 
+def check_layers(dims: ParallelConfig) -> None:
+    """UserError for the state of one process where ranks hold layers of their own."""
+    if dims.pp > 1:
+        raise UserError(
+            "fork.trunk: it is the state of one process, and ranks with layers of their own (train.parallel.pp)"
+            " go on from a folder that ranks wrote; give another, or pp=1"
+        )
+
+
 @torch.no_grad()
 def take_parts(model: nn.Module, optimizer: FusedAdam, whole: nn.Module, whole_optimizer: FusedAdam) -> None:
-    """Give a model over ranks, and its optimizer, their parts of the same model's state, which each rank has whole; all
-    call it."""
+    """Copy this rank's parts of a whole model and its optimizer into the same model over ranks. A collective.
+
+    Nothing is left to do where `whole` is the model itself, as for one rank.
+    """
+    if whole is model:
+        return
     from hqsweep.checkpoints.sharded.sharded_state import buffers_of, parameters_of
 
     weights, buffers = parameters_of(whole), buffers_of(whole)

@@ -63,7 +63,7 @@ class Met:
 class Nonfinite:
     """The sums of a training on one device; what was read of them is in `met`, by slot and kind."""
 
-    def __init__(self, device: torch.device, ranks: Ranks | None = None) -> None:
+    def __init__(self, device: torch.device, ranks: Ranks) -> None:
         self.ranks, self.table = ranks, table_of(device).words
         self.table.zero_()
         self.sums = torch.zeros(len(FIELDS), CAPACITY, WORDS, dtype=torch.int32, device=device)
@@ -88,16 +88,14 @@ class Nonfinite:
         """Bring what came since the last call into `met`, of all ranks; waits for the device. A collective."""
         sums = self.sums[:, : entries()]
         anything = (sums[2].any() | (self.norm[2] > 0)).to(torch.int32)
-        if self.ranks is not None:
-            torch.distributed.all_reduce(anything, torch.distributed.ReduceOp.MAX)
+        self.ranks.largest(anything)
         if not anything.item():
             return
         own = self._rows(sums.cpu(), self.norm.tolist())
         sums.zero_()
         self.norm.zero_()
-        every = [own] if self.ranks is None else self.ranks.gather(own)
         together: dict[tuple[str, str], Met] = {}
-        for row in (row for rows in every for row in rows):
+        for row in (row for rows in self.ranks.gather(own) for row in rows):
             before = together.get(row.name)
             steps = row.steps if before is None else max(before.steps, row.steps)
             together[row.name] = replace(row if before is None else before.joined(row), steps=steps)

@@ -7,10 +7,12 @@ import torch
 
 from hqsweep.config.parallel import ParallelConfig
 from hqsweep.errors import UserError
-from hqsweep.parallel.handshake import Disagreement, agree
 from hqsweep.parallel.mesh import Ranks, build_mesh, check_devices, join
-from hqsweep.parallel.wire.devices import stand_apart
+from hqsweep.parallel.wire.objects import Disagreement, agree
+from hqsweep.parallel.wire.spawn import stand_apart
 from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
 
 
 def _ranks(rank: int, cases: list[dict[str, int]]) -> list[tuple]:
@@ -39,12 +41,12 @@ def test_axes():
 
 def _disagree(rank: int) -> list[str]:
     dims = ParallelConfig(dp_shard=4)
-    ranks = Ranks(dims=dims, mesh=build_mesh(dims, "cpu"), device=torch.device("cpu"))
-    agree(ranks, {"recipe": {"linear": "mxfp8"}, "seed": 0})
+    build_mesh(dims, "cpu")
+    agree({"recipe": {"linear": "mxfp8"}, "seed": 0})
     said = []
     for settings in ({"recipe": 1, "seed": int(rank == 2)}, {"recipe": 1, "data": "ab" if rank else "cd"}):
         with pytest.raises(Disagreement) as refused:
-            agree(ranks, settings)
+            agree(settings)
         said.append(str(refused.value))
     return said
 
@@ -89,8 +91,8 @@ def test_ranks_of_one_gpu_are_of_several_machines_to_nccl(monkeypatch):
 def test_one_process_alone_is_no_rank(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(UserError, match=r"asks for 2 ranks, and this is one process; `hqsweep run` starts them"):
-        join(ParallelConfig(dp_shard=2), "cpu")
+        join(ParallelConfig(dp_shard=2), CPU)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UserError, match=r"the launcher gives 4 ranks, but .* is 2"):
-        join(ParallelConfig(dp_shard=2), "cpu")
+        join(ParallelConfig(dp_shard=2), CPU)
