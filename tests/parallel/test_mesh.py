@@ -96,3 +96,22 @@ def test_one_process_alone_is_no_rank(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UserError, match=r"the launcher gives 4 ranks, but .* is 2"):
         join(ParallelConfig(dp_shard=2), CPU)
+
+
+def test_a_rank_alone_exchanges_nothing_and_copies_nothing():
+    ranks, x, unused = join(ParallelConfig(), CPU), torch.arange(3.0), lambda: 1 / 0
+    state = {"model": {"weight": x}, "optimizer": {}, "step": 1}
+    assert not torch.distributed.is_initialized()
+    assert (ranks.rank, ranks.size, ranks.data_rank, ranks.data_size, ranks.is_first) == (0, 1, 0, 1, True)
+    assert ranks.gather(x) == [x]
+    assert ranks.gather_to_first(x) == [x]
+    assert ranks.first(x) is x
+    assert ranks.in_order(x).shape == (1, 3)
+    assert ranks.in_order(x).data_ptr() == x.data_ptr()
+    assert ranks.whole(state) is state
+    assert ranks.parts_of(state, None, None) == state
+    assert ranks.whole_model(("own", "optimizer"), unused) == ("own", "optimizer")
+    ranks.agree(unused)
+    ranks.barrier()
+    ranks.largest(x)
+    assert x.tolist() == [0, 1, 2]
