@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,6 @@ from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.safe_json import loads
 from hqsweep.errors import Damaged, UserError
 from hqsweep.jobs.isolation import make_deterministic
-from hqsweep.jobs.native import check_native
 from hqsweep.jobs.resume import captured_file, go_back, refusal, save_captured
 from hqsweep.jobs.sink import Diverged, Sink
 from hqsweep.jobs.trainer_fields import saved_fields, steps_fields, trainer_fields, unused_warnings
@@ -23,12 +23,12 @@ from hqsweep.ops.model.attention import frontend_version
 from hqsweep.parallel.mesh import join
 from hqsweep.parallel.wire.objects import by_first
 from hqsweep.train import data
-from hqsweep.train.build import pick_device
+from hqsweep.train.build import check_native, pick_device
 from hqsweep.train.checkpoint import go_on_from, newest, read_state, save_checkpoint, step_of
-from hqsweep.train.content import SHOWN_DIGITS, check_planned, stamp_of
+from hqsweep.train.corpus import SHOWN_DIGITS, check_planned, stamp_of
 from hqsweep.train.data import Dataset
+from hqsweep.train.fork import ABOVE, above_source, begin_source
 from hqsweep.train.loop import Trainer
-from hqsweep.train.pace import Throughput
 from hqsweep.train.record import (
     ANOTHER_FILE,
     ANOTHER_RUN,
@@ -42,7 +42,6 @@ from hqsweep.train.record import (
     read_record,
     record_path,
 )
-from hqsweep.train.source import ABOVE, above_source, begin_source
 
 
 def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
@@ -240,3 +239,19 @@ def check_trunk(fork: ForkConfig, record: Record, path: Path, data_hash: str) ->
             f" ({data_hash[:SHOWN_DIGITS]}); put the trunk's data back"
         )
     return record.sha256
+
+
+class Throughput:
+    """Tokens a second since the first call, evaluations and samples included."""
+
+    def __init__(self, tokens_per_step: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.tokens_per_step, self.clock = tokens_per_step, clock
+        self.start: tuple[int, float] | None = None
+
+    def at(self, step: int) -> float | None:
+        """The speed at a step; None until a step has passed since the first call."""
+        if self.start is None:
+            self.start = (step, self.clock())
+            return None
+        steps, seconds = step - self.start[0], self.clock() - self.start[1]
+        return steps * self.tokens_per_step / seconds if steps and seconds > 0 else None

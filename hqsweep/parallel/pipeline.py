@@ -6,7 +6,7 @@ Weights are quantized once a step. And shapes are known beforehand: torch would 
 which draw random bits and count steps of delayed scaling.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,17 +15,107 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from hqsweep.errors import UserError
 from hqsweep.nn.core.context import current, within
 from hqsweep.nn.core.module import WHOLE_ROLES, roles_of
+from hqsweep.nn.core.residual import add_branch
 from hqsweep.nn.experts.moe import MoELayer
 from hqsweep.nn.layers.embedding import check_tokens
+from hqsweep.nn.layers.layer_stack import through
+from hqsweep.nn.linear.linear_loss import forms_loss, vocabulary_group
+from hqsweep.nn.linear.vocabulary import cross_entropy
 from hqsweep.parallel.data import reshard
 from hqsweep.parallel.mesh import axis_of, peers
-from hqsweep.parallel.stage import Stage, StageOfLayers
 from hqsweep.parallel.wire.local import is_spread, local, squared_norms
+
+
+class StageOfLayers(nn.Module):
+    """Some layers of a GPT: tokens int64 [B, T], or the stream [B, T, D] of the stage before -> the stream after them,
+    or from the last stage float32 [1], the mean cross entropy with targets.
+
+    From the first layer with experts on, the balances float32 [n] of the n such layers so far go beside the stream.
+    In training the last stage adds load_balance times their mean, and divides the sum by `share`.
+    """
+
+    def __init__(self, model: nn.Module, layers: range, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        self.embedding = model.embedding if is_first else None
+        self.layers = nn.ModuleList(model.layers[index] for index in layers)
+        self.norm, self.head = (model.norm, model.head) if is_last else (None, None)
+        self.load_balance = 0.0
+        self.share: int | None = None
+        """The divisor of the loss in training; None in evaluations."""
+        self.tokens: list[list[Tensor]] = []
+        """The tokens int64 [E] of the experts of each layer that has some, for each microbatch."""
+        self.balances: list[Tensor] = []
+        """The mean of the balances of all layers, for each microbatch, in the last stage."""
+
+    def forward(self, x: Tensor, balances: Tensor | None = None, targets: Tensor | None = None) -> Any:
+        stream = through(self.layers, x if self.embedding is None else self.embedding(x))
+        self.tokens.append(stream.tokens)
+        every = ([] if balances is None else [balances]) + [balance.view(1) for balance in stream.balances]
+        if self.norm is None:
+            x = add_branch(stream.x, stream.branch)
+            return (x, torch.cat(every)) if every else x
+        h = self.norm.added(stream.x, stream.branch, self.head.dtype)[1]
+        if forms_loss(self.head, h):
+            loss = self.head.loss(h, targets)
+        else:
+            loss = cross_entropy(self.head(h), targets, vocabulary_group(self.head))
+        if self.share is None:
+            return torch.stack([loss])  # which is no view, as fully_shard asks for
+        if every:
+            balance = torch.cat(every).mean()
+            self.balances.append(balance.detach())
+            loss = loss + self.load_balance * balance
+        return torch.stack([loss / self.share])
+
+
+class Stage(PipelineStage):
+    """A stage whose microbatches are each computed in a context of their own. Where fully_shard has cut its layers, the
+    backward of the last microbatch sums gradients over ranks."""
+
+    def __init__(
+        self,
+        layers: StageOfLayers,
+        index: int,
+        stages: int,
+        device: torch.device,
+        *,
+        at: Callable[[int], AbstractContextManager],
+        **options: Any,
+    ) -> None:
+        super().__init__(_Plain(layers), index, stages, device, **options)
+        self._layers, self._at = layers, at
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        with self._at(fwd_chunk_id):
+            try:
+                return super().forward_one_chunk(fwd_chunk_id, *args, **options)
+            except RuntimeError as error:  # torch's, around what the layers raised
+                raise error.__cause__ or error from None
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        if self.has_backward and isinstance(self._layers, FSDPModule):
+            self._layers.set_requires_gradient_sync(bwd_chunk_id == self.chunks - 1)
+        with self._at(bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **options)
+
+
+class _Plain(nn.Module):
+    """The module that torch's schedules see of a stage. If they saw one under fully_shard, they would keep weights
+    gathered for the whole step, by calls that differ from version to version."""
+
+    def __init__(self, layers: StageOfLayers) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return self.layers(*args, **options)
+
 
 AXIS = "pp"
 TABLE = "embedding.weight"

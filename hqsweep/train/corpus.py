@@ -8,18 +8,22 @@ arrays that stay: memory holds each byte once.
 """
 
 import hashlib
+import json
 import os
 import platform
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distributions
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from hqsweep.config.data import DataConfig
 from hqsweep.config.safe_json import loads
 from hqsweep.errors import UserError
 from hqsweep.shards.reader import is_llm_c
@@ -217,3 +221,157 @@ def _vocab(meta: Path, arrays: list[np.ndarray]) -> int:
     if vocab <= largest:
         raise UserError(f"{meta}: vocab_size is {vocab}, but the data holds token {largest}; it must be larger")
     return vocab
+
+
+WHOLE_BYTES = 256 << 20  # arrays up to this size are hashed whole
+END_BYTES = 16 << 20  # of larger ones, this much at each end
+SAMPLES, SAMPLE_BYTES = 1024, 16 << 10  # and as many pieces of this size, evenly spread between the ends
+SHOWN_DIGITS = 10
+"""The digits of a hash that a sentence shows."""
+
+Stamp = tuple[tuple[str, int, int, int], ...]
+"""Name, size, time of the last change (ns) and inode of each file."""
+
+
+def content_hash(words: Sequence[Any], arrays: Sequence[np.ndarray]) -> str:
+    """SHA-256, in hex, over words and the bytes of arrays; of an array above WHOLE_BYTES over its size, its ends and
+    samples of what is between them."""
+    digest = hashlib.sha256(json.dumps(words).encode())
+    for array in arrays:
+        digest.update(f"{array.dtype.str} {array.nbytes};".encode())
+        data = array.view(np.uint8)
+        if array.nbytes > WHOLE_BYTES:
+            digest.update(data[:END_BYTES])
+            for start in np.linspace(END_BYTES, array.nbytes - END_BYTES - SAMPLE_BYTES, SAMPLES, dtype=np.int64):
+                digest.update(data[start : start + SAMPLE_BYTES])
+            data = data[-END_BYTES:]
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def how_hashed() -> str:
+    """How large splits are hashed, in words."""
+    return (
+        f"size, first and last {END_BYTES} bytes, and {SAMPLES} pieces of {SAMPLE_BYTES} bytes between them, of a split"
+        f" above {WHOLE_BYTES} bytes"
+    )
+
+
+def stamp_of(config: DataConfig) -> Stamp:
+    """The Stamp of the files that a source with a path reads; () for others, and for files that are not there."""
+    if config.path is None:
+        return ()
+    root = Path(config.path)
+    files = root.rglob("*") if root.is_dir() else chain([root], (root.parent / "meta.json", root.with_suffix(".idx")))
+    stats = []
+    try:
+        stats = [(str(path), path.stat()) for path in sorted(files) if path.is_file()]
+    except OSError:  # one went away: whoever reads them says so
+        return ()
+    return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
+
+
+def check_planned(config: DataConfig, known: str | None, found: str) -> None:
+    """UserError where a run's data are others than they were: `known` by its plan, or by what it has read before (None:
+    nothing says), `found` now; both are hashes."""
+    if known is not None and known != found:
+        raise UserError(
+            f"{where(config)} are others than this run was planned for (hash {found[:SHOWN_DIGITS]}, and it was"
+            f" {known[:SHOWN_DIGITS]}); put the old data back, or give the sweep's command with another sweep=NAME"
+        )
+
+
+def where(config: DataConfig) -> str:
+    """The data of a source, in words that begin a sentence with the key to look at."""
+    return f"data.path: the data in '{config.path}'" if config.path else f"data.source: the data of {config.source}"
+
+
+MAX_ENTRIES = 1 << 24  # of the transition table
+BURN_IN = 64  # tokens until a chain has forgotten its start
+
+
+@dataclass(frozen=True, kw_only=True)
+class MarkovSource:
+    """An order-k chain over V tokens. `rows`: [V**k, V] float64, the next-token probabilities of every context.
+
+    Context number: sum_i token[i] * V**(k-1-i), the oldest token being the most significant digit.
+    """
+
+    rows: np.ndarray
+
+    @classmethod
+    def draw(cls, *, vocab: int, order: int, concentration: float, seed: int) -> "MarkovSource":
+        """Rows from Dirichlet(concentration, ..., concentration); small concentrations make predictable text.
+
+        Raises:
+            UserError: the table would exceed 2**24 entries.
+        """
+        if vocab ** (order + 1) > MAX_ENTRIES:
+            raise UserError(
+                f"data.markov: vocab {vocab} with order {order} needs {vocab ** (order + 1)} probabilities;"
+                f" at most {MAX_ENTRIES} are allowed; lower vocab or order"
+            )
+        rng = np.random.Generator(np.random.Philox([seed, 0]))
+        return cls(rows=rng.dirichlet(np.full(vocab, concentration), size=vocab**order))
+
+    @property
+    def vocab(self) -> int:
+        return self.rows.shape[1]
+
+    def stationary(self) -> np.ndarray:
+        """Probability of every context in the long run, [V**k] float64, to 1e-13 in L1, by power iteration.
+
+        The iterated chain is the lazy one, (P + I) / 2: the same limit, and periodic chains converge too.
+        """
+        contexts, vocab = self.rows.shape
+        step = self.rows.reshape(vocab, contexts // vocab, vocab)
+        pi = np.full(contexts, 1 / contexts)
+        for _ in range(100_000):
+            # the oldest token a leaves the context, the new token c enters: (a, rest) -> (rest, c)
+            after = np.einsum("ar,arc->rc", pi.reshape(vocab, -1), step).reshape(-1)
+            if np.abs(after - pi).sum() < 1e-13:
+                break
+            pi = (pi + after) / 2
+        return pi
+
+    def entropy_rate(self) -> float:
+        """H = -sum_s pi[s] sum_t P[s, t] ln P[s, t], in nats per token; 0 ln 0 = 0."""
+        logs = np.log(self.rows, out=np.zeros_like(self.rows), where=self.rows > 0)
+        return float(-(self.stationary() @ (self.rows * logs).sum(axis=1)))
+
+    def sample(self, length: int, seed: int) -> np.ndarray:
+        """One chain of `length` tokens, uint8 up to 256 tokens, else uint16; the same for the same seed.
+
+        The chain is cut into pieces that run side by side, piece i from the end of piece i-1. The ends are guessed
+        first; a piece whose start turns out wrong runs again with the same random numbers. Two chains fed with the
+        same numbers soon meet, so a few rounds suffice, and the result is exactly the chain run from end to end.
+        """
+        total = length + BURN_IN
+        pieces = max(1, round(total**0.5))
+        steps = -(-total // pieces)
+        uniforms = np.random.Generator(np.random.Philox([seed, 1])).random((pieces, steps))
+        starts = np.zeros(pieces, np.int64)
+        out = np.empty((pieces, steps), np.uint8 if self.vocab <= 256 else np.uint16)
+        ends = np.zeros(pieces, np.int64)
+        stale = np.arange(pieces)
+        thresholds = self._thresholds()
+        while stale.size:
+            out[stale], ends[stale] = self._run(thresholds, starts[stale], uniforms[stale])
+            stale = 1 + np.flatnonzero(starts[1:] != ends[:-1])
+            starts[stale] = ends[stale - 1]
+        return out.reshape(-1)[BURN_IN:total]
+
+    def _thresholds(self) -> np.ndarray:
+        """s + P(token <= t | context s) for every context s and t < V-1: one sorted array, so one search per token."""
+        below = np.minimum(self.rows.cumsum(axis=1)[:, :-1], 1)
+        return (np.arange(len(below))[:, None] + below).reshape(-1)
+
+    def _run(self, thresholds: np.ndarray, contexts: np.ndarray, uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Chains side by side: contexts [n] and a number in [0, 1) per token [n, steps] -> tokens, last contexts."""
+        tokens = np.empty(uniforms.shape[::-1], np.int64)
+        for step, u in enumerate(np.ascontiguousarray(uniforms.T)):
+            places = np.searchsorted(thresholds, contexts + u, side="right")
+            # the minimum: contexts + u can round up to the next context's first threshold
+            tokens[step] = np.minimum(places - contexts * (self.vocab - 1), self.vocab - 1)
+            contexts = (contexts * self.vocab + tokens[step]) % len(self.rows)
+        return tokens.T, contexts

@@ -19,9 +19,8 @@ from hqsweep.shards.order import window_starts
 from hqsweep.shards.reader import Shards
 from hqsweep.shards.stream import Stream
 from hqsweep.shards.stream import unigram_entropy as entropy_of
-from hqsweep.train import content, corpus
-from hqsweep.train.corpus import Corpus
-from hqsweep.train.markov import MarkovSource
+from hqsweep.train import corpus
+from hqsweep.train.corpus import Corpus, MarkovSource
 
 CHUNK = 1 << 20
 PLENTY = 64
@@ -146,9 +145,9 @@ def _in_memory(read: Callable[[DataConfig], Corpus]) -> Callable[[DataConfig], D
             "unigram_entropy_nats": unigram_entropy(source.val),
             **source.facts,
         }
-        if max(source.train.nbytes, source.val.nbytes) > content.WHOLE_BYTES:
-            fields["hashed"] = content.how_hashed()
-        digest = content.content_hash([config.source, source.split, source.vocab_size], [source.train, source.val])
+        if max(source.train.nbytes, source.val.nbytes) > corpus.WHOLE_BYTES:
+            fields["hashed"] = corpus.how_hashed()
+        digest = corpus.content_hash([config.source, source.split, source.vocab_size], [source.train, source.val])
         return Dataset(train=source.train, val=source.val, vocab_size=source.vocab_size, hash=digest, facts=fields)
 
     return dataset
@@ -179,7 +178,7 @@ def _shards(config: DataConfig) -> Dataset:
     }
     if shards.manifest:
         fields |= {"tokenizer": shards.manifest.tokenizer.sha256, "separator": shards.manifest.separator.id}
-    digest = content.content_hash([config.source, shards.vocab_size, shards.hash, len(train), len(val)], [])
+    digest = corpus.content_hash([config.source, shards.vocab_size, shards.hash, len(train), len(val)], [])
     return ShardedDataset(train=train, val=val, vocab_size=shards.vocab_size, hash=digest, facts=fields)
 
 
@@ -195,28 +194,28 @@ def _check_split(config: DataConfig, train: Sized, val: Sized) -> None:
 def loaded(config: DataConfig) -> Dataset:
     """load(config), kept until another config comes, or its files change: runs that follow each other in one process
     read it once."""
-    return _loaded(config.model_copy(update={"hash": None}), content.stamp_of(config))
+    return _loaded(config.model_copy(update={"hash": None}), corpus.stamp_of(config))
 
 
 @lru_cache(maxsize=1)
-def _loaded(config: DataConfig, stamp: content.Stamp) -> Dataset:
+def _loaded(config: DataConfig, stamp: corpus.Stamp) -> Dataset:
     """The data of files with this stamp, which is the key of the cache alone."""
     return load(config)
 
 
-def check_same(config: DataConfig, dataset: Dataset, stamp: content.Stamp) -> None:
+def check_same(config: DataConfig, dataset: Dataset, stamp: corpus.Stamp) -> None:
     """UserError where files that a run reads while it trains have other content than at its start, when they had this
     stamp. What was read into memory stays as it was."""
-    if not isinstance(dataset.train, np.memmap | Stream) or content.stamp_of(config) == stamp:
+    if not isinstance(dataset.train, np.memmap | Stream) or corpus.stamp_of(config) == stamp:
         return
     if isinstance(dataset.train, Stream):
         now = load(config).hash
     else:  # a file that was replaced by another is still the one that was opened
         words = [config.source, dataset.facts["split"], dataset.vocab_size]
-        now = content.content_hash(words, [dataset.train, dataset.val])
+        now = corpus.content_hash(words, [dataset.train, dataset.val])
     if now != dataset.hash:
         raise UserError(
-            f"{content.where(config)} were changed while the run read them; put the old data back, and give the sweep's"
+            f"{corpus.where(config)} were changed while the run read them; put the old data back, and give the sweep's"
             " command again, which goes on from the last checkpoint"
         )
 

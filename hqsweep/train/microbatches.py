@@ -21,7 +21,7 @@ from hqsweep.nn.layers.saved_memory import SavedBytes
 from hqsweep.parallel.data import reshard, synchronized
 from hqsweep.parallel.mesh import Ranks
 from hqsweep.parallel.parallelize import parallelize, parallelize_layers
-from hqsweep.train.adapter import Balance, Losses, ModelAdapter
+from hqsweep.train.model import Balance, Losses, ModelAdapter
 from hqsweep.train.step import At
 
 T = TypeVar("T")

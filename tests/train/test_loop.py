@@ -10,6 +10,7 @@ from cases import DELAYED_IN_PARTS, LINEARS
 from hqsweep.config.job import parse
 from hqsweep.errors import UserError
 from hqsweep.jobs import convergence
+from hqsweep.jobs.convergence import Throughput, learning_rate
 from hqsweep.jobs.sink import Diverged, ListSink
 from hqsweep.nn import quantization
 from hqsweep.nn.linear.linear_call import LinearCall
@@ -22,7 +23,6 @@ from hqsweep.train import data, microbatches
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 from hqsweep.train.loop import Trainer
 from hqsweep.train.model import build_model
-from hqsweep.train.pace import Throughput, learning_rate
 
 DELAYED = DELAYED_IN_PARTS
 CURRENT_BACKWARD = {

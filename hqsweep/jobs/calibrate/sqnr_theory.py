@@ -11,12 +11,65 @@ of elements and rules of scales are written down here again, from their specific
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
+from scipy import stats
 
 from hqsweep.formats import MX, Format
-from hqsweep.jobs.calibrate.densities import DENSITIES, Array, Density
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Density:
+    """A symmetric density: partial moments of |x|, its quantile function, and E[x^2]."""
+
+    moments: Callable[[Array], tuple[Array, Array, Array]]
+    quantile: Callable[[Array], Array]
+    """x with M_0(x) = 1 - p, for the tail p of |x|: the largest magnitudes need tails that 1 - p cannot hold."""
+    power: float
+
+
+def _normal_moments(x: Array) -> tuple[Array, Array, Array]:
+    """Moments of the normal: 2 Phi - 1, 2 (phi(0) - phi(x)), M_0 - 2 x phi(x)."""
+    m0, f = 1 - 2 * stats.norm.sf(x), 2 * stats.norm.pdf(x)
+    return m0, 2 * stats.norm.pdf(0) - f, m0 - x * f
+
+
+def _laplace_moments(x: Array) -> tuple[Array, Array, Array]:
+    """Moments of f = exp(-x): 1 - e, 1 - (1 + x) e, 2 - (x^2 + 2 x + 2) e, with e = exp(-x)."""
+    e = np.exp(-x)
+    return -np.expm1(-x), 1 - (1 + x) * e, 2 - (x * x + 2 * x + 2) * e
+
+
+def _student_moments(nu: int) -> Callable[[Array], tuple[Array, Array, Array]]:
+    """Moments of Student's t: since x^2 = nu (1 + x^2 / nu) - nu, M_2 is an integral over its density with nu - 2
+    degrees of freedom."""
+
+    def moments(x: Array) -> tuple[Array, Array, Array]:
+        m0, top = 1 - 2 * stats.t.sf(x, nu), 2 * stats.t.pdf(0, nu)
+        m1 = top * nu / (nu - 1) * (1 - (1 + x * x / nu) ** (-(nu - 1) / 2))
+        wide = np.sqrt(nu / (nu - 2))
+        below = stats.t.cdf(x / wide, nu - 2) - 0.5
+        return m0, m1, nu * (top / stats.t.pdf(0, nu - 2) * wide * below - m0)
+
+    return moments
+
+
+def _student(nu: int) -> Density:
+    return Density(moments=_student_moments(nu), quantile=lambda p: stats.t.isf(p / 2, nu), power=nu / (nu - 2))
+
+
+DENSITIES: dict[str, Density] = {
+    "normal": Density(moments=_normal_moments, quantile=lambda p: stats.norm.isf(p / 2), power=1.0),
+    "laplace": Density(moments=_laplace_moments, quantile=lambda p: -np.log(p), power=2.0),
+    "t5": _student(5),
+    "t3": _student(3),
+}
+
 
 ELEMENTS = {"e4m3": (3, -6, 448.0), "e5m2": (2, -14, 57344.0), "e2m3": (3, 0, 7.5), "e3m2": (2, -2, 28.0),
             "e2m1": (1, 0, 6.0), "bf16": (7, -24, 2.0**16), "fp16": (10, -14, 65504.0)}  # fmt: skip

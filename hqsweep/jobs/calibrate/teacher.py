@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.formats import Format, RngKey
-from hqsweep.jobs.calibrate.row import Expectation, calibration_row
-from hqsweep.jobs.calibrate.sqnr import draw, expectations
+from hqsweep.jobs.calibrate.sqnr import Expectation, calibration_row, draw, expectations
 from hqsweep.nn import Linear, quantization
 from hqsweep.ops.quantize.quantize import quantize
 from hqsweep.ops.quantize.request import Target

@@ -24,10 +24,8 @@ from hqsweep.formats import bases, parse
 from hqsweep.jobs.isolation import make_deterministic
 from hqsweep.jobs.parity.compare_bytes import Rows, row
 from hqsweep.jobs.parity.grouped import RECIPES, everywhere
-from hqsweep.jobs.parity.rank_cases import DATA_COLUMNS, Column, Problem, Results
-from hqsweep.jobs.parity.rank_layers import LAYER_COLUMNS, shared_sums
-from hqsweep.jobs.parity.rank_operands import PREFIX
-from hqsweep.jobs.parity.rank_stages import STAGE_COLUMNS
+from hqsweep.jobs.parity.rank_cases import DATA_COLUMNS, PREFIX, Column, Problem, Results
+from hqsweep.jobs.parity.rank_layers import LAYER_COLUMNS, STAGE_COLUMNS, shared_sums
 from hqsweep.jobs.parity.rank_sums import order_of_sums
 from hqsweep.parallel.mesh import backend
 from hqsweep.parallel.wire.spawn import stream_ranks

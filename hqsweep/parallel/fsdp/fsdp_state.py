@@ -147,3 +147,19 @@ def _to_fp32(weight: Tensor) -> None:
     if weight.grad is not None and not _sums_in_grad(_unit_of(weight)):  # a module that adds to it gives autograd none
         unsharded_sum(weight).add_(weight.grad)
         weight.grad = None
+
+
+def is_free(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor that has elements is given up."""
+    return tensor.numel() > 0 and tensor.untyped_storage().size() == 0
+
+
+def allocate(tensor: Tensor) -> None:
+    """Take the memory of a tensor that has all of it, if it is given up; values are open."""
+    if is_free(tensor):
+        tensor.untyped_storage().resize_(tensor.nbytes)
+
+
+def free(tensor: Tensor) -> None:
+    """Give up the memory of a tensor, and of all that share it."""
+    tensor.untyped_storage().resize_(0)

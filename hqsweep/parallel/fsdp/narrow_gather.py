@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hqsweep.parallel.fsdp.fsdp_state import in_backward, served
+from hqsweep.parallel.fsdp.fsdp_state import allocate, free, in_backward, is_free, served
 from hqsweep.parallel.fsdp.gathered_weight import GatheredWeight
-from hqsweep.parallel.fsdp.storage import allocate, free, is_free
 from hqsweep.parallel.wire.collectives import all_gather
 
 

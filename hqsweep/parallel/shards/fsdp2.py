@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.memo import constant_result
-from hqsweep.parallel.fsdp.fsdp_state import DIRECTIONS, served
-from hqsweep.parallel.fsdp.storage import allocate, free, is_free
-from hqsweep.parallel.shards.fsdp2_param import take_over
+from hqsweep.memo import constant_result, memo
+from hqsweep.parallel.fsdp.fsdp_state import DIRECTIONS, allocate, free, is_free, served
 from hqsweep.parallel.shards.shard import Cut, buffer_cuts
 from hqsweep.parallel.wire import collectives
 
@@ -304,3 +302,64 @@ def _write(tensor: Tensor, write: Any) -> None:
     """Write without a new version: backward may hold the tensor, and is given what it had."""
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
         write(tensor)
+
+
+def take_over(parameter: Any) -> None:
+    """Have torch's FSDPParam of a held weight, which is being gathered, be a HeldParam."""
+    if not isinstance(parameter, HeldParam):
+        parameter.__class__ = _held(type(parameter))
+    parameter.is_gathered = True
+
+
+class HeldParam:
+    """An FSDPParam that asks the Sharding of its weight where torch's would take the weight for a plain tensor."""
+
+    kept: Mapping[str, Tensor] = {}
+    """The name of a buffer -> this rank's piece of it, between forward and backward."""
+    is_gathered = False
+    """Whether a gather has begun, of which torch has not made the parameter yet."""
+
+    @property
+    def fsdp_placement(self) -> Any:
+        """How the parameter is cut; Shard(0) while torch copies what it has gathered."""
+        own = self.__dict__["fsdp_placement"]
+        return type(own)(0) if self.is_gathered else own
+
+    def init_unsharded_param(self) -> None:
+        """Make the parameter of what was gathered."""
+        super().init_unsharded_param()
+        self.is_gathered = False
+
+    def to_sharded(self) -> None:
+        """Have the shards as the parameter."""
+        self.kept = {}
+        super().to_sharded()
+
+    def to_unsharded(self) -> None:
+        """Have the gathered weight as the parameter."""
+        self.kept = {}
+        super().to_unsharded()
+
+    def to_sharded_post_forward(self) -> None:
+        """Have the shards as the parameter, and keep pieces for backward."""
+        mesh = self.post_forward_mesh_info
+        pieces = self._sharded_local_tensor.sharding.pieces(mesh.shard_mesh_rank, mesh.shard_mesh_size)
+        self.to_sharded()
+        self.kept, self.sharded_state = pieces, type(self.sharded_state).SHARDED_POST_FORWARD
+
+    @property
+    def all_gather_inputs(self) -> list[Tensor]:
+        """What this rank sends."""
+        if self.sharded_state is not type(self.sharded_state).SHARDED_POST_FORWARD:
+            return super().all_gather_inputs
+        self.is_gathered = True
+        inputs, told = self._sharded_local_tensor.sharding.pre_of_pieces(self.kept)
+        self._extensions_data.all_gather_metadata = told
+        self._extensions_data.all_gather_input_sizes = [sent.size() for sent in inputs]
+        return inputs
+
+
+@memo
+def _held(kind: type) -> type:
+    """The HeldParam of a class of FSDPParams."""
+    return type(HeldParam.__name__, (HeldParam, kind), {})

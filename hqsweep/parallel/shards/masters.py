@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
-from hqsweep.parallel.shards.shard_agree import gather_sources, write_shards_
-from hqsweep.parallel.shards.shard_areas import is_group, own_area, source_area
+from hqsweep.parallel.shards.shard_agree import gather_sources, is_group, own_area, source_area, write_shards_
 from hqsweep.parallel.shards.shard_place import Place
 from hqsweep.parallel.wire.collectives import largest_bytes_
 from hqsweep.parallel.wire.exchange import areas_of_interval

@@ -7,7 +7,7 @@ import pytest
 from ranks import run_ranks
 
 from hqsweep.parallel.wire import shared_memory
-from hqsweep.parallel.wire.p2p_slots import Slots
+from hqsweep.parallel.wire.p2p_copy import Slots
 
 COUNT = 4
 
