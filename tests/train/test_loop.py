@@ -10,7 +10,7 @@ from cases import DELAYED_IN_PARTS, LINEARS
 from hqsweep.config.job import parse
 from hqsweep.errors import UserError
 from hqsweep.jobs import convergence
-from hqsweep.jobs.convergence import Throughput, learning_rate
+from hqsweep.jobs.convergence import Throughput
 from hqsweep.jobs.sink import Diverged, ListSink
 from hqsweep.nn import quantization
 from hqsweep.nn.linear.linear_call import LinearCall
@@ -20,6 +20,7 @@ from hqsweep.quant.delayed import DelayedState
 from hqsweep.recipe.factories import find_factory
 from hqsweep.sweep.grid.compose import load_recipe
 from hqsweep.train import data, microbatches
+from hqsweep.train.build import learning_rate
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 from hqsweep.train.loop import Trainer
 from hqsweep.train.model import build_model
