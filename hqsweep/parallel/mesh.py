@@ -36,7 +36,8 @@ Trained = tuple[nn.Module, torch.optim.Optimizer]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ranks:
-    """The ranks of one training, seen from one of them. Methods that exchange something are collectives of all."""
+    """The ranks of one training, seen from one of them. Methods that exchange something are collectives of all
+    ranks."""
 
     dims: ParallelConfig
     mesh: DeviceMesh | None
