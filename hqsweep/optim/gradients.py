@@ -1,7 +1,7 @@
-"""main_grad: an FP32 sum of a parameter's gradients, to which every backward adds, also where ranks share the work.
+"""Gradients of parameters: main_grad, an FP32 sum to which every backward adds, and clipping by the norm.
 
-Under fully_shard a main_grad is this rank's part, to which FSDP's reductions are added; under DistributedDataParallel
-the main_grads are what ranks average, in place of the grads, while backward goes on.
+Under fully_shard a main_grad is this rank's part, to which FSDP's reductions are added. DistributedDataParallel
+averages main_grads in place of grads, beside backward.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ from hqsweep.parallel.wire.local import is_spread, local, spread_like, total_nor
 
 
 def gradient(p: Tensor) -> Tensor | None:
-    """main_grad where there is one, else grad; UserError where there are both, since one of them would be lost."""
+    """main_grad where there is one, else grad. UserError where there are both, since one of them would be lost."""
     main_grad = getattr(p, "main_grad", None)
     if main_grad is not None and p.grad is not None:
         raise UserError(
@@ -31,8 +31,7 @@ def gradient(p: Tensor) -> Tensor | None:
 
 
 def norm_of(gradients: Sequence[Tensor]) -> Tensor:
-    """[]: the 2-norm of all gradients together, as torch has it, in their dtype; float32 over ranks where some are
-    spread."""
+    """[]: the 2-norm of all gradients together. float32 where some are DTensors, else in torch's dtype for them."""
     return total_norm(gradients) if any(map(is_spread, gradients)) else get_total_norm(gradients)
 
 
@@ -54,15 +53,14 @@ def clip_(gradients: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
 def use_main_grads(module: nn.Module) -> None:
     """Give every parameter an FP32 main_grad of zeros, to which each backward adds, and no grad.
 
-    Modules with fuse_wgrad_accumulation add the FP32 result of wgrad; for other parameters autograd's grad is added
-    and dropped.
+    Modules with fuse_wgrad_accumulation add the FP32 result of wgrad. For other parameters autograd's grad is added to
+    main_grad and dropped.
 
-    module: where there are ranks, what DistributedDataParallel or fully_shard has made. Under fully_shard each
-    main_grad is a DTensor as its parameter is, and what is reduced is the FP32 sum of the microbatches since the last
-    reduction (set_requires_gradient_sync), whatever the dtype in which weights are gathered. FSDP gives the result in
-    the parameter's own dtype, so parameters are float32 there: UserError for others, whose sums would be of rounded
-    results. DistributedDataParallel averages the main_grads at the end of each backward but those in its no_sync(), by
-    a hook that takes the place of a communication hook.
+    module: over ranks, the module that DistributedDataParallel or fully_shard has made. Under fully_shard each
+    main_grad is a DTensor like its parameter. The FP32 sum of the microbatches since the last reduction is reduced
+    (set_requires_gradient_sync), in whatever dtype weights are gathered. FSDP returns results in the parameter's dtype,
+    so parameters must be float32: UserError for others. DistributedDataParallel averages the main_grads at the end of
+    each backward outside of its no_sync(), by a hook in place of a communication hook.
     """
     _refuse_rounded(module)
     for part in module.modules():
@@ -78,7 +76,7 @@ def use_main_grads(module: nn.Module) -> None:
 
 
 def _refuse_rounded(module: nn.Module) -> None:
-    """UserError for a parameter that fully_shard has cut, and whose reduced gradients are not float32."""
+    """UserError for a parameter that fully_shard has cut and whose reduced gradients are not float32."""
     for p in (parameter.sharded_param for parameter in parameters_of(module)):
         if p.requires_grad and p.dtype != torch.float32:
             dtype = str(p.dtype).removeprefix("torch.")
@@ -90,14 +88,16 @@ def _refuse_rounded(module: nn.Module) -> None:
 
 
 def _accumulate(p: Tensor) -> None:
-    if p.grad is not None:  # a module that adds to main_grad gives autograd none
+    if p.grad is not None:  # a module that adds to main_grad returns no grad
         local(p.main_grad).add_(local(p.grad))
         p.grad = None
 
 
 def _average_main_grads(state: tuple[Any, list[Tensor]], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The communication hook of DistributedDataParallel, for one bucket of parameters whose gradients are complete.
-    state: the process group, and all parameters."""
+    """The communication hook of DistributedDataParallel, for one bucket of parameters with complete gradients.
+
+    state: the process group, and all parameters.
+    """
     group, parameters = state
     flat = [p.main_grad.view(-1) for p in bucket.parameters()]
     summed = torch.cat(flat).div_(dist.get_world_size(group))
@@ -112,8 +112,11 @@ def _average_main_grads(state: tuple[Any, list[Tensor]], bucket: dist.GradBucket
 
 
 def _drop_grads_after_backward(parameters: Iterable[Tensor]) -> None:
-    """DistributedDataParallel gives every parameter a grad of zeros, by a callback that is queued after this one and
-    runs before the callback that this one queues."""
+    """Drop the grads of zeros that DistributedDataParallel gives every parameter at the end of backward.
+
+    DistributedDataParallel does so in a callback that is queued after this one, and before the callback that this one
+    queues.
+    """
     queue = Variable._execution_engine.queue_callback
 
     def drop() -> None:

@@ -1,10 +1,14 @@
-"""Bytes and tokens from disk, cut into train and val.
+"""The tokens of a run and where they come from: files on disk, installed packages, or a Markov chain.
 
-Text is used as it is, one byte one token: no tokenizer, so that the same files give the same data on every machine.
-Files are taken in the order of a hash of their relative path, which mixes topics, so that any prefix (`max_bytes`) is a
-fair sample. A file goes to val whenever val has less than its share of the files before it: no file is in both splits,
-the shares hold at every prefix, and a quick run's val files are among those of the full run. Files are read into the
-arrays that stay: memory holds each byte once.
+Text is used as bytes, one byte one token, so that the same files give the same data on every machine. Files are taken
+in the order of a hash of their relative path. This mixes topics, so any prefix (`max_bytes`) is a fair sample. A file
+goes to val whenever val has less than its share of the files before it. So no file is in both splits, the shares hold
+at every prefix, and a quick run's val files are among the full run's. Memory holds each byte once.
+
+The Markov chain is a source whose loss floor is known exactly. The next token depends on the last `order` tokens,
+through one row of probabilities per context, drawn from a symmetric Dirichlet distribution. No model can have a lower
+expected loss than the chain's entropy rate. Order 2 or more needs attention and MLP to reach it. The embedding and the
+head alone solve an order-1 chain, and recipes leave these in high precision.
 """
 
 import hashlib
@@ -64,10 +68,10 @@ def stdlib(val_fraction: float, max_bytes: int | None) -> Corpus:
 def site(val_fraction: float, max_bytes: int | None) -> Corpus:
     """The installed packages of the running Python, their *.py sources as bytes (200 MB with torch), by file.
 
-    A file counts if a package lists it among its own (RECORD), wherever on sys.path that package is installed. The
-    standard library is another source, and hqsweep itself is left out, so that a change of it changes no data. Equal
-    versions of all packages give equal data; facts: `packages`, their number, and `packages_hash`, the SHA-256 of their
-    NAME==VERSION, one a line, sorted.
+    A file counts if a package lists it among its own (RECORD), wherever on sys.path the package is installed. The
+    standard library is another source. hqsweep is left out, so that its changes change no data. Equal versions of all
+    packages give equal data. facts: `packages`, their number, and `packages_hash`, the SHA-256 of their NAME==VERSION,
+    one a line, sorted.
 
     Raises:
         UserError: no package has sources.
@@ -76,7 +80,7 @@ def site(val_fraction: float, max_bytes: int | None) -> Corpus:
     versions: dict[str, str] = {}
     for package in distributions(path=[folder for folder in sys.path if Path(folder).name in SITE_FOLDERS]):
         name = re.sub(r"[-_.]+", "-", package.name).lower()
-        if name == "hqsweep" or name in versions:  # the first on sys.path is the one that is imported
+        if name == "hqsweep" or name in versions:  # Python imports the first one on sys.path
             continue
         names = [file for file in package.files or () if file.suffix == ".py" and ".." not in file.parts]
         paths = {file.as_posix(): Path(package.locate_file(file)) for file in names}
@@ -94,7 +98,8 @@ def site(val_fraction: float, max_bytes: int | None) -> Corpus:
 def text(path: str | None, val_fraction: float, max_bytes: int | None) -> Corpus:
     """A text file (val is its end) or a folder's text files (split by file), as bytes.
 
-    In a folder, every regular file counts whose first 8 KiB hold no NUL byte; hidden files and folders do not.
+    In a folder, all regular files count whose first 8 KiB hold no NUL byte, except hidden files and files in hidden
+    folders.
 
     Raises:
         UserError: no path, a path that does not exist, or a folder without text.
@@ -161,7 +166,7 @@ def _is_text(path: Path) -> bool:
 
 
 def _split_by_file(files: Mapping[str, Path], val_fraction: float, max_bytes: int | None, fields: dict) -> Corpus:
-    """Cut files, in the order of their names' hashes, into train and val, each with the bytes that it has now."""
+    """Cut files, in the order of their names' hashes, into train and val. Each file has the bytes that it has now."""
     parts: dict[str, list[tuple[Path, int]]] = {"train": [], "val": []}
     size = {"train": 0, "val": 0}
     for name in sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest()):
@@ -178,7 +183,7 @@ def _split_by_file(files: Mapping[str, Path], val_fraction: float, max_bytes: in
 
 
 def _read(parts: list[tuple[Path, int]]) -> np.ndarray:
-    """The first bytes of each file, as many as its number says, one after another."""
+    """The first bytes of each file, one file after another. sizes: the number of bytes of each."""
     data = np.empty(sum(length for _, length in parts), np.uint8)
     at = 0
     for path, length in parts:
@@ -199,7 +204,7 @@ def _split_by_position(data: np.ndarray, vocab_size: int, val_fraction: float, f
 def _map(path: Path, dtype: np.dtype | type, max_bytes: int | None) -> np.ndarray:
     width = np.dtype(dtype).itemsize
     size = path.stat().st_size
-    if size == 0:  # which cannot be mapped
+    if size == 0:  # an empty file cannot be mapped
         raise UserError(f"data.path: {path} is empty; give a file with data in it")
     if width > 1 and is_llm_c(path):
         raise UserError(f"data.path: {path} begins with the header of llm.c's shards; read it with data=shards")
@@ -224,18 +229,20 @@ def _vocab(meta: Path, arrays: list[np.ndarray]) -> int:
 
 
 WHOLE_BYTES = 256 << 20  # arrays up to this size are hashed whole
-END_BYTES = 16 << 20  # of larger ones, this much at each end
-SAMPLES, SAMPLE_BYTES = 1024, 16 << 10  # and as many pieces of this size, evenly spread between the ends
+END_BYTES = 16 << 20  # of a larger array, this much at each end is hashed
+SAMPLES, SAMPLE_BYTES = 1024, 16 << 10  # number and size of evenly spread pieces between the ends
 SHOWN_DIGITS = 10
-"""The digits of a hash that a sentence shows."""
+"""The number of a hash's digits that a sentence shows."""
 
 Stamp = tuple[tuple[str, int, int, int], ...]
-"""Name, size, time of the last change (ns) and inode of each file."""
+"""(name, size, time of the last change in ns, inode) of each file."""
 
 
 def content_hash(words: Sequence[Any], arrays: Sequence[np.ndarray]) -> str:
-    """SHA-256, in hex, over words and the bytes of arrays; of an array above WHOLE_BYTES over its size, its ends and
-    samples of what is between them."""
+    """SHA-256, in hex, over words and the bytes of arrays.
+
+    Of an array above WHOLE_BYTES it covers the size, both ends, and samples between the ends.
+    """
     digest = hashlib.sha256(json.dumps(words).encode())
     for array in arrays:
         digest.update(f"{array.dtype.str} {array.nbytes};".encode())
@@ -250,7 +257,7 @@ def content_hash(words: Sequence[Any], arrays: Sequence[np.ndarray]) -> str:
 
 
 def how_hashed() -> str:
-    """How large splits are hashed, in words."""
+    """A description of how large splits are hashed."""
     return (
         f"size, first and last {END_BYTES} bytes, and {SAMPLES} pieces of {SAMPLE_BYTES} bytes between them, of a split"
         f" above {WHOLE_BYTES} bytes"
@@ -258,7 +265,7 @@ def how_hashed() -> str:
 
 
 def stamp_of(config: DataConfig) -> Stamp:
-    """The Stamp of the files that a source with a path reads; () for others, and for files that are not there."""
+    """The Stamp of the files that a source with a path reads; () for other sources, and for missing files."""
     if config.path is None:
         return ()
     root = Path(config.path)
@@ -266,14 +273,16 @@ def stamp_of(config: DataConfig) -> Stamp:
     stats = []
     try:
         stats = [(str(path), path.stat()) for path in sorted(files) if path.is_file()]
-    except OSError:  # one went away: whoever reads them says so
+    except OSError:  # a file went away; its reader reports it
         return ()
     return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
 
 
 def check_planned(config: DataConfig, known: str | None, found: str) -> None:
-    """UserError where a run's data are others than they were: `known` by its plan, or by what it has read before (None:
-    nothing says), `found` now; both are hashes."""
+    """UserError where a run's data differ from its plan. Both are hashes; found: the data now.
+
+    known: the hash in the plan, or of what the run has read before; None: neither is known.
+    """
     if known is not None and known != found:
         raise UserError(
             f"{where(config)} are others than this run was planned for (hash {found[:SHOWN_DIGITS]}, and it was"
@@ -282,7 +291,7 @@ def check_planned(config: DataConfig, known: str | None, found: str) -> None:
 
 
 def where(config: DataConfig) -> str:
-    """The data of a source, in words that begin a sentence with the key to look at."""
+    """The data of a source, as the beginning of a sentence, with the key to look at."""
     return f"data.path: the data in '{config.path}'" if config.path else f"data.source: the data of {config.source}"
 
 

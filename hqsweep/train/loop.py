@@ -1,7 +1,8 @@
 """The training loop, to be read from top to bottom: steps, samples of error statistics, evaluation, checkpoints.
 
-A step depends only on the data, the config and the state in the checkpoint, so that a resumed run equals an
-uninterrupted one bit for bit on the same device, threads and instruction set.
+A step depends only on the data, the config and the state in the checkpoint. So a resumed run equals an uninterrupted
+one bit for bit, on the same device, threads and instruction set. Everything that needs other ranks goes through `ranks`
+and `microbatches`, which also serve one rank alone.
 """
 
 import math
@@ -36,23 +37,24 @@ from hqsweep.train.step import At, StepRunner
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The results of one update; `step` counts finished updates, from 1."""
+    """The results of one update. `step` counts finished updates, from 1."""
 
     step: int
     metrics: dict[str, float] = field(default_factory=dict)
     stats: list[dict] = field(default_factory=list)
     """Error statistics of all microbatches and ranks, on the first rank."""
     captured: dict[str, Tensor] = field(default_factory=dict)
-    """The operands of linears by LAYER.TENSOR, at the step stats.capture_at."""
+    """At the step stats.capture_at, on the first rank: the operands of linears by LAYER.TENSOR."""
     loss: float | None = None
-    """The mean training loss since the last log, on steps that log."""
+    """On steps that log: the mean training loss since the last log."""
 
 
 class Trainer:
-    """The model, the optimizer and the position of one run.
+    """The model, the optimizer and the position of one run. ranks: the ranks that train it; default: this process
+    alone.
 
-    The recipe of a step depends on the step alone, so that a resumed run changes recipes where an uninterrupted one
-    does. UserError when the recipe's schedule does not fit the number of steps.
+    The recipe of a step depends on the step alone, so that a resumed run changes recipes at the same steps. UserError
+    where the recipe's schedule does not fit the number of steps.
     """
 
     def __init__(
@@ -81,10 +83,10 @@ class Trainer:
         self.val_loss: float | None = None
         self._sampled: dict[str, Any] = {}
         self.trunk: dict[str, Any] = {}
-        """The entries of a fork's manifest about the state that it began with: trunk_val_loss and trunk_sha256."""
+        """A fork's manifest entries about its start: trunk_val_loss and trunk_sha256."""
 
     def steps(self, last: int | None = None) -> Iterator[Step]:
-        """Train to the end, or to the step `last`; yields one Step for each update."""
+        """Train to the end, or to the step `last`. Yields one Step for each update."""
         while self.step < (last or self.config.train.steps):
             with counted():
                 done = self._advance()
@@ -104,8 +106,11 @@ class Trainer:
         return self._report(norm, lr, Balance(loss=balance, tokens=tokens), probe)
 
     def _update(self, inputs: Tensor, targets: Tensor, at: At) -> list[Tensor]:
-        """One whole update on inputs and targets [B, T]: the norm of its gradients, the loss of the balance, and the
-        tokens of each expert of the layers that have some."""
+        """Do one whole update on inputs and targets [B, T].
+
+        Returns the norm of the gradients, the loss of the balance, and the tokens of each expert for each layer with
+        experts.
+        """
         loss, balance = self.microbatches.step(inputs, targets, at)
         norm_of_all = self.microbatches.norm
         norm = self.optimizer.clip_and_step(self.config.train.clip, self.model.parameters(), norm_of_all)
@@ -113,13 +118,13 @@ class Trainer:
         self.loss_sum += loss.double()
         norm = self.ranks.whole(norm)
         self.nonfinite.end_step(at.step, at.counter, norm)
-        if at.probe is not None:  # before what it has seen lies in memory that graphs write over
+        if at.probe is not None:  # at once, because later graphs overwrite the samples
             self._sampled = self._probed(at.probe)
             at.probe.samples.clear()
         return [norm, balance.loss, *balance.tokens]
 
     def _follow_schedule(self) -> None:
-        """Give the model the recipe of this step, if that differs from the one before."""
+        """Give the model the recipe of this step, if it differs from the step before."""
         stage = stage_at(self.stages, self.step)
         if stage is not self.stage:
             set_recipe(self.model, stage.recipe)
@@ -149,13 +154,13 @@ class Trainer:
         return Step(step=self.step, metrics=metrics, loss=mean, **(self._sampled if probe else {}))
 
     def _checked(self, loss: float) -> float:
-        """The loss; UserError where it is none since rows of experts found no room."""
+        """The loss. UserError where it is not finite because rows of experts found no room."""
         if not math.isfinite(loss):
             check_room(self.model, "train.parallel.")
         return loss
 
     def _probed(self, probe: Probe) -> dict[str, Any]:
-        """The rows, and the operands, of a sampled step, of all ranks."""
+        """The rows and the operands of a sampled step, of all ranks."""
         captured = captured_of_all(probe, self.ranks) if probe.capture else {}
         return {"stats": rows_of_all(probe, self.ranks), "captured": captured}
 
@@ -177,38 +182,40 @@ class Trainer:
         return tuple(tokens.chunk(self.ranks.data_size)[self.ranks.data_rank] for tokens in batch)
 
     def evaluate(self) -> float:
-        """The mean cross entropy in nats a token over the validation batches, which are the same for every run and
+        """The mean cross entropy, in nats a token, over the validation batches. They are the same for every run and
         step.
 
         The model is as the next step's forward would see it: after the update, under the scales that it leaves.
         """
         batches = self.config.train.eval_batches
         copies, first = self.ranks.data_size, self.ranks.data_rank
-        rounds = -(-batches // copies)  # ranks without a batch of their own in the last one repeat another's
+        rounds = -(-batches // copies)  # in the last round some ranks repeat a batch
         own = (self._batch("val", min(first + copies * i, batches - 1)) for i in range(rounds))
         inputs, targets = zip(*own, strict=True)
         return self.runner.evaluate(self._measure, (torch.stack(inputs), torch.stack(targets)), self.step + 1)
 
     @torch.no_grad()
     def _measure(self, inputs: Tensor, targets: Tensor, at: At) -> list[Tensor]:
-        """The mean loss over batches of inputs and targets [batches, B, T], float64."""
+        """The mean loss over batches of inputs and targets [batches, B, T], as one float64."""
         every = self.ranks.in_order(self.microbatches.evaluate(inputs, targets, at))
         return [every.t().flatten()[: self.config.train.eval_batches].mean()]
 
     @property
     def kept(self) -> Collection[int]:
-        """The steps whose checkpoints are kept: the points of a trunk."""
+        """The steps whose checkpoints are kept: the fork points of a trunk."""
         return self.config.points
 
     def state(self) -> dict:
-        """Everything that training goes on from; over several ranks whole tensors, on each of them. A collective."""
+        """The whole state of the training, with whole tensors on every rank. A collective."""
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         state |= self.adapter.state() | self.position()
         return self.ranks.whole(state)
 
     def load_weights(self, checkpoint: Checkpoint) -> Loaded:
-        """Take the weights of another program's checkpoint, and the moments where it has some. Each of several ranks
-        reads all of it, and gives the model its part."""
+        """Take the weights of another program's checkpoint, and its moments if it has any.
+
+        Each rank reads the whole checkpoint and takes its part.
+        """
         model, optimizer = self.ranks.whole_model((self.model, self.optimizer), self._on_cpu)
         loaded = load_checkpoint(checkpoint, model, optimizer)
         take_parts(self.model, self.optimizer, model, optimizer)
@@ -216,13 +223,15 @@ class Trainer:
         return loaded
 
     def _on_cpu(self) -> Trained:
-        """The whole model of this recipe on the CPU, and its optimizer."""
+        """The whole model in this stage's recipe on the CPU, and its optimizer."""
         plain = adapted(self.config, self.dataset.vocab_size, self.stage.recipe, torch.device("cpu"))
         return plain.model, make_optimizer(plain, self.config.train)
 
     def fork_from(self, trunk: dict | Path) -> None:
-        """Begin as a fork of a Trainer in any recipe: from its state, or the folder that its ranks have written. A
-        collective."""
+        """Begin as a fork of a Trainer in any recipe. A collective.
+
+        trunk: the state of a trunk in one process, or the folder that a trunk's ranks have written.
+        """
         fork, seed = self.config.fork, self.config.seed
         if isinstance(trunk, Path):
             state = start_from_folder(self.model, self.optimizer, trunk)
@@ -246,7 +255,7 @@ class Trainer:
         self.load_position(state)
 
     def position(self) -> dict[str, Any]:
-        """What state() has of the loop itself, copied, as the next step changes it."""
+        """The part of state() that belongs to the loop. Tensors are copied, because the next step changes them."""
         check_room(self.model, "train.parallel.")
         measured = {"val_loss": self.val_loss} if self.step in self.kept else {}
         losses = {"loss_sum": self.loss_sum.clone(), "loss_count": self.loss_count, "last_val_loss": self.val_loss}
@@ -254,7 +263,7 @@ class Trainer:
         return {"trunk": self.trunk, "step": self.step, **losses, **measured, **met, **self.adapter.facts}
 
     def load_position(self, state: Mapping[str, Any]) -> None:
-        """Load this position; model and optimizer are loaded already."""
+        """Load this position, after model and optimizer are loaded."""
         self.adapter.check(state)
         self.step, self.loss_count, self.trunk = state["step"], state["loss_count"], state["trunk"]
         self.loss_sum, self.val_loss = state["loss_sum"].to(self.device), state.get("last_val_loss")

@@ -1,10 +1,9 @@
 """The forwards and backwards of a step or an evaluation, on the ranks of a training.
 
-The training loop gives a whole batch of this rank and gets losses; how the batch is computed is decided here. One class
-computes microbatches one after another, the other gives them to a pipeline, whose stages lie on different ranks.
+The training loop gives this rank's batch and gets losses. Microbatches computes microbatches one after another;
+PipelinedMicrobatches gives them to a pipeline, whose stages lie on different ranks. share_out() chooses.
 """
 
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from hqsweep.nn.core.context import unwritten
 from hqsweep.nn.core.module import roles_of
 from hqsweep.nn.layers.offload import ActivationOffload
 from hqsweep.nn.layers.saved_memory import SavedBytes
+from hqsweep.optim.adam import Norm
 from hqsweep.parallel.data import reshard, synchronized
 from hqsweep.parallel.mesh import Ranks
 from hqsweep.parallel.parallelize import parallelize, parallelize_layers
@@ -25,15 +25,13 @@ from hqsweep.train.model import Balance, Losses, ModelAdapter
 from hqsweep.train.step import At
 
 T = TypeVar("T")
-Norm = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
-"""(parameters, gradients) -> the norm, as FusedAdam.clip_and_step takes it."""
 
 
 class Microbatches:
-    """Computes the microbatches of a batch one after another, each by the whole model or this rank's part of it."""
+    """Computes the microbatches of a batch one after another, each by the whole model or by this rank's part of it."""
 
     norm: Norm | None = None
-    """Gives the 2-norm of the gradients of all stages; None: this rank's gradients are all there are."""
+    """Computes the 2-norm of the gradients of all stages; None where no other rank has other layers."""
 
     def __init__(self, config: ConvergenceConfig, adapter: ModelAdapter, ranks: Ranks) -> None:
         self.config, self.adapter, self.ranks = config, adapter, ranks
@@ -43,14 +41,15 @@ class Microbatches:
         self._saving = ActivationOffload(self.model).saving if train.offload else nullcontext
         self._countable = not train.offload and train.recompute == "none" and ranks.size == 1
         self._first = ranks.data_rank * train.microbatches
-        # Operands that only one microbatch reads are not kept, unless they are codes, half the size of exact operands.
+        # A single microbatch keeps operands of weights only as codes, which are half the size of exact operands.
         keeps_operands = train.microbatches > 1 or config.recipe.gemm == "native"
         self._training = {"cache_weights": keeps_operands}
 
     def step(self, inputs: Tensor, targets: Tensor, at: At) -> tuple[Tensor, Balance]:
-        """The loss that a step minimizes, float32 [], and the use of its experts. inputs, targets: int64 [B, T].
+        """(loss, balance): the loss that a step minimizes, float32 [], and the use of its experts.
 
-        The loss is the mean over the batches of all ranks. Its gradients are added to the parameters' own.
+        inputs, targets: int64 [B, T]. The loss is the mean over the batches of all ranks. Its gradients are added to
+        the parameters' gradients.
         """
         parts, period = self.config.train.microbatches, object()
         losses_of, balances = [], []
@@ -97,12 +96,13 @@ class Microbatches:
         return every
 
     def _losses(self, inputs: Tensor, targets: Tensor) -> Losses:
-        """The losses of one microbatch. The first forward in training counts the bytes that it saves, where it can."""
+        """The losses of one microbatch. The first forward in training counts the bytes that it saves, where it saves
+        all of them."""
         count = self._countable and torch.is_grad_enabled() and not self.saved.nbytes
         return self.adapter.losses(inputs, targets, self.saved.counting if count else self._saving)
 
     def _total(self, parts: list[Tensor]) -> Tensor:
-        """The sum of all shares of a loss, in the order of the microbatches of all ranks."""
+        """The sum of all shares of a loss, added in the order of the microbatches of all ranks."""
         shares = torch.stack(parts)
         total = torch.zeros((), device=shares.device)
         for share in self.ranks.in_order(shares).flatten():
@@ -111,7 +111,7 @@ class Microbatches:
 
 
 class PipelinedMicrobatches(Microbatches):
-    """Gives the microbatches to a pipeline, whose stages are computed by the ranks along the axis pp."""
+    """Gives the microbatches to a pipeline, whose stages the ranks along the axis pp compute."""
 
     def __init__(self, config: ConvergenceConfig, adapter: ModelAdapter, ranks: Ranks, pipeline: Any) -> None:
         super().__init__(config, adapter, ranks)
@@ -134,7 +134,7 @@ class PipelinedMicrobatches(Microbatches):
 
 
 def share_out(config: ConvergenceConfig, adapter: ModelAdapter, ranks: Ranks) -> Microbatches:
-    """Share out the adapter's model, in place, over the ranks. Returns what computes its microbatches there."""
+    """Share out the adapter's model, in place, over the ranks. Returns the object that computes its microbatches."""
     train, model, sequences = config.train, adapter.model, config.microbatch // ranks.data_size
     if ranks.dims.pp == 1:
         parallelize(model, ranks, sequences, adapter.methods, adapter.autocast)
