@@ -1,4 +1,4 @@
-"""convergence: train one model under one recipe and write its loss curve and error statistics."""
+"""The job convergence: trains one model under one recipe, and writes its loss curve and error statistics."""
 
 import math
 import shutil
@@ -45,10 +45,10 @@ from hqsweep.train.record import (
 
 
 def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
-    """Train to config.train.steps, going on from workspace/checkpoint when there is one.
+    """Train to config.train.steps, from the newest checkpoint in workspace/checkpoint if there is one.
 
-    Raises Diverged when the loss is not finite, UserError when the data or the device is not there, and what
-    check_native raises.
+    Raises Diverged where the loss is not finite, UserError where data or device are missing, and the errors of
+    check_native.
     """
     train, device = config.train, pick_device(config.train.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -124,14 +124,16 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
     if late := [*trainer.trunk.get(ABOVE, ()), *dataset.untrained(trainer.val_loss)]:
         sink.manifest(warnings=[*warnings, *late])
     if config.start:
-        by_first(lambda: shutil.rmtree(folder, ignore_errors=True))  # a fork is short, and its trunk is there
+        by_first(lambda: shutil.rmtree(folder, ignore_errors=True))  # a finished fork needs no checkpoint
     elif trainer.step not in trainer.kept:
         save_checkpoint(trainer, folder, rows=sink.mark(), run=sink.run_id, data=dataset.hash)
 
 
 def seen_before(workspace: Path) -> str | None:
-    """The hash of the data that a run of an earlier version, which has none in its config, has read before; None where
-    its manifest does not say."""
+    """The hash of the data that a run of an earlier version has read, from its manifest; None where it does not say.
+
+    The configs of earlier versions have no such hash.
+    """
     try:
         return loads((workspace / "manifest.json").read_bytes()).get("data_hash")
     except (OSError, ValueError, AttributeError):
@@ -139,7 +141,7 @@ def seen_before(workspace: Path) -> str | None:
 
 
 def shared_facts(config: ConvergenceConfig, dataset: Dataset, device: torch.device) -> dict[str, object]:
-    """What all ranks of a run have to agree on; names for sentences."""
+    """The facts in which all ranks of a run must agree, by their names in sentences."""
     keys = config.model_dump(mode="json", exclude={"runs_dir", "engine", "track"})
     return {
         "the version of hqsweep": hqsweep.__version__,
@@ -154,9 +156,12 @@ def shared_facts(config: ConvergenceConfig, dataset: Dataset, device: torch.devi
 
 
 def make_up(build: Callable[[], Trainer], config: ConvergenceConfig, sink: Sink, last: Path, data_hash: str) -> None:
-    """Train a trunk that goes on from the checkpoint `last` again to each point whose state it lacks: the state was
-    asked for after the trunk had passed the point, or is damaged. The rows are there already. build() makes its
-    trainer."""
+    """Train a trunk again to each fork point up to the checkpoint `last` whose state it lacks, with a trainer from
+    build().
+
+    A state is missing if it was asked for after the trunk had passed the point, or if it is damaged. The rows are there
+    already.
+    """
     before, trainer = partial(refusal, config, sink, last.parent.parent, data_hash), None
     for point in by_first(lambda: lacking(config, sink, last)):
         sink.phase("training again to fork points that it had passed")
@@ -175,7 +180,7 @@ def make_up(build: Callable[[], Trainer], config: ConvergenceConfig, sink: Sink,
 
 
 def lacking(config: ConvergenceConfig, sink: Sink, last: Path) -> list[int]:
-    """The points up to the checkpoint `last` whose states are not there; damaged ones are deleted."""
+    """The fork points up to the checkpoint `last` without a state. Damaged states are deleted."""
     states = {at: last.with_stem(f"step_{at}") for at in config.points if at <= step_of(last)}
     for path in states.values():
         if path.exists() and (fault := fault_of(path, sink.run_id)):
@@ -185,7 +190,7 @@ def lacking(config: ConvergenceConfig, sink: Sink, last: Path) -> list[int]:
 
 
 def begin(trainer: Trainer, workspace: Path) -> None:
-    """Give a trainer that has made no step the state that it begins with, if that is not its initial one."""
+    """Give a new trainer the state that its run starts from, if that is not the initial one."""
     if trainer.config.start:
         begin_fork(trainer, workspace)
     elif trainer.config.fork and trainer.config.fork.source:
@@ -193,8 +198,10 @@ def begin(trainer: Trainer, workspace: Path) -> None:
 
 
 def begin_fork(trainer: Trainer, workspace: Path) -> None:
-    """Give the trainer the state of its trunk. UserError where that is missing, is not what the trunk wrote, or belongs
-    to another step."""
+    """Give the trainer the state of its trunk.
+
+    UserError where the state is missing, is not what the trunk wrote, or belongs to another step.
+    """
     fork = trainer.config.fork
     path = fork.state_path(workspace, trainer.config.train.parallel.world)
     if not path.exists():
@@ -215,20 +222,25 @@ def begin_fork(trainer: Trainer, workspace: Path) -> None:
 
 
 def read_trunk(fork: ForkConfig, path: Path, device: torch.device, data_hash: str) -> tuple[dict | Path, str]:
-    """The state of a trunk and the hash of its file, or the folder that its ranks have written and the folder's hash.
-    Raises NotAsWritten where the hash differs from the trunk's, UserError where the trunk has read other data."""
+    """(state, hash) of a trunk: its state and the hash of the file, or the folder that its ranks wrote and the folder's
+    hash.
+
+    Raises NotAsWritten where the hash is not the trunk's, UserError where the trunk has read other data.
+    """
     if path.is_dir():
         return path, by_first(lambda: check_trunk(fork, check_recorded(path), path, data_hash))
     if fork.trunk_hash is not None:
-        if record_path(path).exists():  # earlier versions wrote none
+        if record_path(path).exists():  # earlier versions wrote no record
             check_trunk(fork, read_record(path), path, data_hash)
         return read_state(path, device, fork.trunk_hash), fork.trunk_hash
     return read_state(path, device), check_trunk(fork, read_record(path), path, data_hash)
 
 
 def check_trunk(fork: ForkConfig, record: Record, path: Path, data_hash: str) -> str:
-    """The hash of a checkpoint with this record. Raises NotAsWritten where it differs from that of the fork's trunk,
-    UserError where the data differ."""
+    """The hash of a checkpoint with this record.
+
+    Raises NotAsWritten where it is not the hash of the fork's trunk, UserError where the data differ.
+    """
     if fork.trunk_hash is None and not fork.trunk.endswith(record.run[:ID_DIGITS]):
         raise NotAsWritten(path, ANOTHER_RUN)
     if fork.trunk_hash not in (None, record.sha256):
@@ -242,7 +254,7 @@ def check_trunk(fork: ForkConfig, record: Record, path: Path, data_hash: str) ->
 
 
 class Throughput:
-    """Tokens a second since the first call, evaluations and samples included."""
+    """Tokens a second since the first call, with the time of evaluations and samples."""
 
     def __init__(self, tokens_per_step: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self.tokens_per_step, self.clock = tokens_per_step, clock

@@ -1,4 +1,4 @@
-"""What the manifest of a trained run says of its model, its data and its steps."""
+"""The entries in the manifest of a trained run about its model, data and steps."""
 
 import re
 from itertools import pairwise
@@ -19,10 +19,9 @@ SHARED_GPU = "{} ranks share a GPU and exchange by sockets, so steps take much l
 
 
 def trainer_fields(trainer: Trainer) -> dict[str, object]:
-    """The fields that are known before the first step: device, the hash of its kernels' numbers, data, sizes, and the
-    plan of every GEMM.
+    """The fields that are known before the first step: device, kernel digest, data, sizes, and the plan of every GEMM.
 
-    tokens and epochs count from step 1, also for a run that goes on from another run's state.
+    tokens and epochs count from step 1, also for a run that continues another run's state.
     """
     device, dataset, train = trainer.device, trainer.dataset, trainer.config.train
     tokens = train.steps * train.batch * train.context
@@ -49,9 +48,9 @@ def trainer_fields(trainer: Trainer) -> dict[str, object]:
 def saved_fields(trainer: Trainer) -> dict[str, object]:
     """The field saved_for_backward: what a microbatch's forward keeps for backward.
 
-    bytes and bytes_per_token are what autograd saved beside the model. They are given only where it saves all of it
-    (without recomputation and offload). input_bytes_per_element: that of the input of each linear; layers with the same
-    number are one entry.
+    bytes and bytes_per_token are what autograd has saved beside the model. They are given only where autograd saves all
+    of it, which excludes recomputation, offload and several ranks. input_bytes_per_element: the number for the input of
+    each linear; layers with the same number are one entry.
     """
     train = trainer.config.train
     tokens = train.batch // train.microbatches * train.context
@@ -66,8 +65,7 @@ def saved_fields(trainer: Trainer) -> dict[str, object]:
 
 
 def unused_warnings(trainer: Trainer) -> list[str]:
-    """The warnings about a model some of whose modules did not compute by the recipe in a step, although they
-    should."""
+    """A warning about modules that should compute by the recipe but did not compute in a step; else []."""
     unused = trainer.adapter.unused()
     if not unused:
         return []
@@ -85,8 +83,7 @@ def steps_fields(trainer: Trainer) -> dict[str, str | None]:
 
 
 def schedule_fields(trainer: Trainer) -> list[dict[str, object]]:
-    """For every change of the recipe: the first step on the new one, and the GEMM plans that differ from those
-    before."""
+    """For each change of the recipe: the first step on the new recipe, and the GEMM plans that change."""
     plans = [stage_plans(trainer, stage) for stage in trainer.stages]
     return [
         {
@@ -98,8 +95,8 @@ def schedule_fields(trainer: Trainer) -> list[dict[str, object]]:
 
 
 def stage_plans(trainer: Trainer, stage: Stage) -> dict[str, dict[str, str]]:
-    """Module -> GEMM -> "a x b: plan", on the recipe of a stage. Attention in high precision, which torch computes, is
-    left out."""
+    """Module -> GEMM -> "a x b: plan", in the recipe of a stage. Attention in high precision is left out, as torch
+    computes it."""
     modules = [module for module in quantized_modules(trainer.model) if module.module_type in MODULE_GEMMS]
     resolved = stage.recipe.resolve(roles_of(trainer.model))
     place = {"gemm_mode": stage.recipe.gemm, "device": trainer.device}

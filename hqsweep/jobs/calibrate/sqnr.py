@@ -1,6 +1,6 @@
-"""What a format does to matrices of known distributions, against theory and against what others measured.
+"""The calibrate job's errors of formats on matrices of known distributions, beside theory and published values.
 
-normal, laplace, t5, t3   independent draws, for which jobs/sqnr_theory.py integrates the error
+normal, laplace, t5, t3   independent draws, for which jobs/calibrate/sqnr_theory.py integrates the error
 outlier_channels          N(0, 1) with one channel in a hundred 30 times as large
 token_scale_S             N(0, 1) with a factor exp(S z) for each row, z at the quantiles of N(0, 1) in random order
 """
@@ -27,7 +27,8 @@ STATISTICS = ("row_sqnr_db_median", "row_sqnr_db_p5", "underflow_pct")
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """A number of decibels, where it is from (theory, published, emulated, predicted), and what passes."""
+    """An expected number of decibels, its origin (theory, published, emulated, predicted), and the range that
+    passes."""
 
     source: str
     expected_db: float
@@ -50,9 +51,9 @@ def calibration_row(
     expected: Expectation | None,
     statistics: Mapping[str, float] | None = None,
 ) -> dict[str, object]:
-    """PASS from low_db to high_db, else FAIL; SKIP where nothing is known to compare with.
+    """A row with PASS from low_db to high_db, else FAIL; SKIP where there is no expectation.
 
-    statistics: those of the matrix, of which median and 5th percentile of the rows' SQNR and the underflow are kept.
+    statistics: the statistics of the matrix. Median and 5th percentile of the rows' SQNR, and the underflow, are kept.
     """
     row: dict[str, object] = {"check": check, "subject": subject, "case": case, "measured_db": measured_db}
     row |= {name: statistics[name] if statistics else None for name in STATISTICS}
@@ -104,8 +105,8 @@ ROWS: dict[str, dict[str, float]] = {
         "nvfp4+2d": 0.0,
     },
 }  # fmt: skip
-"""Format -> SQNR of the distribution. A format whose tensor scale underflows half of the rows is left out: its median
-depends on one draw of the largest magnitude."""
+"""Format -> SQNR of the distribution. Formats whose tensor scale underflows half of the rows are left out, because
+their median depends on one draw of the largest magnitude."""
 
 
 def published_db(format: str, distribution: str) -> float | None:
@@ -134,11 +135,9 @@ EMULATED = {
 ROUNDED_DB = 0.1
 """The tolerance, in dB, for the rounding of published numbers, and for one draw."""
 CHOICE_DB = {"outlier_channels": 0.2, "token_scale_2": 0.2}
-"""The tolerance of the emulation, in dB, for which few channels or rows are the large ones, and where their scales
-fall."""
+"""The tolerance of the emulation, in dB. It covers which channels or rows are large, and where their scales fall."""
 DRAW_DB = {"normal": 0.05, "laplace": 0.05, "t5": 0.06, "t3": 0.4}
-"""The tolerance of theory, in dB, for one draw of 2 million: t3 has no fourth moment, so that its own power is
-uncertain."""
+"""The tolerance of theory, in dB, for one draw of 2 million. t3 has no fourth moment, so its power is uncertain."""
 
 
 def _outlier_channels(rng: np.random.Generator, rows: int, cols: int) -> np.ndarray:
@@ -177,7 +176,7 @@ def draw(distribution: str, rows: int, cols: int, seed: int) -> Tensor:
 def sqnr_rows(
     formats: Sequence[str], distribution: str, shape: tuple[int, int], seed: int, device: torch.device
 ) -> Iterator[dict[str, object]]:
-    """Rows of every format on one matrix, one for each number that there is to hold it against."""
+    """The rows of every format on one matrix: one row for each expectation."""
     x = draw(distribution, *shape, seed).to(device)
     for format in map(parse, formats):
         key = RngKey(seed=seed, slot=f"calibrate/{distribution}", step=0)
@@ -195,8 +194,10 @@ def sqnr_rows(
 def expectations(
     format: Format, distribution: str, shape: tuple[int, int], amax: float | None = None
 ) -> Iterator[Expectation]:
-    """Theory (of matrices with this amax, or of all), what was published, and an independent emulation, as far as they
-    speak of the format."""
+    """The expectations for a format, as far as they exist: theory, a published number, and an independent emulation.
+
+    Theory is for matrices with this amax, or for all matrices.
+    """
     if (theory := theoretical_sqnr_db(format, distribution, *shape, amax)) is not None:
         yield Expectation.around("theory", theory, DRAW_DB[distribution])
     if (published := published_db(str(format), distribution)) is not None:

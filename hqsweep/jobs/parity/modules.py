@@ -1,9 +1,11 @@
 """Checks of the parity job on whole modules: y, dx and the gradient of every parameter.
 
-modules   Linear, LayerNormLinear, LayerNormMLP and TransformerLayer under every ordered pair of base formats, against
-          their composition from format references (jobs/composed.py)
-switch    a module whose recipe is changed after a step against a fresh one under the new recipe
-export    a module under a recipe against the same under the TransformerEngine factory that the recipe is exported to
+modules    Linear, LayerNormLinear, LayerNormMLP and TransformerLayer under every ordered pair of base formats, against
+           their composition from format references (composed)
+switch     a module whose recipe is changed after a step against a fresh one under the new recipe
+export     a module under a recipe against the same under the TransformerEngine factory that the recipe is exported to
+causality  codes and outputs of earlier tokens when the last token changes: only formats whose scales stand for several
+           tokens may leak
 """
 
 import re
@@ -61,7 +63,8 @@ class _Linear(torch.autograd.Function):
 
 
 def composed(module: nn.Module, x: Tensor) -> Tensor:
-    """module(x), with its parameters and quantizers, for the modules with linears; attention in high precision."""
+    """module(x) by formula, with its parameters and quantizers, for modules with linears. Attention is in high
+    precision."""
     match module:
         case LayerNormLinear():
             return _linear(module, _norm(module.norm, x))
@@ -107,7 +110,7 @@ def _column(module: Linear, tensor: str, x: Tensor) -> ExactOperand:
 
 
 def _key(module: Linear, tensor: str, direction: str) -> RngKey:
-    """Outside of any quantization(): seed 0, step 0."""
+    """The key outside of any quantization(): seed 0, step 0."""
     return RngKey(seed=0, slot=f"{module.name}/linear/{tensor}/{direction}", step=0)
 
 
@@ -140,7 +143,7 @@ def modules_check(config: ParityConfig, device: torch.device) -> Rows:
             for name in MODULES if source == "original" else ("LayerNormLinear",):
                 module = _initialised(MODULES[name](recipe), config.seed).to(device)
                 expected = _gradients(module, lambda x, module=module: composed(module, x), config.seed)
-                actual = _gradients(module, module, config.seed, kernels=False)  # whose sums are in torch's order
+                actual = _gradients(module, module, config.seed, kernels=False)  # their sums are in torch's order
                 yield row("modules", f"{a}|{b}" if source == "original" else pair, name, named_pairs(expected, actual))
 
 
@@ -158,7 +161,7 @@ def switch_check(config: ParityConfig, device: torch.device) -> Rows:
 
 
 def export_check(config: ParityConfig, device: torch.device) -> Rows:
-    """Rows of recipes whose exported text is executed with hqsweep.compat in the place of TransformerEngine."""
+    """Rows of recipes whose exported text runs with hqsweep.compat in place of TransformerEngine."""
     for name, sections in RECIPES.items():
         recipe = parse_recipe({"name": name, **sections})
         recipes = recipe, imported(to_transformer_engine(recipe, name))
@@ -167,7 +170,7 @@ def export_check(config: ParityConfig, device: torch.device) -> Rows:
 
 
 def imported(exported: str) -> CustomRecipe:
-    """The recipe of an exported module. Its imports of TransformerEngine are replaced, and nothing else."""
+    """The recipe of an exported module, in which only the imports of TransformerEngine are replaced."""
     names: dict[str, object] = {}
     text = re.sub(r"^from transformer_engine[\w.]* import", "from hqsweep.compat import", exported, flags=re.M)
     exec(compile(text, "exported.py", "exec"), names)
@@ -184,7 +187,7 @@ def _initialised(module: nn.Module, seed: int) -> nn.Module:
 def _gradients(
     module: nn.Module, function: Callable[[Tensor], Tensor], seed: int, *, kernels: bool = True
 ) -> dict[str, Tensor]:
-    """y and all gradients of function, which uses the parameters of the module."""
+    """y and all gradients of a function that uses the module's parameters."""
     device = next(module.parameters()).device
     x = draw("normal", BATCH * CONTEXT, DIM, seed).view(BATCH, CONTEXT, DIM).to(device).requires_grad_()
     module.zero_grad()
@@ -203,13 +206,15 @@ MODULE_CHECKS: dict[str, Check] = {
 
 TOKENS, WIDTH, OUTPUTS = 64, 128, 96
 GROWTH = 3.0
-"""The largest magnitude of the new last token over that of all tokens before: a power of two would shift scales and
-hide the leak."""
+"""The ratio between the new last token's largest magnitude and that of all tokens before.
+
+It is no power of two, which would shift scales and hide the leak.
+"""
 KEY = RngKey(seed=1, slot="causality", step=3)
 
 
 def causality_check(config: ParityConfig, device: torch.device) -> Rows:
-    """Each format on the input of a Linear: what quantization makes of earlier tokens, and their outputs."""
+    """Rows of each format on the input of a Linear: how a later token changes codes and outputs of earlier tokens."""
     before = draw("heavy", TOKENS, WIDTH, config.seed).clamp(-1e3, 1e3).to(device)
     after = before.clone()
     after[-1] = GROWTH * before.abs().max()
@@ -226,7 +231,7 @@ def shares_scales(format: Format) -> bool:
 
 
 def _earlier(format: Format, x: Tensor, seed: int) -> dict[str, Tensor]:
-    """Values of all tokens but the last: those that the operand stands for, and y of a Linear with a bf16 weight."""
+    """The results of all tokens except the last: the operand's values, and y of a Linear with a bf16 weight."""
     operand = HybridQuantizer(format, parse("bf16")).quantize(x, columnwise=None, key=KEY).rowwise
     quantizers = {"input": f"{format}|bf16", "weight": "bf16", "grad_output": "bf16"}
     module = Linear(WIDTH, OUTPUTS, name="causality", recipe=quantizers)
@@ -237,7 +242,7 @@ def _earlier(format: Format, x: Tensor, seed: int) -> dict[str, Tensor]:
 
 
 def _verdict(subject: str, case: str, leaks: bool, expected: Tensor, actual: Tensor) -> dict[str, object]:
-    """A comparison of bytes; for a format that must leak, PASS when bytes differ, with how many and by how much."""
+    """A row of compared bytes. For a format that must leak, PASS where bytes differ, with their number and size."""
     compared = row("causality", subject, case, named_pairs({"earlier tokens": expected}, {"earlier tokens": actual}))
     if not leaks:
         return compared | {"note": "expected: no leak, each row has its own scales"}

@@ -1,7 +1,7 @@
-"""Cases of the check of ranks that share a layer itself: linears by column and by row, and experts.
+"""Cases of the check of ranks in which ranks share layers: linears by column and by row, experts, and stages of a GPT.
 
-Expected results come from one process that has the whole layer and all tokens; sums over ranks are put together from
-its own operands, part by part, each rounded to the linear's dtype as it travels.
+Expected results come from one process that has the whole layer and all tokens. Sums over ranks are added from its own
+operands, part by part, each rounded to the linear's dtype in which it is sent.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,10 +25,10 @@ from hqsweep.recipe.sectioned import Recipe
 from hqsweep.train.model import GPT
 
 TOKENS, PART = 128, 128
-"""The rows of all ranks together, and the features of a rank's part, which cuts no block."""
+"""TOKENS: the rows of all ranks together. PART: the features of a rank's part, which cuts no block."""
 EXPERTS, DIM, FFN = 8, 64, 96
 OF_RANK, OF_EACH = (40, 0, 24, 56), (28,) * 4
-"""The tokens of each rank for a mixture of experts; as many on every rank."""
+"""The tokens of each rank for a mixture of experts. With room, every rank has equally many."""
 
 
 def _linear(problem: Problem) -> Linear:
@@ -58,8 +58,8 @@ def _linear_pass(problem: Problem, module: Linear, x: Tensor, dy: Tensor, step: 
 
 @dataclass(frozen=True)
 class SharedLinear:
-    """A linear of which each rank has columns of y, or of x; with sequence, it also has a part of the tokens of the
-    other."""
+    """A linear whose ranks each have columns of y, or of x. With sequence, a rank also has a part of the other's
+    tokens."""
 
     mode: Literal["column", "row"]
     sequence: bool
@@ -78,8 +78,10 @@ class SharedLinear:
         return results
 
     def expected(self, problem: Problem) -> list[Results]:
-        """The results of each rank, computed in one process; what is summed over ranks is put together from their
-        parts. Of operands a rank has those of its part."""
+        """The results of each rank, computed in one process. Sums over ranks are put together from the ranks' parts.
+
+        A rank has the operands of its part.
+        """
         module, results = _linear(problem), [dict[str, Tensor]() for _ in range(problem.ranks)]
         for step in problem.steps:
             passed, reads = _linear_pass(problem, module, *_tensors(problem, step), step)
@@ -104,18 +106,18 @@ class SharedLinear:
 
     @property
     def _axes(self) -> dict[str, int | None]:
-        """The axis along which ranks have parts of a result; None: each has all of it."""
+        """Result -> the axis along which ranks have parts; None: each rank has all of it."""
         if self.mode == "column":
             return {"y": 1, "dx": self._tokens, "dw": 0, "db": 0}
         return {"y": self._tokens, "dx": 1, "dw": 1, "db": None}
 
     @property
     def _cuts(self) -> dict[str, int]:
-        """The axis along which ranks have parts of a tensor that products read; all others each has whole."""
+        """Tensor that products read -> the axis along which ranks have parts. Other tensors are whole on each rank."""
         return {"weight": 0, "grad_output": 1} if self.mode == "column" else {"input": 1, "weight": 1}
 
     def split_sum(self, problem: Problem, module: Linear, step: int) -> SplitSum:
-        """The sum over ranks of a step, after the step has been computed by the module."""
+        """The sum over ranks of a step, after the module has computed the step."""
         x, dy = _tensors(problem, step)
         with quantization(seed=problem.seed, step=step), torch.no_grad():
             call, weight = LinearCall(**module.linear_facts()), module.weight.to(torch.bfloat16)
@@ -142,8 +144,8 @@ def _mixture(problem: Problem) -> LayerNormMoE:
 def _mixture_pass(
     problem: Problem, module: LayerNormMoE, tokens: dict[int, int], step: int
 ) -> tuple[Results, list[Read]]:
-    """The y and dx of so many tokens of these ranks, and the gradients of the experts' weights; and the operands that
-    were read."""
+    """(results, operands): y and dx of so many tokens of these ranks, gradients of the experts' weights, and operands
+    read."""
     x, dy = (
         torch.cat(
             [
@@ -165,8 +167,10 @@ def _mixture_pass(
 
 @dataclass(frozen=True)
 class SharedExperts:
-    """A mixture of which each rank has a part of the experts, and tokens for all of them; with room, the host waits for
-    no numbers of rows."""
+    """A mixture whose ranks each have a part of the experts, and tokens for all of them.
+
+    With room, the host waits for no numbers of rows.
+    """
 
     of_rank: tuple[int, ...]
     room: bool
@@ -181,7 +185,7 @@ class SharedExperts:
         return results
 
     def expected(self, problem: Problem) -> list[Results]:
-        """The results of ranked() for each rank; gradients of weights are divided by the number of ranks."""
+        """The results of ranked() for each rank. Gradients of weights are divided by the number of ranks."""
         module, results = _mixture(problem), [dict[str, Tensor]() for _ in range(problem.ranks)]
         counts = self.of_rank[: problem.ranks]
         for step in problem.steps:
@@ -214,7 +218,7 @@ LAYER_COLUMNS = (
 
 
 def shared_sums(problem: Problem) -> Iterator[tuple[str, SplitSum, Tensor]]:
-    """(case, sum over ranks of the first step, the same product as one process has it)."""
+    """(case, sum over ranks of the first step, the same product in one process)."""
     for case, shared in SHARED.items():
         if not shared.sequence:
             module = _linear(problem)
@@ -230,7 +234,8 @@ Step = Callable[[int, Tensor, Tensor], tuple[Tensor, list[Read]]]
 
 @dataclass(frozen=True)
 class Stages:
-    """A GPT with a layer for each stage, and a sequence for each of as many microbatches as there are ranks."""
+    """A GPT with one layer in each stage, and one sequence in each microbatch; there are as many microbatches as
+    ranks."""
 
     per_rank: int
 
@@ -246,7 +251,7 @@ class Stages:
         return _trained(problem, model, step)
 
     def expected(self, problem: Problem) -> list[Results]:
-        """The results of each rank, computed in one process: the losses, and what belongs to its layers."""
+        """The results of each rank, computed in one process: the losses, and the results of its layers."""
         model = self._gpt(problem)
 
         def step(index: int, tokens: Tensor, targets: Tensor) -> tuple[Tensor, list[Read]]:
@@ -275,7 +280,7 @@ class Stages:
         return model.to(problem.device)
 
     def _rank_of(self, name: str, ranks: int) -> int | None:
-        """The rank that has the parameter, or the linear, which a result is named after; None: all have the result."""
+        """The rank with the parameter, or linear, of a result's name; None: all ranks have the result."""
         if name.startswith("loss"):
             return None
         part = name.removeprefix("d ").removeprefix(PREFIX).split(".")
