@@ -10,7 +10,7 @@ import pandas as pd
 from hqsweep.errors import Damaged
 from hqsweep.report.compare.frames import Frames
 from hqsweep.report.compare.left_out import OTHER_DATA, UNKNOWN_DATA, LeftOut
-from hqsweep.train.content import SHOWN_DIGITS
+from hqsweep.train.corpus import SHOWN_DIGITS
 
 AGAIN = "compare it with a baseline on the same data, or train it under another sweep=NAME"
 

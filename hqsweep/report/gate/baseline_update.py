@@ -31,7 +31,7 @@ from hqsweep.report.pages.fitted import Fitted
 from hqsweep.report.pages.text import TextTable, number, to_rich
 from hqsweep.sweep.store.files import write_json
 from hqsweep.sweep.store.run_dir import RunDir
-from hqsweep.train.content import SHOWN_DIGITS
+from hqsweep.train.corpus import SHOWN_DIGITS
 
 
 @dataclass(frozen=True, kw_only=True)
