@@ -1,7 +1,7 @@
-"""Blank: what torch's fully_shard makes by new_zeros and then fills with a rank's shard.
+"""Blank: the tensor that torch's fully_shard creates by new_zeros and then fills with a rank's shard.
 
-It pads shards to one size: new_zeros(shape of the first), narrow to its own rows, copy_. A quantized shard cannot
-be written into zeros, of which blocks lie elsewhere, so this tensor becomes the shard that is copied into it.
+fully_shard pads shards to one size: new_zeros(shape of the first), narrow to the shard's rows, copy_. A quantized shard
+cannot be copied into zeros, since its blocks may lie elsewhere. So a Blank becomes the shard that is copied into it.
 """
 
 from dataclasses import replace
@@ -17,8 +17,10 @@ aten = torch.ops.aten
 
 
 class Blank(torch.Tensor):
-    """Zeros of the shape of a shard, padded, of the tensor `like`, which has a sharding; all views become the shard
-    that is copied into one of them. Any other use is one of zeros in like's formats."""
+    """Zeros in the padded shape of a shard of `like`, a tensor with a sharding.
+
+    A shard that is copied into any view becomes the value of all views. All other uses see zeros in like's formats.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -29,11 +31,11 @@ class Blank(torch.Tensor):
         return self
 
     def view_as_shape(self, shape: Any) -> "Blank":
-        """A view of another shape."""
+        """Return a view of another shape."""
         return Blank(self.like, shape, self.held, dtype=self.dtype, device=self.device)
 
     def value(self) -> Tensor:
-        """What it is where it is no shard in the making."""
+        """Return the value: the copied shard, or zeros in like's formats."""
         if not self.held:
             like, meta = self.like, self.like.metadata
             options = {"dtype": self.dtype, "source_dtype": meta.source_dtype, "directions": meta.directions}

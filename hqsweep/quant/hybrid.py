@@ -1,4 +1,4 @@
-"""HybridQuantizer: a format for each direction in which a tensor is read, and what the columnwise one is made from.
+"""HybridQuantizer: one format per direction, and the source of the columnwise operand.
 
 Vanilla quantization is the case of equal formats. The text form is ROW|COL@SOURCE: "nvfp4|mxfp8@rowwise_dequantized",
 "nvfp4|mxfp8" (source original), or "mxfp8" for both directions. The random Hadamard transform acts on columnwise
@@ -38,8 +38,10 @@ Direction = Literal["rowwise", "columnwise"]
 
 @dataclass(frozen=True)
 class HybridQuantizer:
-    """The formats of a tensor; frozen and hashable. Which directions to make, the key of stochastic rounding and the
-    states of delayed scaling are call arguments."""
+    """The formats of a tensor; frozen and hashable.
+
+    The wanted directions, the key of stochastic rounding and the states of delayed scaling are call arguments.
+    """
 
     rowwise: Format
     columnwise: Format
@@ -68,8 +70,8 @@ class HybridQuantizer:
 
     @classmethod
     def parse(cls, value: "str | Mapping[str, str] | HybridQuantizer") -> "HybridQuantizer":
-        """The quantizer of "ROW|COL@SOURCE", or of {rowwise, columnwise, columnwise_source} with the last one
-        optional."""
+        """Return the quantizer of "ROW|COL@SOURCE", or of a mapping {rowwise, columnwise, columnwise_source
+        (optional)}."""
         if isinstance(value, HybridQuantizer):
             return value
         row, column, source = quantizer_texts(value)
@@ -91,42 +93,41 @@ class HybridQuantizer:
 
     @cached_property
     def reads_key(self) -> bool:
-        """Whether quantize needs the key of its call: where bits are drawn, and for a class of somebody else, which may
-        draw its own."""
+        """Whether quantize() needs a key: if bits are drawn, or for a user's subclass, which may draw its own."""
         return self.stochastic or type(self) is not HybridQuantizer
 
     @cached_property
     def delayed(self) -> bool:
-        """Whether the scale of a direction comes from the amaxes of earlier steps."""
+        """Whether a direction's scale comes from the amaxes of earlier steps."""
         return any(format.delayed for format in (self.rowwise, self.columnwise))
 
     @cached_property
     def takes_values_alone(self) -> bool:
-        """Whether quantize needs nothing but x, which neither direction holds as it is."""
+        """Whether quantize() needs only x, and neither direction keeps x in high precision."""
         held = any(format.high_precision for format in (self.rowwise, self.columnwise))
         return not (self.stochastic or self.delayed or held)
 
     @cached_property
     def row_multiple(self) -> int:
-        """The number that divides the rows of a tensor whose columnwise operand is made."""
+        """The rows of a tensor must be a multiple of this for a columnwise operand."""
         return self.columnwise.column_multiple
 
     @property
     def may_save_original(self) -> bool:
-        """Whether backward may keep the tensor and make the columnwise operand from it again.
+        """Whether backward may save the tensor and compute the columnwise operand from it again.
 
-        With rowwise_dequantized that would take the rowwise operand, too, so the columnwise operand is kept.
+        With rowwise_dequantized that needs the rowwise operand too, so the columnwise operand is saved instead.
         """
         return self.columnwise_source == "original"
 
     @property
     def takes_amax(self) -> bool:
-        """Whether quantize_under() has a use for the amax."""
+        """Whether quantize_under() can use the amax."""
         return _takes_amax(self.rowwise) or self._column_takes_amax_of_x
 
     @property
     def _column_takes_amax_of_x(self) -> bool:
-        """Whether the columnwise operand's amax is x's, and not that of transformed or decoded values."""
+        """Whether the columnwise operand's amax is x's own, not that of transformed or decoded values."""
         return _takes_amax(self.columnwise) and not self.columnwise.rht and self.columnwise_source == "original"
 
     def quantize(
@@ -142,20 +143,25 @@ class HybridQuantizer:
         amaxes: Sequence[Tensor] = (),
         place: Place | None = None,
     ) -> HybridOperand:
-        """[rows, cols] -> operands of the directions asked for, in one read of x; the columnwise one encodes x.T.
+        """Quantize x [rows, cols] and return the wanted operands, in one read of x. The columnwise operand encodes x.T.
 
-        Each is wanted as "codes" (an Operand, to keep), "exact" (an ExactOperand, to multiply at once) or None. With
-        rowwise_dequantized the columnwise operand is made from dequantize(rowwise), rounded to x's dtype. Directions in
-        fp8_delayed are scaled by the states of the slot, which then take note of x's amaxes in one more read; UserError
-        without them.
+        rowwise, columnwise: "codes" (an Operand, to keep), "exact" (an ExactOperand, to multiply at once) or None. With
+        rowwise_dequantized the columnwise operand encodes dequantize(rowwise), rounded to x's dtype. states: required
+        for
+        fp8_delayed, whose scales they set; they record x's amaxes in one more read.
 
-        splits: the rows belong to the members of a group. Each member is quantized as if it were alone, under its own
-        key and states, into operands with a layout. by_rows: see ops.request.Target. amaxes: those of x bfloat16 that
-        takes_amaxes() names, where they are known; otherwise they are found in a pass of their own. The bytes are the
-        same.
+        splits: the rows belong to the members of a group. Each member is quantized as if alone, under its own key and
+        states,
+        and the operands have a layout. by_rows: see Target.
+        amaxes: the amaxes of a bfloat16 x that takes_amaxes() names, if known. Otherwise a separate pass finds them;
+        the bytes
+        are the same.
+        place: x is part of a whole matrix, and its elements draw the same random bits as there. Scales still come from
+        x
+        alone; to share amaxes with the whole, pass them.
 
-        place: x is a part of a whole matrix, and its elements draw the random bits that they draw there. Scales come
-        from x alone: amaxes that the whole shares are given. UserError for a place together with splits.
+        Raises:
+            UserError: for fp8_delayed without states, for +sr without a key, and for a place together with splits.
         """
         if place is not None and splits is not None:
             raise UserError("quantize: a place is that of one matrix; the matrices of splits are each a whole")
@@ -191,8 +197,12 @@ class HybridQuantizer:
         key: RngKey | None = None,
         place: Place | None = None,
     ) -> HybridOperand:
-        """quantize() for a part of a whole under the amaxes of the whole: direction -> grid (ops.request.Target), where
-        its format takes one that the part alone does not know. UserError for a quantizer with a quantize of its own."""
+        """Quantize a part of a whole under amaxes of the whole.
+
+        grids: direction -> grid (see Target), for formats whose amax the part does not know. UserError for a class with
+        its own
+        quantize().
+        """
         if type(self).quantize is not HybridQuantizer.quantize:
             raise UserError(
                 f"a part of a whole cannot be quantized by {type(self).__name__}, whose quantize is its own and may"
@@ -217,10 +227,13 @@ class HybridQuantizer:
         states: SlotStates | None = None,
         place: Place | None = None,
     ) -> HybridOperand:
-        """quantize() for an x whose amax is known, float32 [1, 1]: formats with one amax of the whole matrix need no
-        search. The bytes are the same. A mapping gives the amax of each direction's operand, which is then encoded
-        under it whatever x has, such as the amax of a whole that x is a part of; for +row_scaled it is [rows, 1].
-        place: see quantize()."""
+        """Quantize x under a known amax, float32 [1, 1]: formats with one amax per matrix need no search.
+
+        A single amax is x's own; the bytes are the same as without it. A mapping gives the amax of each direction's
+        operand,
+        for example of a whole that contains x, and overrides x's own; for +row_scaled it is [rows, 1]. place: see
+        quantize().
+        """
         row, column = self._targets(rowwise, columnwise)
         if isinstance(amax, Tensor):
             row, column = _under(row, amax), _under(column, amax) if self._column_takes_amax_of_x else column
@@ -240,8 +253,10 @@ class HybridQuantizer:
         states: Sequence[SlotStates] | None = None,
         by_rows: bool = False,
     ) -> HybridOperand:
-        """quantize() with splits, without random bits, under known amaxes of each direction: float32 [members], or for
-        +row_scaled [rows], for which the host waits for the splits. What x has itself is not looked at."""
+        """Quantize with splits under known amaxes of each direction, without random bits. x's own amaxes are not used.
+
+        amaxes: float32 [members], or [rows] for +row_scaled, for which the host waits for the splits.
+        """
         row, column = _with_amaxes(*self._targets(rowwise, columnwise, by_rows), amaxes, splits)
         results = self._quantize(x, row, column, None, states, splits=splits)
         return self._operands(results, tuple(x.shape), x.dtype, splits, rowwise)
@@ -257,11 +272,11 @@ class HybridQuantizer:
         key: RngKey | None = None,
         states: SlotStates | None = None,
     ) -> HybridOperand:
-        """quantize() for h = activation(z), or with dh for the gradient of z: on CUDA, for a z that activation() takes.
+        """Quantize h = activation(z), or with dh the gradient of z: on CUDA, for a z that activation() takes.
 
-        It is one pass from z where all scales are found in blocks, without random bits. Otherwise the matrix is made
-        and quantized, under the amaxes that the activation's kernel finds, where formats have one of the whole. The
-        bytes are the same.
+        Formats with all scales in blocks and no random bits take one pass from z. Otherwise the matrix is computed
+        first, and
+        the activation's kernel finds its global amaxes. The bytes are the same.
         """
         if type(self) is not HybridQuantizer:
             (x,) = activation(z, kind) if dh is None else activation_backward(dh, z, kind)
@@ -279,14 +294,14 @@ class HybridQuantizer:
         return self._operands(results, tuple(x.shape), x.dtype, None, rowwise)
 
     def takes_normed(self, rowwise: Output | None, columnwise: Output | None) -> bool:
-        """Whether quantize_normed() takes these outputs: all scales are found in blocks, without random bits."""
+        """Return whether quantize_normed() takes these outputs: all scales are in blocks, without random bits."""
         return type(self) is HybridQuantizer and takes_formats(self._request(*self._targets(rowwise, columnwise)))
 
     def quantize_normed(
         self, of: Normed, *, rowwise: Output | None = None, columnwise: Output | None = None
     ) -> HybridOperand:
-        """quantize() for a norm's output, on CUDA, for outputs that takes_normed(): one pass from the sum that it is
-        the norm of. The bytes are the same."""
+        """Quantize a norm's output in one pass from its sum, on CUDA. takes_normed() must hold. The bytes equal
+        quantize()."""
         results = quantized_of(
             request := self._request(*self._targets(rowwise, columnwise)), quantize_normed(request, of)
         )
@@ -297,10 +312,11 @@ class HybridQuantizer:
         return request_of(text_of(row.format), text_of(column.format), source, row.output, column.output)
 
     def takes_amaxes(self, rowwise: Output | None, columnwise: Output | None) -> tuple[bool, bool | None]:
-        """Which amaxes of a whole matrix quantize() takes for these outputs, each float32 [1, 1] with NaN aside.
+        """Return (elements, signs): the amaxes of a whole matrix that quantize() takes for these outputs.
 
-        First, whether it takes the amax of the matrix's elements; second, the signs of the random Hadamard transform
-        after which it takes the amax of the columns, rounded to bfloat16, or None.
+        elements: whether it takes the amax of the elements. signs: None, or the signs of the random Hadamard transform
+        after
+        which it takes the columns' amax, rounded to bfloat16. Amaxes are float32 [1, 1]; NaN is ignored.
         """
         row, column = self._targets(rowwise, columnwise)
         if type(self) is not HybridQuantizer:
@@ -310,7 +326,7 @@ class HybridQuantizer:
         return _takes_amax(row.format) or _takes_amax(of_x), signs
 
     def _under(self, row: Target, column: Target, amaxes: Sequence[Tensor]) -> tuple[Target, Target]:
-        """The targets with grids of the amaxes that takes_amaxes() names, where their formats take one."""
+        """Return the targets with grids from the amaxes that takes_amaxes() names, for formats that take one."""
         row = _under(row, amaxes[0])
         if self.columnwise_source != "original":
             return row, column
@@ -321,7 +337,7 @@ class HybridQuantizer:
     def _targets(
         self, rowwise: Output | None, columnwise: Output | None, by_rows: bool = False
     ) -> tuple[Target, Target]:
-        """The targets of the outputs that are asked for."""
+        """Return the targets of the wanted outputs."""
         needs_row = rowwise is not None or (columnwise and self.columnwise_source == "rowwise_dequantized")
         row = Target(self.rowwise, rowwise or "codes") if needs_row else NO_TARGET
         return row, Target(self.columnwise, columnwise, by_rows=by_rows) if columnwise else NO_TARGET
@@ -334,7 +350,7 @@ class HybridQuantizer:
         splits: Splits | None,
         rowwise: Output | None,
     ) -> HybridOperand:
-        """The operands of a matrix of this shape, the rowwise one only if it is asked for."""
+        """Return the operands of a matrix with this shape; the rowwise operand only if wanted."""
         row = _operand(results.rowwise, self.rowwise, shape, dtype, splits) if rowwise else None
         column = _operand(results.columnwise, self.columnwise, shape[::-1], dtype, splits, columnwise=True)
         return HybridOperand(rowwise=row, columnwise=column)
@@ -342,10 +358,11 @@ class HybridQuantizer:
     def statistics(
         self, x: Tensor, key: RngKey | None = None, states: SlotStates | None = None
     ) -> dict[Direction, dict[str, float]]:
-        """Rows of ops.stats for both directions of x [rows, cols], gathered in the pass that quantizes it.
+        """Return the statistics (ops.stats) of both directions of x [rows, cols], gathered in the quantizing pass.
 
-        Errors are against the values of x. The pass compares an operand with what it is made from, so that with
-        rowwise_dequantized the columnwise one is decoded and compared again. States are read and not changed.
+        Errors are relative to x's values. The pass itself compares an operand with its source, so with
+        rowwise_dequantized the
+        columnwise operand is decoded and compared again. States are read but not changed.
         """
         return {direction: sums.row() for direction, sums in self.sums(x, key, states).items()}
 
@@ -358,8 +375,7 @@ class HybridQuantizer:
         amaxes: Mapping[str, Tensor | None] | None = None,
         place: Place | None = None,
     ) -> dict[Direction, Sums]:
-        """The sums that statistics() are computed from; waits for the device. amaxes, place: as quantize_under() has
-        them."""
+        """Return the sums behind statistics(); waits for the device. amaxes, place: see quantize_under()."""
         states = states and replace(states, record=False)
         row, column = Target(self.rowwise), Target(self.columnwise)
         if amaxes is not None:
@@ -381,7 +397,7 @@ class HybridQuantizer:
         place: Place | None = None,
         **options: Any,
     ) -> Quantized:
-        """ops.quantize with these options, under the keys and the states, which take note of the amaxes."""
+        """Run ops.quantize with these options under the keys and states; the states record the amaxes."""
         source = self.columnwise_source if column.format else "original"
         if states is None and not self.stochastic:
             return quantize(x, row, column, columnwise_source=source, **options)
@@ -400,8 +416,10 @@ class HybridQuantizer:
     def direction_keys(
         self, key: RngKey | Sequence[RngKey | None] | None, place: Place | None = None
     ) -> dict[str, Any]:
-        """Direction -> its stream of the slot, or of every slot, where its format draws bits; else None. place: that of
-        a part of a whole."""
+        """Return direction -> its stream of the slot, or of every slot, if its format draws bits; else None.
+
+        place: the place of a part in its whole.
+        """
         if isinstance(key, Sequence) and not isinstance(key, RngKeys):
             of_slots = [self.direction_keys(own) for own in key]
             return {direction: [own[direction] for own in of_slots] for direction in DIRECTIONS}
@@ -413,26 +431,26 @@ class HybridQuantizer:
 
 
 def _takes_amax(format: Format | None) -> bool:
-    """Whether the format's only amax is that of the matrix, as it comes or after a transform."""
+    """Return whether the format's only amax belongs to the whole matrix, as it is or after a transform."""
     return format is not None and format.amax_name is not None and not (format.delayed or format.row_scaled)
 
 
 def _signs_of(format: Format | None) -> bool | None:
-    """The transform's signs, for a columnwise format whose amax is that of transformed columns; None for any other."""
+    """Return the transform's signs for a columnwise format whose amax belongs to transformed columns; else None."""
     return format.rht_signed if _takes_amax(format) and format.rht else None
 
 
 def _with_amaxes(
     row: Target, column: Target, amaxes: Mapping[str, Tensor | None], splits: Splits | None = None
 ) -> tuple[Target, Target]:
-    """The targets with the amax of each direction, or of every member, where it is known."""
+    """Return the targets with the known amaxes of each direction, or of every member."""
     row_amax, column_amax = amaxes["rowwise"], amaxes["columnwise"]
     row = row if row_amax is None else row._replace(grid=_grid(row.format, row_amax, splits))
     return row, column if column_amax is None else column._replace(grid=_grid(column.format, column_amax, splits))
 
 
 def _grid(format: Format, amaxes: Tensor, splits: Splits | None) -> Buffers | list[Buffers]:
-    """The grid of these amaxes, or those of all members."""
+    """Return the grid of one matrix, or a list with each member's grid."""
     if splits is None:
         return {format.amax_name: amaxes}
     of_members = amaxes.view(-1, 1).split(list(splits.host) if format.row_scaled else 1)
@@ -440,7 +458,7 @@ def _grid(format: Format, amaxes: Tensor, splits: Splits | None) -> Buffers | li
 
 
 def _under(target: Target, amax: Tensor) -> Target:
-    """The target with a grid of that amax, where its format takes one."""
+    """Return the target with a grid of that amax, if its format takes one."""
     return target._replace(grid={target.format.amax_name: amax}) if _takes_amax(target.format) else target
 
 
@@ -453,7 +471,7 @@ def _operand(
     *,
     columnwise: bool = False,
 ) -> Operand | ExactOperand | None:
-    """The operand of a result. shape: the operand's; for members' packed operands that of X, or of X.T."""
+    """Return the operand of a result. shape: of the operand; for packed operands of X, or of X.T."""
     if result is None or isinstance(result, ExactOperand):
         return result
     if splits is not None:
@@ -463,5 +481,5 @@ def _operand(
 
 
 def IdentityQuantizer(name: str = "bf16") -> HybridQuantizer:
-    """High precision in both directions: "bf16", "fp16" or "fp32"."""
+    """Return a quantizer in high precision in both directions: "bf16", "fp16" or "fp32"."""
     return HybridQuantizer(Identity(name=name), Identity(name=name))

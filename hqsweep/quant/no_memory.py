@@ -1,5 +1,4 @@
-"""The storage of a quantized tensor, which has no bytes. Code that asks for them gets a UserError, where torch would
-read or write at address 0."""
+"""The storage of a quantized tensor, which has no bytes. Access raises UserError; torch would use address 0."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +11,12 @@ READ_OR_WRITE = (
     "__getitem__", "__setitem__", "byteswap", "clone", "copy_", "cpu", "cuda", "data_ptr", "fill_", "pin_memory",
     "share_memory_", "to", "tolist",
 )  # fmt: skip
-"""The methods of storages that are for bytes; sizes, devices and comparisons are answered."""
+"""Storage methods that access bytes. Sizes, devices and comparisons work."""
 
 
 def refuse_memory(owner: str, tensor: str, asked: str) -> UserError:
-    """The error for a request for the memory of a tensor, described by `tensor`, that a module owns."""
+    """Return the error for access to the memory of a weight. owner: its module; tensor: its description; asked: the
+    call."""
     where = f"{owner}: " if owner else ""
     return UserError(
         f"{where}{asked} asks for the memory of a weight that is held quantized, {tensor}, which lies in its operands;"
@@ -32,13 +32,13 @@ class NoMemory(torch.UntypedStorage):
 
     @classmethod
     def of(cls, storage: torch.UntypedStorage, owner: str, tensor: str) -> "NoMemory":
-        """The storage itself, of this class from then on: torch compares storages by identity."""
+        """Change the class of the storage itself and return it: torch compares storages by identity."""
         storage.__class__ = cls
         storage.owner, storage.tensor = owner, tensor
         return storage
 
     def resize_(self, size: int) -> "NoMemory":
-        """Nothing, for the size that it has, which torch.compile gives to its own copy."""
+        """Accept size 0, its present size, which torch.compile gives to its own copy. UserError for any other."""
         if size:
             raise refuse_memory(self.owner, self.tensor, "untyped_storage().resize_")
         return self

@@ -1,6 +1,6 @@
-"""The effect of a torch operation on a quantized tensor: its handler (tensor_ops.py), or the rule for all others.
+"""Torch operations on a quantized tensor: a handler (tensor_ops.py), or the rule for all others.
 
-The rule: compute on dequantize(); quantize again what the operation wrote; return what it wrote as itself.
+The rule: compute on dequantize(), quantize written arguments again, and return them themselves.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 HANDLERS: dict[Any, Callable] = {}
-"""Operator -> the function that runs in its place, with the operator's own arguments."""
+"""Operator -> the function that replaces it, with the operator's arguments."""
 
 
 def implements(*operators: Any) -> Callable[[Callable], Callable]:
@@ -24,7 +24,7 @@ def implements(*operators: Any) -> Callable[[Callable], Callable]:
 
 
 def dispatch(cls: type, func: Any, args: tuple, kwargs: dict) -> Any:
-    """The result of an operator of which some argument is of the type cls."""
+    """Return the result of an operator with at least one argument of type cls."""
     if args and isinstance(args[0], cls):
         handler = args[0].handlers.get(func) or HANDLERS.get(func)
         if handler:

@@ -1,9 +1,9 @@
-"""Products of bfloat16 matrices with per-tensor factors as one GEMM each: hqsweep::product and add_product_, on CUDA.
+"""Products of bfloat16 matrices with per-tensor factors, one GEMM each, on CUDA: hqsweep::product and add_product_.
 
-cuBLASLt applies alpha to its float32 accumulator before it rounds to the output's dtype, and takes alpha from the
-device's memory (CUBLASLT_POINTER_MODE_DEVICE), where one small kernel forms it of the operands' factors. So the float32
-product is not written and read once more, and nothing waits for the factors. It can add to what is there, too (beta).
-The library is the one that torch has loaded; without it torch.mm and scale_product compute the same.
+cuBLASLt multiplies its float32 accumulator by alpha before it rounds to the output's dtype. It reads alpha from device
+memory (CUBLASLT_POINTER_MODE_DEVICE), where a small kernel computes it from the operands' factors. So no float32
+product is written and read again, and nothing waits for the factors. With beta it adds to an existing matrix. The
+library is the one that torch has loaded. Without it, torch.mm and scale_product compute the same.
 """
 
 from collections.abc import Sequence
@@ -19,18 +19,17 @@ from hqsweep.ops.quantize.kernels import DTYPES
 from hqsweep.ops.quantize.operators import scale_product
 
 Lie = tuple[int, int, bool]
-"""How a matrix lies in memory: the elements between its lines, the elements between matrices, and whether its lines are
-columns."""
+"""A matrix's memory layout: elements between lines, elements between matrices, and whether lines are columns."""
 
 
 @constant_result
 def has_products() -> bool:
-    """Whether this process has a cuBLASLt that the extension knows: version 12 or 13."""
+    """Return whether this process has a cuBLASLt that the extension supports: version 12 or 13."""
     return has_kernels("cuda") and extension().product_library_version() > 0
 
 
 def lie_of(x: Tensor) -> Lie | None:
-    """The lie of x [m, k] or [e, m, k]; None where both its rows and its columns have gaps."""
+    """Return the memory layout of x [m, k] or [e, m, k]. None if both rows and columns have gaps."""
     rows, cols = x.shape[-2:]
     down, across = x.stride()[-2:]
     step = x.stride(0) if x.dim() == 3 else 0
@@ -44,8 +43,11 @@ def lie_of(x: Tensor) -> Lie | None:
 
 
 def takes(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
-    """Whether product() computes a @ b.mT: bfloat16 on CUDA, [m, k] and [n, k] or [e, m, k] and [e, n, k], none empty,
-    with rows or columns without gaps, to bfloat16 or float32."""
+    """Return whether product() computes a @ b.mT to this dtype, bfloat16 or float32.
+
+    a, b: bfloat16 on CUDA, [m, k] and [n, k], or [e, m, k] and [e, n, k]. None is empty, and rows or columns have no
+    gaps.
+    """
     if not (a.is_cuda and a.dtype == b.dtype == torch.bfloat16 and dtype in (torch.bfloat16, torch.float32)):
         return False
     fits = a.dim() == b.dim() and a.dim() in (2, 3) and a.shape[-1] == b.shape[-1] and a.shape[:-2] == b.shape[:-2]
@@ -54,7 +56,7 @@ def takes(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
 
 
 def alignment(x: Tensor) -> int:
-    """The largest power of two up to 256 that divides the address of x."""
+    """Return the largest power of two up to 256 that divides the address of x."""
     address = x.data_ptr()
     return min(address & -address, 256)
 
@@ -71,13 +73,13 @@ def _check(a: Tensor, b: Tensor, dtype: torch.dtype, factors: tuple[Tensor | Non
 
 
 class Planned(NamedTuple):
-    """A plan of the extension, and the bytes that its calls need."""
+    """A plan of the extension, and its scratch memory."""
 
     plan: Any
     scratch: int
 
     def run(self, out: Tensor, a: Tensor, b: Tensor, factors: Sequence[int] = (0, 0), constant: float = 1.0) -> None:
-        """Write the product to out. factors: the addresses of those of a and b."""
+        """Write the product to out. factors: the addresses of the factors of a and b."""
         scratch = empty(a, (self.scratch // 4,), (1,), torch.float32)
         addresses = a.data_ptr(), b.data_ptr(), out.data_ptr(), *factors
         self.plan.run(*addresses, constant, scratch.data_ptr(), *where(a))
@@ -85,15 +87,18 @@ class Planned(NamedTuple):
 
 @memo
 def _plan(device: int, sizes: tuple, a: tuple, b: tuple, out: tuple) -> Planned | None:
-    """The plan made once for equal arguments; None where the library has no algorithm."""
+    """Return the plan, made once for equal arguments. None if the library has no algorithm."""
     dtype, alignment, accumulate, scaled = out
     plan = extension().ProductPlan(sizes, a, b, DTYPES[dtype], alignment, accumulate, scaled, device)
     return Planned(plan, plan.scratch) if plan.found else None
 
 
 def _multiply(out: Tensor, a: Tensor, b: Tensor, factors: tuple, constant: float, accumulate: bool) -> bool:
-    """Write the product to out, which is contiguous; returns whether cuBLASLt could. For a single row or column it has
-    kernels that multiply by alpha before they add, which is another rounding."""
+    """Write the product to contiguous out, and return whether cuBLASLt could.
+
+    A single row or column is refused: cuBLASLt's kernels for it multiply by alpha before they add, which rounds
+    otherwise.
+    """
     (m, k), n, count = a.shape[-2:], b.shape[-2], a.shape[0] if a.dim() == 3 else 1
     if m == 1 or n == 1:
         return False
@@ -109,7 +114,7 @@ def _multiply(out: Tensor, a: Tensor, b: Tensor, factors: tuple, constant: float
 
 
 def _by_torch(a: Tensor, b: Tensor, factors: tuple, constant: float, dtype: torch.dtype) -> Tensor:
-    """product() in two passes: the float32 product, which is then scaled."""
+    """Return product() computed in two passes: the float32 product, then the scaling."""
     product = (torch.mm if a.dim() == 2 else torch.bmm)(a, b.mT, out_dtype=torch.float32)
     alpha = torch.full((1, 1), 1.0, device=a.device)
     for factor in (*factors, constant):
@@ -129,11 +134,12 @@ def _product_fake(a, b, factor_a, factor_b, constant, dtype):
 def product(
     a: Tensor, b: Tensor, factor_a: Tensor | None, factor_b: Tensor | None, constant: float, dtype: torch.dtype
 ) -> Tensor:
-    """fl(alpha * sum_k a[i, k] * b[j, k]) with sum and product in float32, rounded to dtype, bfloat16 or float32, where
-    alpha = fl(fl(factor_a * factor_b) * fl(constant)).
+    """Return fl(alpha * sum_k a[i, k] * b[j, k]), with alpha = fl(fl(factor_a * factor_b) * fl(constant)).
 
-    a [m, k], b [n, k] -> [m, n], or e of each. Factors: one float32 each, None for 1. The order of the sum is the
-    library's. ValueError for what `takes` refuses and for other factors.
+    Sum and product are float32 and rounded to dtype, bfloat16 or float32. a [m, k], b [n, k] -> [m, n], or e of each.
+    Factors: one float32 each, None for 1. The library decides the order of the sum. ValueError for operands that
+    `takes`
+    refuses, and for other factors.
     """
     _check(a, b, dtype, (factor_a, factor_b))
     (m, n), head = (a.shape[-2], b.shape[-2]), a.shape[:-2]
@@ -146,8 +152,10 @@ def product(
 def product_into(
     out: Tensor, a: Tensor, b: Tensor, factor_a: Tensor | None, factor_b: Tensor | None, constant: float
 ) -> bool:
-    """product(), written to out, contiguous [m, n] of its dtype; False, and nothing is written, where cuBLASLt has no
-    kernel for it."""
+    """Write product() to out, contiguous [m, n], whose dtype it rounds to. Return whether it could.
+
+    False, and nothing is written, if cuBLASLt has no kernel for it.
+    """
     _check(a, b, out.dtype, (factor_a, factor_b))
     return _multiply(out, a, b, (factor_a, factor_b), constant, False)
 
@@ -160,9 +168,9 @@ def product_into(
 def add_product(
     out: Tensor, a: Tensor, b: Tensor, factor_a: Tensor | None, factor_b: Tensor | None, constant: float
 ) -> None:
-    """out += alpha * a @ b.mT in place, in float32: as product(), without a product of its own in memory.
+    """Add alpha * a @ b.mT to out in place, in float32, without a separate product in memory.
 
-    out: float32, contiguous, of the product's shape. ValueError for another, and as product() raises it.
+    out: float32, contiguous, with the product's shape. ValueError for another, and as product() raises it.
     """
     _check(a, b, torch.float32, (factor_a, factor_b))
     shape = (*a.shape[:-1], b.shape[-2])

@@ -1,8 +1,8 @@
-"""The fastest of cuBLASLt's algorithms for a product of two bfloat16 matrices, among those with the bits of torch's.
+"""The fastest cuBLASLt algorithm for a product of two bfloat16 matrices, among those with the same bits as torch's.
 
 cuBLASLt ranks its algorithms by an estimate, and torch takes the first. Others were up to a fifth faster on an H100
-(benchmarks/NOTES.md). So the first large product of each shape tries some, on numbers of its own. One is taken only if
-it gives every bit that torch's product gives; hence results do not depend on what is measured, nor on the machine.
+(benchmarks/NOTES.md). So the first large product of each shape tries several on random data. An algorithm qualifies
+only if every bit equals torch's product. Results therefore depend neither on the timings nor on the machine.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,30 +16,36 @@ from hqsweep.ops.library import extension
 from hqsweep.ops.quantize.kernels import DTYPES
 
 Reference = Callable[..., Tensor]
-"""(a [m, k], b [n, k]) -> the product [m, n] as torch computes it."""
+"""(a [m, k], b [n, k]) -> torch's product [m, n]."""
 LEAST_WORK = 1 << 32
-"""The number of multiplications from which a product is worth a choice."""
+"""Products with fewer multiplications are left to torch."""
 MOST_BYTES = 640 << 20
-"""The memory that a choice may take while it is made."""
+"""Memory that a trial may use."""
 WORKSPACES = (0, 32 << 20)
-"""Bytes that algorithms may ask for. Of two that are as fast the one without a workspace is taken: it needs no counter
-in memory that is set to zero before, which costs 5 us, and up to 9 where a CUDA graph has copies beside it."""
+"""Workspace limits in bytes. Of two equally fast algorithms the one without a workspace wins: it needs no zeroed
+counter.
+
+Zeroing costs 5 us, and up to 9 us if a CUDA graph runs copies at the same time.
+"""
 RANKS = 6
 ROUNDS, CALLS = 3, 4
 ALIKE = 1.01
-"""Times of this ratio are as good."""
+"""Times within this ratio count as equal."""
 
 
 _CHOICES: dict[tuple, Planned | None] = {}
-"""What was chosen for each shape; None: torch's product."""
+"""The choice for each shape; None means torch's product."""
 
 
 def fastest_product(
     a: Tensor, b: Tensor, dtype: torch.dtype, reference: Reference, out: Tensor | None = None
 ) -> Tensor | None:
-    """a [m, k] times the transpose of b [n, k] in dtype, with the bits of the reference, written to out if there is
-    one; None, and nothing is written, where the reference is to compute it. While a CUDA graph is captured, nothing is
-    tried."""
+    """Return a [m, k] times the transpose of b [n, k] in dtype, with the bits of the reference; written to out if
+    given.
+
+    None, and nothing is written, if the reference shall compute it. During the capture of a CUDA graph nothing is
+    tried.
+    """
     if a.dim() != 2 or b.dim() != 2 or a.shape[0] * a.shape[1] * b.shape[0] < LEAST_WORK or not takes(a, b, dtype):
         return None
     at_out = 256 if out is None else alignment(out)
@@ -59,8 +65,11 @@ def fastest_product(
 
 
 def choose(key: tuple, reference: Reference) -> Planned | None:
-    """The choice for a product of these facts: device, sizes, how both matrices lie and are aligned, the dtype and the
-    alignment of the output. None also where there is no memory to try any."""
+    """Return the choice for a product: device, sizes, memory layout and alignment of both matrices, output dtype and
+    alignment.
+
+    None for the reference, also if there is no memory for a trial.
+    """
     try:
         return _try(key, reference)
     except torch.OutOfMemoryError:
@@ -83,14 +92,16 @@ def _try(key: tuple, reference: Reference) -> Planned | None:
 
 
 def preferred(choices: Sequence[Planned], times: Sequence[float]) -> Planned | None:
-    """Of the reference and the choices, whose times stand in this order, the fastest; of those that are as fast the
-    choice with the least workspace. None is the reference."""
+    """Return the fastest choice; among equally fast ones, the one with the least workspace. None is the reference.
+
+    times: of the reference, then of the choices.
+    """
     good = [choice for choice, time in zip([None, *choices], times, strict=True) if time <= ALIKE * min(times)]
     return min(good, key=lambda choice: (choice is None, 0 if choice is None else choice.scratch))
 
 
 def _numbers(rows: int, cols: int, lie: tuple, generator: torch.Generator) -> Tensor:
-    """A matrix [rows, cols] of normal numbers that lies so in memory."""
+    """Return a random normal matrix [rows, cols] with this memory layout."""
     stride, _, turned, _ = lie
     lines, length = (cols, rows) if turned else (rows, cols)
     x = torch.randn(lines, stride, generator=generator, device="cuda", dtype=torch.bfloat16)[:, :length]
@@ -119,7 +130,7 @@ def _agrees(choice: Planned, out: Tensor, a: Tensor, b: Tensor, expected: Tensor
 
 
 def _times(calls: list[Callable[[], object]]) -> list[float]:
-    """The least milliseconds of each call, in turns."""
+    """Return each call's least time in milliseconds, over interleaved rounds."""
     times = [float("inf")] * len(calls)
     for _ in range(ROUNDS):
         for i, call in enumerate(calls):

@@ -1,4 +1,4 @@
-"""How the operands of many matrices (members) lie in packed buffers."""
+"""Layout of many matrices' operands (members) in packed buffers."""
 
 import math
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ class Layout:
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """The shapes of the members, as they are encoded."""
+        """The members' shapes as encoded."""
         raise NotImplementedError
 
     def check(self, format: Format) -> None:
-        """UserError, naming the member, for one that the format cannot hold."""
+        """Raise UserError, naming the member, if the format cannot hold a member."""
         for member, shape in enumerate(self.shapes):
             try:
                 format.check_shape(*shape)
@@ -34,7 +34,8 @@ class Layout:
                 raise UserError(f"expert {member}: {error}") from None
 
     def views(self, flat: Tensor, shapes: Sequence[tuple[int, int]], *, by_rows: bool = False) -> list[Tensor]:
-        """Members of a packed buffer, which may have room to spare; by_rows: they lie there transposed."""
+        """Return views of the members in a packed buffer, which may have spare room. by_rows: members are stored
+        transposed."""
         sizes = [math.prod(shape) for shape in shapes]
         parts = flat[: sum(sizes)].split_with_sizes(sizes)
         if by_rows:
@@ -42,11 +43,12 @@ class Layout:
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def buffer_shapes(self, format: Format, name: str) -> list[tuple[int, int]]:
-        """The shapes of one buffer of every member."""
+        """Return the shapes of one buffer, member by member."""
         return [format.layout[name].shape(*shape) for shape in self.shapes]
 
     def least(self, buffer: Buffer | None) -> int:
-        """The fewest entries that a packed buffer can have (None: of elements), those of rows left over included."""
+        """Return the fewest entries of a packed buffer, trailing padding rows included. None: a buffer with one entry
+        an element."""
         return 0
 
 
@@ -61,7 +63,7 @@ class GroupLayout(Layout):
 
     @classmethod
     def of(cls, splits: Splits, width: int, *, columnwise: bool) -> "GroupLayout":
-        """The layout of the members of a matrix [rows, width]. Made once."""
+        """Return the layout of the members of a matrix [rows, width], made once."""
         return splits.cached("layout", partial(cls._of, splits), width, columnwise)
 
     @classmethod
@@ -70,12 +72,12 @@ class GroupLayout(Layout):
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """The shapes of the members; waits as Splits.host does."""
+        """The members' shapes; waits as Splits.host does."""
         return [(self.width, m) if self.columnwise else (m, self.width) for m in self.splits.host]
 
     @property
     def one_shape(self) -> tuple[int, int]:
-        """The shape of all members; UserError, naming one that has another. Waits as Splits.host does."""
+        """The common shape of all members; waits as Splits.host does. UserError names a member with another shape."""
         rows = self.splits.equal
         if not rows and any(self.splits.host):
             refuse_unlike(self.shapes, "this operand of a grouped product")
@@ -88,8 +90,11 @@ class GroupLayout(Layout):
         return math.prod(buffer.shape(*((width, rows) if self.columnwise else (rows, width))))
 
     def starts(self, format: Format, device: torch.device) -> dict[str, Tensor]:
-        """Buffer -> int64 [E + 1] on the device: the first entry of each member in the packed buffer, and the end of
-        the last. One launch for all buffers; nothing waits for splits that the device has."""
+        """Return buffer -> int64 [E + 1]: each member's first entry in the packed buffer, and the end of the last
+        member.
+
+        One launch serves all buffers, on the device; nothing waits for splits.
+        """
         divisors, strides = [], []
         for buffer in format.layout.values():
             ragged, other = (buffer.cols, buffer.rows) if self.columnwise else (buffer.rows, buffer.cols)
@@ -100,7 +105,7 @@ class GroupLayout(Layout):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShapesLayout(Layout):
-    """Members of unlike widths, which no matrix [rows, width] holds."""
+    """Members of different widths, which do not form a matrix [rows, width]."""
 
     members: tuple[tuple[int, int], ...]
     """The shape [m_e, k_e] of each member."""
@@ -108,23 +113,23 @@ class ShapesLayout(Layout):
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """The shapes of the members, as they are encoded."""
+        """The members' shapes as encoded."""
         return [(k, m) if self.columnwise else (m, k) for m, k in self.members]
 
     @property
     def splits(self) -> NoReturn:
-        """Asked for by what multiplies all members at once."""
+        """UserError: products of all members at once ask for splits, and there are none."""
         self.refuse_product()
 
     def refuse_product(self) -> NoReturn:
-        """UserError that names a member."""
+        """Raise UserError that names a member."""
         refuse_unlike(self.members, "a grouped product", one_width=True)
 
 
 def refuse_unlike(
     shapes: Sequence[tuple[int, int]], what: str, *, one_width: bool = False, instead: str = ""
 ) -> NoReturn:
-    """UserError of what takes members of one shape, or of one width; it names the first that has another."""
+    """Raise UserError for members that differ in shape, or in width; it names the first one that differs."""
     first = shapes[0]
     other = next(e for e, (m, k) in enumerate(shapes) if k != first[1] or (m != first[0] and not one_width))
     raise UserError(

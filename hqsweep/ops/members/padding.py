@@ -1,7 +1,7 @@
-"""Splits that only a device knows, filled up there: every member gets whole blocks of rows, and nothing waits.
+"""Splits padded on the device: every member gets whole blocks of rows, and nothing waits.
 
-Nobody but the device knows how many rows that takes, so the matrix has as many as any splits of so many rows can need;
-what is left over stands behind the last member and belongs to none. Kernels leave it out.
+Only the device knows how many rows that takes. So the matrix has as many rows as any splits could need. Rows after the
+last member are unused, and kernels skip them.
 """
 
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ from hqsweep.ops.members.splits import Splits, offsets_of
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PaddedSplits(Splits):
-    """`base` with every size rounded up to a multiple. `rows` are those of the matrix, left-over ones included."""
+    """`base` with every size rounded up to a multiple. `rows` counts all rows of the matrix, unused ones included."""
 
     base: Splits
     multiple: int
     starts: Tensor
-    """int64 [2, E + 1]: the offsets of base, and these."""
+    """int64 [2, E + 1]: the offsets of base, and the padded offsets."""
 
     @classmethod
     def over(cls, base: Splits, multiple: int, device: torch.device) -> "PaddedSplits":
-        """Offsets over splits whose sizes the host does not know, on that device. Made once."""
+        """Return padded splits on a device, for splits whose sizes the host does not know. Made once."""
         return base.cached("padded", partial(cls._over, base), multiple, device)
 
     @classmethod
@@ -37,18 +37,18 @@ class PaddedSplits(Splits):
 
     @cached_property
     def host(self) -> tuple[int, ...]:
-        """The sizes; waits as base.host does, whose checks they are."""
+        """The sizes; waits as base.host does, and base.host checks them."""
         return tuple(-(-size // self.multiple) * self.multiple for size in self.base.host)
 
     @cached_property
     def places(self) -> Tensor:
-        """int64 [base.rows]: where each row of base stands."""
+        """int64 [base.rows]: the padded position of each row of base."""
         moved = self.base.spread(self.starts[1, :-1] - self.starts[0, :-1])
         return moved + torch.arange(self.base.rows, device=moved.device)
 
     @cached_property
     def _members(self) -> Tensor:
-        """int64 [rows]: the member of each row; padding rows count as the last member's."""
+        """int64 [rows]: the member of each row; unused rows count as the last member's."""
         rows = torch.arange(self.rows, device=self.starts.device)
         return torch.bucketize(rows, self.starts[1, 1:], right=True).clamp(max=self.count - 1)
 

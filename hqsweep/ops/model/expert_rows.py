@@ -1,8 +1,8 @@
-"""Rows of tokens between W ranks that share out E experts, where only the device knows how many go where.
+"""Exchange of token rows between W ranks that share E experts, if only the device knows how many rows go where.
 
-Every rank has as many rows, those of the first expert first, and holds e = E / W experts, in the order of ranks. At an
-expert rows stand by rank, and those of a rank in its order. On CUDA all is done by the kernels of csrc/expert_rows.h,
-elsewhere by torch's operators, which are the reference; nothing waits.
+All ranks have equally many rows, sorted by expert, and hold e = E / W experts, in rank order. At an expert, rows are
+sorted by rank, then by their order at that rank. On CUDA the kernels of csrc/expert_rows.h do all the work. Elsewhere
+torch's operators do, which are the reference. Nothing waits.
 """
 
 from typing import NamedTuple
@@ -13,12 +13,14 @@ from torch import Tensor
 from hqsweep.ops.library import extension, has_kernels, on_its_device, where
 
 WORD = 16
-"""Bytes of one load of the kernels; rows that they copy are whole words."""
+"""Bytes that the kernels load at once; copied rows are whole words."""
 
 
 def copy_rows(rows: Tensor, index: Tensor, out: Tensor) -> None:
-    """Copy to each row of out [N, D] the one of rows [R, D] that index int64 [N] names; where the index is negative, it
-    stays as it is. All are contiguous, rows and out of one dtype."""
+    """Copy rows[index[i]] to out[i]. A negative index leaves out[i] unchanged.
+
+    rows [R, D], index int64 [N], out [N, D], all contiguous; rows and out have one dtype.
+    """
     if 0 in (*rows.shape, *out.shape):
         return
     if rows.is_cuda and has_kernels("cuda") and _whole_words(rows) and _whole_words(out):
@@ -38,26 +40,30 @@ def _copy_by_kernel(rows: Tensor, index: Tensor, out: Tensor) -> None:
 
 
 class ExpertPlaces(NamedTuple):
-    """Where rows stand, as indices int64; -1 where there is none."""
+    """Index tables for the exchange, int64; -1 for none."""
 
     own: Tensor
-    """[places], of each place at this rank's experts: its row at this rank; of the next two as well, at most one of the
-    three is there."""
+    """[places]: the row of this rank that goes to each place of its experts. A place has at most one of own, sent,
+    filling."""
     sent: Tensor
-    """[places]: its row among those that the other ranks have sent, [W - 1, rows]."""
+    """[places]: the received row that goes to each place, as an index into [W - 1, rows]."""
     filling: Tensor
-    """[places]: the expert that it fills up."""
+    """[places]: the expert that each padding place belongs to."""
     there: Tensor
-    """[W, rows]: the place at this rank's experts of each row of each rank."""
+    """[W, rows]: for each row of each rank, its place at this rank's experts."""
     leaving: Tensor
-    """[W, rows]: the rows of this rank that are of each rank's experts, as their own index."""
+    """[W, rows]: this rank's rows that go to each rank's experts, as their own index."""
     returning: Tensor
-    """[rows]: of this rank's rows, those at other ranks, among what these send back, [W - 1, rows]."""
+    """[rows]: for each row of this rank that went to another rank, its index in the returned [W - 1, rows]."""
 
 
 def expert_places(counts: Tensor, here: Tensor, offsets: Tensor, rank: int, rows: int, places: int) -> ExpertPlaces:
-    """counts int64 [W, E]: the rows of each rank for each expert; here int64 [W, e]: those of this rank's experts, of
-    all ranks up to each; offsets int64 [e + 1]: where these begin, filled up perhaps; places: how many there are."""
+    """Return the index tables of one exchange.
+
+    counts int64 [W, E]: rows of each rank for each expert. here int64 [W, e]: rows for this rank's experts, summed over
+    the
+    ranks up to each. offsets int64 [e + 1]: where these experts begin, possibly padded. places: the number of places.
+    """
     ends = counts.cumsum(dim=1)
     if counts.is_cuda and has_kernels("cuda"):
         return _places_by_kernel(ends, here.contiguous(), offsets.contiguous(), rank, rows, places)

@@ -1,13 +1,14 @@
-"""Tokens on their way to the experts of a mixture and back, as torch operators on CUDA: hqsweep::dispatch_rows,
-sum_rows, combine_rows and combine_rows_backward.
+"""Moving tokens to the experts of a mixture and back, on CUDA: hqsweep::dispatch_rows, sum_rows, combine_rows and
+combine_rows_backward.
 
-M tokens of D elements choose k of E experts each. Choice c = token * k + rank has its row at places[c] of the M * k
-rows that go by expert. Arithmetic is float32, with one order of every sum (formulas: csrc/experts.h); router
-has the reference in torch's operators. places is a permutation: the caller's promise, for nobody waits to look.
+Each of M tokens of D elements chooses k of E experts. Choice c = token * k + rank has its row at places[c] among the
+M * k rows, which are sorted by expert. Arithmetic is float32, with a fixed order of sums (formulas: csrc/experts.h).
+nn's router has the reference by torch's operators. The caller guarantees that places is a permutation: checking would
+wait for the device.
 
-Where experts are filled up to whole blocks of rows (ops.padding), `starts` is int64 [2, E + 1], where experts begin
-without and with those rows; places then are the ones with them, in a matrix of more rows. Rows that fill up are written
-as zeros; what stands behind the last expert is left open.
+If experts are padded to whole blocks of rows (ops.members.padding), `starts` is int64 [2, E + 1]: where experts begin
+without padding and with it. places then count padding rows. Padding rows are zero, and rows after the last expert are
+undefined.
 """
 
 import torch
@@ -21,12 +22,13 @@ _SOURCES = (torch.float32, torch.bfloat16)
 
 
 def takes(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernels move tokens x [M, D] as rows of this dtype."""
+    """Return whether the kernels move tokens x [M, D] as rows of this dtype."""
     return dtype is torch.bfloat16 and x.dtype in _SOURCES and x.dim() == 2 and x.shape[1] % 8 == 0
 
 
 def checked(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """x without gaps, at a multiple of 16 bytes; ValueError for another dtype, shape or device than these."""
+    """Return x contiguous at a multiple of 16 bytes. ValueError unless it has one of the dtypes, the shape and like's
+    device."""
     if x.dtype not in dtypes or x.shape != shape or x.device != like.device:
         takes = f"it takes {' or '.join(map(str, dtypes))} {tuple(shape)} on {like.device}"
         raise ValueError(f"{name} is {described(x)}; {takes}")
@@ -38,7 +40,7 @@ def checked(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[
 
 
 def _sizes(places: Tensor, choices: int, dim: int, like: Tensor) -> tuple[Tensor, int]:
-    """places, and how many tokens they are of; ValueError for what the kernels cannot take."""
+    """Return checked places, and the number of tokens. ValueError for sizes that the kernels do not take."""
     if choices < 1 or places.numel() % choices or dim % 8:
         takes = "they take int64 [M * k], and elements by 8"
         raise ValueError(f"places are {described(places)} for {choices} choices of tokens of {dim} elements; {takes}")
@@ -50,7 +52,7 @@ def rows_of(like: Tensor, rows: int, dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def _starts(starts: Tensor | None, like: Tensor) -> tuple[int, int]:
-    """Their address and the number of experts."""
+    """Return the address of starts and the number of experts; zeros for None."""
     if starts is None:
         return 0, 0
     if starts.dim() != 2 or starts.shape[1] < 2 or not starts.is_contiguous():
@@ -66,8 +68,10 @@ def _starts(starts: Tensor | None, like: Tensor) -> tuple[int, int]:
     devices=("CUDA",),
 )
 def dispatch_rows(x: Tensor, places: Tensor, choices: int, starts: Tensor | None = None, count: int = 0) -> Tensor:
-    """x float32 or bfloat16 [M, D] -> bfloat16 [M * k, D], or with starts [count, D]: each token, rounded, at the
-    places of its choices."""
+    """Return bfloat16 rows [M * k, D], or [count, D] with starts: each token, rounded, at the places of its choices.
+
+    x: float32 or bfloat16 [M, D].
+    """
     dim = x.shape[-1]
     places, tokens = _sizes(places, choices, dim, x)
     x = checked("x", x, _SOURCES, (tokens, dim), x)
@@ -85,8 +89,10 @@ def dispatch_rows(x: Tensor, places: Tensor, choices: int, starts: Tensor | None
     devices=("CUDA",),
 )
 def sum_rows(rows: Tensor, places: Tensor, choices: int, dtype: torch.dtype) -> Tensor:
-    """rows bfloat16 [M * k or more, D] -> [M, D] in dtype, float32 or bfloat16: the sum of each token's rows in
-    float32, the first choice first, rounded to bfloat16."""
+    """Return [M, D] in dtype, float32 or bfloat16: each token's rows summed in float32 by choice, rounded to bfloat16.
+
+    rows: bfloat16 [M * k or more, D].
+    """
     dim = rows.shape[-1]
     places, tokens = _sizes(places, choices, dim, rows)
     rows = _checked_rows(rows, places)
@@ -108,8 +114,10 @@ def _combined(rows, places, weights, added=None):
     devices=("CUDA",),
 )
 def combine_rows(rows: Tensor, places: Tensor, weights: Tensor, added: Tensor | None = None) -> Tensor:
-    """rows bfloat16 [M * k or more, D], weights float32 [M, k] -> float32 [M, D]: for each token the sum over its
-    choices, the first one first, of weight * row; then plus added, bfloat16 [M, D]."""
+    """Return float32 [M, D]: for each token the sum of weight * row over its choices, in order, plus `added`.
+
+    rows: bfloat16 [M * k or more, D]. weights: float32 [M, k]. added: bfloat16 [M, D].
+    """
     rows, places, weights = _checked_parts(rows, places, weights)
     (tokens, choices), dim = weights.shape, rows.shape[1]
     if added is not None:
@@ -133,7 +141,10 @@ def _gradients(dy, rows, places, weights, added, starts=None):
 def combine_rows_backward(
     dy: Tensor, rows: Tensor, places: Tensor, weights: Tensor, added: bool, starts: Tensor | None = None
 ) -> list[Tensor]:
-    """dy float32 [M, D] -> the gradients of rows, bfloat16, of weights, float32, and of what was added, bfloat16."""
+    """Return the gradients of rows (bfloat16), of weights (float32) and, if added, of `added` (bfloat16).
+
+    dy: float32 [M, D].
+    """
     rows, places, weights = _checked_parts(rows, places, weights)
     (tokens, choices), (count, dim) = weights.shape, rows.shape
     if starts is None and count != places.numel():
@@ -148,7 +159,7 @@ def combine_rows_backward(
 
 
 def _checked_rows(rows: Tensor, places: Tensor) -> Tensor:
-    """checked, of as many rows as places or more."""
+    """Return checked rows: at least as many as places."""
     return checked("rows", rows, (torch.bfloat16,), (max(len(rows), places.numel()), rows.shape[-1]), rows)
 
 

@@ -1,7 +1,7 @@
-"""The loss over a vocabulary: hqsweep::cross_entropy_, whose gradient takes the place of the logits, and scale_values_.
+"""Cross entropy over a vocabulary: hqsweep::cross_entropy_ and scale_values_. The gradient overwrites the logits.
 
-On CUDA one kernel reads a row of logits once and writes its gradient; torch's operators are the reference, and compute
-what the kernel does not take, in float32 copies of the logits that they are given.
+On CUDA one kernel reads a row of logits once and writes its gradient. torch's operators are the reference. They also
+compute inputs that the kernel does not take, in float32 copies of the logits.
 """
 
 import torch
@@ -12,11 +12,11 @@ from hqsweep.ops.library import extension, has_kernels, operator, where
 from hqsweep.ops.quantize.kernels import DTYPES
 
 MULTIPLE = 8
-"""The logits of one load of the kernel, 16 bytes: the vocabulary is a multiple of it."""
+"""Logits that the kernel loads at once, 16 bytes. The vocabulary must be a multiple of it."""
 IGNORED = -100
-"""The target of a row that has no loss, as torch's cross_entropy has it (csrc/loss.h)."""
+"""The target of a row without a loss, as in torch's cross_entropy (csrc/loss.h)."""
 SCALED = (torch.float32, torch.bfloat16)
-"""The dtypes that scale_values_ takes."""
+"""dtypes that scale_values_ takes."""
 
 
 @operator(
@@ -27,8 +27,11 @@ SCALED = (torch.float32, torch.bfloat16)
 def _cross_entropy(
     logits: Tensor, targets: Tensor, scale: Tensor, gradient: bool, amax: Tensor | None = None
 ) -> Tensor:
-    """cross_entropy_ by the kernel. logits bfloat16 [M, V], contiguous, at a multiple of 16 bytes, V a multiple of 8;
-    targets int64 [M], contiguous; scale and amax one float32 each; ValueError for others."""
+    """Run cross_entropy_ by the kernel; ValueError for inputs that it does not take.
+
+    logits: bfloat16 [M, V], contiguous, at a multiple of 16 bytes, V a multiple of 8. targets: int64 [M], contiguous.
+    scale, amax: one float32 each.
+    """
     check_loss(logits, targets, scale)
     rows, vocabulary = logits.shape
     if amax is not None:
@@ -41,7 +44,7 @@ def _cross_entropy(
 
 
 def check_loss(logits: Tensor, targets: Tensor, scale: Tensor | None = None) -> None:
-    """ValueError for logits, targets and a scale that the kernels do not take."""
+    """Raise ValueError for logits, targets or a scale that the kernels do not take."""
     if not takes(logits):
         wanted = f"it takes bfloat16 [M, V], contiguous, at a multiple of 16 bytes, V a multiple of {MULTIPLE}"
         raise ValueError(f"logits are {described(logits)}; {wanted}")
@@ -59,8 +62,10 @@ def _check_one(name: str, value: Tensor, logits: Tensor) -> None:
 
 
 def takes(logits: Tensor) -> bool:
-    """Whether logits have a dtype, shape and place that the kernel takes; it runs on CUDA. A trace knows no place, and
-    what it allocates begins at a multiple of 16 bytes."""
+    """Return whether the CUDA kernel takes logits of this dtype, shape and alignment.
+
+    A trace knows no address; its allocations start at multiples of 16 bytes.
+    """
     whole = logits.dtype == torch.bfloat16 and logits.dim() == 2 and logits.is_contiguous()
     return whole and logits.shape[1] % MULTIPLE == 0 and (torch.compiler.is_compiling() or logits.data_ptr() % 16 == 0)
 
@@ -68,15 +73,16 @@ def takes(logits: Tensor) -> bool:
 def cross_entropy_(
     logits: Tensor, targets: Tensor, scale: Tensor, *, gradient: bool, amax: Tensor | None = None
 ) -> Tensor:
-    """logits [M, V], targets int64 [M] -> the cross entropy of each row, float32 [M]: log(sum_v exp(x_v)) - x_target.
+    """Return the cross entropy of each row, float32 [M]: log(sum_v exp(x_v)) - x_target.
 
-    gradient: each row of the logits is overwritten by (softmax(x)_v - [v = target]) * scale, computed in float32 and
-    rounded to their dtype. scale: float32 [], on their device. amax, float32 [1, 1]: becomes the largest magnitude of
-    the gradient, if it is larger, NaN aside. A row whose target is IGNORED has a loss and a gradient of 0.
+    logits: [M, V]. targets: int64 [M]; a row with target IGNORED has loss and gradient 0.
+    gradient: overwrite each row of logits by (softmax(x)_v - [v = target]) * scale, computed in float32 and rounded
+    once.
+    scale: float32 [] on the logits' device. amax: float32 [1, 1], raised to the gradient's largest magnitude without
+    NaN.
 
-    On CUDA a kernel reads and writes them once where `takes` says that it can; its sums are in another order than
-    those of torch's operators, and always in the same one. Other targets that are no index of the vocabulary give a
-    loss and a gradient of NaN there; torch's operators refuse them.
+    On CUDA, one kernel call reads and writes logits that `takes` accepts. Its sums have a fixed order that differs from
+    torch's. There, a target outside the vocabulary gives NaN as loss and gradient; torch's operators refuse it.
     """
     if logits.is_cuda and has_kernels("cuda") and takes(logits):
         return _cross_entropy(logits, targets, scale, gradient, amax)
@@ -98,7 +104,7 @@ def cross_entropy_(
     devices=("CUDA",),
 )
 def _scale_values(values: Tensor, factor: Tensor) -> None:
-    """scale_ by the kernel; ValueError for what it does not take."""
+    """Run scale_ by the kernel; ValueError for inputs that it does not take."""
     if values.dtype not in SCALED or not values.is_contiguous():
         raise ValueError(f"values are {described(values)}; it takes float32 or bfloat16, contiguous")
     if factor.dtype != torch.float32 or factor.numel() != 1 or factor.device != values.device:
@@ -108,8 +114,10 @@ def _scale_values(values: Tensor, factor: Tensor) -> None:
 
 
 def scale_(values: Tensor, factor: Tensor) -> Tensor:
-    """values *= factor in place; factor float32 []. On CUDA nothing is read or written where the factor is 1, and
-    nothing waits to know whether it is."""
+    """Multiply values by factor, float32 [], in place, and return them.
+
+    On CUDA a factor of 1 costs no memory traffic, and nothing waits to read it.
+    """
     if values.is_cuda and has_kernels("cuda") and values.is_contiguous() and values.dtype in SCALED:
         _scale_values(values, factor)
         return values

@@ -1,9 +1,9 @@
-"""The loss over a vocabulary that ranks share out: hqsweep::loss_parts and hqsweep::shared_cross_entropy_.
+"""Cross entropy over a vocabulary that ranks share: hqsweep::loss_parts and hqsweep::shared_cross_entropy_.
 
-A rank has the logits of the entries [first, first + V) of the whole vocabulary. Of each row it tells the others four
-numbers, its part; with those of all ranks it knows the loss, and the gradient of its own logits. On CUDA each of the
-two is one pass of a kernel; torch's operators are the reference, and compute what the kernels do not take. Where ranks
-write to each other's memory, one kernel does both, and reads the logits once (joint_cross_entropy_).
+Each rank has the logits of the entries [first, first + V). For each row it sends four numbers, its part. From all
+ranks' parts it computes the loss, and the gradient of its own logits. On CUDA each of these two steps is one kernel.
+torch's operators are the reference and take all other inputs. If ranks can write to each other's memory, a single
+kernel does both steps and reads the logits once (joint_cross_entropy_).
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from hqsweep.ops.library import extension, has_kernels, on_its_device, operator,
 from hqsweep.ops.model.loss import IGNORED, check_loss, takes
 
 NUMBERS = 4
-"""The numbers of a part: the largest logit, sum(exp(x - largest)), the target's logit if it is here, and whether."""
+"""Numbers in a part: the largest logit, sum(exp(x - largest)), the target's logit if it is here, and whether it is."""
 
 
 @operator(
@@ -25,7 +25,7 @@ NUMBERS = 4
     devices=("CUDA",),
 )
 def _loss_parts(logits: Tensor, targets: Tensor, first: int) -> Tensor:
-    """loss_parts by the kernel; ValueError for what ops.loss.check_loss refuses."""
+    """Run loss_parts by the kernel; ValueError for inputs that check_loss refuses."""
     check_loss(logits, targets)
     rows, vocabulary = logits.shape
     parts = logits.new_empty((rows, NUMBERS), dtype=torch.float32)
@@ -35,10 +35,11 @@ def _loss_parts(logits: Tensor, targets: Tensor, first: int) -> Tensor:
 
 
 def loss_parts(logits: Tensor, targets: Tensor, first: int) -> Tensor:
-    """Logits [M, V] of the entries [first, first + V), targets int64 [M] of the whole vocabulary -> float32 [M, 4]:
-    max(x), sum(exp(x - max(x))), the logit of the target or 0, and 1 where the target is one of these entries, else 0.
+    """Return float32 [M, 4]: max(x), sum(exp(x - max(x))), the target's logit or 0, and 1 if this rank has the target,
+    else 0.
 
-    A NaN is in the sum, and never the largest; rows of -inf alone have a sum of 0.
+    logits [M, V]: the entries [first, first + V). targets int64 [M]: indices into the whole vocabulary.
+    A NaN enters the sum but is never the maximum. A row with only -inf has a sum of 0.
     """
     if logits.is_cuda and has_kernels("cuda") and takes(logits):
         return _loss_parts(logits, targets, first)
@@ -58,7 +59,7 @@ def loss_parts(logits: Tensor, targets: Tensor, first: int) -> Tensor:
     devices=("CUDA",),
 )
 def _shared(logits: Tensor, targets: Tensor, parts: Tensor, first: int, scale: Tensor, gradient: bool) -> Tensor:
-    """shared_cross_entropy_ by the kernel; parts contiguous. ValueError for others, and for what check_loss refuses."""
+    """Run shared_cross_entropy_ by the kernel. ValueError for non-contiguous parts, and for what check_loss refuses."""
     check_loss(logits, targets, scale)
     rows, vocabulary = logits.shape
     shaped = parts.dim() == 3 and parts.shape[1:] == (rows, NUMBERS) and len(parts) > 0
@@ -74,11 +75,11 @@ def _shared(logits: Tensor, targets: Tensor, parts: Tensor, first: int, scale: T
 def shared_cross_entropy_(
     logits: Tensor, targets: Tensor, parts: Tensor, first: int, scale: Tensor, *, gradient: bool
 ) -> Tensor:
-    """ops.loss.cross_entropy_ of a rank's logits [M, V]: the losses, float32 [M], of the whole vocabulary, by the parts
-    [W, M, 4] that all W ranks have of its rows. Sums over ranks are in their order, so all have the same losses.
+    """Return the cross entropy of each row over the whole vocabulary, float32 [M], equal on all ranks.
 
-    gradient: each row of the logits is overwritten by (softmax(x)_v - [v = target]) * scale of the whole softmax. A row
-    whose target is IGNORED has a loss and a gradient of 0; another target that no rank has gives NaN for both.
+    logits [M, V]: this rank's entries. parts [W, M, 4]: loss_parts() of all W ranks, summed in rank order.
+    gradient: overwrite each row of logits by (softmax(x)_v - [v = target]) * scale, with the whole softmax. A row with
+    target IGNORED has loss and gradient 0. A target that no rank has gives NaN for both.
     """
     if logits.is_cuda and has_kernels("cuda") and takes(logits):
         return _shared(logits, targets, parts.contiguous(), first, scale, gradient)
@@ -108,23 +109,25 @@ MOST_RANKS = 16
 
 
 class Boxes(NamedTuple):
-    """Memory of the GPUs of all ranks in which kernels tell each other parts, as csrc/loss.h has it (loss_mailbox)."""
+    """Memory on all ranks' GPUs through which kernels exchange parts (csrc/loss.h, loss_mailbox)."""
 
     address: int
-    """The address, on this rank's device, of the addresses of the ranks' boxes."""
+    """The address, on this rank's device, of a table with the addresses of the ranks' boxes."""
     state: Tensor
     """uint32 [3]."""
     rows: int
-    """The rows that a box has room for."""
+    """The number of rows that fit in a box."""
     ranks: int
     rank: int
 
 
 @on_its_device
 def joint_cross_entropy_(logits: Tensor, targets: Tensor, boxes: Boxes, scale: Tensor) -> Tensor | None:
-    """shared_cross_entropy_ with the gradient, to the bit, by a kernel on every rank's GPU that tells the others the
-    parts of its rows; rank r has the entries [r * V, (r + 1) * V). None, and nothing is done, where the kernel does not
-    take the logits."""
+    """Return shared_cross_entropy_ with its gradient, to the bit, by one kernel on every rank that exchanges parts
+    itself.
+
+    Rank r has the entries [r * V, (r + 1) * V). None, and nothing is done, if the kernel does not take the logits.
+    """
     if not (has_kernels("cuda") and takes(logits)):
         return None
     check_loss(logits, targets, scale)
@@ -137,5 +140,5 @@ def joint_cross_entropy_(logits: Tensor, targets: Tensor, boxes: Boxes, scale: T
 
 
 def _base(largest: Tensor) -> Tensor:
-    """What is subtracted from logits: 0 where all of them are -inf, for -inf - -inf is NaN."""
+    """Return the value to subtract from logits: the maximum, or 0 if all are -inf, since -inf - -inf is NaN."""
     return largest.masked_fill(largest == -torch.inf, 0.0)

@@ -1,7 +1,6 @@
-"""Which experts the tokens of a mixture choose, as torch operators on CUDA: hqsweep::route, route_backward and
-place_choices.
+"""Routing of tokens to the experts of a mixture, on CUDA: hqsweep::route, route_backward and place_choices.
 
-Sums have one order (csrc/cuda/route.cu), which is not that of torch's operators in router, the reference.
+Sums have a fixed order (csrc/cuda/route.cu). It differs from torch's operators in nn's router, the reference.
 """
 
 import torch
@@ -13,7 +12,7 @@ from hqsweep.ops.model.experts import checked, rows_of
 
 MOST_EXPERTS = 256
 MOST_CHOICES = 32
-"""The largest number of experts that a token chooses."""
+"""The largest number of experts that a token can choose."""
 _CHOICES_OF_BLOCK, _TOKENS_OF_BLOCK = 1024, 64
 
 
@@ -23,8 +22,11 @@ _CHOICES_OF_BLOCK, _TOKENS_OF_BLOCK = 1024, 64
     devices=("CUDA",),
 )
 def place_choices(chosen: Tensor, experts: int) -> list[Tensor]:
-    """chosen int64 [M, k], 0 to E - 1 -> order [M * k]: the choices by expert, in the order of tokens within each; its
-    inverse, places; and int64 [E], how many fell on each. ValueError for other dtypes, and more than 256 experts."""
+    """Return [order, places, tokens] for chosen int64 [M, k] with entries 0 to E - 1.
+
+    order [M * k]: choices sorted by expert, stably. places [M * k]: its inverse. tokens int64 [E]: choices per expert.
+    ValueError for other dtypes, and for more than 256 experts.
+    """
     if not 1 <= experts <= MOST_EXPERTS:
         raise ValueError(f"experts are {experts}; the kernels place 1 to {MOST_EXPERTS}")
     chosen = checked("chosen", chosen, (torch.int64,), tuple(chosen.shape), chosen)
@@ -38,7 +40,7 @@ def place_choices(chosen: Tensor, experts: int) -> list[Tensor]:
 
 
 def routes(logits: Tensor, choices: int) -> bool:
-    """Whether the kernels take logits [M, E]."""
+    """Return whether the kernels take logits [M, E]."""
     tokens, experts = logits.shape
     return logits.dtype is torch.float32 and tokens > 0 and experts <= MOST_EXPERTS and choices <= MOST_CHOICES
 
@@ -53,9 +55,13 @@ def _routed(logits, choices):
 
 @operator("route(Tensor logits, SymInt choices) -> Tensor[]", fake=_routed, devices=("CUDA",))
 def route(logits: Tensor, choices: int) -> list[Tensor]:
-    """logits float32 [M, E] -> softmax [M, E]; int64 [M, k], its `choices` largest entries of each row, of equals the
-    lower index first and NaN before all; float32 [M, k], these entries divided by their sum; float32 [], the balance E
-    * sum over e of tokens_e / (M k) * mean of p_e; then order, places and tokens as place_choices gives them."""
+    """Return [probabilities, chosen, weights, balance, order, places, tokens] for logits float32 [M, E].
+
+    probabilities [M, E]: softmax of the logits. chosen int64 [M, k]: the `choices` largest entries of each row; NaN
+    comes
+    first, and among equals the lower index. weights float32 [M, k]: these entries divided by their sum.
+    balance float32 []: E * sum over e of tokens_e / (M k) * mean of p_e. The rest as in place_choices().
+    """
     logits = checked("logits", logits, (torch.float32,), tuple(logits.shape), logits)
     if logits.dim() != 2 or not routes(logits, choices) or not 1 <= choices <= logits.shape[1]:
         takes = f"they take [M, E], M above 0, E and k up to {MOST_EXPERTS} and {MOST_CHOICES}, k up to E"
@@ -80,7 +86,8 @@ def route(logits: Tensor, choices: int) -> list[Tensor]:
     devices=("CUDA",),
 )
 def route_backward(probabilities, chosen, weights, counts, dweights, dbalance):
-    """The gradient of the logits, float32 [M, E], from what route gave and the gradients of weights and balance."""
+    """Return the gradient of the logits, float32 [M, E], from route()'s results and the gradients of weights and
+    balance."""
     shape, experts = tuple(chosen.shape), probabilities.shape[-1]
     probabilities = checked("probabilities", probabilities, (torch.float32,), (shape[0], experts), probabilities)
     weights = checked("weights", weights, (torch.float32,), shape, probabilities)

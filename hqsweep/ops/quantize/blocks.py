@@ -1,6 +1,8 @@
-"""Matrices that are quantized as they are computed, in formats that find all scales in blocks and draw no random bits:
-such formats need nothing of the matrix beforehand.
-bits: those need nothing of the matrix beforehand."""
+"""Quantization in the kernel that computes the matrix.
+
+It needs formats with all scales in blocks and without random bits: such formats need nothing from the matrix in
+advance.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,8 +17,12 @@ from hqsweep.ops.quantize.request import Request
 
 
 class Formats(NamedTuple):
-    """The texts of both formats, "" where a direction is not wanted; `dequantized`: whether columns are made of decoded
-    rows; `exact`: whether rows, and columns, are exact; `seen`: the slot (ops.nonfinite)."""
+    """Format texts of both directions, "" for an unwanted one, and what the kernels make of them.
+
+    dequantized: columns are made from decoded rows. exact: whether rows, and columns, are exact operands. seen: the
+    slot
+    number (ops.quantize.nonfinite).
+    """
 
     rowwise: str
     columnwise: str
@@ -36,14 +42,16 @@ def _is_of_blocks(text: str) -> bool:
 
 
 def takes_formats(request: Request) -> bool:
-    """Whether a matrix can be quantized in these formats as it is computed: they have kernels, find all scales in
-    blocks and draw no random bits."""
+    """Return whether a matrix can be quantized in these formats while it is computed.
+
+    All of them need a kernel, all scales in blocks, and no random bits.
+    """
     texts = [text for text in (request.row_text, request.column_text) if text]
     return bool(texts) and request.kernels and all(map(_is_of_blocks, texts))
 
 
 def fake_outputs(x: Tensor, shape: tuple[int, int], formats: Formats) -> list[Tensor]:
-    """The outputs of hqsweep::quantize for a matrix of this shape, on x's device, in traced graphs."""
+    """Return the outputs of hqsweep::quantize for a matrix of this shape on x's device, for traced graphs."""
     matrix, shapes = Matrices(*shape), []
     for text, across, exact in zip(formats[:2], (False, True), formats.exact, strict=True):
         if text:
@@ -52,7 +60,7 @@ def fake_outputs(x: Tensor, shape: tuple[int, int], formats: Formats) -> list[Te
 
 
 class Directions:
-    """The arguments of a kernel for these formats of a matrix [rows, cols] on x's device, and the `tensors` that it
+    """Kernel arguments for these formats and a matrix [rows, cols] on x's device, and the `tensors` that the kernel
     fills.
 
     ValueError for formats that draw random bits or have a global amax.
@@ -79,6 +87,6 @@ class Directions:
         self.arguments = (row, column, formats.dequantized)
 
     def quantize(self, x: Tensor) -> None:
-        """Quantize the matrix itself, where no kernel computes and quantizes it."""
+        """Quantize a finished matrix, for cases in which no kernel computes and quantizes it in one pass."""
         call = (x.data_ptr(), DTYPES[x.dtype], *x.shape, *x.stride(), *self.arguments)
         extension().quantize_cuda(*call, *where(x))

@@ -1,4 +1,4 @@
-"""What the operator takes beside X, from the targets of both directions: keys of random bits, and amaxes."""
+"""Keys and amaxes that the quantize operator takes beside X, from the targets of both directions."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from hqsweep.ops.quantize.request import Request, Target, key_words
 
 
 class Inputs(NamedTuple):
-    """The keys and amaxes that the operator takes beside X, of one matrix or of all members."""
+    """Keys and amaxes of one matrix, or of all members, for the operator."""
 
     row_key: list[int]
     column_key: list[int]
@@ -22,14 +22,14 @@ class Inputs(NamedTuple):
     row_keys: Tensor | None = None
     column_keys: Tensor | None = None
     step: Tensor | None = None
-    """The tensor from which the step of all keys is read, in place of their own."""
+    """The tensor that holds the step for all keys, in place of the keys' own step."""
 
 
 NO_INPUTS = Inputs(NO_KEY, NO_KEY, None, None)
 
 
 def matrix_inputs(request: Request, row: Target, column: Target) -> Inputs:
-    """The inputs of one matrix."""
+    """Return the inputs of one matrix."""
     row_key, column_key, step = NO_KEY, NO_KEY, None
     if request.stochastic:
         row_key, column_key = key_words(request.row, row.key), key_words(request.column, column.key)
@@ -42,7 +42,7 @@ def matrix_inputs(request: Request, row: Target, column: Target) -> Inputs:
 
 
 def _counter_of(keys: Sequence[RngKey | RngKeys]) -> Tensor | None:
-    """The counter that all keys of a call share; ValueError where they have several."""
+    """Return the counter that all keys share. ValueError if they have several."""
     counter = keys[0].counter
     if any(key.counter is not counter for key in keys):
         raise ValueError("the keys of one call have several counters; give all the same one, or none")
@@ -50,14 +50,16 @@ def _counter_of(keys: Sequence[RngKey | RngKeys]) -> Tensor | None:
 
 
 def of_member(target: Target, member: int) -> Target:
-    """The target of one member alone."""
+    """Return the target of a single member."""
     key, grid = (values and values[member] for values in (target.key, target.grid))
     return target._replace(key=key, grid=grid)
 
 
 def member_inputs(request: Request, row: Target, column: Target, device: torch.device) -> Inputs | None:
-    """The inputs of all members; None for inputs that one call of the kernel does not take, or that a member's own call
-    refuses."""
+    """Return the inputs of all members, or None if each member needs a call of its own.
+
+    That is so for inputs that one kernel call does not take, and for inputs that a member's own call refuses.
+    """
     if not (request.stochastic or request.delayed or row.grid is not None or column.grid is not None):
         return NO_INPUTS
     step, counters, tables, amaxes = None, [], [], []
@@ -84,8 +86,7 @@ def member_inputs(request: Request, row: Target, column: Target, device: torch.d
 
 
 def _amaxes(spec: KernelSpec | None, grids: Sequence[Buffers | None] | None) -> Tensor | None:
-    """The global amaxes that were given for all members, one after the other; LookupError for grids that the kernel
-    does not take."""
+    """Return the given global amaxes of all members, concatenated. LookupError for grids that the kernel refuses."""
     if spec is None or grids is None or all(grid is None for grid in grids):
         if spec is not None and spec.delayed:
             raise LookupError

@@ -1,7 +1,7 @@
-"""quantize() of a tensor that needs nothing beside it, no keys and no amaxes, by one call of the kernel.
+"""quantize() by one kernel call, for tensors that need no keys and no amaxes.
 
-Most calls of a training are of this kind. What is the same for all of one size is worked out once, so that the host has
-little more to do than to allocate and to launch. ops.quantize is the way of all other calls, and gives the same bytes.
+Most calls of a training are of this kind. Everything that depends on the size alone is computed once, so that the host
+only allocates and launches. ops.quantize.quantize handles all other calls, and gives the same bytes.
 """
 
 from typing import NamedTuple
@@ -22,21 +22,21 @@ from hqsweep.ops.quantize.request import Output, Source, request_of
 
 
 class Pair(NamedTuple):
-    """What is asked of the two directions of a tensor."""
+    """The wanted results of both directions of a tensor."""
 
     rowwise: str
-    """The text of the format."""
+    """The format's text."""
     columnwise: str
     source: Source
     row_output: Output | None
     column_output: Output | None
     by_rows: bool = False
     decoded: bool = False
-    """Whether the exact operand of rowwise codes is wanted, too, if the same pass can write it."""
+    """Whether the exact operand of the rowwise codes is wanted too, if the same pass can write it."""
 
 
 class _Plan(NamedTuple):
-    """A call of the kernel without its tensors."""
+    """A kernel call without its tensors."""
 
     row: Outputs | None
     column: Outputs | None
@@ -51,8 +51,7 @@ def _plan(
     size: tuple[int, int, int | None, tuple[int, ...] | None],
     device_type: str,
 ) -> _Plan | None:
-    """The plan for matrices of a size, as ops.outputs.Matrices has it; None where ops.quantize has another way, or an
-    error, for the call."""
+    """Return the plan for matrices of a size (the fields of Matrices). None: fall back to quantize()."""
     row_text, column_text, source, row_output, column_output, by_rows, decoded = pair
     rows, cols, members, sizes = size
     by_rows = by_rows and members is not None
@@ -79,8 +78,11 @@ def _plan(
 def quantize_plain(
     x: Tensor, splits: Splits | None, pair: Pair
 ) -> tuple[Result | None, Result | None, ExactOperand | None] | None:
-    """The results of x [rows, cols], or packed those of its members, and the exact operand of the rowwise codes, if it
-    is made; None where ops.quantize has to make them."""
+    """Return both results of x [rows, cols], or of its members, packed; and the exact operand of the rowwise codes, if
+    made.
+
+    None: fall back to quantize().
+    """
     if not direct(x) or x.dim() != 2:
         return None
     on_gpu, (rows, cols) = x.is_cuda, x.shape

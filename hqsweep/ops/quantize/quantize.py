@@ -1,4 +1,4 @@
-"""Quantize one matrix along its rows, its columns, or both in one read; or many, whose rows follow each other."""
+"""Quantize one matrix along rows, columns, or both in one pass; or many matrices whose rows follow each other."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -36,7 +36,7 @@ from hqsweep.ops.stats import Statistics
 
 
 class Quantized(NamedTuple):
-    """The results of quantize(); None for what was not asked for. The columnwise results are those of x.T."""
+    """Results of quantize(); None for unwanted ones. Columnwise results encode x.T."""
 
     rowwise: Result | None = None
     columnwise: Result | None = None
@@ -54,23 +54,29 @@ def quantize(
     statistics: bool = False,
     backend: Backend = "auto",
 ) -> Quantized:
-    """bf16, fp16 or fp32 [..., cols], leading axes folded to rows -> operands of the directions that have a format.
+    """Quantize bf16, fp16 or fp32 [..., cols] in each direction that has a format. Leading axes are folded to rows.
 
-    Rowwise blocks run along cols; the columnwise operand encodes x.T [cols, rows]. columnwise_source
-    "rowwise_dequantized" makes it from the decoded rowwise operand, rounded to x's dtype (rowwise is needed then).
-    A Target asks for more than a format's codes. Its output "codes": the format's buffers; "exact": what gemm=exact
-    multiplies, format.operand(codes), with a float32 matrix from the CPU kernel and a bfloat16 one from CUDA and the
-    reference (fp8_block+fp32_scale: always float32). Its grid: amaxes agreed on elsewhere (another rank, an earlier
-    pass), of the tensor ({"g": ...}, or {"s": ...} of fp8_current and fp8_delayed, which must have one) or of the
-    blocks; the kernels take those of the tensor, the reference all. A given "g" becomes part of the operand as it is,
-    so it must not change afterwards.
-    statistics: sums of ops.stats, gathered while quantizing. backend "auto": the kernel where there is one, with the
-    same bytes. Nothing waits for the device. UserError for a shape that a format cannot hold and for unknown names.
+    Rowwise blocks run along cols; the columnwise operand encodes x.T [cols, rows]. With columnwise_source
+    "rowwise_dequantized" it encodes the decoded rowwise operand, rounded to x's dtype; rowwise is then required.
 
-    splits: the rows belong to many matrices, the members. Each is quantized as x[a:b] by itself would be, to the byte,
-    under its own key and grid, and results are packed (ops.packed). One call of the kernel serves all, where there is
-    one for the formats: it does not wait for splits that only the device knows, whose sizes nobody checks then.
-    Otherwise there is a call for each member, which waits; UserError names the member. No statistics.
+    A Target says more than a format. output "codes": the format's buffers. output "exact": the matrix that gemm=exact
+    multiplies, format.operand(codes). Its dtype is float32 from the CPU kernel, bfloat16 from CUDA and the reference,
+    and
+    always float32 for fp8_block+fp32_scale. grid: amaxes found elsewhere (another rank, an earlier pass), for the
+    tensor
+    ({"g": ...}, or {"s": ...} for fp8_current and fp8_delayed, which needs one) or for the blocks. Kernels take tensor
+    amaxes only, the reference takes all. A given "g" becomes part of the operand, so it must not change afterwards.
+
+    statistics: also gather the sums of ops.stats. backend "auto": the kernel if there is one; the bytes are the same.
+    Nothing waits for the device.
+
+    splits: the rows belong to many matrices, the members. Each member is quantized, to the byte, as x[a:b] alone, under
+    its own key and grid. Results are packed (ops.members.packed). If the formats have a kernel, one call serves all. It
+    does not wait for splits on the device, and does not check their sizes. Otherwise each member takes a call, which
+    waits.
+
+    Raises:
+        UserError: for a shape that a format cannot hold, unknown names, or statistics with splits; it names the member.
     """
     row = rowwise if type(rowwise) is Target else as_target(rowwise)
     column = columnwise if type(columnwise) is Target else as_target(columnwise) if columnwise else NO_TARGET
@@ -98,12 +104,12 @@ def quantize(
 def encode(
     x: Tensor, format: Format, *, grid: Buffers | None = None, key: RngKey | None = None, backend: Backend = "auto"
 ) -> dict[str, Tensor]:
-    """quantize() to the codes of one rowwise format."""
+    """Return the codes of x in one rowwise format, by quantize()."""
     return quantize(x, Target(format, key=key, grid=grid), backend=backend).rowwise
 
 
 def exact_operand(x: Tensor, format: Format, *, key: RngKey | None = None, backend: Backend = "auto") -> ExactOperand:
-    """quantize() to the exact operand of one rowwise format."""
+    """Return the exact operand of x in one rowwise format, by quantize()."""
     return quantize(x, Target(format, "exact", key), backend=backend).rowwise
 
 
@@ -119,7 +125,7 @@ def _by_kernel(request: Request, x: Tensor, inputs: Inputs, statistics: bool) ->
 def quantized_of(
     request: Request, outputs: list[Tensor], inputs: Inputs = NO_INPUTS, x: Tensor | None = None
 ) -> Quantized:
-    """The operator's outputs of one matrix; with x, which was quantized, also its statistics."""
+    """Return the results of one matrix from the operator's outputs. x: the quantized matrix, for statistics."""
     row, column, statistics = request.row, request.column, x is not None
     first = second = first_sums = second_sums = None
     if row is not None:
@@ -136,14 +142,14 @@ def quantized_of(
 def _statistics(
     outputs: list[Tensor], spec: KernelSpec, result: Result, x: Tensor, source: Tensor | None
 ) -> tuple[Statistics, list[Tensor]]:
-    """One direction's statistics from the operator's outputs, and the outputs that are left."""
+    """Return one direction's statistics, and the remaining outputs."""
     buffers = None if isinstance(result, ExactOperand) else result
     fields = {"elements": x.numel(), "x": source, "format": spec.format, "buffers": buffers}
     return Statistics(sums=outputs[0], row_errors=outputs[1], **fields), outputs[2:]
 
 
 def _one_by_one(request: Request, x: Tensor, row: Target, column: Target, statistics: bool) -> Quantized:
-    """Each direction by itself, so that one without a kernel does not cost the other its own."""
+    """Quantize each direction by itself: a direction without a kernel does not keep the other from using one."""
     shape = tuple(x.shape)
     first = quantize(x, row._replace(output="codes") if request.dequantized else row, statistics=statistics)
     result = first.rowwise
@@ -168,7 +174,7 @@ def _members(
     statistics: bool,
     backend: Backend,
 ) -> Quantized:
-    """quantize() with splits."""
+    """Run quantize() with splits."""
     if splits.rows != x.shape[0] or not splits.count:
         got = f"splits of {splits.rows} rows over {splits.count} experts"
         raise UserError(f"quantize: {got} for a matrix of shape {tuple(x.shape)}")
@@ -216,7 +222,8 @@ def _members_by_kernel(request: Request, x: Tensor, splits: Splits, inputs: Inpu
 def _with_identity(
     request: Request, x: Tensor, splits: Splits, row: Target, column: Target, backend: Backend
 ) -> Quantized:
-    """Each direction by itself: an identity holds the matrix, whatever the splits, and the other may have a kernel."""
+    """Quantize each direction by itself. An identity keeps the matrix whatever the splits; the other may use a
+    kernel."""
     source = x.to(row.format.dtype).to(x.dtype) if request.dequantized else x
     results = []
     for columnwise, target, matrix in ((False, row, x), (True, column, source)):

@@ -1,7 +1,7 @@
-"""Quantize an activation, or its gradient, from what it is computed of: on CUDA one pass, without the matrix between.
+"""Quantize an activation, or its gradient, in the pass that computes it: on CUDA the matrix is never stored.
 
-The bytes are those of quantize() of activation() or activation_backward(). The operator runs these two where no kernel
-does both at once.
+The bytes equal quantize() of activation() or activation_backward(). Without a fused kernel, the operator runs these
+two.
 """
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from hqsweep.ops.quantize.request import Request, check_shape
 
 
 def shape_of(z: Tensor, dh: Tensor | None, kind: str) -> tuple[int, int]:
-    """The shape of the matrix that is quantized."""
+    """Return the shape of the quantized matrix."""
     return (z.shape[0], z.shape[1] // INPUTS[kind]) if dh is None else (z.shape[0], z.shape[1])
 
 
@@ -28,8 +28,11 @@ def _fake(z, dh, kind, *formats):
     devices=("CUDA",),
 )
 def _by_operator(z, dh, kind, *formats):
-    """The outputs of hqsweep::quantize for h, or with dh for z's gradient; formats are those of ops.blocks. ValueError
-    for other formats, and as activation() raises it."""
+    """Return the outputs of hqsweep::quantize for h, or with dh for the gradient of z. formats: the fields of
+    blocks.Formats.
+
+    ValueError for other formats, and as activation() raises it.
+    """
     check_input(z, kind)
     if dh is not None:
         check_gradient(dh, z, kind)
@@ -42,10 +45,11 @@ def _by_operator(z, dh, kind, *formats):
 
 
 def quantize_activated(request: Request, z: Tensor, dh: Tensor | None, kind: str) -> list[Tensor]:
-    """The outputs of the operator quantize for h = activation(z), or with dh for the gradient of z (see quantized_of).
+    """Return the quantize operator's outputs for h = activation(z), or with dh for the gradient of z (see
+    quantized_of).
 
-    For formats that blocks.takes_formats(), and a z that activation() takes. UserError for a shape that a format cannot
-    hold.
+    It needs formats that blocks.takes_formats() accepts, and a z that activation() takes. UserError for a shape that a
+    format cannot hold.
     """
     check_shape(request, shape_of(z, dh, kind))
     return _by_operator(z, dh, kind, *formats_of(request))

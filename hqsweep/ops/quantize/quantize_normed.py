@@ -1,6 +1,6 @@
-"""Quantize the output of a norm from the sum and the statistics of its rows: on CUDA, without the matrix between.
+"""Quantize the output of a norm in the pass that computes it: on CUDA the matrix is never stored.
 
-The bytes are those of quantize() of norm(). The operator runs these two where no kernel does both at once.
+The bytes equal quantize() of norm(). Without a fused kernel, the operator runs these two.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from hqsweep.ops.quantize.request import Request, check_shape
 
 
 class Normed(NamedTuple):
-    """What the output of a norm is computed of."""
+    """The tensors from which the output of a norm is computed."""
 
     total: Tensor
     """bfloat16 [rows, D]."""
@@ -24,13 +24,15 @@ class Normed(NamedTuple):
     bias: Tensor | None
     """float32 [D] for LayerNorm; None for RMSNorm."""
     statistics: Tensor
-    """float32 [1, rows], for LayerNorm [2, rows], as norm_statistics() gives them."""
+    """float32 [1, rows], for LayerNorm [2, rows], from norm_statistics()."""
     epsilon: float
 
 
 def takes(x: Tensor) -> bool:
-    """Whether the norm of a stream like x, which norm() takes, is quantized as it is computed: x is bfloat16 then, so
-    that the sum takes no more memory than its norm, and consists of whole blocks of 32."""
+    """Return whether the norm of a stream like x is quantized as it is computed. norm() must take x.
+
+    x must be bfloat16, so that the sum needs no more memory than the norm, and have whole blocks of 32.
+    """
     return x.dtype is torch.bfloat16 and x.numel() > 0 and x.shape[-1] % 32 == 0
 
 
@@ -45,8 +47,10 @@ def _fake(total, gain, bias, statistics, epsilon, *formats):
     devices=("CUDA",),
 )
 def _by_operator(total, gain, bias, statistics, epsilon, *formats):
-    """The outputs of hqsweep::quantize for the norm. ValueError as norm() raises it, and for formats that are not those
-    of ops.blocks."""
+    """Return the outputs of hqsweep::quantize for the norm. formats: the fields of blocks.Formats.
+
+    ValueError for other formats, and as norm() raises it.
+    """
     check_normed(total, gain, bias, statistics)
     directions = Directions(total, tuple(total.shape), Formats(*formats))
     total, gain, statistics = ready(total), ready(gain), ready(statistics)
@@ -58,7 +62,9 @@ def _by_operator(total, gain, bias, statistics, epsilon, *formats):
 
 
 def quantize_normed(request: Request, of: Normed) -> list[Tensor]:
-    """The outputs of the operator quantize for the norm, in formats that blocks.takes_formats(). UserError for a shape
-    that a format cannot hold."""
+    """Return the quantize operator's outputs for the norm. The formats must pass blocks.takes_formats().
+
+    UserError for a shape that a format cannot hold.
+    """
     check_shape(request, of.total.shape)
     return _by_operator(*of, *formats_of(request))

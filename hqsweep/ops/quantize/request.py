@@ -1,5 +1,4 @@
-"""What a call asks for. Formats, source and outputs are checked once and remembered; each tensor is checked when it
-comes."""
+"""Checked options of a call. Formats, source and outputs are checked once; each tensor is checked on every call."""
 
 import math
 from collections.abc import Sequence
@@ -25,24 +24,24 @@ BACKENDS = ("auto", "reference", "kernel")
 
 
 class Target(NamedTuple):
-    """One direction of quantize(): the result that is wanted, and what that takes beside X."""
+    """One direction of quantize(): the wanted result, and its inputs beside X."""
 
     format: Format | None
     output: Output = "codes"
-    """ "codes": the format's buffers; "exact": what gemm=exact multiplies."""
+    """ "codes": the format's buffers; "exact": the matrix that gemm=exact multiplies."""
     key: RngKey | Sequence[RngKey | None] | None = None
-    """The stream of random bits of +sr; with splits, that of each member."""
+    """The stream of random bits for +sr; with splits, one per member."""
     grid: Buffers | Sequence[Buffers | None] | None = None
-    """Amaxes agreed on elsewhere; with splits, those of each member."""
+    """Amaxes found elsewhere; with splits, one grid per member."""
     by_rows: bool = False
-    """Whether, with splits, exact columnwise members lie as [m_e, width], which torch._grouped_mm takes."""
+    """Whether, with splits, exact columnwise members are stored as [m_e, width], which torch._grouped_mm takes."""
 
 
 NO_TARGET = Target(None)
 
 
 def as_target(wanted: Format | Target | None) -> Target:
-    """The target that is wanted; a format stands for its codes."""
+    """Return the target. A format alone asks for its codes."""
     if wanted is None:
         return NO_TARGET
     return wanted if type(wanted) is Target else Target(wanted)
@@ -50,7 +49,7 @@ def as_target(wanted: Format | Target | None) -> Target:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """The options of a call without its tensors: checked once, and laid out so that a call has little left to do."""
+    """Checked options of a call, without its tensors."""
 
     row: KernelSpec | None
     column: KernelSpec | None
@@ -61,25 +60,25 @@ class Request:
     """The rowwise format as operators name it; "" for none."""
     column_text: str
     multiples: tuple[int, int]
-    """The numbers that X's rows and columns must be multiples of."""
+    """X's rows and columns must be multiples of these."""
     stochastic: bool
     delayed: bool
     kernels: bool
     """Whether all formats have a kernel."""
     some_kernel: bool
-    """Whether one of the formats has a kernel."""
+    """Whether at least one format has a kernel."""
     holds: bool
-    """Whether an operand is the matrix itself, as it is with an identity format."""
+    """Whether an operand is the matrix itself, as with an identity format."""
 
 
 def text_of(format: Format | None) -> str:
-    """The canonical text of a format; "" for none."""
+    """Return the canonical text of a format; "" for none."""
     return "" if format is None else format.text
 
 
 @memo
 def request_of(rowwise: str, columnwise: str, source: str, row_output: str, column_output: str) -> Request:
-    """The request, made and checked once; formats by their text_of."""
+    """Return the checked request, made once. rowwise, columnwise: the formats' text_of. UserError for unknown names."""
     words = {
         "columnwise_source": (source, SOURCES),
         "rowwise output": (row_output, OUTPUTS),
@@ -113,7 +112,7 @@ def request_of(rowwise: str, columnwise: str, source: str, row_output: str, colu
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """x with its leading axes folded, without a copy where its strides allow that."""
+    """Return x with its leading axes folded, without a copy if its strides allow. UserError for other dtypes."""
     if x.dtype not in DTYPES:
         raise UserError(f"quantize: input is {x.dtype}; it takes float32, bfloat16 and float16")
     if x.dim() == 2:
@@ -124,7 +123,7 @@ def as_matrix(x: Tensor) -> Tensor:
 
 
 def check_shape(request: Request, shape: Sequence[int]) -> None:
-    """UserError for a matrix of this shape that one of the formats cannot hold."""
+    """Raise UserError if one of the formats cannot hold a matrix of this shape."""
     (rows, cols), (down, across) = shape, request.multiples
     if rows % down or cols % across:
         wrong = (request.row, "rowwise", "columns") if cols % across else (request.column, "columnwise", "rows")
@@ -137,7 +136,7 @@ def check_shape(request: Request, shape: Sequence[int]) -> None:
 
 
 def check_given(request: Request, row_grid: Buffers | None, column_grid: Buffers | None) -> None:
-    """UserError for a format with delayed scaling whose amax is not given."""
+    """Raise UserError if a format with delayed scaling lacks its amax."""
     for direction, spec, grid in (
         ("rowwise", request.row, row_grid),
         ("columnwise", request.column, column_grid),
@@ -150,7 +149,7 @@ def check_given(request: Request, row_grid: Buffers | None, column_grid: Buffers
 
 
 def check_backend(backend: str) -> None:
-    """UserError for an unknown backend."""
+    """Raise UserError for an unknown backend."""
     if backend not in BACKENDS:
         raise UserError(f"backend is '{backend}'{nearest(backend, BACKENDS)}; allowed: {', '.join(BACKENDS)}")
 
@@ -158,7 +157,7 @@ def check_backend(backend: str) -> None:
 def use_kernel(
     request: Request, x: Tensor, backend: Backend, row_grid: Buffers | None = None, column_grid: Buffers | None = None
 ) -> bool:
-    """Whether the kernels take one matrix; UserError where backend="kernel" insists on them."""
+    """Return whether the kernels take this matrix. UserError if they do not and backend is "kernel"."""
     if backend != "auto":
         check_backend(backend)
         if backend == "reference":
@@ -175,8 +174,7 @@ def use_kernel(
 
 
 def key_words(spec: KernelSpec | None, key: RngKey | PlacedKey | None) -> list[int]:
-    """The words of a Philox key and the step, and for a part of an operand its place; NO_KEY where nothing is
-    random."""
+    """Return the words of a Philox key and its step, and the place of a part; NO_KEY without random bits."""
     if spec is None or not spec.stochastic:
         return NO_KEY
     if key is None:
@@ -185,8 +183,10 @@ def key_words(spec: KernelSpec | None, key: RngKey | PlacedKey | None) -> list[i
 
 
 def kernel_takes(request: Request, x: Tensor, splits: Splits) -> bool:
-    """Whether one kernel takes all members at once: blocks go into the matrix, and into each member's rows where the
-    host knows them."""
+    """Return whether one kernel call takes all members.
+
+    Blocks must divide the matrix, and each member's rows if the host knows them.
+    """
     if not (request.kernels and (request.row or request.column) and has_kernels(x.device.type)):
         return False
     down, across = request.multiples
