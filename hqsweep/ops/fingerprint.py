@@ -11,33 +11,12 @@ import torch
 from torch import Tensor
 
 from hqsweep.formats import ExactOperand, RngKey, parse
+from hqsweep.formats.spec import FAMILIES
 from hqsweep.memo import memo
 from hqsweep.ops.quantize.quantize import quantize
 from hqsweep.ops.quantize.request import Backend, Target
 
-EXPECTED = "efe9481fa9da443f263ba55e89ae7d3fb70d8af9334c5095af96a6e9980a1110"
-"""The hash of the reference. Every correct kernel has the same."""
-
-FORMATS = (
-    "fp8_current",
-    "fp8_current+e5m2+pow2",
-    "fp8_block",
-    "fp8_block+2d+fp32_scale",
-    "mxfp8",
-    "mxfp8+e5m2+2d",
-    "mxfp8+floor",
-    "mxfp6_e2m3",
-    "mxfp6_e3m2+even",
-    "mxfp4",
-    "nvfp4",
-    "nvfp4+2d+sr",
-    "nvfp4+rht+sr",
-    "nvfp4+row_scaled",
-    "nvfp4+4over6+fast_error",
-    "nvfp4+2d+4over6+mse",
-    "nvfp4+tensor",
-    "nvfp4+tensor+rht+sr",
-)
+FORMATS = tuple(text for family in FAMILIES for text in family.fingerprint)
 ROWS, COLS = 80, 176
 """Multiples of 16 that leave partial blocks of 32 and 128 along both axes."""
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.formats import Buffers, Format
-from hqsweep.formats.tiles import expand_tiles
+from hqsweep.formats.base import expand_tiles
 from hqsweep.ops.quantize.kernels import TILE
 
 SATURATION_MARGIN = 1 + 2.0**-8

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hqsweep.config.format_text import QUANTIZER_FIELDS, check_source, quantizer_texts
 from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, ExactOperand, Format, Identity, RngKey, RngKeys, parse
+from hqsweep.formats.spec import QUANTIZER_FIELDS, check_source, quantizer_texts
 from hqsweep.memo import cached_property
 from hqsweep.ops.members.layout import GroupLayout
 from hqsweep.ops.members.packed import Result

@@ -10,9 +10,9 @@ import os
 import warnings
 from pathlib import Path
 
-from hqsweep.config.format_text import NAMES
 from hqsweep.config.recipe_files import FORMAT, PACKAGED, known_names, read_recipe, recipe_file
 from hqsweep.errors import UserError, nearest
+from hqsweep.formats.spec import NAMES
 from hqsweep.memo import constant_result, memo
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import AnyRecipe

@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from hqsweep.config.format_text import SOURCES
 from hqsweep.errors import UserError, nearest
 from hqsweep.formats import Buffers, Format, RngKey
 from hqsweep.formats.random import PlacedKey
+from hqsweep.formats.spec import SOURCES
 from hqsweep.memo import memo
 from hqsweep.ops.library import has_kernels
 from hqsweep.ops.members.splits import Splits
