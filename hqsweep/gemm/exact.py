@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.backends.cuda import matmul
 
 from hqsweep.formats import ExactOperand
-from hqsweep.ops.gemm.product import add_product, product, product_into
+from hqsweep.ops.gemm.product import add_product, fastest_product, product, product_into
 from hqsweep.ops.gemm.product import takes as product_takes
-from hqsweep.ops.gemm.product_choice import fastest_product
 from hqsweep.ops.library import direct, has_kernels
 from hqsweep.ops.quantize.kernels import DTYPES, in_dtype
 from hqsweep.ops.quantize.operators import scale_product
@@ -161,11 +160,10 @@ def apply_factors(
 ) -> Tensor:
     """Return product [m, n] times up to two factors over the divisor, rounded to out_dtype.
 
-    factors: (factor [1, 1], [m, 1] or [1, n], whether it differs by row or column). For scalars
-    alpha = fl(fl(f_a * f_b) * fl(1 / divisor)); per-row factors come after the constant part. With one per-row side,
-    its
-    factor is first multiplied by the other's scalar; with two, rows come before columns
-    (TransformerEngine pytorch/cpp_extensions/gemm.py:84 at d0067d0da6cb).
+    factors: (factor [1, 1], [m, 1] or [1, n], whether it differs by row or column). For scalars alpha = fl(fl(f_a *
+    f_b) * fl(1 / divisor)); per-row factors come after the constant part. With one per-row side, its factor is first
+    multiplied by the other's scalar; with two, rows come before columns (TransformerEngine
+    pytorch/cpp_extensions/gemm.py:84 at d0067d0da6cb).
     """
     tensors, per_row = [factor for factor, _ in factors], [rows for _, rows in factors]
     inverse = 1.0 / divisor  # torch rounds it to float32 before it multiplies

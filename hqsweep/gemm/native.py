@@ -19,7 +19,6 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.formats import FORMATS, ExactOperand, Format, parse
 from hqsweep.gemm.exact import epilogue, mm_t
-from hqsweep.ops.gemm.swizzle import swizzle
 from hqsweep.quant.operand import Operand
 from hqsweep.recipe.pairs import same_scaling
 
@@ -118,8 +117,7 @@ def mm_t_native(a: Operand, b: Operand, *, out_dtype: torch.dtype) -> Tensor:
     """Return a [m, k] times b [n, k] transposed, [m, n] in out_dtype. UserError with the refusal, if there is one.
 
     The product of codes and scales accumulates in the tensor core's own precision (no fast accumulation). NVFP4's
-    global
-    factors are applied to the float32 product, as in gemm=exact.
+    global factors are applied to the float32 product, as in gemm=exact.
     """
     capability = capability_of(next(iter(a.buffers.values())).device)
     (m, k), (n, _) = a.shape, b.shape
@@ -205,3 +203,18 @@ _ARRANGED: dict[str, Callable[[Operand], tuple[Tensor, Tensor]]] = {
     "nvfp4": _nvfp4,
 }
 """Format.scaling -> a function that returns codes and decode scales."""
+
+
+def swizzle(scales: Tensor) -> Tensor:
+    """Return block scales in cuBLAS's layout: uint8 [rows, blocks] -> uint8 [pad128(rows) * pad4(blocks)].
+
+    Input has one scale per block along the contracted axis. The output consists of tiles of 128 rows x 4 blocks, one
+    row of tiles after the other. Entry (i, j) lies at
+        ((i div 128) * T + j div 4) * 512 + (i mod 32) * 16 + ((i mod 128) div 32) * 4 + j mod 4
+    with T tiles per row. Padding is 0 (cuBLAS, "1D block scaling factors layout"; TransformerEngine
+    common/cast/mxfp8/swizzle.cuh:30).
+    """
+    rows, blocks = scales.shape
+    down, across = -(-rows // 128), -(-blocks // 4)
+    padded = torch.nn.functional.pad(scales, (0, across * 4 - blocks, 0, down * 128 - rows))
+    return padded.view(down, 4, 32, across, 4).permute(0, 3, 2, 1, 4).reshape(-1)

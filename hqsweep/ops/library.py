@@ -42,8 +42,7 @@ def direct(x: Tensor) -> bool:
     """Return whether an operator's function may be called directly, without torch's dispatcher.
 
     This holds outside traced graphs and dispatch modes. Dispatch costs more than the launch, and codes have no gradient
-    to
-    record. Tensors with the negative bit are dispatched: torch then passes a copy whose memory holds the true signs.
+    to record. Tensors with the negative bit are dispatched: torch then passes a copy whose memory holds the true signs.
     """
     plain = type(x) in PLAIN and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
     return plain and (x.is_cpu or x.is_cuda) and not x.is_neg()

@@ -26,8 +26,7 @@ def stream_statistics(
     """Return {"rowwise": ..., "columnwise": ...}: the statistics (ops.stats) that the whole matrix would have.
 
     chunks() restarts the matrix: each call yields its parts [rows, cols] from top to bottom. With +sr, every chunk
-    draws
-    random bits from a stream of its own.
+    draws random bits from a stream of its own.
     """
     formats = {"rowwise": rowwise, "columnwise": columnwise}
     grids = _global_amaxes(chunks, formats)

@@ -21,10 +21,8 @@ def follows_rowwise(weight: Any) -> bool:
     """Return whether the rowwise operand determines the columnwise operand of a quantized tensor.
 
     It does if both are one matrix (an identity), if columns are made from decoded rows, if rowwise high precision holds
-    the
-    values, or if codes and scales are transposed. It does not with fp8_delayed, whose amax belongs to other values, nor
-    for
-    a shard or slice that shares a scale with the whole.
+    the values, or if codes and scales are transposed. It does not with fp8_delayed, whose amax belongs to other values,
+    nor for a shard or slice that shares a scale with the whole.
     """
     meta = weight.metadata
     if meta.directions != ("rowwise", "columnwise") or meta.place is not None or meta.shares_scale:

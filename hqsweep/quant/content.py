@@ -13,8 +13,7 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Format, RngKey, RngKeys
-from hqsweep.ops.members.layout import GroupLayout, Layout, refuse_unlike
-from hqsweep.ops.members.shapes import Shapes
+from hqsweep.ops.members.layout import GroupLayout, Layout, Shapes, refuse_unlike
 from hqsweep.ops.members.splits import Splits
 from hqsweep.quant.operand import Operand
 

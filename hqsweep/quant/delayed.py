@@ -34,8 +34,7 @@ class DelayedState(nn.Module):
     """History float32 [L] and amax float32 [1, 1], as in end_step; `step` is the step of history[0].
 
     The step is a Python number, which the device need not deliver; in a state_dict it is a tensor. It is None before
-    the
-    first step. For a tensor held as codes it is also None from a write until the next step that uses it.
+    the first step. For a tensor held as codes it is also None from a write until the next step that uses it.
     """
 
     history: Tensor
@@ -257,8 +256,8 @@ def _share(slots: Sequence[SlotStates], formats: Mapping[str, Fp8Delayed]) -> No
     """Reduce the amaxes of the present step over the ranks of a group, in one collective for all slots.
 
     For a weight held as codes, only ranks with parts of it take part: it may be written on those ranks alone, for
-    example
-    while a model is built. UserError for +local_amax inside a DistributedDataParallel that broadcasts rank 0's states.
+    example while a model is built. UserError for +local_amax inside a DistributedDataParallel that broadcasts rank 0's
+    states.
     """
     parts = slots[0].parts
     if slots[0].held and parts is not None:

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Format, RngKey
-from hqsweep.ops.members.layout import GroupLayout, Layout
+from hqsweep.ops.members.layout import GroupLayout, Layout, Shapes
 from hqsweep.ops.members.packed import pack
-from hqsweep.ops.members.shapes import Shapes
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.request import Output
 from hqsweep.quant.delayed import SlotStates

@@ -19,9 +19,8 @@ from torch.distributed import ProcessGroup
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
-from hqsweep.ops.members.layout import refuse_unlike
+from hqsweep.ops.members.layout import Shapes, refuse_unlike
 from hqsweep.ops.members.packed import stored_by_rows
-from hqsweep.ops.members.shapes import Shapes
 from hqsweep.ops.quantize.nonfinite import for_slot
 from hqsweep.parallel.shards.fsdp2 import with_sharding
 from hqsweep.parallel.shards.group_part import quantize_group_part
@@ -41,8 +40,7 @@ class GroupedTensor(HybridQuantizedTensor):
     """The quantized operands of each expert in [E, N, K], or of each member of a group with other shapes.
 
     Make it with quantize(), empty(), of() or packed(). rowwise encodes each [N, K], columnwise its transpose. The key
-    of
-    random bits belongs to the group; expert e draws from the slot with "/e" appended, as a role with an expert does.
+    of random bits belongs to the group; expert e draws from the slot with "/e" appended, as a role with an expert does.
     """
 
     rowwise: Operand | None
@@ -70,10 +68,8 @@ class GroupedTensor(HybridQuantizedTensor):
         The other arguments are those of HybridQuantizedTensor.quantize.
 
         Members of one width are quantized in one call, like experts. Others take a call each, unless only rowwise
-        operands are
-        wanted, in blocks that divide the widths. UserError, naming the member, for a member without two axes, and for
-        tensors
-        with different dtypes or devices.
+        operands are wanted, in blocks that divide the widths. UserError, naming the member, for a member without two
+        axes, and for tensors with different dtypes or devices.
         """
         if not isinstance(x, Tensor):
             if shapes is not None:

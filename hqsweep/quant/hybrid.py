@@ -20,11 +20,8 @@ from hqsweep.ops.members.layout import GroupLayout
 from hqsweep.ops.members.packed import Result
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.model.activation import activation, activation_backward
-from hqsweep.ops.quantize.blocks import takes_formats
-from hqsweep.ops.quantize.plain import Pair, quantize_plain
-from hqsweep.ops.quantize.quantize import Quantized, quantize, quantized_of
-from hqsweep.ops.quantize.quantize_activated import quantize_activated, shape_of
-from hqsweep.ops.quantize.quantize_normed import Normed, quantize_normed
+from hqsweep.ops.quantize.fused import Normed, quantize_activated, quantize_normed, shape_of, takes_formats
+from hqsweep.ops.quantize.quantize import Pair, Quantized, quantize, quantize_plain, quantized_of
 from hqsweep.ops.quantize.request import NO_TARGET, Output, Request, Target, request_of, text_of
 from hqsweep.ops.stats import Sums, gather_by_row
 from hqsweep.parallel.shards.shard_place import Place
@@ -147,18 +144,14 @@ class HybridQuantizer:
 
         rowwise, columnwise: "codes" (an Operand, to keep), "exact" (an ExactOperand, to multiply at once) or None. With
         rowwise_dequantized the columnwise operand encodes dequantize(rowwise), rounded to x's dtype. states: required
-        for
-        fp8_delayed, whose scales they set; they record x's amaxes in one more read.
+        for fp8_delayed, whose scales they set; they record x's amaxes in one more read.
 
         splits: the rows belong to the members of a group. Each member is quantized as if alone, under its own key and
-        states,
-        and the operands have a layout. by_rows: see Target.
+        states, and the operands have a layout. by_rows: see Target.
         amaxes: the amaxes of a bfloat16 x that takes_amaxes() names, if known. Otherwise a separate pass finds them;
-        the bytes
-        are the same.
+        the bytes are the same.
         place: x is part of a whole matrix, and its elements draw the same random bits as there. Scales still come from
-        x
-        alone; to share amaxes with the whole, pass them.
+        x alone; to share amaxes with the whole, pass them.
 
         Raises:
             UserError: for fp8_delayed without states, for +sr without a key, and for a place together with splits.
@@ -200,8 +193,7 @@ class HybridQuantizer:
         """Quantize a part of a whole under amaxes of the whole.
 
         grids: direction -> grid (see Target), for formats whose amax the part does not know. UserError for a class with
-        its own
-        quantize().
+        its own quantize().
         """
         if type(self).quantize is not HybridQuantizer.quantize:
             raise UserError(
@@ -230,9 +222,8 @@ class HybridQuantizer:
         """Quantize x under a known amax, float32 [1, 1]: formats with one amax per matrix need no search.
 
         A single amax is x's own; the bytes are the same as without it. A mapping gives the amax of each direction's
-        operand,
-        for example of a whole that contains x, and overrides x's own; for +row_scaled it is [rows, 1]. place: see
-        quantize().
+        operand, for example of a whole that contains x, and overrides x's own; for +row_scaled it is [rows, 1]. place:
+        see quantize().
         """
         row, column = self._targets(rowwise, columnwise)
         if isinstance(amax, Tensor):
@@ -275,8 +266,7 @@ class HybridQuantizer:
         """Quantize h = activation(z), or with dh the gradient of z: on CUDA, for a z that activation() takes.
 
         Formats with all scales in blocks and no random bits take one pass from z. Otherwise the matrix is computed
-        first, and
-        the activation's kernel finds its global amaxes. The bytes are the same.
+        first, and the activation's kernel finds its global amaxes. The bytes are the same.
         """
         if type(self) is not HybridQuantizer:
             (x,) = activation(z, kind) if dh is None else activation_backward(dh, z, kind)
@@ -315,8 +305,7 @@ class HybridQuantizer:
         """Return (elements, signs): the amaxes of a whole matrix that quantize() takes for these outputs.
 
         elements: whether it takes the amax of the elements. signs: None, or the signs of the random Hadamard transform
-        after
-        which it takes the columns' amax, rounded to bfloat16. Amaxes are float32 [1, 1]; NaN is ignored.
+        after which it takes the columns' amax, rounded to bfloat16. Amaxes are float32 [1, 1]; NaN is ignored.
         """
         row, column = self._targets(rowwise, columnwise)
         if type(self) is not HybridQuantizer:
@@ -361,8 +350,7 @@ class HybridQuantizer:
         """Return the statistics (ops.stats) of both directions of x [rows, cols], gathered in the quantizing pass.
 
         Errors are relative to x's values. The pass itself compares an operand with its source, so with
-        rowwise_dequantized the
-        columnwise operand is decoded and compared again. States are read but not changed.
+        rowwise_dequantized the columnwise operand is decoded and compared again. States are read but not changed.
         """
         return {direction: sums.row() for direction, sums in self.sums(x, key, states).items()}
 

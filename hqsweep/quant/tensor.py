@@ -120,8 +120,7 @@ class HybridQuantizedTensor(torch.Tensor):
         """Return a tensor with uninitialised buffers on any device, also meta.
 
         shape: [..., cols]. For a GroupedTensor [E, N, K], or each member's [m_e, k_e]: the group is flat if these
-        differ, else
-        [E, m, k]. place: the tensor is a shard, whose operands encode its cover (Place.cover_area).
+        differ, else [E, m, k]. place: the tensor is a shard, whose operands encode its cover (Place.cover_area).
         UserError for a shape that a format cannot hold.
         """
         content, shape = cls.content_type.of(shape)
@@ -144,12 +143,9 @@ class HybridQuantizedTensor(torch.Tensor):
         """Return the quantized form of x [..., cols] (bf16, fp16 or fp32), with x's shape and dtype, in new memory.
 
         x is rounded to source_dtype (default: its own) first. key: stream of +sr. states: of fp8_delayed; the tensor
-        keeps
-        them. preserve_high_precision_init_val: keep a copy of x on the CPU, from which an optimizer starts its masters.
-        Later
-        writes update the copy. UserError for a shape that a format cannot hold, +sr without a key, and fp8_delayed
-        without
-        states.
+        keeps them. preserve_high_precision_init_val: keep a copy of x on the CPU, from which an optimizer starts its
+        masters. Later writes update the copy. UserError for a shape that a format cannot hold, +sr without a key, and
+        fp8_delayed without states.
         """
         options = {"dtype": x.dtype, "source_dtype": source_dtype, "device": x.device, "directions": directions}
         keep = {"key": key, "states": states, "preserve": preserve_high_precision_init_val}
@@ -169,10 +165,8 @@ class HybridQuantizedTensor(torch.Tensor):
         """Overwrite the held directions in place with the quantized form of x, and return self.
 
         x: of self's shape, in any floating dtype; for a group also one tensor per member. key: stream of +sr; default:
-        the last
-        key's next step. A shard takes its own part of x. group: the process group whose ranks hold the whole and all
-        make this
-        call (quantize_shards_); default: the group that gathers the shard.
+        the last key's next step. A shard takes its own part of x. group: the process group whose ranks hold the whole
+        and all make this call (quantize_shards_); default: the group that gathers the shard.
         UserError for another shape, +sr without any key, a part that shares its scale with a whole, and a shard without
         group.
         """
@@ -303,9 +297,8 @@ class HybridQuantizedTensor(torch.Tensor):
         """Drop one direction in place, and return self. Its memory is freed once no view holds it.
 
         Later writes make only the other direction, with the same bytes. A product that reads the dropped direction
-        raises
-        UserError. A direction that is not held changes nothing. UserError for the only direction, and for an unknown
-        one.
+        raises UserError. A direction that is not held changes nothing. UserError for the only direction, and for an
+        unknown one.
         """
         if direction not in DIRECTIONS:
             raise UserError(f"drop: direction is '{direction}'; allowed: {', '.join(DIRECTIONS)}")

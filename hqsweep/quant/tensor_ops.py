@@ -236,8 +236,7 @@ def _new_zeros(x: HybridQuantizedTensor, size: list[int], *, dtype: Any = None, 
     """Return zeros in the same formats, without random bits.
 
     They are a plain tensor if the formats cannot hold the shape or dtype. For a shard's shape of a tensor that
-    fully_shard
-    has cut, they are a Blank.
+    fully_shard has cut, they are a Blank.
     """
     if x.sharding is not None and (*size,) == x.sharding.cut.shape_of(x.sharding.cut.each):
         return Blank(x, size, [], dtype=dtype or x.dtype, device=device or x.device)

@@ -23,22 +23,18 @@ class CustomRecipe:
     """A recipe whose qfactory(role) gives the quantizer of each slot. Experimental.
 
     The factory returns a HybridQuantizer, its text ("nvfp4|mxfp8"), or a request: an object whose quantizer(role)
-    returns
-    one. It is asked for every tensor that a product reads: tensors of linears (the head is named "head") and of grouped
-    linears, and with fp8_dpa tensors of attention. Everything else stays in high precision, as does a slot for which it
-    returns "bf16". None is an error, since the factory may have forgotten the slot.
+    returns one. It is asked for every tensor that a product reads: tensors of linears (the head is named "head") and of
+    grouped linears, and with fp8_dpa tensors of attention. Everything else stays in high precision, as does a slot for
+    which it returns "bf16". None is an error, since the factory may have forgotten the slot.
 
     Under autocast the factory is asked once per slot in each `with`, and the answers hold for that long. A factory that
     changes its answers is followed by the next autocast, its backward and its recomputations. set_recipe asks once per
-    slot
-    of a model. A module built with the recipe asks when it is built. Recipes with the same function are equal.
+    slot of a model. A module built with the recipe asks when it is built. Recipes with the same function are equal.
 
     Under autocast the factory is also asked for boundaries, as in TransformerEngine. The role is None for a linear's
-    output
-    and its input's gradient, unless a role names their reader. With fp8_dpa, attention's boundaries have the roles
-    QuantizerRole(name="NAME.dpa_output") and "NAME.dpa_grad_input". Nothing is rounded there, whatever the answer. A
-    failing
-    factory, and None as answer, are errors as for any slot.
+    output and its input's gradient, unless a role names their reader. With fp8_dpa, attention's boundaries have the
+    roles QuantizerRole(name="NAME.dpa_output") and "NAME.dpa_grad_input". Nothing is rounded there, whatever the
+    answer. A failing factory, and None as answer, are errors as for any slot.
     """
 
     qfactory: Callable[[QuantizerRole], Any]

@@ -1,7 +1,7 @@
 """Python factories of recipes, as names that only some readers import.
 
-A config that names a module may come from anyone, so readers treat the name as text. Code is imported only by
-`hqsweep run` (see Importer), and by Python calls that pass find_factory.
+A config that names a module may come from anyone, so readers treat the name as text. Code is imported only by `hqsweep
+run` (see Importer), and by Python calls that pass find_factory.
 """
 
 import importlib

@@ -64,8 +64,7 @@ def parts(recipe: AnyRecipe) -> dict[str, str]:
     """Return part -> its quantizers in short form ("mxfp8", or "input nvfp4|mxfp8, weight mxfp8, ...").
 
     It covers `linear`, and each part that differs from a recipe with `linear` alone: sections, overrides, gemm,
-    schedule,
-    a Python factory.
+    schedule, a Python factory.
     """
     if isinstance(recipe, CustomRecipe):
         told = {"qfactory": recipe.path} | ({"fp8_dpa": "true"} if recipe.fp8_dpa else {})

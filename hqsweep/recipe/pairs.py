@@ -81,8 +81,7 @@ def hardware_fault(a: Scaled, b: Scaled) -> str | None:
     Tensor cores scale both operands in one way: by a scalar for per-tensor FP8 and E2M1 (any mix of elements: PTX
     tcgen05.mma.kind::f8f6f4), in blocks of 1x128 or 128x128 (not 128x128 on both sides, as TransformerEngine's cuBLAS
     call), in 32-blocks with E8M0 scales for MX (any mix: kind::mxf8f6f4), or in 16-blocks with E4M3 scales for NVFP4.
-    High
-    precision needs one dtype.
+    High precision needs one dtype.
     """
     if a.high_precision and b.high_precision:
         return None if a == b else "a GEMM takes one dtype"

@@ -29,9 +29,8 @@ def parse_recipe(config: Mapping[str, Any], find: FindFactory = factory_name) ->
     """Return the recipe of a `recipe` config: sections, or qfactory (also spelled _target_), and the schedule.
 
     Keys with the value None count as left out. find: returns the function of a qfactory. The default, factory_name,
-    imports
-    nothing, since a config may be untrusted; such a recipe refuses to quantize. find_factory imports the function's
-    module.
+    imports nothing, since a config may be untrusted; such a recipe refuses to quantize. find_factory imports the
+    function's module.
 
     UserError with the key path of every fault.
     """

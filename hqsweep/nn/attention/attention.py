@@ -122,8 +122,7 @@ class _AttentionFunction(torch.autograd.Function):
     """Attention as an autograd function.
 
     It saves as codes q, k and v in both directions and S columnwise. It also saves S in the call's dtype, and the
-    sink's
-    share of each softmax.
+    sink's share of each softmax.
     """
 
     @staticmethod
@@ -205,16 +204,13 @@ class DotProductAttention(QuantizedModule):
     """softmax(q k^T / sqrt(E)) v for q, k, v [..., T, E] -> [..., T, E], in `dtype`.
 
     recipe: a Recipe or CustomRecipe, DpaQuantizers, or its text or mapping. It gives one quantizer each for qkv (q, k
-    and v
-    share it, and one amax), s (the softmax's output), do (the gradient of the output) and dp (the gradient of the
+    and v share it, and one amax), s (the softmax's output), do (the gradient of the output) and dp (the gradient of the
     softmax's input). If all four have one high precision, torch's scaled_dot_product_attention runs. Otherwise the T x
-    T
-    matrices are computed. Leading axes are folded into rows, so T must be a multiple of the blocks along it.
+    T matrices are computed. Leading axes are folded into rows, so T must be a multiple of the blocks along it.
     Roles: QuantizerRole("dpa", tensor, name). Boundary slots are as in Linear; grad_input is the gradients of q, k and
     v.
     UserError for a T that does not fit, for +row_scaled (no batched product takes a factor per row), and for
-    gemm=native
-    (it has no batched product).
+    gemm=native (it has no batched product).
     """
 
     module_type = "dpa"

@@ -48,8 +48,7 @@ def attend_in_turn(
     """Return attend_joined() for `proj`, its only reader, and the Turns in which proj requests it.
 
     The output is written for one rank's sequences at a time, for the ranks that share proj. None if the whole is
-    computed
-    at once.
+    computed at once.
     """
     exchange = None if proj.sum_left(qkv) is None else proj.exchange(qkv.shape[:2])
     part = part_in_turn(

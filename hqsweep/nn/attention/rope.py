@@ -21,9 +21,8 @@ def split_heads(qkv: Tensor, heads: int, base: float | None, *, in_place: bool =
     """Return q, k and v [B, H, T, E] from qkv [B, T, 3 D], with q and k rotated (see rotate) unless base is None.
 
     in_place: q and k may be rotated inside qkv, which must not be read afterwards, not even by a recomputation.
-    Attention
-    then saves one tensor for backward instead of qkv (for v), q and k. If qkv itself is saved already, backward raises
-    torch's error about an in-place change.
+    Attention then saves one tensor for backward instead of qkv (for v), q and k. If qkv itself is saved already,
+    backward raises torch's error about an in-place change.
     """
     b, t, d = *qkv.shape[:2], qkv.shape[2] // 3
     if qkv.dtype is torch.bfloat16 and use_kernels(qkv) and fits(d // heads, base):

@@ -19,8 +19,14 @@ from torch.autograd.function import once_differentiable
 
 from hqsweep.memo import constant_result, memo
 from hqsweep.nn.core.context import use_kernels
-from hqsweep.ops.model.attention import attention_back, attention_forward, flash_back, has_cudnn
-from hqsweep.ops.model.attention_cpu import attention_on_cpu, attention_on_cpu_back
+from hqsweep.ops.model.attention import (
+    attention_back,
+    attention_forward,
+    attention_on_cpu,
+    attention_on_cpu_back,
+    flash_back,
+    has_cudnn,
+)
 
 ATEN = torch.ops.aten
 MOST_WIDTH = 128

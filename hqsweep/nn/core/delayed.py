@@ -23,11 +23,9 @@ class DelayedStates(nn.ModuleDict):
 
     A module creates the states of its own quantizers when it is built or given a recipe. So the state_dict of a fresh
     module has them; torch.distributed.checkpoint only loads keys that it finds there. A state survives changes of
-    recipe
-    while its slot and direction stay fp8_delayed with an equally long history; else keep() drops it. States of a recipe
-    under autocast are created at the first call, or by state_dict() inside that autocast. An autocast in which a slot
-    is
-    not delayed leaves its states unchanged.
+    recipe while its slot and direction stay fp8_delayed with an equally long history; else keep() drops it. States of a
+    recipe under autocast are created at the first call, or by state_dict() inside that autocast. An autocast in which a
+    slot is not delayed leaves its states unchanged.
     """
 
     epoch = 0

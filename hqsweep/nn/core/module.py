@@ -115,8 +115,7 @@ class QuantizedModule(nn.Module):
         """Return the quantizers of this call: from the innermost autocast, else the module's own.
 
         Under autocast each slot is resolved at the first call: once per Recipe, or once per autocast for a
-        CustomRecipe. It
-        raises as check_products() does.
+        CustomRecipe. It raises as check_products() does.
         """
         recipe = autocast_recipe()
         return self._quantizers if recipe is None else self._quantizers_under(recipe)
@@ -146,8 +145,7 @@ class QuantizedModule(nn.Module):
         """Return the present fields of a Call.
 
         A trace leaves out the name if nothing depends on it. One trace then serves all blocks of a model that are
-        compiled
-        separately.
+        compiled separately.
         """
         recipe, context = autocast_recipe(), current()
         quantizers = self._quantizers if recipe is None else self._quantizers_under(recipe)
@@ -281,8 +279,7 @@ def set_recipe(model: nn.Module, recipe: AnyRecipe | Section | HybridQuantizer |
     """Give every slot the recipe's quantizer, and every module its GEMM mode. Return how many slots changed by value.
 
     recipe: also a recipe's name, a path, or a format ("format:nvfp4"), which applies to all products, as does a section
-    of
-    linears. Each role is resolved once, and layers are counted over the whole model. A schedule is not followed.
+    of linears. Each role is resolved once, and layers are counted over the whole model. A schedule is not followed.
 
     Raises:
         UserError: as recipe.resolve() does; for products whose operands cannot meet, overrides that match no module,

@@ -58,8 +58,7 @@ class AttentionOptions:
     """Round tensors to their reader's format at the source, as TransformerEngine's fp8_mha does.
 
     This covers inputs of dpa and proj, and in backward of dpa and qkv. Queries and keys that are rotated afterwards are
-    not
-    rounded.
+    not rounded.
     """
 
 

@@ -95,8 +95,7 @@ class Probe:
     without recomputation.
     originals: layer name -> the high-precision source of a quantized weight, such as its FP32 master.
     capture: also keep the operands [rows, cols] of linears in microbatch 0 in CPU memory, as "LAYER.input",
-    "LAYER.weight"
-    and "LAYER.grad_output" in `captured`.
+    "LAYER.weight" and "LAYER.grad_output" in `captured`.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
 """Recomputation: a part of a model keeps only its inputs, and runs again in backward.
 
 torch.utils.checkpoint, reentrant or not, gives the same bytes as no checkpoint for every module here. Nothing draws
-from
-a generator's state, since random bits are keyed by seed, slot, step and index. Saving has no side effects, and modules
-keep no state between calls that would change a second run. torch's functions recompute under the autocast() and
+from a generator's state, since random bits are keyed by seed, slot, step and index. Saving has no side effects, and
+modules keep no state between calls that would change a second run. torch's functions recompute under the autocast() and
 quantization() of the backward pass, which therefore must run inside them. A module refuses a second run elsewhere if it
 would give other bytes.
 """

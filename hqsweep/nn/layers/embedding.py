@@ -52,8 +52,7 @@ def split_embedding(tokens: Tensor, table: Tensor, group: ProcessGroup, *, split
     """Return rows [B, T, D] of the whole table for tokens [B, T]; each rank holds [v, D] of the table.
 
     split: the axis of tokens along which the result is cut, so that this rank gets its part only: T / W positions of
-    each
-    sequence, or B / W sequences. None: every rank gets all rows.
+    each sequence, or B / W sequences. None: every rank gets all rows.
     """
     return _SplitEmbedding.apply(tokens, table, group, split)
 

@@ -28,8 +28,7 @@ def _after(layer: nn.Module, x: Tensor, branch: Branch) -> tuple[Any, ...]:
     """Return (x, branch, *routing) after a layer.
 
     A wrapper around a layer (torch's checkpoint_wrapper, torch.compile) also has the layer's methods. They would skip
-    the
-    wrapper, so it is called instead.
+    the wrapper, so it is called instead.
     """
     if isinstance(layer, StreamLayer):
         return layer.residual(x, branch)

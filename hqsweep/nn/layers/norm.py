@@ -16,9 +16,8 @@ from hqsweep.nn.core.recipe_argument import RecipeArgument, module_quantizers
 from hqsweep.nn.core.residual import Branch, add_branch, is_observed, whole
 from hqsweep.nn.layers.weight import QuantizedWeight
 from hqsweep.ops.model import norm
+from hqsweep.ops.quantize.fused import Normed, takes_normed
 from hqsweep.ops.quantize.kernels import in_dtype, input_in
-from hqsweep.ops.quantize.quantize_normed import Normed
-from hqsweep.ops.quantize.quantize_normed import takes as takes_normed
 from hqsweep.parallel.overlap.deferred_reduce import LeftGradient
 from hqsweep.parallel.wire.tokens import Summands, TakesGradient
 
@@ -87,8 +86,7 @@ def _gradients(
     """Return the gradients of x, branch, gain and bias.
 
     The stream's gradient is added in the norm's backward pass; both are rounded to the stream's dtype. received, rank:
-    for
-    a dh that ranks sum. writer: of the branch.
+    for a dh that ranks sum. writer: of the branch.
     """
     total, gain, statistics = ctx.saved_tensors
     branch_dtype = ctx.branch_dtype
@@ -110,8 +108,7 @@ class _NormedFunction(torch.autograd.Function):
     """_NormFunction without the output. It returns x + branch, a placeholder for the output, and the statistics.
 
     The placeholder has the output's shape and dtype, but is one expanded element that is never read. Its gradient is
-    the
-    output's.
+    the output's.
     """
 
     @staticmethod
@@ -138,8 +135,7 @@ class Norm(QuantizedWeight):
 
     RMSNorm: x / sqrt(mean(x^2) + epsilon) (Zhang and Sennrich, arXiv 1910.07467). LayerNorm: (x - mean(x)) /
     sqrt(var(x) + epsilon) (Ba et al., arXiv 1607.06450). Role: QuantizerRole("norm", "weight", name). On CUDA, own
-    kernels
-    run if quantization(kernels=True) and D is a multiple of 4 up to 6144. They add in another order than torch.
+    kernels run if quantization(kernels=True) and D is a multiple of 4 up to 6144. They add in another order than torch.
     """
 
     module_type = "norm"

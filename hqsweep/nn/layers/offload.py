@@ -92,14 +92,12 @@ class ActivationOffload:
 
     These stay on the device: the model's parameters and buffers, operands of its quantized weights, and memory that
     fully_shard gathers into (torch frees it, and waits for no copy of it). So do tensors that are on other devices,
-    smaller
-    than min_bytes, sparse, of a subclass, expanded (stride 0), or lazily conjugated.
+    smaller than min_bytes, sparse, of a subclass, expanded (stride 0), or lazily conjugated.
 
     Backward reads the same bytes with the same strides. It reads tensors in about the reverse order of forward, so
-    earlier
-    tensors are prefetched, window_bytes at a time. Host memory is pinned. torch's caching allocator keeps it, rounded
-    up to
-    powers of two, for the next step. On the CPU tensors are copied too, which frees nothing but runs the same code.
+    earlier tensors are prefetched, window_bytes at a time. Host memory is pinned. torch's caching allocator keeps it,
+    rounded up to powers of two, for the next step. On the CPU tensors are copied too, which frees nothing but runs the
+    same code.
     """
 
     def __init__(self, model: nn.Module, *, min_bytes: int = MIN_BYTES, window_bytes: int = WINDOW_BYTES) -> None:

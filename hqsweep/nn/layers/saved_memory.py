@@ -56,8 +56,7 @@ def saved_input_bytes(linear: Linear | GroupedLinear, rows: int) -> float:
     """Return the bytes per element that a linear keeps of its input x [rows, K].
 
     These are codes and scales of the columnwise operand, or x itself with save_original_input. For a grouped linear,
-    rows
-    are those of one expert, at least 1.
+    rows are those of one expert, at least 1.
     """
     weight = linear.weights[0] if isinstance(linear, GroupedLinear) else linear.weight
     return input_bytes(linear, weight.shape[-1], rows)

@@ -30,10 +30,8 @@ class StreamLayer(nn.Module):
         """The part that backward recomputes: "none", the whole "layer", or the core of "attention".
 
         "layer" keeps only the stream's sum. Recomputation belongs to the layer's forward, inside anything that compiles
-        or
-        shards the layer. So a unit of fully_shard is gathered once in backward, for recomputation and gradients.
-        UserError for
-        another word.
+        or shards the layer. So a unit of fully_shard is gathered once in backward, for recomputation and gradients.
+        UserError for another word.
         """
         return self._recompute
 

@@ -1,9 +1,15 @@
-"""Splits: the rows of a matrix that belong to each member, and where they begin."""
+"""Splits: the rows of a matrix that belong to each member, and where they begin; PaddedSplits, with whole blocks of
+rows.
+
+PaddedSplits are computed on the device, and nothing waits. Only the device knows how many rows they take. So the matrix
+has as many rows as any splits could need. Rows after the last member are unused, and kernels skip them.
+"""
 
 import math
 import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
@@ -25,8 +31,7 @@ def splits_to_offsets(splits: Sequence[int] | Tensor, stride: int = 1, *, check:
     """Return int64 [E + 1] on the sizes' device: 0, then stride times the running sum of the sizes [E].
 
     Sizes may be negative. UserError for values outside int64: always on the CPU; on a GPU only with `check`, which
-    waits
-    for it. Without, values wrap. One launch.
+    waits for it. Without, values wrap. One launch.
     """
     if isinstance(splits, Tensor) and (splits.dtype not in INTEGERS or splits.dim() != 1):
         raise UserError(f"splits are {splits.dtype} {tuple(splits.shape)}; they take int32 or int64 with one axis")
@@ -53,8 +58,7 @@ def split_offsets(splits: Tensor, divisors: list[int], strides: list[int], check
 
     Row r is 0, then strides[r] times the running sum of ceil(splits / divisors[r]). Divisor 0 counts 1 for every split.
     OverflowError for an offset outside int64: always on the CPU; on a GPU only with `check`, which waits. Without,
-    values
-    wrap.
+    values wrap.
     """
     if splits.dtype not in INTEGERS or splits.dim() != 1:
         raise ValueError(f"splits are {described(splits)}; they take int32 or int64 with one axis")
@@ -107,8 +111,7 @@ class Splits:
         """Return the Splits of a list or an integer tensor, without waiting for a device tensor.
 
         UserError for anything else, and if there are not `experts` splits. Host values must not be negative and add up
-        to
-        `rows`.
+        to `rows`.
         """
         result = splits if isinstance(splits, Splits) else cls._of(splits, rows)
         if experts is not None and result.count != experts:
@@ -230,8 +233,7 @@ class Splits:
         """Return whether a result may be kept.
 
         Tensors of a dispatch mode may not. Nor may tensors made from host sizes while a CUDA graph is captured, since
-        only
-        replay fills them.
+        only replay fills them.
         """
         if not isinstance(result, Tensor):
             return True
@@ -245,3 +247,48 @@ class Splits:
     def divisor(self) -> int:
         """The greatest common divisor of all sizes, 0 if all are 0; waits as `host` does."""
         return math.gcd(*self.host)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PaddedSplits(Splits):
+    """`base` with every size rounded up to a multiple. `rows` counts all rows of the matrix, unused ones included."""
+
+    base: Splits
+    multiple: int
+    starts: Tensor
+    """int64 [2, E + 1]: the offsets of base, and the padded offsets."""
+
+    @classmethod
+    def over(cls, base: Splits, multiple: int, device: torch.device) -> "PaddedSplits":
+        """Return padded splits on a device, for splits whose sizes the host does not know. Made once."""
+        return base.cached("padded", partial(cls._over, base), multiple, device)
+
+    @classmethod
+    def _over(cls, base: Splits, multiple: int, device: torch.device) -> "PaddedSplits":
+        most = base.rows + min(base.count, base.rows) * (multiple - 1)
+        starts = offsets_of(base.on(device), [1, multiple], [1, multiple])
+        fields = {"rows": most // multiple * multiple, "count": base.count, "sizes": None}
+        return cls(**fields, device_sizes=starts[1].diff(), base=base, multiple=multiple, starts=starts)
+
+    @cached_property
+    def host(self) -> tuple[int, ...]:
+        """The sizes; waits as base.host does, and base.host checks them."""
+        return tuple(-(-size // self.multiple) * self.multiple for size in self.base.host)
+
+    @cached_property
+    def places(self) -> Tensor:
+        """int64 [base.rows]: the padded position of each row of base."""
+        moved = self.base.spread(self.starts[1, :-1] - self.starts[0, :-1])
+        return moved + torch.arange(self.base.rows, device=moved.device)
+
+    @cached_property
+    def _members(self) -> Tensor:
+        """int64 [rows]: the member of each row; unused rows count as the last member's."""
+        rows = torch.arange(self.rows, device=self.starts.device)
+        return torch.bucketize(rows, self.starts[1, 1:], right=True).clamp(max=self.count - 1)
+
+    def spread(self, values: Tensor) -> Tensor:
+        return values.index_select(0, self._members)
+
+    def _make_offsets(self, device: torch.device) -> Tensor:
+        return self.starts[1].to(device)

@@ -45,11 +45,10 @@ def activation(
 
     "swiglu": h = silu(g) * u [M, W / 2] with [g, u] = z. "gelu": its tanh approximation, [M, W].
     amax: find the largest magnitude of h. signs, unless None: also find the amax of h's columns after the random
-    Hadamard
-    transform with these signs. end: int64 [1]; rows from this index on are padding and are skipped.
+    Hadamard transform with these signs. end: int64 [1]; rows from this index on are padding and are skipped.
     ValueError for a z that is not contiguous bfloat16 with two axes at a multiple of 16 bytes, or whose W is not a
-    multiple
-    of 8 (swiglu: 16). ValueError also for signs without amax, with end, or with an M that is not a multiple of 16.
+    multiple of 8 (swiglu: 16). ValueError also for signs without amax, with end, or with an M that is not a multiple of
+    16.
     """
     check_input(z, kind)
     return _run(z, None, kind, amax, signs, end=end)

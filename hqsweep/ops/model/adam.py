@@ -76,8 +76,7 @@ def adamw_(
 
     lr: float64 []; factor: float32 [], or None for 1. Scalars are computed in float64 and rounded once, elements in
     float32. The averages equal torch.optim.AdamW on a CPU (foreach=False) to the bit. Parameters can differ, since
-    torch's
-    square root is not always correctly rounded. ValueError for tensors that the kernel does not take.
+    torch's square root is not always correctly rounded. ValueError for tensors that the kernel does not take.
     """
     plain = [p.detach() for p in params]
     _adamw(plain, list(grads), list(exp_avgs), list(exp_avg_sqs), list(steps), lr, factor, *betas, eps, weight_decay)

@@ -40,8 +40,7 @@ def embed(
     """Return the rows [M, D] of the whole table [W * V, D] for tokens int64 [M].
 
     This rank's rows come from `table` [V, D]. The others come from received [W - 1, M, D], which holds the rows that
-    the
-    other ranks sent, in rank order. A token outside the whole table gets NaN.
+    the other ranks sent, in rank order. A token outside the whole table gets NaN.
     out: receives the rows; without `received`, only the rows of this rank's entries.
     """
     out = table.new_empty(len(tokens), table.shape[1]) if out is None else out
@@ -90,8 +89,7 @@ def table_gradient(
 
     tokens: int64 [W * M]. rows [M, D]: this rank's gradients, float32 or bfloat16. received [W - 1, M, D]: the other
     ranks' gradients. order, starts: by_entry() of the tokens. Rows of an entry are added in float32; their number fixes
-    the
-    order.
+    the order.
     """
     entries, width = len(starts) - 1, rows.shape[1]
     table = rows.new_empty(entries, width, dtype=torch.float32)

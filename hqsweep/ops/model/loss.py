@@ -2,13 +2,20 @@
 
 On CUDA one kernel reads a row of logits once and writes its gradient. torch's operators are the reference. They also
 compute inputs that the kernel does not take, in float32 copies of the logits.
+
+Ranks can share the vocabulary (hqsweep::loss_parts, hqsweep::shared_cross_entropy_). Each rank has the logits of the
+entries [first, first + V). For each row it sends four numbers, its part. From all ranks' parts it computes the loss,
+and the gradient of its own logits. On CUDA each of these two steps is one kernel. If ranks can write to each other's
+memory, a single kernel does both steps and reads the logits once (joint_cross_entropy_).
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hqsweep.ops.addresses import described
-from hqsweep.ops.library import extension, has_kernels, operator, where
+from hqsweep.ops.library import extension, has_kernels, on_its_device, operator, where
 from hqsweep.ops.quantize.kernels import DTYPES
 
 MULTIPLE = 8
@@ -122,3 +129,132 @@ def scale_(values: Tensor, factor: Tensor) -> Tensor:
         _scale_values(values, factor)
         return values
     return values.mul_(factor)
+
+
+NUMBERS = 4
+"""Numbers in a part: the largest logit, sum(exp(x - largest)), the target's logit if it is here, and whether it is."""
+
+
+@operator(
+    "loss_parts(Tensor logits, Tensor targets, int first) -> Tensor",
+    fake=lambda logits, targets, first: logits.new_empty((logits.shape[0], NUMBERS), dtype=torch.float32),
+    devices=("CUDA",),
+)
+def _loss_parts(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    """Run loss_parts by the kernel; ValueError for inputs that check_loss refuses."""
+    check_loss(logits, targets)
+    rows, vocabulary = logits.shape
+    parts = logits.new_empty((rows, NUMBERS), dtype=torch.float32)
+    call = (logits.data_ptr(), targets.data_ptr(), parts.data_ptr(), rows, vocabulary, first)
+    extension().loss_parts_cuda(*call, *where(logits))
+    return parts
+
+
+def loss_parts(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    """Return float32 [M, 4]: max(x), sum(exp(x - max(x))), the target's logit or 0, and 1 if this rank has the target,
+    else 0.
+
+    logits [M, V]: the entries [first, first + V). targets int64 [M]: indices into the whole vocabulary.
+    A NaN enters the sum but is never the maximum. A row with only -inf has a sum of 0.
+    """
+    if logits.is_cuda and has_kernels("cuda") and takes(logits):
+        return _loss_parts(logits, targets, first)
+    x, own = logits.float(), targets - first
+    largest = x.masked_fill(x.isnan(), -torch.inf).amax(1)
+    total = (x - _base(largest)[:, None]).exp().sum(1)
+    has = (own >= 0) & (own < x.shape[1])
+    rows = torch.arange(len(x), device=x.device)
+    of_target = x[rows, own.where(has, 0)].where(has, 0.0)
+    return torch.stack([largest, total, of_target, has.float()], dim=1)
+
+
+@operator(
+    "shared_cross_entropy_(Tensor(a!) logits, Tensor targets, Tensor parts, int first, Tensor scale, bool gradient)"
+    " -> Tensor",
+    fake=lambda logits, *_: logits.new_empty(logits.shape[0], dtype=torch.float32),
+    devices=("CUDA",),
+)
+def _shared(logits: Tensor, targets: Tensor, parts: Tensor, first: int, scale: Tensor, gradient: bool) -> Tensor:
+    """Run shared_cross_entropy_ by the kernel. ValueError for non-contiguous parts, and for what check_loss refuses."""
+    check_loss(logits, targets, scale)
+    rows, vocabulary = logits.shape
+    shaped = parts.dim() == 3 and parts.shape[1:] == (rows, NUMBERS) and len(parts) > 0
+    if parts.dtype != torch.float32 or not shaped or not parts.is_contiguous() or parts.device != logits.device:
+        wanted = f"float32 [ranks, {rows}, {NUMBERS}], contiguous, on {logits.device}"
+        raise ValueError(f"parts are {described(parts)}; they are {wanted}")
+    losses = logits.new_empty(rows, dtype=torch.float32)
+    call = (logits.data_ptr(), targets.data_ptr(), parts.data_ptr(), losses.data_ptr(), rows, vocabulary, first)
+    extension().shared_cross_entropy_cuda(*call, len(parts), scale.data_ptr(), gradient, *where(logits))
+    return losses
+
+
+def shared_cross_entropy_(
+    logits: Tensor, targets: Tensor, parts: Tensor, first: int, scale: Tensor, *, gradient: bool
+) -> Tensor:
+    """Return the cross entropy of each row over the whole vocabulary, float32 [M], equal on all ranks.
+
+    logits [M, V]: this rank's entries. parts [W, M, 4]: loss_parts() of all W ranks, summed in rank order.
+    gradient: overwrite each row of logits by (softmax(x)_v - [v = target]) * scale, with the whole softmax. A row with
+    target IGNORED has loss and gradient 0. A target that no rank has gives NaN for both.
+    """
+    if logits.is_cuda and has_kernels("cuda") and takes(logits):
+        return _shared(logits, targets, parts.contiguous(), first, scale, gradient)
+    largest = parts[..., 0].amax(0)
+    total = torch.zeros_like(largest)
+    for part in parts:
+        same = part[:, 0] == largest
+        total += part[:, 1].where(same, part[:, 1] * (part[:, 0] - largest).exp())
+    of_target = torch.full_like(largest, torch.nan)
+    for part in parts:
+        of_target = part[:, 2].where(part[:, 3] != 0, of_target)
+    counted = targets != IGNORED
+    if gradient:
+        softmax = (logits.float() - _base(largest)[:, None]).exp_().div_(total[:, None])
+        own = targets - first
+        has = (own >= 0) & (own < logits.shape[1])
+        rows = torch.arange(len(own), device=own.device)
+        own = own.where(has, 0)
+        softmax[rows, own] -= has.float()  # torch.use_deterministic_algorithms lets it pass
+        scale = scale.where(~of_target.isnan(), torch.nan).where(counted, 0.0)
+        logits.copy_(softmax.mul_(scale[:, None]))
+    return (total.log() + (largest - of_target)).where(counted, 0.0)
+
+
+MOST_RANKS = 16
+"""Ranks of a joint cross entropy (csrc/loss.h)."""
+
+
+class Boxes(NamedTuple):
+    """Memory on all ranks' GPUs through which kernels exchange parts (csrc/loss.h, loss_mailbox)."""
+
+    address: int
+    """The address, on this rank's device, of a table with the addresses of the ranks' boxes."""
+    state: Tensor
+    """uint32 [3]."""
+    rows: int
+    """The number of rows that fit in a box."""
+    ranks: int
+    rank: int
+
+
+@on_its_device
+def joint_cross_entropy_(logits: Tensor, targets: Tensor, boxes: Boxes, scale: Tensor) -> Tensor | None:
+    """Return shared_cross_entropy_ with its gradient, to the bit, by one kernel on every rank that exchanges parts
+    itself.
+
+    Rank r has the entries [r * V, (r + 1) * V). None, and nothing is done, if the kernel does not take the logits.
+    """
+    if not (has_kernels("cuda") and takes(logits)):
+        return None
+    check_loss(logits, targets, scale)
+    rows, vocabulary = logits.shape
+    losses = logits.new_empty(rows, dtype=torch.float32)
+    told = (boxes.address, boxes.state.data_ptr(), rows, vocabulary)
+    call = (logits.data_ptr(), targets.data_ptr(), losses.data_ptr(), *told)
+    options = (boxes.rank * vocabulary, boxes.rows, boxes.ranks, boxes.rank, scale.data_ptr())
+    return losses if extension().joint_cross_entropy_cuda(*call, *options, *where(logits)) else None
+
+
+def _base(largest: Tensor) -> Tensor:
+    """Return the value to subtract from logits: the maximum, or 0 if all are -inf, since -inf - -inf is NaN."""
+    return largest.masked_fill(largest == -torch.inf, 0.0)

@@ -57,12 +57,10 @@ def find_amax(
     """Set out = max(out, global amax) in place: float32 [1, 1], or [operand rows, 1] for +row_scaled. NaN is ignored.
 
     Only directions with an `out` are scanned. With rowwise_dequantized, the columnwise amax belongs to the decoded
-    rowwise
-    operand. The rowwise amax is then given, or found in rowwise.out (fp8_delayed: must be given).
+    rowwise operand. The rowwise amax is then given, or found in rowwise.out (fp8_delayed: must be given).
 
     splits: find each member's own amax, with the bytes that a call on its rows alone gives. A kernel serves all members
-    in
-    one call and does not wait for splits on the device. Without a kernel, each member takes a call, which waits.
+    in one call and does not wait for splits on the device. Without a kernel, each member takes a call, which waits.
 
     Raises:
         UserError: for splits or outputs that do not fit x, a format without global amax, or a missing rowwise amax.

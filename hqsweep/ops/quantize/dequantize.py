@@ -42,8 +42,7 @@ def exact_operand_of(
     """Return the ExactOperand of buffers, with the bytes that quantize() gives for output "exact".
 
     layout: the operand's [rows, cols], or the Layout of packed buffers. With a Layout the result is the PackedExact of
-    all
-    members, stored by rows. One kernel call decodes all members of one width and waits for no splits.
+    all members, stored by rows. One kernel call decodes all members of one width and waits for no splits.
     """
     if isinstance(layout, Layout):
         return _exact_members(buffers, format, layout)
@@ -75,8 +74,7 @@ def exact_operand_of_parts(parts: Sequence[Buffers], format: Format, shape: tupl
     """Return the ExactOperand of a matrix whose columns are split into parts.
 
     parts: buffers of operands [rows, cols] of one shape, from left to right. Blocks end where parts end. Entries that
-    cover
-    a whole row are equal in all parts.
+    cover a whole row are equal in all parts.
     """
     whole = ExactParts(len(parts), format, shape)
     for number, buffers in enumerate(parts):

@@ -158,8 +158,7 @@ def dequantize(buffers, format, rows, cols, exact, dtype, offsets=None, columnwi
     """Return the values of buffers, in layout order, in dtype. exact: codes times block scales.
 
     One operand [rows, cols] gives a matrix. Packed buffers of the members of X [rows, cols] give flat [rows * cols],
-    stored
-    by rows of X even if columnwise. The bytes equal a call per member.
+    stored by rows of X even if columnwise. The bytes equal a call per member.
     ValueError for offsets or packed buffers with wrong types, and for too few entries.
     """
     if not buffers:  # beside offsets, which have a device
