@@ -9,24 +9,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import Buffers, ExactOperand, Format, Identity, RngKey, RngKeys, parse
+from hqsweep.formats import Buffers, Format, Identity, RngKey, RngKeys, parse
 from hqsweep.formats.spec import QUANTIZER_FIELDS, check_source, quantizer_texts
 from hqsweep.memo import cached_property
-from hqsweep.ops.members.layout import GroupLayout
-from hqsweep.ops.members.packed import Result
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.model.activation import activation, activation_backward
 from hqsweep.ops.quantize.fused import Normed, quantize_activated, quantize_normed, shape_of, takes_formats
 from hqsweep.ops.quantize.quantize import Pair, Quantized, quantize, quantize_plain, quantized_of
-from hqsweep.ops.quantize.request import NO_TARGET, Output, Request, Target, request_of, text_of
+from hqsweep.ops.quantize.request import Output, Request, Target, request_of, text_of
 from hqsweep.ops.stats import Sums, gather_by_row
 from hqsweep.parallel.shards.shard_place import Place
 from hqsweep.quant.delayed import SlotStates, grids_of, note
-from hqsweep.quant.operand import HybridOperand, Operand
+from hqsweep.quant.operand import HybridOperand
+from hqsweep.quant.targets import (
+    found_under,
+    operands_of,
+    signs_of,
+    takes_amax_of_matrix,
+    targets_of,
+    under,
+    with_amaxes,
+)
 
 FIELDS = QUANTIZER_FIELDS
 DIRECTIONS = ("rowwise", "columnwise")
@@ -120,12 +126,14 @@ class HybridQuantizer:
     @property
     def takes_amax(self) -> bool:
         """Whether quantize_under() can use the amax."""
-        return _takes_amax(self.rowwise) or self._column_takes_amax_of_x
+        return takes_amax_of_matrix(self.rowwise) or self._column_takes_amax_of_x
 
     @property
     def _column_takes_amax_of_x(self) -> bool:
         """Whether the columnwise operand's amax is x's own, not that of transformed or decoded values."""
-        return _takes_amax(self.columnwise) and not self.columnwise.rht and self.columnwise_source == "original"
+        return (
+            takes_amax_of_matrix(self.columnwise) and not self.columnwise.rht and self.columnwise_source == "original"
+        )
 
     def quantize(
         self,
@@ -162,12 +170,12 @@ class HybridQuantizer:
             texts = self.rowwise.text, self.columnwise.text
             plain = quantize_plain(x, splits, Pair(*texts, self.columnwise_source, rowwise, columnwise, by_rows))
             if plain is not None:
-                return self._operands(Quantized(*plain[:2]), tuple(x.shape), x.dtype, splits, rowwise)
-        row, column = self._targets(rowwise, columnwise, by_rows)
+                return operands_of(self, Quantized(*plain[:2]), tuple(x.shape), x.dtype, splits, rowwise)
+        row, column = targets_of(self, rowwise, columnwise, by_rows)
         if amaxes:
-            row, column = self._under(row, column, amaxes)
+            row, column = found_under(row, column, amaxes, self.columnwise_source)
         results = self._quantize(x, row, column, key, states, splits=splits, place=place)
-        return self._operands(results, tuple(x.shape), x.dtype, splits, rowwise)
+        return operands_of(self, results, tuple(x.shape), x.dtype, splits, rowwise)
 
     def quantize_sent(self, x: Tensor, columnwise: Output | None = None) -> HybridOperand:
         """quantize() to rowwise codes that are to be sent, and to be multiplied here, without random bits and states:
@@ -177,7 +185,7 @@ class HybridQuantizer:
         plain = quantize_plain(x, None, pair) if self.takes_values_alone else None
         if plain is None:
             return self.quantize(x, columnwise=columnwise)
-        operands = self._operands(Quantized(*plain[:2]), tuple(x.shape), x.dtype, None, "codes")
+        operands = operands_of(self, Quantized(*plain[:2]), tuple(x.shape), x.dtype, None, "codes")
         return replace(operands, rowwise_exact=plain[2])
 
     def quantize_given(
@@ -200,13 +208,13 @@ class HybridQuantizer:
                 f"a part of a whole cannot be quantized by {type(self).__name__}, whose quantize is its own and may"
                 " need the whole; quantize the whole, or use the formats of HybridQuantizer"
             )
-        row, column = self._targets(rowwise, columnwise)
+        row, column = targets_of(self, rowwise, columnwise)
         row, column = (
             target._replace(grid=grids.get(direction))
             for direction, target in zip(DIRECTIONS, (row, column), strict=True)
         )
         results = self._quantize(x, row, column, key, None, place=place)
-        return self._operands(results, tuple(x.shape), x.dtype, None, rowwise)
+        return operands_of(self, results, tuple(x.shape), x.dtype, None, rowwise)
 
     def quantize_under(
         self,
@@ -225,13 +233,13 @@ class HybridQuantizer:
         operand, for example of a whole that contains x, and overrides x's own; for +row_scaled it is [rows, 1]. place:
         see quantize().
         """
-        row, column = self._targets(rowwise, columnwise)
+        row, column = targets_of(self, rowwise, columnwise)
         if isinstance(amax, Tensor):
-            row, column = _under(row, amax), _under(column, amax) if self._column_takes_amax_of_x else column
+            row, column = under(row, amax), under(column, amax) if self._column_takes_amax_of_x else column
         else:
-            row, column = _with_amaxes(row, column, amax)
+            row, column = with_amaxes(row, column, amax)
         results = self._quantize(x, row, column, key, states, place=place)
-        return self._operands(results, tuple(x.shape), x.dtype, None, rowwise)
+        return operands_of(self, results, tuple(x.shape), x.dtype, None, rowwise)
 
     def quantize_members_under(
         self,
@@ -248,9 +256,9 @@ class HybridQuantizer:
 
         amaxes: float32 [members], or [rows] for +row_scaled, for which the host waits for the splits.
         """
-        row, column = _with_amaxes(*self._targets(rowwise, columnwise, by_rows), amaxes, splits)
+        row, column = with_amaxes(*targets_of(self, rowwise, columnwise, by_rows), amaxes, splits)
         results = self._quantize(x, row, column, None, states, splits=splits)
-        return self._operands(results, tuple(x.shape), x.dtype, splits, rowwise)
+        return operands_of(self, results, tuple(x.shape), x.dtype, splits, rowwise)
 
     def quantize_activated(
         self,
@@ -271,31 +279,30 @@ class HybridQuantizer:
         if type(self) is not HybridQuantizer:
             (x,) = activation(z, kind) if dh is None else activation_backward(dh, z, kind)
             return self.quantize(x, rowwise=rowwise, columnwise=columnwise, key=key, states=states)
-        row, column = self._targets(rowwise, columnwise)
+        row, column = targets_of(self, rowwise, columnwise)
         request = self._request(row, column)
         if takes_formats(request):
             results = quantized_of(request, quantize_activated(request, z, dh, kind))
-            return self._operands(results, shape_of(z, dh, kind), z.dtype, None, rowwise)
+            return operands_of(self, results, shape_of(z, dh, kind), z.dtype, None, rowwise)
         wanted = self.takes_amaxes(rowwise, columnwise)
         (x, *amaxes) = activation(z, kind, *wanted) if dh is None else activation_backward(dh, z, kind, *wanted)
         if amaxes:
-            row, column = self._under(row, column, amaxes)
+            row, column = found_under(row, column, amaxes, self.columnwise_source)
         results = self._quantize(x, row, column, key, states)
-        return self._operands(results, tuple(x.shape), x.dtype, None, rowwise)
+        return operands_of(self, results, tuple(x.shape), x.dtype, None, rowwise)
 
     def takes_normed(self, rowwise: Output | None, columnwise: Output | None) -> bool:
         """Return whether quantize_normed() takes these outputs: all scales are in blocks, without random bits."""
-        return type(self) is HybridQuantizer and takes_formats(self._request(*self._targets(rowwise, columnwise)))
+        return type(self) is HybridQuantizer and takes_formats(self._request(*targets_of(self, rowwise, columnwise)))
 
     def quantize_normed(
         self, of: Normed, *, rowwise: Output | None = None, columnwise: Output | None = None
     ) -> HybridOperand:
         """Quantize a norm's output in one pass from its sum, on CUDA. takes_normed() must hold. The bytes equal
         quantize()."""
-        results = quantized_of(
-            request := self._request(*self._targets(rowwise, columnwise)), quantize_normed(request, of)
-        )
-        return self._operands(results, tuple(of.total.shape), of.total.dtype, None, rowwise)
+        request = self._request(*targets_of(self, rowwise, columnwise))
+        results = quantized_of(request, quantize_normed(request, of))
+        return operands_of(self, results, tuple(of.total.shape), of.total.dtype, None, rowwise)
 
     def _request(self, row: Target, column: Target) -> Request:
         source = self.columnwise_source if column.format else "original"
@@ -307,42 +314,12 @@ class HybridQuantizer:
         elements: whether it takes the amax of the elements. signs: None, or the signs of the random Hadamard transform
         after which it takes the columns' amax, rounded to bfloat16. Amaxes are float32 [1, 1]; NaN is ignored.
         """
-        row, column = self._targets(rowwise, columnwise)
+        row, column = targets_of(self, rowwise, columnwise)
         if type(self) is not HybridQuantizer:
             return False, None
         of_x = column.format if self.columnwise_source == "original" else None
-        signs = _signs_of(of_x)
-        return _takes_amax(row.format) or _takes_amax(of_x), signs
-
-    def _under(self, row: Target, column: Target, amaxes: Sequence[Tensor]) -> tuple[Target, Target]:
-        """Return the targets with grids from the amaxes that takes_amaxes() names, for formats that take one."""
-        row = _under(row, amaxes[0])
-        if self.columnwise_source != "original":
-            return row, column
-        transformed = _signs_of(column.format) is not None
-        place = 1 if transformed else 0  # no bool: a trace indexes with integers
-        return row, _under(column, amaxes[place]) if len(amaxes) > place else column
-
-    def _targets(
-        self, rowwise: Output | None, columnwise: Output | None, by_rows: bool = False
-    ) -> tuple[Target, Target]:
-        """Return the targets of the wanted outputs."""
-        needs_row = rowwise is not None or (columnwise and self.columnwise_source == "rowwise_dequantized")
-        row = Target(self.rowwise, rowwise or "codes") if needs_row else NO_TARGET
-        return row, Target(self.columnwise, columnwise, by_rows=by_rows) if columnwise else NO_TARGET
-
-    def _operands(
-        self,
-        results: Quantized,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        splits: Splits | None,
-        rowwise: Output | None,
-    ) -> HybridOperand:
-        """Return the operands of a matrix with this shape; the rowwise operand only if wanted."""
-        row = _operand(results.rowwise, self.rowwise, shape, dtype, splits) if rowwise else None
-        column = _operand(results.columnwise, self.columnwise, shape[::-1], dtype, splits, columnwise=True)
-        return HybridOperand(rowwise=row, columnwise=column)
+        signs = signs_of(of_x)
+        return takes_amax_of_matrix(row.format) or takes_amax_of_matrix(of_x), signs
 
     def statistics(
         self, x: Tensor, key: RngKey | None = None, states: SlotStates | None = None
@@ -367,7 +344,7 @@ class HybridQuantizer:
         states = states and replace(states, record=False)
         row, column = Target(self.rowwise), Target(self.columnwise)
         if amaxes is not None:
-            row, column = _with_amaxes(row, column, amaxes)
+            row, column = with_amaxes(row, column, amaxes)
         results = self._quantize(x, row, column, key, states, place=place, statistics=True)
         of_columns = results.columnwise_statistics
         if self.columnwise_source == "rowwise_dequantized":
@@ -416,56 +393,6 @@ class HybridQuantizer:
         if place is None:
             return keys
         return {direction: own and place.key(own, direction) for direction, own in keys.items()}
-
-
-def _takes_amax(format: Format | None) -> bool:
-    """Return whether the format's only amax belongs to the whole matrix, as it is or after a transform."""
-    return format is not None and format.amax_name is not None and not (format.delayed or format.row_scaled)
-
-
-def _signs_of(format: Format | None) -> bool | None:
-    """Return the transform's signs for a columnwise format whose amax belongs to transformed columns; else None."""
-    return format.rht_signed if _takes_amax(format) and format.rht else None
-
-
-def _with_amaxes(
-    row: Target, column: Target, amaxes: Mapping[str, Tensor | None], splits: Splits | None = None
-) -> tuple[Target, Target]:
-    """Return the targets with the known amaxes of each direction, or of every member."""
-    row_amax, column_amax = amaxes["rowwise"], amaxes["columnwise"]
-    row = row if row_amax is None else row._replace(grid=_grid(row.format, row_amax, splits))
-    return row, column if column_amax is None else column._replace(grid=_grid(column.format, column_amax, splits))
-
-
-def _grid(format: Format, amaxes: Tensor, splits: Splits | None) -> Buffers | list[Buffers]:
-    """Return the grid of one matrix, or a list with each member's grid."""
-    if splits is None:
-        return {format.amax_name: amaxes}
-    of_members = amaxes.view(-1, 1).split(list(splits.host) if format.row_scaled else 1)
-    return [{format.amax_name: own} for own in of_members]
-
-
-def _under(target: Target, amax: Tensor) -> Target:
-    """Return the target with a grid of that amax, if its format takes one."""
-    return target._replace(grid={target.format.amax_name: amax}) if _takes_amax(target.format) else target
-
-
-def _operand(
-    result: Result | None,
-    format: Format,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    splits: Splits | None,
-    *,
-    columnwise: bool = False,
-) -> Operand | ExactOperand | None:
-    """Return the operand of a result. shape: of the operand; for packed operands of X, or of X.T."""
-    if result is None or isinstance(result, ExactOperand):
-        return result
-    if splits is not None:
-        layout = GroupLayout.of(splits, shape[0] if columnwise else shape[1], columnwise=columnwise)
-        return Operand(format=format, layout=layout, dtype=dtype, buffers=result)
-    return Operand(format=format, shape=shape, dtype=dtype, buffers=result)
 
 
 def IdentityQuantizer(name: str = "bf16") -> HybridQuantizer:

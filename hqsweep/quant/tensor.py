@@ -5,9 +5,8 @@ Its value is the decoded operands. Operations that keep the operands (views, cop
 others read dequantize(), and in-place ones quantize their result (quant/tensor_ops.py).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -17,8 +16,6 @@ from torch.distributed import ProcessGroup
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.ops.quantize.nonfinite import for_slot
-from hqsweep.parallel.fsdp.gathered_weight import stable_hash
-from hqsweep.parallel.shards.fsdp2 import ONE_ARGUMENT, note_trace
 from hqsweep.parallel.shards.shard_agree import quantize_shards_
 from hqsweep.parallel.shards.shard_part import Part, quantize_part
 from hqsweep.parallel.shards.shard_place import Place
@@ -26,34 +23,15 @@ from hqsweep.quant.content import Content, OneMatrix
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
 from hqsweep.quant.metadata import Metadata
-from hqsweep.quant.no_memory import NoMemory, refuse_memory
 from hqsweep.quant.operand import HybridOperand, Operand
-from hqsweep.quant.tensor_dispatch import dispatch
+from hqsweep.quant.tensor_protocol import Shared, TensorProtocol
 
 INIT_VAL = "high_precision_init_val"
 KINDS: dict[str, type] = {}
 """Class name of a quantized tensor, as stored in files -> class."""
 
 
-class _Shared:
-    """State shared by a tensor and its views: the last quantization's key, and exchanges for writes together with other
-    shards."""
-
-    moved: str = ""
-    """The buffers in memory given to replace_raw_data: "codes", "all", or "" for none."""
-    layer = ""
-    """The layer that owns the weight, for messages (ops.quantize.nonfinite)."""
-    is_partial = False
-    """Whether other ranks' rows are still to be gathered, and the columnwise operand is to be made from them."""
-
-    def __init__(self, key: RngKey | None) -> None:
-        self.key = key
-        self.exchanges: dict[int, Any] = {}
-        self.writes = [0]
-        """Number of writes, including writes to members of a group."""
-
-
-class HybridQuantizedTensor(torch.Tensor):
+class HybridQuantizedTensor(TensorProtocol):
     """The quantized operands of a tensor [..., cols]; make it with quantize() or empty().
 
     rowwise encodes [rows, cols] (leading axes folded), columnwise its transpose. A direction that is not held is None.
@@ -82,17 +60,13 @@ class HybridQuantizedTensor(torch.Tensor):
 
     content_type: type[Content] = OneMatrix
     """The content class of tensors of this class."""
-    handlers: Mapping[Any, Any] = {}
-    """Operator -> handler, for operators that a subclass handles itself."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, buffers: Mapping[str, Tensor], metadata: Metadata, shape: Sequence[int]) -> Self:
         device = next(buffers[f"{direction}_{name}"].device for direction, name in metadata.stored)
         options = {"dtype": metadata.dtype, "device": device, "storage_size": 0}
         self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), **options)
-        self._metadata, self.shared = metadata, _Shared(metadata.key)
+        self._metadata, self.shared = metadata, Shared(metadata.key)
         self.quantizer, self.states, self.high_precision_init_val = metadata.quantizer, None, None
         self.sharding = self.planes = self.part = None
         self.hold(buffers)
@@ -245,47 +219,6 @@ class HybridQuantizedTensor(torch.Tensor):
                 " and call hqsweep.quant.post_all_gather_processing"
             )
 
-    @property
-    def data(self) -> Self:
-        """A view without autograd. Assigned values of this shape are written into the existing memory, as by copy_.
-
-        UserError for another shape or device; module.to() can move the tensor.
-        """
-        return torch.Tensor.data.__get__(self)
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        got, own = (f"{tuple(x.shape)} on {x.device}" for x in (value, self))
-        if got != own:
-            raise UserError(f"data: got a tensor {got} for a quantized one {own}; move it with to()")
-        with torch.no_grad():
-            self.copy_(value)
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """Return a storage without bytes. Reading or writing it raises UserError."""
-        return NoMemory.of(torch.Tensor.untyped_storage(self), self.shared.layer, repr(self))
-
-    def storage(self) -> None:
-        """Raise UserError: a tensor held in operands has no storage."""
-        raise refuse_memory(self.shared.layer, repr(self), "storage")
-
-    def __dlpack__(self, *_: Any, **__: Any) -> None:
-        raise refuse_memory(self.shared.layer, repr(self), "__dlpack__")
-
-    def numpy(self, *_: Any, **__: Any) -> None:
-        """Raise UserError: arrays need values, which dequantize() gives."""
-        raise refuse_memory(self.shared.layer, repr(self), "numpy")
-
-    def share_memory_(self) -> Self:
-        """Move the operands to shared memory, and return self."""
-        for buffer in self.buffers.values():
-            buffer.share_memory_()
-        return self
-
-    def is_shared(self) -> bool:
-        """Return whether the operands lie in shared memory."""
-        return all(buffer.is_shared() for buffer in self.buffers.values())
-
     def hold(self, buffers: Mapping[str, Tensor]) -> None:
         """Take these tensors as the buffers of both operands, by name. Existing views keep the old buffers."""
         for name, buffer in buffers.items():
@@ -342,43 +275,6 @@ class HybridQuantizedTensor(torch.Tensor):
         preserved = self.high_precision_init_val
         return held if preserved is None else {**held, INIT_VAL: preserved}
 
-    @property
-    def fsdp_pre_all_gather(self) -> Callable:
-        """The hook by which torch's fully_shard learns how to gather a shard: as codes and scales.
-
-        UserError for a tensor that torch has not cut.
-        """
-        if self.sharding is None:
-            raise UserError(
-                f"fully_shard: the weight held in {self.quantizer} is no part that torch has cut, so that it is not"
-                " known how ranks share it"
-            )
-        gather = partial(self.sharding.pre, self)
-        gather.__signature__ = ONE_ARGUMENT
-        return gather
-
-    def fsdp_post_all_gather(
-        self, received: Sequence[Tensor], told: Any, dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[Self, list[Tensor]] | None:
-        """Return the whole tensor from all ranks' data, in `dtype` (torch's fully_shard calls this hook).
-
-        After the first time, `out` is the earlier whole, which is filled again.
-        """
-        return self.sharding.post(self, told, dtype, is_first=out is None)
-
-    @classmethod
-    def of_whole(cls, buffers: Mapping[str, Tensor], cut: Any, dtype: torch.dtype) -> Self:
-        """Return the whole tensor of a Cut, made from these buffers."""
-        return cls(buffers, replace(cut.metadata, dtype=dtype), cut.shape)
-
-    def ready(self, direction: Direction) -> Self:
-        """Gather a direction's buffers if ranks gather them for each pass; return self."""
-        if torch.compiler.is_compiling():
-            note_trace()
-        elif self.planes is not None:
-            self.planes.ready(direction)
-        return self
-
     def view_of(self, buffers: Mapping[str, Tensor], shape: Sequence[int], **changes: Any) -> Self:
         """Return a tensor of these buffer views that shares the key. changes: to the metadata."""
         view = type(self)(buffers, replace(self.metadata, **changes), shape)
@@ -393,14 +289,6 @@ class HybridQuantizedTensor(torch.Tensor):
     @classmethod
     def __tensor_unflatten__(cls, inner: Mapping[str, Tensor], metadata: Metadata, shape: Any, stride: Any) -> Any:
         return cls(inner, metadata, shape)
-
-    def _stable_hash_for_caching(self) -> str:
-        """Return the text with which torch keys cached graphs; torch's own hash fails for symbolic sizes."""
-        return stable_hash(self)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        return dispatch(HybridQuantizedTensor, func, args, kwargs or {})
 
     def describe(self) -> dict[str, Any]:
         """Return the description apart from buffers, as text and numbers; rebuild() makes an equal tensor from it."""
