@@ -17,7 +17,7 @@ import hqsweep
 
 PACKAGE = Path(hqsweep.__file__).parent
 LAYERS = [
-    ("errors", "memo", "track.tables", "config.jobs", "config.safe_json"), ("verdicts", "config.format_text"),
+    ("errors", "memo", "track.tables", "config.jobs", "config.safe_json"), ("verdicts", "formats.spec"),
     ("config.references",), ("config.safe_yaml",), ("config.recipe_files",), ("formats",),
     ("ops",), ("parallel.wire",), ("parallel.fsdp",), ("quant + parallel.shards",), ("recipe",),
     ("config", "gemm"), ("nn.core",), ("parallel.overlap",), ("nn",), ("optim", "shards"), ("models",), ("parallel",),

@@ -7,13 +7,13 @@ import pytest
 import torch
 from support.ranks import run_ranks
 from support.walk import Walk, held_weight, walk
-from tests.report.conftest import three_arms, write_sweep
 
 import hqsweep
 from hqsweep.nn import Linear
 from hqsweep.report.compare.compare import compare, write
 from hqsweep.sweep.engine import launch
 from hqsweep.sweep.store.run_dir import RunDir
+from tests.report.conftest import three_arms, write_sweep
 
 
 def within(measured: Walk, bound: Walk) -> None:
