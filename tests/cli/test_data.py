@@ -92,6 +92,7 @@ def test_without_the_library_it_says_what_to_install(
     assert data("show", prepared[0]).exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_model_trains_on_shards(prepared: tuple[Path, Result], tmp_path: Path) -> None:
     words = ["run", "conf=convergence", "data=shards", f"data.path={prepared[0]}", "train.steps=2", "train.batch=2"]
     words += ["train.context=32", "train.eval_batches=1", "model.layers=1", "model.dim=32", "model.heads=2"]
