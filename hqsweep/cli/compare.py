@@ -56,7 +56,7 @@ def compare(
         from hqsweep.report.pages.paper import check_kind, write_figures, write_latex
         from hqsweep.report.pages.tables import rich_table
         from hqsweep.sweep.store.store import RunStore
-        from hqsweep.track.mirror import mirror_report
+        from hqsweep.track.open import mirror_report
 
         if figures:
             check_kind(figures)

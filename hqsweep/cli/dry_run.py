@@ -9,7 +9,7 @@ from hqsweep.cli.output import FORK_COLUMNS, GRID_COLUMNS, print_result, rows_ta
 def show(plan: Any, words: Sequence[str], planned: Callable[[list[str]], Any], *, force: bool, as_json: bool) -> None:
     """Print the runs of a plan with their states; UserError after that where they would be refused. Writes nothing.
     planned: the plan of other words."""
-    from hqsweep.study.outlook import outlook
+    from hqsweep.study.forecast import outlook
     from hqsweep.study.sequential import first_seeds, with_seeds
     from hqsweep.sweep.engine import launch
 
