@@ -51,8 +51,7 @@ def compare(
         from hqsweep.api.comparison import compared
         from hqsweep.report.compare.compare import document, write
         from hqsweep.report.compare.left_out import exit_code
-        from hqsweep.report.gate import junit
-        from hqsweep.report.gate.check import checked, verdict_rows
+        from hqsweep.report.gate.ci import checked, verdict_rows, write_junit
         from hqsweep.report.pages.paper import check_kind, write_figures, write_latex
         from hqsweep.report.pages.tables import rich_table
         from hqsweep.sweep.store.store import RunStore
@@ -66,7 +65,7 @@ def compare(
         paper = write_figures(comparison, figures, page.parent / "paper") if figures else []
         paper += write_latex(comparison, page.parent / "paper") if latex else []
     if junit_file:
-        junit.write(junit_file, "compare", verdict_rows(comparison))
+        write_junit(junit_file, "compare", verdict_rows(comparison))
     good, line = checked(comparison) if check else (True, "")
     result = document(comparison) | {"report": str(page), "paper": [str(path) for path in paper], "check": line or None}
     lines = [

@@ -34,15 +34,13 @@ def gate(
     better, equivalent within the margin, or undecided. Exit code: 0 good, 1 a regression, 3 failed, missing or
     damaged runs, 4 no usable baseline, or too few replicates to decide.
     """
-    from hqsweep.report.gate import junit
-    from hqsweep.report.gate.gate import gate
-    from hqsweep.report.gate.gate_verdicts import UNIT
-    from hqsweep.report.gate.summary import append, gate_markdown
+    from hqsweep.report.gate.ci import write_junit
+    from hqsweep.report.gate.gate import UNIT, append, gate, gate_markdown
     from hqsweep.sweep.store.store import RunStore
 
     verdicts = gate(RunStore(runs_dir).resolve(runs), baseline, margin)
     if junit_file:
-        junit.write(junit_file, "gate", verdicts.rows())
+        write_junit(junit_file, "gate", verdicts.rows())
     if summary:
         append(summary, gate_markdown(verdicts))
     document = {"outcome": verdicts.outcome, "unit": UNIT} | asdict(verdicts)

@@ -106,8 +106,7 @@ def run(
     every arm has a verdict.
     """
     from hqsweep.config.jobs import CHECKED_TABLES
-    from hqsweep.report.gate import junit
-    from hqsweep.report.pages.job_tables import job_tables
+    from hqsweep.report.pages.checks import job_tables
     from hqsweep.sweep.console import SafeConsole
     from hqsweep.sweep.grid.run_words import read
     from hqsweep.sweep.progress import open_display
@@ -138,7 +137,9 @@ def run(
     rows = {table: [row for run in runs for row in run.rows(table)] for table in CHECKED_TABLES}
     checked = [row for part in rows.values() for row in part]
     if junit_file:
-        junit.write(junit_file, plan.first.sweep, [*junit.run_rows(runs), *checked])
+        from hqsweep.report.gate.ci import run_rows, write_junit  # which takes pandas
+
+        write_junit(junit_file, plan.first.sweep, [*run_rows(runs), *checked])
     failed = any(result["state"] != "finished" for result in results)
     decided = growth.comparison if growth else None
     tables = [rows_table("results", results, RESULT_COLUMNS)] if failed or not (checked or decided) else []
@@ -192,8 +193,7 @@ def show(
     Of a run: state, recipe, loss, largest quantization errors, where its files are. Of a sweep: its command, states,
     arms and runs; exit code 3 where something of it is damaged, missing or foreign.
     """
-    from hqsweep.report.pages.run_page import show_run
-    from hqsweep.report.pages.sweep_page import show_sweep
+    from hqsweep.report.pages.show import show_run, show_sweep
     from hqsweep.sweep.store.store import RunStore
 
     store = RunStore(runs_dir)

@@ -1,4 +1,4 @@
-"""A tracker that hangs, or opens too late, holds up no run; a report goes to the tracker of its runs, if there is one."""
+"""A tracker that hangs, or opens too late, holds up no run; a report goes to the tracker of its runs, if any."""
 
 import json
 import threading
