@@ -1,4 +1,4 @@
-"""`hqsweep show RUN` and `hqsweep show SWEEP`: a page for a terminal, and the same content as a plain dict for --json."""
+"""`hqsweep show RUN` and `hqsweep show SWEEP`: a page for a terminal, and the same content as a dict for --json."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
