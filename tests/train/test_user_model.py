@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers
 from cases import LINEARS
+from support.checkpoints.titan import write
+from support.models.tiny import tiny
 from torch import nn
 
 from hqsweep.checkpoints.foreign.user_model import check_model_files
@@ -25,8 +27,6 @@ from hqsweep.train import data, user_model
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 from hqsweep.train.loop import Trainer
 from hqsweep.train.user_model import NotCapturable, draws_numbers, loss_by_chunks
-from tests.checkpoints.titan import write
-from tests.models.tiny import tiny
 
 NVFP4 = LINEARS["nvfp4"]
 DELAYED = LINEARS["fp8_delayed"]
