@@ -1,7 +1,10 @@
-"""What a comparison says to CI: the verdicts as tests of JUnit XML, and the checked line of `hqsweep compare --check`,
-with which the quickstart ends."""
+"""Results for CI: JUnit XML of verdicts, runs and checks, which every CI system shows, and the line of `hqsweep compare
+--check`, with which the quickstart ends."""
 
 import math
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from hqsweep.report.compare.arms import Comparison
@@ -9,6 +12,9 @@ from hqsweep.report.compare.curves import ENTROPY
 from hqsweep.report.compare.frames import Frames
 from hqsweep.report.compare.identical import IDENTICAL
 from hqsweep.report.compare.verdict import identity
+from hqsweep.report.pages.checks import first_mismatch
+from hqsweep.report.pages.text import legal
+from hqsweep.sweep.store.run_dir import RunDir
 
 JUNIT = {"equivalent": "PASS", "better": "PASS", "undecided": "SKIP", "unfinished": "SKIP"}
 """Verdict -> status; those that are not here fail."""
@@ -63,7 +69,7 @@ def _stated_floor(frames: Frames) -> float | None:
 
 
 def verdict_rows(comparison: Comparison) -> list[dict[str, Any]]:
-    """A row per arm but the baseline, for junit.write: equivalent and better arms pass, undecided and unfinished ones
+    """A row per arm but the baseline, for write_junit: equivalent and better arms pass, undecided and unfinished ones
     are skipped, all others fail; a worse one passes too where its gap is proven to be inside the margin."""
     arms = comparison.arms[comparison.arms["arm"] != comparison.arms["baseline"]]
     return [
@@ -75,3 +81,39 @@ def verdict_rows(comparison: Comparison) -> list[dict[str, Any]]:
         }
         for row in arms.itertuples()
     ]
+
+
+ELEMENT = {"FAIL": "failure", "SKIP": "skipped"}
+
+
+def write_junit(path: Path, suite: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    """One testcase per row: classname is `check`, name is `subject` and `case`, `status` is PASS, FAIL or SKIP; the
+    message of what did not pass is the row's first mismatch or its note, and the note of a pass is its output. Takes
+    rows of parity.jsonl, Verdicts.rows(), run_rows() and verdict_rows()."""
+    rows = list(rows)
+    count = {status: str(sum(row["status"] == status for row in rows)) for status in ELEMENT}
+    root = ET.Element(
+        "testsuite", name=legal(suite), tests=str(len(rows)), failures=count["FAIL"], errors="0", skipped=count["SKIP"]
+    )
+    for row in rows:
+        name = " ".join(filter(None, (row.get("subject"), row.get("case"))))
+        case = ET.SubElement(root, "testcase", classname=legal(f"{suite}.{row['check']}"), name=legal(name))
+        if row.get("seconds") is not None:
+            case.set("time", f"{row['seconds']:.3f}")
+        if row["status"] in ELEMENT:
+            ET.SubElement(case, ELEMENT[row["status"]], message=legal(first_mismatch(row)))
+        elif row.get("note"):
+            ET.SubElement(case, "system-out").text = legal(row["note"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ET.ElementTree(root).write(path, encoding="utf-8", xml_declaration=True)
+
+
+def run_rows(run_dirs: Iterable[RunDir]) -> list[dict[str, Any]]:
+    """A row per run for write_junit(): PASS when it finished, else FAIL with its state and reason."""
+    rows = []
+    for run in run_dirs:
+        status = run.seen()
+        note = status["state"] + (f": {status['reason']}" if status["reason"] else "")
+        verdict = "PASS" if status["state"] == "finished" else "FAIL"
+        rows.append({"check": "run", "case": run.name, "status": verdict, "note": note, "seconds": status["seconds"]})
+    return rows

@@ -1,8 +1,9 @@
-"""The parity matrix."""
+"""The parity matrix, and the tables of the calibrate job."""
 
 from rich.console import Console
 
-from hqsweep.report.pages.parity import first_mismatch, matrix, summary
+from hqsweep.jobs.calibrate.sqnr import Expectation, calibration_row
+from hqsweep.report.pages.checks import first_mismatch, matrix, summary, tables
 
 
 def row(check, subject, status="PASS", case="normal 64x96", **more):
@@ -50,3 +51,24 @@ def test_first_mismatch_and_summary():
     assert first_mismatch(row("a", "b", "FAIL")) == "FAIL"
     assert summary(ROWS) == "parity: 8 passed, 1 failed, 1 skipped"
     assert "parity: 0 passed" in shown([])
+
+
+def shown_tables(*rows):
+    console = Console(width=140, record=True)
+    console.print(tables(rows))
+    return console.export_text()
+
+
+def test_tables_give_measured_numbers_distances_quantiles_and_failures():
+    statistics = {"row_sqnr_db_median": 31.5, "row_sqnr_db_p5": 31.2, "underflow_pct": 0.0}
+    good, bad = (Expectation.around(source, 31.5, 0.1) for source in ("theory", "emulated"))
+    page = shown_tables(
+        calibration_row("sqnr", "mxfp8", "normal", 31.52, good, statistics),
+        calibration_row("sqnr", "nvfp4", "normal", 30.0, bad, statistics),
+        calibration_row("sqnr", "mxfp6_e2m3", "normal", 29.0, None, statistics),
+        calibration_row("teacher", "fp32", "loss floor", 108.0,
+                        Expectation(source="predicted", expected_db=float("inf"), low_db=100, high_db=float("inf"))),
+    )  # fmt: skip
+    assert "less theory" in page and "+0.02" in page and "-1.50 !" in page and "31.5 / 31.2" in page
+    assert "100.00 to inf" in page and "FAIL sqnr nvfp4 normal: measured 30.00 dB; emulated 31.50 dB" in page
+    assert "calibrate: 2 passed, 1 failed, 1 with nothing to compare with" in page

@@ -1,18 +1,21 @@
-"""The parity matrix: what was compared with what, and PASS or the first mismatch.
+"""The tables of the jobs that check: the parity matrix, and measured decibels of calibrate beside the expected ones.
 
-Checks of single formats make one table, subject by check. A check whose subjects are pairs ("nvfp4|mxfp8") makes a
+The parity matrix says what was compared with what, and PASS or the first mismatch. Checks of single formats make one
+table, subject by check. A check whose subjects are pairs ("nvfp4|mxfp8") makes a
 table of its own, row format by column format, one letter a cell. Below stand the first mismatches in full.
 """
 
+import pkgutil
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hqsweep.report.pages.text import TextTable
+from hqsweep.config.jobs import JOBS
+from hqsweep.report.pages.text import TextTable, number, to_rich
 
 PAIR = re.compile(r"([^|@]+)\|([^|@]+)(@.+)?")
 MAX_DETAILS = 20
@@ -94,11 +97,11 @@ def _pair_grid(title: str, cells: dict[tuple[str, str], list[Row]]) -> list[Rend
     lines = list(dict.fromkeys(line for line, _ in cells))
     known = {column for _, column in cells}
     columns = [name for name in dict.fromkeys([*lines, *(column for _, column in cells)]) if name in known]
-    legend = ", ".join(f"{number} {name}" for number, name in enumerate(columns, start=1))
+    legend = ", ".join(f"{place} {name}" for place, name in enumerate(columns, start=1))
     table = Table(padding=0)
     table.add_column(Text("row | column"), no_wrap=True)
-    for number in range(1, len(columns) + 1):
-        table.add_column(str(number), no_wrap=True, justify="center")
+    for place in range(1, len(columns) + 1):
+        table.add_column(str(place), no_wrap=True, justify="center")
     for line in lines:
         table.add_row(Text(line), *(_letter(cells.get((line, column), [])) for column in columns))
     return [
@@ -135,3 +138,79 @@ def _details(rows: Sequence[Row]) -> list[Text]:
     ]
     more = len(failed) - MAX_DETAILS
     return [*lines, Text(f"and {more} more failures", style="red")] if more > 0 else lines
+
+
+Row = Mapping[str, Any]
+SHORT = {"outlier_channels": "outliers", "token_scale_2": "token 2", "token_scale_4": "token 4"}
+
+
+def tables(rows: Sequence[Row]) -> RenderableType:
+    """SQNR, its distance from each source, rows' quantiles, products, students, failures, counts."""
+    sqnr = [row for row in rows if row["check"] == "sqnr"]
+    parts: list[RenderableType] = []
+    if sqnr:
+        parts.append(_by_distribution("SQNR (dB)", sqnr, lambda row: number(row["measured_db"], ".2f")))
+        for source in dict.fromkeys(row["source"] for row in sqnr if row["source"]):
+            part = [row for row in sqnr if row["source"] == source]
+            parts.append(_by_distribution(f"less {source} (dB)", part, _distance))
+        parts.append(_by_distribution("rows: median / 5th percentile (dB)", sqnr, _quantiles))
+    medians = [row for row in rows if row["check"] == "row median"]
+    if medians:
+        parts.append(_by_distribution("rows: median less emulated (dB)", medians, _distance))
+    parts += [
+        _predicted(title, part)
+        for check, title in (("gemm", "products of a Linear"), ("teacher", "students of a linear teacher"))
+        if (part := [row for row in rows if row["check"] == check])
+    ]
+    failed = [
+        Text(f"FAIL {row['check']} {row['subject']} {row['case']}: {row['note']}", style="red")
+        for row in rows
+        if row["status"] == "FAIL"
+    ]
+    count = {status: sum(row["status"] == status for row in rows) for status in ("PASS", "FAIL", "SKIP")}
+    line = f"calibrate: {count['PASS']} passed, {count['FAIL']} failed, {count['SKIP']} with nothing to compare with"
+    return Group(*parts, *failed, Text(line))
+
+
+def _by_distribution(title: str, rows: Sequence[Row], cell: Callable[[Row], str]) -> RenderableType:
+    """Format by distribution."""
+    cells = {(row["subject"], row["case"]): cell(row) for row in rows}
+    columns = list(dict.fromkeys(case for _, case in cells))
+    lines = tuple(
+        (subject, *(cells.get((subject, case), "-") for case in columns))
+        for subject in dict.fromkeys(subject for subject, _ in cells)
+    )
+    header = ("format", *(SHORT.get(name, name) for name in columns))
+    return to_rich(TextTable(header=header, rows=lines, numeric=frozenset(range(1, len(header)))), title)
+
+
+def _distance(row: Row) -> str:
+    """ "+0.01", and " !" where it is too far."""
+    return f"{row['measured_db'] - row['expected_db']:+.2f}{' !' if row['status'] == 'FAIL' else ''}"
+
+
+def _quantiles(row: Row) -> str:
+    return f"{number(row['row_sqnr_db_median'], '.1f')} / {number(row['row_sqnr_db_p5'], '.1f')}"
+
+
+def _predicted(title: str, rows: Sequence[Row]) -> RenderableType:
+    lines = tuple(
+        (
+            row["subject"],
+            row["case"],
+            number(row["measured_db"], ".2f"),
+            number(row["expected_db"], ".2f", "inf"),
+            f"{number(row['low_db'], '.2f')} to {number(row['high_db'], '.2f', 'inf')}",
+            row["status"],
+        )
+        for row in rows
+    )
+    header = ("recipe", "of", "measured (dB)", "predicted", "passes", "verdict")
+    table = TextTable(header=header, rows=lines, numeric=frozenset({2, 3}))
+    return to_rich(table, title, ["bold red" if row["status"] == "FAIL" else "" for row in rows])
+
+
+def job_tables(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[RenderableType]:
+    """Tables for a terminal of the rows of each job's table that has any."""
+    printers = {kind.table: kind.printer for kind in JOBS.values()}
+    return [pkgutil.resolve_name(printers[table])(part) for table, part in rows.items() if part]

@@ -1,11 +1,13 @@
 """`show`: a screen on one run, and all of it with --all."""
 
+import io
 import json
+import shutil
 
 import pytest
 from rich.console import Console
 
-from hqsweep.report.pages.run_page import counted, recipe_lines, show_run
+from hqsweep.report.pages.show import counted, recipe_lines, show_run, show_sweep
 
 
 def shown(renderable, width=200) -> str:
@@ -77,3 +79,27 @@ def test_a_recipe_is_a_line(recipe, line):
 def test_what_a_job_checked_is_counted():
     assert recipe_lines(None) == []
     assert counted("parity", [{"status": status} for status in ("PASS", "PASS", "FAIL")]) == "parity: 2 PASS, 1 FAIL"
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_every_arm_and_every_run_is_there_with_its_state(make_sweep, fake, width):
+    runs = make_sweep([fake.Run(seed=0), fake.Run(arm="nvfp4", seed=0), fake.Run(arm="nvfp4", seed=1, state="failed",
+                       reason="loss is nan at step 37", steps=120)])  # fmt: skip
+    page, document = show_sweep(runs[0].sweep_path)
+    console = Console(file=io.StringIO(), width=width)
+    console.print(page)
+    words = console.file.getvalue().split()
+    assert {run.name for run in runs} <= set(words) and max(map(len, console.file.getvalue().splitlines())) <= width
+    assert "loss is nan at step 37" in " ".join(words) or width < 200
+    assert [(row["run"], row["arm"], row["state"]) for row in document["runs"]] == [
+        (runs[0].name, "bf16", "finished"), (runs[1].name, "nvfp4", "finished"), (runs[2].name, "nvfp4", "failed"),
+    ]  # fmt: skip
+    assert "2 finished, 1 failed" in " ".join(words) and document["faults"] == []
+
+
+def test_a_run_that_is_gone_is_named(make_sweep, fake):
+    runs = make_sweep([fake.Run(seed=0), fake.Run(seed=1)])
+    shutil.rmtree(runs[1].path)
+    _, document = show_sweep(runs[0].sweep_path)
+    assert [row["state"] for row in document["runs"]] == ["finished", "missing"]
+    assert len(document["faults"]) == 1 and runs[1].name in document["faults"][0]
