@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.train import Recompute
@@ -21,6 +20,7 @@ from hqsweep.models.hf_config import read_hf_config
 from hqsweep.models.losses import is_hugging_face, logits_of
 from hqsweep.recipe.factories import FactoryName
 from hqsweep.recipe.validate import GemmModule, attention_module, linear_module
+from hqsweep.torch_private import BatchNorm
 
 
 def build(config: UserModel, seed: int) -> nn.Module:
@@ -125,7 +125,7 @@ def check_ranks(model: nn.Module) -> None:
     """UserError for a user's model that would compute something else on ranks with other sequences than in one
     process."""
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BatchNorm):
             raise UserError(
                 f"train.parallel: {name} is a {type(module).__name__}, whose statistics of a batch each rank would have"
                 " of its own; train in one process, or take another norm"

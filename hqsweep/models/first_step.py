@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hqsweep.models.seen import was_called
 from hqsweep.nn.core.module import QuantizedModule
+from hqsweep.torch_private import queue_callback
 
 SHOWN = 8
 """The number of names in a warning; the others are counted."""
@@ -27,7 +28,7 @@ class FirstStep:
         """The hook of a part's output."""
         if not self.is_over:
             self.is_over = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            queue_callback(self._end)
 
     def _end(self) -> None:
         parts = [part for part in (known() for known in self.parts) if part is not None]

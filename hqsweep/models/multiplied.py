@@ -4,18 +4,17 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 
 from hqsweep.models.kinds import Kind
 from hqsweep.nn.core.module import QuantizedModule
+from hqsweep.torch_private import ConvNd, NormBase
 
-OF_A_WEIGHT = (nn.Linear, nn.Bilinear, _ConvNd)
+OF_A_WEIGHT = (nn.Linear, nn.Bilinear, ConvNd)
 """Classes whose one product is by `weight`."""
 OF_MATRICES = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 """Classes that multiply by each of their own matrices."""
-NO_PRODUCT = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.PReLU, _NormBase,
+NO_PRODUCT = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.PReLU, NormBase,
               ParametrizationList)  # fmt: skip
 """Classes whose own parameters are looked up, or scale element by element; of a parametrization, the module counts."""
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k")

@@ -4,6 +4,7 @@ import torch
 
 from hqsweep.memo import constant_result
 from hqsweep.nn.core.module import QuantizedModule
+from hqsweep.torch_private import dynamo_output
 
 CALLED = "called"
 """The attribute of a part that says whether our code computed its product since it was made, or since forget_call()."""
@@ -34,9 +35,7 @@ def forget_call(part: QuantizedModule) -> None:
 @constant_result
 def _is_noted_by_the_trace() -> bool:
     """Runs while note_call is traced, and notes its `part` if that is in the body of an operator."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    graph = InstructionTranslator.current_tx().output
+    graph = dynamo_output()
     if graph.current_tracer.parent is None:
         return False
     traced = graph.current_tx.symbolic_locals.get("part")

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from functools import cache, wraps
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
 from hqsweep.memo import constant_result
+from hqsweep.torch_private import DispatchKey, DispatchKeySet, current_raw_stream, dispatch_modes
 
 
 @cache
@@ -42,7 +44,7 @@ def direct(x: Tensor) -> bool:
     """Whether the function behind an operator can be called at once: outside of traced graphs and dispatch modes, where
     dispatch costs more than the launch and there is nothing to record (no gradient flows through codes). torch's
     dispatcher gives operators a copy of a tensor with the negative bit, whose memory has the opposite signs."""
-    plain = type(x) in PLAIN and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
+    plain = type(x) in PLAIN and not torch.compiler.is_compiling() and not dispatch_modes()
     return plain and (x.is_cpu or x.is_cuda) and not x.is_neg()
 
 
@@ -60,14 +62,14 @@ def on_its_device(function: Callable) -> Callable:
     return guarded
 
 
-def _refusing_none(dispatched: torch._ops.OpOverload) -> Callable:
+def _refusing_none(dispatched: Any) -> Callable:
     """What torch's dispatcher asks before it chooses a device: for a call of an operator whose tensors are an empty
     list it would find none, and say so in a page."""
 
-    def select(keys: torch._C.DispatchKeySet, tensors: list[Tensor], *others):
+    def select(keys: DispatchKeySet, tensors: list[Tensor], *others):
         if not tensors:
             raise ValueError(f"{dispatched.overloadpacket}: there are no buffers; the first argument is an empty list")
-        return dispatched.redispatch(keys.remove(torch._C.DispatchKey.BackendSelect), tensors, *others)
+        return dispatched.redispatch(keys.remove(DispatchKey.BackendSelect), tensors, *others)
 
     return select
 
@@ -105,4 +107,4 @@ def operator(schema: str, *, fake: Callable, devices: tuple[str, ...] = ("CPU", 
 def where(x: Tensor) -> tuple:
     """The last arguments of a call: the current stream, or torch's threads and the best instruction set."""
     # What torch.cuda.current_stream() wraps in an object, at a tenth of its time.
-    return (torch._C._cuda_getCurrentRawStream(x.get_device()),) if x.is_cuda else (torch.get_num_threads(), "")
+    return (current_raw_stream(x.get_device()),) if x.is_cuda else (torch.get_num_threads(), "")

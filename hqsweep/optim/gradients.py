@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from hqsweep.errors import UserError
 from hqsweep.parallel.wire.local import is_spread, local, total_norm
+from hqsweep.torch_private import foreach_mul_
 
 
 def gradient(p: Tensor) -> Tensor | None:
@@ -39,4 +39,4 @@ def clip_(gradients: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     for part in map(local, gradients):
         alike.setdefault((part.device, part.dtype), []).append(part)
     for (device, _), parts in alike.items():
-        torch._foreach_mul_(parts, factor.to(device))
+        foreach_mul_(parts, factor.to(device))

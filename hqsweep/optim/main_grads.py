@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from hqsweep.errors import UserError
 from hqsweep.parallel.fsdp.fsdp_state import parameters_of, sum_in_fp32
 from hqsweep.parallel.wire.local import local, spread_like
+from hqsweep.torch_private import foreach_copy_, queue_callback
 
 
 def use_main_grads(module: nn.Module) -> None:
@@ -72,7 +72,7 @@ def _average_main_grads(state: tuple[Any, list[Tensor]], bucket: dist.GradBucket
         _drop_grads_after_backward(parameters)
 
     def write(_: Any) -> Tensor:
-        torch._foreach_copy_(flat, summed.split([len(part) for part in flat]))
+        foreach_copy_(flat, summed.split([len(part) for part in flat]))
         return bucket.buffer()
 
     return dist.all_reduce(summed, group=group, async_op=True).get_future().then(write)
@@ -81,10 +81,9 @@ def _average_main_grads(state: tuple[Any, list[Tensor]], bucket: dist.GradBucket
 def _drop_grads_after_backward(parameters: Iterable[Tensor]) -> None:
     """DistributedDataParallel gives every parameter a grad of zeros, by a callback that is queued after this one and
     runs before the callback that this one queues."""
-    queue = Variable._execution_engine.queue_callback
 
     def drop() -> None:
         for p in parameters:
             p.grad = None
 
-    queue(lambda: queue(drop))
+    queue_callback(lambda: queue_callback(drop))

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from hqsweep.nn.core.module import PARTS
 from hqsweep.nn.core.residual import residual_under_fsdp
@@ -21,6 +20,7 @@ from hqsweep.parallel.fsdp.fsdp_state import groups_of
 from hqsweep.parallel.mesh import Ranks
 from hqsweep.parallel.wire import collectives
 from hqsweep.parallel.wire.local import spread_out, whole_tensor
+from hqsweep.torch_private import fsdp_owners, fsdp_whole, tree_map_only
 
 
 def shard(
@@ -89,15 +89,13 @@ def gather_in_linear_dtype(model: nn.Module, autocast: torch.dtype | None = None
             dtypes = {parameter: _linear_dtype(parameter, autocast) for parameter in group.fsdp_params}
             first = next((dtype for dtype in dtypes.values() if dtype is not None), None)
             for parameter, dtype in dtypes.items():
-                if dtype is not None and dtype == first and not hasattr(parameter, "_unsharded_param"):
+                if dtype is not None and dtype == first and fsdp_whole(parameter) is None:
                     gather_in(group, parameter, dtype)
 
 
 def _linear_dtype(parameter: Any, autocast: torch.dtype | None) -> torch.dtype | None:
     """The dtype in which an FSDPParam that is a weight of linears, and of nothing else, is gathered."""
-    info = parameter._module_info
-    owners = zip([info.module, *info.shared_modules], [info.param_name, *info.shared_param_names], strict=True)
-    [dtype, *others] = {_rounds_to(owner, name, autocast) for owner, name in owners}
+    [dtype, *others] = {_rounds_to(owner, name, autocast) for owner, name in fsdp_owners(parameter)}
     own, local_tensor = parameter.sharded_param.dtype, parameter.sharded_param.to_local()
     if others or dtype is None or not own.is_floating_point or hasattr(local_tensor, "fsdp_pre_all_gather"):
         return None

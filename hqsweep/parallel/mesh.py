@@ -14,6 +14,7 @@ from hqsweep.config.parallel import ParallelConfig, sharing_gpus
 from hqsweep.errors import UserError
 from hqsweep.parallel.wire.devices import ranks_of_gpu, stand_apart, take_gpu
 from hqsweep.parallel.wire.process_group import begin_process_group
+from hqsweep.torch_private import flattened
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 """The axes of the mesh, from the outermost to the innermost: neighbours, which exchange the most, are on one node."""
@@ -73,7 +74,7 @@ class Ranks:
 
     @cached_property
     def _data_mesh(self) -> DeviceMesh:
-        return self.mesh["dp_replicate", "dp_shard"]._flatten("dp")
+        return flattened(self.mesh["dp_replicate", "dp_shard"], "dp")
 
     @cached_property
     def expert_mesh(self) -> DeviceMesh:

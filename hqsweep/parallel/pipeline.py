@@ -26,6 +26,7 @@ from hqsweep.parallel.axis_peers import axis_of, peers
 from hqsweep.parallel.data import reshard
 from hqsweep.parallel.stage import Stage, StageOfLayers
 from hqsweep.parallel.wire.local import is_spread, local, squared_norms
+from hqsweep.torch_private import foreach_norm
 
 AXIS = "pp"
 TABLE = "embedding.weight"
@@ -151,7 +152,7 @@ class Pipeline:
         parameters are summed in the order of the whole model, as in one process."""
         names, spread = {id(p): name for name, p in self.model.named_parameters()}, any(map(is_spread, gradients))
         every = torch.zeros(len(self._order), dtype=torch.float32, device=self.device)
-        own = squared_norms(gradients) if spread else torch.stack(torch._foreach_norm(list(gradients))).float()
+        own = squared_norms(gradients) if spread else torch.stack(foreach_norm(list(gradients))).float()
         every[[self._order[names[id(p)]] for p in parameters]] = own
         if self._shares_table and self._place:
             every[self._order[TABLE]] = 0.0  # the first rank counts it
@@ -274,8 +275,8 @@ def _check(model: nn.Module, stages: int) -> None:
 
 def _keep(model: nn.Module, layers: list[int], stages: range) -> None:
     """Drop from the model what other ranks have."""
-    for name in set(model.layers._modules) - set(map(str, layers)):
-        del model.layers._modules[name]
+    for name in {name for name, _ in model.layers.named_children()} - set(map(str, layers)):
+        delattr(model.layers, name)
     if 0 not in stages:
         model.embedding = None
     if stages[-1] != stages.stop - 1:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.torch_private import disabled_torch_function, make_wrapper_subclass, pin_memory, to_copy, tree_map
 
 aten = torch.ops.aten
 
@@ -20,11 +20,11 @@ class Blank(torch.Tensor):
     """Zeros of the shape of a shard, padded, of the tensor `like`, which has a sharding; all views become the shard
     that is copied into one of them. Any other use is one of zeros in like's formats."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def __new__(cls, like: HybridQuantizedTensor, shape: Any, held: list, **options: Any) -> "Blank":
-        self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), **options)
+        self = make_wrapper_subclass(cls, torch.Size(shape), **options)
         self.like, self.held = like, held
         return self
 
@@ -99,6 +99,6 @@ _HANDLERS = {
     aten.slice.Tensor: _slice,
     aten.copy_.default: _copy_,
     aten.detach.default: lambda x: x.view_as_shape(x.shape),
-    aten._to_copy.default: _moved(aten._to_copy.default),
-    aten._pin_memory.default: _moved(aten._pin_memory.default),
+    to_copy.default: _moved(to_copy.default),
+    pin_memory.default: _moved(pin_memory.default),
 }

@@ -29,6 +29,7 @@ from hqsweep.quant.metadata import Metadata
 from hqsweep.quant.no_memory import NoMemory, refuse_memory
 from hqsweep.quant.operand import HybridOperand, Operand
 from hqsweep.quant.tensor_dispatch import dispatch
+from hqsweep.torch_private import disabled_torch_function, make_wrapper_subclass
 
 INIT_VAL = "high_precision_init_val"
 KINDS: dict[str, type] = {}
@@ -82,13 +83,13 @@ class HybridQuantizedTensor(torch.Tensor):
     handlers: Mapping[Any, Any] = {}
     """The operators that a subclass handles itself, and their handlers."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def __new__(cls, buffers: Mapping[str, Tensor], metadata: Metadata, shape: Sequence[int]) -> Self:
         device = next(buffers[f"{direction}_{name}"].device for direction, name in metadata.stored)
         options = {"dtype": metadata.dtype, "device": device, "storage_size": 0}
-        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), **options)
+        self = make_wrapper_subclass(cls, tuple(shape), **options)
         self._metadata, self.shared = metadata, _Shared(metadata.key)
         self.quantizer, self.states, self.high_precision_init_val = metadata.quantizer, None, None
         self.sharding = self.planes = self.part = None

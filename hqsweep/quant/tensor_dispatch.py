@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map
+
+from hqsweep.torch_private import schema_of, tree_map
 
 HANDLERS: dict[Any, Callable] = {}
 """Operator -> the function that runs in its place, with the operator's own arguments."""
@@ -51,7 +52,7 @@ def _on_values(cls: type, func: Any, args: tuple, kwargs: dict) -> Any:
         writes = argument is not None and argument.alias_info is not None and argument.alias_info.is_write
         return tree_map(write if writes else read, value)
 
-    schema = func._schema.arguments
+    schema = schema_of(func).arguments
     named = {argument.name: argument for argument in schema}
     plain_args = [plain(argument, value) for argument, value in zip(schema, args, strict=False)]
     plain_kwargs = {name: plain(named.get(name), value) for name, value in kwargs.items()}

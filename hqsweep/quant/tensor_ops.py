@@ -21,6 +21,7 @@ from hqsweep.quant.content import OneMatrix
 from hqsweep.quant.operand import has_whole_entries, narrow
 from hqsweep.quant.tensor import INIT_VAL, HybridQuantizedTensor
 from hqsweep.quant.tensor_dispatch import implements
+from hqsweep.torch_private import to_copy, unsafe_view
 
 aten = torch.ops.aten
 
@@ -30,7 +31,7 @@ def _alias(x: HybridQuantizedTensor) -> HybridQuantizedTensor:
     return x.view_of(x.buffers, x.shape)
 
 
-@implements(aten.view.default, aten._unsafe_view.default)
+@implements(aten.view.default, unsafe_view.default)
 def _view(x: HybridQuantizedTensor, size: list[int]) -> HybridQuantizedTensor:
     """The operands under any logical shape of as many elements."""
     shape = torch.empty(x.shape, device="meta").view(size).shape
@@ -143,12 +144,12 @@ def _clone(x: HybridQuantizedTensor, *, memory_format: Any = None) -> HybridQuan
     return _copied(x, lambda buffer: buffer.clone(memory_format=torch.contiguous_format))
 
 
-@implements(aten._to_copy.default)
+@implements(to_copy.default)
 def _to_copy(x: HybridQuantizedTensor, *, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
     """The tensor on another device with the same bytes; in another floating dtype in name only: the operands do not
     change."""
     if dtype is not None and not dtype.is_floating_point:
-        return aten._to_copy.default(x.dequantize(), dtype=dtype, **options)
+        return to_copy.default(x.dequantize(), dtype=dtype, **options)
     device, non_blocking = options.get("device") or x.device, options.get("non_blocking", False)
 
     def moved(buffer: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from hqsweep.checkpoints.foreign.load import load_checkpoint
 from hqsweep.checkpoints.foreign.user_model import check_same, weights_of
@@ -37,6 +36,7 @@ from hqsweep.nn.linear.linear import LinearBase
 from hqsweep.parallel.wire.all_or_none import rank_in
 from hqsweep.parallel.wire.local import whole_tensor
 from hqsweep.recipe.base import AnyRecipe
+from hqsweep.torch_private import DropoutNd
 from hqsweep.train.adapter import Balance, Losses, Saving, by_decay
 from hqsweep.train.keyed import keyed_seed
 from hqsweep.train.step import NotCapturable
@@ -185,7 +185,7 @@ def generator_state(device: torch.device) -> Tensor:
 
 def draws_numbers(model: nn.Module) -> bool:
     """Whether a forward in training draws from torch's generator, as far as its modules and its config tell."""
-    if any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules()):
+    if any(isinstance(module, DropoutNd) and module.p > 0 for module in model.modules()):
         return True
     config = getattr(model, "config", None)
     keys = config.to_dict() if hasattr(config, "to_dict") else {}

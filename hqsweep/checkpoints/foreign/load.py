@@ -23,6 +23,7 @@ from hqsweep.models.hf import quietly
 from hqsweep.models.names import clean_name
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.torch_private import COMPILED_FROM
 
 READERS = {
     "safetensors": huggingface.read, "torch": torch_file.read, "hqsweep": torch_file.read, "dcp": dcp.read,
@@ -125,7 +126,7 @@ def _config(model: nn.Module) -> Any:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside the wrappers of torch.compile, DistributedDataParallel and DataParallel."""
-    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module) or isinstance(model, PARALLEL):
+    while isinstance(inner := getattr(model, COMPILED_FROM, None), nn.Module) or isinstance(model, PARALLEL):
         model = inner if isinstance(inner, nn.Module) else model.module
     return model
 

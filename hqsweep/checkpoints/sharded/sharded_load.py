@@ -43,6 +43,7 @@ from hqsweep.optim.adam import MASTER, OWN_MASTERS, FusedAdam
 from hqsweep.parallel.wire.all_or_none import count_in, gathered, rank_in, together
 from hqsweep.parallel.wire.local import is_in_pieces, is_spread, local, note_update, spread_like, spread_out, write_held
 from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.torch_private import local_box
 
 Optimizer = torch.optim.Optimizer | None
 
@@ -51,10 +52,8 @@ def box_of(tensor: Tensor) -> Box:
     """The part that this rank holds of a DTensor, whatever its placements; all of a plain tensor."""
     if not is_spread(tensor):
         return Box(offsets=(0,) * tensor.dim(), shape=tuple(tensor.shape))
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Box(offsets=tuple(offsets), shape=tuple(shape))
+    shape, offsets = local_box(tensor)
+    return Box(offsets=offsets, shape=shape)
 
 
 @torch.no_grad()

@@ -23,8 +23,8 @@ from hqsweep.memo import constant_result, memo
 from hqsweep.ops.addresses import empty
 from hqsweep.ops.library import operator
 from hqsweep.ops.model.rope import readable
+from hqsweep.torch_private import current_raw_stream, flash_attention_backward
 
-ATEN = torch.ops.aten
 CUDNN_FRONTEND = "nvidia-cudnn-frontend"
 MOST_SCORES = 1 << 29
 """Gradients of scores that are in memory at once: 1 GiB."""
@@ -39,7 +39,7 @@ def flash_back(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, sums: Ten
     """The gradients of q, k and v by flash attention, which repeats where torch is asked for deterministic kernels."""
     unused = q.new_empty(0, dtype=torch.int64)  # the state of dropout
     length = q.shape[2]
-    gradients = ATEN._scaled_dot_product_flash_attention_backward(
+    gradients = flash_attention_backward(
         do, q, k, v, o, sums, None, None, length, length, 0.0, is_causal, unused, unused
     )
     return list(gradients)
@@ -142,7 +142,7 @@ class Plan:
         """Compute on the current stream. A tensor says where its first element lies."""
         device = workspace.get_device()
         handle = _handle(device, threading.get_ident())
-        _cudnn().set_stream(handle, torch._C._cuda_getCurrentRawStream(device))
+        _cudnn().set_stream(handle, current_raw_stream(device))
         addresses = {number: x.data_ptr() for number, x in tensors.items()}
         self.graph.execute(addresses, workspace.data_ptr(), handle)
 

@@ -5,19 +5,18 @@ torch's generator for an operator that it computes again in backward, and torch 
 DeviceMesh that backward needs where parameters are DTensors.
 """
 
-import torch
 from torch import Tensor
 
 from hqsweep.ops.addresses import described
 from hqsweep.ops.library import operator
 from hqsweep.ops.quantize.kernels import DTYPES
+from hqsweep.torch_private import flash_attention_on_cpu, flash_attention_on_cpu_backward
 
-ATEN = torch.ops.aten
 AXES = 4
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    return ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)
+    return flash_attention_on_cpu(q, k, v, 0.0, is_causal)
 
 
 @operator(
@@ -38,4 +37,4 @@ def attention_on_cpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[
 
 def attention_on_cpu_back(do: Tensor, *saved: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
     """The gradients of q, k and v, of the output's and of q, k, v and the results of attention_on_cpu()."""
-    return ATEN._scaled_dot_product_flash_attention_for_cpu_backward(do, *saved, 0.0, is_causal)
+    return flash_attention_on_cpu_backward(do, *saved, 0.0, is_causal)

@@ -2,7 +2,7 @@
 
 torch's engine makes the whole parameter in the first pass, and fills the same objects in all others. gather_in makes
 them before it does: a GatheredWeight over the memory that is filled. What is kept of the weight beside its values, its
-codes, is freed where torch frees these. Attributes of torch's that are not public are those of torch 2.11 to 2.15.
+codes, is freed where torch frees these.
 """
 
 import math
@@ -18,6 +18,16 @@ from hqsweep.parallel.fsdp.fsdp_state import in_backward, served
 from hqsweep.parallel.fsdp.gathered_weight import GatheredWeight
 from hqsweep.parallel.fsdp.storage import allocate, free, is_free
 from hqsweep.parallel.wire.collectives import all_gather
+from hqsweep.torch_private import (
+    fsdp_cuts_again,
+    fsdp_dtensor_spec,
+    fsdp_phase,
+    fsdp_set_inner_tensors,
+    fsdp_set_whole,
+    fsdp_shape,
+    fsdp_shard_data,
+    unsafe_preserve_version_counter,
+)
 
 
 class Gathering:
@@ -40,15 +50,15 @@ class Gathering:
         else:
             self._repeats = True
         parameter = self._parameter()
-        own = parameter._sharded_param_data.to(self._flat.device).to(self._flat.dtype)
+        own = fsdp_shard_data(parameter).to(self._flat.device).to(self._flat.dtype)
         allocate(self._flat)
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self._flat):
+        with torch.no_grad(), unsafe_preserve_version_counter(self._flat):
             all_gather(self._flat, own, group=parameter.shard_mesh.get_group())
 
     def give_up(self) -> None:
         """Free the values; everything that this gather serves has been made of them."""
         group = self._group()
-        cut_again = group._use_post_forward_mesh and group._training_state.name == "FORWARD"
+        cut_again = fsdp_cuts_again(group) and fsdp_phase(group) == "FORWARD"
         if self._refillable and not cut_again:
             free(self._flat)
 
@@ -61,7 +71,7 @@ class Gathering:
     def is_read_again(self, direction: str) -> bool:
         """Whether a direction that has been read, of a gather that serves both, may be read once more."""
         group = self._group()
-        once = group._training_state.name == "FORWARD" and group.reshard_after_backward and not in_backward()
+        once = fsdp_phase(group) == "FORWARD" and group.reshard_after_backward and not in_backward()
         return direction == "columnwise" or self._repeats or self._recomputes or not once
 
     def keep(self, direction: str, identity: Hashable, operand: Any) -> None:
@@ -70,7 +80,7 @@ class Gathering:
         entries = self._operands.items()
         others = {d: entry for d, entry in entries if d != direction and not any(map(is_free, entry[2]))}
         self._operands = others | {direction: (identity, operand, tensors)}
-        self._parameter()._unsharded_inner_tensors = [t for *_, own in self._operands.values() for t in own]
+        fsdp_set_inner_tensors(self._parameter(), [t for *_, own in self._operands.values() for t in own])
 
     def kept(self, direction: str, identity: Hashable) -> Any:
         """The operand of that identity, if it is there."""
@@ -83,7 +93,7 @@ def gather_in(group: Any, parameter: Any, dtype: torch.dtype) -> None:
     the policy of the group has a dtype for parameters, that is both what travels and what the weight says."""
     policy = (getattr(group, "mp_policy", None) or parameter.mp_policy).param_dtype  # the latter since torch 2.15
     own = parameter.sharded_param.dtype
-    device, shape = parameter.device, tuple(parameter._orig_size)
+    device, shape = parameter.device, fsdp_shape(parameter)
     alone = type(parameter.mesh_info).__name__ == "DDPMeshInfo"
     ranks = 1 if alone else parameter.shard_mesh.size()
     size = parameter.padded_sharded_param_size.numel() * ranks
@@ -91,12 +101,12 @@ def gather_in(group: Any, parameter: Any, dtype: torch.dtype) -> None:
     value = flat[: math.prod(shape)].view(shape)
     free(flat)
     weight: Tensor = GatheredWeight(value, policy or own, Gathering(group, parameter, flat))
-    sharded = getattr(parameter, "_unsharded_dtensor_spec", None) or getattr(parameter, "_tp_spec", None)
+    sharded = fsdp_dtensor_spec(parameter)
     if sharded is not None:
         options = {"run_check": False, "shape": sharded.shape, "stride": sharded.stride}
         weight = DTensor.from_local(weight, sharded.mesh, sharded.placements, **options)
     parameter.all_gather_outputs = [flat]
-    parameter._unsharded_param = nn.Parameter(weight, requires_grad=parameter.sharded_param.requires_grad)
+    fsdp_set_whole(parameter, nn.Parameter(weight, requires_grad=parameter.sharded_param.requires_grad))
     if policy is None:
         _set_dtype(parameter, dtype)
 

@@ -3,12 +3,13 @@
 torch calls pre() on a rank's shard before it gathers, and post() with what all ranks sent. The whole tensor that
 post() gives at first is the parameter from then on: the same objects, whose memory torch frees when it shards again,
 and that are filled anew. Forward fills its rowwise buffers and saves its columnwise ones, still without memory, for the
-backward that fills them. What torch's engine keeps under private names (of torch 2.11 to 2.15) is read here alone.
+backward that fills them.
 """
 
 import inspect
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,17 @@ from hqsweep.parallel.fsdp.storage import allocate, free, is_free
 from hqsweep.parallel.shards.fsdp2_param import take_over
 from hqsweep.parallel.shards.shard import Cut, buffer_cuts
 from hqsweep.parallel.wire import collectives
+from hqsweep.torch_private import (
+    fsdp_cuts_again,
+    fsdp_groups,
+    fsdp_inner_tensors,
+    fsdp_phase,
+    fsdp_set_inner_tensors,
+    fsdp_shard,
+    fsdp_states,
+    storage_id,
+    unsafe_preserve_version_counter,
+)
 
 ONE_ARGUMENT = inspect.signature(lambda mesh: None)
 """A signature with one argument for pre(), which torch asks for in every pass."""
@@ -69,10 +81,11 @@ class Sharding:
         self._join(mesh)
         self._make_whole(shard.device)
         ahead, parameter = self._pass(self._directions()), self._parameter()
-        if self._group()._use_post_forward_mesh or self.cut.dim:
+        if fsdp_cuts_again(self._group()) or self.cut.dim:
             take_over(parameter)
         # torch makes its outputs once, in the sizes of the first pass; another pass needs other sizes.
-        parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [*ahead.received], [*ahead.own]
+        parameter.all_gather_outputs = [*ahead.received]
+        fsdp_set_inner_tensors(parameter, [*ahead.own])
         return tuple(_wide(own, own.numel()) for own in self._inputs(shard, ahead.names)), ahead
 
     def post(self, shard: Any, told: Any, dtype: torch.dtype, *, is_first: bool) -> tuple[Any, list[Tensor]] | None:
@@ -113,8 +126,8 @@ class Sharding:
         """What this rank sends of the pieces that it has kept, and what post() needs to know; where they are not what
         the pass reads, as in another forward, nothing is sent here, and post() gathers the weight from its shards."""
         ahead, parameter = self._pass(self._directions()), self._parameter()
-        parameter._unsharded_inner_tensors = []
-        if self._group()._training_state.name == "PRE_BACKWARD" and kept.keys() >= set(ahead.names):
+        fsdp_set_inner_tensors(parameter, [])
+        if fsdp_phase(self._group()) == "PRE_BACKWARD" and kept.keys() >= set(ahead.names):
             pieces = [kept[name] for name in ahead.names]
             sizes = [piece.numel() for piece in pieces]
             whole = [self._bytes[name] for name in ahead.names]
@@ -127,13 +140,13 @@ class Sharding:
     def _gather(self, names: Sequence[str]) -> None:
         """Gather buffers from the shards now, beside what torch has gathered."""
         parameter = self._parameter()
-        inputs = self._inputs(parameter._sharded_local_tensor.to(self._whole[names[0]].device), names)
+        inputs = self._inputs(fsdp_shard(parameter).to(self._whole[names[0]].device), names)
         for name, own in zip(names, inputs, strict=True):
             allocate(self._received[name])
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self._received[name]):
+            with torch.no_grad(), unsafe_preserve_version_counter(self._received[name]):
                 collectives.all_gather(self._received[name], own, group=self.group)
         self._fill(names)
-        parameter._unsharded_inner_tensors += [self._received[name] for name in names] + self._own(names)
+        fsdp_inner_tensors(parameter).extend([self._received[name] for name in names] + self._own(names))
 
     @property
     def group(self) -> Any:
@@ -147,7 +160,7 @@ class Sharding:
     def _directions(self) -> tuple[str, ...]:
         """The directions that the pass reads; both where a forward or a backward may follow without another gather."""
         group = self._group()
-        if group._use_post_forward_mesh and group._training_state.name == "FORWARD":
+        if fsdp_cuts_again(group) and fsdp_phase(group) == "FORWARD":
             return DIRECTIONS  # of which pieces() keeps what backward reads
         return served(group, repeats=False, recomputes=self._recomputes)
 
@@ -176,7 +189,7 @@ class Sharding:
 
     def link(self, states: Any) -> None:
         """Have this rank's shard use the states of the whole; those of a group are one for each expert."""
-        shard = self._parameter()._sharded_local_tensor if self._has_engine() else None
+        shard = fsdp_shard(self._parameter()) if self._has_engine() else None
         if isinstance(states, list) and shard is not None:
             first = shard.metadata.content.first - self.cut.metadata.content.first
             states = states[first : first + shard.metadata.content.count]
@@ -192,7 +205,7 @@ class Sharding:
         if known is buffer:
             return packed
         packed = self._cuts[name].pack(buffer, self._rank)
-        if packed.untyped_storage()._cdata == buffer.untyped_storage()._cdata:
+        if storage_id(packed) == storage_id(buffer):
             self._sent[name] = buffer, packed
         return packed
 
@@ -219,7 +232,7 @@ class Sharding:
             return
         for name in apart:
             allocate(self._bytes[name])
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self._whole[n] for n in apart)):
+        with torch.no_grad(), unsafe_preserve_version_counter(tuple(self._whole[n] for n in apart)):
             for name in apart:
                 self._unpack(name)
                 free(self._received[name])
@@ -253,10 +266,9 @@ class Sharding:
         found once."""
         if self._parameter() is not None:
             return True
-        for group in _groups():
+        for group in chain.from_iterable(map(fsdp_groups, fsdp_states())):
             for parameter in group.fsdp_params:
-                local = getattr(parameter, "_sharded_local_tensor", None)
-                if getattr(local, "sharding", None) is self:
+                if getattr(fsdp_shard(parameter), "sharding", None) is self:
                     self._parameter, self._group = weakref.ref(parameter), weakref.ref(group)
                     return True
         return False
@@ -281,17 +293,6 @@ def with_sharding(x: Any, parts: list, cut: Cut) -> list:
     return parts
 
 
-def _groups() -> Iterator[Any]:
-    """Every group of parameters that fully_shard has made in this process."""
-    from torch.distributed._composable_state import _module_state_mapping
-
-    for reference in list(_module_state_mapping.values()):
-        state = reference()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        one = None if groups is not None else getattr(state, "_fsdp_param_group", None)
-        yield from groups if groups is not None else ([] if one is None else [one])
-
-
 def _wide(tensor: Tensor, sent: int) -> Tensor:
     """The bytes as float32 where each rank sends a multiple of four: torch copies what it gathers element by
     element."""
@@ -302,5 +303,5 @@ def _wide(tensor: Tensor, sent: int) -> Tensor:
 
 def _write(tensor: Tensor, write: Any) -> None:
     """Write without a new version: backward may hold the tensor, and is given what it had."""
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+    with torch.no_grad(), unsafe_preserve_version_counter(tensor):
         write(tensor)

@@ -3,8 +3,7 @@
 What torch gathers of parts that lie along another axis than the first, Shard(1), it joins along that axis of the
 parameter, which the buffers of a held weight have not; they are joined as parts of the first are (Sharding.post).
 With reshard_after_forward=<number> torch shards a weight over fewer ranks between forward and backward, and gathers
-that from there. Of a held weight each of these ranks keeps its piece of the buffers that backward reads. Names of
-torch's that are not public are those of torch 2.11 to 2.15.
+that from there. Of a held weight each of these ranks keeps its piece of the buffers that backward reads.
 """
 
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from hqsweep.memo import memo
+from hqsweep.torch_private import fsdp_extensions, fsdp_shard
 
 
 def take_over(parameter: Any) -> None:
@@ -54,7 +54,7 @@ class HeldParam:
     def to_sharded_post_forward(self) -> None:
         """Have the shards as the parameter, and keep pieces for backward."""
         mesh = self.post_forward_mesh_info
-        pieces = self._sharded_local_tensor.sharding.pieces(mesh.shard_mesh_rank, mesh.shard_mesh_size)
+        pieces = fsdp_shard(self).sharding.pieces(mesh.shard_mesh_rank, mesh.shard_mesh_size)
         self.to_sharded()
         self.kept, self.sharded_state = pieces, type(self.sharded_state).SHARDED_POST_FORWARD
 
@@ -64,9 +64,9 @@ class HeldParam:
         if self.sharded_state is not type(self.sharded_state).SHARDED_POST_FORWARD:
             return super().all_gather_inputs
         self.is_gathered = True
-        inputs, told = self._sharded_local_tensor.sharding.pre_of_pieces(self.kept)
-        self._extensions_data.all_gather_metadata = told
-        self._extensions_data.all_gather_input_sizes = [sent.size() for sent in inputs]
+        inputs, told = fsdp_shard(self).sharding.pre_of_pieces(self.kept)
+        fsdp_extensions(self).all_gather_metadata = told
+        fsdp_extensions(self).all_gather_input_sizes = [sent.size() for sent in inputs]
         return inputs
 
 
