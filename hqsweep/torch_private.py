@@ -77,8 +77,6 @@ BROADCASTS_PARAMETERS = "_sync_params_and_buffers"
 """The function by which DistributedDataParallel gives all ranks the parameters of one."""
 COMPILED_FROM = "_orig_mod"
 """The attribute of a module of torch.compile that holds the plain one."""
-WRAPPERS = (COMPILED_FROM, "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""The attributes in which torch.compile, FSDP and activation checkpointing hold the plain module."""
 
 active_ddp_module = DistributedDataParallel._get_active_ddp_module
 """() -> the DistributedDataParallel whose forward runs, or None."""

@@ -1,8 +1,6 @@
 """Names of modules without the wrappers around them, so that a wrapped model draws the random bits of a plain one."""
 
-from hqsweep.torch_private import WRAPPERS as TORCH_WRAPPERS
-
-WRAPPERS = (*TORCH_WRAPPERS, "base_layer")
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer")
 """The parts of a name that wrappers put anywhere: torch.compile, FSDP, activation checkpointing, PEFT's adapters."""
 OUTERMOST = (("module",), ("base_model", "model"))
 """The parts that wrappers put first: DataParallel and DistributedDataParallel, PEFT's models."""
