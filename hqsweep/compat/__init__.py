@@ -17,6 +17,7 @@ from hqsweep.compat.grouped_linear import GroupedLinear
 from hqsweep.compat.layers import LayerNormMLP, MultiheadAttention, TransformerLayer
 from hqsweep.compat.linear import LayerNormLinear, Linear
 from hqsweep.compat.quantizers import (
+    CustomRecipe,
     DelayedScalingRequest,
     DType,
     Float8BlockQuantizer,
@@ -26,16 +27,17 @@ from hqsweep.compat.quantizers import (
     IdentityQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
+    autocast,
     current_scaling_factory,
     delayed_scaling_factory,
     float8_block_scaling_factory,
     high_precision_factory,
     mxfp8_factory,
     nvfp4_factory,
+    quantized_model_init,
     quantizer_factory,
     te_device_type,
 )
-from hqsweep.compat.recipe import CustomRecipe, autocast, quantized_model_init
 from hqsweep.quant import GroupedTensor
 from hqsweep.recipe.roles import QuantizerRole
 

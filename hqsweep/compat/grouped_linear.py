@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hqsweep.compat.activation_dtype import InActivationDtype, built_in, params_dtype
+from hqsweep.compat.arguments import GROUPED_LINEAR, OF_GROUPED_CALL
 from hqsweep.compat.checkpoint_keys import TakesKeys
-from hqsweep.compat.parts import check_ranks, drawn_whole, link_part, part_of, ranks_of, write_part
-from hqsweep.compat.signatures import GROUPED_LINEAR, OF_GROUPED_CALL
+from hqsweep.compat.linear import check_ranks, drawn_whole, link_part, part_of, ranks_of, write_part
 from hqsweep.errors import UserError
 from hqsweep.nn.core.context import HIGH_PRECISION
 from hqsweep.nn.core.options import GroupedLinearOptions

@@ -12,18 +12,17 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hqsweep.compat.activation_dtype import InActivationDtype, activations
-from hqsweep.compat.arguments import shown
-from hqsweep.compat.checkpoint_keys import EXTRA_STATE, TakesKeys, drop_extra_state
-from hqsweep.compat.linear import LayerNormLinear, Linear
-from hqsweep.compat.parts import ranks_of
-from hqsweep.compat.signatures import (
+from hqsweep.compat.arguments import (
     LAYERNORM_MLP,
     MULTIHEAD_ATTENTION,
     OF_ATTENTION_CALL,
     OF_LAYER_CALL,
     OF_MLP_CALL,
     TRANSFORMER_LAYER,
+    shown,
 )
+from hqsweep.compat.checkpoint_keys import EXTRA_STATE, TakesKeys, drop_extra_state
+from hqsweep.compat.linear import LayerNormLinear, Linear, ranks_of
 from hqsweep.errors import UserError
 from hqsweep.nn.attention.attention import DotProductAttention
 from hqsweep.nn.attention.multihead_attention import MultiheadAttention as _MultiheadAttention

@@ -1,16 +1,19 @@
-"""transformer_engine.pytorch.Linear and LayerNormLinear, by their names, on this package's."""
+"""transformer_engine.pytorch.Linear and LayerNormLinear, by their names, and the part of a weight that each rank has.
 
-from collections.abc import Mapping, Sequence
+Every rank draws the whole weight alike, and keeps its part as a tensor of its own, plain or held quantized.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hqsweep.compat.activation_dtype import InActivationDtype, built_in, params_dtype
+from hqsweep.compat.arguments import LAYERNORM_LINEAR, LINEAR, OF_LINEAR_CALL
 from hqsweep.compat.checkpoint_keys import TakesKeys
-from hqsweep.compat.parts import check_ranks, drawn_whole, link_part, part_of, ranks_of, write_part
-from hqsweep.compat.signatures import LAYERNORM_LINEAR, LINEAR, OF_LINEAR_CALL
 from hqsweep.errors import UserError
 from hqsweep.nn.core.context import HIGH_PRECISION
 from hqsweep.nn.core.options import LayerNormLinearOptions, LinearOptions
@@ -19,6 +22,8 @@ from hqsweep.nn.core.residual import Branch
 from hqsweep.nn.linear.layernorm_linear import LayerNormLinear as _LayerNormLinear
 from hqsweep.nn.linear.linear import Linear as _Linear
 from hqsweep.parallel.overlap.shared_linear import Exchange, TensorParallel
+from hqsweep.parallel.shards.held_part import become_part
+from hqsweep.quant.tensor import HybridQuantizedTensor
 
 TOKENS = 0
 """The axis along which tokens lie split: tensors are [sequence, batch, features]."""
@@ -157,3 +162,57 @@ class LayerNormLinear(_Shared, _LayerNormLinear):
 
     def _added(self, x: Tensor, branch: Branch) -> tuple[Tensor, Tensor]:
         return super()._added(self.take(x), branch)
+
+
+def drawn_whole(draw: Callable[[Tensor], Any] | None, inputs: int, outputs: int, dtype: torch.dtype) -> Tensor:
+    """A weight [outputs, inputs] in dtype by `draw`, or as Linear draws it without, in float32."""
+    whole = torch.empty(outputs, inputs, dtype=torch.float32 if draw is None else dtype)
+    with torch.no_grad():
+        if draw is None:
+            nn.init.normal_(whole, std=1 / math.sqrt(inputs))
+        else:
+            draw(whole)
+    return whole
+
+
+def part_of(whole: Tensor, mode: str | None, rank: int, ranks: int, pieces: int = 1) -> Tensor:
+    """What a rank has of a weight [N, K]: of each of the pieces, which lie one below the other, rows; or columns."""
+    if mode == "row":
+        return whole.chunk(ranks, 1)[rank]
+    return whole.unflatten(0, (pieces, -1)).chunk(ranks, 1)[rank].flatten(0, 1)
+
+
+def link_part(name: str, weight: Tensor, parallel: TensorParallel | None) -> None:
+    """Have a weight that is held quantized be this rank's part, so that writes are those of the whole; nothing where it
+    is not held, or no ranks share it. UserError, with the module's name, for a part that cuts a block."""
+    if parallel is None or not isinstance(weight, HybridQuantizedTensor):
+        return
+    if weight.part is not None and weight.part.group is parallel.group:
+        return
+    try:
+        become_part(weight, parallel.part_of("weight"))
+    except UserError as error:
+        raise UserError(f"{name}: weight: {error}") from None
+
+
+@torch.no_grad()
+def write_part(weight: Tensor, values: Tensor) -> None:
+    """Give a weight its first values; one that is held quantized draws the random bits of its first writing."""
+    if isinstance(weight, HybridQuantizedTensor):
+        weight.quantize_(values, key=weight.metadata.key)
+    else:
+        weight.copy_(values)
+
+
+def ranks_of(tp_size: int, tp_group: Any) -> int:
+    """How many ranks share a module."""
+    return tp_size if tp_group is None else tp_group.size()
+
+
+def check_ranks(name: str, ranks: int, parallel: TensorParallel | None) -> None:
+    """UserError for a call of a module that ranks are to share before it knows which."""
+    if parallel is None:
+        raise UserError(
+            f"{name}: tp_size={ranks}, and no tp_group says which ranks these are; give tp_group, or call"
+            " set_tensor_parallel_group before the module"
+        )
