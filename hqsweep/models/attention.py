@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hqsweep.errors import UserError
-from hqsweep.models.first_step import watched
+from hqsweep.models.first_step import note_call, watched
 from hqsweep.models.kinds import Kind, parts_of
-from hqsweep.models.seen import note_call
 from hqsweep.nn.attention.attention import AttentionCall, DotProductAttention, quantized_attention
 from hqsweep.nn.core.products import outside_autocast
 from hqsweep.recipe.base import AnyRecipe

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hqsweep.errors import UserError
-from hqsweep.models.seen import forget_call, was_called
+from hqsweep.models.first_step import forget_call, was_called
 from hqsweep.nn.core.module import QuantizedModule
 from hqsweep.recipe.applied import is_low
 from hqsweep.recipe.roles import TENSOR_TYPES

@@ -13,13 +13,11 @@ from hqsweep.models.attention import AttentionKind
 from hqsweep.models.conversion import Conversion, Part, Skipped
 from hqsweep.models.experts import EXPERT_KINDS
 from hqsweep.models.first_step import FirstStep
-from hqsweep.models.heads import output_projection
 from hqsweep.models.held import candidates_of, check_release, held_weights, release_weights
 from hqsweep.models.kinds import Kind, parts_of
-from hqsweep.models.linear import Conv1DKind, LinearKind
-from hqsweep.models.multiplied import experts_per_row, multiply_adds, why_left
+from hqsweep.models.linear import Conv1DKind, LinearKind, output_projection
 from hqsweep.models.names import clean_name
-from hqsweep.models.refusals import bypassed, check_model, instance_fault
+from hqsweep.models.refusals import bypassed, check_model, experts_per_row, instance_fault, multiply_adds, why_left
 from hqsweep.nn.core.call_marks import refuse_second_runs
 from hqsweep.nn.core.module import PARTS, QuantizedModule, set_recipe_of
 from hqsweep.nn.core.parameter import holds_weights

@@ -13,11 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hqsweep.models.classes import SwapKind
-from hqsweep.models.first_step import watched
-from hqsweep.models.kinds import parts_of
+from hqsweep.models.first_step import note_call, watched
+from hqsweep.models.kinds import SwapKind, parts_of
 from hqsweep.models.linear import call_dtype, check_dtype
-from hqsweep.models.seen import note_call
 from hqsweep.nn.core.context import current
 from hqsweep.nn.core.options import GroupedLinearOptions
 from hqsweep.nn.core.parameter import is_held

@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hqsweep.models.first_step import watched
-from hqsweep.models.heads import output_projection
-from hqsweep.models.linear import ConvertedLinear, LinearPart, call_dtype
+from hqsweep.models.first_step import note_call, watched
+from hqsweep.models.linear import ConvertedLinear, LinearPart, call_dtype, output_projection
 from hqsweep.models.losses import is_hugging_face
 from hqsweep.models.refusals import is_distributed, is_sharded
-from hqsweep.models.seen import note_call
 from hqsweep.nn.core.context import current, use_kernels
 from hqsweep.nn.core.module import PARTS
 from hqsweep.nn.core.options import LinearOptions

@@ -19,16 +19,14 @@ from hqsweep.checkpoints.foreign.user_model import check_same, weights_of
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.user_model import FactoryModelConfig, HFModelConfig, UserModel
 from hqsweep.errors import UserError
-from hqsweep.models.build import build, check_ranks, check_recompute, vocab_fault
-from hqsweep.models.causal import check_causal
-from hqsweep.models.code import check_code, code_of
+from hqsweep.models.build import build, check_code, check_ranks, check_recompute, code_of, vocab_fault
 from hqsweep.models.conversion import Conversion
 from hqsweep.models.convert import convert
 from hqsweep.models.head_loss import HeadLoss, why_whole
 from hqsweep.models.held import held_parts, is_quantized
 from hqsweep.models.hf import load_model
 from hqsweep.models.hf_config import HFConfig, read_hf_config
-from hqsweep.models.losses import is_hugging_face, model_loss
+from hqsweep.models.losses import check_causal, is_hugging_face, model_loss
 from hqsweep.nn.core.context import quantization
 from hqsweep.nn.core.parameter import quantized_model_init
 from hqsweep.nn.layers.saved_memory import input_bytes

@@ -16,7 +16,7 @@ from hqsweep.config.job import parse
 from hqsweep.errors import UserError
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
-from hqsweep.models.code import code_of
+from hqsweep.models.build import code_of
 from hqsweep.models.head_loss import HeadLoss
 from hqsweep.models.linear import ConvertedLinear
 from hqsweep.models.losses import model_loss

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from hqsweep.checkpoints.foreign.checkpoint import Checkpoint, first_names
 from hqsweep.checkpoints.foreign.dcp import Box, inspect_tensors, read_part
 from hqsweep.checkpoints.foreign.dcp_metadata import Stored
-from hqsweep.checkpoints.foreign.fit import refuse_shape, refuse_strange
+from hqsweep.checkpoints.foreign.load import refuse_shape, refuse_strange
 from hqsweep.checkpoints.sharded.options import load_options, saved_groups
-from hqsweep.checkpoints.sharded.planes import take_, whole_of
 from hqsweep.checkpoints.sharded.sharded_state import (
     DELAYED,
     EXTRA,
@@ -32,7 +31,9 @@ from hqsweep.checkpoints.sharded.sharded_state import (
     key_of,
     local_leads,
     parameters_of,
+    take_,
     tied_names,
+    whole_of,
 )
 from hqsweep.config.safe_json import loads
 from hqsweep.errors import UserError

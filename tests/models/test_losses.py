@@ -6,7 +6,7 @@ import transformers
 from torch import nn
 
 from hqsweep.errors import UserError
-from hqsweep.models.causal import check_causal
+from hqsweep.models.losses import check_causal
 from tests.models.tiny import tiny
 
 VOCAB = 96
