@@ -3,9 +3,9 @@ HQSWEEP_EXTENSION=FILE tests another build of the kernels."""
 
 import os
 
-import extension_file
 import pytest
 import torch
+from support.fuzz import extension_file
 
 from hqsweep.jobs.isolation import make_deterministic
 

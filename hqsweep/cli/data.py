@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from hqsweep.cli.output import AsJson, OneSentence, print_result, say
+from hqsweep.cli.output import NEXT, AsJson, OneSentence, print_result, say
 
 app = typer.Typer(cls=OneSentence, no_args_is_help=True, help="Make shards of tokens for data=shards, and show them.")
 
@@ -53,7 +53,7 @@ def prepare(
     for line in _warnings(manifest.source):
         say(f"warning: {line}", err=True)
     _print(out, as_json, verify=False)
-    say(f"next: hqsweep run conf=convergence data=shards data.path={out}", err=as_json)
+    say(f"{NEXT}hqsweep run conf=convergence data=shards data.path={out}", err=as_json)
 
 
 @app.command()

@@ -25,6 +25,7 @@ from hqsweep.cli import recipe as cli_recipe
 from hqsweep.cli import status as cli_status
 from hqsweep.cli import verify as cli_verify
 from hqsweep.cli.output import (
+    NEXT,
     RESULT_COLUMNS,
     AsJson,
     Junit,
@@ -245,4 +246,4 @@ def _hint(as_json: bool, results: list[dict[str, Any]], sweep: str) -> None:
         say(warning, err=as_json)
     several = len({result["arm"] for result in results}) > 1
     then = f"hqsweep compare {sweep}" if several else f"hqsweep show {results[0]['run']}"
-    say(after_failures(results) or f"next: {then}", err=as_json)
+    say(after_failures(results) or f"{NEXT}{then}", err=as_json)

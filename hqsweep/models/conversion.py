@@ -33,7 +33,7 @@ class Skipped:
     shape: tuple[int, ...]
     why: str
     multiply_adds: int = field(default=0, repr=False)
-    """models.multiplied.multiply_adds of the module."""
+    """models.refusals.multiply_adds of the module."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Conversion:
     `share` is the converted part of the model's multiplications by weights, from 0 to 1. `quantized_share` is the part
     with an operand in low precision now. Both are multiply-adds of these modules over the multiply-adds of all
     converted and skipped modules. A module counts the multiply-adds for one row of its input, which equal the elements
-    of its weights (models.multiplied.multiply_adds); rows of all modules count alike. Not counted are products without
+    of its weights (models.refusals.multiply_adds); rows of all modules count alike. Not counted are products without
     weights, as in attention, products of parameters that a forward does not own, and the products of backward, which
     are equally many for each weight.
     """

@@ -287,7 +287,7 @@ def _weight_shape(module: nn.Module) -> tuple[int, ...]:
 
 
 def _multiply_adds(gemm: GemmModule, part: QuantizedModule, chosen: int) -> int:
-    """Those of a part for one row of its module's input; see models.multiplied."""
+    """Those of a part for one row of its module's input; see models.refusals."""
     each = math.prod(_shape(gemm)) if _shape(gemm) else 0
     return each * min(chosen, part.num_experts) if gemm.module_type == "grouped_linear" else each
 

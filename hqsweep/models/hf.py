@@ -59,6 +59,23 @@ def meta_model(config: HFConfig) -> Any:
         return _explained(config, _transformers().AutoModelForCausalLM.from_config, own, dtype=torch.float32)
 
 
+def one_layer(path: str | Path, most: int) -> Any:
+    """The model of a config with one layer and random weights; None where transformers cannot build it, or where it has
+    more than `most` parameters. The caller's random state is restored."""
+    config, auto = hf_config(read_hf_config(path)), _transformers().AutoModelForCausalLM
+    try:
+        config.num_hidden_layers = 1
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:1]
+        with quietly(), torch.random.fork_rng(devices=[]):
+            with torch.device("meta"):
+                parameters = sum(p.numel() for p in auto.from_config(config).parameters())
+            torch.manual_seed(0)
+            return auto.from_config(config, dtype=torch.float32) if parameters <= most else None
+    except Exception:  # such as one whose layers have other names
+        return None
+
+
 def hf_config(config: HFConfig) -> Any:
     """transformers' own object of a config. UserError for a type of model that it does not know."""
     auto = _transformers().AutoConfig
@@ -74,7 +91,7 @@ def causal_lm_loss(
 ) -> tuple[Tensor, Tensor | None]:
     """(cross entropy, auxiliary loss), each [] and in nats, of inputs and targets, int64 [B, T], as the model defines
     them; what it would minimize is their sum. targets[b, t] is the token after inputs[b, t]: nothing is shifted again.
-    A row is one sequence (models.unpacked). The auxiliary loss is the term of a mixture that was told to have one
+    A row is one sequence (unpacked). The auxiliary loss is the term of a mixture that was told to have one
     (output_router_logits); None otherwise. around: the context of the forward, such as head_loss.HeadLoss."""
     targets = targets.contiguous()  # which it takes a view of
     with around(), unpacked():

@@ -22,11 +22,11 @@ from hqsweep.errors import UserError
 from hqsweep.models.build import build, check_code, check_ranks, check_recompute, code_of, vocab_fault
 from hqsweep.models.conversion import Conversion
 from hqsweep.models.convert import convert
-from hqsweep.models.head_loss import HeadLoss, why_whole
+from hqsweep.models.head_loss import HeadLoss, is_hugging_face, model_loss, why_whole
 from hqsweep.models.held import held_parts, is_quantized
 from hqsweep.models.hf import load_model
 from hqsweep.models.hf_config import HFConfig, read_hf_config
-from hqsweep.models.losses import check_causal, is_hugging_face, model_loss
+from hqsweep.models.trial import check_causal
 from hqsweep.nn.core.context import quantization
 from hqsweep.nn.core.parameter import quantized_model_init
 from hqsweep.nn.layers.saved_memory import input_bytes
@@ -52,7 +52,7 @@ EVALUATION = 2**32
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The function that built a model, and its code (models.code)."""
+    """The function that built a model, and its code (models.build.code_of)."""
 
     target: str
     code: str

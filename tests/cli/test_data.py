@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from texts import byte_level, documents, write
+from support.shards.texts import byte_level, documents, write
 from typer.testing import CliRunner, Result
 
 from hqsweep.cli import data as cli_data

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import PACKAGED
+from support.models.tiny import equal, step, tiny
 from torch import nn
 
 import hqsweep
@@ -17,7 +18,6 @@ from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.sweep.grid.compose import expand
 from hqsweep.train.model import build_model
 from hqsweep.train.user_model import convert_for_training
-from tests.models.tiny import equal, step, tiny
 
 SECTION = SimpleNamespace(head=True, attention=None, quantized_weights=False)
 TOKENS = torch.arange(64).view(2, 32) % 16

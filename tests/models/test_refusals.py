@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.models.tiny import tiny
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -12,7 +13,6 @@ from hqsweep.models.refusals import experts_per_row, multiply_adds
 from hqsweep.nn import Linear
 from hqsweep.nn.core.module import quantized_modules, set_recipe
 from hqsweep.recipe.sectioned import Recipe
-from tests.models.tiny import tiny
 
 
 class Router(nn.Linear):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from llamas import CONTEXT, VOCABULARY, differences, llama
+from support.models.llamas import CONTEXT, VOCABULARY, differences, llama
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import hqsweep

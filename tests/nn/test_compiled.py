@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from cases import HYBRID, PLAIN, RANDOM
-from experts import EXPERTS, GPU, ROWS, SPLITS, K, N, gradients, held
+from support.nn.experts import EXPERTS, GPU, ROWS, SPLITS, K, N, gradients, held
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 import torch
-from adam_cases import OPTIONS, mixed_parameters, quantized, value
 from cases import FEW
+from support.optim.adam_cases import OPTIONS, mixed_parameters, quantized, value
 from torch import nn
 
 from hqsweep.errors import UserError

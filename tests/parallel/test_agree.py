@@ -1,8 +1,8 @@
 """Shards over 2 and 4 ranks have the bytes that the whole has there, however it is cut and whoever has the masters."""
 
 import pytest
-from agree_ranks import COLS, CUTS, ROWS, all_cases
-from ranks import run_ranks
+from support.parallel.agree_ranks import COLS, CUTS, ROWS, all_cases
+from support.ranks import run_ranks
 
 
 @pytest.fixture(scope="module", params=[2, 4])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fork_ranks import config, run
-from ranks import run_ranks
+from support.parallel.fork_ranks import config, run
+from support.ranks import run_ranks
 
 import hqsweep
 from hqsweep.config.job import ConvergenceConfig

@@ -4,13 +4,13 @@ import os
 
 import pytest
 import torch
+from support.ranks import run_ranks
 
 from hqsweep.config.parallel import ParallelConfig
 from hqsweep.errors import UserError
 from hqsweep.parallel.handshake import Disagreement, agree
 from hqsweep.parallel.mesh import Ranks, build_mesh, check_devices, join
 from hqsweep.parallel.wire.devices import stand_apart
-from tests.ranks import run_ranks
 
 
 def _ranks(rank: int, cases: list[dict[str, int]]) -> list[tuple]:

@@ -1,8 +1,8 @@
 """Checkpoints of trainings over ranks: what was saved on N is what M go on from, to the byte."""
 
 import pytest
-from ranks import run_ranks
-from sharded_training import RESHARDED, RESUMED, Training, assert_same, killed, reshard, resumed
+from support.parallel.sharded_training import RESHARDED, RESUMED, Training, assert_same, killed, reshard, resumed
+from support.ranks import run_ranks
 from torch.multiprocessing import ProcessExitedException
 
 from hqsweep.checkpoints.save import save_model

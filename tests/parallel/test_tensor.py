@@ -1,12 +1,10 @@
 """Linears shared over ranks: to the byte what one process computes, or a sum that is split as theirs."""
 
-import compat_held
 import pytest
-import shared_linears
-import shared_models
 import torch
 from cases import FEW, QUANTIZERS, SOME, first
-from ranks import BACKENDS, run_ranks
+from support.parallel import compat_held, shared_linears, shared_models
+from support.ranks import BACKENDS, run_ranks
 
 from hqsweep.ops.model.attention import has_cudnn
 

@@ -86,7 +86,7 @@ def test_processes_share_the_operands():
 
 
 def test_a_model_of_hugging_face_names_the_module_and_the_remedy(tmp_path):
-    from tests.models.tiny import tiny
+    from support.models.tiny import tiny
 
     model = tiny("llama")
     with quantized_model_init():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from texts import END, byte_level, documents, of_letters, write
+from support.shards.texts import END, byte_level, documents, of_letters, write
 from tokenizers import Tokenizer
 
 from hqsweep.errors import UserError

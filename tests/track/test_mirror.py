@@ -35,7 +35,7 @@ def test_runs_without_a_tracker_or_without_its_package_keep_the_report_where_it_
 
 def test_wandb_gets_the_verdicts_and_the_report(runs_of, tmp_path):
     pytest.importorskip("wandb")
-    import wandb_file
+    from support.track import wandb_file
 
     report = tmp_path / "report"
     report.mkdir()

@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers
 from cases import LINEARS
+from support.checkpoints.titan import write
+from support.models.tiny import tiny
 from torch import nn
 
 from hqsweep.checkpoints.foreign.user_model import check_model_files
@@ -17,16 +19,13 @@ from hqsweep.errors import UserError
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
 from hqsweep.models.build import code_of
-from hqsweep.models.head_loss import HeadLoss
+from hqsweep.models.head_loss import HeadLoss, model_loss
 from hqsweep.models.linear import ConvertedLinear
-from hqsweep.models.losses import model_loss
 from hqsweep.recipe.factories import find_factory
 from hqsweep.train import data, user_model
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 from hqsweep.train.loop import Trainer
 from hqsweep.train.user_model import NotCapturable, draws_numbers, loss_by_chunks
-from tests.checkpoints.titan import write
-from tests.models.tiny import tiny
 
 NVFP4 = LINEARS["nvfp4"]
 DELAYED = LINEARS["fp8_delayed"]

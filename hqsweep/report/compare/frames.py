@@ -151,9 +151,11 @@ def _begun(read: Mapping[tuple[str, str | None], Any]) -> dict[tuple[str, str | 
 
 def _read(run: RunDir) -> tuple[dict, list[dict], list[dict], list[dict]]:
     """One row of `runs`, and the run's rows of metrics, stats and parity. Raises Damaged."""
-    status = run.status()
+    status, config, manifest = run.status(), run.config(), run.manifest()
+    if run.sealed() is None and manifest["run_id"] != run_id(config):
+        raise Damaged(run.config_path, "is the config of another run than the manifest beside it", REPAIRED)
     try:
-        row = _row(run, run.config(), run.manifest(), status)
+        row = _row(run, config, manifest, status)
     except Damaged:
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):

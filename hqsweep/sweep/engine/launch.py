@@ -183,8 +183,10 @@ def start(plan: SweepPlan, display: Display, *, force: bool = False) -> list[Run
     store.mend(plan.first.sweep, display.say)
     check(plan)
     runs, engine = folders(plan, display.say), plan.first.engine
+    trainings = [pair for pair in zip(runs, plan.configs, strict=True) if isinstance(pair[1], ConvergenceConfig)]
+    display.expect({run.name: config.own_steps for run, config in trainings})
     limits = engine.model_dump(exclude={"kind", "slurm", "runs_per_gpu", "gpus_per_run"}) | {"imports": plan.imports}
-    ranks = max((c.train.parallel.world for c in plan.configs if isinstance(c, ConvergenceConfig)), default=1)
+    ranks = max((config.train.parallel.world for _, config in trainings), default=1)
     if engine.kind == "slurm":
         run_slurm(runs, slurm=engine.slurm.model_dump(), display=display, force=force, ranks=ranks, **limits)
     else:

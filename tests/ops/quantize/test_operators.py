@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from calls import find_amax, quantize
 from cases import FEW_KERNEL_PAIRS, KERNELS
+from support.ops.calls import find_amax, quantize
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw

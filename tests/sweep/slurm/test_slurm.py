@@ -4,10 +4,9 @@ import subprocess
 import time
 from pathlib import Path
 
-import fake_worker
 import pytest
-import slurm_cluster
-from shown import Shown
+from support.sweep import fake_worker, slurm_cluster
+from support.sweep.shown import Shown
 
 from hqsweep.errors import UserError
 from hqsweep.sweep.engine import follow, launch

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.shards.written import write_llm_c, write_megatron, write_ours
 from typer.testing import CliRunner
-from written import write_llm_c, write_megatron, write_ours
 
 import hqsweep
 from hqsweep import worker
