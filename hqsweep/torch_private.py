@@ -76,7 +76,7 @@ CHECKPOINT_FRAME = "_CheckpointFrame"
 BROADCASTS_PARAMETERS = "_sync_params_and_buffers"
 """The function by which DistributedDataParallel gives all ranks the parameters of one."""
 COMPILED_FROM = "_orig_mod"
-"""The attribute of a module of torch.compile that holds the plain one."""
+"""The attribute in which torch.compile's module holds the plain one."""
 
 active_ddp_module = DistributedDataParallel._get_active_ddp_module
 """() -> the DistributedDataParallel whose forward runs, or None."""
@@ -128,13 +128,13 @@ def local_tensor(x: Any) -> Tensor:
 
 
 def dtensor_like(p: Any, part: Tensor) -> Any:
-    """The DTensor of `part` with p's mesh, placements, shape and strides, on whatever device the part lies."""
+    """The DTensor of `part` with p's mesh, placements, shape and strides; `part` may lie on any device."""
     meta = p._spec.tensor_meta._replace(dtype=part.dtype)
     return type(p)(part, type(p._spec)(p.device_mesh, p.placements, tensor_meta=meta), requires_grad=False)
 
 
 def local_box(x: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape and the offsets of this rank's part of a DTensor."""
+    """The shape and the offsets of a DTensor's part on this rank."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offsets = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
@@ -154,9 +154,9 @@ def flattened(mesh: Any, name: str) -> Any:
 
 
 def symmetric_memory(size: int, group_name: str, device: torch.device) -> Any:
-    """`size` bytes that all ranks of a group can address. Raises whatever drivers raise where there are none.
+    """`size` bytes that all ranks of a group can address. Raises the errors of drivers where that cannot be.
 
-    Not torch's symmetric_memory.empty, which would open a pool of the allocator's inside another one.
+    torch's symmetric_memory.empty is not used: it would open a pool of the allocator inside another one.
     """
     from torch.distributed import _symmetric_memory as symmetric
 
@@ -173,13 +173,13 @@ def fsdp_exchanges() -> tuple[type, type]:
 
 
 def fsdp_state(module: nn.Module) -> Any:
-    """The state of a unit of fully_shard; None for other modules."""
+    """The state of a unit that fully_shard made; None for other modules."""
     get = getattr(module, "_get_fsdp_state", None)
     return None if get is None else get()
 
 
 def fsdp_states() -> Iterator[Any]:
-    """The states of all units, and of other composable wrappers, in this process."""
+    """The states of all units and other composable wrappers in this process."""
     from torch.distributed._composable_state import _module_state_mapping
 
     return (reference() for reference in list(_module_state_mapping.values()))
@@ -200,7 +200,7 @@ def fsdp_hook_ids(state: Any) -> set[int]:
 
 
 def fsdp_phase(group: Any) -> str:
-    """What the engine does with a group now: "IDLE", "FORWARD", "PRE_BACKWARD" or "POST_BACKWARD"."""
+    """The phase of a group in the engine: "IDLE", "FORWARD", "PRE_BACKWARD" or "POST_BACKWARD"."""
     return group._training_state.name
 
 
@@ -243,7 +243,7 @@ def fsdp_set_whole(parameter: Any, whole: nn.Parameter) -> None:
 
 
 def fsdp_inner_tensors(parameter: Any) -> list[Tensor]:
-    """What torch frees, beside all_gather_outputs, when it shards the parameter again."""
+    """The tensors, beside all_gather_outputs, that torch frees when it shards the parameter again."""
     return parameter._unsharded_inner_tensors
 
 

@@ -66,26 +66,28 @@ TAKEN: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "name": (lambda value: isinstance(value, str), "a text"),
 }
-"""Argument -> whether it takes a value, and what it takes; its default goes as well."""
+"""Argument -> (whether it takes a value, words for the values that it takes); its default is taken, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """What a constructor or a call of TransformerEngine takes behind its required arguments."""
+    """The optional arguments of a constructor or a call of TransformerEngine."""
 
     kind: str
     """The module's or function's name in messages."""
     defaults: Mapping[str, Any]
     """Argument -> its default, in the order of positional arguments."""
     takes: Collection[str]
-    """The arguments that have a meaning here."""
+    """The arguments that have a meaning here, with defaults for the others. UserError for an argument that
+    TransformerEngine lacks, one that comes twice, and one that would change something. kind: the name for messages, in
+    place of the own."""
     hints: Collection[str] = SAYS_NOTHING
-    """The arguments that have no effect, whatever their value is."""
+    """The arguments that have no effect, for any value."""
 
     def given(self, positional: Sequence[Any], named: Mapping[str, Any], kind: str | None = None) -> dict[str, Any]:
-        """The arguments that have a meaning here, with the defaults of those that are not given. UserError for an
-        argument that TransformerEngine has not, one that comes twice, and one that would change something. kind: its
-        name in messages, in place of the own."""
+        """The arguments that have a meaning here, with defaults for the others. UserError for an argument that
+        TransformerEngine lacks, one that comes twice, and one that would change something. kind: the name for messages,
+        in place of the own."""
         names, kind = list(self.defaults), kind or self.kind
         if len(positional) > len(names):
             raise UserError(f"{kind}: {len(positional) - len(names)} positional arguments too many")
@@ -128,8 +130,8 @@ def flag(kind: str, name: str, value: Any) -> bool:
 
 
 def refuse(kind: str, arguments: Mapping[str, Any], defaults: Mapping[str, Any] = {}) -> None:
-    """UserError that names those of the arguments that would change something, whatever their values are. The default
-    of an argument changes nothing; without one, neither does None, False or 0."""
+    """UserError that names the arguments that would change something. The default of an argument changes nothing;
+    without a default, neither does None, False or 0."""
     refused = [n for n, v in arguments.items() if not _is_neutral(n, v, defaults.get(n))]
     if refused:
         listed = ", ".join(f"{n}={shown(arguments[n])}" for n in refused)
@@ -174,8 +176,8 @@ OVERLAPS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_wg
 """Arguments of layers without an effect: they need ub_tp_comm_overlap, which is refused."""
 HINTS = ("layer_number", "seq_length", "micro_batch_size", *OVERLAPS, *SAYS_NOTHING)
 OF_CALL = ("is_first_microbatch", "fast_zero_fill", "bottom_right_diagonal", "enc_dec_bottom_right_diagonal")
-"""Arguments of calls without an effect: quantization(cache_weights=True) keeps weights that nobody has written, and
-queries and keys are as many."""
+"""Arguments of calls without an effect: quantization(cache_weights=True) keeps the operands of unchanged weights, and
+there are as many queries as keys."""
 _UB = dict.fromkeys(
     ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad"), False
 )  # fmt: skip

@@ -30,11 +30,11 @@ TOKENS = 0
 
 
 class _Shared(TakesKeys, InActivationDtype):
-    """What tensor parallelism adds to a linear of TransformerEngine's arguments: a rank has parameters of its part,
-    whose weight may be held quantized, and exchanges over the group what it computes of them."""
+    """Base of linears with TransformerEngine's arguments, for tensor parallelism: a rank has its part of the
+    parameters, plain or held quantized, and exchanges results over the group."""
 
     pieces: int = 1
-    """Matrices that lie one below the other in the weight, of each of which a rank has its part."""
+    """How many matrices lie one below the other in the weight; a rank has its part of each."""
 
     def _build(
         self,
@@ -69,8 +69,8 @@ class _Shared(TakesKeys, InActivationDtype):
             self._take_part(0)
 
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | None) -> None:
-        """The ranks that share the linear, whose weight becomes the part of this one. UserError for another number of
-        them than tp_size."""
+        """Set the ranks that share the linear, whose weight becomes this rank's part. UserError for another number of
+        ranks than tp_size."""
         if tp_group is None or tp_group.size() == 1:
             if self._ranks == 1 and getattr(self, "_draw", None) is not None:
                 self._take_part(0)
@@ -97,7 +97,7 @@ class _Shared(TakesKeys, InActivationDtype):
         return super().exchange(shape)
 
     def _take_part(self, rank: int) -> None:
-        """The weight of this rank, of a whole that is drawn on every one."""
+        """This rank's part of a weight that every rank draws whole."""
         whole = drawn_whole(self._draw, *self._whole, self.weight.dtype)
         link_part(self.name, self.weight, self.parallel)
         link_states([self.weight], self.states)  # which a weight in another dtype has lost
@@ -107,14 +107,14 @@ class _Shared(TakesKeys, InActivationDtype):
 class Linear(_Shared, _Linear):
     """y = x @ weight.T (+ bias), in high precision outside of autocast, in the dtype of x.
 
-    Arguments are those of TransformerEngine, by name or in its order; those that have no effect here are hints.
-    tp_group, tp_size, parallel_mode: "column" has out_features / tp_size on each rank, "row" in_features / tp_size; the
-    group exchanges as hqsweep.parallel.tensor's styles do, and may come later by set_tensor_parallel_group.
+    Arguments are TransformerEngine's, by name or in its order; some have no effect here and are hints. tp_group,
+    tp_size, parallel_mode: "column" has out_features / tp_size on each rank, "row" in_features / tp_size. The group
+    exchanges as in hqsweep.parallel.tensor's styles, and may come later by set_tensor_parallel_group.
     sequence_parallel: tokens of x ("column") or y ("row") [sequence, ...] lie split over the group.
     fuse_wgrad_accumulation: dw is added to weight.main_grad. init_method draws the whole weight [out_features,
-    in_features], alike on ranks whose generators are; each takes its part. params_dtype: the dtype of the parameters
-    and of their gradients, torch's default dtype where it is None. UserError for an option that would change a number
-    and is not there.
+    in_features], alike on ranks whose generators are equal; each rank keeps its part. params_dtype: the dtype of
+    parameters and their gradients; None: torch's default dtype. UserError for an unsupported option that would change a
+    number.
     """
 
     def __init__(self, in_features: int, out_features: int, *positional: Any, **arguments: Any) -> None:
@@ -126,8 +126,8 @@ class Linear(_Shared, _Linear):
         self._build(_Linear, (in_features, out_features), options, given | {"name": given["name"] or "linear"})
 
     def forward(self, inp: Tensor, *positional: Any, **arguments: Any) -> Tensor:
-        """forward(inp). is_first_microbatch has no effect: quantization(cache_weights=True) keeps weights that nobody
-        has written. UserError for fp8_output and fp8_grad."""
+        """forward(inp). is_first_microbatch has no effect: quantization(cache_weights=True) keeps the operands of
+        unchanged weights. UserError for fp8_output and fp8_grad."""
         if positional or arguments:
             OF_LINEAR_CALL.given(positional, arguments, self.name)
         return super().forward(self.take(inp))
@@ -135,7 +135,7 @@ class Linear(_Shared, _Linear):
 
 class LayerNormLinear(_Shared, _LayerNormLinear):
     """Linear of a norm of x, by the same arguments and eps and normalization. Its gain is `norm.weight`. With
-    sequence_parallel gradients of the norm are those of this rank's tokens, and its parameters have the attribute
+    sequence_parallel gradients of the norm come from this rank's tokens alone. Its parameters then have the attribute
     sequence_parallel, by which Megatron sums them."""
 
     KEYS: ClassVar[Mapping[str, str]] = {"layer_norm_weight": "norm.weight", "layer_norm_bias": "norm.bias"}
@@ -176,15 +176,15 @@ def drawn_whole(draw: Callable[[Tensor], Any] | None, inputs: int, outputs: int,
 
 
 def part_of(whole: Tensor, mode: str | None, rank: int, ranks: int, pieces: int = 1) -> Tensor:
-    """What a rank has of a weight [N, K]: of each of the pieces, which lie one below the other, rows; or columns."""
+    """A rank's part of a weight [N, K]: columns ("row"), or rows of each piece; pieces lie one below the other."""
     if mode == "row":
         return whole.chunk(ranks, 1)[rank]
     return whole.unflatten(0, (pieces, -1)).chunk(ranks, 1)[rank].flatten(0, 1)
 
 
 def link_part(name: str, weight: Tensor, parallel: TensorParallel | None) -> None:
-    """Have a weight that is held quantized be this rank's part, so that writes are those of the whole; nothing where it
-    is not held, or no ranks share it. UserError, with the module's name, for a part that cuts a block."""
+    """Make a held weight this rank's part, so that writes have the bytes of the whole. Nothing changes where the weight
+    is plain, or ranks do not share it. UserError, with the module's name, for a part that cuts a block."""
     if parallel is None or not isinstance(weight, HybridQuantizedTensor):
         return
     if weight.part is not None and weight.part.group is parallel.group:

@@ -34,7 +34,7 @@ class DType(Enum):
 
 
 class Format(Enum):
-    """The formats, as (element of forward tensors, element of gradients)."""
+    """The formats, as (element of forward tensors, gradients' element)."""
 
     E4M3 = ("e4m3", "e4m3")
     E5M2 = ("e5m2", "e5m2")
@@ -159,11 +159,9 @@ def NVFP4Quantizer(
     nvfp4_4over6_err_mode: str = "MAE",
     with_random_sign_mask: bool = True,
 ) -> _Quantizer | RowwiseQuantizer:
-    """nvfp4. The transform acts on the columnwise operand, and the amax is always that of the transformed values.
-
-    nvfp4_e4m3_max (448 or 256) and nvfp4_4over6_err_mode ("MAE" or "MSE") say how nvfp4_use_4over6 decides, and nothing
-    without it.
-    """
+    """nvfp4. The transform acts on the columnwise operand, and the amax is always the transformed values'.
+    nvfp4_e4m3_max (448 or 256) and nvfp4_4over6_err_mode ("MAE" or "MSE") set how nvfp4_use_4over6 decides; without it
+    they have no effect."""
     kind, given = "NVFP4Quantizer", {
         "with_rht": with_rht, "with_post_rht_amax": with_post_rht_amax, "with_2d_quantization": with_2d_quantization,
         "stochastic_rounding": stochastic_rounding, "row_scaled_nvfp4": row_scaled_nvfp4,

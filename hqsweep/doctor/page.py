@@ -1,4 +1,4 @@
-"""The pages of `hqsweep doctor`: the parts of this machine, and whether the product of each pair of formats runs here.
+"""`hqsweep doctor`: a page of this machine's parts, and of the product of each pair of formats here.
 
 exact   gemm=exact: any two formats on any device, except products that no arithmetic gets right.
 strict  gemm=strict: as exact, for pairs that some hardware GEMM takes.
@@ -64,7 +64,7 @@ class Product:
 
 
 def products(capability: tuple[int, int] | None) -> list[Product]:
-    """All unordered pairs of FORMATS for a device of that compute capability; None: a CPU."""
+    """All unordered pairs of FORMATS, for a device with that compute capability; None: a CPU."""
     return [_product(a, b, capability) for a, b in itertools.combinations_with_replacement(FORMATS, 2)]
 
 

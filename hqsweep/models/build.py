@@ -161,7 +161,7 @@ def _sized(module: GemmModule, tokens: int, context: int) -> GemmModule:
 
 
 def parameters(config: ConvergenceConfig) -> int | None:
-    """The number of parameters of a user's model, those of a tie counted once; None where it cannot be built here."""
+    """The number of parameters of a user's model, where a tie counts once; None where it cannot be built here."""
     model = outline(config.model)
     return None if model is None else sum(p.numel() for p in model.parameters())
 
@@ -169,7 +169,7 @@ def parameters(config: ConvergenceConfig) -> int | None:
 LEFT_OUT = ("torch", "hqsweep", "builtins")
 """The packages whose versions the manifest has anyway."""
 INSTALLED = {"site-packages", "dist-packages"}
-"""The names of folders of installed packages."""
+"""The folders of installed packages."""
 DIGITS = 12
 
 

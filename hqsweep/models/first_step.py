@@ -21,8 +21,8 @@ CALLED = "called"
 def note_call(part: QuantizedModule) -> None:
     """Note that our code computes a product of this part.
 
-    A compiled graph notes it whenever it runs, but for the body of an operator of higher order, such as
-    torch.utils.checkpoint, which may write to nothing: there it is noted once, by the trace.
+    A compiled graph notes it whenever it runs. The body of an operator of higher order, such as torch.utils.checkpoint,
+    may not write: there the trace notes it once.
     """
     if not torch.compiler.is_compiling():
         part.__dict__[CALLED] = True
@@ -88,15 +88,15 @@ class FirstStep:
 
 
 _WAITING: WeakKeyDictionary[QuantizedModule, FirstStep] = WeakKeyDictionary()
-"""Part -> FirstStep, for every part that has seen no backward pass yet. It is no attribute of a part, which copies and
-pickles would carry."""
+"""Part -> FirstStep, for every part that has seen no backward pass yet. It is not an attribute of the part: copies and
+pickles would carry it."""
 
 
 def watched(part: QuantizedModule, y: Tensor) -> Tensor:
-    """y, the output of this part, whose gradient says that a backward pass has come.
+    """Return y, the output of this part, with a hook on its gradient that notes the first backward pass.
 
-    In a trace y comes back without a hook: traces have no hooks, and one that read _WAITING would take its parts for
-    its inputs, so that every block which shares the graph would compute by those.
+    In a trace y gets no hook. A traced read of _WAITING would make its parts inputs of the graph, and every block that
+    shares the graph would compute by these parts.
     """
     if torch.compiler.is_compiling() or not _WAITING or not y.requires_grad:
         return y

@@ -35,11 +35,12 @@ TAKES = "it must be of Hugging Face, have a method loss(tokens, targets), or giv
 def model_loss(
     model: nn.Module, inputs: Tensor, targets: Tensor, around: Around = nullcontext
 ) -> tuple[Tensor, Tensor | None]:
-    """(cross entropy, auxiliary loss or None), each [], of inputs and targets, int64 [B, T]; their sum is minimized.
+    """(cross entropy, auxiliary loss or None), each [], of inputs and targets, int64 [B, T]; a training minimizes their
+    sum.
 
     A Hugging Face model computes its own loss, with its forward in the context `around`. A model with a method `loss`
-    gives what loss(inputs, targets) returns, one of the two or both. Any other gives the mean cross entropy in float32
-    of the logits [B, T, V] that it returns, bare, first in a tuple or as `logits`. UserError for what is none of these.
+    returns one or both from loss(inputs, targets). Any other model returns logits [B, T, V], bare, first in a tuple or
+    as `logits`; the loss is their mean cross entropy in float32. UserError for any other output.
     """
     if is_hugging_face(model):
         return causal_lm_loss(model, inputs, targets, around)
@@ -81,7 +82,7 @@ def _own(out: Any, model: str) -> tuple[Tensor, Tensor | None]:
 
 
 TOKENS = 8
-"""The number of tokens of the trial."""
+"""Tokens of the trial."""
 TOLERANCE = 1e-5
 """The relative tolerance of the trial's losses, which are float32 sums in another order."""
 BETWEEN = "something lies between its output projection and its loss"
@@ -89,17 +90,17 @@ FORWARDS = (nn.Linear.forward, ConvertedLinear.forward)
 
 
 class Changed(RuntimeError):
-    """loss_function did not get what the output projection gave."""
+    """loss_function did not get the output of the replaced projection."""
 
 
 class HeadLoss:
-    """model -> its loss by chunks, in `with head_loss(): model(input_ids=..., labels=y, shift_labels=y)`.
+    """The loss of a model by chunks, in `with head_loss(): model(input_ids=..., labels=y, shift_labels=y)`.
 
-    Values are those of the projection in its own arithmetic (bfloat16, or the recipe's where it is converted), and of a
-    cross entropy of its logits in float32; the gradient of the weight is a float32 sum of the chunks' products. Chunks
-    are formed where nn.linear_cross_entropy forms them, on hqsweep's kernels and in bfloat16, or, if `chunk` is given,
-    always, with so many rows, a multiple of 128. Elsewhere the model's own loss_function gets its own logits, within
-    the same call. Targets are tokens: -100 is none. It is only for models for which why_whole() returns None.
+    Values equal the projection in its own arithmetic (bfloat16, or the recipe's where it is converted), and a cross
+    entropy of its logits in float32. The gradient of the weight is a float32 sum over chunks. Chunks are formed where
+    nn.linear_cross_entropy forms them: on hqsweep's kernels and in bfloat16. If `chunk` is given, they always are, with
+    so many rows, a multiple of 128. Elsewhere the model's own loss_function gets its own logits, within the same call.
+    Targets are tokens, without -100. Use it only where why_whole() returns None.
     """
 
     def __init__(self, model: nn.Module, chunk: int | None = None) -> None:
@@ -132,7 +133,7 @@ class HeadLoss:
             call = _unseen(LinearCall(**self._plain.linear_facts()), self._plain.quantizers)
         if call.quantizers.output is not None:
             return None
-        with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # gradients, which nobody counts or moves
+        with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # gradients, which are neither counted nor moved
             loss = product_cross_entropy(call, h, weight, targets.to(h.device), self.chunk)
         if part is not None:
             note_call(part)
@@ -169,7 +170,7 @@ def why_whole(model: nn.Module) -> str | None:
 
 @torch.no_grad()
 def _trial(model: nn.Module, head: nn.Module) -> tuple[Tensor, Tensor]:
-    """The loss of the model as it is, and that of its projection's input."""
+    """The losses of the model as it is, and of its projection's input."""
     device, training = head.weight.device, model.training
     tokens = torch.arange(TOKENS, device=device).remainder(len(head.weight))[None]
     inputs: list[Tensor] = []

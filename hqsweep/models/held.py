@@ -1,5 +1,7 @@
-"""Weights of converted modules that are held quantized, as quantized_model_init asks for it, in the place of plain
-parameters: which of them can be, the exchange, and the way back."""
+"""Held weights of converted modules: quantized tensors in the place of plain parameters, as quantized_model_init asks.
+
+Here is the choice of weights that can be held, the exchange, and the way back.
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -55,11 +57,9 @@ def candidates_of(kind: Kind, module: nn.Module, parts: Sequence[nn.Module]) -> 
 def held_weights(
     model: nn.Module, candidates: Sequence[Candidate], dtype: torch.dtype | None
 ) -> tuple[list[tuple[Candidate, nn.Parameter]], list[tuple[Candidate, str]]]:
-    """(each weight that can be held with its quantized parameter, which tied ones have in common; each other weight
-    with the reason). The model is not changed.
-
-    dtype: that of their products; None: torch.autocast's where it is on, else that of each weight.
-    """
+    """(each weight that can be held, with its quantized parameter, which tied weights share; each other weight, with
+    the reason). The model is not changed. dtype: the dtype of the products; None: torch.autocast's where it is on, else
+    each weight's."""
     if not candidates:
         return [], []
     readers, held, plain = _readers(model), [], []
@@ -99,8 +99,8 @@ def check_release(model: nn.Module) -> None:
 
 @torch.no_grad()
 def release_weights(model: nn.Module) -> None:
-    """Give converted modules plain weights, as new parameters that are tied as they were: the values that
-    preserve_high_precision_init_val keeps, where they are still there, else those of the operands."""
+    """Give converted modules plain weights: new parameters, tied as before. They have the values that
+    preserve_high_precision_init_val keeps, where these are still there; else the decoded operands."""
     released: dict[int, nn.Parameter] = {}
     for module, part, weight in list(held_parts(model)):
         if id(weight) not in released:

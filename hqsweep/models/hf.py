@@ -33,8 +33,8 @@ def load_model(path_or_config: str | Path, *, pretrained: bool = True, dtype: st
     then makes random weights, and the caller's random state is restored.
 
     Raises:
-        UserError: there is no such model, transformers is not installed or does not know it, or the weights are not
-            those of the config: some are missing, of other names, or of other shapes.
+        UserError: there is no such model; transformers is not installed or does not know it; weights are missing, or
+            have other names or shapes than the config says.
     """
     if dtype not in DTYPES:
         raise UserError(f"load_model: dtype got {dtype!r}; must be one of {', '.join(DTYPES)}")
@@ -45,7 +45,7 @@ def load_model(path_or_config: str | Path, *, pretrained: bool = True, dtype: st
             torch.manual_seed(seed)
             return _explained(config, auto.from_config, hf_config(config), dtype=DTYPES[dtype]).train()
     options = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
-    options["ignore_mismatched_sizes"] = True  # which are told of below, with their names
+    options["ignore_mismatched_sizes"] = True  # _check_loaded names them
     with quietly():
         model, told = _explained(config, auto.from_pretrained, str(config.folder), dtype=DTYPES[dtype], **options)
     _check_loaded(config, told)
@@ -77,7 +77,7 @@ def one_layer(path: str | Path, most: int) -> Any:
 
 
 def hf_config(config: HFConfig) -> Any:
-    """transformers' own object of a config. UserError for a type of model that it does not know."""
+    """transformers' own object of a config. UserError for an unknown type of model."""
     auto = _transformers().AutoConfig
     return _explained(config, auto.from_pretrained, str(config.path), local_files_only=True, trust_remote_code=False)
 
@@ -90,9 +90,9 @@ def causal_lm_loss(
     model: nn.Module, inputs: Tensor, targets: Tensor, around: Around = nullcontext
 ) -> tuple[Tensor, Tensor | None]:
     """(cross entropy, auxiliary loss), each [] and in nats, of inputs and targets, int64 [B, T], as the model defines
-    them; what it would minimize is their sum. targets[b, t] is the token after inputs[b, t]: nothing is shifted again.
-    A row is one sequence (unpacked). The auxiliary loss is the term of a mixture that was told to have one
-    (output_router_logits); None otherwise. around: the context of the forward, such as head_loss.HeadLoss."""
+    them; a training minimizes their sum. targets[b, t] is the token after inputs[b, t]: nothing is shifted again. A row
+    is one sequence (unpacked). The auxiliary loss is the term of a mixture with output_router_logits; else it is None.
+    around: the context of the forward, such as head_loss.HeadLoss."""
     targets = targets.contiguous()  # which it takes a view of
     with around(), unpacked():
         out = model(input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False)
@@ -122,7 +122,7 @@ def _transformers() -> Any:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Within this context transformers shows no bars of progress, and no report of what a UserError tells."""
+    """Within this context transformers shows no progress bars, and no report that a UserError repeats."""
     logging = _transformers().utils.logging
     shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
@@ -167,16 +167,18 @@ def _check_loaded(config: HFConfig, told: Any) -> None:
 
 
 FIND, EXPORTS, TRACES = "find_packed_sequence_indices", "is_torchdynamo_exporting", "is_tracing"
-"""Functions of transformers.masking_utils: the one that looks for packed sequences; one that torch before 2.14 answers
-wrongly within torch.compile, where masks were then never left out; and, of transformers before 5.18, which lacks that
-one, what it asks instead, also where there is no mask to look into."""
+"""Functions of transformers.masking_utils. FIND looks for packed sequences. EXPORTS is answered wrongly by torch before
+2.14 within torch.compile: masks were then never left out. Transformers before 5.18 lacks EXPORTS and asks TRACES, also
+where there is no mask."""
 
 
 @contextmanager
 def unpacked() -> Iterator[None]:
-    """A context for forwards on rows that hold one sequence each, within or as a CUDA graph, or of a model under
-    torch.compile: no attention_mask, and no position_ids that begin anew within a row. Attention that needs a mask for
-    other reasons, such as a sliding window, still has it. Models of other libraries are not affected.
+    """A context for forwards on rows that hold one sequence each, in or as a CUDA graph, or of a model under
+    torch.compile.
+
+    There is no attention_mask, and position_ids do not begin anew within a row. Attention that needs a mask for other
+    reasons, such as a sliding window, still has it. Models of other libraries are not affected.
 
     Raises UserError for packed rows in an eager forward; a graph cannot look.
     """

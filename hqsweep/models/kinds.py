@@ -90,11 +90,11 @@ FORWARD = "_old_forward"
 
 
 def swapped_class(converted: type, plain: type) -> type[nn.Module]:
-    """The class of `converted` on top of `plain`: one for each pair, since torch.compile guards classes; `converted`
-    itself where it is made for `plain`.
+    """The class of `converted` on top of `plain`; `converted` itself where it is made for `plain`. torch.compile guards
+    classes, so there is one for each pair.
 
-    A class of torch's parametrizations, which every module has for itself, stays on top: torch adds and removes
-    properties of it, and takes its first base for the class without them.
+    torch's parametrizations give every module a class of its own. That class stays on top: torch adds and removes its
+    properties, and takes its first base for the class without them.
     """
     if not _is_parametrized(plain):
         return _swapped_class(converted, plain)
@@ -165,5 +165,5 @@ def _take_properties(own: type, swapped: type) -> None:
 
 def _give_class(module: nn.Module, own: type[nn.Module]) -> None:
     module.__class__ = own
-    if FORWARD in module.__dict__:  # accelerate calls what it has found
+    if FORWARD in module.__dict__:  # accelerate calls the forward that it found
         module.__dict__[FORWARD] = own.forward.__get__(module)

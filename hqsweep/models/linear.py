@@ -28,7 +28,7 @@ from hqsweep.recipe.validate import GemmModule, linear_module
 
 class LinearPart(LinearBase):
     """The product of a converted linear: y [..., N] = x [..., K] @ weight [N, K].T (+ bias [N]). A call gives its
-    tensors and its dtype. All else is as in hqsweep.nn.Linear, to the byte."""
+    tensors and its dtype. Everything else equals hqsweep.nn.Linear, to the byte."""
 
     module_type = "linear"
     weight_name = "weight"
@@ -39,7 +39,7 @@ class LinearPart(LinearBase):
         return LinearCall(**(self.linear_facts() | {"dtype": dtype}))
 
     def is_identity(self, dtype: torch.dtype) -> bool:
-        """Whether the plain product in this dtype is what the recipe says."""
+        """Whether the recipe asks for the plain product in this dtype."""
         identity = self.identity()
         return identity is not None and identity.dtype is dtype
 
@@ -50,8 +50,8 @@ def call_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def check_dtype(part: LinearBase, weight: Tensor, dtype: torch.dtype) -> None:
-    """UserError for a product in another dtype than float32, bfloat16 and float16, and for a held weight that was
-    quantized from values in another one than its product's, which are not what the plain weight would be."""
+    """UserError for a product in another dtype than float32, bfloat16 and float16. UserError, too, for a held weight
+    that was quantized from another dtype than the product's: its values differ from the plain weight's."""
     if dtype not in DTYPES:
         raise UserError(f"{part.name}: the dtype of its product is {dtype}; it takes {', '.join(map(str, DTYPES))}")
     if is_held([weight]) and weight.source_dtype is not dtype:
@@ -198,8 +198,8 @@ class _Shown(torch.autograd.Function):
 
 
 def probed_product(call: LinearCall, product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
-    """product(x, weight) -> y [..., N], for x [..., K] and weight [N, K]; the probe of the call sees its tensors, and
-    its products beside those of float32."""
+    """Return y [..., N] = product(x, weight), for x [..., K] and weight [N, K]. The probe of the call sees the tensors,
+    and the products beside float32 ones."""
     seen: dict[str, Tensor] = {}
 
     def rows(tensor: Tensor) -> Tensor:
@@ -224,8 +224,9 @@ def probed_product(call: LinearCall, product: Callable[[Tensor, Tensor], Tensor]
 
 
 def output_projection(model: nn.Module) -> nn.Module | None:
-    """The linear that makes logits of the vocabulary: the one that the model names (get_output_embeddings, as Hugging
-    Face has it), or the last linear, if it has a row for each entry of an nn.Embedding; else None."""
+    """The linear that makes logits of the vocabulary; else None. It is the one that the model names
+    (get_output_embeddings, as Hugging Face has it), or the last linear, if it has a row for each entry of an
+    nn.Embedding."""
     said = getattr(model, "get_output_embeddings", None)
     if callable(said):
         try:

@@ -20,7 +20,7 @@ ORDER = "convert first, then torch.compile for each block, then fully_shard or F
 
 
 def check_model(model: nn.Module) -> None:
-    """UserError for what is no model, for one that is sharded, and for one that somebody else has quantized."""
+    """UserError for a model that is not an nn.Module, is sharded, or is quantized by another library."""
     if not isinstance(model, nn.Module):
         raise UserError(f"convert: the model is a {type(model).__name__}; it takes an nn.Module")
     fault = next(_faults(model), None)
@@ -61,7 +61,7 @@ def is_distributed(parameter: Tensor) -> bool:
 
 
 def instance_fault(module: nn.Module) -> str | None:
-    """Why the class of a module cannot be swapped: a `forward` of the instance would hide that of the class."""
+    """Why the class of a module cannot be swapped: the instance has a `forward`, which would hide the new class's."""
     if "forward" in module.__dict__ and "_old_forward" not in module.__dict__:
         return "its forward was replaced in the instance, which would pass by the recipe"
     return None
@@ -91,13 +91,13 @@ CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k")
 
 
 def multiply_adds(module: nn.Module, chosen: int = 1) -> int:
-    """The multiply-adds of a module by its own weights, without its children's, for one row of its input.
+    """The multiply-adds of a module by its own weights, without its children, for one row of its input.
 
-    It is the number of elements of these weights: of a linear or nn.Bilinear those of the weight; of a convolution
-    too, a row being an output position (of a transposed one, an input position); of nn.LSTM, nn.GRU, nn.RNN, their
-    cells, and nn.MultiheadAttention those of all their matrices. Of stacked weights [E, N, K] it is chosen N K: a row
-    takes `chosen` of the E experts. Of a module of another class every parameter with two or more axes longer than 1
-    counts, as nobody knows which are multiplied. Embeddings and norms count 0.
+    It is the number of elements of these weights: all matrices of nn.LSTM, nn.GRU, nn.RNN, their cells, and
+    nn.MultiheadAttention; the weight of a linear, nn.Bilinear or convolution. A row of a convolution is an output
+    position (an input position if it is transposed). Stacked weights [E, N, K] count chosen N K: a row takes `chosen`
+    of the E experts. In any other class every parameter with two or more axes longer than 1 counts, because the
+    products are unknown. Embeddings and norms count 0.
     """
     if isinstance(module, NO_PRODUCT):
         return 0
@@ -111,7 +111,7 @@ def multiply_adds(module: nn.Module, chosen: int = 1) -> int:
 
 
 def stack_multiply_adds(weight: Tensor, chosen: int) -> int:
-    """Those of a matrix, or of `chosen` of the matrices of a stack [E, N, K]."""
+    """The multiply-adds of a matrix, or of `chosen` matrices in a stack [E, N, K]."""
     return weight.numel() // len(weight) * min(chosen, len(weight)) if weight.dim() == 3 else weight.numel()
 
 
@@ -128,8 +128,8 @@ def experts_per_row(model: nn.Module) -> int:
 
 
 def why_left(module: nn.Module, others: Sequence[Kind]) -> str | None:
-    """Why a module of none of the kinds that are looked for stays as it is; None for one that multiplies by no weight.
-    others: the kinds that convert() was told to leave."""
+    """Why a module stays as it is though none of the wanted kinds matches; None for one that multiplies by no weight.
+    others: the kinds that options of convert() exclude."""
     if not multiply_adds(module):
         return None
     if isinstance(module, QuantizedModule):

@@ -1,5 +1,5 @@
-"""Trials of a user's model on a few tokens before anything starts: whether its forward takes tokens, and whether it
-sees tokens that come later. What a trial cannot tell, the run does."""
+"""Trials of a user's model on a few tokens before anything starts: its forward must take tokens, and must not see later
+ones. The run itself finds other faults."""
 
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
@@ -15,11 +15,11 @@ from hqsweep.models.head_loss import TAKES, is_hugging_face, logits_of, model_lo
 from hqsweep.models.hf import one_layer, unpacked
 
 MOST = 200_000_000
-"""The largest number of parameters of a model that gets memory for a trial."""
+"""The most parameters that a model may have to get memory for a trial."""
 TOKENS = 8
-"""The number of tokens of the trial."""
+"""Tokens of check_causal's trial."""
 LEAK = 1e-4
-"""The least change of logits, relative to the largest of them, that is no rounding: where a token changes the sizes of
+"""The least change of logits, relative to the largest, that is not rounding. Where a token changes the sizes of
 products, as in a mixture of experts, float32 sums have another order."""
 ANYWHERE = ("torch.nn.modules.", "transformers.models.")
 """The packages whose modules refuse an input on every device alike."""
@@ -68,7 +68,7 @@ def _tried(config: ConvergenceConfig, on_cpu: bool) -> nn.Module | None:
 
 
 def _fault(model: nn.Module, context: int, around: AbstractContextManager) -> Exception | None:
-    """The exception of a loss of tokens in the context `around`; UserError for an output that is no loss."""
+    """The exception that the loss raises in the context `around`, or None; UserError for an output that is no loss."""
     tokens = torch.zeros(2, context, dtype=torch.int64, device=next(model.parameters()).device)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), around:
@@ -81,7 +81,7 @@ def _fault(model: nn.Module, context: int, around: AbstractContextManager) -> Ex
 
 
 def _is_anywhere(fault: Exception) -> bool:
-    """Whether an exception does not depend on the device, as that of a library's module that refuses its input."""
+    """Whether an exception does not depend on the device: a library's module refuses its input."""
     trace = fault.__traceback__
     while trace.tb_next is not None:
         trace = trace.tb_next
@@ -100,7 +100,7 @@ def check_causal(model: nn.Module, vocab_size: int) -> None:
     model.eval()
     try:
         logits, changed = _repeated_logits(model, tokens), _repeated_logits(model, other)
-    except Exception:  # what is wrong is said by the training
+    except Exception:  # the training raises it
         return
     finally:
         model.train(training)

@@ -30,11 +30,11 @@ DTYPES = {
 
 
 class Damage(Exception):
-    """Why a file is no whole safetensors file or index; a part of a sentence."""
+    """Why a safetensors file or index is not whole; a part of a sentence."""
 
 
 def inspect_file(path: Path) -> Checkpoint:
-    """The description of a file of safetensors."""
+    """The description of a safetensors file."""
     return _inspected(path, [path], [])
 
 
@@ -92,7 +92,7 @@ def _inspected(path: Path, files: list[Path], problems: list[str]) -> Checkpoint
 
 
 def header(file: Path) -> Tensors:
-    """The tensors of a file, by its header. Raises Damage where the file is cut short or is no such file."""
+    """The tensors of a file, by its header. Raises Damage where the file is cut short, or of another kind."""
     document, start = _document(file)
     tensors, ends = {}, [0]
     try:
@@ -198,14 +198,14 @@ FILES = ("optimizer.pt", "optimizer.bin")
 """The files of Hugging Face's Trainer, and of accelerate: a plain optimizer's state_dict, or FSDP's whole one, by
 names."""
 SHARDED = "optimizer_0"
-"""The folder of accelerate's sharded state of FSDP."""
+"""The folder in which accelerate keeps FSDP's sharded state."""
 RANKS = "optimizer_0_rank*.bin"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateBeside:
     """The optimizer's state beside weights. kind: as Checkpoint.optimizer; paths: as Checkpoint.moments; hashed: its
-    files; problems and notes: as those of Checkpoint."""
+    files; problems and notes: as in Checkpoint."""
 
     kind: str = "none"
     paths: tuple[Path, ...] = ()

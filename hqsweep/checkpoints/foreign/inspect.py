@@ -29,11 +29,12 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """The description of a checkpoint. No tensor is read and no code of it is run.
 
     path: a Hugging Face folder (config.json beside model.safetensors, pytorch_model.bin or their index; also
-    pytorch_model_fsdp* of accelerate), a .safetensors file, a file of torch.save with a state_dict, bare or under
-    "model", "state_dict" or "module", or a folder of torch.distributed.checkpoint (.metadata beside *.distcp).
+    accelerate's pytorch_model_fsdp*), a .safetensors file, or a folder of torch.distributed.checkpoint (.metadata
+    beside *.distcp). It may also be a file of torch.save with a state_dict, bare or under "model", "state_dict" or
+    "module".
 
-    A checkpoint that is half written, or cannot be loaded for another reason, has this in .problems, and check() raises
-    it. UserError for what is no checkpoint at all.
+    A checkpoint that is half written, or cannot be loaded for another reason, says so in .problems; check() raises it.
+    UserError for a path that is not a checkpoint at all.
     """
     path = Path(path)
     if path.is_file():
@@ -73,7 +74,7 @@ def _file(path: Path) -> Checkpoint:
 
 
 def _instead(folder: Path) -> str:
-    """What a folder holds that is no checkpoint, and what to give instead."""
+    """The content of a folder without a checkpoint, and which path to give instead."""
     steps = sorted(path.name for path in folder.iterdir() if path.is_dir() and step_in_name(path) is not None)
     if steps:
         return f"it holds {first_names(steps)}; give one of them"

@@ -32,7 +32,7 @@ READERS = {
 
 PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 STATES = (".history", ".amax", "._extra_state")
-"""The ends of names of the states of delayed scaling, in the state of a run."""
+"""The ends of names in the state of a run that belong to delayed scaling."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +58,12 @@ def load_checkpoint(
 ) -> Loaded:
     """Copy a checkpoint into a model, in place: parameters, ties, devices and dtypes do not change.
 
-    path: what inspect_checkpoint takes, or what it returned. optimizer: gets exp_avg, exp_avg_sq and step of each
-    parameter that it holds, where the checkpoint has them; its learning rates and betas do not change. names: how the
-    checkpoint names tensors: "hf", "torchtitan", or a mapping of its names to the model's; None finds out.
+    path: a path for inspect_checkpoint, or its result. optimizer: gets exp_avg, exp_avg_sq and step of each parameter
+    that it holds, where the checkpoint has them; its learning rates and betas do not change. names: how the checkpoint
+    names tensors: "hf", "torchtitan", or a mapping of its names to the model's; None finds out.
 
-    Raises UserError before anything is written: for half a checkpoint, other names or shapes than the model's, tensors
-    that the model ties and the checkpoint has twice, moments that are not Adam's or cannot be told apart.
+    Raises UserError before anything is written: for half a checkpoint; for other names or shapes than the model's; for
+    tensors that the model ties and the checkpoint has twice; for moments that are not Adam's or are ambiguous.
     """
     checkpoint = path if isinstance(path, Checkpoint) else inspect_checkpoint(path)
     checkpoint.check()
@@ -97,9 +97,9 @@ def load_checkpoint(
 
 
 def check_fits(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """UserError for the names, shapes and dtypes for which load_checkpoint would refuse a checkpoint; no tensor is
-    read, and the model may be on the meta device. Names that only transformers knows, such as those of experts that are
-    saved one by one, are taken as right."""
+    """UserError where load_checkpoint would refuse the names, shapes or dtypes of a checkpoint. No tensor is read, and
+    the model may be on the meta device. Names that only transformers knows, such as names of experts saved one by one,
+    pass."""
     checkpoint.check()
     dtypes = {name: getattr(torch, dtype, torch.float32) for name, (_, dtype) in checkpoint.tensors.items()}
     tensors = {
@@ -121,7 +121,7 @@ def check_fits(checkpoint: Checkpoint, model: nn.Module) -> None:
 
 
 def _config(model: nn.Module) -> Any:
-    """The config of a Hugging Face model; None of other models."""
+    """The config of a Hugging Face model; None for other models."""
     return getattr(model, "config", None) if hasattr(model, "from_pretrained") else None
 
 
@@ -156,12 +156,13 @@ def _all_joined(pieces: Pieces, tensors: Mapping[str, Tensor], checkpoint: Check
 
 
 def _strange(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
-    """Whether some names are not those of a model's state_dict; a Hugging Face model may be saved by other ones."""
+    """Whether a state has names that are not in the model's state_dict; a Hugging Face model may be saved by other
+    ones."""
     return any(name not in wanted and not name.endswith(COMPUTED) for name in state)
 
 
 def _through_transformers(model: nn.Module, state: dict[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The state_dict that transformers makes of saved names, such as those of experts that are saved one by one."""
+    """The state_dict that transformers makes from saved names, such as names of experts saved one by one."""
     with quietly():
         loaded, told = type(model).from_pretrained(
             None, config=model.config, state_dict=dict(state), dtype=torch.float32, output_loading_info=True
@@ -176,7 +177,7 @@ def _through_transformers(model: nn.Module, state: dict[str, Tensor], checkpoint
 
 
 COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", "freqs_cis", "rope.cache")
-"""Ends of names of tensors that earlier versions of models saved and that are computed."""
+"""Ends of names that earlier versions of models saved, and that are computed."""
 
 
 def check_model(model: nn.Module) -> None:
@@ -198,7 +199,7 @@ def _is_quantized(value: Tensor, wanted: Tensor) -> bool:
 def check_tensors(
     checkpoint: Checkpoint, state: Mapping[str, Tensor], wanted: Mapping[str, Tensor], model: nn.Module
 ) -> list:
-    """UserError unless the tensors are those of the model; returns what is missing as it is tied to what is there."""
+    """UserError unless the tensors are the model's. Returns the missing ones, each tied to another that is there."""
     strange = [name for name in state if name not in wanted and not name.endswith(COMPUTED)]
     if strange:
         refuse_strange(checkpoint, strange, wanted)

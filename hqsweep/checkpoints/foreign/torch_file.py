@@ -17,7 +17,7 @@ NO_SUCH = "it is no file of torch.save with tensors and plain containers alone; 
 
 
 def load(file: Path | IO[bytes], *, device: Any = "cpu", mmap: bool = False) -> Any:
-    """The content of a file of torch.save. Raises OSError, and Refused for whatever else torch raises."""
+    """The content of a file of torch.save. Raises OSError, and Refused for every other error of torch."""
     import torch
 
     try:
@@ -25,7 +25,7 @@ def load(file: Path | IO[bytes], *, device: Any = "cpu", mmap: bool = False) -> 
             return torch.load(file, map_location=device, weights_only=True, mmap=mmap)
     except OSError:
         raise
-    except Exception as error:  # bytes of others make torch.load raise anything
+    except Exception as error:  # foreign bytes make torch.load raise anything
         raise Refused(_why(error)) from None
 
 
@@ -43,7 +43,7 @@ def _why(error: Exception) -> str:
         return "it is a TorchScript archive; save the state_dict of the model"
     if "central directory" in text or "PytorchStreamReader" in text or isinstance(error, EOFError):
         return "it is cut short, or no file of torch.save; copy it again"
-    if "weights_only" in text or "Weights only" in text or "safe_globals" in text:  # how to run what is refused
+    if "weights_only" in text or "Weights only" in text or "safe_globals" in text:  # it says how to run refused code
         return NO_SUCH
     return f"torch cannot load it ({text[:200]})"
 
@@ -52,11 +52,11 @@ MODELS = ("model", "state_dict", "module", "model_state_dict", "model_state", "n
 OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states", "optimizer_state")
 STEPS = ("step", "global_step", "iter_num", "iteration", "iter")
 OURS = {"loss_sum", "loss_count", "trunk", "optimizer", "model", "step"}
-"""The keys of the state of a run of hqsweep."""
+"""The keys in the state of hqsweep's runs."""
 
 
 def inspect_file(path: Path) -> Checkpoint:
-    """The description of a file of torch.save. What torch refuses is its problem."""
+    """The description of a file of torch.save. A refusal by torch is its problem."""
     tensors, saved_as, step, kind, optimizer, problems = {}, {}, None, "torch", "none", []
     try:
         document = read_file(path)
@@ -81,7 +81,7 @@ def inspect_file(path: Path) -> Checkpoint:
 
 
 def inspect_files(folder: Path, files: Sequence[Path]) -> Checkpoint:
-    """The description of a folder of such files, each of which has a part of the weights."""
+    """The description of a folder of such files, each with a part of the weights."""
     parts = [inspect_file(file) for file in files]
     return Checkpoint(
         path=folder,
@@ -96,7 +96,7 @@ def inspect_files(folder: Path, files: Sequence[Path]) -> Checkpoint:
 
 
 def read_file(path: Path) -> Any:
-    """The content of a file of torch.save, its tensors mapped from the file. UserError for a file that is not one, or
+    """The content of a file of torch.save, its tensors mapped from the file. UserError for another file, or one that
     needs more than tensors and plain containers."""
     try:
         try:
@@ -132,7 +132,7 @@ def state_dict(document: Any, path: Path) -> dict[str, Any]:
 
 
 def optimizer_state(document: Any) -> Mapping[str, Any] | None:
-    """The state_dict of the optimizer in a document, or of the first of several."""
+    """The state_dict of the first optimizer in a document."""
     if not isinstance(document, Mapping):
         return None
     for key in OPTIMIZERS:

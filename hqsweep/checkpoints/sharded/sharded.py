@@ -32,7 +32,7 @@ from hqsweep.errors import UserError
 from hqsweep.parallel.wire.all_or_none import by_first, is_many, rank_in, together
 
 PROBE = bytes(1 << 20)
-"""What is written to learn what the disk refuses: more than a write that failed leaves free."""
+"""Bytes that are written to learn the disk's refusal: more than a failed write leaves free."""
 WORDS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -56,7 +56,7 @@ class Saving:
         return self._future.done()
 
     def result(self) -> Path:
-        """The path of the checkpoint, once all ranks have written it; raises what a rank raised."""
+        """The path of the checkpoint, once all ranks have written it. Raises the error of any rank."""
         try:
             return self._future.result()
         finally:
@@ -112,8 +112,8 @@ def words_of(error: BaseException) -> str:
 
 
 def disk_fault(folder: Path) -> OSError | None:
-    """What the disk refuses of a folder's largest file, if that grows; None where it takes it, and where there is no
-    folder. torch's own message of a write that failed ("unexpected pos 704 vs 598") does not say."""
+    """The disk's refusal to let a folder's largest file grow; None where it does not refuse, or the folder is missing.
+    torch's own message of a failed write ("unexpected pos 704 vs 598") does not say it."""
     if not folder.is_dir():
         return None
     files = [path for path in folder.rglob("*") if path.is_file()]
@@ -141,14 +141,14 @@ def save_sharded(
     """Write a training's state as a new folder of torch.distributed.checkpoint; all ranks of `group` call it.
 
     model: plain, fully_shard'ed, in DistributedDataParallel, of DTensors, or one stage of several with names of its
-    own. Each weight is written as its FP32 master (Shard or whole, as it is held), with what the optimizer keeps of it,
-    both by its name in the plain model; also histories of delayed scaling, keys of random bits, the groups' options,
-    and each rank's state of torch's generators. optimizer: None for the weights alone. extra: what the caller adds:
+    own. Each weight is written by its name in the plain model, as its FP32 master (Shard or whole, as it is held), with
+    the optimizer's other states. Also written are histories of delayed scaling, keys of random bits, the groups'
+    options, and each rank's state of torch's generators. optimizer: None for the weights alone. extra: the caller's own
     numbers, texts, None, tensors, lists, and mappings with text keys, equal on all ranks.
 
-    If it is killed, it leaves at most NAME.partial, which the next call clears; if it fails, nothing. It raises, on all
-    ranks: UserError where the folder exists already, and where the model cannot be written so; OSError for what the
-    disk refuses; RuntimeError, before it writes, for an asynchronous save before it that failed.
+    If it is killed, it leaves at most NAME.partial, which the next call clears; if it fails, nothing. It raises on all
+    ranks: UserError where the folder exists already, and for a model that cannot be written so; OSError where the disk
+    refuses; RuntimeError, before it writes, for an earlier asynchronous save that failed.
     """
     state = _collected(model, optimizer, folder, extra or {}, group)
     return _write(state, Path(folder), group)
@@ -164,8 +164,8 @@ def save_sharded_async(
 ) -> Saving:
     """save_sharded in the background: when it returns, everything is copied to the CPU, and training may go on.
 
-    The next save waits for it. One that fails leaves nothing: result() raises why, else the next save does, else it is
-    said on stderr when Python ends, with exit code 120.
+    The next save waits for it. One that fails leaves nothing: result() raises its error, else the next save does. Else
+    it is printed on stderr when Python ends, with exit code 120.
     """
     state = _collected(model, optimizer, folder, extra or {}, group)
     staged = torch_dcp.FileSystemWriter(folder).stage(state)
@@ -177,7 +177,7 @@ def save_sharded_async(
 
 
 def _collected(model: nn.Module, optimizer: Optimizer, folder: Any, extra: Mapping[str, Any], group: Any) -> dict:
-    """What is to be written, after the check that it can be, and the end of the saves before."""
+    """The state to write, after earlier saves have ended and checks have passed."""
     together(settle, group)
     by_first(lambda: _check_new(Path(folder)), group)
     return joined(together(lambda: collect(model, optimizer, extra, rank_in(group)), group), group)
@@ -229,8 +229,8 @@ def _write(state: dict, folder: Path, group: Any) -> Path:
 
 
 def _raise(error: Any, partial: Path, group: Any) -> None:
-    """Clear away what was written, and raise the first failure of a rank, or what the disk refused if that is why.
-    What is to stop this process goes on as it is, and clears nothing."""
+    """Clear away the partial folder, and raise the first failure of a rank, or the disk's refusal if that caused it. An
+    exception that stops this process is raised as it is, and nothing is cleared."""
     rank, (first, _) = next(iter(error.failures.items()))
     if not isinstance(first, Exception):
         raise first

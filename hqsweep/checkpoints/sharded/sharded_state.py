@@ -44,9 +44,9 @@ OWN = "hqsweep"
 """The top name of what stands beside weights and moments: "facts", and tensors under the other names."""
 FACTS, DELAYED, RANDOM, EXTRA, PLANES = "facts", "delayed", "random", "extra", "planes"
 LOCAL_DELAYED = "local_delayed"
-"""The name before the number of a rank, of the histories that are its own."""
+"""The name of histories that belong to one rank; the rank's number follows."""
 RANKS = "ranks"
-"""The key of the number of ranks in the text."""
+"""The text's key for the number of ranks."""
 TENSOR = "tensor"
 """The key of a tensor in the text of extra: {"tensor": "extra.a.b"} stands for a tensor by its name under hqsweep."""
 
@@ -73,10 +73,10 @@ class Collected:
     weights: dict[str, Tensor]
     moments: dict[str, Tensor]
     options: dict[str, Any]
-    """Those of the optimizer's groups, flattened."""
+    """The options of the optimizer's groups, flattened."""
     beside: dict[str, Tensor]
     facts: dict[str, Any]
-    """The numbers and texts; parameters and keys are those of this rank."""
+    """The numbers and texts; parameters and keys are this rank's."""
 
 
 def collect(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any], rank: int) -> Collected:
@@ -108,7 +108,7 @@ def collect(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, A
 
 
 def joined(own: Collected, group: Any) -> dict[str, Any]:
-    """The state for torch.distributed.checkpoint: this rank's tensors, and a text of the facts of all ranks."""
+    """The state for torch.distributed.checkpoint: this rank's tensors, and a text with the facts of all ranks."""
     of_ranks = gathered(own.facts, group)
     facts = own.facts | {
         "held": {name: told for rank in of_ranks for name, told in rank["held"].items()},
@@ -132,7 +132,8 @@ def generators() -> dict[str, Tensor]:
 
 
 def _value(p: nn.Parameter, master: Tensor | None) -> Tensor:
-    """The value from which a weight is made again, cut as it is: its master, or what a master would start from."""
+    """The value from which a weight is made again, sharded as the weight: its master, or the value from which a master
+    would start."""
     own = local(p)
     if master is not None or not isinstance(own, HybridQuantizedTensor):
         return p.detach() if master is None else master
@@ -162,7 +163,7 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def delayed_owners(model: nn.Module) -> dict[str, DelayedStates | ExpertStates]:
-    """Name -> the states of delayed scaling of a module, or of a part of a converted one."""
+    """Name -> the states of delayed scaling in a module, or in a part of a converted one."""
     owners: dict[str, DelayedStates | ExpertStates] = {}
     for name, module in model.named_modules():
         if isinstance(module, DelayedStates):
@@ -173,15 +174,15 @@ def delayed_owners(model: nn.Module) -> dict[str, DelayedStates | ExpertStates]:
 
 
 def delayed_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The states of delayed scaling: "NAME.states.input_rowwise.history" and so on. Those of held weights of experts
-    that another rank writes are left out: only that rank has them complete."""
+    """The states of delayed scaling: "NAME.states.input_rowwise.history" and so on. Left out are held weights of
+    experts that another rank writes: only that rank has their states complete."""
     owners, elsewhere = delayed_owners(model), _written_elsewhere(model)
     every = {f"{name}.{key}": value for name, states in owners.items() for key, value in states.state_dict().items()}
     return {name: value for name, value in every.items() if not (elsewhere and name.startswith(elsewhere))}
 
 
 def delayed_leads(model: nn.Module) -> dict[str, DelayedState]:
-    """The beginnings of the names of the tensors of a state, "NAME.states.input_rowwise." -> the state."""
+    """Prefix of the names of a state's tensors, "NAME.states.input_rowwise." -> the state."""
     return {
         f"{owner}.{name}.": state
         for owner, states in delayed_owners(model).items()
@@ -191,12 +192,12 @@ def delayed_leads(model: nn.Module) -> dict[str, DelayedState]:
 
 
 def local_leads(model: nn.Module, *, local: bool = True) -> tuple[str, ...]:
-    """delayed_leads of the states of which every rank has its own, or of the others."""
+    """Prefixes (delayed_leads) of the states that every rank has for itself, or of the others."""
     return tuple(lead for lead, state in delayed_leads(model).items() if state.is_local == local)
 
 
 def _written_elsewhere(model: nn.Module) -> tuple[str, ...]:
-    """The beginnings of the names of states that another rank writes."""
+    """Prefixes of the states that another rank writes."""
     leads, named = [], list(model.named_modules())
     owners = [(clean_name(name), own.states, own.weights[0]) for name, own in named if isinstance(own, GroupedLinear)]
     owners += [(part.name, part.states, weight) for _, part, weight in held_parts(model)]
@@ -251,7 +252,8 @@ def key_of(numbers: list[Any] | None) -> RngKey | None:
 def planes_of(p: nn.Parameter) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A description of the whole tensor and its cut, in texts and numbers, and "rowwise_q" and so on -> its bytes.
 
-    UserError for a tensor that is cut otherwise than fully_shard does it alone."""
+    UserError for a cut that fully_shard alone does not make.
+    """
     own, (cut, axis) = local(p), _cut_of(p)
     ranks, rank = (p.device_mesh.size(axis), p.device_mesh.get_local_rank(axis)) if axis is not None else (1, 0)
     cuts = buffer_cuts(cut, ranks)
@@ -280,7 +282,7 @@ def _cut_of(p: nn.Parameter) -> tuple[Cut, int | None]:
 
 
 def whole_of(described: Mapping[str, Any], planes: Mapping[str, Tensor], device: torch.device) -> HybridQuantizedTensor:
-    """The whole tensor of this description and these bytes. UserError for bytes that are not those of its formats."""
+    """The whole tensor from this description and these bytes. UserError for bytes that do not fit its formats."""
     metadata, shape = Metadata.parse(described["metadata"]), tuple(described["shape"])
     dim = described.get("dim", described.get("axis", 0) * (len(shape) - 1))  # older files have the matrix's axis
     cuts = buffer_cuts(Cut(metadata, shape, described["each"], dim), described["ranks"])
