@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Protocol
 
 import torch
 
-from hqsweep.checkpoints.foreign.weights_only import Refused, load
+from hqsweep.checkpoints.foreign.torch_file import Refused, load
 from hqsweep.checkpoints.whole import sync_folder
 from hqsweep.errors import Damaged
 from hqsweep.parallel.mesh import Ranks

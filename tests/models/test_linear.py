@@ -1,4 +1,4 @@
-"""A probe on products in high precision: no bit changes, and the rows are those of hqsweep.nn.Linear."""
+"""Which linear is the output projection, and what a probe sees of products in high precision."""
 
 import pytest
 import torch
@@ -6,7 +6,36 @@ from torch import nn
 
 import hqsweep
 from hqsweep.formats.inputs import draw
+from hqsweep.models.linear import output_projection
 from hqsweep.nn import Linear, Probe, quantization
+
+
+def model(rows=48, said=None):
+    network = nn.Sequential(nn.Embedding(48, 16), nn.Linear(16, 48), nn.Linear(48, rows))
+    if said:
+        network.get_output_embeddings = lambda: said(network)
+    return network
+
+
+def refuses(network):
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("network", "index"),
+    [
+        (model(), 2),
+        (model(rows=47), None),
+        (model(said=lambda made: made[1]), 1),
+        (model(said=lambda made: None), 2),
+        (model(said=refuses), 2),
+        (nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), None),
+        (nn.Sequential(nn.Embedding(48, 16)), None),
+        (nn.Sequential(nn.Embedding(48, 16), nn.LazyLinear(48)), 1),
+    ],
+)
+def test_it_is_the_one_that_the_model_says_or_the_last_with_a_row_for_each_word(network, index):
+    assert output_projection(network) is (None if index is None else network[index])
 
 
 def known(row):
