@@ -17,7 +17,7 @@ import hqsweep
 
 PACKAGE = Path(hqsweep.__file__).parent
 LAYERS = [
-    ("errors", "memo", "track.tables", "config.jobs", "config.safe_json"), ("verdicts", "config.format_text"),
+    ("errors", "memo", "track.tables", "config.jobs", "config.safe_json"), ("host", "verdicts", "config.format_text"),
     ("config.references",), ("config.safe_yaml",), ("config.recipe_files",), ("formats",),
     ("ops",), ("parallel.wire",), ("parallel.fsdp",), ("quant + parallel.shards",), ("recipe",),
     ("config", "gemm"), ("nn.core",), ("parallel.overlap",), ("nn",), ("optim", "shards"), ("models",), ("parallel",),
@@ -30,7 +30,7 @@ held tensors know their shards."""
 RANK = {name: rank for rank, names in enumerate(LAYERS) for entry in names for name in entry.split(" + ")}
 TOGETHER = [set(entry.split(" + ")) for names in LAYERS for entry in names if " + " in entry]
 LONGEST_CHAIN = 24
-ROOT_FILES = 6
+ROOT_FILES = 8
 
 
 def name_of(path: Path) -> str:

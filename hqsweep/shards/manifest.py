@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Literal
 
@@ -142,16 +141,3 @@ REMEDY = "copy the folder again, or prepare it anew"
 
 def _inside(name: str) -> bool:
     return not Path(name).is_absolute() and ".." not in Path(name).parts
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Replace the file `path` by `data`: it is on the disk as a whole, or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

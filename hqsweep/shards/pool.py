@@ -16,11 +16,6 @@ Piece = tuple[int, list[Segment]]
 ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
-def usable_cpus() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def encode_all(setup: Setup, pieces: Iterator[Piece], workers: int) -> Iterator[tuple[Piece, dict[str, Any]]]:
     """(piece, record of its shard) as they are done. A worker is started when there is a piece for it, and the next
     piece is cut while the workers are busy.

@@ -12,8 +12,8 @@ from typing import Any, BinaryIO, Protocol
 import torch
 
 from hqsweep.checkpoints.foreign.weights_only import Refused, load
-from hqsweep.checkpoints.whole import sync_folder
 from hqsweep.errors import Damaged
+from hqsweep.host import sync_folder
 from hqsweep.parallel.wire.all_or_none import by_first, gathered, rank_in, together
 from hqsweep.train.record import (
     ANOTHER_FILE,

@@ -19,11 +19,11 @@ from types import FrameType
 from typing import Any
 
 from hqsweep.errors import EXIT_BUSY, Damaged, Missing
+from hqsweep.host import NAMED_S, Busy, holder, usable_cpus
 from hqsweep.sweep.engine.process import DELETED, Attempt, Slot
-from hqsweep.sweep.engine.slots import cores, slots, thread_limits
+from hqsweep.sweep.engine.slots import slots, thread_limits
 from hqsweep.sweep.engine.task import Task, end_without
 from hqsweep.sweep.progress import Display
-from hqsweep.sweep.store.locks import NAMED_S, RunBusy, holder
 from hqsweep.sweep.store.run_dir import CANCELLED, PENDING, RunDir
 from hqsweep.train.record import is_point
 
@@ -45,7 +45,7 @@ class Limits:
     gpus_per_run: int | None = None
     """The GPUs of a run of several ranks; as slots() takes them."""
     threads: int | None = None
-    """The CPU threads per worker, which the ranks of a run share; None is cores // workers, at least 1."""
+    """The CPU threads per worker, which the ranks of a run share; None is usable_cpus() // workers, at least 1."""
     timeout_s: float | None = None
     """The seconds that one attempt may take."""
     retries: int = 0
@@ -71,7 +71,7 @@ def run_local(
     a second signal kills them at once. Call it from the main thread.
     """
     free = slots(limits.workers, limits.runs_per_gpu, limits.gpus_per_run)
-    each = limits.threads or max(1, cores() // len(free))
+    each = limits.threads or max(1, usable_cpus() // len(free))
     asked = os.environ.get("OMP_NUM_THREADS")
     if limits.threads is None and asked not in (None, str(each)):
         display.say(
@@ -256,7 +256,7 @@ class _Pool:
         states = ("running", state) if task.reset else ("running", state, "finished")
         if status["state"] in states or status["reason"] == CANCELLED:
             return status
-        with contextlib.suppress(RunBusy, OSError, Damaged), task.run.lock():
+        with contextlib.suppress(Busy, OSError, Damaged), task.run.lock():
             status = task.run.write_status(state=state, reason=reason)
         return status
 
@@ -272,7 +272,7 @@ class _Pool:
             slot = min(self.slots, key=lambda slot: slot.idle is None)
             status = self._prepare(task, phase="starting a worker" if slot.idle is None else None)
             attempt = Attempt(task.run, slot)
-        except RunBusy:
+        except Busy:
             self._leave_to_other(task, status)
             return
         except (OSError, Damaged) as error:

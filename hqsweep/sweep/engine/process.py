@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from hqsweep.errors import EXIT_STORAGE, Damaged
+from hqsweep.host import NAMED_S, Busy, stopped_among
 from hqsweep.sweep.engine.handover import GRACE_S, line_of
 from hqsweep.sweep.engine.memory import Memory, killed_for_memory
-from hqsweep.sweep.store.locks import NAMED_S, RunBusy, stopped_among
 from hqsweep.sweep.store.run_dir import CANCELLED, RunDir
 
 ENDED = ("finished", "failed", "interrupted")
@@ -214,7 +214,7 @@ class Attempt:
                     **ours, pid=self.worker.pid, host=socket.gethostname(), ended=time.time(),
                     seconds=round(self._seconds_before + self.seconds, 3),
                 )  # fmt: skip
-        except RunBusy:
+        except Busy:
             return self.run.seen()
         except (OSError, Damaged) as error:
             return before | ours | {"reason": f"{why} (its status cannot be written: {error})"}

@@ -42,11 +42,6 @@ def visible_gpus() -> Sequence[str]:
     return [str(index) for index in range(sum(line.startswith("GPU ") for line in listed))]
 
 
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def thread_limits(threads: int) -> dict[str, str]:
     """Environment that holds torch, numpy and BLAS to so many threads."""
     return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from hqsweep.errors import UserError
+from hqsweep.host import Busy
 from hqsweep.sweep.engine.follow import follow, job_ids
 from hqsweep.sweep.progress import Display
 from hqsweep.sweep.slurm.scheduler import find_jobs
 from hqsweep.sweep.slurm.slurm_job import work
 from hqsweep.sweep.store.files import write_json
-from hqsweep.sweep.store.locks import RunBusy
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore
 
@@ -101,7 +101,7 @@ def _prepare(runs: Sequence[RunDir], live: Collection[RunDir], force: bool) -> l
                     run.reset()
                 run.write_status(state="pending", reason=None)
                 todo.append(run)
-        except RunBusy:
+        except Busy:
             continue
     return todo
 

@@ -14,30 +14,20 @@ from typing import Any
 
 from hqsweep.config.safe_json import loads
 from hqsweep.errors import Damaged
+from hqsweep.host import write_whole
 
 REPEAT = "repeat the run with --force"
 RESTORE = "restore it, or run the sweep's `hqsweep run` command again"
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Replace the file `path` by `data` atomically. The process id keeps two writers off each other's temporary
-    file."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def write_text(path: Path, text: str) -> None:
     """Replace `path` by `text` (UTF-8) atomically."""
-    write_bytes(path, text.encode())
+    write_whole(path, text.encode())
 
 
 def write_json(path: Path, document: Any) -> None:
     """Replace `path` by the indented JSON of `document` atomically."""
-    write_bytes(path, encode_json(document))
+    write_whole(path, encode_json(document))
 
 
 def encode_json(document: Any) -> bytes:

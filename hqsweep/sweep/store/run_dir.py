@@ -13,10 +13,10 @@ from typing import Any
 
 from hqsweep.config.safe_yaml import parse_yaml
 from hqsweep.errors import Damaged, Missing, UserError
+from hqsweep.host import is_locked, locked, write_whole
 from hqsweep.sweep.store import seal
 from hqsweep.sweep.store.documents import CONFIG, MANIFEST, PLANNED, REPAIRED, STATUS, check_document, check_rows
-from hqsweep.sweep.store.files import encode_json, parse_json, parse_rows, read_bytes, write_bytes, write_json
-from hqsweep.sweep.store.locks import is_locked, locked
+from hqsweep.sweep.store.files import encode_json, parse_json, parse_rows, read_bytes, write_json
 from hqsweep.sweep.store.names import fork_of, trunk_path
 from hqsweep.track.tables import TABLES
 from hqsweep.train.record import NotAsWritten, checkpoints, misfit, read_record
@@ -228,13 +228,13 @@ class RunDir:
         data = encode_json(status)
         if "state" in changes and status["state"] in seal.SEALED:
             seal.write(self.path, data)
-        write_bytes(self.status_path, data)
+        write_whole(self.status_path, data)
         if status["state"] not in seal.SEALED:
             seal.remove(self.path)
         return status
 
     def lock(self, wait_s: float = 0.0) -> AbstractContextManager[Callable[[], bool]]:
-        """Hold the folder, as locked() says. Raises RunBusy when another process still holds it after `wait_s` s."""
+        """Hold the folder, as locked() says. Raises Busy when another process still holds it after `wait_s` s."""
         return locked(self.lock_path, wait_s)
 
     def is_locked(self) -> bool:
@@ -270,7 +270,7 @@ class RunDir:
             config = self.config_path.read_bytes()
             self.path.unlink()
             self.path.mkdir()
-            write_bytes(self.config_path, config)
+            write_whole(self.config_path, config)
         if not self.status_path.is_file():
             remove(self.status_path)
         write_json(self.status_path, PENDING)

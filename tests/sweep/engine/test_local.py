@@ -14,9 +14,9 @@ import fake_worker
 import pytest
 from shown import Shown
 
+from hqsweep.host import stopped_among
 from hqsweep.sweep.engine import local, process, slots
 from hqsweep.sweep.engine.local import Limits, run_local
-from hqsweep.sweep.store.locks import stopped_among
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore
 
@@ -159,7 +159,7 @@ def test_time_out_ends_willing_and_stubborn_workers(make_runs):
 
 
 def test_threads_are_shared_out(make_runs, monkeypatch):
-    monkeypatch.setattr(local, "cores", lambda: 7)
+    monkeypatch.setattr(local, "usable_cpus", lambda: 7)
     monkeypatch.setattr(slots, "visible_gpus", list)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     runs = make_runs("quick", "quick")
