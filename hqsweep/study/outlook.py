@@ -12,7 +12,7 @@ from hqsweep.config.job import Config
 from hqsweep.errors import Damaged, UserError
 from hqsweep.study.forecast import pace, registry
 from hqsweep.study.sequential import Plan
-from hqsweep.sweep.engine.slots import slots
+from hqsweep.sweep.engine.process import slots
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore
 from hqsweep.train.record import checkpoints, record_path

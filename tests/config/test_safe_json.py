@@ -16,7 +16,7 @@ from hqsweep.errors import UserError
 OWN = {
     "cli/output.py", "config/safe_json.py", "shards/tokenizer.py", "shards/documents.py",
     "report/compare/compare.py", "report/compare/identical.py", "report/compare/notes.py", "report/pages/gemm_plans.py",
-    "sweep/engine/handover.py", "sweep/engine/nodes.py", "sweep/store/files.py", "sweep/store/seen_data.py",
+    "sweep/engine/process.py", "sweep/engine/ranks.py", "sweep/store/files.py", "sweep/store/seen_data.py",
 }  # fmt: skip
 """What reads JSON of this process, of its workers or of a library; and the readers of rows, of which there are many."""
 

@@ -32,7 +32,7 @@ def test_what_the_tool_writes_may_stand_there(make_runs):
     [
         (
             {"state": "done"},
-            "has 'done' under 'state', where one of 'failed', 'finished', 'interrupted', 'pending' or 'running' belongs",
+            "has 'done' under 'state', where one of 'failed', 'finished', 'interrupted', 'pending' or 'running'",
         ),
         ({"state": None}, "has None under 'state'"),
         ({"pid": "5"}, "has '5' under 'pid', where an integer belongs"),
