@@ -17,8 +17,8 @@ import hqsweep
 
 PACKAGE = Path(hqsweep.__file__).parent
 LAYERS = [
-    ("errors", "memo", "track.tables", "config.jobs", "config.safe_json"), ("host", "verdicts", "config.format_text"),
-    ("config.references",), ("config.safe_yaml",), ("config.recipe_files",), ("formats",),
+    ("errors", "memo", "track.tables", "config.jobs"), ("host", "verdicts", "config.format_text", "config.safe"),
+    ("config.recipe_files",), ("formats",),
     ("ops",), ("parallel.wire",), ("parallel.fsdp",), ("quant + parallel.shards",), ("recipe",),
     ("config", "gemm"), ("nn.core",), ("parallel.overlap",), ("nn",), ("optim", "shards"), ("models",), ("parallel",),
     ("checkpoints",), ("compat",),

@@ -73,8 +73,7 @@ def show(
 
 def _print(folder: Path, as_json: bool, *, verify: bool) -> None:
     from hqsweep.report.pages.text import TextTable, number, to_rich
-    from hqsweep.shards.reader import Shards
-    from hqsweep.shards.show import facts, sample
+    from hqsweep.shards.reader import Shards, facts, sample
 
     shards = Shards(folder)
     if verify:

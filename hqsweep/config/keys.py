@@ -9,16 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from hqsweep.config.data import DataConfig
 from hqsweep.config.engine import EngineConfig, TrackConfig, gpus_asked
-from hqsweep.config.errors import sentence
-from hqsweep.config.fork import ForkConfig
-from hqsweep.config.model import ModelConfig, has_experts
-from hqsweep.config.parallel import ParallelConfig, sharing_gpus
+from hqsweep.config.model import Model, ModelConfig, has_experts
 from hqsweep.config.recipe_text import check_pairs, check_texts
-from hqsweep.config.train import StatsConfig, TrainConfig
-from hqsweep.config.types import Name, Section
-from hqsweep.config.user_model import Model
+from hqsweep.config.section import Name, Section, sentence
+from hqsweep.config.study import ForkConfig
+from hqsweep.config.train import DataConfig, ParallelConfig, StatsConfig, TrainConfig, sharing_gpus
 from hqsweep.errors import UserError
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hqsweep.config.format_text import NAMES
-from hqsweep.config.safe_yaml import load_yaml
+from hqsweep.config.safe import load_yaml
 from hqsweep.errors import UserError, nearest
 from hqsweep.memo import memo
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hqsweep.config.job import ConvergenceConfig
+from hqsweep.config.model import TARGET, FactoryModelConfig, HFModelConfig, UserModel
 from hqsweep.config.train import Recompute
-from hqsweep.config.user_model import TARGET, FactoryModelConfig, HFModelConfig, UserModel
 from hqsweep.errors import UserError
 from hqsweep.models.convert import gemm_modules_of
 from hqsweep.models.heads import output_projection

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hqsweep.config.parallel import ParallelConfig, sharing_gpus
+from hqsweep.config.train import ParallelConfig, sharing_gpus
 from hqsweep.errors import UserError
 from hqsweep.parallel.wire.devices import ranks_of_gpu, stand_apart, take_gpu
 from hqsweep.parallel.wire.process_group import begin_process_group

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from hqsweep.config.safe_json import loads
+from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
 from hqsweep.host import Busy, locked, usable_cpus, write_whole
 from hqsweep.shards import manifest as manifests

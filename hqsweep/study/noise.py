@@ -33,9 +33,8 @@ from typing import Any
 
 import pandas as pd
 
-from hqsweep.config.gemms import grouped_shapes, linear_shapes
-from hqsweep.config.job import ConvergenceConfig, parse
-from hqsweep.config.user_model import UserModel
+from hqsweep.config.job import ConvergenceConfig, grouped_shapes, linear_shapes, parse
+from hqsweep.config.model import UserModel
 from hqsweep.errors import Damaged
 from hqsweep.host import Busy, locked, write_whole
 from hqsweep.report.compare.arms import Comparison

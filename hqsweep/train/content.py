@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hqsweep.config.data import DataConfig
+from hqsweep.config.train import DataConfig
 from hqsweep.errors import UserError
 
 WHOLE_BYTES = 256 << 20  # arrays up to this size are hashed whole

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hqsweep.config.safe_json import loads
+from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
 from hqsweep.shards.reader import is_llm_c
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from hqsweep.checkpoints.foreign.checkpoint import Checkpoint
 from hqsweep.checkpoints.foreign.load import Loaded, load_checkpoint
 from hqsweep.config.job import ConvergenceConfig
-from hqsweep.config.parallel import ParallelConfig
+from hqsweep.config.train import ParallelConfig
 from hqsweep.errors import UserError
 from hqsweep.nn import Probe, quantization, set_recipe
 from hqsweep.nn.core.context import unwritten

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hqsweep.config.safe_json import loads
+from hqsweep.config.safe import loads
 from hqsweep.host import sync_folder
 
 Mark = dict[str, Any]

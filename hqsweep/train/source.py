@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from hqsweep.checkpoints.foreign.checkpoint import Checkpoint
 from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
 from hqsweep.checkpoints.foreign.load import Loaded
-from hqsweep.config.fork import ForkConfig
+from hqsweep.config.study import ForkConfig
 from hqsweep.errors import UserError
 
 ABOVE = "above_source"

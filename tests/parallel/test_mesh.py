@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from hqsweep.config.parallel import ParallelConfig
+from hqsweep.config.train import ParallelConfig
 from hqsweep.errors import UserError
 from hqsweep.parallel.handshake import Disagreement, agree
 from hqsweep.parallel.mesh import Ranks, build_mesh, check_devices, join

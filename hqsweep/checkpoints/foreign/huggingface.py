@@ -11,7 +11,7 @@ from typing import Any
 
 from hqsweep.checkpoints.foreign.checkpoint import Checkpoint, Tensors, first_names, step_in_name
 from hqsweep.checkpoints.foreign.state_beside import NO_STATE, state_beside
-from hqsweep.config.safe_json import loads
+from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
 from hqsweep.models.names import clean_name
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hqsweep.checkpoints.foreign import dcp, deepspeed, huggingface, torch_file, torch_folder
 from hqsweep.checkpoints.foreign.checkpoint import Checkpoint, first_names, step_in_name
-from hqsweep.config.safe_json import loads
+from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
 
 KINDS = (

@@ -34,7 +34,7 @@ from hqsweep.checkpoints.sharded.sharded_state import (
     parameters_of,
     tied_names,
 )
-from hqsweep.config.safe_json import loads
+from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.models.names import clean_name

@@ -13,7 +13,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from hqsweep.config.checks import CALIBRATE_DISTRIBUTIONS
+from hqsweep.config.job import CALIBRATE_DISTRIBUTIONS
 from hqsweep.formats import Format, RngKey, parse
 from hqsweep.jobs.calibrate.row import Expectation, calibration_row
 from hqsweep.jobs.calibrate.sqnr_tables import ROWS, emulated_db, published_db
@@ -54,7 +54,7 @@ DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, int, int], np.ndarray]] 
     "token_scale_2": _token_scale(2),
     "token_scale_4": _token_scale(4),
 }
-assert tuple(DISTRIBUTIONS) == CALIBRATE_DISTRIBUTIONS, "the names stand in config/checks.py, in this order"
+assert tuple(DISTRIBUTIONS) == CALIBRATE_DISTRIBUTIONS, "the names stand in config/job.py, in this order"
 
 
 def draw(distribution: str, rows: int, cols: int, seed: int) -> Tensor:

@@ -19,9 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hqsweep.config.checks import PARITY_CHECKS
 from hqsweep.config.format_text import SOURCES
-from hqsweep.config.job import ParityConfig
+from hqsweep.config.job import PARITY_CHECKS, ParityConfig
 from hqsweep.formats import Format, RngKey, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.jobs.parity.causality import CAUSALITY_CHECKS
@@ -217,4 +216,4 @@ CHECKS: dict[str, Check] = {
     **MODULE_CHECKS,
     **TRAINING_CHECKS,
 }
-assert tuple(CHECKS) == PARITY_CHECKS, "the names of the checks stand in config/checks.py, in this order"
+assert tuple(CHECKS) == PARITY_CHECKS, "the names of the checks stand in config/job.py, in this order"

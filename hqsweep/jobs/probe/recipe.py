@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hqsweep.config.gemms import grouped_shapes, linear_shapes
+from hqsweep.config.job import grouped_shapes, linear_shapes
 from hqsweep.config.model import ModelConfig
 from hqsweep.jobs.probe.suggest import Suggestion
 from hqsweep.jobs.probe.together import SLOTS, slot_of

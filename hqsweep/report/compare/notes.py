@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
-from hqsweep.config.data import LEARNT_NATS
+from hqsweep.config.train import LEARNT_NATS
 from hqsweep.report.compare.curves import ENTROPY
 from hqsweep.report.compare.families import Family
 from hqsweep.report.compare.frames import DATA, FORK, Frames

@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.syntax import Syntax
 from rich.text import Text
 
-from hqsweep.config.fork import ForkConfig
 from hqsweep.config.jobs import CHECKED_TABLES
+from hqsweep.config.study import ForkConfig
 from hqsweep.report.pages.fitted import Fitted
 from hqsweep.report.pages.gemm_plans import plan_lines
 from hqsweep.report.pages.job_tables import job_tables

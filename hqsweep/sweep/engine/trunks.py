@@ -16,9 +16,8 @@ from torch import nn
 from hqsweep.checkpoints.foreign.inspect import Checkpoint, inspect_checkpoint
 from hqsweep.checkpoints.foreign.load import check_fits
 from hqsweep.config.job import Config, ConvergenceConfig, parse
-from hqsweep.config.model import ModelConfig
+from hqsweep.config.model import HFModelConfig, ModelConfig
 from hqsweep.config.study import ForkStudy
-from hqsweep.config.user_model import HFModelConfig
 from hqsweep.errors import UserError
 from hqsweep.recipe.sectioned import Recipe
 from hqsweep.sweep.grid.point import GridPoint, is_trunk, section

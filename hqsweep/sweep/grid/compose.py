@@ -36,8 +36,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hqsweep.config.recipe_files import FORMAT, FORMAT_TEXTS, PACKAGED, read_recipe
 from hqsweep.config.recipe_text import check_texts
-from hqsweep.config.references import check_expansion
-from hqsweep.config.safe_yaml import check_file
+from hqsweep.config.safe import check_expansion, check_file
 from hqsweep.config.study import parse_study
 from hqsweep.errors import UserError, nearest
 from hqsweep.sweep.grid.arms import FACTORY_KEYS, Difference, check_arm, difference, labels, override_texts

@@ -14,10 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hqsweep.config.format_text import QUANTIZER_FIELDS, directions
-from hqsweep.config.model import ModelConfig
+from hqsweep.config.model import TARGET, HFModelConfig, ModelConfig, UserModel
 from hqsweep.config.recipe_text import part_quantizers
-from hqsweep.config.references import check_expansion
-from hqsweep.config.user_model import TARGET, HFModelConfig, UserModel
+from hqsweep.config.safe import check_expansion
 from hqsweep.errors import UserError, nearest
 from hqsweep.recipe.roles import HEAD, IN_HIGH_PRECISION, TENSOR_TYPES
 

@@ -10,7 +10,7 @@ from hydra.core.override_parser.types import Override, RangeSweep
 from hydra.errors import HydraException
 
 from hqsweep.config.recipe_files import FORMAT, FORMAT_TEXTS
-from hqsweep.config.references import check_references
+from hqsweep.config.safe import check_references
 from hqsweep.config.study import StudyConfig
 from hqsweep.errors import UserError, nearest
 from hqsweep.sweep.grid.point import check_size

@@ -15,8 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hqsweep.config.fork import NULL_NOISE
-from hqsweep.config.study import ForkStudy, StudyConfig
+from hqsweep.config.study import NULL_NOISE, ForkStudy, StudyConfig
 from hqsweep.errors import UserError, nearest
 from hqsweep.sweep.grid.point import Grid, GridPoint, check_size, is_trunk, section, without
 from hqsweep.sweep.store.store import RunStore

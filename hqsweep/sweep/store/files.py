@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hqsweep.config.safe_json import loads
+from hqsweep.config.safe import loads
 from hqsweep.errors import Damaged
 from hqsweep.host import write_whole
 from hqsweep.track.tables import NAMING, OPTIONAL

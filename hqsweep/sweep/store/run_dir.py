@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hqsweep.config.safe_yaml import parse_yaml
+from hqsweep.config.safe import parse_yaml
 from hqsweep.errors import Damaged, Missing, UserError
 from hqsweep.host import is_locked, locked, write_whole
 from hqsweep.sweep.store import seal
