@@ -7,9 +7,12 @@ canonical form, so that equal runs have equal dicts.
 """
 
 import itertools
+import json
 import pkgutil
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -35,6 +38,7 @@ from hqsweep.recipe.factories import FindFactory, factory_name
 from hqsweep.recipe.parts import check_parts
 from hqsweep.recipe.roles import HEAD
 from hqsweep.recipe.schedule import parse_recipe, recipe_config
+from hqsweep.recipe.sectioned import Recipe
 from hqsweep.recipe.sections import LinearQuantizers
 from hqsweep.recipe.stages import stages
 from hqsweep.recipe.validate import (
@@ -47,6 +51,10 @@ from hqsweep.recipe.validate import (
     validate,
 )
 
+KEPT = 1024
+"""Results that a cache of texts and shapes keeps, for the runs of a grid that share them."""
+FACTORY_KEYS = ("qfactory", "_target_")
+"""Keys of a recipe that name a Python factory, which may give another quantizer each time."""
 LinearShape = tuple[str, int, int]
 """Name, in_features and out_features of a linear."""
 
@@ -73,12 +81,31 @@ def _mlp_shapes(name: str, dim: int, hidden: int) -> list[LinearShape]:
     return [(f"{name}.fc1", dim, 2 * hidden), (f"{name}.fc2", hidden, dim)]
 
 
-def gemm_modules(config: ModelConfig, vocab_size: int, batch: int, context: int) -> list[GemmModule]:
+@lru_cache(KEPT)
+def gemm_modules(config: ModelConfig, vocab_size: int, batch: int, context: int) -> tuple[GemmModule, ...]:
     """Every module of the GPT with matrix products, for a step of batch x context tokens, without building it."""
     linears = [linear_module(*shape, batch * context) for shape in linear_shapes(config, vocab_size)]
     linears += [grouped_linear_module(*shape) for shape in grouped_shapes(config)]
     head_dim = config.dim // config.heads
-    return linears + [attention_module(f"layers.{i}.attn.dpa", head_dim, context) for i in range(config.layers)]
+    attention = [attention_module(f"layers.{i}.attn.dpa", head_dim, context) for i in range(config.layers)]
+    return (*linears, *attention)
+
+
+def _parsed(value: Mapping[str, Any], find: FindFactory) -> tuple[AnyRecipe, dict[str, Any]]:
+    """(recipe, its canonical text) of a section. One without a Python factory is parsed once for all runs of a grid."""
+    with suppress(TypeError, ValueError):  # a value that JSON does not have
+        text = json.dumps(value)
+        if not any(f'"{key}"' in text for key in FACTORY_KEYS):
+            recipe, canonical = _parsed_text(text)
+            return recipe, json.loads(canonical)
+    recipe = parse_recipe(value, find)
+    return recipe, recipe_config(recipe)
+
+
+@lru_cache(KEPT)
+def _parsed_text(text: str) -> tuple[AnyRecipe, str]:
+    recipe = parse_recipe(json.loads(text))
+    return recipe, json.dumps(recipe_config(recipe))
 
 
 class RecipeConfig(RecipeKeys):
@@ -94,8 +121,8 @@ class RecipeConfig(RecipeKeys):
     def _canonical(cls, value: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
         if not isinstance(value, Mapping):
             raise UserError(f"recipe: got {value!r}; it takes a mapping, or the name of a recipe as recipe=NAME")
-        recipe = parse_recipe(value, (info.context or {}).get("find", factory_name))
-        section = handler({"name": value.get("name")} | recipe_config(recipe))
+        recipe, canonical = _parsed(value, (info.context or {}).get("find", factory_name))
+        section = handler({"name": value.get("name")} | canonical)
         section._recipe = recipe
         return section
 
@@ -223,12 +250,12 @@ class ConvergenceConfig(Training):
 
     @model_validator(mode="after")
     def _recipe_fits(self) -> "ConvergenceConfig":
-        modules = self.gemm_modules(self.data.vocab_estimate)
-        self.check_recipe(modules)
-        if modules and self.train.parallel.tp > 1 and not self.recipe.has_names:
-            check_parts(self.recipe.build(), self.own_steps, modules, self.train.parallel.tp)
-        if modules and self.model.quantized_weights and not self.recipe.has_names:
-            check_held_weights(self.recipe.build(), self.own_steps, modules)
+        recipe = self.recipe.build()
+        if not isinstance(self.model, ModelConfig):
+            self.check_recipe(None)
+        elif not self.recipe.has_names:
+            check = _check_gpt if isinstance(recipe, Recipe) else _check_gpt.__wrapped__
+            check(recipe, self.own_steps, self._gpt(self.data.vocab_estimate), self.train.parallel.tp)
         return self
 
     @property
@@ -241,7 +268,11 @@ class ConvergenceConfig(Training):
         them (models.shapes)."""
         if not isinstance(self.model, ModelConfig):
             return None
-        return gemm_modules(self.model, vocab_size, self.microbatch, self.train.context)
+        return list(gemm_modules(*self._gpt(vocab_size)))
+
+    def _gpt(self, vocab_size: int) -> "GPTShape":
+        """The arguments of gemm_modules()."""
+        return self.model, vocab_size, self.microbatch, self.train.context
 
     def check_recipe(self, modules: Sequence[GemmModule] | None, device_fault: DeviceFault | None = None) -> None:
         """UserError with every GEMM of the modules that the recipe, or for gemm=native a known device, cannot do. With
@@ -252,6 +283,21 @@ class ConvergenceConfig(Training):
             stages(self.recipe.build(), self.own_steps)
         else:
             validate(self.recipe.build(), self.own_steps, modules, device_fault)
+
+
+GPTShape = tuple[ModelConfig, int, int, int]
+"""A GPT, its vocabulary, and the sequences of a microbatch with their tokens."""
+
+
+@lru_cache(KEPT)
+def _check_gpt(recipe: AnyRecipe, steps: int, shape: GPTShape, tp: int) -> None:
+    """UserError for what a recipe cannot do with a GPT. Runs of a grid that differ in seed alone share the check."""
+    modules = gemm_modules(*shape)
+    validate(recipe, steps, modules)
+    if tp > 1:
+        check_parts(recipe, steps, modules, tp)
+    if shape[0].quantized_weights:
+        check_held_weights(recipe, steps, modules)
 
 
 def _check_fork(config: ConvergenceConfig) -> None:

@@ -4,7 +4,9 @@ For that torch has to be imported, which takes longer than all else here: who mi
 the recipe means, and what depends on it, is checked in job.py.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -16,6 +18,9 @@ from hqsweep.config.section import Name, Section, sentence
 from hqsweep.config.study import ForkConfig
 from hqsweep.config.train import DataConfig, ParallelConfig, StatsConfig, TrainConfig, sharing_gpus
 from hqsweep.errors import UserError
+
+KEPT = 1024
+"""Texts of recipes whose checks have passed."""
 
 
 class Job(Section):
@@ -133,13 +138,29 @@ def check_keys(config: Mapping[str, Any]) -> None:
     with the pairs of formats that no product takes, of the parts that every model of its kind has."""
     if config.get("job") != "convergence":
         return
-    check_texts("recipe", config.get("recipe"))
+    recipe = config.get("recipe")
+    _once(check_texts, "recipe", recipe)
     try:
         model = Training.model_validate(dict(config)).model
     except ValidationError as error:
         raise UserError(sentence(error, Training)) from None
     if not isinstance(model, ModelConfig):
-        check_pairs(config["recipe"], ["linear"])
+        _once(check_pairs, recipe, ("linear",))
         return
-    grouped = ["grouped_linear"] if has_experts(model, model.layers - 1) else []
-    check_pairs(config["recipe"], ["linear", *grouped, "dpa", "head"])
+    grouped = ("grouped_linear",) if has_experts(model, model.layers - 1) else ()
+    _once(check_pairs, recipe, ("linear", *grouped, "dpa", "head"))
+
+
+def _once(check: Callable[..., None], *args: Any) -> None:
+    """Call `check`, unless it has passed with equal arguments: the runs of a grid share few recipes."""
+    try:
+        text = json.dumps(args)
+    except (TypeError, ValueError):  # a value that JSON does not have
+        check(*args)
+    else:
+        _check_text(check, text)
+
+
+@lru_cache(KEPT)
+def _check_text(check: Callable[..., None], args: str) -> None:
+    check(*json.loads(args))
