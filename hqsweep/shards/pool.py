@@ -1,4 +1,9 @@
-"""Several workers, each with one piece at a time."""
+"""Several workers, each with one piece at a time.
+
+concurrent.futures has no worker that ends with its parent: after SIGKILL of the parent, processes of a spawn pool stay.
+It also imports the caller's main module in each of them, so that a script without a guard starts itself again, and
+it does not say which signal ended a worker.
+"""
 
 import os
 import subprocess
