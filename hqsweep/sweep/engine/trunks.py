@@ -25,7 +25,7 @@ from hqsweep.sweep.store.names import data_seen, run_name
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.seen_data import of_before
 from hqsweep.train import data
-from hqsweep.train.content import SHOWN_DIGITS
+from hqsweep.train.corpus import SHOWN_DIGITS
 from hqsweep.train.model import GPT
 from hqsweep.train.record import NotAsWritten, check_recorded, checkpoints, record_path
 

@@ -13,11 +13,11 @@ from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hqsweep.config.format_text import QUANTIZER_FIELDS, directions
 from hqsweep.config.model import TARGET, HFModelConfig, ModelConfig, UserModel
 from hqsweep.config.recipe_text import part_quantizers
 from hqsweep.config.safe import check_expansion
 from hqsweep.errors import UserError, nearest
+from hqsweep.formats.spec import QUANTIZER_FIELDS, directions
 from hqsweep.recipe.roles import HEAD, IN_HIGH_PRECISION, TENSOR_TYPES
 
 MODEL_TARGET = f"model.{TARGET}"

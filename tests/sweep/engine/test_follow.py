@@ -8,8 +8,8 @@ import subprocess
 import sys
 import time
 
-import fake_worker
 import pytest
+from support.sweep import fake_worker
 
 from hqsweep.host import holder_pid
 from hqsweep.sweep.engine import follow

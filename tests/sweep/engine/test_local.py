@@ -10,9 +10,9 @@ import threading
 import time
 from pathlib import Path
 
-import fake_worker
 import pytest
-from shown import Shown
+from support.sweep import fake_worker
+from support.sweep.shown import Shown
 
 from hqsweep.host import stopped_among
 from hqsweep.sweep.engine import local, process
