@@ -19,17 +19,17 @@ PACKAGE = Path(hqsweep.__file__).parent
 LAYERS = [
     ("errors", "memo", "track.tables", "config.jobs", "config.safe_json"), ("verdicts", "config.format_text"),
     ("config.references",), ("config.safe_yaml",), ("config.recipe_files",), ("formats",),
-    ("ops",), ("parallel.wire",), ("parallel.fsdp",), ("quant + parallel.shards",), ("recipe",),
-    ("config", "gemm"), ("nn.core",), ("parallel.overlap",), ("nn",), ("optim", "shards"), ("models",), ("parallel",),
+    ("ops",), ("parallel.wire",), ("quant + parallel.shards + parallel.fsdp",), ("recipe",),
+    ("config", "gemm"), ("nn",), ("optim", "shards"), ("models",), ("parallel",),
     ("checkpoints",), ("compat",),
     ("train",), ("jobs",),
     ("sweep",), ("track",), ("report",), ("study",), ("api",), ("worker", "doctor"), ("cli",), ("__main__",),
 ]  # fmt: skip
-"""Packages, and packages or files that stand elsewhere than the package around them. Two joined by + import each other:
-held tensors know their shards."""
+"""Packages, and packages or files that stand elsewhere than the package around them. Those joined by + import each
+other: held tensors know their shards, and what fully_shard gathers."""
 RANK = {name: rank for rank, names in enumerate(LAYERS) for entry in names for name in entry.split(" + ")}
 TOGETHER = [set(entry.split(" + ")) for names in LAYERS for entry in names if " + " in entry]
-LONGEST_CHAIN = 24
+LONGEST_CHAIN = 25
 ROOT_FILES = 6
 
 
@@ -114,6 +114,16 @@ def test_imports_only_from_above(name):
     targets = {defines(module, what) for module, what, _ in imported(TREES[name])} - {"", "_C"}
     wrong = [to for to in targets if not may_import(own, layer(to))]
     assert not wrong, f"hqsweep.{name} imports what does not stand above it: {wrong}"
+
+
+NN_IMPORTS_OF_RANKS = {("nn.layers.offload", "parallel.fsdp.fsdp_state")}
+"""(module of nn, module of parallel): activations that are offloaded are no memory that fully_shard gathers into."""
+
+
+def test_nn_knows_protocols_and_no_ranks():
+    """nn.core.wire says what modules ask of ranks; hqsweep.parallel has the classes, and sets them on modules."""
+    found = {(name, to) for name in FILES if name.startswith("nn.") for to in edges(name) if to.startswith("parallel")}
+    assert found == NN_IMPORTS_OF_RANKS
 
 
 def reachable(start: str, graph: dict[str, set[str]]) -> set[str]:

@@ -1,6 +1,6 @@
 """transformer_engine.pytorch.Linear and LayerNormLinear, by their names, on this package's."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +18,7 @@ from hqsweep.nn.core.parameter import link_states
 from hqsweep.nn.core.residual import Branch
 from hqsweep.nn.linear.layernorm_linear import LayerNormLinear as _LayerNormLinear
 from hqsweep.nn.linear.linear import Linear as _Linear
-from hqsweep.parallel.overlap.shared_linear import Exchange, TensorParallel
+from hqsweep.parallel.shared.linear import TensorParallel
 
 TOKENS = 0
 """The axis along which tokens lie split: tensors are [sequence, batch, features]."""
@@ -84,12 +84,12 @@ class _Shared(TakesKeys, InActivationDtype):
             torch.set_rng_state(state)
             self._take_part(0 if self.parallel is None else self.parallel.group.rank())
 
-    def exchange(self, shape: Sequence[int]) -> Exchange | None:
-        """Linear.exchange. UserError where no group says which ranks share the linear."""
+    def linear_facts(self) -> dict[str, Any]:
+        """Linear.linear_facts(). UserError where no group says which ranks share the linear."""
         if self._ranks > 1:
             check_ranks(self.name, self._ranks, self.parallel)
             link_part(self.name, self.weight, self.parallel)  # which load_state_dict may have replaced
-        return super().exchange(shape)
+        return super().linear_facts()
 
     def _take_part(self, rank: int) -> None:
         """The weight of this rank, of a whole that is drawn on every one."""

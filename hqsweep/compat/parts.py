@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hqsweep.errors import UserError
-from hqsweep.parallel.overlap.shared_linear import TensorParallel
 from hqsweep.parallel.shards.held_part import become_part
+from hqsweep.parallel.shared.exchange import LinearShare
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 
@@ -32,7 +32,7 @@ def part_of(whole: Tensor, mode: str | None, rank: int, ranks: int, pieces: int 
     return whole.unflatten(0, (pieces, -1)).chunk(ranks, 1)[rank].flatten(0, 1)
 
 
-def link_part(name: str, weight: Tensor, parallel: TensorParallel | None) -> None:
+def link_part(name: str, weight: Tensor, parallel: LinearShare | None) -> None:
     """Have a weight that is held quantized be this rank's part, so that writes are those of the whole; nothing where it
     is not held, or no ranks share it. UserError, with the module's name, for a part that cuts a block."""
     if parallel is None or not isinstance(weight, HybridQuantizedTensor):
@@ -59,7 +59,7 @@ def ranks_of(tp_size: int, tp_group: Any) -> int:
     return tp_size if tp_group is None else tp_group.size()
 
 
-def check_ranks(name: str, ranks: int, parallel: TensorParallel | None) -> None:
+def check_ranks(name: str, ranks: int, parallel: LinearShare | None) -> None:
     """UserError for a call of a module that ranks are to share before it knows which."""
     if parallel is None:
         raise UserError(

@@ -21,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, Format, Fp8Delayed
 from hqsweep.formats.fp8 import end_step
+from hqsweep.ops.library import in_backward
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.amax import Search, find_amax
 from hqsweep.ops.quantize.request import Target
-from hqsweep.parallel.fsdp.fsdp_state import in_backward
 
 NO_STEP = -1
 """The step of a state in a checkpoint that has recorded nothing, or only for a step to come."""

@@ -17,13 +17,13 @@ from torch.distributed import ProcessGroup
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.ops.quantize.nonfinite import for_slot
-from hqsweep.parallel.fsdp.gathered_weight import stable_hash
 from hqsweep.parallel.shards.fsdp2 import ONE_ARGUMENT, note_trace
 from hqsweep.parallel.shards.shard_agree import quantize_shards_
 from hqsweep.parallel.shards.shard_part import Part, quantize_part
 from hqsweep.parallel.shards.shard_place import Place
 from hqsweep.quant.content import Content, OneMatrix
 from hqsweep.quant.delayed import SlotStates
+from hqsweep.quant.gathered_weight import stable_hash
 from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
 from hqsweep.quant.metadata import Metadata
 from hqsweep.quant.no_memory import NoMemory, refuse_memory

@@ -21,8 +21,6 @@ from hqsweep.config.parallel import ParallelConfig
 from hqsweep.errors import UserError
 from hqsweep.nn import Probe, quantization, set_recipe
 from hqsweep.nn.core.context import unwritten
-from hqsweep.nn.experts.grouped_linear import share_amaxes
-from hqsweep.nn.experts.moe import check_room
 from hqsweep.nn.layers.offload import ActivationOffload
 from hqsweep.nn.layers.saved_memory import SavedBytes
 from hqsweep.ops.quantize.nonfinite import counted
@@ -30,6 +28,8 @@ from hqsweep.parallel.data import in_order, reshard, shared_out, synchronized, w
 from hqsweep.parallel.mesh import Ranks
 from hqsweep.parallel.parallelize import spread, spread_layers
 from hqsweep.parallel.samples import captured_of_all, rows_of_all
+from hqsweep.parallel.shared.expert_room import check_room
+from hqsweep.parallel.shared.held_experts import share_amaxes
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.stages import Stage, stages
 from hqsweep.train.adapter import Balance, Losses

@@ -1,9 +1,9 @@
 """A training over ranks, one of which meets a NaN: run in each of several ranks."""
 
 import torch
-from tests.parallel.training_ranks import config, trainer
 
 from hqsweep.parallel.wire.local import local
+from tests.parallel.training_ranks import config, trainer
 
 SPOILED = "layers.0.mlp.fc1.weight"
 

@@ -6,12 +6,12 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
+from hqsweep.nn.experts.token_codes import Messages
 from torch import Tensor
 
 from hqsweep.jobs.parity import ranks
 from hqsweep.jobs.parity.rank_cases import Column, Problem, Results
 from hqsweep.nn.experts import token_route
-from hqsweep.nn.experts.token_codes import Messages
 from hqsweep.parallel.shards import shard_part
 from hqsweep.parallel.shards.gather_operands import Gathering
 from hqsweep.parallel.shards.shard_place import Place

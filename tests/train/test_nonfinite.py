@@ -8,13 +8,13 @@ import torch
 from graph_cases import CASES
 from graph_cases import config as graph_config
 from tests.dist import nonfinite_ranks as ranks
-from tests.parallel.nonfinite_ranks import SPOILED, spoil
 
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import Diverged, ListSink
 from hqsweep.train import data
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 from hqsweep.train.loop import Trainer
+from tests.parallel.nonfinite_ranks import SPOILED, spoil
 from tests.ranks import backend as backend
 from tests.ranks import run_ranks
 from tests.train.test_loop import config, trainer

@@ -38,10 +38,11 @@ from hqsweep.config.safe_json import loads
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.models.names import clean_name
-from hqsweep.nn.experts.grouped_linear import link_held
+from hqsweep.nn.core.workspace import note_update
 from hqsweep.optim.adam import MASTER, OWN_MASTERS, FusedAdam
+from hqsweep.parallel.shared.held_experts import link_held
 from hqsweep.parallel.wire.all_or_none import count_in, gathered, rank_in, together
-from hqsweep.parallel.wire.local import is_in_pieces, is_spread, local, note_update, spread_like, spread_out, write_held
+from hqsweep.parallel.wire.local import is_in_pieces, is_spread, local, spread_like, spread_out, write_held
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 Optimizer = torch.optim.Optimizer | None

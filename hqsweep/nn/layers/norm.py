@@ -14,13 +14,12 @@ from hqsweep.nn.core.context import use_kernels
 from hqsweep.nn.core.options import EPSILON
 from hqsweep.nn.core.recipe_argument import RecipeArgument, module_quantizers
 from hqsweep.nn.core.residual import Branch, add_branch, is_observed, whole
+from hqsweep.nn.core.wire import DeferredGradient, GradientReader, Summands
 from hqsweep.nn.layers.weight import QuantizedWeight
 from hqsweep.ops.model import norm
 from hqsweep.ops.quantize.kernels import in_dtype, input_in
 from hqsweep.ops.quantize.quantize_normed import Normed
 from hqsweep.ops.quantize.quantize_normed import takes as takes_normed
-from hqsweep.parallel.overlap.deferred_reduce import LeftGradient
-from hqsweep.parallel.wire.tokens import Summands, TakesGradient
 
 NORMALIZATIONS = ("RMSNorm", "LayerNorm")
 
@@ -35,7 +34,7 @@ class _NormCall:
     signs: bool | None = None
     of_branch: Summands | None = None
     """The summands of a branch that is a sum over ranks."""
-    gradient: LeftGradient | None = None
+    gradient: DeferredGradient | None = None
     """Where the gradient of the norm may be left as its summands."""
     copies: Sequence[Tensor] = ()
     """Memory, elsewhere, that gets the norm, too."""
@@ -82,7 +81,7 @@ def _gradients(
     dh: Tensor | None,
     received: Tensor | None = None,
     rank: int = 0,
-    writer: TakesGradient | None = None,
+    writer: GradientReader | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, branch, gain and bias. The stream's gradient is added in the pass that makes the norm's; both
     are rounded to the stream's dtype. received and rank: of a dh that ranks sum. writer: of the branch."""
@@ -150,7 +149,7 @@ class Norm(QuantizedWeight):
         return self._normed(x, None, torch.float32)[1]
 
     def added(
-        self, x: Tensor, branch: Branch, dtype: torch.dtype = torch.float32, gradient: LeftGradient | None = None
+        self, x: Tensor, branch: Branch, dtype: torch.dtype = torch.float32, gradient: DeferredGradient | None = None
     ) -> tuple[Tensor, Tensor]:
         """(x + branch, its norm rounded to `dtype`), with the sum as add_branch gives it, in one pass on CUDA.
         gradient: of the one who alone reads the norm; the norm may be sent as it is computed."""
@@ -171,7 +170,7 @@ class Norm(QuantizedWeight):
         """added(), with the norm only described, for a quantizer that takes_normed(): its tensor holds no values. None
         where no kernel takes that, or the branch is a sum that is left."""
         weight = self.quantized_weight()
-        if isinstance(branch, Summands):
+        if not (branch is None or isinstance(branch, Tensor)):
             return None
         taken = dtype is torch.bfloat16 and norm.takes(x, branch, weight, dtype) and takes_normed(x)
         if is_observed(self) or not (taken and use_kernels(x)):
@@ -188,10 +187,11 @@ class Norm(QuantizedWeight):
         dtype: torch.dtype,
         amax: bool = False,
         signs: bool | None = None,
-        gradient: LeftGradient | None = None,
+        gradient: DeferredGradient | None = None,
     ) -> tuple[Tensor, ...]:
         weight, bias = self.quantized_weight(), self._own_bias()
-        summands, own = (branch, branch.own) if isinstance(branch, Summands) else (None, branch)
+        is_whole = branch is None or isinstance(branch, Tensor)
+        summands, own = (None, branch) if is_whole else (branch, branch.own)
         if use_kernels(x) and norm.takes(x, own, weight, dtype):
             wanted = {"amax": amax, "signs": signs} if norm.measures(x, dtype) else {}
             call = _NormCall(epsilon=self.epsilon, dtype=dtype, of_branch=summands, gradient=gradient, **wanted)

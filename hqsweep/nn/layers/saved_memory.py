@@ -6,10 +6,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from hqsweep.nn.core.wire import local_part
 from hqsweep.nn.experts.grouped_linear import GroupedLinear
 from hqsweep.nn.linear.linear import Linear, LinearBase
-from hqsweep.parallel.fsdp.gathered_weight import GatheredWeight
-from hqsweep.parallel.wire.local import local
+from hqsweep.quant.gathered_weight import GatheredWeight
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 
@@ -21,7 +21,7 @@ def memory_of(tensor: Tensor) -> int:
 def tensors_of(model: nn.Module) -> Iterator[Tensor]:
     """The parameters and buffers, the operands of quantized ones, and this rank's parts of those that ranks share:
     saving them keeps nothing alive that would be freed."""
-    for part in map(local, model.parameters()):
+    for part in map(local_part, model.parameters()):
         if isinstance(part, HybridQuantizedTensor):
             yield from part.buffers.values()
         else:

@@ -13,6 +13,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from hqsweep.ops.library import in_backward
+
 _UNITS: WeakSet[Any] = WeakSet()
 """torch's FSDPParam of each parameter whose gradient is summed in FP32."""
 _OF_WEIGHT = "_hqsweep_fsdp_param"
@@ -96,11 +98,6 @@ def drop_pass(module: nn.Module) -> None:
                     unit.unsharded_accumulated_grad = None
                 if hasattr(unit, "_unsharded_param"):
                     unit._unsharded_param.grad = None
-
-
-def in_backward() -> bool:
-    """Whether autograd runs a backward in this thread."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def unsharded_sum(weight: Tensor) -> Tensor | None:

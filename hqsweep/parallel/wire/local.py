@@ -146,19 +146,6 @@ def write_held(p: Tensor, value: Tensor, key: Any) -> None:
     own.quantize_(value.view(own.shape), key=key, group=group_of_shards(p))
 
 
-_UPDATES = [0]
-
-
-def note_update() -> None:
-    """Count an update of DTensors. FSDP gathers weights anew after it into tensors that keep their version counters."""
-    _UPDATES[0] += 1
-
-
-def updates() -> int:
-    """How many updates note_update() has counted in this process."""
-    return _UPDATES[0]
-
-
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """float32 []: the 2-norm of all elements of all tensors, equal on all ranks; each DTensor counts as a whole."""
     return squared_norms(tensors).sum().sqrt()

@@ -11,7 +11,7 @@ ranks begin the same collectives of a group in the same order.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,17 +22,6 @@ from hqsweep.ops.sum_parts import sum_parts
 from hqsweep.parallel.wire import collectives, p2p_copy, wide_copy
 
 Pending = Callable[[], Tensor]
-
-
-class TakesGradient(Protocol):
-    def prepare(self) -> None:
-        """Do what needs no gradient, before others are waited for."""
-
-    def place(self, like: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Where the gradient had best be written, of the shape of `like` and of a dtype; None: anywhere."""
-
-    def tell(self, gradient: Tensor) -> None:
-        """Take the gradient."""
 
 
 class Summands(NamedTuple):
@@ -46,8 +35,8 @@ class Summands(NamedTuple):
     parts: Tensor
     """[1, W, n]: what this rank has computed of the rows of each, among them `own`."""
     rank: int
-    writer: "TakesGradient | None" = None
-    """Who takes the gradient of the sum, as soon as its reader knows it."""
+    writer: Any = None
+    """The hqsweep.nn.core.wire.GradientReader that takes the gradient of the sum, as soon as its reader knows it."""
 
     def of(self, own: Tensor) -> "Summands":
         """The same with `own` as autograd knows it, in any shape of its rows."""
