@@ -6,7 +6,6 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
-from hqsweep.nn.experts.token_codes import Messages
 from torch import Tensor
 
 from hqsweep.jobs.parity import ranks
@@ -15,6 +14,7 @@ from hqsweep.nn.experts import token_route
 from hqsweep.parallel.shards import shard_part
 from hqsweep.parallel.shards.gather_operands import Gathering
 from hqsweep.parallel.shards.shard_place import Place
+from hqsweep.parallel.shared.token_codes import Messages
 from hqsweep.quant.operand import Operand
 from hqsweep.recipe.sections import LinearQuantizers
 
