@@ -8,8 +8,8 @@ from hqsweep.nn.core.options import LayerNormLinearOptions
 from hqsweep.nn.core.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.nn.core.residual import AddsBranch, Branch
 from hqsweep.nn.layers.norm import Norm
-from hqsweep.nn.linear.linear import NOTHING, Linear
-from hqsweep.nn.linear.linear_call import KnownInput
+from hqsweep.nn.linear.linear import Linear
+from hqsweep.nn.linear.linear_call import NOTHING, KnownInput
 
 
 class LayerNormLinear(AddsBranch, Linear):

@@ -14,13 +14,11 @@ from hqsweep.nn.core.recipe_argument import RecipeArgument, module_quantizers
 from hqsweep.nn.core.residual import Branch
 from hqsweep.nn.core.wire import LinearRanks
 from hqsweep.nn.core.workspace import WeightWorkspace
-from hqsweep.nn.linear.linear_call import KnownInput, LinearCall
+from hqsweep.nn.linear.linear_call import NOTHING, KnownInput, LinearCall
 from hqsweep.nn.linear.linear_function import LinearFunction
 from hqsweep.ops.quantize.kernels import input_in
 from hqsweep.recipe.roles import QuantizerRole
 from hqsweep.recipe.sections import LinearQuantizers
-
-NOTHING = KnownInput()
 
 
 def as_rows(x: Tensor) -> Tensor:

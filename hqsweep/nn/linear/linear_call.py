@@ -50,6 +50,9 @@ class KnownInput:
     """What x is computed of, where x itself has no values."""
 
 
+NOTHING = KnownInput()
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinearCall(Call):
     """A call of a linear. With one matrix, splits and plans are None, and every list of this class has one entry."""

@@ -11,8 +11,8 @@ from hqsweep.nn.core.context import current, use_kernels
 from hqsweep.nn.core.products import once_differentiable, outside_autocast
 from hqsweep.nn.core.residual import Branch, is_observed
 from hqsweep.nn.linear.gemms import Gradient, check_weights, delivered, input_column, keep, weight_column, wgrad
-from hqsweep.nn.linear.linear import NOTHING, Linear, as_rows
-from hqsweep.nn.linear.linear_call import KnownInput, LinearCall
+from hqsweep.nn.linear.linear import Linear, as_rows
+from hqsweep.nn.linear.linear_call import NOTHING, KnownInput, LinearCall
 from hqsweep.ops.model.activation import INPUTS
 from hqsweep.ops.quantize.kernels import in_dtype, input_in
 

@@ -14,7 +14,7 @@ both would have to be kept between the passes, and sharding again is there to ke
 import math
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,20 @@ from hqsweep.parallel.wire.collectives import all_gather
 from hqsweep.quant.gathered_weight import GatheredWeight
 from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
 from hqsweep.quant.operand import HybridOperand
+
+
+class WeightCall(Protocol):
+    """A LinearCall, as a gather asks it."""
+
+    dtype: torch.dtype
+    grad: bool
+    context: Any
+
+    def quantizer(self, tensor: str) -> HybridQuantizer:
+        """The quantizer of a tensor."""
+
+    def key(self, tensor: str) -> Any:
+        """The key of the tensor's random bits."""
 
 
 class Gathering:
@@ -88,7 +102,7 @@ class Gathering:
 
     def operand(
         self,
-        call: Any,
+        call: WeightCall,
         weights: Sequence[GatheredWeight],
         direction: Direction,
         make: Callable[..., HybridOperand],
@@ -122,7 +136,7 @@ class Gathering:
         return getattr(operands, direction)
 
 
-def _are_cacheable(call: Any, quantizer: HybridQuantizer, needs_column: bool) -> bool:
+def _are_cacheable(call: WeightCall, quantizer: HybridQuantizer, needs_column: bool) -> bool:
     """Whether operands may be kept between passes: those whose scales are functions of the values, and whose codes are
     not the values themselves; and not in an evaluation, as the training forward that may follow it in the same gather
     reads the columnwise one."""

@@ -14,8 +14,8 @@ from hqsweep.nn.core.parameter import AnyOperand, link_states
 from hqsweep.nn.core.products import outside_autocast
 from hqsweep.nn.core.residual import Branch, is_observed
 from hqsweep.nn.linear.layernorm_linear import LayerNormLinear
-from hqsweep.nn.linear.linear import NOTHING, Linear, as_rows
-from hqsweep.nn.linear.linear_call import KnownInput
+from hqsweep.nn.linear.linear import Linear, as_rows
+from hqsweep.nn.linear.linear_call import NOTHING, KnownInput
 from hqsweep.nn.linear.linear_loss import check_head, forms_loss, product_cross_entropy
 from hqsweep.ops.quantize.kernels import input_in
 from hqsweep.parallel.overlap.chunked_input import Turns

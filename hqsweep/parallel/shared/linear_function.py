@@ -24,7 +24,7 @@ from hqsweep.nn.linear.gemms import (
     weight_column,
     wgrad,
 )
-from hqsweep.nn.linear.linear_call import KnownInput
+from hqsweep.nn.linear.linear_call import NOTHING, KnownInput
 from hqsweep.ops.quantize.kernels import in_dtype
 from hqsweep.ops.quantize.request import Output
 from hqsweep.parallel.overlap.chunked_input import OperandsInTurn, Turns, in_turn, is_hooked
@@ -45,10 +45,11 @@ from hqsweep.quant.operand import HybridOperand
 
 @dataclass(kw_only=True, eq=False)
 class Handover:
-    """Made anew for each call. Whoever reads `turns`, `beside` or an operand takes it out, since a call lives until
-    backward, and what is handed on must not."""
+    """What the steps of one call hand on. Whoever reads a field of forward, or an operand, takes it out: this object
+    lives until backward, and what it hands on must not."""
 
-    known: KnownInput = field(default_factory=KnownInput)
+    known: KnownInput = NOTHING
+    """What is known of x."""
     turns: Turns | None = None
     """How x is written, if it is written rank by rank."""
     beside: Beside | None = None
@@ -68,14 +69,16 @@ class Handover:
         self, call: SharedCall, x: Tensor, columnwise: Output | None
     ) -> HybridOperand | LateOperands | OperandsInTurn:
         """The operands of x: the rowwise one to be multiplied, the columnwise one, if any, to be saved after that."""
-        turns, beside, outputs = self.turns, self.beside, {"rowwise": call.product_takes, "columnwise": columnwise}
+        turns, known, beside = self.turns, self.known, self.beside
+        outputs = {"rowwise": call.product_takes, "columnwise": columnwise}
         if turns is not None:
             self.turns = None
             return in_turn(call, turns, x, **outputs)
         if self.codes:
             return call.of_codes("input", x, self.codes.pop("input"), **outputs)
-        if self.known.normed is not None or self.known.amaxes:
-            return call.quantize_input(x, self.known, **outputs)
+        if known.normed is not None or known.amaxes:
+            self.known = NOTHING
+            return call.quantize_input(x, known, **outputs)
         if beside is None:
             return quantize_tokens(call, "input", x, **outputs)
         self.beside = None
