@@ -123,8 +123,8 @@ def dynamo_output() -> Any:
 
 # DTensor and meshes.
 def local_tensor(x: Any) -> Tensor:
-    """This rank's part of a DTensor, without a node of autograd, which to_local() adds."""
-    return x._local_tensor
+    """This rank's part of a DTensor, without a node of autograd, which to_local() adds; any other tensor as it is."""
+    return getattr(x, "_local_tensor", x)
 
 
 def dtensor_like(p: Any, part: Tensor) -> Any:

@@ -16,7 +16,8 @@ from hqsweep.nn.core.context import HIGH_PRECISION
 from hqsweep.nn.core.options import GroupedLinearOptions
 from hqsweep.nn.core.parameter import link_states
 from hqsweep.nn.experts.grouped_linear import GroupedLinear as _GroupedLinear
-from hqsweep.parallel.overlap.shared_linear import TensorParallel
+from hqsweep.parallel.shared.exchange import LinearShare
+from hqsweep.parallel.shared.experts import SharedExperts
 
 OPTIONS = (
     "bias", "fuse_wgrad_accumulation", "save_original_input", "single_grouped_weight", "single_grouped_bias",
@@ -82,7 +83,7 @@ class GroupedLinear(TakesKeys, InActivationDtype, _GroupedLinear):
         if ranks != self._ranks:
             raise UserError(f"{self.name}: a tp_group of {ranks} ranks, where tp_size is {self._ranks}")
         if ranks > 1:
-            self.parallel = TensorParallel(group=tp_group, mode=self._mode, sums=False)
+            self.parallel = SharedExperts(features=LinearShare(group=tp_group, mode=self._mode, sums=False))
             self.workspace.clear()
         if ranks > 1 or self._draw is not None:
             self._take_part()
@@ -95,6 +96,11 @@ class GroupedLinear(TakesKeys, InActivationDtype, _GroupedLinear):
             torch.set_rng_state(state)
             self._take_part()
 
+    @property
+    def _share(self) -> LinearShare | None:
+        """How ranks share the features of each expert."""
+        return None if self.parallel is None else self.parallel.features
+
     def _take_part(self) -> None:
         """This rank's parts of weights that every rank draws whole."""
         rank = 0 if self.parallel is None else self.parallel.group.rank()
@@ -102,7 +108,7 @@ class GroupedLinear(TakesKeys, InActivationDtype, _GroupedLinear):
         parts = [part_of(whole, self._mode, rank, self._ranks) for whole in wholes]
         link_states(self.weights, self.states)  # which weights in another dtype have lost
         for weight, values in zip(self.weights, [parts] if self.single_grouped_weight else parts, strict=True):
-            link_part(self.name, weight, self.parallel)
+            link_part(self.name, weight, self._share)
             write_part(weight, torch.stack(values) if self.single_grouped_weight else values)
 
     @property
@@ -121,7 +127,7 @@ class GroupedLinear(TakesKeys, InActivationDtype, _GroupedLinear):
         if positional or arguments:
             OF_GROUPED_CALL.given(positional, arguments, self.name)
         if self._ranks > 1:
-            check_ranks(self.name, self._ranks, self.parallel)
+            check_ranks(self.name, self._ranks, self._share)
             for weight in self.weights:
-                link_part(self.name, weight, self.parallel)  # which load_state_dict may have replaced
+                link_part(self.name, weight, self._share)  # which load_state_dict may have replaced
         return super().forward(self.take(inp), m_splits)

@@ -35,6 +35,7 @@ from hqsweep.nn.linear.layernorm_mlp import LayerNormMLP as _LayerNormMLP
 from hqsweep.nn.linear.mlp_function import joins
 from hqsweep.ops.model.activation import INPUTS
 from hqsweep.ops.quantize.kernels import in_dtype
+from hqsweep.parallel.shared.attention import share_attention
 
 SHARED = (
     "tp_group", "tp_size", "sequence_parallel", "fuse_wgrad_accumulation", "params_dtype", "bias",
@@ -193,7 +194,7 @@ class MultiheadAttention(_OverRanks, _MultiheadAttention):
         self._share_heads(tp_group)
 
     def _share_heads(self, group: ProcessGroup | None) -> None:
-        self.dpa.group = group if self.ranks > 1 else None
+        share_attention(self.dpa, heads=group if self.ranks > 1 else None)
 
     def forward(self, hidden_states: Tensor, *positional: Any, **arguments: Any) -> Tensor:
         """forward(hidden_states), with checkpoint_core_attention as in hqsweep.nn. is_first_microbatch has no effect.

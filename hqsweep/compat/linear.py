@@ -4,7 +4,7 @@ Every rank draws the whole weight alike, and keeps its part as a tensor of its o
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -21,8 +21,9 @@ from hqsweep.nn.core.parameter import link_states
 from hqsweep.nn.core.residual import Branch
 from hqsweep.nn.linear.layernorm_linear import LayerNormLinear as _LayerNormLinear
 from hqsweep.nn.linear.linear import Linear as _Linear
-from hqsweep.parallel.overlap.shared_linear import Exchange, TensorParallel
 from hqsweep.parallel.shards.held_part import become_part
+from hqsweep.parallel.shared.exchange import LinearShare
+from hqsweep.parallel.shared.linear import TensorParallel
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 TOKENS = 0
@@ -89,12 +90,12 @@ class _Shared(TakesKeys, InActivationDtype):
             torch.set_rng_state(state)
             self._take_part(0 if self.parallel is None else self.parallel.group.rank())
 
-    def exchange(self, shape: Sequence[int]) -> Exchange | None:
-        """Linear.exchange. UserError where no group says which ranks share the linear."""
+    def linear_facts(self) -> dict[str, Any]:
+        """Linear.linear_facts(). UserError where no group says which ranks share the linear."""
         if self._ranks > 1:
             check_ranks(self.name, self._ranks, self.parallel)
             link_part(self.name, self.weight, self.parallel)  # which load_state_dict may have replaced
-        return super().exchange(shape)
+        return super().linear_facts()
 
     def _take_part(self, rank: int) -> None:
         """This rank's part of a weight that every rank draws whole."""
@@ -182,7 +183,7 @@ def part_of(whole: Tensor, mode: str | None, rank: int, ranks: int, pieces: int 
     return whole.unflatten(0, (pieces, -1)).chunk(ranks, 1)[rank].flatten(0, 1)
 
 
-def link_part(name: str, weight: Tensor, parallel: TensorParallel | None) -> None:
+def link_part(name: str, weight: Tensor, parallel: LinearShare | None) -> None:
     """Make a held weight this rank's part, so that writes have the bytes of the whole. Nothing changes where the weight
     is plain, or ranks do not share it. UserError, with the module's name, for a part that cuts a block."""
     if parallel is None or not isinstance(weight, HybridQuantizedTensor):
@@ -209,7 +210,7 @@ def ranks_of(tp_size: int, tp_group: Any) -> int:
     return tp_size if tp_group is None else tp_group.size()
 
 
-def check_ranks(name: str, ranks: int, parallel: TensorParallel | None) -> None:
+def check_ranks(name: str, ranks: int, parallel: LinearShare | None) -> None:
     """UserError for a call of a module that ranks are to share before it knows which."""
     if parallel is None:
         raise UserError(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.library import Library, register_fake
 
 from hqsweep.memo import constant_result
-from hqsweep.torch_private import DispatchKey, DispatchKeySet, current_raw_stream, dispatch_modes
+from hqsweep.torch_private import DispatchKey, DispatchKeySet, current_graph_task_id, current_raw_stream, dispatch_modes
 
 
 @cache
@@ -115,3 +115,8 @@ def where(x: Tensor) -> tuple:
     set)."""
     # What torch.cuda.current_stream() wraps in an object, at a tenth of its time.
     return (current_raw_stream(x.get_device()),) if x.is_cuda else (torch.get_num_threads(), "")
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward in this thread."""
+    return current_graph_task_id() != -1

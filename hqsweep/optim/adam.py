@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from hqsweep.errors import UserError
+from hqsweep.nn.core.workspace import note_update
 from hqsweep.ops.library import has_kernels
 from hqsweep.ops.model.adam import adamw_
 from hqsweep.optim.gradients import clip_, clip_factor, gradient, norm_of
 from hqsweep.optim.rounded import Rounded, values_of
 from hqsweep.parallel.shards.shard_agree import quantize_shards_
-from hqsweep.parallel.wire.local import group_of_shards, is_spread, local, note_update, part_as, spread_like
+from hqsweep.parallel.wire.local import group_of_shards, is_spread, local, part_as, spread_like
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.torch_private import foreach_add_, foreach_copy_, foreach_zero_
 

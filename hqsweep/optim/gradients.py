@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
 from hqsweep.errors import UserError
-from hqsweep.parallel.fsdp.fsdp_state import parameters_of, sum_in_fp32
+from hqsweep.nn.core.parameter import SUMS
+from hqsweep.parallel.fsdp.fsdp_state import parameters_of, sum_in_fp32, unsharded_sum
 from hqsweep.parallel.wire.local import is_spread, local, spread_like, total_norm
 from hqsweep.torch_private import foreach_copy_, foreach_mul_, queue_callback
 
@@ -71,6 +72,8 @@ def use_main_grads(module: nn.Module) -> None:
         p.main_grad = spread_like(p, torch.zeros(local(p).shape, dtype=torch.float32, device=p.device))
         p.register_post_accumulate_grad_hook(_accumulate)
     sum_in_fp32(module)
+    if unsharded_sum not in SUMS:
+        SUMS.append(unsharded_sum)
     if isinstance(module, DistributedDataParallel):
         module.register_comm_hook((module.process_group, parameters), _average_main_grads)
 

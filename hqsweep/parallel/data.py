@@ -14,11 +14,21 @@ import torch
 from torch import nn
 
 from hqsweep.nn.core.module import PARTS
-from hqsweep.nn.core.residual import residual_under_fsdp
+from hqsweep.nn.core.residual import KNOWN_HOOKS, RESIDUAL
 from hqsweep.nn.linear.linear import LinearBase
-from hqsweep.parallel.fsdp.fsdp_state import groups_of
+from hqsweep.parallel.fsdp.fsdp_state import groups_of, hook_ids
 from hqsweep.parallel.mesh import Ranks
 from hqsweep.torch_private import fsdp_owners, fsdp_whole
+
+
+def residual_under_fsdp(layer: nn.Module) -> None:
+    """Have the hooks of fully_shard, whose unit a layer is, run around its residual(x, branch), too, so that the sum of
+    a branch is left to the next norm there as well."""
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    if hasattr(layer, RESIDUAL):
+        register_fsdp_forward_method(layer, RESIDUAL)
+        layer.__dict__[KNOWN_HOOKS] = frozenset(hook_ids(layer))
 
 
 def shard(

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
-from hqsweep.parallel.fsdp.gathered_weight import stable_hash
 from hqsweep.parallel.shards.fsdp2 import ONE_ARGUMENT, note_trace
+from hqsweep.quant.gathered_weight import stable_hash
 from hqsweep.quant.hybrid import Direction
 from hqsweep.torch_private import disabled_torch_function, schema_of, tree_map
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from hqsweep.errors import UserError
-from hqsweep.parallel.fsdp.fsdp_state import in_backward
+from hqsweep.ops.library import in_backward
 from hqsweep.recipe.sections import Section, slots
 from hqsweep.torch_private import CHECKPOINT_FRAME, top_saved_tensors_hooks
 

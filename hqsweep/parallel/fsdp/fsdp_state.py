@@ -14,8 +14,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from hqsweep.ops.library import in_backward
 from hqsweep.torch_private import (
-    current_graph_task_id,
     fsdp_drop_pass,
     fsdp_groups,
     fsdp_hook_ids,
@@ -93,11 +93,6 @@ def drop_pass(module: nn.Module) -> None:
                     unit.unsharded_accumulated_grad = None
                 if (whole := fsdp_whole(unit)) is not None:
                     whole.grad = None
-
-
-def in_backward() -> bool:
-    """Whether autograd runs a backward in this thread."""
-    return current_graph_task_id() != -1
 
 
 def unsharded_sum(weight: Tensor) -> Tensor | None:

@@ -154,20 +154,6 @@ def write_held(p: Tensor, value: Tensor, key: Any) -> None:
     own.quantize_(value.view(own.shape), key=key, group=group_of_shards(p))
 
 
-_UPDATES = [0]
-
-
-def note_update() -> None:
-    """Count an update of DTensors, after which FSDP's gathers differ. Version counters of gathered tensors do not show
-    it."""
-    _UPDATES[0] += 1
-
-
-def updates() -> int:
-    """The number of updates that note_update() has counted in this process."""
-    return _UPDATES[0]
-
-
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """float32 []: the 2-norm of all elements of all tensors, equal on all ranks. DTensors count as wholes."""
     return squared_norms(tensors).sum().sqrt()

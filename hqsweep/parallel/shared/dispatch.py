@@ -1,9 +1,9 @@
 """Rows of tokens on their way to the ranks that hold their experts, and back: all_to_all with uneven splits.
 
 Rows stand at an expert as they would in one process with the tokens of all ranks, one rank's after the other's, so that
-every sum over them has the order that it has there. How many rows a rank has for each expert is told first. Without
-room for any numbers of them (nn.expert_room) the host waits for these once a layer, as torch's all_to_all takes numbers
-of rows from the host.
+every sum over them has the order that it has there. Ranks first exchange how many rows they have for each expert.
+Without room for any numbers of them (expert_room) the host waits for these once a layer, as torch's all_to_all takes
+numbers of rows from the host.
 """
 
 from dataclasses import dataclass
@@ -13,9 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hqsweep.formats import Format
 from hqsweep.nn.core.context import current
-from hqsweep.nn.experts.expert_room import ExpertRoom
-from hqsweep.nn.experts.token_route import Route, known_splits
+from hqsweep.nn.experts.grouped_linear import GroupedLinear
+from hqsweep.nn.experts.moe import LayerNormMoE
+from hqsweep.nn.experts.router import Routing
+from hqsweep.nn.linear.activation import activate
+from hqsweep.parallel.shared.expert_room import ExpertRoom
+from hqsweep.parallel.shared.token_codes import sends_codes
+from hqsweep.parallel.shared.token_route import Codes, Route, known_splits
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,6 +42,29 @@ class Dispatcher:
         if self.room is not None:
             return self.room.route(tokens, rows, multiple, groups)
         return _waited_route(tokens, multiple, groups)
+
+    def mixed(self, mixture: LayerNormMoE, routing: Routing, h: Tensor) -> Tensor:
+        fc1, fc2, multiples = mixture.fc1, mixture.fc2, {mixture.fc1.filling_multiple, mixture.fc2.filling_multiple}
+        formats, fills = (_sent_format(fc1, "input"), _sent_format(fc2, "grad_output")), 1
+        if len(multiples) == 1:
+            (fills,) = multiples
+        else:  # each fills up its rows by itself, which takes values
+            formats = None, None
+        route = self.send_counts(routing.tokens, routing.chosen.numel(), fills)
+        routing, codes = route.marked(routing), [None if f is None else Codes() for f in formats]
+        rows = route.go(routing.dispatch(h, fc1.dtype), formats[0], codes[0])
+        with route.context():
+            hidden = activate(fc1(rows, route.splits, codes[0]), "swiglu", route.end)
+            rows = route.come_back(fc2(hidden, route.splits, codes[1]), formats[1], codes[1])
+        return routing.combine(rows, None if mixture.shared is None else mixture.shared(h))
+
+
+def _sent_format(grouped: GroupedLinear, tensor: str) -> Format | None:
+    """The format in which the rows of "input" or "grad_output" can come from other ranks as codes, in a call now: that
+    of their rowwise operand, where nothing else is made of their values. There are no biases."""
+    quantizer = getattr(grouped.active_quantizers(), tensor)
+    columnwise = torch.is_grad_enabled() and grouped.weight.requires_grad
+    return quantizer.rowwise if sends_codes(quantizer, columnwise) and not current().probe else None
 
 
 def _waited_route(tokens: Tensor, multiple: int, groups: dict[str, Any]) -> Route:

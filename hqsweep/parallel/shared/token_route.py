@@ -1,7 +1,7 @@
 """Where the rows of one call of a mixture go, whose experts are spread over ranks, and how autograd sees them go."""
 
 from abc import ABC, abstractmethod
-from collections.abc import MutableMapping
+from collections import UserDict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,9 +13,14 @@ from torch.autograd.function import once_differentiable
 from hqsweep.formats import Format
 from hqsweep.nn.core.context import OUTSIDE, current, within
 from hqsweep.nn.experts.router import Routing
-from hqsweep.nn.experts.token_codes import Messages, agreed_amaxes
 from hqsweep.ops.members.splits import Splits
+from hqsweep.parallel.shared.token_codes import Messages, agreed_amaxes
 from hqsweep.quant.operand import Operand
+
+
+class Codes(UserDict[str, Operand]):
+    """hqsweep.nn.core.wire.Codes. This is no dict, for hooks of fully_shard may copy a dict, and backward may have to
+    fill this one."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,12 +63,12 @@ class Route(ABC):
         """The routing, whose results are NaN where rows had no room."""
         return routing
 
-    def go(self, rows: Tensor, format: Format | None, codes: MutableMapping[str, Operand] | None) -> Tensor:
+    def go(self, rows: Tensor, format: Format | None, codes: Codes | None) -> Tensor:
         """Rows [M * k, D], sorted by expert -> the rows of this rank's experts. With a format only its codes go: they
         become the "input" of `codes`, and the rows have no values. Gradients go as they are."""
         return _Go.apply(rows, self, format, codes)
 
-    def come_back(self, rows: Tensor, format: Format | None, codes: MutableMapping[str, Operand] | None) -> Tensor:
+    def come_back(self, rows: Tensor, format: Format | None, codes: Codes | None) -> Tensor:
         """The inverse of go(), whose gradients go as codes of the format: they become the "grad_output"."""
         return _ComeBack.apply(rows, self, format, codes)
 
@@ -99,9 +104,7 @@ def known_splits(sizes: Tensor) -> Splits:
 
 class _Go(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, rows: Tensor, route: Route, format: Format | None, codes: MutableMapping[str, Operand] | None
-    ) -> Tensor:
+    def forward(ctx, rows: Tensor, route: Route, format: Format | None, codes: Codes | None) -> Tensor:
         ctx.route = route
         if format is None:
             return route.gone(rows)
@@ -116,9 +119,7 @@ class _Go(torch.autograd.Function):
 
 class _ComeBack(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, rows: Tensor, route: Route, format: Format | None, codes: MutableMapping[str, Operand] | None
-    ) -> Tensor:
+    def forward(ctx, rows: Tensor, route: Route, format: Format | None, codes: Codes | None) -> Tensor:
         ctx.route, ctx.format, ctx.codes = route, format, codes
         return route.returned(rows)
 

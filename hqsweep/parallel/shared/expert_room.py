@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from hqsweep.errors import UserError
 from hqsweep.nn.core.context import current
 from hqsweep.nn.experts.router import Routing
-from hqsweep.nn.experts.token_route import Route, known_splits
 from hqsweep.ops.members.splits import PaddedSplits, Splits
 from hqsweep.ops.model.experts import ExpertPlaces, copy_rows, expert_places
+from hqsweep.parallel.shared.token_route import Route, known_splits
 from hqsweep.parallel.wire import p2p_copy
 from hqsweep.parallel.wire.collectives import all_gather
 
@@ -105,6 +105,15 @@ class ExpertRoom:
                 f"{where}expert_room: {self.factor} left no room for the rows of a rank's experts, {needed:.4g} times"
                 " those of experts that are chosen equally often; give more, or null, for which the host waits"
             )
+
+
+def check_room(model: nn.Module, where: str = "") -> None:
+    """UserError where, since the last check, rows of the model's experts found no room, or ranks had unlike numbers of
+    tokens: results were NaN. Waits for the device. where: what stands before the name of the option."""
+    dispatchers = [getattr(module, "dispatcher", None) for module in model.modules()]
+    for room in dict.fromkeys(dispatcher.room for dispatcher in dispatchers if dispatcher is not None):
+        if room is not None:
+            room.check(where)
 
 
 def _first_microbatch(told: Tensor, rows: int) -> int:

@@ -7,8 +7,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
-from hqsweep.parallel.fsdp.gathered_weight import GatheredWeight
 from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
+from hqsweep.quant.gathered_weight import GatheredWeight
 
 VALUE = draw("normal", 32, 64).bfloat16()
 

@@ -7,7 +7,8 @@ from torch import nn
 from hqsweep.nn.layers.layer_stack import through
 from hqsweep.nn.layers.norm import Norm
 from hqsweep.nn.layers.stream_layer import StreamLayer
-from hqsweep.parallel.overlap import shared_linear, summed_gains
+from hqsweep.parallel.shared import tokens, weight
+from hqsweep.parallel.shared.weight import SharedWeight, gains_summed_together
 
 GROUP = object()
 
@@ -35,15 +36,16 @@ def said(monkeypatch):
         events.append(gradient.numel())
         return 2 * gradient
 
-    monkeypatch.setattr(shared_linear, "sum_whole", twice)
+    monkeypatch.setattr(tokens, "sum_whole", twice)
     return events
 
 
 def gradients(layers, x, group):
     for layer in layers:
-        layer.norm.tokens_group = group
+        layer.norm.parallel = SharedWeight(tokens=group)
         layer.zero_grad()
-    stream = through(layers, x)
+    with gains_summed_together(layers):
+        stream = through(layers, x)
     (stream.x + stream.branch).square().sum().backward()
     return [None if p.grad is None else p.grad.clone() for layer in layers for p in layer.norm.parameters()]
 
@@ -54,7 +56,7 @@ def test_one_sum_follows_all_layers(said):
     said.clear()
     assert all(torch.equal(own, 2 * whole) for own, whole in zip(gradients(layers, x, GROUP), alone, strict=True))
     assert said == [2, 1, 0, 3 * 16]
-    assert not summed_gains._TOGETHER
+    assert not weight._TOGETHER
 
 
 def test_gains_without_a_gradient_and_of_layers_under_fully_shard_have_none_or_their_own_sums(said, monkeypatch):
@@ -63,16 +65,16 @@ def test_gains_without_a_gradient_and_of_layers_under_fully_shard_have_none_or_t
     first, _, *others = gradients(layers, x, GROUP)
     assert first is None and all(gradient is not None for gradient in others) and said == [1, 0, 16]
     said.clear()
-    monkeypatch.setattr(summed_gains, "groups_of", lambda module: [GROUP])
+    monkeypatch.setattr(weight, "groups_of", lambda module: [GROUP])
     own = gradients(layers, x, GROUP)[2:]
     assert said == [1, 8, 8, 0] and all(map(torch.equal, own, others))
 
 
 def test_a_forward_that_fails_or_has_no_gradients_leaves_nothing(said):
     layers = [Layer(0, said)]
-    layers[0].norm.tokens_group = GROUP
-    with torch.no_grad():
+    layers[0].norm.parallel = SharedWeight(tokens=GROUP)
+    with torch.no_grad(), gains_summed_together(layers):
         through(layers, torch.randn(4, 8))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError), gains_summed_together(layers):
         through(layers, torch.randn(4, 9))
-    assert not summed_gains._TOGETHER
+    assert not weight._TOGETHER
