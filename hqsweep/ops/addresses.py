@@ -15,7 +15,7 @@ from torch import Tensor
 from hqsweep.formats import RngKey, RngKeys
 from hqsweep.memo import memo
 
-try:  # the allocators of Inductor's code, on the current device: a third of torch.empty's time
+try:  # Inductor's allocators, on the current device, take a third of torch.empty's time
     from torch._C._dynamo.guards import _empty_strided_cpu as empty_strided_cpu
     from torch._C._dynamo.guards import _empty_strided_cuda as empty_strided_cuda
 except ImportError:

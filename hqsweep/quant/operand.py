@@ -154,7 +154,7 @@ def joined(operands: list[HybridOperand], axis: int) -> HybridOperand:
 def _joined(operands: list[Operand | ExactOperand], axis: int) -> Operand | ExactOperand:
     """Return the joined operand of pieces that are adjacent along an axis of the operand."""
     first = operands[0]
-    if isinstance(first, ExactOperand):  # of formats that draw bits, with one factor for all
+    if isinstance(first, ExactOperand):  # from formats with random bits; all share a factor
         return replace(first, matrix=torch.cat([operand.matrix for operand in operands], axis))
     cut = [name for name, buffer in first.format.layout.items() if (buffer.rows, buffer.cols)[axis] != WHOLE]
     buffers = {name: torch.cat([operand.buffers[name] for operand in operands], axis) for name in cut}

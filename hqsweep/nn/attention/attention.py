@@ -269,7 +269,7 @@ class DotProductAttention(QuantizedModule):
         q = q[..., end - length : end, :]
         if not is_causal:
             return F.scaled_dot_product_attention(q, k, v)
-        from torch.nn.attention.bias import causal_lower_right  # it imports torch._dynamo, which is slow
+        from torch.nn.attention.bias import causal_lower_right  # slow: it imports torch._dynamo
 
         k, v = k[..., :end, :], v[..., :end, :]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(length, end))

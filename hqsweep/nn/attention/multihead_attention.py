@@ -74,7 +74,7 @@ class MultiheadAttention(AddsBranch):
         total, qkv = self.qkv.added(x, branch)
         if checkpoint_core_attention:
             return total, self.proj.branch(recomputed(self._core, qkv))
-        in_place = not is_observed(self.qkv)  # who observes the linear may keep its output
+        in_place = not is_observed(self.qkv)  # a hook on the linear may keep its output
         if in_place and self._is_joined(qkv):
             turned = attend_in_turn(qkv, self.heads, self.rope_base, self.is_causal, self.proj)
             if turned is not None:

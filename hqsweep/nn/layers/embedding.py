@@ -94,9 +94,8 @@ class _SplitEmbedding(torch.autograd.Function):
         sending = _start_rows(ctx, len(rows), rows) if ctx.by_kernels and rows.dtype in ROWS else None
         if sending is not None:
             return None, _table_gradient(rows.contiguous(), tokens, ctx.entries, ctx.group, sending), None, None
-        rows = begin_lent_rows(rows, ctx.group, ctx.lead)() if ctx.split else rows  # which are read at once
-        # An index that is left out, of a table with one entry more: torch has memory for as many different indices as
-        # there are entries.
+        rows = begin_lent_rows(rows, ctx.group, ctx.lead)() if ctx.split else rows  # they are read at once
+        # One entry more takes the tokens of other ranks: torch allocates for as many indices as there are entries.
         elsewhere = ctx.entries
         own, here = _own_entries(tokens, ctx.group, ctx.entries)
         own = own.where(here, elsewhere)
@@ -130,7 +129,7 @@ def _table_gradient(
 ) -> Tensor:
     """Return the gradient of this rank's part of the table, from the row gradients of all ranks' tokens."""
     own, stream = tokens.view(group.size(), -1)[group.rank()], torch.cuda.current_stream()
-    beside = torch.cuda.Stream(priority=-1)  # whose small kernels get their places before the rest of a large one
+    beside = torch.cuda.Stream(priority=-1)  # small kernels start between the blocks of a large one
     beside.wait_stream(stream)
     with torch.cuda.stream(beside):
         order, starts = by_entry(tokens, entries, group.rank())

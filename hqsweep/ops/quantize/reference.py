@@ -18,7 +18,7 @@ def by_reference(request: Request, x: Tensor, row: Target, column: Target, stati
     ):
         if spec is None:
             continue
-        format, source = target.format, x.t() if i else x  # torch.compile calls no method of spec.format
+        format, source = target.format, x.t() if i else x  # torch.compile cannot call spec.format's methods
         buffers = format.encode(source, _full_grid(format, source, target.grid), target.key)
         shape = tuple(source.shape)
         results[i] = format.operand(buffers, shape) if exact else buffers
