@@ -5,13 +5,13 @@ import inspect
 import numpy as np
 import pytest
 import torch
+from support.compat.te_signatures import SIGNATURES
 from torch.distributed import ProcessGroup
 
 from hqsweep import compat
 from hqsweep.compat import DType, Format, autocast, signatures
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
-from tests.compat.te_signatures import SIGNATURES
 
 
 def theirs() -> dict[str, inspect.Signature]:

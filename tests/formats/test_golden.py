@@ -1,6 +1,6 @@
 """Every byte of the golden vectors: codes, scales, amaxes and decoded values of all formats, rowwise and columnwise.
 
-The vectors come from TransformerEngine and the CUDA headers; tests/golden/golden_cases.py reads them.
+The vectors come from TransformerEngine and the CUDA headers; tests/support/golden/golden_cases.py reads them.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from golden_cases import (
+from support.golden.golden_cases import (
     COMMITTED,
     DIRECTIONS,
     QUANTIZER_CASES,

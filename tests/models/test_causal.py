@@ -3,11 +3,11 @@
 import pytest
 import torch
 import transformers
+from support.models.tiny import tiny
 from torch import nn
 
 from hqsweep.errors import UserError
 from hqsweep.models.causal import check_causal
-from tests.models.tiny import tiny
 
 VOCAB = 96
 

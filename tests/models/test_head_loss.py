@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from support.models.tiny import tiny, tokens
 from torch import nn
 
 import hqsweep
@@ -12,7 +13,6 @@ from hqsweep.models.first_step import _WAITING
 from hqsweep.models.head_loss import BETWEEN, HeadLoss, why_whole
 from hqsweep.models.losses import model_loss
 from hqsweep.nn import Probe, quantization
-from tests.models.tiny import tiny, tokens
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 KINDS = {

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.models.tiny import tiny
 from torch import nn
 
 import hqsweep
@@ -9,7 +10,6 @@ from hqsweep.models.multiplied import experts_per_row, multiply_adds
 from hqsweep.nn import Linear
 from hqsweep.nn.core.module import set_recipe
 from hqsweep.recipe.sectioned import Recipe
-from tests.models.tiny import tiny
 
 OVERRIDDEN = {"linear": "mxfp8", "overrides": [{"name": "*", "linear": "bf16"}]}
 

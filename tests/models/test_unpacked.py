@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from llamas import CONTEXT, differences, llama, results, tokens
+from support.models.llamas import CONTEXT, differences, llama, results, tokens
 from transformers import masking_utils
 
 import hqsweep

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import WHOLE_BLOCKS
-from experts import EXPERTS, GPU, SECTIONS, K, N, gradients, grouped, hidden, ids
+from support.nn.experts import EXPERTS, GPU, SECTIONS, K, N, gradients, grouped, hidden, ids
 
 from hqsweep.formats import parse
 from hqsweep.formats.inputs import draw

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 from cases import BASES, RANDOM
-from experts import EXPERTS, FORMATS, GPU, ROWS, SECTIONS, SPLITS, K, N, gradients, hidden, ids, recipe_of
-from experts import grouped as looped
+from support.nn.experts import EXPERTS, FORMATS, GPU, ROWS, SECTIONS, SPLITS, K, N, gradients, hidden, ids, recipe_of
+from support.nn.experts import grouped as looped
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hqsweep.errors import UserError

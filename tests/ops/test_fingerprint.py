@@ -1,8 +1,8 @@
 """The fixed computation gives the committed hash by the reference, by every instruction set and on the GPU."""
 
-import instruction_sets
 import pytest
 import torch
+from support.fuzz import instruction_sets
 
 from hqsweep.formats import FORMATS as NAMES
 from hqsweep.formats import options, parse, words_of

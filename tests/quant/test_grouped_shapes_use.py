@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import SOME
-from group_tensors import assert_same_bytes
-from shape_groups import KEY, SHAPES, group, tensors
+from support.quant.group_tensors import assert_same_bytes
+from support.quant.shape_groups import KEY, SHAPES, group, tensors
 from torch import nn
 
 from hqsweep.errors import UserError

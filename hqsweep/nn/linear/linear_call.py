@@ -37,8 +37,7 @@ from hqsweep.parallel.overlap.chunked_input import Turns
 from hqsweep.parallel.overlap.deferred_reduce import LeftGradient, LeftOutput
 from hqsweep.parallel.overlap.overlapped_gemm import RankRows
 from hqsweep.parallel.overlap.shared_linear import Exchange
-from hqsweep.parallel.shards.gather_operands import Gathering
-from hqsweep.parallel.shards.gathered_operands import gathered_operand
+from hqsweep.parallel.shards.gather_operands import Gathering, gathered_operand
 from hqsweep.parallel.shards.held_part import own_part
 from hqsweep.parallel.shards.shard_part import Part
 from hqsweep.parallel.wire.p2p_copy import Sending

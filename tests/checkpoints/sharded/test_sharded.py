@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from sharded_training import Training, assert_same
+from support.parallel.sharded_training import Training, assert_same
 from torch import nn
 
 from hqsweep import load_checkpoint

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from loss_inputs import INFINITY, devices, inputs, one
+from support.ops.loss_inputs import INFINITY, devices, inputs, one
 
 from hqsweep.ops.model import loss as module
 from hqsweep.ops.model.loss import Boxes, cross_entropy_, joint_cross_entropy_, loss_parts, shared_cross_entropy_
