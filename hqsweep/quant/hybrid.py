@@ -59,17 +59,8 @@ class HybridQuantizer:
                 f"columnwise format {self.columnwise}: +row_scaled is for rowwise operands only; drop it here"
             )
         # Computed now: torch.compile cannot trace the lock in Python 3.11's cached_property.
-        _ = (
-            self.stochastic,
-            self.reads_key,
-            self.delayed,
-            self.takes_values_alone,
-            self.row_multiple,
-            self.rowwise.layout,
-            self.columnwise.layout,
-            self.rowwise.text,
-            self.columnwise.text,
-        )
+        _ = self.stochastic, self.reads_key, self.delayed, self.takes_values_alone, self.row_multiple
+        _ = self.rowwise.layout, self.columnwise.layout, self.rowwise.text, self.columnwise.text
 
     @classmethod
     def parse(cls, value: "str | Mapping[str, str] | HybridQuantizer") -> "HybridQuantizer":
