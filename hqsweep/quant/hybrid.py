@@ -23,10 +23,9 @@ from hqsweep.ops.quantize.request import Output, Request, Target, request_of, te
 from hqsweep.ops.stats import Sums, gather_by_row
 from hqsweep.parallel.shards.shard_place import Place
 from hqsweep.quant.delayed import SlotStates, grids_of, note
-from hqsweep.quant.operand import HybridOperand
+from hqsweep.quant.operand import HybridOperand, operands_of
 from hqsweep.quant.targets import (
     found_under,
-    operands_of,
     signs_of,
     takes_amax_of_matrix,
     targets_of,
