@@ -75,8 +75,7 @@ def show(name: Name, every: All = False, config_dir: ConfigDir = None, as_json: 
 
     Overrides and schedule included; with --all also which GEMM reads it.
     """
-    from hqsweep.recipe.folding import folded
-    from hqsweep.recipe.listing import slots
+    from hqsweep.recipe.listing import folded, slots
     from hqsweep.recipe.schedule import recipe_config
 
     recipe = _load(name, config_dir)
@@ -105,9 +104,8 @@ def diff(
 
     Names are labels and do not count.
     """
-    from hqsweep.recipe.folding import folded, of_both_directions
     from hqsweep.recipe.listing import diff as differences
-    from hqsweep.recipe.listing import slots
+    from hqsweep.recipe.listing import folded, of_both_directions, slots
 
     one, other = (_load(name, config_dir) for name in (a, b))
     rows, names = differences(one, other), [slot.name for recipe in (one, other) for slot in slots(recipe)]

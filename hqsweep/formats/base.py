@@ -1,8 +1,8 @@
 """Format: how a matrix becomes codes and scales along its last axis, as one frozen value.
 
-A format knows a single orientation. The columnwise representation of X is the rowwise representation of X.T, so nothing
-here speaks of directions. Its layout says, per buffer, how many rows and columns of the matrix share one entry; shapes,
-allocation, slicing, gathering and bits per element follow from it.
+A format has a single orientation. The columnwise representation of X is the rowwise representation of X.T, so this
+module knows no directions. A format's layout says, per buffer, how many rows and columns of the matrix share an entry.
+Shapes, allocation, slicing, gathering and bits per element follow from it.
 """
 
 import math
@@ -20,31 +20,31 @@ from hqsweep.memo import cached_property
 
 Buffers = Mapping[str, Tensor]
 WHOLE = 0
-"""Divisor of a buffer that has one entry for the whole axis."""
+"""Divisor of a buffer with one entry for the whole axis."""
 FLT_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """One buffer of a layout: entries cover `rows` x `cols` elements of the matrix; WHOLE covers the axis."""
+    """One buffer of a layout: an entry covers `rows` x `cols` elements of the matrix; WHOLE covers the axis."""
 
     rows: int
     cols: int
     dtype: torch.dtype
 
     def shape(self, rows: int, cols: int) -> tuple[int, int]:
-        """Entries needed for a matrix of that shape; the last entry of an axis may be partly filled."""
+        """Return the buffer's shape for a matrix of that shape. The last entry of an axis may be partly filled."""
         return _entries(rows, self.rows), _entries(cols, self.cols)
 
 
 @dataclass(frozen=True)
 class ExactOperand:
-    """The matrix a GEMM multiplies, and the factor its epilogue applies: value = matrix * factor / divisor.
+    """The matrix that a GEMM multiplies, and its epilogue's factor: value = matrix * factor / divisor.
 
-    matrix [rows, cols] is bfloat16 and equals code * block scale without rounding wherever the format's docstring
-    says so (float32 for the formats that bfloat16 cannot hold). factor is None, float32 [1, 1], or float32 [rows, 1].
-    The divisor stays apart because TransformerEngine forms alpha = fl(fl(A_a * A_b) * fl(1 / (36 * max_a * max_b)))
-    for NVFP4.
+    matrix [rows, cols] is bfloat16. It equals code * block scale without rounding where the format's docstring says so.
+    It is float32 for formats that do not fit in bfloat16. factor is None, float32 [1, 1], or float32 [rows, 1]. The
+    divisor is separate because TransformerEngine computes NVFP4's alpha as
+        fl(fl(A_a * A_b) * fl(1 / (36 * max_a * max_b)))
     """
 
     matrix: Tensor
@@ -61,55 +61,55 @@ class Format:
     """The names and options by which texts name the class."""
 
     high_precision: ClassVar[bool] = False
-    """Whether the matrix is held as values, without codes and scales."""
+    """Whether the matrix is stored as values, without codes and scales."""
     scaling: ClassVar[str | None] = None
     """How a tensor core scales the codes: "tensor", "block", "mx" or "nvfp4"; None in high precision."""
     amax_name: ClassVar[str | None] = None
-    """The entry of a grid that is an amax of the whole matrix (or of a row): the only one that kernels take."""
+    """The grid entry that is an amax of the whole matrix, or of a row: the only one that kernels take."""
     delayed: ClassVar[bool] = False
     """Whether that amax comes from earlier steps and must be given."""
     element_name: str
-    """Type of one element: a name of ELEMENTS, or a high-precision dtype."""
+    """Type of one element: a name in ELEMENTS, or a high-precision dtype."""
     tile: tuple[int, int] = (1, 1)
     """Rows and columns of the matrix that share a scale; WHOLE covers the axis."""
     two_d = False
-    """Whether a tile has more than one row and the scales of X.T are those of X, transposed."""
+    """Whether a tile has several rows, so that the scales of X.T are the transposed scales of X."""
     rht = False
     """Whether a random Hadamard transform along the contracted axis comes first; for columnwise operands only."""
     rht_signed = True
     """Whether that transform has signs."""
     row_scaled = False
-    """Whether each row has an amax of its own; for rowwise operands only."""
+    """Whether each row has its own amax; for rowwise operands only."""
     four_over_six = False
     """Whether each block chooses between two scales."""
     stochastic = False
     """Whether rounding draws random bits, so that encode needs a key."""
     fits_bf16: bool = True
-    """Whether bfloat16 holds the matrix of operand()."""
+    """Whether the matrix of operand() fits in bfloat16."""
     divisor: float = 1.0
     """The divisor of operand()."""
 
     @property
     def rowwise_form(self) -> "Format":
-        """The format without what only columnwise operands take (rht)."""
+        """The format without options of columnwise operands (rht)."""
         return self
 
     @property
     def columnwise_form(self) -> "Format":
-        """The format without what only rowwise operands take (row_scaled)."""
+        """The format without options of rowwise operands (row_scaled)."""
         return self
 
     @property
     def kernel_fields(self) -> dict[str, object] | None:
-        """Keyword arguments of the compiled extension's Spec beside the tile; None for a format without a kernel."""
+        """Keyword arguments of the compiled extension's Spec besides the tile; None for a format without a kernel."""
         return None
 
     def exact_dtype(self, on_gpu: bool) -> torch.dtype:
-        """dtype of the matrix that gemm=exact multiplies: float32 on a CPU; on a GPU bfloat16 where it fits."""
+        """Return the dtype of the matrix that gemm=exact multiplies: float32 on a CPU; on a GPU bfloat16 if it fits."""
         return torch.bfloat16 if on_gpu and self.fits_bf16 else torch.float32
 
     def __str__(self) -> str:
-        """The canonical text: the name, then options in the family's order. parse() reads it back."""
+        """Return the canonical text: the name, then options in the family's order. parse() reads it back."""
         default = {f.name: f.default for f in fields(self)}
         words = [self.name]
         for option, values in self.family.options.items():
@@ -126,91 +126,96 @@ class Format:
 
     @cached_property
     def layout(self) -> dict[str, Buffer]:
-        """Buffer name -> Buffer, in the order in which they are saved and sent."""
+        """Buffer name -> Buffer, in the order in which buffers are saved and sent."""
         raise NotImplementedError
 
     @property
     def element_bits(self) -> int:
-        """Bits of one code, scales not counted."""
+        """Bits of one code, without scales."""
         raise NotImplementedError
 
     @property
     def keeps_nan(self) -> bool:
-        """Whether a NaN is encoded as one: elements of 4 and 6 bits have none, and take their largest number."""
+        """Whether NaN is encoded as NaN. Elements of 4 and 6 bits have no NaN and take their largest number."""
         return self.high_precision or self.element_bits == 8
 
     @property
     def keeps_inf(self) -> bool:
-        """Whether an inf decodes to one: under scales that end at 2^127, or with an amax of inf as a factor. Under
-        float32 scales, which are 1 then, it decodes to the element's largest number."""
+        """Whether inf decodes to inf: with scales up to 2^127, or with an amax of inf as a factor.
+
+        Float32 scales are 1 then, so inf decodes to the element's largest number.
+        """
         return self.scaling not in ("tensor", "block")
 
     def shapes(self, rows: int, cols: int) -> dict[str, tuple[int, int]]:
-        """Shape of each buffer for a matrix [rows, cols]; UserError when the format cannot hold that shape."""
+        """Return the shape of each buffer for a matrix [rows, cols]. UserError if the format cannot hold that shape."""
         self.check_shape(rows, cols)
         return {name: buffer.shape(rows, cols) for name, buffer in self.layout.items()}
 
     def bits_per_element(self, rows: int, cols: int) -> float:
-        """Bits of the codes, closely packed, and of all scales, of a matrix of that shape, for each of its elements."""
+        """Return the bits per element of a matrix of that shape: closely packed codes, and all scales."""
         entries = {name: math.prod(buffer.shape(rows, cols)) for name, buffer in self.layout.items()}
         scales = sum(n * self.layout[name].dtype.itemsize * 8 for name, n in entries.items() if name != "q")
         return self.element_bits + scales / (rows * cols)
 
     def empty(self, rows: int, cols: int, device: torch.device | str) -> dict[str, Tensor]:
-        """Uninitialised buffers for a matrix [rows, cols]."""
+        """Return uninitialised buffers for a matrix [rows, cols]."""
         shapes = self.shapes(rows, cols)
         return {n: torch.empty(shapes[n], dtype=b.dtype, device=device) for n, b in self.layout.items()}
 
     @property
     def column_multiple(self) -> int:
-        """The number of columns must be a multiple of this; 1 for formats that take partial blocks."""
+        """The number of columns must be a multiple of this; 1 for formats with partial blocks."""
         return 1
 
     def check_shape(self, rows: int, cols: int) -> None:
-        """UserError when the last axis does not fit the block."""
+        """Raise UserError if blocks do not fit the last axis."""
         if cols % self.column_multiple:
             raise UserError(
                 f"{self}: the contracted axis has {cols} elements; it takes a multiple of {self.column_multiple}"
             )
 
     def grid(self, x: Tensor) -> dict[str, Tensor]:
-        """All amaxes that encode needs, float32, keyed and shaped like the buffers they become; NaN is ignored.
+        """Return all amaxes that encode needs, float32, with the names and shapes of the buffers they become. NaN is
+        ignored.
 
-        Ranks that hold parts of one matrix all-reduce these with MAX before encode.
+        Ranks that hold parts of one matrix all-reduce them with MAX before encode.
         """
         return {}
 
     def encode(self, x: Tensor, grid: Buffers | None = None, key: RngKey | None = None) -> dict[str, Tensor]:
-        """bf16, fp16 or fp32 [rows, cols] -> buffers. `grid` defaults to grid(x); `key` is needed by +sr."""
+        """Return the buffers of x, bf16, fp16 or fp32 [rows, cols]. grid: defaults to grid(x). key: required by +sr."""
         raise NotImplementedError
 
     def decode(self, buffers: Buffers, shape: tuple[int, int]) -> Tensor:
-        """Buffers -> float32 [rows, cols] in TransformerEngine's order of operations."""
+        """Return float32 [rows, cols], computed in TransformerEngine's order of operations."""
         raise NotImplementedError
 
     def operand(self, buffers: Buffers, shape: tuple[int, int]) -> ExactOperand:
-        """Buffers -> what an emulated GEMM multiplies."""
+        """Return the ExactOperand that an emulated GEMM multiplies."""
         raise NotImplementedError
 
     def basis(self, x: Tensor) -> Tensor:
-        """float32 [rows, cols] that decode(encode(x)) approximates: x itself, or its transform."""
+        """Return the float32 [rows, cols] that decode(encode(x)) approximates: x, or its transform."""
         return x.float()
 
     def scales(self, buffers: Buffers) -> Tensor | None:
-        """float32 decode scale of every block (without the global factor), or None when the format has none."""
+        """Return the float32 decode scale of every block, without the global factor; None for formats without
+        scales."""
         return None
 
     def value_scales(self, buffers: Buffers) -> Tensor | None:
-        """float32 scale from codes to values of every block, global factor included; None without scales."""
+        """Return the float32 scale from codes to values of every block, global factor included; None without scales."""
         return self.scales(buffers)
 
     def codes(self, buffers: Buffers) -> Tensor | None:
-        """uint8 [rows, cols], one code an entry, or None for Identity."""
+        """Return uint8 [rows, cols], one code per entry; None for Identity."""
         return None
 
 
 def tile_amax(x: Tensor, rows: int, cols: int) -> Tensor:
-    """max |x| over tiles of rows x cols (WHOLE = the axis), float32 [tiles, tiles]; NaN and no input count as 0."""
+    """Return max |x| over tiles of rows x cols (WHOLE = the axis), float32 [tiles, tiles]. NaN, and no input, count as
+    0."""
     height, width = x.shape
     a = torch.nan_to_num(x.float().abs(), nan=0.0, posinf=torch.inf)
     tile_rows, tile_cols = rows or max(height, 1), cols or max(width, 1)
@@ -225,7 +230,7 @@ def _entries(size: int, divisor: int) -> int:
 
 
 def expand_tiles(tiles: Tensor, shape: tuple[int, int], rows: int, cols: int) -> Tensor:
-    """Repeat one entry a tile over a matrix of `shape`; axes with one entry stay broadcastable views."""
+    """Return one entry per tile, repeated over a matrix of `shape`. Axes with one entry stay broadcastable views."""
     if tiles.shape[0] > 1 and rows > 1:
         tiles = tiles.repeat_interleave(rows, dim=0)[: shape[0]]
     if tiles.shape[1] > 1 and cols > 1:
@@ -234,14 +239,16 @@ def expand_tiles(tiles: Tensor, shape: tuple[int, int], rows: int, cols: int) ->
 
 
 def divide(numerator: float, denominator: Tensor) -> Tensor:
-    """fl(numerator / denominator), correctly rounded: torch's python_scalar / tensor is reciprocal times scalar."""
+    """Return fl(numerator / denominator), correctly rounded: torch computes scalar / tensor as reciprocal times
+    scalar."""
     return torch.full_like(denominator, numerator) / denominator
 
 
 def fp8_scale(amax: Tensor, *, fp8_max: float, epsilon: float, pow2: bool, inf_value: float) -> Tensor:
-    """S(amax): scale = fl(fp8_max / max(amax, epsilon)), truncated to a power of two with pow2; 1 for amax 0 or inf.
+    """Return S(amax): fl(fp8_max / max(amax, epsilon)), truncated to a power of two with pow2; 1 for an amax of 0 or
+    inf.
 
-    A quotient that overflows becomes inf_value (before the truncation). float32 in, float32 out, same shape.
+    A quotient that overflows becomes inf_value before the truncation. Input and output are float32 of one shape.
     """
     amax = torch.where(amax < epsilon, epsilon, amax)
     scale = divide(fp8_max, amax)

@@ -1,10 +1,9 @@
 """Element types: the 4, 6 and 8 bit floating-point codes, and the E8M0 scale, in integer bit work on FP32.
 
-One formula serves every element. Write |x| = k * 2^(e - m) with e the exponent of x (not below the smallest normal
-exponent) and m the mantissa bits of the element; k is exact in FP32, its round-half-even is an integer r, and the
-code is ((e - e_min) << m) + r: subnormals are the case e = e_min, and a carry out of the mantissa lands in the
-exponent by itself. Rounding is RNE, overflow saturates, the sign of zero is kept, as the hardware's cvt.rn.satfinite
-does.
+One formula serves every element. Write |x| = k * 2^(e - m), where e is the exponent of x, at least the smallest normal
+exponent, and m the element's mantissa bits. k is exact in FP32. Its round-half-even is an integer r, and the code is
+((e - e_min) << m) + r. Subnormals are the case e = e_min. A carry out of the mantissa increments the exponent by
+itself. Rounding is RNE, overflow saturates, and the sign of zero is kept, as in the hardware's cvt.rn.satfinite.
 """
 
 import math
@@ -17,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Element:
-    """A sign-magnitude code of 1 + exponent_bits + mantissa_bits bits, without infinities in its output."""
+    """A sign-magnitude code of 1 + exponent_bits + mantissa_bits bits. encode never produces an infinity."""
 
     name: str
     exponent_bits: int
@@ -25,7 +24,7 @@ class Element:
     max: float
     """Largest finite magnitude that encode produces (E4M3 448, E5M2 57344, E2M1 6, E2M3 7.5, E3M2 28)."""
     nan_code: int
-    """The code of NaN, whatever its sign. Elements without a NaN take their largest positive code."""
+    """The code of NaN with either sign. Elements without a NaN use their largest positive code."""
 
     @property
     def bits(self) -> int:
@@ -38,7 +37,7 @@ class Element:
 
     @property
     def max_exponent(self) -> int:
-        """Exponent of the largest finite value, emax of the OCP MX specification."""
+        """Exponent of the largest finite value: emax of the OCP MX specification."""
         return math.frexp(self.max)[1] - 1
 
     @property
@@ -55,7 +54,7 @@ class Element:
         return 2.0**-133 / self.min_subnormal, 2.0 ** (127 - self.max_exponent)
 
     def encode(self, x: Tensor) -> Tensor:
-        """float32 of any shape -> uint8 codes of that shape (one code a byte). NUMERICS: RNE, saturating."""
+        """Return uint8 codes, one per byte, of a float32 tensor of any shape. RNE, saturating."""
         bits = x.contiguous().view(torch.int32)
         magnitude = bits & 0x7FFFFFFF
         a = magnitude.view(torch.float32).clamp(max=self.max)
@@ -67,11 +66,11 @@ class Element:
         return torch.where(magnitude > 0x7F800000, self.nan_code, code).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """uint8 codes -> float32 of the same shape, exact. Codes above 2^bits - 1 are invalid."""
+        """Return the exact float32 values of uint8 codes. Codes above 2^bits - 1 are invalid."""
         return _decode_table(self, codes.device)[codes.to(torch.int32)]
 
     def values(self) -> Tensor:
-        """float32 [2^bits]: the value of every code."""
+        """Return float32 [2^bits]: the value of every code."""
         code = torch.arange(2**self.bits, dtype=torch.int32)
         magnitude = code & (2 ** (self.bits - 1) - 1)
         exponent, mantissa = magnitude >> self.mantissa_bits, magnitude & (2**self.mantissa_bits - 1)
@@ -82,7 +81,8 @@ class Element:
         return torch.where(code >> (self.bits - 1) > 0, -value, value).float()
 
     def _mark_specials(self, value: Tensor, magnitude: Tensor) -> Tensor:
-        """OCP 8-bit specials: E4M3 has NaN at 0x7F; E5M2 has inf at 0x7C and NaN above. 4 and 6 bits have none."""
+        """Set OCP's 8-bit specials: E4M3 has NaN at 0x7F; E5M2 has inf at 0x7C and NaN above. 4 and 6 bits have
+        none."""
         if self.name == "e4m3":
             value = torch.where(magnitude == 0x7F, torch.nan, value)
         if self.name == "e5m2":
@@ -105,7 +105,8 @@ ELEMENTS = {e.name: e for e in (E4M3, E5M2, E2M1, E2M3, E3M2)}
 
 
 def e8m0_up(x: Tensor) -> Tensor:
-    """Non-negative float32 -> uint8 E8M0, exponent rounded up; up to 2^-127 -> 0x00, inf -> 0xFE, NaN -> 0xFF."""
+    """Return uint8 E8M0 of non-negative float32, exponent rounded up; up to 2^-127 -> 0x00, inf -> 0xFE, NaN ->
+    0xFF."""
     bits = x.contiguous().view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     up = (mantissa > 0) & (exponent != 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))
@@ -115,9 +116,9 @@ def e8m0_up(x: Tensor) -> Tensor:
 
 
 def e8m0_floor(amax: Tensor, element: Element, *, even: bool = False) -> Tensor:
-    """Non-negative float32 block amax -> uint8 E8M0 of 2^(floor(log2(amax)) - emax), not below 2^-127; NaN -> 0xFF.
+    """Return uint8 E8M0 of 2^(floor(log2(amax)) - emax), at least 2^-127, for float32 block amaxes; NaN -> 0xFF.
 
-    even: amax is first rounded to the element's mantissa bits, ties up (a carry raises the exponent). An infinite amax
+    even: first round amax to the element's mantissa bits, ties up (a carry raises the exponent). An infinite amax
     counts as 2^128.
     """
     bits = amax.contiguous().view(torch.int32)
@@ -127,22 +128,22 @@ def e8m0_floor(amax: Tensor, element: Element, *, even: bool = False) -> Tensor:
 
 
 def e8m0_decode(codes: Tensor) -> Tensor:
-    """uint8 E8M0 -> float32 2^(code - 127), exact (code 0 is the subnormal 2^-127); 255 -> NaN."""
+    """Return the exact float32 2^(code - 127) of uint8 E8M0 (code 0 is the subnormal 2^-127); 255 -> NaN."""
     code = codes.to(torch.int32)
     bits = torch.where(code == 0, 0x00400000, code << 23)
     return torch.where(code == 255, 0x7FC00000, bits).view(torch.float32)
 
 
 def e8m0_reciprocal(codes: Tensor) -> Tensor:
-    """uint8 E8M0 -> float32 2^(127 - code), exact (code 254 gives the subnormal 2^-127); 255 -> NaN."""
+    """Return the exact float32 2^(127 - code) of uint8 E8M0 (code 254 gives the subnormal 2^-127); 255 -> NaN."""
     return e8m0_decode(torch.where(codes == 255, codes, 254 - codes))
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """uint8 4-bit codes [..., n], n even -> uint8 [..., n/2]; the even index is the low nibble."""
+    """Return uint8 [..., n/2] of 4-bit codes [..., n], n even. The even index is the low nibble."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """Inverse of pack_nibbles: uint8 [..., n/2] -> uint8 4-bit codes [..., n]."""
+    """Return the inverse of pack_nibbles: uint8 4-bit codes [..., n] of uint8 [..., n/2]."""
     return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)

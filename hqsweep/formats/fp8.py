@@ -1,10 +1,10 @@
-"""FP8 with float32 scales: one scale a tensor (current scaling; delayed.py), or one a 1x128 block or 128x128 tile.
+"""FP8 with float32 scales: one scale per tensor (current or delayed scaling), per 1x128 block, or per 128x128 tile.
 
-scale = S(amax), which is fp8_scale(); code = RNE(fl(x * scale)), saturating; scale_inv = fl(1 / scale);
-value = fl(code * scale_inv). All store scale_inv. S = fl(max / amax), max 448 (E4M3) or 57344 (E5M2), truncated to a
-power of two where scales are powers of two, and 1 for an amax of 0 or inf. The arithmetic is TransformerEngine's
-(common/recipe/recipe_common.cuh, current_scaling.cu, transpose/quantize_transpose_{vector,square}_blockwise.cu
-at d0067d0da6cb).
+scale = S(amax), computed by fp8_scale(); code = RNE(fl(x * scale)), saturating; scale_inv = fl(1 / scale);
+value = fl(code * scale_inv). scale_inv is stored. S = fl(max / amax), with max 448 (E4M3) or 57344 (E5M2). It is
+truncated to a power of two if scales are powers of two, and 1 for an amax of 0 or inf. The arithmetic is
+TransformerEngine's (common/recipe/recipe_common.cuh, current_scaling.cu,
+transpose/quantize_transpose_{vector,square}_blockwise.cu at d0067d0da6cb).
 """
 
 from dataclasses import dataclass
@@ -33,11 +33,11 @@ from hqsweep.memo import cached_property
 
 @dataclass(frozen=True, kw_only=True)
 class _ScaledFp8(Format):
-    """The part common to all scalings: codes q (uint8) and float32 scale_inv s over tiles."""
+    """The common part of all scalings: codes q (uint8) and float32 scale_inv s over tiles."""
 
     element_name: str = "e4m3"
     """The element of the codes."""
-    pow2 = False  # subclasses that offer it override it as a field; so too amax_epsilon
+    pow2 = False  # subclasses override it, and amax_epsilon, by fields
     amax_epsilon = 0.0
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class _ScaledFp8(Format):
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8PerTensor(_ScaledFp8):
-    """One scale for the tensor. operand(): matrix = codes (always exact), factor = scale_inv."""
+    """One scale per tensor. operand(): matrix = codes (always exact), factor = scale_inv."""
 
     scaling = "tensor"
     amax_name = "s"
@@ -123,11 +123,12 @@ class Fp8Current(Fp8PerTensor):
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Block(_ScaledFp8):
-    """A scale for each 1x128 block, or 128x128 tile with two_d; partial blocks at the edges use what exists.
+    """One scale per 1x128 block, or per 128x128 tile with two_d. Partial blocks at the edges use the existing elements.
 
-    operand(): with pow2 scales (the default) code * scale_inv in bfloat16, exact where scale_inv lies in the element's
-    exact_scale_range (block amax from about 2^-116 for E4M3, 2^-102 for E5M2); outside it rounds to bfloat16. With fp32
-    scales the product does not fit in bfloat16, so the matrix is float32, fl(code * scale_inv), as in decode.
+    operand(): with pow2 scales (the default) code * scale_inv in bfloat16. It is exact if scale_inv lies in the
+    element's exact_scale_range (block amax from about 2^-116 for E4M3, 2^-102 for E5M2); outside it is rounded to
+    bfloat16. With fp32 scales the product does not fit in bfloat16, so the matrix is float32, fl(code * scale_inv), as
+    in decode.
     """
 
     name = "fp8_block"
@@ -158,11 +159,11 @@ class Fp8Block(_ScaledFp8):
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Delayed(Fp8PerTensor):
-    """Fp8Current under the amax of a grid, {"s": float32 [1, 1]}: values beyond it saturate.
+    """Fp8Current under a given amax, {"s": float32 [1, 1]}: values beyond it saturate.
 
-    quant/delayed.py remembers the amaxes of earlier steps, by the arithmetic of TransformerEngine's fused update
-    (common/recipe/delayed_scaling.cu, kernel_bulk at d0067d0da6cb) with margin 0. TransformerEngine stores the scale;
-    the amax that it comes from is stored here, 0 at the first step, where the scale is 1.
+    quant/delayed.py remembers the amaxes of earlier steps, with the arithmetic of TransformerEngine's fused update
+    (common/recipe/delayed_scaling.cu, kernel_bulk at d0067d0da6cb) and margin 0. TransformerEngine stores the scale.
+    Here the amax behind it is stored: 0 at the first step, where the scale is 1.
     """
 
     name = "fp8_delayed"
@@ -170,15 +171,15 @@ class Fp8Delayed(Fp8PerTensor):
     family = FP8_DELAYED
 
     most_recent: bool = False
-    """Whether the amax of the last step decides, instead of the largest of the history."""
+    """Whether the last step's amax decides, instead of the largest in the history."""
     local_amax: bool = False
-    """Whether every process of a torch.distributed training has amaxes of its own, instead of the largest over all of
-    them."""
+    """Whether each process of a torch.distributed training keeps its own amaxes, instead of the maximum over all
+    processes."""
     skip_nonfinite: bool = False
-    """Whether an amax of inf or NaN counts as none, so that the scale goes on from the finite ones. TransformerEngine
-    keeps it in the history, and the scale stays as it is for as long as it is there."""
+    """Whether an amax of inf or NaN is ignored, so that finite amaxes keep setting the scale. TransformerEngine keeps
+    it in the history, and the scale does not change while it is there."""
     history: int = 1024
-    """The number of steps that are remembered, the present one included."""
+    """Number of remembered steps, the present one included."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -194,19 +195,19 @@ class Fp8Delayed(Fp8PerTensor):
 def end_step(
     history: Tensor, amax: Tensor, *, most_recent: bool, skip_nonfinite: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The history and the amax of the next step. No device waits; nothing is written.
+    """Return history and amax of the next step. No device waits; nothing is written.
 
-    history: float32 [..., L], entry 0 the amax of the step that ends, the last entry that of the step before, as the
-    oldest is overwritten. amax: float32 of any shape with one element for each history, the ones in use.
-        with skip_nonfinite first of all history[i] = 0 where that is inf or NaN
-        last = history[0]; without one (0) everything stays
+    history: float32 [..., L]; entry 0 is the amax of the ending step, the last entry belongs to the step before, and
+    the oldest is overwritten. amax: float32 with one element per history, the amaxes in use.
+        with skip_nonfinite, first history[i] = 0 where it is inf or NaN
+        last = history[0]; if it is 0, nothing changes
         history[i] = history[i + 1] for 0 < i < L - 1, history[L - 1] = last, history[0] = 0
-        amax = last (most_recent), or the largest of the old history, NaN ignored; unless that is 0, inf or NaN
+        amax = last (most_recent), or the maximum of the old history, NaN ignored; unless that is 0, inf or NaN
     """
     if skip_nonfinite:
         history = history.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     last, rolled = history[..., 0], history.roll(-1, dims=-1)
-    rolled[..., :1].zero_()  # an assigned number would be copied to the device, which waits
+    rolled[..., :1].zero_()  # assigning a number would copy it to the device and wait
     candidate = last if most_recent else history.nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=-1)
     recorded = last != 0
     usable = (recorded & (candidate > 0) & candidate.isfinite()).view(amax.shape)

@@ -1,4 +1,4 @@
-"""Identity: bf16, fp16 and fp32 as formats, so that high precision is one more choice and not a special case."""
+"""Identity: bf16, fp16 and fp32 as formats, so that high precision is an ordinary choice."""
 
 from dataclasses import dataclass
 
@@ -15,10 +15,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True, kw_only=True)
 class Identity(Format):
-    """The input rounded (RNE) to `name`'s dtype; no scale. The GEMM runs on these values with FP32 accumulation.
+    """The input rounded (RNE) to `name`'s dtype, without a scale. The GEMM multiplies these values with FP32
+    accumulation.
 
-    Nothing is copied that need not be: an input of that dtype is held as it is, with its strides, so that both
-    directions of a tensor share its storage.
+    An input of that dtype is kept without a copy, with its strides, so both directions of a tensor share its storage.
     """
 
     family = IDENTITY
@@ -52,6 +52,6 @@ class Identity(Format):
         return buffers["q"].float()
 
     def operand(self, buffers: Buffers, shape: tuple[int, int]) -> ExactOperand:
-        """The held values themselves: bfloat16, or float32 for fp16 and fp32 (neither fits in bfloat16)."""
+        """Return the stored values: bfloat16, or float32 for fp16 and fp32, which do not fit in bfloat16."""
         held = buffers["q"]
         return ExactOperand(held if self.fits_bf16 else held.float())

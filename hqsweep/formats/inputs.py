@@ -1,4 +1,4 @@
-"""Matrices that find faults in quantizers: named distributions, seeded by name and shape."""
+"""Test matrices that expose faults in quantizers: named distributions, seeded by name and shape."""
 
 import hashlib
 from collections.abc import Callable
@@ -17,12 +17,12 @@ def _normal(g: torch.Generator, rows: int, cols: int) -> Tensor:
 
 
 def _heavy(g: torch.Generator, rows: int, cols: int) -> Tensor:
-    """Log-normal magnitudes: a few elements own every scale."""
+    """Log-normal magnitudes: a few elements determine every scale."""
     return _normal(g, rows, cols) * torch.exp(2.5 * _normal(g, rows, cols))
 
 
 def _row_scaled(g: torch.Generator, rows: int, cols: int) -> Tensor:
-    """Rows from 1e-4 to 1e4: what per-tensor scales and 2D tiles lose."""
+    """Rows from 1e-4 to 1e4, which per-tensor scales and 2D tiles lose."""
     return _normal(g, rows, cols) * 10 ** (8 * torch.rand(rows, 1, generator=g) - 4)
 
 
@@ -51,7 +51,7 @@ def _spike(g: torch.Generator, rows: int, cols: int) -> Tensor:
 
 
 def _ties(g: torch.Generator, rows: int, cols: int) -> Tensor:
-    """Multiples of 1/8 up to 6 with an exact 6 in each row: every other one is a tie of some element type."""
+    """Multiples of 1/8 up to 6, with an exact 6 in each row: every second one is a tie for some element type."""
     x = torch.randint(-48, 49, (rows, cols), generator=g) / 8.0
     x[:, ::16] = 6.0
     return x
@@ -85,14 +85,14 @@ DISTRIBUTIONS: dict[str, Draw] = {
 
 
 def draw(distribution: str, rows: int, cols: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """[rows, cols] on CPU; the same bits for the same arguments."""
+    """Return a CPU tensor [rows, cols]; the same bits for the same arguments."""
     name = f"{distribution} {rows} {cols} {seed}"
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little"))
     return DISTRIBUTIONS[distribution](generator, rows, cols).to(dtype)
 
 
 def check_format(text: str, shape: list[int], job: str) -> None:
-    """UserError unless the format exists and both orientations of the shape fit its blocks; job starts the key."""
+    """Raise UserError unless the format exists and fits both orientations of the shape. job: starts the key."""
     where = f"{job}.formats"
     try:
         format = parse(text)

@@ -1,12 +1,12 @@
 """OCP Microscaling formats: 32 elements share an E8M0 scale, a power of two made from their largest magnitude.
 
 code = RNE(fl(x * 2^(127 - e))), saturating; value = code * 2^(e - 127). NaN does not count in amax. The byte e, for an
-element whose largest value is max = 1.f * 2^emax, with m mantissa bits:
+element with largest value max = 1.f * 2^emax and m mantissa bits:
   (default)  E8M0_up(fl(amax * fl(1 / max))), the smallest power that saturates nothing: TransformerEngine's MXFP8
              (cast/mxfp8/quantize_mxfp8.cuh at d0067d0da6cb), and torchao's RCEIL but for its inexact log2.
   +floor     2^(floor(log2(amax)) - emax): OCP MX v1.0 section 6.3, torchao's FLOOR. Values above max saturate.
   +even      the same with amax first rounded to m bits, ties up: torchao 0.18 ScaleCalculationMode.EVEN.
-Exponents below the range become 0. An infinite amax gives 0xFE by default and counts as 2^128 otherwise.
+Exponents below the range become 0. An infinite amax gives 0xFE by default, and counts as 2^128 otherwise.
 """
 
 from dataclasses import dataclass
@@ -32,11 +32,11 @@ from hqsweep.memo import cached_property
 
 @dataclass(frozen=True, kw_only=True)
 class MX(Format):
-    """mxfp8 (E4M3 or E5M2), mxfp6_e2m3, mxfp6_e3m2, mxfp4; blocks 1x32, or 32x32 tiles with two_d.
+    """mxfp8 (E4M3 or E5M2), mxfp6_e2m3, mxfp6_e3m2, mxfp4, in blocks of 1x32, or in 32x32 tiles with two_d.
 
-    Partial blocks at the edges use the elements that exist (mxfp4 needs an even number of columns to pack). MXFP6 keeps
-    one code a byte. operand(): code * 2^(e - 127) in bfloat16, exact where the scale lies in the element's
-    exact_scale_range (for E4M3: block amax from about 2^-116 to 2^127); outside it rounds to bfloat16.
+    Partial blocks at the edges use the existing elements; mxfp4 needs an even number of columns. MXFP6 stores one code
+    per byte. operand(): code * 2^(e - 127) in bfloat16. It is exact if the scale lies in the element's
+    exact_scale_range (for E4M3: block amax from about 2^-116 to 2^127); outside it is rounded to bfloat16.
     """
 
     family, scaling = SPEC, SPEC.scaling

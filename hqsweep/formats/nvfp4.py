@@ -45,17 +45,18 @@ SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 @dataclass(frozen=True, kw_only=True)
 class FourOverSix:
-    """How 4over6 decides: the tiles that share a scale, the error that it compares, and the divisor m of values."""
+    """The rule of 4over6: tiles that share a scale, the compared error, and the divisor m of values."""
 
     tile: tuple[int, int]
     error_mode: str
-    """The error that is compared: mae or mse."""
+    """The compared error: mae or mse."""
     fast_error: bool
     """Whether float16 products of code and scale are compared with x * S_enc, without the division."""
     divisor: float
 
     def choose(self, x: Tensor, blocks: Tensor, amax: Tensor, encode_scale: Tensor) -> tuple[Tensor, Tensor]:
-        """float32 x [rows, cols], block amaxes, global amax and S_enc -> (codes [rows, cols], E4M3 scale bytes)."""
+        """Return (codes [rows, cols], E4M3 scale bytes) for float32 x [rows, cols], block amaxes, global amax and
+        S_enc."""
         base = blocks / torch.full_like(blocks, 6.0) * encode_scale
         six, four = (E4M3.encode(b.clamp(max=448.0)) for b in (base, base * torch.full_like(base, 1.5)))
         code6, error6 = self._candidate(x, six, amax, encode_scale)
@@ -65,7 +66,7 @@ class FourOverSix:
         return torch.where(mask, code4, code6), torch.where(take_four, four, six)
 
     def _candidate(self, x: Tensor, scales: Tensor, amax: Tensor, encode_scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes of x under these block scales, and the error of every tile."""
+        """Return the codes of x under these block scales, and each tile's error."""
         sf = E4M3.decode(scales)
         inverse = block_encode_scale(scales, encode_scale)
         codes = E2M1.encode(x * expand_tiles(inverse, x.shape, *self.tile))
@@ -83,7 +84,7 @@ class NVFP4(Format):
     """NVFP4 with its options; columns must be a multiple of 16.
 
     operand(): code * sf in bfloat16, exact for every code and scale (at most 6 significant bits between 2^-10 and
-    2688); factor = A and divisor = 6 * scale_max are applied to the float32 accumulator.
+    2688). factor = A and divisor = 6 * scale_max are applied to the float32 accumulator.
     """
 
     name = "nvfp4"
@@ -92,24 +93,24 @@ class NVFP4(Format):
     element_name = "e2m1"
 
     two_d: bool = False
-    """Whether scales cover 16x16 tiles: the transpose of the codes is the code of the transpose."""
+    """Whether scales cover 16x16 tiles: the transposed codes are then the codes of the transpose."""
     rht: bool = False
-    """Whether a random Hadamard transform along the contracted axis comes first; only meaningful columnwise, on both
-    wgrad operands."""
+    """Whether a random Hadamard transform along the contracted axis comes first; only columnwise, on both wgrad
+    operands."""
     rht_signed: bool = True
-    """Whether the transform has the signs of TransformerEngine's, or none."""
+    """Whether the transform has TransformerEngine's signs, or none."""
     sr: bool = False
-    """Whether elements are rounded stochastically, by a key (scales stay RNE)."""
+    """Whether elements are rounded stochastically, by a key; scales stay RNE."""
     row_scaled: bool = False
-    """Whether there is one amax a row instead of one for the tensor; only meaningful rowwise."""
+    """Whether each row has its own amax instead of one for the tensor; only rowwise."""
     four_over_six: bool = False
-    """Whether the amax of each block is mapped to 6 or to 4, whichever gives the smaller error."""
+    """Whether the amax of each block is mapped to 6 or to 4, by the smaller error."""
     error_mode: str = "mae"
     """The error that 4over6 compares: mean absolute (mae) or squared (mse)."""
     fast_error: bool = False
     """Whether 4over6 compares float16 products of code and scale with x * S_enc, without the division."""
     e4m3_max: int = 0
-    """The largest block scale used with 4over6, 448 or 256; 0 stands for the default: 256 with 4over6, 448 without."""
+    """The largest block scale used with 4over6, 448 or 256. 0 is the default: 256 with 4over6, 448 without."""
 
     def __post_init__(self) -> None:
         random = [o for o in ("rht", "sr") if getattr(self, o)]
@@ -170,7 +171,7 @@ class NVFP4(Format):
 
     @cached_property
     def scale_choice(self) -> FourOverSix:
-        """The rule by which +4over6 decides."""
+        """The rule of +4over6."""
         return FourOverSix(tile=self.tile, error_mode=self.error_mode, fast_error=self.fast_error, divisor=self.divisor)
 
     @cached_property
@@ -204,12 +205,12 @@ class NVFP4(Format):
         return {"q": pack_nibbles(codes), "s": scales, "g": grid["g"]}
 
     def global_scale(self, amax: Tensor) -> Tensor:
-        """S_enc of each global amax, float32, same shape."""
+        """Return S_enc of each global amax, float32, in the same shape."""
         scale = divide(self.divisor, amax).clamp(max=FLT_MAX)
         return torch.where((amax == 0) | (scale == 0), 1.0, scale)
 
     def decode(self, buffers: Buffers, shape: tuple[int, int]) -> Tensor:
-        """Values in the basis of the codes: with +rht they stay transformed, as the GEMM consumes them."""
+        """Return values in the basis of the codes: with +rht they stay transformed, as the GEMM takes them."""
         return E2M1.decode(self.codes(buffers)) * expand_tiles(self.value_scales(buffers), shape, *self.tile)
 
     def operand(self, buffers: Buffers, shape: tuple[int, int]) -> ExactOperand:
@@ -220,7 +221,7 @@ class NVFP4(Format):
         return E4M3.decode(buffers["s"])
 
     def value_scales(self, buffers: Buffers) -> Tensor:
-        """fl(fl(sf * A) * fl(1 / m)) of every block."""
+        """Return fl(fl(sf * A) * fl(1 / m)) of every block."""
         amax = buffers["g"]
         return self.scales(buffers) * amax * torch.full_like(amax, 1.0 / self.divisor)
 
@@ -238,12 +239,12 @@ class NVFP4(Format):
 
 
 def block_encode_scale(scales: Tensor, encode_scale: Tensor) -> Tensor:
-    """min(fl(1 / fl(f32(sf) * fl(1 / S_enc))), FLT_MAX) of E4M3 scale bytes; sf = 0 gives FLT_MAX."""
+    """Return min(fl(1 / fl(f32(sf) * fl(1 / S_enc))), FLT_MAX) for E4M3 scale bytes; sf = 0 gives FLT_MAX."""
     return divide(1.0, E4M3.decode(scales) * divide(1.0, encode_scale)).clamp(max=FLT_MAX)
 
 
 def _sum_tiles(error: Tensor, *, two_d: bool) -> Tensor:
-    """Sequential float32 sum over each row of 16; with two_d then a tree over the tile's rows."""
+    """Return sequential float32 sums over each row of 16; with two_d then summed as a tree over the tile's rows."""
     rows, cols = error.shape
     groups = error.view(rows, cols // BLOCK, BLOCK)
     total = torch.zeros_like(groups[:, :, 0])
@@ -259,7 +260,7 @@ def _sum_tiles(error: Tensor, *, two_d: bool) -> Tensor:
 
 
 def hadamard(x: Tensor, *, signed: bool = True) -> Tensor:
-    """[rows, cols] with cols a multiple of 16 -> float32 of that shape, not yet rounded; signed=False takes d = 1."""
+    """Return the unrounded float32 transform of x [rows, cols], cols a multiple of 16. signed=False takes d = 1."""
     groups = x.float().reshape(-1, BLOCK) * 0.25
     if signed:
         groups = groups * torch.tensor(SIGNS, dtype=torch.float32, device=x.device)
@@ -271,8 +272,10 @@ def hadamard(x: Tensor, *, signed: bool = True) -> Tensor:
 
 
 def round_e2m1(scaled: Tensor, *, sr: bool, key: RngKey | None, name: str) -> Tensor:
-    """float32 [rows, cols], already scaled -> uint8 E2M1 codes of that shape: RNE, or with sr stochastic_e2m1 under the
-    key's bytes. ValueError, which names the format, for sr without a key."""
+    """Return uint8 E2M1 codes of scaled float32 [rows, cols]: RNE, or with sr stochastic_e2m1 under the key's bytes.
+
+    ValueError, which names the format, for sr without a key.
+    """
     if not sr:
         return E2M1.encode(scaled)
     if key is None:
@@ -281,10 +284,11 @@ def round_e2m1(scaled: Tensor, *, sr: bool, key: RngKey | None, name: str) -> Te
 
 
 def stochastic_e2m1(x: Tensor, random: Tensor) -> Tensor:
-    """float32 and uint8 random bytes of one shape -> E2M1 codes; up with probability distance / step, saturating at 6.
+    """Return E2M1 codes of float32 x, rounded up with probability distance / step, saturating at 6.
 
-    t = |x| + random / 256 * step(|x|) in one rounding; result = min(floor(t / step(t)) * step(t), 6); NaN -> +6. The
-    step is 0.5 below 2, 1 below 4, 2 above. Source: TransformerEngine common/util/ptx.cuh:532 at d0067d0da6cb.
+    random: uint8 bytes of x's shape. t = |x| + random / 256 * step(|x|) in one rounding; result = min(floor(t /
+    step(t)) * step(t), 6); NaN -> +6. The step is 0.5 below 2, 1 below 4, 2 above. Source: TransformerEngine
+    common/util/ptx.cuh:532 at d0067d0da6cb.
     """
     magnitude = x.abs()
     t = magnitude + random.float() * (_step(magnitude) / 256)

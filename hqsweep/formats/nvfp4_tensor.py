@@ -1,9 +1,9 @@
-"""E2M1 codes under one float32 scale for the tensor: NVFP4 without the scales of its blocks.
+"""E2M1 codes under one float32 scale for the tensor: NVFP4 without block scales.
 
-scale = S(A), which is fp8_scale() with max 6: fl(6 / A) for the tensor's amax A, 1 where A is 0 or inf, at most
-FLT_MAX, truncated to a power of two with +pow2; code = E2M1(fl(x * scale)), saturating; scale_inv = fl(1 / scale);
-value = fl(code * scale_inv). scale_inv is stored. The arithmetic is that of fp8_current, the rounding (RNE or +sr) and
-the transform (+rht) those of nvfp4. No library has the format: it shows what the scales of blocks are good for.
+scale = S(A), computed by fp8_scale() with max 6: fl(6 / A) for the tensor's amax A, 1 if A is 0 or inf, at most
+FLT_MAX, truncated to a power of two with +pow2. code = E2M1(fl(x * scale)), saturating; scale_inv = fl(1 / scale);
+value = fl(code * scale_inv). scale_inv is stored. The arithmetic is fp8_current's; rounding (RNE or +sr) and transform
+(+rht) are nvfp4's. No library has the format: it shows what block scales are worth.
 """
 
 from dataclasses import dataclass, replace
@@ -35,10 +35,10 @@ class NVFP4Tensor(Format):
     column_multiple = 16
 
     rht: bool = False
-    """Whether a random Hadamard transform along the contracted axis comes first; only meaningful columnwise, on both
-    wgrad operands."""
+    """Whether a random Hadamard transform along the contracted axis comes first; only columnwise, on both wgrad
+    operands."""
     rht_signed: bool = True
-    """Whether the transform has the signs of TransformerEngine's, or none."""
+    """Whether the transform has TransformerEngine's signs, or none."""
     sr: bool = False
     """Whether elements are rounded stochastically, by a key."""
     pow2: bool = False
@@ -90,7 +90,7 @@ class NVFP4Tensor(Format):
         return {"q": pack_nibbles(codes), "s": divide(1.0, scale)}
 
     def decode(self, buffers: Buffers, shape: tuple[int, int]) -> Tensor:
-        """Values in the basis of the codes: with +rht they stay transformed, as the GEMM consumes them."""
+        """Return values in the basis of the codes: with +rht they stay transformed, as the GEMM takes them."""
         return E2M1.decode(self.codes(buffers)) * buffers["s"]
 
     def operand(self, buffers: Buffers, shape: tuple[int, int]) -> ExactOperand:

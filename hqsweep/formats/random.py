@@ -1,8 +1,9 @@
-"""Keyed randomness: Philox4x32-10 bits that depend on a key and an element's index, and on nothing else.
+"""Keyed randomness: Philox4x32-10 bits that depend only on a key and an element's index.
 
-Stochastic rounding draws byte i % 16 of the Philox output with counter (i // 16, step) and key (seed, slot) for the
-element with linear index i = row * cols + col of the operand. The same bits come out on CPU and CUDA, in a recompute,
-and in any order of evaluation. Philox: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
+Stochastic rounding draws one byte per element. The element with linear index i = row * cols + col of the operand takes
+byte i % 16 of the Philox output with counter (i // 16, step) and key (seed, slot). So the bits are the same on CPU and
+CUDA, in a recomputation, and in any order of evaluation. Philox: Salmon et al., Parallel random numbers: as easy as 1,
+2, 3 (SC 2011).
 """
 
 import hashlib
@@ -18,7 +19,7 @@ _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
 SEGMENT = 16
-"""The number of elements whose bytes one draw gives."""
+"""Elements whose bytes come from one draw."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,23 +33,25 @@ class RngKey:
     step: int
     """The number of the slot's quantization: training step times microbatches; 64 bits."""
     counter: Tensor | None = field(default=None, compare=False, repr=False)
-    """int64 [1] on the device of what is rounded: where the step is read when bits are drawn, in place of `step`. A
-    captured CUDA graph draws the bits of every step by it."""
+    """int64 [1] on the rounded tensor's device, read as the step when bits are drawn, in place of `step`.
+
+    It lets a captured CUDA graph draw the bits of every step.
+    """
 
     @property
     def words(self) -> tuple[int, int]:
-        """The two 32-bit words of the Philox key: seed, and the first four bytes of SHA-256 of the slot's name."""
+        """The two 32-bit words of the Philox key: the seed, and the first four bytes of SHA-256 of the slot's name."""
         return self.seed & _MASK, _slot_word(self.slot)
 
     def under(self, name: str) -> "RngKey":
-        """The stream of a part of the slot."""
+        """Return the stream of a part of the slot."""
         return replace(self, slot=f"{self.slot}/{name}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RngNumbers:
-    """The streams of a slot's two directions, known by their numbers: a trace takes these as inputs, and serves slots
-    of every name."""
+    """The streams of a slot's two directions, by number. A trace takes numbers as inputs, and serves slots of every
+    name."""
 
     seed: int
     numbers: list[int]
@@ -57,14 +60,14 @@ class RngNumbers:
     counter: Tensor | None = field(default=None, compare=False, repr=False)
 
     def under(self, direction: str) -> "RngNumber":
-        """The stream of a direction."""
+        """Return the stream of a direction."""
         number = self.numbers[1 if direction == "columnwise" else 0]
         return RngNumber(seed=self.seed, number=number, step=self.step, counter=self.counter)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RngNumber:
-    """An RngKey whose slot is known by its word."""
+    """An RngKey whose slot is given by its word."""
 
     seed: int
     number: int
@@ -79,9 +82,9 @@ class RngNumber:
 
 @dataclass(frozen=True, kw_only=True)
 class RngKeys(Sequence[RngKey]):
-    """The streams of the experts of a group in one step: keys that differ in their slots only.
+    """The streams of a group's experts in one step: keys that differ only in their slots.
 
-    The words of all slots are computed once, because every step of a training has the same slots.
+    All words are computed once, because every training step has the same slots.
     """
 
     seed: int
@@ -97,17 +100,17 @@ class RngKeys(Sequence[RngKey]):
 
     @property
     def words(self) -> tuple[int, tuple[int, ...]]:
-        """The words of each RngKey: the seed's, which all share, and one word for each slot."""
+        """The seed's word, which all keys share, and one word per slot."""
         return self.seed & _MASK, _parts(self.slots, "")[1]
 
     def under(self, name: str) -> "RngKeys":
-        """The streams of a part of every slot."""
+        """Return the streams of a part of every slot."""
         return replace(self, slots=_parts(self.slots, name)[0])
 
 
 @dataclass(frozen=True)
 class PlacedKey:
-    """A key for an operand that is a part of a whole one: its elements draw the bits that they draw there.
+    """A key for an operand that is part of a whole: its elements draw the same bits as in the whole.
 
     The element (row, col) of the part has the index (first_row + row) * cols_of_whole + first_col + col.
     """
@@ -134,8 +137,8 @@ class PlacedKey:
 
     @property
     def segments(self) -> list[int]:
-        """The first segment of 16 elements, and how many lie between rows, as the kernels count; ValueError for a part
-        that cuts segments."""
+        """(first segment of 16 elements, segments between rows), as kernels count. ValueError for a part that cuts
+        segments."""
         if self.first_col % SEGMENT or self.cols_of_whole % SEGMENT:
             raise ValueError(
                 f"a part at column {self.first_col} of {self.cols_of_whole} columns cuts the random bytes of one draw;"
@@ -153,19 +156,19 @@ _slot_word = memo(_hashed)
 
 
 def numbers_of(slot: str) -> list[int]:
-    """RngNumbers.numbers of the slot of this name."""
+    """Return RngNumbers.numbers of the slot with this name."""
     return [_hashed(f"{slot}/{direction}") for direction in ("rowwise", "columnwise")]
 
 
 @memo
 def _parts(slots: tuple[str, ...], name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The part of this name of every slot ("": the slot itself), and the words of these parts."""
+    """Return the part with this name of every slot ("": the slot itself), and the words of these parts."""
     parts = tuple(f"{slot}/{name}" for slot in slots) if name else slots
     return parts, tuple(map(_slot_word, parts))
 
 
 def philox(key: tuple[int, int], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[Tensor]:
-    """Ten rounds over int64 tensors holding 32-bit words; four output words of the counters' shape."""
+    """Return four output words in the counters' shape, after ten rounds on int64 tensors of 32-bit words."""
     k0, k1 = key
     c0, c1, c2, c3 = counter
     for _ in range(10):
@@ -177,20 +180,21 @@ def philox(key: tuple[int, int], counter: tuple[Tensor, Tensor, Tensor, Tensor])
 
 
 def _multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a 32 x 32 bit product in int64, split in halves because int64 is signed."""
+    """Return the high and low 32 bits of a 32 x 32 bit product in int64. It is split in halves because int64 is
+    signed."""
     low_part, high_part = a * (constant & 0xFFFF), a * (constant >> 16)
     high = (high_part + (low_part >> 16)) >> 16
     return high, (a * constant) & _MASK
 
 
 def _signed(step: int) -> int:
-    """The 64 bits of a step as int64 has them."""
+    """Return the 64 bits of a step as an int64."""
     step &= 2**64 - 1
     return step - 2**64 if step >= 2**63 else step
 
 
 def random_bytes(key: RngKey | PlacedKey, rows: int, cols: int, device: torch.device | str = "cpu") -> Tensor:
-    """uint8 [rows, cols]: the byte of every element of an operand of that shape under this key."""
+    """Return uint8 [rows, cols]: the byte of each element of an operand under this key."""
     if isinstance(key, PlacedKey):
         lines = torch.arange(key.first_row, key.first_row + rows, dtype=torch.int64, device=device)
         along = torch.arange(key.first_col, key.first_col + cols, dtype=torch.int64, device=device)
@@ -203,7 +207,7 @@ def random_bytes(key: RngKey | PlacedKey, rows: int, cols: int, device: torch.de
 
 
 def _bytes_of(key: RngKey | PlacedKey, block: Tensor) -> Tensor:
-    """uint8 [blocks, 16]: the bytes of these segments."""
+    """Return uint8 [blocks, 16]: the bytes of these segments."""
     now = torch.full_like(block, _signed(key.step)) if key.counter is None else key.counter.expand_as(block)
     step = (now & _MASK, now >> 32 & _MASK)
     words = torch.stack(philox(key.words, (block & _MASK, block >> 32, *step)), dim=-1)

@@ -102,8 +102,8 @@ def _multiply(a: Tensor, b: Tensor, **options: Any) -> Tensor:
 
 
 _LIBRARY = torch.library.Library("hqsweep", "FRAGMENT")
-# The product in float32, rounded to dtype. An operator, because TorchInductor leaves out roundings between what it
-# fuses: operands and results are rounded in memory where an operator reads and writes them.
+# The float32 product, rounded to dtype. It is an operator because TorchInductor drops roundings inside fused code; an
+# operator reads and writes rounded values in memory.
 _LIBRARY.define("mm_float32(Tensor a, Tensor b, ScalarType dtype) -> Tensor")
 
 
@@ -117,8 +117,8 @@ def _(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=dtype)
 
 
-# bfloat16 operands of plain_product -> bfloat16, the float32 accumulator rounded once. An operator, so that
-# torch.compile does not look inside: the setting is global to torch.
+# plain_product of bfloat16 operands with one rounding to bfloat16. It is an operator because its setting is global to
+# torch, and torch.compile must not look inside.
 _LIBRARY.define("mm_rounded(Tensor a, Tensor b) -> Tensor")
 
 
@@ -166,7 +166,7 @@ def apply_factors(
     pytorch/cpp_extensions/gemm.py:84 at d0067d0da6cb).
     """
     tensors, per_row = [factor for factor, _ in factors], [rows for _, rows in factors]
-    inverse = 1.0 / divisor  # torch rounds it to float32 before it multiplies
+    inverse = 1.0 / divisor  # torch rounds it to float32 first
     if not factors and inverse == 1.0:
         return in_dtype(product, out_dtype)
     if not any(per_row):

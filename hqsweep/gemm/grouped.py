@@ -99,7 +99,7 @@ def tokens_by_kernel(a: PackedExact, b: PackedExact, out_dtype: torch.dtype, *, 
         return splits.spread(factor.view(experts, -1))
 
     if not per_row and a.factor is not None and b.factor is not None:
-        factors = [(of_rows(a.factor * b.factor), False)]  # the product of both is what rows are multiplied by
+        factors = [(of_rows(a.factor * b.factor), False)]  # rows are multiplied by the product of both
     else:
         left = [] if a.factor is None else [(a.factor.view(-1, 1) if a.per_row else of_rows(a.factor), a.per_row)]
         factors = left + ([] if b.factor is None else [(of_rows(b.factor), b.per_row)])
@@ -107,7 +107,7 @@ def tokens_by_kernel(a: PackedExact, b: PackedExact, out_dtype: torch.dtype, *, 
 
 
 def tokens_by_native_kernel(a: Operand, b: Operand) -> Tensor:
-    """mm_t_tokens of E4M3 codes by torch._scaled_grouped_mm, without fast accumulation, in bfloat16."""
+    """Run mm_t_tokens() on E4M3 codes by torch._scaled_grouped_mm, without fast accumulation, to bfloat16."""
     splits, experts, (n, k) = a.layout.splits, b.layout.splits.count, b.layout.one_shape
     left, right = (group.buffers["q"].view(torch.float8_e4m3fn) for group in (a, b))
     rows = splits.spread(a.buffers["s"])
@@ -119,7 +119,7 @@ def tokens_by_native_kernel(a: Operand, b: Operand) -> Tensor:
 
 
 def weights_by_kernel(a: PackedExact, b: PackedExact, out_dtype: torch.dtype, *, equal: bool = False) -> Tensor:
-    """mm_t_weights by torch._grouped_mm, or of equal splits by torch.bmm: [experts, n, k]."""
+    """Run mm_t_weights() by torch._grouped_mm, or by torch.bmm for equal splits, and return [experts, n, k]."""
     if equal:
         dw = plain_product(a.stacked(), b.stacked_turned(), _stored(out_dtype))
     else:
@@ -128,7 +128,7 @@ def weights_by_kernel(a: PackedExact, b: PackedExact, out_dtype: torch.dtype, *,
 
 
 def _by_experts(product: Tensor, a: PackedExact, b: PackedExact, out_dtype: torch.dtype) -> Tensor:
-    """apply_factors to a product [experts, m, n] of sides that have at most one factor for each expert."""
+    """Return apply_factors() of a product [experts, m, n] whose sides have at most one factor per expert."""
     factors = [(group.factor.view(-1, 1), False) for group in (a, b) if group.factor is not None]
     if not factors and a.divisor == b.divisor == 1.0:
         return in_dtype(product, out_dtype)
@@ -136,24 +136,26 @@ def _by_experts(product: Tensor, a: PackedExact, b: PackedExact, out_dtype: torc
 
 
 def _as_rows(product: Tensor) -> Tensor:
-    """[experts, m, n] -> [experts * m, n] that autograd takes for no view: an output of a Function may be written in
-    place then, as torch.matmul's may."""
+    """Return [experts, m, n] as [experts * m, n], in a form that autograd does not treat as a view.
+
+    A Function's output may then be written in place, like torch.matmul's.
+    """
     experts, m, n = product.shape
     return unsafe_view(product, (experts * m, n))
 
 
 def _stored(out_dtype: torch.dtype) -> torch.dtype:
-    """What torch.bmm gives where out_dtype is wanted: float32 is rounded by nobody but the factors."""
+    """Return the dtype that torch.bmm stores for an out_dtype. Only factors round a float32 product."""
     return torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
 
 
 def _exact(group: Group) -> PackedExact:
-    """Exact matrices in one memory: decoded, and put together, where they are not there already."""
+    """Return exact matrices in one memory; decode and pack them if necessary."""
     return group if isinstance(group, PackedExact) else _packed(group).operand()
 
 
 def _packed(group: Operand | Members) -> Operand:
-    """Codes in one memory."""
+    """Return codes in one memory."""
     if isinstance(group, Operand):
         return group
     first, layout = group.members[0], _layout(group)
@@ -162,6 +164,6 @@ def _packed(group: Operand | Members) -> Operand:
 
 
 def _layout(group: Members) -> GroupLayout:
-    """The layout of members that are all of one shape."""
+    """Return the layout of members with one shape."""
     rows, width = group.members[0].shape
     return GroupLayout(splits=Splits.uniform(len(group.members), rows), width=width, columnwise=False)

@@ -146,7 +146,7 @@ def multiply(a: Operand | ExactOperand, b: Operand | ExactOperand, mode: str, ou
     if mode != "native":
         return mm_t(a, b, out_dtype=out_dtype)
     (m, k), (n, _) = a.shape, b.shape
-    if m * n * k == 0:  # an expert without tokens has nothing to ask the tensor cores for
+    if m * n * k == 0:  # an expert without tokens
         return torch.zeros(m, n, dtype=out_dtype, device=next(iter(a.buffers.values())).device)
     return mm_t_native(a, b, out_dtype=out_dtype)
 
@@ -162,7 +162,7 @@ def _float8(operand: Operand) -> Tensor:
 
 def _per_tensor(operand: Operand) -> tuple[Tensor, Tensor]:
     scale = operand.buffers["s"].view(())
-    if scale.data_ptr() % ALIGNMENT:  # of one expert among many
+    if scale.data_ptr() % ALIGNMENT:  # a view into many experts' scales
         scale = scale.clone()
     return _float8(operand), scale
 
@@ -170,7 +170,7 @@ def _per_tensor(operand: Operand) -> tuple[Tensor, Tensor]:
 def _block(operand: Operand) -> tuple[Tensor, Tensor]:
     scales = operand.buffers["s"]
     if not operand.format.two_d:
-        return _float8(operand), scales.t().contiguous().t()  # rows run fastest
+        return _float8(operand), scales.t().contiguous().t()  # column-major
     missing = -scales.shape[1] % TILES
     return _float8(operand), F.pad(scales, (0, missing)).t() if missing else scales
 

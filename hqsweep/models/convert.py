@@ -25,7 +25,7 @@ from hqsweep.nn.core.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.ops.quantize.kernels import DTYPES
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import HEAD
-from hqsweep.recipe.select import layers_of
+from hqsweep.recipe.sectioned import layers_of
 from hqsweep.recipe.validate import GemmModule, recipe_faults
 
 Filter = Callable[[nn.Module, str], bool]

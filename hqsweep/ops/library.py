@@ -113,7 +113,7 @@ def operator(schema: str, *, fake: Callable, devices: tuple[str, ...] = ("CPU", 
 def where(x: Tensor) -> tuple:
     """Return the last arguments of a kernel call: the stream on CUDA, else the thread count and "" (best instruction
     set)."""
-    # What torch.cuda.current_stream() wraps in an object, at a tenth of its time.
+    # A tenth of the time of torch.cuda.current_stream(), which wraps this number in an object.
     return (current_raw_stream(x.get_device()),) if x.is_cuda else (torch.get_num_threads(), "")
 
 

@@ -67,7 +67,7 @@ class DelayedState(nn.Module):
             self.reset_parameters()
             return
         super()._load_from_state_dict(state_dict, prefix, *args)
-        for name, tensor in self._buffers.items():  # assigned ones of a module that had another dtype
+        for name, tensor in self._buffers.items():  # load_state_dict(assign=True) can bring another dtype
             self._buffers[name] = tensor.to(torch.float32)
 
     def reset_parameters(self) -> None:
@@ -215,7 +215,7 @@ def note(
         outs = dict(zip(delayed, histories, strict=True))
     elif dequantized:
         outs = {direction: x.new_zeros(len(slots), dtype=torch.float32) for direction in delayed}
-    else:  # both directions of the original have one amax
+    else:  # both directions of the original share an amax
         outs = dict.fromkeys(delayed, x.new_zeros(len(slots), dtype=torch.float32))
     if dequantized or splits is None:
         amaxes, scratch = _to_decode_by(slots, x, splits, row) if dequantized else (None, None)

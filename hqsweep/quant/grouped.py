@@ -261,7 +261,7 @@ def _shard(x: GroupedTensor, cut: Cut, rank: int, members: Sequence[HybridQuanti
         buffers[f"{direction}_{name}"] = torch.cat([(part.t() if turned else part).reshape(-1) for part in own])
     if x.high_precision_init_val is not None:
         buffers[INIT_VAL] = torch.stack([member.high_precision_init_val for member in members])
-    # What is written into a copy would not reach the whole.
+    # A write into this copy would not reach the whole.
     metadata = replace(cut.part(start, stop), key=x.metadata.key, shares_scale=True)
     shard = type(x)(buffers, metadata, cut.shape_of(stop - start))
     shard.states, shard.part = x.states, x.part

@@ -23,10 +23,9 @@ from hqsweep.ops.quantize.request import Output, Request, Target, request_of, te
 from hqsweep.ops.stats import Sums, gather_by_row
 from hqsweep.parallel.shards.shard_place import Place
 from hqsweep.quant.delayed import SlotStates, grids_of, note
-from hqsweep.quant.operand import HybridOperand
+from hqsweep.quant.operand import HybridOperand, operands_of
 from hqsweep.quant.targets import (
     found_under,
-    operands_of,
     signs_of,
     takes_amax_of_matrix,
     targets_of,
@@ -58,18 +57,9 @@ class HybridQuantizer:
             raise UserError(
                 f"columnwise format {self.columnwise}: +row_scaled is for rowwise operands only; drop it here"
             )
-        # Worked out now: torch.compile cannot trace the lock that a cached_property of Python 3.11 takes.
-        _ = (
-            self.stochastic,
-            self.reads_key,
-            self.delayed,
-            self.takes_values_alone,
-            self.row_multiple,
-            self.rowwise.layout,
-            self.columnwise.layout,
-            self.rowwise.text,
-            self.columnwise.text,
-        )
+        # Computed now: torch.compile cannot trace the lock in Python 3.11's cached_property.
+        _ = self.stochastic, self.reads_key, self.delayed, self.takes_values_alone, self.row_multiple
+        _ = self.rowwise.layout, self.columnwise.layout, self.rowwise.text, self.columnwise.text
 
     @classmethod
     def parse(cls, value: "str | Mapping[str, str] | HybridQuantizer") -> "HybridQuantizer":
@@ -178,8 +168,10 @@ class HybridQuantizer:
         return operands_of(self, results, tuple(x.shape), x.dtype, splits, rowwise)
 
     def quantize_sent(self, x: Tensor, columnwise: Output | None = None) -> HybridOperand:
-        """quantize() to rowwise codes that are to be sent, and to be multiplied here, without random bits and states:
-        where one pass can write both, the result has their exact operand, too, and their buffers lie in one memory."""
+        """Quantize x to rowwise codes that are sent and also multiplied here, without random bits and states.
+
+        If one pass can write both, the result also has their exact operand, and the buffers share one memory.
+        """
         texts = self.rowwise.text, self.columnwise.text
         pair = Pair(*texts, self.columnwise_source, "codes", columnwise, decoded=True)
         plain = quantize_plain(x, None, pair) if self.takes_values_alone else None

@@ -125,7 +125,7 @@ class Metadata:
         if direction not in self.directions:
             return None
         own = {name: buffers[f"{d}_{name}"] for d, name in self.stored if d == direction}
-        own = own or {"q": self.content.turned(buffers["rowwise_q"])}  # an identity, held once
+        own = own or {"q": self.content.turned(buffers["rowwise_q"])}  # an identity is stored once
         format, fields = getattr(self.quantizer, direction), self._encoded(direction).operand_fields(direction)
         return Operand(format=format, **fields, dtype=self.source_dtype, buffers=own)
 

@@ -5,6 +5,7 @@ flatten() and unflatten() are the only conversions to and from tensors: autograd
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +13,9 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.formats import WHOLE, Buffers, ExactOperand, Format
 from hqsweep.memo import cached_property
-from hqsweep.ops.members.layout import Layout
-from hqsweep.ops.members.packed import member_buffers
+from hqsweep.ops.members.layout import GroupLayout, Layout
+from hqsweep.ops.members.packed import Result, member_buffers
+from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.dequantize import dequantize, exact_operand_of, exact_operand_of_parts
 
 
@@ -154,7 +156,7 @@ def joined(operands: list[HybridOperand], axis: int) -> HybridOperand:
 def _joined(operands: list[Operand | ExactOperand], axis: int) -> Operand | ExactOperand:
     """Return the joined operand of pieces that are adjacent along an axis of the operand."""
     first = operands[0]
-    if isinstance(first, ExactOperand):  # of formats that draw bits, with one factor for all
+    if isinstance(first, ExactOperand):  # from formats with random bits; all share a factor
         return replace(first, matrix=torch.cat([operand.matrix for operand in operands], axis))
     cut = [name for name, buffer in first.format.layout.items() if (buffer.rows, buffer.cols)[axis] != WHOLE]
     buffers = {name: torch.cat([operand.buffers[name] for operand in operands], axis) for name in cut}
@@ -165,3 +167,35 @@ def _joined(operands: list[Operand | ExactOperand], axis: int) -> Operand | Exac
 
 def _block(format: Format, axis: int) -> int:
     return max((buffer.rows, buffer.cols)[axis] for buffer in format.layout.values())
+
+
+def operands_of(
+    quantizer: Any,
+    results: Any,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    splits: Splits | None,
+    rowwise: str | None,
+) -> HybridOperand:
+    """Return the operands of a matrix with this shape, the rowwise one only if wanted. results: Quantized."""
+    row = operand_of(results.rowwise, quantizer.rowwise, shape, dtype, splits) if rowwise else None
+    column = operand_of(results.columnwise, quantizer.columnwise, shape[::-1], dtype, splits, columnwise=True)
+    return HybridOperand(rowwise=row, columnwise=column)
+
+
+def operand_of(
+    result: Result | None,
+    format: Format,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    splits: Splits | None,
+    *,
+    columnwise: bool = False,
+) -> Operand | ExactOperand | None:
+    """Return the operand of a result. shape: of the operand; for packed operands of X, or of X.T."""
+    if result is None or isinstance(result, ExactOperand):
+        return result
+    if splits is not None:
+        layout = GroupLayout.of(splits, shape[0] if columnwise else shape[1], columnwise=columnwise)
+        return Operand(format=format, layout=layout, dtype=dtype, buffers=result)
+    return Operand(format=format, shape=shape, dtype=dtype, buffers=result)

@@ -1,18 +1,13 @@
-"""Targets of a quantizer's call with known amaxes, and the operands of its results."""
+"""Targets of a quantizer's call, also with known amaxes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from hqsweep.formats import Buffers, ExactOperand, Format
-from hqsweep.ops.members.layout import GroupLayout
-from hqsweep.ops.members.packed import Result
+from hqsweep.formats import Buffers, Format
 from hqsweep.ops.members.splits import Splits
-from hqsweep.ops.quantize.quantize import Quantized
 from hqsweep.ops.quantize.request import NO_TARGET, Output, Source, Target
-from hqsweep.quant.operand import HybridOperand, Operand
 
 
 def targets_of(
@@ -22,20 +17,6 @@ def targets_of(
     needs_row = rowwise is not None or (columnwise and quantizer.columnwise_source == "rowwise_dequantized")
     row = Target(quantizer.rowwise, rowwise or "codes") if needs_row else NO_TARGET
     return row, Target(quantizer.columnwise, columnwise, by_rows=by_rows) if columnwise else NO_TARGET
-
-
-def operands_of(
-    quantizer: Any,
-    results: Quantized,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    splits: Splits | None,
-    rowwise: Output | None,
-) -> HybridOperand:
-    """Return the operands of a matrix with this shape; the rowwise operand only if wanted."""
-    row = operand_of(results.rowwise, quantizer.rowwise, shape, dtype, splits) if rowwise else None
-    column = operand_of(results.columnwise, quantizer.columnwise, shape[::-1], dtype, splits, columnwise=True)
-    return HybridOperand(rowwise=row, columnwise=column)
 
 
 def takes_amax_of_matrix(format: Format | None) -> bool:
@@ -68,24 +49,6 @@ def _grid(format: Format, amaxes: Tensor, splits: Splits | None) -> Buffers | li
 def under(target: Target, amax: Tensor) -> Target:
     """Return the target with a grid of that amax, if its format takes one."""
     return target._replace(grid={target.format.amax_name: amax}) if takes_amax_of_matrix(target.format) else target
-
-
-def operand_of(
-    result: Result | None,
-    format: Format,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    splits: Splits | None,
-    *,
-    columnwise: bool = False,
-) -> Operand | ExactOperand | None:
-    """Return the operand of a result. shape: of the operand; for packed operands of X, or of X.T."""
-    if result is None or isinstance(result, ExactOperand):
-        return result
-    if splits is not None:
-        layout = GroupLayout.of(splits, shape[0] if columnwise else shape[1], columnwise=columnwise)
-        return Operand(format=format, layout=layout, dtype=dtype, buffers=result)
-    return Operand(format=format, shape=shape, dtype=dtype, buffers=result)
 
 
 def found_under(row: Target, column: Target, amaxes: Sequence[Tensor], source: Source) -> tuple[Target, Target]:

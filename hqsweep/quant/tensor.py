@@ -223,7 +223,7 @@ class HybridQuantizedTensor(TensorProtocol):
     def hold(self, buffers: Mapping[str, Tensor]) -> None:
         """Take these tensors as the buffers of both operands, by name. Existing views keep the old buffers."""
         for name, buffer in buffers.items():
-            setattr(self, name, buffer)  # where callers of __tensor_flatten__ look for them
+            setattr(self, name, buffer)  # __tensor_flatten__ names these attributes
         for direction in DIRECTIONS:
             setattr(self, direction, self._metadata.operand(buffers, direction))
 

@@ -87,7 +87,7 @@ def _empty_shard(x: Blank) -> HybridQuantizedTensor:
     metadata = replace(cut.part(end, end), dtype=x.dtype, key=like.metadata.key)
     shard = type(like)(metadata.empty(x.device), metadata, cut.shape_of(0))
     shard.sharding, shard.states, shard.part = like.sharding, like.states, like.part
-    if like.shape == shard.shape:  # it is that shard, which is padded: torch copies nothing of it
+    if like.shape == shard.shape:  # the padded shard itself: torch copies nothing into it
         shard.shared = like.shared
     return shard
 
@@ -96,7 +96,7 @@ def _copy_(x: Blank, source: Tensor, non_blocking: bool = False) -> Blank:
     if isinstance(source, HybridQuantizedTensor) and source.sharding is x.like.sharding and source.shape == x.shape:
         shard = source.clone()
         shard.states = source.states
-        shard.shared = source.shared  # as ranks keep theirs whose shards are not padded: it remembers an exchange
+        shard.shared = source.shared  # keep the exchange, as ranks without padding do
         x.held[:] = [shard]
     else:
         x.value().copy_(source)
@@ -202,7 +202,7 @@ def _split(x: HybridQuantizedTensor, size: int, dim: int = 0) -> list[HybridQuan
     A shard's buffers are views of all entries that its rows, or columns, read.
     """
     cut = Cut.of(x.metadata, x.shape, size, dim)
-    _matrix_axis(x, dim)  # which refuses an axis between the first and the last
+    _matrix_axis(x, dim)  # refuses inner axes
     starts = range(0, max(x.shape[dim], 1), max(size, 1))
     spans = [(start, min(start + size, x.shape[dim])) for start in starts]
     return with_sharding(x, [_shard(x, cut, *span) for span in spans], cut)
@@ -283,12 +283,12 @@ def _copy_(x: HybridQuantizedTensor, source: Tensor, non_blocking: bool = False)
     if broadcast is not None:
         return _broadcast(x, *broadcast)
     if not same or not _lie_alike(x, source):
-        # A negative bit, which torch's dispatcher leaves to copy_, and to nothing that copy_ calls.
+        # torch's dispatcher leaves the negative bit to copy_.
         return x.quantize_((source.dequantize() if quantized else source.resolve_neg()).expand(x.shape))
     x.check_writable()
     source.check_complete()
     if all(own.is_set_to(buffer) for own, buffer in x.copies(source)):
-        return x  # as where a model loads its own state_dict
+        return x  # for example a model that loads its own state_dict
     x.write_(source)
     preserved = x.high_precision_init_val
     if preserved is not None:

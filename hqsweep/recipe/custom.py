@@ -124,7 +124,7 @@ class CustomRecipe:
                     return None
                 answer = answer.quantizer(role)
             if isinstance(answer, str):
-                # of a constant torch 2.11's trace has no comparison
+                # torch 2.11's trace cannot compare constants
                 return HybridQuantizer.parse(answer) if torch.compiler.is_compiling() else _parsed(answer)
             if isinstance(answer, HybridQuantizer):
                 return answer
@@ -179,7 +179,7 @@ class _Entered(CustomRecipe):
         if role in self.answers:
             return self.answers[role]
         answer = super()._asked(role)
-        if not torch.compiler.is_compiling():  # torch 2.11 reads no attribute of a class once a trace writes to a dict
+        if not torch.compiler.is_compiling():  # torch 2.11: a trace that writes to a dict reads no class attribute
             self.answers[role] = answer
         return answer
 

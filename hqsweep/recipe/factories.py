@@ -64,7 +64,7 @@ def _find(path: str, where: str, places: str = "") -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except (ModuleNotFoundError, ValueError) as error:
         missing = getattr(error, "name", None) or module_name
-        if missing != module_name and not module_name.startswith(f"{missing}."):  # it is there, and imports another
+        if missing != module_name and not module_name.startswith(f"{missing}."):  # it exists, but imports a missing one
             raise UserError(f"{where}: importing '{module_name}' raised {type(error).__name__}: {error}") from error
         raise UserError(
             f"{where}: '{path}' cannot be imported ({error}); it takes package.module.function{places}"

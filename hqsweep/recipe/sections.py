@@ -40,7 +40,7 @@ class Section:
     """Base of the sections. A subclass has one field per tensor of its module type, with the tensor's name."""
 
     def __post_init__(self) -> None:
-        _ = self.stochastic, self.identity  # worked out now, as by HybridQuantizer
+        _ = self.stochastic, self.identity  # computed now, as in HybridQuantizer
 
     @classmethod
     def tensors(cls) -> tuple[str, ...]:

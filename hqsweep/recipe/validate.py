@@ -11,9 +11,8 @@ from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.pairs import MODULE_GEMMS, cannot_meet, pair_fault
 from hqsweep.recipe.roles import QuantizerRole, module_roles
-from hqsweep.recipe.sectioned import Recipe
+from hqsweep.recipe.sectioned import Recipe, layers_of
 from hqsweep.recipe.sections import Section
-from hqsweep.recipe.select import layers_of
 from hqsweep.recipe.stages import stages
 
 DeviceFault = Callable[[Format, Format, int, int, int], str | None]

@@ -1,8 +1,7 @@
 """Slots that are alike are one line, and nothing is lost by it."""
 
 from hqsweep.recipe import parse_recipe
-from hqsweep.recipe.folding import folded, of_both_directions, together
-from hqsweep.recipe.listing import diff, slots
+from hqsweep.recipe.listing import diff, folded, of_both_directions, slots, together
 
 FIELDS = ("rowwise", "columnwise", "columnwise_source")
 

@@ -4,7 +4,7 @@ import pytest
 
 from hqsweep.errors import UserError
 from hqsweep.recipe import QuantizerRole
-from hqsweep.recipe.select import Layers, layers_of
+from hqsweep.recipe.sectioned import Layers, layers_of
 
 
 @pytest.mark.parametrize(

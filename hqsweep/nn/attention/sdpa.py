@@ -57,7 +57,7 @@ def _is_flash_on_cpu(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 @constant_result
 def _is_flash_allowed() -> bool:
-    return torch.backends.cuda.flash_sdp_enabled()  # for CPUs, too
+    return torch.backends.cuda.flash_sdp_enabled()  # applies to CPUs, too
 
 
 def way_back(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str | None:
@@ -128,7 +128,7 @@ def _agrees(way: str, device: torch.device, width: int, is_causal: bool) -> bool
 def _at_all_lengths(agrees: Callable[[int], bool]) -> bool:
     try:
         return all(map(agrees, LENGTHS))
-    except Exception:  # of whatever kind libraries raise that are of another version than they look
+    except Exception:  # libraries of another version raise anything
         return False
 
 

@@ -54,7 +54,7 @@ class DelayedStates(nn.ModuleDict):
         needed = _formats(quantizers)
         missing = {n: f for n, f in needed.items() if n not in self or not _fits(self[n], f.history)}
         self._give_up(name for name in missing if name in self)
-        with torch.inference_mode(False):  # a training may go on with what an evaluation made
+        with torch.inference_mode(False):  # a training may continue with states made in an evaluation
             for name, format in missing.items():
                 self[name] = DelayedState(format.history)
         for name, format in needed.items():
@@ -128,7 +128,7 @@ class ExpertStates(nn.ModuleList):
     @property
     def epoch(self) -> int:
         """DelayedStates.epoch, equal for all experts."""
-        return next((states.epoch for states in self), 0)  # a part of the experts begins with another number
+        return next((states.epoch for states in self), 0)  # a part of the experts may lack number 0
 
     def of(
         self,

@@ -151,7 +151,7 @@ class QuantizedModule(nn.Module):
         recipe, context = autocast_recipe(), current()
         quantizers = self._quantizers if recipe is None else self._quantizers_under(recipe)
         self.check_scope(quantizers, recipe, context)
-        traced = torch.compiler.is_compiling()  # a trace may be within a transform, and must not read the name for it
+        traced = torch.compiler.is_compiling()  # a trace may be inside a transform, and must not read the name
         if not traced and (transforms() is not None or forward_ad._current_level >= 0):
             refuse_transforms(self.name)
         if quantizers.stochastic:
@@ -200,9 +200,9 @@ class QuantizedModule(nn.Module):
         writes = None if counter is None else (id(counter), counter._version)
         key = (context.seed, context.step, context.microbatch)
         run = (quantizers, gemm, recipe is not None, key, writes, context.kernels, self.states.epoch)
-        hooked = top_saved_tensors_hooks(True)  # no calls of ours: each takes half a us
+        hooked = top_saved_tensors_hooks(True)  # inlined: a call takes half a us
         if hooked is None and torch.is_grad_enabled() and current_graph_task_id() == -1:
-            self.runs.last = run  # this is surely neither a first nor a second run of a part that runs again
+            self.runs.last = run  # certainly no recomputed part
         elif lost := self.runs.note(self, run):
             raise refusal(self.name, lost)
 
@@ -218,7 +218,7 @@ class QuantizedModule(nn.Module):
         return quantizers.identity
 
     def _save_to_state_dict(self, *args: Any) -> None:
-        self.states.add(slots(self.active_quantizers()))  # those of an autocast, too
+        self.states.add(slots(self.active_quantizers()))  # autocast's, too
         super()._save_to_state_dict(*args)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -288,7 +288,7 @@ def set_recipe(model: nn.Module, recipe: AnyRecipe | Section | HybridQuantizer |
             modules with one name that would draw the same random bits, and a model without modules of hqsweep.nn. The
             model is unchanged then.
     """
-    from hqsweep.nn.core.recipe_argument import whole_recipe  # the parser of recipes is not for every module
+    from hqsweep.nn.core.recipe_argument import whole_recipe  # not every module needs the parser of recipes
 
     modules = quantized_modules(model)
     if not modules:

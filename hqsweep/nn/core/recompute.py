@@ -27,7 +27,7 @@ def recomputed(function: Callable[..., Outputs], *args: object) -> Outputs:
     So backward may run outside both. function: a module or a closure over modules that does not draw from torch's
     generators. Tensors in args are kept until backward.
     """
-    if torch.compiler.is_compiling():  # which takes no context_fn, and knows both as it traces the function
+    if torch.compiler.is_compiling():  # it takes no context_fn, and traces both contexts
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
     context, recipe = current(), autocast_recipe()
 

@@ -22,7 +22,7 @@ class _StraightThrough(torch.autograd.Function):
         if operand.layout is None:
             return operand.dequantize().view(x.shape)
         parts = [member.dequantize() for member in operand.members]
-        left_over = rows[sum(map(len, parts)) :]  # of no expert, behind the last one
+        left_over = rows[sum(map(len, parts)) :]  # padding after the last expert
         return torch.cat([*parts, left_over]).view(x.shape)
 
     @staticmethod

@@ -42,7 +42,7 @@ class Scoped(Generic[Value]):
     def __init__(self, outside: Value) -> None:
         self.outside = outside
         self._own = _Own()
-        self._entered: tuple[_Entry[Value], ...] = ()  # of all threads, in order; replaced as a whole
+        self._entered: tuple[_Entry[Value], ...] = ()  # of all threads, in order; replaced, never mutated
         self._lock = Lock()
 
     def get(self) -> Value:

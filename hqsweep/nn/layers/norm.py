@@ -208,7 +208,7 @@ class Norm(QuantizedWeight):
                 return _NormFunction.apply(x, own, weight, bias, call)
             gradient.is_taken = True
             if summands is not None:
-                summands.received()  # before more is sent
+                summands.received()  # receive before sending more
             with gradient.sending(x, dtype) as copies:
                 return _NormFunction.apply(x, own, weight, bias, replace(call, copies=copies))
         total = add_branch(x, branch)

@@ -158,7 +158,7 @@ class ActivationOffload:
         for earlier in range(number - 1, -1, -1):
             saved = self._saved.get(earlier)
             if saved is None or saved.was_read or saved in self.leaving.held or saved in self.arriving.held:
-                continue  # what was read may be read again, by a second backward, but not soon
+                continue  # a second backward may read it again, but not soon
             if not self.arriving.has_room(saved.nbytes):
                 return
             self._fetch(saved)

@@ -293,7 +293,7 @@ def _candidates(key: tuple) -> list[Planned]:
 def _agrees(choice: Planned, out: Tensor, a: Tensor, b: Tensor, expected: Tensor) -> bool:
     try:
         choice.run(out, a, b)
-    except RuntimeError:  # an algorithm that the library takes back
+    except RuntimeError:  # the library offers it, but cannot run it
         return False
     return torch.equal(out, expected)
 

@@ -138,7 +138,7 @@ def _flat(tensors: list[Tensor], by_rows: bool, least: int) -> Tensor:
     """Return the concatenated entries, zero-padded to `least` entries."""
     count, start = sum(t.numel() for t in tensors), 0
     if not by_rows:
-        alike = count >= least and len({t.shape[1:] for t in tensors}) == 1  # then strides cost no launch each
+        alike = count >= least and len({t.shape[1:] for t in tensors}) == 1  # cat then needs no launch per tensor
         parts = tensors if alike else [*(t.reshape(-1) for t in tensors), tensors[0].new_zeros(max(least - count, 0))]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(-1)
     flat = tensors[0].new_empty(max(count, least))

@@ -87,7 +87,7 @@ def offsets_of(splits: Tensor, divisors: list[int], strides: list[int], check: b
 
 def _sent(numbers: Iterable[int], device: torch.device) -> Tensor:
     """Return the numbers as an int64 tensor on a device; nothing waits."""
-    if device.type == "cpu" or torch.compiler.is_compiling():  # for a trace they are constants
+    if device.type == "cpu" or torch.compiler.is_compiling():  # a trace treats them as constants
         return torch.tensor(list(numbers), dtype=torch.int64, device=device)
     return torch.tensor(list(numbers), dtype=torch.int64).pin_memory().to(device, non_blocking=True)
 

@@ -47,7 +47,7 @@ SUMS = 5
 
 def flash_back(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, sums: Tensor, is_causal: bool) -> list[Tensor]:
     """Return the gradients of q, k and v by flash attention. They repeat if torch uses deterministic algorithms."""
-    unused = q.new_empty(0, dtype=torch.int64)  # the state of dropout
+    unused = q.new_empty(0, dtype=torch.int64)  # dropout's state
     length = q.shape[2]
     gradients = flash_attention_backward(
         do, q, k, v, o, sums, None, None, length, length, 0.0, is_causal, unused, unused
@@ -73,7 +73,7 @@ def has_cudnn() -> bool:
 def _cudnn() -> ModuleType | None:
     try:
         return importlib.import_module("cudnn")
-    except (ImportError, OSError, RuntimeError):  # not installed, or it finds no cuDNN
+    except (ImportError, OSError, RuntimeError):  # not installed, or without cuDNN
         return None
 
 

@@ -22,7 +22,7 @@ def takes(table: Tensor, tokens: Tensor) -> bool:
     """Return whether the kernels take rows of this table, and compute its gradient."""
     shaped = table.dim() == 2 and table.is_contiguous() and table.shape[1] * table.itemsize % WORD == 0
     usable = table.is_cuda and tokens.is_cuda and has_kernels("cuda")
-    # A trace takes its rows by torch.
+    # A trace uses torch's operator instead.
     as_it_is = torch.compiler.is_compiling() or (table.data_ptr() % WORD == 0 and not table.is_neg())
     return shaped and usable and as_it_is and table.dtype is torch.float32 and tokens.dtype is torch.int64
 

@@ -98,7 +98,7 @@ def cross_entropy_(
     losses = (-logs[places]).where(counted, 0.0)
     if gradient:
         softmax = logs.exp_()
-        softmax[places] -= 1.0  # torch.use_deterministic_algorithms lets it pass, where scatter_add_ may be refused
+        softmax[places] -= 1.0  # scatter_add_ can be refused under deterministic algorithms
         logits.copy_(softmax.mul_(scale.where(counted, 0.0)[:, None]))
         if amax is not None and logits.numel():
             torch.maximum(amax, logits.abs().nan_to_num(0.0).max(), out=amax)
@@ -214,7 +214,7 @@ def shared_cross_entropy_(
         has = (own >= 0) & (own < logits.shape[1])
         rows = torch.arange(len(own), device=own.device)
         own = own.where(has, 0)
-        softmax[rows, own] -= has.float()  # torch.use_deterministic_algorithms lets it pass
+        softmax[rows, own] -= has.float()  # allowed under deterministic algorithms
         scale = scale.where(~of_target.isnan(), torch.nan).where(counted, 0.0)
         logits.copy_(softmax.mul_(scale[:, None]))
     return (total.log() + (largest - of_target)).where(counted, 0.0)

@@ -167,7 +167,7 @@ def norm_copied(x: Tensor, *of_norm: Any, copies: Sequence[Tensor]) -> list[Tens
 def _run(
     x, branch, gain, bias, epsilon, dtype, amax=False, signs=None, received=None, rank=0, copies=()
 ) -> list[Tensor]:
-    """dtype: None if h is not wanted."""
+    """Return the outputs of norm() or norm_statistics(). dtype: None if h is not wanted."""
     _check_rows(x)
     _check("branch", branch, x, x.shape, STREAMS)
     _check_summands("branch", branch, received, rank)

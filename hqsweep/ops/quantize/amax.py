@@ -2,17 +2,17 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import Format, RngKeys
+from hqsweep.formats import Format, RngKey, RngKeys
 from hqsweep.ops.addresses import key_table
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize import operators
 from hqsweep.ops.quantize.kernels import NO_KEY, KernelSpec
 from hqsweep.ops.quantize.nonfinite import current
 from hqsweep.ops.quantize.outputs import Matrices, amax_count, check_amax
-from hqsweep.ops.quantize.reference import amax_by_reference
 from hqsweep.ops.quantize.request import (
     Backend,
     Request,
@@ -110,7 +110,7 @@ def _check(request: Request, x: Tensor, rowwise: Search, columnwise: Search, spl
 def _one(request: Request, x: Tensor, rowwise: Search, columnwise: Search, backend: Backend) -> None:
     outs = (rowwise.out, columnwise.out)
     if not use_kernel(request, x, backend):
-        amax_by_reference(request, x, rowwise.key, rowwise.amax, outs)
+        _by_reference(request, x, rowwise.key, rowwise.amax, outs)
     elif rowwise.out is not None or columnwise.out is not None:
         key = key_words(request.row, rowwise.key) if request.dequantized else NO_KEY
         texts, step = (request.row_text, request.column_text), None if key is NO_KEY else rowwise.key.counter
@@ -151,3 +151,19 @@ def _own(amaxes: Tensor | None, spec: KernelSpec, lines: tuple[int, int], member
     if amaxes is None:
         return None
     return amaxes[slice(*lines)] if spec.row_scaled else amaxes[member : member + 1]
+
+
+def _by_reference(
+    request: Request, x: Tensor, key: RngKey | None, amax: Tensor | None, outs: tuple[Tensor | None, Tensor | None]
+) -> None:
+    """Run find_amax() for one matrix. key, amax: of its rows."""
+    for i, (spec, out) in enumerate(zip((request.row, request.column), outs, strict=True)):
+        if spec is None:
+            continue
+        format, source = spec.format, x.t() if i else x
+        if out is not None:
+            out.copy_(torch.maximum(out, format.grid(source)[spec.amax_name].view_as(out)))
+        if i == 0 and request.dequantized:
+            known = amax if amax is not None else out
+            grid = format.grid(x) | ({spec.amax_name: known.view(-1, 1)} if known is not None else {})
+            x = format.decode(format.encode(x, grid, key), tuple(x.shape)).to(x.dtype)

@@ -189,7 +189,7 @@ def address_of(x: Tensor, slot: int, columnwise: bool, format: Format) -> int:
     table = _tables.get(x.device)
     if table is None:
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            return 0  # its memory would be the graph's
+            return 0  # the graph would own its memory
         table = table_of(x.device)
     if slot == TRACED:
         slot += format.keeps_nan + 2 * format.keeps_inf
@@ -333,7 +333,7 @@ def _tell_entry(entry: int, words: Sequence[int]) -> None:
             continue
         seen, format = seen_at(entry, word), format_at(entry)
         if seen is None or not seen.lost or (word == INF and format is not None and format.delayed):
-            continue  # the history of delayed scaling tells
+            continue  # the history of delayed scaling reports it
         _told.add((number, word))
         last = f"; more than {MOST_TOLD} slots have met such" if len(_told) > MOST_TOLD else ""
         message = f"{seen.sentence()} (said once; hqsweep.nonfinite() lists all){last}"

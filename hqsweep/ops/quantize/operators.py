@@ -161,7 +161,7 @@ def dequantize(buffers, format, rows, cols, exact, dtype, offsets=None, columnwi
     stored by rows of X even if columnwise. The bytes equal a call per member.
     ValueError for offsets or packed buffers with wrong types, and for too few entries.
     """
-    if not buffers:  # beside offsets, which have a device
+    if not buffers:  # offsets alone also give a device
         raise ValueError("there are no buffers to decode")
     first, number = buffers[0], DTYPES.get(dtype)
     if number is None:

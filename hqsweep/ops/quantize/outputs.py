@@ -144,7 +144,7 @@ def _outputs(x: Matrices, wanted: Wanted, on_gpu: bool) -> Outputs:
         names += ["scales", "global"][: len(shapes) - 1 - 2 * wanted.statistics - wanted.decoded]
     names += ["exact"] * wanted.decoded + ["sums", "row_errors"] * wanted.statistics
     exact_dtype, scratch = DTYPES[shapes[names.index("exact")][1]] if "exact" in names else 0, 0
-    if spec.amax_name == "s" and not wanted.amax_given:  # found apart from the scale, which takes its buffer in the end
+    if spec.amax_name == "s" and not wanted.amax_given:  # the scale overwrites its buffer last
         shapes.append(((1 if x.members is None else x.members,), torch.float32))
         names.append("found")
         scratch = 1

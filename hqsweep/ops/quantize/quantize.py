@@ -104,7 +104,7 @@ def quantize(
         return Quantized()
     if use_kernel(request, x, backend, row.grid, column.grid):
         return _by_kernel(request, x, matrix_inputs(request, row, column), statistics)
-    # One of two may have a kernel; sums of statistics are in the order of each direction by itself.
+    # Only one may have a kernel. The order of sums in statistics belongs to a direction by itself.
     if request.row and request.column and backend == "auto" and (request.some_kernel or statistics):
         return _one_by_one(request, x, row, column, statistics)
     if current() not in (NOBODY, TRACED):

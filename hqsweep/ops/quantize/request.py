@@ -171,7 +171,7 @@ def use_kernel(
     if row_grid is not None or column_grid is not None:
         for spec, grid in ((request.row, row_grid), (request.column, column_grid)):
             if spec and grid is not None and (len(grid) != 1 or spec.amax_name not in grid):
-                supported = False  # amaxes of blocks
+                supported = False  # it has amaxes of blocks
     if backend == "kernel" and not supported:
         texts = " and ".join(spec.text for spec in (request.row, request.column) if spec)
         raise UserError(f"no kernel for {texts} of {x.dtype} {tuple(x.shape)} on {x.device}; use backend reference")
@@ -260,7 +260,7 @@ def member_inputs(request: Request, row: Target, column: Target, device: torch.d
         keys = target.key
         if keys is None or (not isinstance(keys, RngKeys) and None in keys):
             return None
-        # Compared, never hashed: torch.compile would make a graph for each number of a step.
+        # Compared, not hashed: torch.compile would trace a graph per step number.
         steps = [keys.step] if isinstance(keys, RngKeys) else [key.step for key in keys]
         step = steps[0] if step is None else step
         if any(other != step for other in steps):
