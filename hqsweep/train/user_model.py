@@ -37,7 +37,7 @@ from hqsweep.nn.linear.linear import LinearBase
 from hqsweep.parallel.wire.local import whole_tensor
 from hqsweep.parallel.wire.objects import rank_in
 from hqsweep.recipe.base import AnyRecipe
-from hqsweep.train.model import Balance, Losses, Saving, by_decay, keyed_seed
+from hqsweep.train.adapter import Balance, Losses, Saving, by_decay, keyed_seed
 from hqsweep.train.step import NotCapturable
 
 CODE = "model_code"

@@ -10,8 +10,8 @@ from cases import DELAYED_IN_PARTS, LINEARS
 from hqsweep.config.job import parse
 from hqsweep.errors import UserError
 from hqsweep.jobs import convergence
-from hqsweep.jobs.convergence import Throughput
 from hqsweep.jobs.sink import Diverged, ListSink
+from hqsweep.jobs.training_report import Throughput
 from hqsweep.nn import quantization
 from hqsweep.nn.linear.linear_call import LinearCall
 from hqsweep.ops import fingerprint
