@@ -106,7 +106,7 @@ def seen_before(workspace: Path) -> str | None:
 
 
 def shared_facts(config: ConvergenceConfig, dataset: Dataset, device: torch.device) -> dict[str, object]:
-    """The facts in which all ranks of a run must agree, by their names in sentences."""
+    """The facts in which all ranks of a run must agree. Their names are parts of sentences."""
     keys = config.model_dump(mode="json", exclude={"runs_dir", "engine", "track"})
     return {
         "the version of hqsweep": hqsweep.__version__,

@@ -6,13 +6,13 @@ gathered_operand() does the same job for weights that fully_shard gathers as val
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hqsweep.formats import WHOLE, ExactOperand, Format
+from hqsweep.formats import WHOLE, ExactOperand, Format, RngKey
 from hqsweep.memo import cached_property
 from hqsweep.ops.quantize.dequantize import ExactParts
 from hqsweep.parallel.fsdp.gathered_weight import GatheredWeight
@@ -202,8 +202,22 @@ def _whole(parts: Sequence[Tensor], axis: int, runs: int) -> Tensor:
     return whole.flatten(axis, axis + 2)
 
 
+class WeightCall(Protocol):
+    """The LinearCall of nn, as far as its weights go."""
+
+    dtype: torch.dtype
+    grad: bool
+    context: Any
+
+    def quantizer(self, tensor: str) -> HybridQuantizer:
+        """The quantizer of a tensor."""
+
+    def key(self, tensor: str) -> RngKey | None:
+        """The key of a tensor's random bits."""
+
+
 def gathered_operand(
-    call: Any,
+    call: WeightCall,
     weights: Sequence[GatheredWeight],
     direction: Direction,
     make: Callable[..., HybridOperand],
@@ -238,7 +252,7 @@ def gathered_operand(
     return getattr(operands, direction)
 
 
-def _are_cacheable(call: Any, quantizer: HybridQuantizer, needs_column: bool) -> bool:
+def _are_cacheable(call: WeightCall, quantizer: HybridQuantizer, needs_column: bool) -> bool:
     """Whether operands may be kept between passes.
 
     They may where scales depend on the values alone, and the codes are not the values themselves. They may not in an
