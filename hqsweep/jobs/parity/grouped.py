@@ -5,11 +5,11 @@ list of Linears    y, dx, dw and db of every expert equal those of a Linear for 
                    are zero. Delayed scaling is compared at the second step, whose scales come from the first
 permuted experts   other numbers for the experts give the same results under these numbers. Formats with stochastic
                    rounding are left out, because their bits belong to the number
-permuted tokens    another order of the tokens of each expert. y and dx follow the order, except in formats whose rowwise
-                   scales stand for a tile of several rows. dw changes only by the order of its sums, except in formats
-                   whose columnwise scales stand for a block of tokens. A scale of a whole expert is the same in any order
-moved blocks       another order of whole blocks of tokens of each expert. y and dx follow the order, and dw changes only
-                   by the order of its sums, in every format
+permuted tokens    another order of the tokens of each expert. y and dx follow the order, except in formats whose
+                   rowwise scales stand for a tile of several rows. dw changes only by the order of its sums, except in
+                   formats whose columnwise scales stand for a block of tokens. Scales of whole experts do not change
+moved blocks       another order of whole blocks of tokens of each expert. y and dx follow the order, and dw changes
+                   only by the order of its sums, in every format
 router             routing under a recipe equals routing without quantization
 torch._grouped_mm  where a GPU has it: its results against the loop's, for splits on the device and bfloat16 outputs
 
