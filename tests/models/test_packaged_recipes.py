@@ -54,6 +54,7 @@ def gpt_step(model):
     return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PACKAGED)
 def test_a_converted_model_has_the_operands_of_a_run(name, runs):
     """Of experts, attention, linears and the head, whose weight is the embedding's."""

@@ -9,12 +9,12 @@ from cases import DELAYED_IN_PARTS, LINEARS
 
 from hqsweep.config.job import parse
 from hqsweep.errors import UserError
+from hqsweep.formats.spec import FINGERPRINT
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import Diverged, ListSink
 from hqsweep.jobs.training_report import Throughput
 from hqsweep.nn import quantization
 from hqsweep.nn.linear.linear_call import LinearCall
-from hqsweep.ops import fingerprint
 from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.recipe.factories import find_factory
@@ -261,7 +261,7 @@ def test_manifest_facts(tmp_path):
     assert sink.facts["steps"] == {"run": "eager", "reason": "there are no graphs on the CPU"}
     assert sink.facts["gemm_plan"]["layers.0.mlp.fc2"]["fprop"] == "nvfp4 x nvfp4: exact: bf16 operands, float32 GEMM"
     assert sink.facts["gemm_plan"]["head"]["wgrad"].startswith("bf16 x bf16")
-    assert sink.facts["kernel_digest"] == fingerprint.EXPECTED
+    assert sink.facts["kernel_digest"] == FINGERPRINT
     assert sink.facts["device"] == "cpu" and len(sink.facts["data_hash"]) == 64
 
 

@@ -22,10 +22,10 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from hqsweep.config.format_text import SOURCES
 from hqsweep.config.job import ParityConfig
 from hqsweep.formats import Format, bases, parse
 from hqsweep.formats.inputs import draw
+from hqsweep.formats.spec import SOURCES
 from hqsweep.gemm.native import Capability, capability_of
 from hqsweep.gemm.plan import GroupGemm, gemm_plan
 from hqsweep.jobs.parity.compare_bytes import Check, Rows, named_pairs, row

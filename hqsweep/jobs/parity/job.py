@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from hqsweep.config.checks import PARITY_CHECKS
-from hqsweep.config.format_text import SOURCES
 from hqsweep.config.job import ParityConfig
 from hqsweep.formats import ExactOperand, Format, RngKey, parse
 from hqsweep.formats.inputs import draw
+from hqsweep.formats.spec import SOURCES
 from hqsweep.jobs.parity.compare_bytes import Check, Rows, named_pairs, row, skip
 from hqsweep.jobs.parity.grouped import GROUPED_CHECKS, everywhere
 from hqsweep.jobs.parity.modules import CAUSALITY_CHECKS, MODULE_CHECKS, composed

@@ -18,10 +18,10 @@ from itertools import product
 import torch
 import torch.multiprocessing as mp
 
-from hqsweep.config.format_text import SOURCES
 from hqsweep.config.job import ParityConfig
 from hqsweep.errors import UserError
 from hqsweep.formats import bases, parse
+from hqsweep.formats.spec import SOURCES
 from hqsweep.jobs.isolation import make_deterministic
 from hqsweep.jobs.parity.compare_bytes import Rows, row
 from hqsweep.jobs.parity.grouped import RECIPES, everywhere

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from hqsweep.config.format_text import NAMES
 from hqsweep.config.recipe_files import FORMAT, recipe_file
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
+from hqsweep.formats.spec import NAMES
 from hqsweep.jobs.probe.tensor_files import Matrix
 from hqsweep.ops.stats import finite_or_none
 from hqsweep.ops.stream import DIRECTIONS, stream_statistics

@@ -30,8 +30,8 @@ from hqsweep.nn.core.parameter import (
 )
 from hqsweep.nn.core.workspace import WeightWorkspace
 from hqsweep.ops.quantize.dequantize import dequantize_members
+from hqsweep.ops.quantize.fused import Normed
 from hqsweep.ops.quantize.nonfinite import for_its_slot
-from hqsweep.ops.quantize.quantize_normed import Normed
 from hqsweep.ops.quantize.request import Output
 from hqsweep.parallel.overlap.chunked_input import Turns
 from hqsweep.parallel.overlap.deferred_reduce import LeftGradient, LeftOutput
