@@ -86,7 +86,7 @@ def trained(cfg, folder: Path) -> tuple:
         metrics.append(done.metrics)
         stats += map(str, done.stats)
         stats += (f"{name} {sha256(bytes_of(x)).hexdigest()}" for name, x in done.captured.items())
-        if done.step == BREAK and run.ranks is None:
+        if done.step == BREAK and run.ranks.size == 1:
             save_sharded(run.model, run.optimizer, folder / f"step_{BREAK}", run.position())
         elif done.step == BREAK:
             save_checkpoint(run, folder)
