@@ -31,6 +31,7 @@ from hqsweep.nn.linear.vocabulary import cross_entropy
 from hqsweep.parallel.data import reshard
 from hqsweep.parallel.mesh import axis_of, peers
 from hqsweep.parallel.wire.local import is_spread, local, squared_norms
+from hqsweep.torch_private import foreach_norm
 
 
 class StageOfLayers(nn.Module):
@@ -251,7 +252,7 @@ class Pipeline:
         """
         names, spread = {id(p): name for name, p in self.model.named_parameters()}, any(map(is_spread, gradients))
         every = torch.zeros(len(self._order), dtype=torch.float32, device=self.device)
-        own = squared_norms(gradients) if spread else torch.stack(torch._foreach_norm(list(gradients))).float()
+        own = squared_norms(gradients) if spread else torch.stack(foreach_norm(list(gradients))).float()
         every[[self._order[names[id(p)]] for p in parameters]] = own
         if self._shares_table and self._place:
             every[self._order[TABLE]] = 0.0  # the first rank counts it

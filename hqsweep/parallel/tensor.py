@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from hqsweep.errors import UserError
 from hqsweep.nn.attention.multihead_attention import MultiheadAttention
@@ -27,6 +27,7 @@ from hqsweep.parallel.shards.shard_part import Part
 from hqsweep.parallel.wire.local import local
 from hqsweep.quant.content import AXES
 from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.torch_private import strided_shard
 
 AXIS = "tp"
 TOKENS = 1
@@ -217,7 +218,7 @@ def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
     partial(shard_placement, ranks=N) then, as hqsweep's own runs do.
     """
     spread = parameter.placements if isinstance(parameter, DTensor) else ()
-    in_pieces = any(isinstance(placement, _StridedShard) and placement.dim == 0 for placement in spread)
+    in_pieces = any(isinstance(placement, strided_shard()) and placement.dim == 0 for placement in spread)
     return Shard(1) if in_pieces and parameter.dim() > 1 else None
 
 
@@ -243,7 +244,7 @@ def shard_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
 def _cut(axis: int, pieces: int) -> Placement:
     """The placement of parts along an axis. pieces: how many matrices lie one after the other there, each cut
     separately."""
-    return Shard(axis) if pieces == 1 else _StridedShard(axis, split_factor=pieces)
+    return Shard(axis) if pieces == 1 else strided_shard()(axis, split_factor=pieces)
 
 
 def _plan(model: nn.Module, sequence: int | None) -> list[tuple[nn.Module, ParallelStyle]]:

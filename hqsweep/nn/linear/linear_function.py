@@ -38,6 +38,7 @@ from hqsweep.parallel.overlap.overlapped_gemm import (
 from hqsweep.parallel.overlap.prefetch import made_in_backward
 from hqsweep.parallel.wire.tokens import Pending
 from hqsweep.quant.operand import HybridOperand, Skeleton, flatten
+from hqsweep.torch_private import foreach_add_, foreach_div_
 
 Gradient = Tensor | None
 Maker = Callable[[], None]
@@ -191,7 +192,7 @@ def delivered(
     main_grads = (
         summed_main_grad(weights[0]).unbind(0) if one_parameter else [summed_main_grad(weights[i]) for i in needed]
     )
-    torch._foreach_add_(main_grads, [gradients[i] for i in needed])
+    foreach_add_(main_grads, [gradients[i] for i in needed])
     return [None] * len(needs)
 
 
@@ -273,7 +274,7 @@ class LinearFunction(torch.autograd.Function):
 def _mean(call: Call, sums: Tensor | Sequence[Tensor] | None) -> Tensor | Sequence[Tensor] | None:
     """Gradients of parameters, divided by the number of ranks where the rows are those of many ranks."""
     if call.mean_over > 1 and sums is not None:
-        torch._foreach_div_([sums] if isinstance(sums, Tensor) else list(sums), call.mean_over)
+        foreach_div_([sums] if isinstance(sums, Tensor) else list(sums), call.mean_over)
     return sums
 
 

@@ -9,9 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from hqsweep.errors import UserError
+from hqsweep.torch_private import (
+    disabled_torch_function,
+    make_wrapper_subclass,
+    schema_of,
+    to_copy,
+    tree_map,
+    unsafe_view,
+)
 
 aten = torch.ops.aten
 
@@ -26,11 +33,11 @@ class GatheredWeight(torch.Tensor):
     value: Tensor
     gathering: Any
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def __new__(cls, value: Tensor, dtype: torch.dtype, gathering: Any = None) -> "GatheredWeight":
-        self = torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=dtype, device=value.device)
+        self = make_wrapper_subclass(cls, value.shape, dtype=dtype, device=value.device)
         self.value, self.gathering = value, gathering
         return self
 
@@ -58,12 +65,12 @@ class GatheredWeight(torch.Tensor):
             return tree_map(lambda value: cls(value, first.dtype, first.gathering), viewed)
         if isinstance(first, cls) and func in _LIKE:
             return func(torch.empty_like(first.value, dtype=first.dtype, device="meta"), **_placed(first, kwargs))
-        if isinstance(first, cls) and func._schema.is_mutable:
+        if isinstance(first, cls) and schema_of(func).is_mutable:
             raise UserError(
                 "a weight that fully_shard has gathered cannot be written; write the shards, outside of forward and"
                 " backward"
             )
-        if func is aten._to_copy.default and kwargs.get("dtype") is not None:
+        if func is to_copy.default and kwargs.get("dtype") is not None:
             return func(first.filled(), **kwargs)
         args, kwargs = tree_map(lambda x: x.filled().to(x.dtype) if isinstance(x, cls) else x, (args, kwargs))
         return func(*args, **kwargs)
@@ -92,7 +99,7 @@ _VIEWS = {
     aten.alias.default,
     aten.detach.default,
     aten.view.default,
-    aten._unsafe_view.default,
+    unsafe_view.default,
     aten.slice.Tensor,
     aten.select.int,
     aten.split.Tensor,

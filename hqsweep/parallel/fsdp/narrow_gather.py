@@ -17,6 +17,16 @@ from torch.distributed.tensor import DTensor
 from hqsweep.parallel.fsdp.fsdp_state import allocate, free, in_backward, is_free, served
 from hqsweep.parallel.fsdp.gathered_weight import GatheredWeight
 from hqsweep.parallel.wire.collectives import all_gather
+from hqsweep.torch_private import (
+    fsdp_cuts_again,
+    fsdp_dtensor_spec,
+    fsdp_phase,
+    fsdp_set_inner_tensors,
+    fsdp_set_whole,
+    fsdp_shape,
+    fsdp_shard_data,
+    unsafe_preserve_version_counter,
+)
 
 
 class Gathering:
@@ -39,15 +49,15 @@ class Gathering:
         else:
             self._repeats = True
         parameter = self._parameter()
-        own = parameter._sharded_param_data.to(self._flat.device).to(self._flat.dtype)
+        own = fsdp_shard_data(parameter).to(self._flat.device).to(self._flat.dtype)
         allocate(self._flat)
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self._flat):
+        with torch.no_grad(), unsafe_preserve_version_counter(self._flat):
             all_gather(self._flat, own, group=parameter.shard_mesh.get_group())
 
     def give_up(self) -> None:
         """Free the values. All operands that this gather serves are made."""
         group = self._group()
-        cut_again = group._use_post_forward_mesh and group._training_state.name == "FORWARD"
+        cut_again = fsdp_cuts_again(group) and fsdp_phase(group) == "FORWARD"
         if self._refillable and not cut_again:
             free(self._flat)
 
@@ -60,7 +70,7 @@ class Gathering:
     def is_read_again(self, direction: str) -> bool:
         """Whether a direction may be read once more from a gather that serves both."""
         group = self._group()
-        once = group._training_state.name == "FORWARD" and group.reshard_after_backward and not in_backward()
+        once = fsdp_phase(group) == "FORWARD" and group.reshard_after_backward and not in_backward()
         return direction == "columnwise" or self._repeats or self._recomputes or not once
 
     def keep(self, direction: str, identity: Hashable, operand: Any) -> None:
@@ -69,7 +79,7 @@ class Gathering:
         entries = self._operands.items()
         others = {d: entry for d, entry in entries if d != direction and not any(map(is_free, entry[2]))}
         self._operands = others | {direction: (identity, operand, tensors)}
-        self._parameter()._unsharded_inner_tensors = [t for *_, own in self._operands.values() for t in own]
+        fsdp_set_inner_tensors(self._parameter(), [t for *_, own in self._operands.values() for t in own])
 
     def kept(self, direction: str, identity: Hashable) -> Any:
         """The kept operand of that identity; None without one."""
@@ -84,7 +94,7 @@ def gather_in(group: Any, parameter: Any, dtype: torch.dtype) -> None:
     """
     policy = (getattr(group, "mp_policy", None) or parameter.mp_policy).param_dtype  # on the parameter since torch 2.15
     own = parameter.sharded_param.dtype
-    device, shape = parameter.device, tuple(parameter._orig_size)
+    device, shape = parameter.device, fsdp_shape(parameter)
     alone = type(parameter.mesh_info).__name__ == "DDPMeshInfo"
     ranks = 1 if alone else parameter.shard_mesh.size()
     size = parameter.padded_sharded_param_size.numel() * ranks
@@ -92,12 +102,12 @@ def gather_in(group: Any, parameter: Any, dtype: torch.dtype) -> None:
     value = flat[: math.prod(shape)].view(shape)
     free(flat)
     weight: Tensor = GatheredWeight(value, policy or own, Gathering(group, parameter, flat))
-    sharded = getattr(parameter, "_unsharded_dtensor_spec", None) or getattr(parameter, "_tp_spec", None)
+    sharded = fsdp_dtensor_spec(parameter)
     if sharded is not None:
         options = {"run_check": False, "shape": sharded.shape, "stride": sharded.stride}
         weight = DTensor.from_local(weight, sharded.mesh, sharded.placements, **options)
     parameter.all_gather_outputs = [flat]
-    parameter._unsharded_param = nn.Parameter(weight, requires_grad=parameter.sharded_param.requires_grad)
+    fsdp_set_whole(parameter, nn.Parameter(weight, requires_grad=parameter.sharded_param.requires_grad))
     if policy is None:
         _set_dtype(parameter, dtype)
 
