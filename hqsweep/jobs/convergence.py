@@ -1,8 +1,6 @@
 """The job convergence: trains one model under one recipe, and writes its loss curve and error statistics."""
 
-import math
 import shutil
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,9 +13,9 @@ from hqsweep.config.safe import loads
 from hqsweep.config.study import ForkConfig
 from hqsweep.errors import Damaged, UserError
 from hqsweep.jobs.isolation import make_deterministic
-from hqsweep.jobs.resume import captured_file, go_back, refusal, save_captured
-from hqsweep.jobs.sink import Diverged, Sink
-from hqsweep.jobs.trainer_fields import saved_fields, steps_fields, trainer_fields, unused_warnings
+from hqsweep.jobs.resume import captured_file, go_back, refusal
+from hqsweep.jobs.sink import Sink
+from hqsweep.jobs.training_report import Report, trainer_fields
 from hqsweep.ops.fingerprint import kernel_digest
 from hqsweep.ops.model.attention import frontend_version
 from hqsweep.parallel.mesh import join
@@ -27,7 +25,7 @@ from hqsweep.train.build import check_native, pick_device
 from hqsweep.train.checkpoint import go_on_from, newest, read_state, save_checkpoint, step_of
 from hqsweep.train.corpus import SHOWN_DIGITS, check_planned, stamp_of
 from hqsweep.train.data import Dataset
-from hqsweep.train.fork import ABOVE, above_source, begin_source
+from hqsweep.train.fork import begin_source
 from hqsweep.train.loop import Trainer
 from hqsweep.train.record import (
     ANOTHER_FILE,
@@ -72,57 +70,24 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
     trainer = build()
     ranks.agree(lambda: {"the code of the model": dict(trainer.adapter.facts)})
     known = trainer_fields(trainer)
-    warnings = known.get("warnings", [])
     sink.manifest(**known)
-    for line in warnings:
+    for line in known.get("warnings", []):
         ranks.say(f"warning: {line}")
     if path is not None:
         go_on_from(trainer, path)
     else:
         begin(trainer, workspace)
     sink.manifest(**trainer.trunk)
-    throughput = Throughput(train.batch * train.context)
-    throughput.at(trainer.step)
-    first, loss, ran, met = trainer.step + 1, None, None, []
+    report = Report(trainer, sink, captured_file(config, workspace), known.get("warnings", []))
     sink.phase("first step")
     for done in trainer.steps():
-        if done.step == first:
-            sink.manifest(saved_for_backward=saved_fields(trainer))
-            sink.phase(None)
-            if lines := unused_warnings(trainer):
-                warnings = [*warnings, *lines]
-                sink.manifest(unused=trainer.adapter.unused(), warnings=warnings)
-        if (now := steps_fields(trainer)) != ran:
-            ran = now
-            sink.manifest(steps=ran)
-        sink.rows("stats", done.stats)
-        if done.captured:
-            save_captured(done.captured, captured_file(config, workspace), sink.run_id)
-        if done.metrics:
-            sink.metric(done.step, done.metrics)
-        if done.loss is not None and (rows := trainer.nonfinite.manifest()) != met:
-            met = rows
-            sink.manifest(nonfinite=rows)
-            for line in trainer.nonfinite.news():
-                ranks.say(f"warning: {line}")
-        loss = loss if done.loss is None else done.loss
-        speed = throughput.at(done.step)
-        sink.progress(done.step, train.steps, loss, speed)
-        if done.loss is not None:
-            rate = "" if speed is None else f", {speed:,.0f} tokens/s"
-            ranks.say(f"step {done.step} of {train.steps}: train_loss {done.loss:.4f}{rate}")
-        if done.loss is not None and not math.isfinite(done.loss):
-            raise Diverged(done.step, done.loss, train.lr, trainer.nonfinite.began())
-        if line := above_source(trainer):
-            print(f"warning: {line}", flush=True)
-            sink.manifest(**trainer.trunk)
+        report.step(done)
         due = (done.step - config.start) % train.checkpoint_every == 0 and done.step < train.steps
         if due or done.step in trainer.kept:
             data.check_same(config.data, dataset, stamp)
             save_checkpoint(trainer, folder, rows=sink.mark(), run=sink.run_id, data=dataset.hash)
     data.check_same(config.data, dataset, stamp)
-    if late := [*trainer.trunk.get(ABOVE, ()), *dataset.untrained(trainer.val_loss)]:
-        sink.manifest(warnings=[*warnings, *late])
+    report.end()
     if config.start:
         by_first(lambda: shutil.rmtree(folder, ignore_errors=True))  # a finished fork needs no checkpoint
     elif trainer.step not in trainer.kept:
@@ -141,7 +106,7 @@ def seen_before(workspace: Path) -> str | None:
 
 
 def shared_facts(config: ConvergenceConfig, dataset: Dataset, device: torch.device) -> dict[str, object]:
-    """The facts in which all ranks of a run must agree, by their names in sentences."""
+    """The facts in which all ranks of a run must agree. Their names are parts of sentences."""
     keys = config.model_dump(mode="json", exclude={"runs_dir", "engine", "track"})
     return {
         "the version of hqsweep": hqsweep.__version__,
@@ -251,19 +216,3 @@ def check_trunk(fork: ForkConfig, record: Record, path: Path, data_hash: str) ->
             f" ({data_hash[:SHOWN_DIGITS]}); put the trunk's data back"
         )
     return record.sha256
-
-
-class Throughput:
-    """Tokens a second since the first call, with the time of evaluations and samples."""
-
-    def __init__(self, tokens_per_step: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.tokens_per_step, self.clock = tokens_per_step, clock
-        self.start: tuple[int, float] | None = None
-
-    def at(self, step: int) -> float | None:
-        """The speed at a step; None until a step has passed since the first call."""
-        if self.start is None:
-            self.start = (step, self.clock())
-            return None
-        steps, seconds = step - self.start[0], self.clock() - self.start[1]
-        return steps * self.tokens_per_step / seconds if steps and seconds > 0 else None

@@ -98,7 +98,7 @@ class FusedAdam(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Update every parameter that has a gradient once. Returns the closure's loss."""
+        """Update every parameter that has a gradient. Returns the closure's loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

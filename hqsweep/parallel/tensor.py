@@ -217,9 +217,9 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
 def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
     """The shard_placement_fn of torch's fully_shard for a model that tensor_parallel has shared.
 
-    Returns Shard(1) for matrices whose pieces are cut separately, such as q, k and v, and None, which means Shard(0),
-    for all others and for experts. If fully_shard cut such a part along rows, the rows would be others than the DTensor
-    names: hqsweep and its checkpoints know them, full_tensor() returns them in another order.
+    Returns Shard(1) for matrices whose pieces are cut separately, such as q, k and v. Returns None, which means
+    Shard(0), for all others and for experts. If fully_shard cut pieces along rows, the DTensor would name other rows
+    than it has. hqsweep and its checkpoints know the rows, but full_tensor() returns them in another order.
 
     Where ranks do not divide the columns, torch refuses Shard(1) with NotImplementedError. Give fully_shard
     partial(shard_placement, ranks=N) then, as hqsweep's own runs do.

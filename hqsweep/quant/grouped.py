@@ -23,8 +23,9 @@ from hqsweep.ops.members.layout import Shapes, refuse_unlike
 from hqsweep.ops.members.packed import stored_by_rows
 from hqsweep.ops.quantize.nonfinite import for_slot
 from hqsweep.parallel.shards.fsdp2 import with_sharding
+from hqsweep.parallel.shards.group_part import quantize_group_part
 from hqsweep.parallel.shards.shard import Cut
-from hqsweep.parallel.shards.shard_part import Part, is_part, quantize_group_part
+from hqsweep.parallel.shards.shard_part import Part, is_part
 from hqsweep.quant.content import AXES, ManyMatrices, MemberShapes, joined
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.group import Wanted, homogeneous, quantize_group

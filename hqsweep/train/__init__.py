@@ -1,1 +1,1 @@
-"""What a run trains on and how: data, models and the loop, each to be read from top to bottom."""
+"""A training: its data, its model and its loop, each to be read from top to bottom."""

@@ -9,10 +9,9 @@ from hqsweep.config.model import ModelConfig
 from hqsweep.config.train import TrainConfig
 from hqsweep.errors import UserError
 from hqsweep.gemm import native
-from hqsweep.models.build import gemm_modules
 from hqsweep.optim import FusedAdam
 from hqsweep.recipe.base import AnyRecipe
-from hqsweep.train.model import DTYPES, ModelAdapter, by_decay
+from hqsweep.train.adapter import DTYPES, ModelAdapter, by_decay
 
 
 def pick_device(name: str) -> torch.device:
@@ -54,6 +53,8 @@ def learning_rate(train: TrainConfig, step: int) -> float:
 def check_native(config: ConvergenceConfig, device: torch.device, vocab_size: int) -> None:
     """UserError that lists all GEMMs on gemm=native for which the device has no product. No GEMM falls back to
     gemm=exact."""
+    from hqsweep.models.build import gemm_modules
+
     recipe = config.recipe.build()
     if "native" not in (recipe.gemm, *(change.recipe.gemm for change in recipe.schedule)):
         return

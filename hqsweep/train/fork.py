@@ -30,7 +30,7 @@ from hqsweep.parallel.shared.held_experts import link_held
 from hqsweep.parallel.wire.local import is_spread, local, spread_out, write_held
 from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.recipe.sections import slots
-from hqsweep.train.model import keyed_seed
+from hqsweep.train.adapter import keyed_seed
 
 Names = tuple[str, ...]
 """The names of one weight. A tied weight has several, and a rank may have it under only one of them."""

@@ -25,12 +25,12 @@ from hqsweep.parallel.shared.expert_room import check_room
 from hqsweep.parallel.shared.held_experts import share_amaxes
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.stages import Stage, stages
+from hqsweep.train.adapter import Balance
 from hqsweep.train.build import adapted, learning_rate, make_optimizer
 from hqsweep.train.data import Dataset
 from hqsweep.train.fork import check_layers, shapes_of, start_from, start_from_folder, take_parts
 from hqsweep.train.fork import perturb as perturb_state
 from hqsweep.train.microbatches import share_out
-from hqsweep.train.model import Balance
 from hqsweep.train.nonfinite import Nonfinite
 from hqsweep.train.step import At, StepRunner
 

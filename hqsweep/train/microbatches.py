@@ -8,20 +8,18 @@ from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.train import ParallelConfig
 from hqsweep.nn import quantization
 from hqsweep.nn.core.context import unwritten
 from hqsweep.nn.core.module import roles_of
-from hqsweep.nn.layers.offload import ActivationOffload
 from hqsweep.nn.layers.saved_memory import SavedBytes
 from hqsweep.optim.adam import Norm
 from hqsweep.parallel.data import reshard, synchronized
 from hqsweep.parallel.mesh import Ranks
-from hqsweep.parallel.parallelize import parallelize, parallelize_layers
-from hqsweep.train.model import Balance, Losses, ModelAdapter
+from hqsweep.train.adapter import Balance, Losses, ModelAdapter, Saving
 from hqsweep.train.step import At
 
 T = TypeVar("T")
@@ -38,7 +36,7 @@ class Microbatches:
         train, self.model = config.train, adapter.model
         self.why_eager = adapter.why_eager or _why_eager(train.parallel)
         self.saved = SavedBytes(self.model)
-        self._saving = ActivationOffload(self.model).saving if train.offload else nullcontext
+        self._saving = _offload(self.model) if train.offload else nullcontext
         self._countable = not train.offload and train.recompute == "none" and ranks.size == 1
         self._first = ranks.data_rank * train.microbatches
         # A single microbatch keeps operands of weights only as codes, which are half the size of exact operands.
@@ -135,12 +133,21 @@ class PipelinedMicrobatches(Microbatches):
 
 def share_out(config: ConvergenceConfig, adapter: ModelAdapter, ranks: Ranks) -> Microbatches:
     """Share out the adapter's model, in place, over the ranks. Returns the object that computes its microbatches."""
+    from hqsweep.parallel.parallelize import parallelize, parallelize_layers
+
     train, model, sequences = config.train, adapter.model, config.microbatch // ranks.data_size
     if ranks.dims.pp == 1:
         parallelize(model, ranks, sequences, adapter.methods, adapter.autocast)
         return Microbatches(config, adapter, ranks)
     pipeline = parallelize_layers(model, ranks, sequences, train.microbatches, config.model.load_balance)
     return PipelinedMicrobatches(config, adapter, ranks, pipeline)
+
+
+def _offload(model: nn.Module) -> Saving:
+    """The context of a forward whose saved tensors wait in CPU memory for backward."""
+    from hqsweep.nn.layers.offload import ActivationOffload
+
+    return ActivationOffload(model).saving
 
 
 def _why_eager(dims: ParallelConfig) -> str | None:

@@ -46,9 +46,9 @@ class NotAsWritten(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """The record of a file, or of all files of a folder (digest_of_files): name, sha256 (hex), number of bytes, the id
-    of the run that wrote it, and the marks of its rows.
+    """The record of a file, or of all files of a folder together (digest_of_files).
 
+    It has the name, the sha256 (hex), the number of bytes, the id of the run that wrote it, and the marks of its rows.
     data: the hash of the data that the run had read until then; "" in records of earlier versions. point: whether forks
     can begin from it, because it is a trunk's state at a fork point with its measurements.
     """

@@ -216,7 +216,8 @@ class _PythonMemory:
         writes."""
 
     def _modules(self) -> Iterator[nn.Module]:
-        """The modules of the model, and of the parts of converted modules, which are not among them."""
+        """All modules of the model. The parts of converted modules are added, since model.modules() does not list
+        them."""
         yield from self.model.modules()
         for part in quantized_modules(self.model):
             yield from part.modules()

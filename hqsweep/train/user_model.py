@@ -35,7 +35,7 @@ from hqsweep.parallel.wire.local import whole_tensor
 from hqsweep.parallel.wire.objects import rank_in
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.torch_private import DropoutNd
-from hqsweep.train.model import Balance, Losses, Saving, by_decay, keyed_seed
+from hqsweep.train.adapter import Balance, Losses, Saving, by_decay, keyed_seed
 from hqsweep.train.step import NotCapturable
 
 CODE = "model_code"
@@ -43,7 +43,7 @@ CODE = "model_code"
 CONVERSION = "conversion"
 """The key, in a checkpoint, of states of delayed scaling, which the model's state_dict does not have."""
 NUMBERS = "parameter_numbers"
-"""The key, in a checkpoint, of a mapping from a parameter's name to its number in the optimizer."""
+"""The key, in a checkpoint, of the mapping from a parameter's name to its number in the optimizer."""
 
 EVALUATION = 2**32
 """The key of the random numbers of evaluations. No (seed, step, microbatch) equals it."""
@@ -225,8 +225,8 @@ def user_adapter(
 def convert_for_training(
     model: nn.Module, recipe: AnyRecipe, section: UserModel, seed: int, dtype: torch.dtype
 ) -> Conversion:
-    """convert() for products in the dtype of a run; prints a line on what it took. With quantized_weights it holds
-    weights.
+    """convert() for products in the dtype of a run. Prints a line on what it took. With quantized_weights, weights are
+    held.
 
     UserError where no weight that the recipe quantizes can be held.
     """

@@ -15,7 +15,7 @@ from hqsweep.jobs import convergence
 from hqsweep.jobs.probe.job import parse_quantizers, probe
 from hqsweep.jobs.probe.tensor_files import find_matrices
 from hqsweep.jobs.sink import ListSink
-from hqsweep.jobs.trainer_fields import stage_plans, trainer_fields
+from hqsweep.jobs.training_report import stage_plans, trainer_fields
 from hqsweep.nn import GroupedLinear
 from hqsweep.recipe import parse_recipe
 from hqsweep.train import data
@@ -192,7 +192,8 @@ def test_a_step_that_never_comes_is_not_captured():
 def test_plans_of_grouped_linears_are_those_of_experts():
     recipe = parse_recipe({"linear": "mxfp8"})
     model = torch.nn.Sequential(GroupedLinear(2, 32, 32, name="experts", recipe=recipe))
-    trainer = SimpleNamespace(model=model, pipeline=None, device=torch.device("cpu"))
+    whole = SimpleNamespace(of_all_stages=lambda by_module: by_module)
+    trainer = SimpleNamespace(model=model, microbatches=whole, device=torch.device("cpu"))
     plans = stage_plans(trainer, SimpleNamespace(recipe=recipe))
     expected = "mxfp8 x mxfp8: exact: bf16 operands, float32 GEMM, for each expert"
     assert plans == {"experts": dict.fromkeys(("fprop", "dgrad", "wgrad"), expected)}

@@ -310,7 +310,7 @@ class TestHash:
         path = write_tokens(tmp_path / "a.bin", range(1000))
         assert "hashed" not in load(config("tokens", path)).facts
         for name, value in {"WHOLE_BYTES": 512, "END_BYTES": 100, "SAMPLES": 3, "SAMPLE_BYTES": 10}.items():
-            monkeypatch.setattr(data.content, name, value)
+            monkeypatch.setattr(data.corpus, name, value)
         before = load(config("tokens", path))
         assert before.facts["hashed"].startswith("size, first and last 100 bytes")
         hashes = []

@@ -11,8 +11,8 @@ from hqsweep.config.job import parse
 from hqsweep.errors import UserError
 from hqsweep.formats.spec import FINGERPRINT
 from hqsweep.jobs import convergence
-from hqsweep.jobs.convergence import Throughput
 from hqsweep.jobs.sink import Diverged, ListSink
+from hqsweep.jobs.training_report import Throughput
 from hqsweep.nn import quantization
 from hqsweep.nn.linear.linear_call import LinearCall
 from hqsweep.quant import HybridQuantizedTensor

@@ -11,10 +11,13 @@ from support.parallel.training_ranks import config, trainer
 from support.ranks import run_ranks
 from torch import nn
 
+from hqsweep.config.train import ParallelConfig
 from hqsweep.errors import UserError
+from hqsweep.parallel.mesh import Ranks
 from hqsweep.train.checkpoint import go_on_from, newest, save_checkpoint
 from hqsweep.train.record import NotAsWritten, check_recorded, checkpoints, record_path
 
+TWO = Ranks(dims=ParallelConfig(dp_shard=2), mesh=None, device=torch.device("cpu"))
 DELAYED = DELAYED_IN_PARTS
 LOCAL = "fp8_delayed+local_amax+history16"
 CASES = [
@@ -49,7 +52,7 @@ class Saved:
     step: int
     model: nn.Module = field(default_factory=lambda: nn.Linear(4, 4))
     optimizer: None = None
-    ranks: str = "one"
+    ranks: Ranks = TWO
     kept: tuple[int, ...] = ()
 
     def position(self) -> dict:

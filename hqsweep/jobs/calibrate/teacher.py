@@ -1,11 +1,12 @@
 """A quantized student of a linear teacher: its loss floor is known before it is trained.
 
-y = W x with x ~ N(0, 1) in 128 dimensions and 64 outputs, no noise. A student whose linear quantizes x and w cannot
-have a relative error below NSR_x + NSR_w (NSR = 10^(-SQNR / 10) on N(0, 1), of the rowwise formats), plus what training
-adds: straight-through gradients park weights at the edges of their rounding intervals, which costs a further 0.8 to
-1.35 dB (measured with an independent emulation of seven recipes, 3 seeds each, standard deviations up to 0.3 dB).
+y = W x with x ~ N(0, 1) in 128 dimensions and 64 outputs, no noise. The student's linear quantizes x and w, so its
+relative error cannot be below NSR_x + NSR_w, where NSR = 10^(-SQNR / 10) on N(0, 1) for the rowwise formats. Training
+adds 0.8 to 1.35 dB, because straight-through gradients park weights at the edges of their rounding intervals. This was
+measured with an independent emulation of seven recipes, 3 seeds each; standard deviations were up to 0.3 dB.
 
-`gemm` are the three products of one Linear on N(0, 1) matrices: the relative errors of independent operands add, too.
+`gemm` are the three products of one Linear on N(0, 1) matrices. The relative errors of independent operands add up
+there, too.
 """
 
 import math

@@ -1,20 +1,19 @@
 """The check `grouped` of the parity job: a grouped linear, and the router of a mixture of experts, to the byte.
 
-list of Linears    y, dx, dw and db of every expert are those of a Linear of its own: each format in all slots, all
-                   ordered pairs with both columnwise sources, and the recipes below, over uneven splits of which some
-                   are zero; under delayed scaling at the second step, whose scales come from the first
-permuted experts   other numbers for the experts give the same results under these numbers. Not asked of stochastic
-                   rounding, whose bits belong to the number
-permuted tokens    another order of the tokens of each expert: y and dx follow it where no rowwise scale stands for a
-                   tile of several rows, and dw is the same but for the order of its sums where no columnwise scale
-                   stands for a block of tokens. (A scale of the whole expert is the same in every order.) Otherwise
-                   blocks are made of other tokens, and nothing must hold
-moved blocks       another order of whole blocks of tokens of each expert: y and dx follow it, and dw is the same but
-                   for the order of its sums, in every format
-router             routing under a recipe is that without quantization
-torch._grouped_mm  where a GPU has it: its results against the loop's, for splits of the device and bfloat16 stored
+list of Linears    y, dx, dw and db of every expert equal those of a Linear for that expert alone. It covers each format
+                   in all slots, all ordered pairs with both columnwise sources, and RECIPES. Splits are uneven, some
+                   are zero. Delayed scaling is compared at the second step, whose scales come from the first
+permuted experts   other numbers for the experts give the same results under these numbers. Formats with stochastic
+                   rounding are left out, because their bits belong to the number
+permuted tokens    another order of the tokens of each expert. y and dx follow the order, except in formats whose
+                   rowwise scales stand for a tile of several rows. dw changes only by the order of its sums, except in
+                   formats whose columnwise scales stand for a block of tokens. Scales of whole experts do not change
+moved blocks       another order of whole blocks of tokens of each expert. y and dx follow the order, and dw changes
+                   only by the order of its sums, in every format
+router             routing under a recipe equals routing without quantization
+torch._grouped_mm  where a GPU has it: its results against the loop's, for splits on the device and bfloat16 outputs
 
-On a GPU the first three run on modules of float32, which the loop computes there.
+On a GPU the first three use modules of float32, which the loop computes there.
 """
 
 from collections.abc import Iterator, Sequence

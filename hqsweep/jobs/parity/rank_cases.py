@@ -135,8 +135,11 @@ class Problem:
 
     @contextmanager
     def step(self, step: int, **options: Any) -> Iterator[list[Read]]:
-        """The context of a step under quantization(). Gives the list of operands that products read in the last step;
-        those of backward follow later."""
+        """The context of a step under quantization(). It gives the list of operands that products read in the last
+        step.
+
+        Operands of backward are appended later.
+        """
         noting = reading() if step == self.steps[-1] else nullcontext([])
         with quantization(seed=self.seed, step=step, **options), noting as reads:
             yield reads

@@ -58,8 +58,10 @@ def _linear_pass(problem: Problem, module: Linear, x: Tensor, dy: Tensor, step: 
 
 @dataclass(frozen=True)
 class SharedLinear:
-    """A linear whose ranks each have columns of y, or of x. With sequence, a rank also has a part of the other's
-    tokens."""
+    """A linear shared by column (ranks have columns of y) or by row (ranks have columns of x).
+
+    With sequence, each rank also has only a part of the tokens of the other tensor, x or y.
+    """
 
     mode: Literal["column", "row"]
     sequence: bool

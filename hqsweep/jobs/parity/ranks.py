@@ -110,7 +110,7 @@ def _rows(subject: str, problem: Problem, every: list[RankResults]) -> Rows:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """The context of one CPU thread, as each rank has. Inexact float32 sums of a product may otherwise have another
+    """The context of one CPU thread, as each rank has. More threads may add the products of a float32 sum in another
     order."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

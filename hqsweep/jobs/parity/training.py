@@ -1,15 +1,16 @@
-"""Checks of the parity job that train a small GPT: two ways to the same bytes, in every weight, moment and loss
-of every step.
+"""Checks of the parity job that train a small GPT in two ways, to the same bytes.
+
+They compare every weight, moment and loss of every step.
 
 repeat     the same training twice; on a GPU two more columns:
-           graph      training as it is by default, as a CUDA graph, against training whose every step is sampled, which
-                      is no graph and has nothing fused with quantization
-           operators  the loss of each of 100 steps within 2e-3 of that by torch's operators (train.compile=off)
-resume     training interrupted by a checkpoint against uninterrupted training
-weights    training with quantized weights and FP32 masters against training that quantizes FP32 weights at every use;
-           then the same interrupted by a checkpoint, with the codes
-recompute  training that computes layers, or the cores of attention, again in backward against training that keeps all
-offload    training whose activations wait in CPU memory against training that keeps them where they are
+           graph      a default training, which is a CUDA graph, against a training with every step sampled, which is
+                      no graph and fuses nothing with quantization
+           operators  the loss of each of 100 steps within 2e-3 of the loss by torch's operators (train.compile=off)
+resume     a training interrupted by a checkpoint against an uninterrupted one
+weights    a training with held weights and FP32 masters against one that quantizes FP32 weights at every use; then the
+           same interrupted by a checkpoint, with the codes
+recompute  a training that computes layers, or the cores of attention, again in backward against one that keeps all
+offload    a training whose activations wait in CPU memory against one that keeps them on the device
 """
 
 import tempfile

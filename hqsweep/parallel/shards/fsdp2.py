@@ -4,7 +4,7 @@ torch calls pre() on a rank's shard before it gathers, and post() with the messa
 post() returns at first stays the parameter. torch frees its memory when it shards again, and later gathers fill it
 anew. Forward fills the rowwise buffers. It saves the columnwise buffers without memory, and backward fills them.
 
-Private attributes of torch's engine (2.11 to 2.15) are read only in this file and in fsdp/.
+Private attributes of FSDP are those of torch 2.11 to 2.15.
 """
 
 import inspect
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from hqsweep.errors import UserError
 from hqsweep.memo import constant_result, memo
@@ -55,7 +57,7 @@ class Sharding:
         """Whether backward has run forward again, which reads the rowwise operand."""
         self._parameter: Any = lambda: None  # weak: the engine's objects hold tensors that hold this Sharding
         self._group: Any = lambda: None
-        self._mesh: Any = None
+        self._mesh: DeviceMesh | None = None
         self._rank, self._cuts = 0, buffer_cuts(cut, 1)
         self._received: dict[str, Tensor] = {}
         self._bytes: dict[str, Tensor] = {}
@@ -66,7 +68,7 @@ class Sharding:
         self._views: dict[str, tuple[Tensor, Tensor]] = {}
         self._sent: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def pre(self, shard: Any, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+    def pre(self, shard: Any, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
         """(messages, notes): what this rank sends for the next pass, and what post() needs to know."""
         if not self._has_engine():
             raise UserError(
@@ -87,17 +89,17 @@ class Sharding:
         fsdp_set_inner_tensors(parameter, [*ahead.own])
         return tuple(_wide(own, own.numel()) for own in self._inputs(shard, ahead.names)), ahead
 
-    def post(self, shard: Any, told: Any, dtype: torch.dtype, *, is_first: bool) -> tuple[Any, list[Tensor]] | None:
+    def post(self, shard: Any, notes: Any, dtype: torch.dtype, *, is_first: bool) -> tuple[Any, list[Tensor]] | None:
         """Fill the buffers. At torch's first gather, returns the whole tensor and the memory that torch frees when it
         shards."""
-        if isinstance(told, _Pass):
-            if told.is_apart:
-                self._gather(told.names)
+        if isinstance(notes, _Pass):
+            if notes.is_apart:
+                self._gather(notes.names)
             else:
-                self._fill(told.names)
-            return (self._tensor(shard, dtype), [*told.own]) if is_first else None
-        buffers = {name: buffer for name, buffer in told.buffers.items() if name in self._cuts}
-        if told is shard or shard.device == told.device:
+                self._fill(notes.names)
+            return (self._tensor(shard, dtype), [*notes.own]) if is_first else None
+        buffers = {name: buffer for name, buffer in notes.buffers.items() if name in self._cuts}
+        if notes is shard or shard.device == notes.device:
             self._whole = buffers
             return self._tensor(shard, dtype), []
         if not self._whole:
@@ -153,7 +155,7 @@ class Sharding:
         fsdp_inner_tensors(parameter).extend([self._received[name] for name in names] + self._own(names))
 
     @property
-    def group(self) -> Any:
+    def group(self) -> ProcessGroup | None:
         """The process group whose ranks hold the whole; None where one rank does, or before fully_shard."""
         if self._mesh is None and self._has_engine():
             mesh = self._parameter().shard_mesh
@@ -186,7 +188,7 @@ class Sharding:
         held = direction if any(d == direction for d, _ in stored) else stored[0][0]
         return [f"{d}_{name}" for d, name in stored if d == held]
 
-    def _join(self, mesh: Any) -> None:
+    def _join(self, mesh: DeviceMesh) -> None:
         """Note the ranks, because a mesh takes long to give their number, and every pass needs it."""
         if mesh is not self._mesh:
             self._mesh, self._rank, self._cuts = mesh, mesh.get_local_rank(), buffer_cuts(self.cut, mesh.size())
@@ -261,7 +263,7 @@ class Sharding:
         whole.planes, whole.states, whole.part = self, shard.states, shard.part
         return whole
 
-    def _ranks(self, mesh: Any) -> int:
+    def _ranks(self, mesh: DeviceMesh) -> int:
         """The number of ranks that the tensor is cut over. torch may also give a mesh of ranks that all have the
         whole."""
         kind = type(getattr(self._parameter(), "mesh_info", None)).__name__
@@ -361,8 +363,8 @@ class HeldParam:
         if self.sharded_state is not type(self.sharded_state).SHARDED_POST_FORWARD:
             return super().all_gather_inputs
         self.is_gathered = True
-        inputs, told = fsdp_shard(self).sharding.pre_of_pieces(self.kept)
-        fsdp_extensions(self).all_gather_metadata = told
+        inputs, notes = fsdp_shard(self).sharding.pre_of_pieces(self.kept)
+        fsdp_extensions(self).all_gather_metadata = notes
         fsdp_extensions(self).all_gather_input_sizes = [sent.size() for sent in inputs]
         return inputs
 

@@ -1,6 +1,5 @@
 """Operands that are gathered: the codes and scales of a matrix whose parts lie over ranks, in one collective of bytes.
 
-gathered_operand() does the same job for weights that fully_shard gathers as values (GatheredWeight).
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
@@ -32,7 +33,7 @@ def quantize_master_weights(
     weights: Sequence[Any],
     masters: Sequence[Tensor | None],
     offsets: Sequence[int | None],
-    group: Any = None,
+    group: ProcessGroup | None = None,
     *,
     keys: Sequence[RngKey | None] | None = None,
     manual_post_all_gather_processing: bool = False,
@@ -94,7 +95,7 @@ def takes_rows(weight: Any) -> bool:
     return whole and follows and (weight.shared.moved != "all" or len(meta.stored) == 1)
 
 
-def _write(every: Sequence[_Source], group: Any) -> None:
+def _write(every: Sequence[_Source], group: ProcessGroup | None) -> None:
     """Write weights, or shards, in both directions."""
     held, pieces, matrices = [], [], [matrix for source in every for matrix in _matrices(source)]
     for weight, master, offset, _ in matrices:
@@ -141,7 +142,7 @@ def _matrices(source: _Source) -> list[_Source]:
     return sources
 
 
-def _write_rows(every: Sequence[_Source], group: Any) -> None:
+def _write_rows(every: Sequence[_Source], group: ProcessGroup | None) -> None:
     """Write the rowwise codes of the rows that this rank's fragments touch, and all rowwise scales."""
     if not every:
         return
@@ -199,14 +200,14 @@ def _check(index: int, source: _Source) -> None:
         )
 
 
-def _check_complete(every: Sequence[_Source], group: Any) -> None:
+def _check_complete(every: Sequence[_Source], group: ProcessGroup | None) -> None:
     """UserError, the same on all ranks, for a weight with elements in no fragment. Their rows would keep old values."""
     own = [(offset or 0, 0 if master is None else master.numel()) for _, master, offset, _ in every]
-    told: list[Any] = [own]
+    announced: list[Any] = [own]
     if group is not None:
-        told = [None] * dist.get_world_size(group)
-        dist.all_gather_object(told, own, group=group)
-    for (weight, *_), *fragments in zip(every, *told, strict=True):
+        announced = [None] * dist.get_world_size(group)
+        dist.all_gather_object(announced, own, group=group)
+    for (weight, *_), *fragments in zip(every, *announced, strict=True):
         reached, numel = 0, math.prod(_whole(weight))
         for offset, count in sorted(fragments):
             reached = max(reached, offset + count) if offset <= reached else reached

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, Format, RngKey
@@ -105,7 +106,7 @@ class Part:
     cut_rows: bool = False
     """Whether rows of the whole lie over several ranks, which then agree on amaxes of rows, too. The same on all
     ranks."""
-    group: Any = None
+    group: ProcessGroup | None = None
     """The process group of ranks with other parts of the same whole, beside the ranks that quantize this part together;
     None without such ranks."""
     grids: dict[str, Buffers] = field(default_factory=dict)
@@ -136,11 +137,11 @@ class Part:
         return {direction: getattr(self.quantizer, direction) for direction, needed in wanted.items() if needed}
 
 
-def quantize_parts(parts: Sequence[Part], group: Any) -> list[HybridOperand]:
+def quantize_parts(parts: Sequence[Part], group: ProcessGroup | None) -> list[HybridOperand]:
     """The operands of every part, under the amaxes of its whole. A collective of the ranks of the group.
 
     All these ranks give their parts of the same matrices, in the same order. States of delayed scaling give amaxes, and
-    take those of the whole. group None: no ranks have parts except those of the parts' own groups.
+    take those of the whole. group None: only the ranks of each part's own group have parts.
     """
     for part in parts:
         if part.states:
@@ -153,7 +154,7 @@ def quantize_parts(parts: Sequence[Part], group: Any) -> list[HybridOperand]:
     return operands
 
 
-def _agree(parts: Sequence[Part], find: Callable[[Part], list[Tensor]], group: Any) -> None:
+def _agree(parts: Sequence[Part], find: Callable[[Part], list[Tensor]], group: ProcessGroup | None) -> None:
     """Replace the amaxes found in each part by the largest of its whole."""
     groups: dict[Any, list[Tensor]] = {group: []}
     for part in parts:
@@ -231,7 +232,10 @@ def _note(part: Part) -> list[Tensor]:
 
 
 def quantize_shards_(
-    tensors: Sequence[Any], values: Sequence[Tensor], keys: Sequence[RngKey | None] | None = None, group: Any = None
+    tensors: Sequence[Any],
+    values: Sequence[Tensor],
+    keys: Sequence[RngKey | None] | None = None,
+    group: ProcessGroup | None = None,
 ) -> None:
     """Overwrite quantized shards with values, as if their wholes were quantized at once. A collective of the group.
 
@@ -274,7 +278,7 @@ def gather_sources(
     tensors: Sequence[Any],
     held: Sequence[Sequence[Area]],
     pieces: Sequence[Sequence[Tensor]],
-    group: Any,
+    group: ProcessGroup | None,
     *,
     known_by: Sequence[Any] = (),
 ) -> list[tuple[Tensor, bool]]:
@@ -298,7 +302,7 @@ def gather_sources(
     return list(zip(values, exchange.cut_rows, strict=True))
 
 
-def write_shards_(writes: Sequence[Write], sources: Sequence[tuple[Tensor, bool]], group: Any) -> None:
+def write_shards_(writes: Sequence[Write], sources: Sequence[tuple[Tensor, bool]], group: ProcessGroup | None) -> None:
     """Write shards of matrices from the values of gather_sources()."""
     parts = [_part(tensor, *source, key) for (tensor, _, key), source in zip(writes, sources, strict=True)]
     copies: list[tuple[Tensor, Tensor]] = []
@@ -343,7 +347,7 @@ def _part(tensor: Any, x: Tensor, cut_rows: bool, key: RngKey | None) -> Part:
     return Part(pieces=pieces, **wanted, states=states, layer=tensor.shared.layer, cut_rows=cut_rows, **options)
 
 
-def _remembered(known_by: Sequence[Any], held: tuple, needed: tuple, group: Any) -> Exchange:
+def _remembered(known_by: Sequence[Any], held: tuple, needed: tuple, group: ProcessGroup | None) -> Exchange:
     """The exchange of shards. The first shard remembers it for as long as it is written together with the same others.
 
     The key is the set of tensors and not their areas. Where a program makes tensors anew, it does so on every rank, so

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from hqsweep.errors import UserError
 from hqsweep.torch_private import foreach_copy_
@@ -15,7 +16,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 """The collectives under their names since torch 2.13, or under the earlier names."""
 
 
-def begin(collective: Callable[..., Any], *tensors: Any, group: Any) -> Callable[[], None]:
+def begin(collective: Callable[..., Any], *tensors: Any, group: ProcessGroup | None) -> Callable[[], None]:
     """Start collective(*tensors, group=group), and return a function that waits for it.
 
     The collective runs on its own stream where the backend has one, beside the work that follows. On GPUs the stream
@@ -28,7 +29,7 @@ def begin(collective: Callable[..., Any], *tensors: Any, group: Any) -> Callable
     return lambda: None if work is None else work.wait()
 
 
-def maximum_(tensors: Sequence[Tensor], group: Any = None) -> None:
+def maximum_(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> None:
     """Replace float32 tensors of amaxes (>= 0), in place, by their maximum over the ranks; NaN counts as 0.
 
     One all-reduce of one flat buffer. All ranks give tensors of the same shapes. The host does not wait.
@@ -42,7 +43,7 @@ def maximum_(tensors: Sequence[Tensor], group: Any = None) -> None:
     foreach_copy_(list(tensors), [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
 
 
-def largest_bytes_(tensors: Sequence[Tensor], group: Any = None) -> None:
+def largest_bytes_(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> None:
     """Replace each byte of each tensor, in place, by its maximum over the ranks, in one all-reduce.
 
     Where every rank has written its part of a tensor, and zeros elsewhere, all ranks then have the whole.
@@ -55,7 +56,7 @@ def largest_bytes_(tensors: Sequence[Tensor], group: Any = None) -> None:
         tensor.copy_(own.clone().view(tensor.dtype).view(tensor.shape))
 
 
-def gather_bytes(x: Tensor, group: Any = None) -> Tensor:
+def gather_bytes(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """uint8 [ranks, ..., bytes of the last axis]: the bytes of every rank's x. All ranks give one shape and dtype.
 
     gloo takes no float8, but moves bytes unchanged.
@@ -63,7 +64,7 @@ def gather_bytes(x: Tensor, group: Any = None) -> Tensor:
     return begin_gather_bytes(x, group)()
 
 
-def begin_gather_bytes(x: Tensor, group: Any = None) -> Callable[[], Tensor]:
+def begin_gather_bytes(x: Tensor, group: ProcessGroup | None = None) -> Callable[[], Tensor]:
     """Start gather_bytes; the returned function waits and gives its result."""
     own = x.contiguous().view(torch.uint8)
     every = torch.empty((dist.get_world_size(group), *own.shape), dtype=torch.uint8, device=own.device)
@@ -76,7 +77,7 @@ def begin_gather_bytes(x: Tensor, group: Any = None) -> Callable[[], Tensor]:
     return result
 
 
-def ordered_reduce_scatter(x: Tensor, group: Any = None) -> Tensor:
+def ordered_reduce_scatter(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """float32 [n, ...]: this rank's part of the sum over ranks of x [ranks * n, ...], added in float32 in order of
     ranks.
 

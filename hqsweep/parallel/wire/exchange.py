@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from hqsweep.errors import UserError
 
@@ -87,26 +88,28 @@ class Exchange:
     ranks, where no rank holds an element that a rank needs.
     """
 
-    def __init__(self, held: Sequence[Sequence[Area]], needed: Sequence[Area], group: Any) -> None:
+    def __init__(self, held: Sequence[Sequence[Area]], needed: Sequence[Area], group: ProcessGroup | None) -> None:
         self.group, self.needed = group, list(needed)
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        told: list[Any] = [None] * self.world
+        announced: list[Any] = [None] * self.world
         own = ([[tuple(area) for area in areas] for areas in held], [tuple(area) for area in needed])
-        dist.all_gather_object(told, own, group=group)
-        if len({len(areas) for _, areas in told}) > 1:
-            counts = ", ".join(str(len(areas)) for _, areas in told)
+        dist.all_gather_object(announced, own, group=group)
+        if len({len(areas) for _, areas in announced}) > 1:
+            counts = ", ".join(str(len(areas)) for _, areas in announced)
             raise UserError(f"exchange: ranks of one group bring {counts} matrices; all bring the same ones")
-        routes = [[_routes(told, matrix, receiver) for matrix in range(len(held))] for receiver in range(self.world)]
+        routes = [
+            [_routes(announced, matrix, receiver) for matrix in range(len(held))] for receiver in range(self.world)
+        ]
         for receiver, wanted in enumerate(routes):
             for matrix, messages in enumerate(wanted):
-                _check_whole(Area(*told[receiver][1][matrix]), messages, f"rank {receiver}", matrix)
+                _check_whole(Area(*announced[receiver][1][matrix]), messages, f"rank {receiver}", matrix)
         self.sends = [[m for messages in wanted for sender, m in messages if sender == self.rank] for wanted in routes]
         mine = [message for messages in routes[self.rank] for message in messages]
         self.receives = [[m for sender, m in mine if sender == rank] for rank in range(self.world)]
         crossing = [m for to, wanted in enumerate(routes) for message in wanted for rank, m in message if rank != to]
         self.crossing = {message.matrix for message in crossing}
         """The matrices that need a message between ranks."""
-        wanted = [[Area(*areas[matrix]) for _, areas in told] for matrix in range(len(held))]
+        wanted = [[Area(*areas[matrix]) for _, areas in announced] for matrix in range(len(held))]
         self.cut_rows = [len({area[2:] for area in areas if area.size}) > 1 for areas in wanted]
         """For each matrix: whether ranks need different columns, so that a row lies on several ranks."""
 
@@ -152,11 +155,11 @@ class Exchange:
             start += size
 
 
-def _routes(told: Sequence[Any], matrix: int, receiver: int) -> list[tuple[int, _Message]]:
+def _routes(announced: Sequence[Any], matrix: int, receiver: int) -> list[tuple[int, _Message]]:
     """(sender, message) of all messages that bring a rank its area of a matrix, in the order of senders, nothing
     twice."""
-    needed, seen, routes = Area(*told[receiver][1][matrix]), set(), []
-    for sender, (held, _) in enumerate(told):
+    needed, seen, routes = Area(*announced[receiver][1][matrix]), set(), []
+    for sender, (held, _) in enumerate(announced):
         for piece, own in enumerate(held[matrix]):
             area = Area(*own).common(needed)
             if area.size and own not in seen:

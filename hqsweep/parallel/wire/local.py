@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from hqsweep.parallel.wire.collectives import gather_bytes
 from hqsweep.torch_private import BROADCASTS_PARAMETERS, dtensor_like, foreach_norm, local_tensor
 
 
-def first_broadcast() -> tuple[Any, int] | None:
+def first_broadcast() -> tuple[ProcessGroup, int] | None:
     """While DistributedDataParallel is being built: its process group, and the rank whose parameters all ranks get.
 
     None at any other time.
@@ -36,12 +37,12 @@ def is_spread(x: Tensor) -> bool:
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's part of a DTensor, as a view that writes reach; x itself where x is no DTensor."""
+    """This rank's part of a DTensor, as a view; x itself where x is no DTensor."""
     return local_tensor(x) if is_spread(x) else x
 
 
 def spread_like(p: Tensor, part: Tensor) -> Tensor:
-    """The DTensor with p's shape, strides and placements whose part on this rank is `part`; `part` itself where p is no
+    """`part` as this rank's part of a DTensor with p's shape, strides and placements; `part` itself where p is no
     DTensor."""
     if not is_spread(p):
         return part
@@ -71,11 +72,10 @@ def spread_out(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def is_in_pieces(x: Tensor) -> bool:
-    """Whether a rank's part is something that torch's placements cannot name.
+    """Whether torch's placements cannot name a rank's part. torch.distributed.checkpoint has no name for it either.
 
-    Such a part consists of several pieces that are apart in the whole, such as the rows of q, k and v, or is one of
-    unequal parts of a part, such as experts that fully_shard cuts unevenly. torch.distributed.checkpoint has no name
-    for either.
+    This is so for several pieces that are apart in the whole, such as the rows of q, k and v. It is also so for unequal
+    parts of a part, such as experts that fully_shard cuts unevenly.
     """
     if not is_spread(x):
         return False
@@ -129,19 +129,19 @@ def part_as(p: Tensor, x: Tensor) -> Tensor:
     return local(x)
 
 
-def type_of_spread() -> Any:
+def type_of_spread() -> type[Tensor]:
     """The class DTensor. Only for a process that has imported it."""
     return sys.modules["torch.distributed.tensor"].DTensor
 
 
-def shard_groups(x: Tensor) -> tuple[Any, ...]:
+def shard_groups(x: Tensor) -> tuple[ProcessGroup, ...]:
     """The process groups along the axes of the mesh that cut x; () where x is whole."""
     if not is_spread(x):
         return ()
     return tuple(x.device_mesh.get_group(i) for i, placement in enumerate(x.placements) if not placement.is_replicate())
 
 
-def group_of_shards(x: Tensor) -> Any:
+def group_of_shards(x: Tensor) -> ProcessGroup | None:
     """The process group along the first axis of the mesh that cuts x, which is fully_shard's if it did; None where x is
     whole."""
     return next(iter(shard_groups(x)), None)
@@ -165,7 +165,7 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     Squares are summed within each part, then over ranks, in one collective for all tensors with the same cuts.
     """
     norms = foreach_norm([local(x) for x in tensors], dtype=torch.float32)
-    alike: dict[tuple[Any, ...], list[int]] = {}
+    alike: dict[tuple[ProcessGroup, ...], list[int]] = {}
     for index, x in enumerate(tensors):
         alike.setdefault(shard_groups(x), []).append(index)
     totals: dict[int, Tensor] = {}

@@ -287,7 +287,7 @@ class Mailbox:
 
 
 class Sending:
-    """An exchange whose messages, of `size` bytes, leave piece by piece."""
+    """An exchange that sends its messages, of `size` bytes, piece by piece."""
 
     def __init__(
         self, mailbox: Mailbox, exchange: Exchange, size: int, *, has_own: bool, since: torch.cuda.Event | None

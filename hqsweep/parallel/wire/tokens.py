@@ -35,7 +35,7 @@ class Summands(NamedTuple):
     They are good until ranks of the group begin to exchange other rows, so read the sum at once and never keep it.
     """
     parts: Tensor
-    """[1, W, n]: this rank's summands of the rows of all ranks, `own` among them."""
+    """[1, W, n]: this rank's summands, for the rows of each rank; `own` is among them."""
     rank: int
     writer: Any = None
     """The hqsweep.nn.core.wire.GradientReader that takes the gradient of the sum, as soon as its reader knows it."""
@@ -59,7 +59,7 @@ class PendingSum:
     """The result of begin_sum_rows: calling it waits and adds."""
 
     parts: Tensor
-    """[lead, W, n]: this rank's summands of the rows of all ranks."""
+    """[lead, W, n]: this rank's summands, for the rows of each rank."""
     shape: tuple[int, ...]
     """The shape of the sum."""
     rank: int

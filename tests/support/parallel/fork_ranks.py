@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from hqsweep.config.job import parse
@@ -36,9 +35,11 @@ def config(linear="bf16", *, parallel=None, trunk="trunk", noise=0.0, at=AT, qua
     )  # fmt: skip
 
 
-def joined(dims, device_type) -> Ranks:
-    """The process group that is there."""
-    return Ranks(dims=dims, mesh=build_mesh(dims, device_type), device=torch.device(device_type))
+def joined(dims, device) -> Ranks:
+    """The ranks of the process group that is there, or this process alone."""
+    if dims.world == 1:
+        return Ranks.alone(device)
+    return Ranks(dims=dims, mesh=build_mesh(dims, device.type), device=device)
 
 
 def run(cfg, folder: Path, sink: ListSink | None = None) -> ListSink:

@@ -10,7 +10,7 @@ from support.parallel.training_ranks import config, trainer
 
 from hqsweep.checkpoints.sharded.sharded import save_sharded
 from hqsweep.config.train import ONE_RANK, StatsConfig
-from hqsweep.jobs.trainer_fields import saved_fields, trainer_fields
+from hqsweep.jobs.training_report import saved_fields, trainer_fields
 from hqsweep.train.checkpoint import go_on_from, save_checkpoint
 
 BREAK = 1
@@ -85,7 +85,7 @@ def trained(cfg, folder: Path) -> tuple:
         metrics.append(done.metrics)
         stats += map(str, done.stats)
         stats += (f"{name} {sha256(bytes_of(x)).hexdigest()}" for name, x in done.captured.items())
-        if done.step == BREAK and run.ranks is None:
+        if done.step == BREAK and run.ranks.size == 1:
             save_sharded(run.model, run.optimizer, folder / f"step_{BREAK}", run.position())
         elif done.step == BREAK:
             save_checkpoint(run, folder)

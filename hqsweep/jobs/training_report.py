@@ -1,19 +1,108 @@
-"""The entries in the manifest of a trained run about its model, data and steps."""
+"""What a training reports: rows, entries of the manifest, progress, and lines of the log."""
 
+import math
 import re
+import time
+from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 
 from hqsweep.formats import Format
 from hqsweep.gemm import native
 from hqsweep.gemm.plan import gemm_plan
+from hqsweep.jobs.resume import save_captured
+from hqsweep.jobs.sink import Diverged, Sink
 from hqsweep.nn.core.module import QuantizedModule, quantized_modules, roles_of
 from hqsweep.nn.experts.grouped import GroupedBase
 from hqsweep.ops.fingerprint import kernel_digest
 from hqsweep.recipe.pairs import MODULE_GEMMS
 from hqsweep.recipe.stages import Stage
-from hqsweep.train.loop import Trainer
+from hqsweep.train.fork import ABOVE, above_source
+from hqsweep.train.loop import Step, Trainer
+
+
+class Report:
+    """The reports of one training, step by step: rows, manifest, progress and lines of the log."""
+
+    def __init__(self, trainer: Trainer, sink: Sink, captured: Path, warnings: list[str]) -> None:
+        train = trainer.config.train
+        self.trainer, self.sink, self.captured, self.warnings = trainer, sink, captured, warnings
+        self.first = trainer.step + 1
+        self.loss: float | None = None
+        self._ran: dict[str, str | None] | None = None
+        self._met: list[dict] = []
+        self._throughput = Throughput(train.batch * train.context)
+        self._throughput.at(trainer.step)
+
+    def step(self, done: Step) -> None:
+        """Report one step. Raises Diverged where its loss is not finite."""
+        if done.step == self.first:
+            self._first_step()
+        if (now := steps_fields(self.trainer)) != self._ran:
+            self._ran = now
+            self.sink.manifest(steps=now)
+        self.sink.rows("stats", done.stats)
+        if done.captured:
+            save_captured(done.captured, self.captured, self.sink.run_id)
+        if done.metrics:
+            self.sink.metric(done.step, done.metrics)
+        if done.loss is not None:
+            self._nonfinite()
+        self._progress(done)
+        if line := above_source(self.trainer):
+            print(f"warning: {line}", flush=True)
+            self.sink.manifest(**self.trainer.trunk)
+
+    def end(self) -> None:
+        """Add the warnings that only the end of the training can give."""
+        trainer = self.trainer
+        if late := [*trainer.trunk.get(ABOVE, ()), *trainer.dataset.untrained(trainer.val_loss)]:
+            self.sink.manifest(warnings=[*self.warnings, *late])
+
+    def _first_step(self) -> None:
+        self.sink.manifest(saved_for_backward=saved_fields(self.trainer))
+        self.sink.phase(None)
+        if lines := unused_warnings(self.trainer):
+            self.warnings = [*self.warnings, *lines]
+            self.sink.manifest(unused=self.trainer.adapter.unused(), warnings=self.warnings)
+
+    def _nonfinite(self) -> None:
+        nonfinite = self.trainer.nonfinite
+        if (rows := nonfinite.manifest()) != self._met:
+            self._met = rows
+            self.sink.manifest(nonfinite=rows)
+            for line in nonfinite.news():
+                self.trainer.ranks.say(f"warning: {line}")
+
+    def _progress(self, done: Step) -> None:
+        train, speed = self.trainer.config.train, self._throughput.at(done.step)
+        self.loss = self.loss if done.loss is None else done.loss
+        self.sink.progress(done.step, train.steps, self.loss, speed)
+        if done.loss is None:
+            return
+        rate = "" if speed is None else f", {speed:,.0f} tokens/s"
+        self.trainer.ranks.say(f"step {done.step} of {train.steps}: train_loss {done.loss:.4f}{rate}")
+        if not math.isfinite(done.loss):
+            raise Diverged(done.step, done.loss, train.lr, self.trainer.nonfinite.began())
+
+
+class Throughput:
+    """Tokens a second since the first call, with the time of evaluations and samples."""
+
+    def __init__(self, tokens_per_step: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.tokens_per_step, self.clock = tokens_per_step, clock
+        self.start: tuple[int, float] | None = None
+
+    def at(self, step: int) -> float | None:
+        """The speed at a step; None until a step has passed since the first call."""
+        if self.start is None:
+            self.start = (step, self.clock())
+            return None
+        steps, seconds = step - self.start[0], self.clock() - self.start[1]
+        return steps * self.tokens_per_step / seconds if steps and seconds > 0 else None
+
 
 SHARED_GPU = "{} ranks share a GPU and exchange by sockets, so steps take much longer than with one each"
 
