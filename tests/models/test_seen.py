@@ -1,5 +1,6 @@
 """Converted modules know that they were called, in compiled graphs too."""
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -16,6 +17,7 @@ class Block(nn.Module):
         return checkpoint(self.a, x, use_reentrant=False) if self.recomputed else self.a(x)
 
 
+@pytest.mark.feature("H40")
 def test_a_graph_with_activation_checkpointing_counts_its_calls():
     torch.compiler.reset()
     model = nn.Sequential(Block(True), Block(True), Block(False))
