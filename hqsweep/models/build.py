@@ -18,7 +18,6 @@ from hqsweep.models.convert import gemm_modules_of
 from hqsweep.models.heads import output_projection
 from hqsweep.models.hf import load_model, meta_model
 from hqsweep.models.hf_config import read_hf_config
-from hqsweep.models.losses import is_hugging_face, logits_of
 from hqsweep.recipe.factories import FactoryName
 from hqsweep.recipe.validate import GemmModule, attention_module, linear_module
 
@@ -90,21 +89,6 @@ def vocab_fault(model: nn.Module, vocab_size: int) -> str | None:
     if head is not None and len(head.weight) < vocab_size:
         return f"its output projection has {len(head.weight)} rows"
     return None
-
-
-def check_output(model: nn.Module, context: int) -> None:
-    """UserError for a model on the meta device whose forward gives no logits of tokens [2, context]. One that has a
-    loss of its own, or does not run without memory, is not judged."""
-    own_loss = is_hugging_face(model) or callable(getattr(model, "loss", None))
-    if own_loss or not all(tensor.is_meta for tensor in model.parameters()):
-        return
-    try:
-        with torch.no_grad(), torch.device("meta"):
-            logits_of(model, torch.zeros(2, context, dtype=torch.int64))
-    except UserError:
-        raise
-    except Exception:  # such as one that asks for a value
-        return
 
 
 def check_recompute(model: nn.Module, recompute: Recompute) -> None:

@@ -50,6 +50,23 @@ def meta_model(config: HFConfig) -> Any:
         return _explained(config, _transformers().AutoModelForCausalLM.from_config, own, dtype=torch.float32)
 
 
+def one_layer(path: str | Path, most: int) -> Any:
+    """The model of a config with one layer and random weights; None where transformers cannot build it, or where it has
+    more than `most` parameters. The caller's random state is restored."""
+    config, auto = hf_config(read_hf_config(path)), _transformers().AutoModelForCausalLM
+    try:
+        config.num_hidden_layers = 1
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:1]
+        with quietly(), torch.random.fork_rng(devices=[]):
+            with torch.device("meta"):
+                parameters = sum(p.numel() for p in auto.from_config(config).parameters())
+            torch.manual_seed(0)
+            return auto.from_config(config, dtype=torch.float32) if parameters <= most else None
+    except Exception:  # such as one whose layers have other names
+        return None
+
+
 def hf_config(config: HFConfig) -> Any:
     """transformers' own object of a config. UserError for a type of model that it does not know."""
     auto = _transformers().AutoConfig

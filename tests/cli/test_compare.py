@@ -86,7 +86,7 @@ def test_whole_runs_and_forks_are_not_compared_with_each_other(folder):
 @pytest.mark.slow
 def test_no_tracker_hears_of_a_comparison_unless_asked(folder, monkeypatch):
     asked = []
-    monkeypatch.setattr("hqsweep.track.mirror.mirror_report", lambda runs, report, arms: bool(asked.append(arms)))
+    monkeypatch.setattr("hqsweep.track.open.mirror_report", lambda runs, report, arms: bool(asked.append(arms)))
     write_sweep(folder / "runs/study", study())
     assert compare("study").exit_code == 0 and asked == []
     done = compare("study", "--track")

@@ -11,7 +11,7 @@ from torch import nn
 import hqsweep
 from hqsweep.config.job import parse
 from hqsweep.errors import UserError
-from hqsweep.jobs.parity.rank_operands import reading
+from hqsweep.jobs.parity.rank_cases import reading
 from hqsweep.nn import Linear, autocast, quantization, quantized_model_init, set_recipe
 from hqsweep.nn.core.module import quantized_modules
 from hqsweep.quant import HybridQuantizedTensor

@@ -24,7 +24,7 @@ from hqsweep.checkpoints.sharded.saving import Saving, disk_fault, settle
 from hqsweep.checkpoints.sharded.sharded_state import collect, joined
 from hqsweep.checkpoints.whole import sync_folder
 from hqsweep.errors import UserError
-from hqsweep.parallel.wire.all_or_none import by_first, is_many, rank_in, together
+from hqsweep.parallel.wire.objects import by_first, is_many, rank_in, together
 
 Optimizer = torch.optim.Optimizer | None
 

@@ -28,8 +28,8 @@ from hqsweep.nn.core.delayed import DelayedStates, ExpertStates
 from hqsweep.nn.core.module import PARTS
 from hqsweep.nn.experts.grouped_linear import GroupedLinear
 from hqsweep.optim import MASTER
-from hqsweep.parallel.wire.all_or_none import gathered
 from hqsweep.parallel.wire.local import is_in_pieces, local, spread_like, whole_tensor
+from hqsweep.parallel.wire.objects import gathered
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.quant.grouped import GroupedTensor
 from hqsweep.quant.tensor import HybridQuantizedTensor

@@ -1,7 +1,6 @@
 """Which instruction sets this build and processor have, and the operators bound to one of them."""
 
 from hqsweep.ops import library
-from hqsweep.ops.quantize import operators, outputs
 
 
 def available() -> list[str]:
@@ -30,5 +29,5 @@ class Bound:
 def use(monkeypatch, isa: str) -> None:
     """hqsweep.ops runs that instruction set until the test ends."""
     bound = Bound(isa)
-    for module in (operators, outputs):
-        monkeypatch.setattr(module, "extension", lambda: bound)
+    for module in ("operators", "outputs"):
+        monkeypatch.setattr(f"hqsweep.ops.quantize.{module}.extension", lambda: bound)

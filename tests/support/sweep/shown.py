@@ -5,9 +5,10 @@ from typing import Any
 
 
 class Shown:
-    """lines: what was said; shown: (run, state, reason) of every update."""
+    """lines: what was said; shown: (run, state, reason) of every update; steps: the steps of runs."""
 
     def __init__(self) -> None:
+        self.steps: dict[str, int] = {}
         self.lines: list[str] = []
         self.shown: list[tuple[str, str, str | None]] = []
 
@@ -19,6 +20,9 @@ class Shown:
 
     def update(self, run: str, status: Mapping[str, Any]) -> None:
         self.shown.append((run, status["state"], status["reason"]))
+
+    def expect(self, steps: Mapping[str, int]) -> None:
+        self.steps = dict(steps)
 
     def say(self, line: str) -> None:
         self.lines.append(line)
