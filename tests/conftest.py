@@ -58,6 +58,7 @@ class Durations:
             | {"seconds": round(self.seconds[file], 1), "cpu_seconds": round(self.cpu[file], 1)}
             for file in files
         ]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text("".join(json.dumps(row) + "\n" for row in [run, *rows]))
 
 
