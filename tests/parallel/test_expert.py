@@ -27,6 +27,7 @@ def assert_same(parts, whole, counts=TOKENS):
     assert sum(len(part) for part in parts) > len(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.feature("F79")
 @pytest.mark.parametrize("name", [*RECIPES, "held"])
 def test_experts_over_ranks_are_those_of_one_process(spread, name):

@@ -29,6 +29,7 @@ def differences(a, b):
     return [name for name in a if not torch.equal(a[name], b[name])]
 
 
+@pytest.mark.slow
 @pytest.mark.feature("H1")
 @pytest.mark.parametrize("case", CASES)
 def test_shards_are_updated_as_in_one_process(case, ranks):

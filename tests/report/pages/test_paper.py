@@ -30,6 +30,7 @@ def test_every_figure_is_a_picture_of_its_own(comparison, tmp_path: Path) -> Non
     assert "nvfp4" in files["val_loss.svg"].read_text()  # the key
 
 
+@pytest.mark.slow
 def test_png_has_the_pictures_size_and_its_text(comparison, tmp_path: Path) -> None:
     pytest.importorskip("resvg_py")
     try:
