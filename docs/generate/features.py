@@ -19,7 +19,7 @@ MISSING = "## Not there, or only in part"
 def features() -> str:
     """The text of tests/FEATURES.md.
 
-    Raises ValueError for a row without a test, and for marks without a row.
+    Raises ValueError for a number without a test, and for marks without a row.
     """
     shown, missing = PAGE.read_text().split(MISSING)
     tests = marked()
@@ -28,9 +28,9 @@ def features() -> str:
         row = ROW.fullmatch(line)
         if row:
             numbers = row[1].split(", ")
-            named = dict.fromkeys(name for number in numbers for name in tests.get(number, []))
-            if not named:
-                raise ValueError(f"no test has the mark feature({numbers[0]!r}), of a row of {PAGE.name}")
+            if unmarked := [number for number in numbers if number not in tests]:
+                raise ValueError(f"no test has the mark of {unmarked}, of a row of {PAGE.name}")
+            named = dict.fromkeys(name for number in numbers for name in tests[number])
             left -= set(numbers)
             line = f"| {row[1]} | {row[2]} | {', '.join(sorted(named))} |"
         lines.append(line)

@@ -19,7 +19,7 @@ from hqsweep.ops.model.attention import CUDNN_FRONTEND, frontend_version
 from hqsweep.track.machine import cpu_isa
 
 Answer = tuple[bool, str]
-"""Whether it is there, and what it is or why not."""
+"""Whether it is there, and its version or the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ def parts() -> list[Part]:
 def _part(what: str, probe: Callable[[], Answer]) -> Part:
     try:
         present, detail = probe()
-    except Exception as error:  # whatever a broken driver or package raises is the answer
+    except Exception as error:  # any error of a broken driver or package is the answer
         return Part(what=what, present=None, detail=" ".join(f"{type(error).__name__}: {error}".split()))
     return Part(what=what, present=present, detail=detail)
 
@@ -113,7 +113,7 @@ def _gpu(index: int) -> str:
 
 
 def _mps() -> Answer:
-    """CUDA finds the daemon by its pipes, so that runs that share a GPU need not be told of it."""
+    """CUDA finds the daemon by its pipes, so runs that share a GPU need no setting for it."""
     pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
     if (pipes / "control").exists():
         return True, f"its pipes are in {pipes}: kernels of several runs on one GPU overlap"

@@ -30,6 +30,7 @@ from hqsweep.ops.members.packed import PackedExact, pack
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.kernels import in_dtype
 from hqsweep.quant.operand import Operand
+from hqsweep.torch_private import grouped_mm, scaled_grouped_mm, unsafe_view
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,7 +93,7 @@ def tokens_by_kernel(a: PackedExact, b: PackedExact, out_dtype: torch.dtype, *, 
             return _as_rows(_by_experts(y, a, b, out_dtype))
         y = _as_rows(y)
     else:
-        y = torch._grouped_mm(a.rows(), b.stacked_turned(), offs=splits.ends(b.matrix.device))
+        y = grouped_mm(a.rows(), b.stacked_turned(), offs=splits.ends(b.matrix.device))
 
     def of_rows(factor: Tensor) -> Tensor:
         return splits.spread(factor.view(experts, -1))
@@ -111,7 +112,7 @@ def tokens_by_native_kernel(a: Operand, b: Operand) -> Tensor:
     left, right = (group.buffers["q"].view(torch.float8_e4m3fn) for group in (a, b))
     rows = splits.spread(a.buffers["s"])
     columns = b.buffers["s"].view(experts, 1).expand(experts, n).contiguous()
-    return torch._scaled_grouped_mm(
+    return scaled_grouped_mm(
         left.view(splits.rows, k), right.view(experts, n, k).transpose(1, 2), rows, columns,
         offs=splits.ends(left.device), out_dtype=torch.bfloat16, use_fast_accum=False,
     )  # fmt: skip
@@ -122,7 +123,7 @@ def weights_by_kernel(a: PackedExact, b: PackedExact, out_dtype: torch.dtype, *,
     if equal:
         dw = plain_product(a.stacked(), b.stacked_turned(), _stored(out_dtype))
     else:
-        dw = torch._grouped_mm(a.rows().t(), b.rows(), offs=a.layout.splits.ends(a.matrix.device))
+        dw = grouped_mm(a.rows().t(), b.rows(), offs=a.layout.splits.ends(a.matrix.device))
     return _by_experts(dw, a, b, out_dtype)
 
 
@@ -138,7 +139,7 @@ def _as_rows(product: Tensor) -> Tensor:
     """[experts, m, n] -> [experts * m, n] that autograd takes for no view: an output of a Function may be written in
     place then, as torch.matmul's may."""
     experts, m, n = product.shape
-    return torch.ops.aten._unsafe_view(product, (experts * m, n))
+    return unsafe_view(product, (experts * m, n))
 
 
 def _stored(out_dtype: torch.dtype) -> torch.dtype:

@@ -21,6 +21,7 @@ from hqsweep.formats import FORMATS, ExactOperand, Format, parse
 from hqsweep.gemm.exact import epilogue, mm_t
 from hqsweep.quant.operand import Operand
 from hqsweep.recipe.pairs import same_scaling
+from hqsweep.torch_private import scaled_mm
 
 CUDA_KINDS: dict[int, tuple[str, ...]] = {
     8: ("tensor",),
@@ -133,9 +134,7 @@ def mm_t_native(a: Operand, b: Operand, *, out_dtype: torch.dtype) -> Tensor:
     if right_scale.dim() == 2:
         right_scale = right_scale.t()
     factors = a.format.scaling == "nvfp4"
-    product = torch._scaled_mm(
-        left, right.t(), left_scale, right_scale, out_dtype=torch.float32 if factors else out_dtype
-    )
+    product = scaled_mm(left, right.t(), left_scale, right_scale, out_dtype=torch.float32 if factors else out_dtype)
     if not factors:
         return product
     return epilogue(product, _factor(a), _factor(b), out_dtype)

@@ -6,7 +6,6 @@ The extension does not link to torch, so that one build serves every torch. It g
 import math
 from collections.abc import Sequence
 from ctypes import c_int64
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -14,16 +13,7 @@ from torch import Tensor
 
 from hqsweep.formats import RngKey, RngKeys
 from hqsweep.memo import memo
-
-try:  # the allocators of Inductor's code, on the current device: a third of torch.empty's time
-    from torch._C._dynamo.guards import _empty_strided_cpu as empty_strided_cpu
-    from torch._C._dynamo.guards import _empty_strided_cuda as empty_strided_cuda
-except ImportError:
-
-    def _strided(device, size, stride, dtype):
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-    empty_strided_cpu, empty_strided_cuda = partial(_strided, "cpu"), partial(_strided, "cuda")
+from hqsweep.torch_private import empty_strided_cpu, empty_strided_cuda
 
 
 def empty(x: Tensor, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:

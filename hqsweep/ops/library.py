@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from functools import cache, wraps
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
 from hqsweep.memo import constant_result
+from hqsweep.torch_private import DispatchKey, DispatchKeySet, current_graph_task_id, current_raw_stream, dispatch_modes
 
 
 @cache
@@ -44,7 +46,7 @@ def direct(x: Tensor) -> bool:
     This holds outside traced graphs and dispatch modes. Dispatch costs more than the launch, and codes have no gradient
     to record. Tensors with the negative bit are dispatched: torch then passes a copy whose memory holds the true signs.
     """
-    plain = type(x) in PLAIN and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
+    plain = type(x) in PLAIN and not torch.compiler.is_compiling() and not dispatch_modes()
     return plain and (x.is_cpu or x.is_cuda) and not x.is_neg()
 
 
@@ -62,16 +64,16 @@ def on_its_device(function: Callable) -> Callable:
     return guarded
 
 
-def _refusing_none(dispatched: torch._ops.OpOverload) -> Callable:
+def _refusing_none(dispatched: Any) -> Callable:
     """Return a BackendSelect kernel that raises a short ValueError if the list of tensors is empty.
 
     Without it, torch finds no device for such a call and prints a page.
     """
 
-    def select(keys: torch._C.DispatchKeySet, tensors: list[Tensor], *others):
+    def select(keys: DispatchKeySet, tensors: list[Tensor], *others):
         if not tensors:
             raise ValueError(f"{dispatched.overloadpacket}: there are no buffers; the first argument is an empty list")
-        return dispatched.redispatch(keys.remove(torch._C.DispatchKey.BackendSelect), tensors, *others)
+        return dispatched.redispatch(keys.remove(DispatchKey.BackendSelect), tensors, *others)
 
     return select
 
@@ -112,4 +114,9 @@ def where(x: Tensor) -> tuple:
     """Return the last arguments of a kernel call: the stream on CUDA, else the thread count and "" (best instruction
     set)."""
     # What torch.cuda.current_stream() wraps in an object, at a tenth of its time.
-    return (torch._C._cuda_getCurrentRawStream(x.get_device()),) if x.is_cuda else (torch.get_num_threads(), "")
+    return (current_raw_stream(x.get_device()),) if x.is_cuda else (torch.get_num_threads(), "")
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward in this thread."""
+    return current_graph_task_id() != -1

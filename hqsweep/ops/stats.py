@@ -307,3 +307,9 @@ def _by_row(error2: Tensor) -> Tensor:
     rows, cols = error2.shape
     across = _tiles(cols)
     return torch.nn.functional.pad(error2, (0, across * TILE - cols)).view(rows, across, TILE).sum(dim=2)
+
+
+def is_below(axis: int, direction: str) -> bool:
+    """Whether parts that follow each other along an axis of X have operand rows of their own in this direction, in
+    which an operand has the rows of X or of X.T; else they are parts of the same rows."""
+    return (axis == 0) == (direction != "columnwise")

@@ -14,13 +14,15 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from hqsweep.errors import UserError
+from hqsweep.nn.core.workspace import note_update
 from hqsweep.ops.library import has_kernels
 from hqsweep.ops.model.adam import adamw_
 from hqsweep.optim.gradients import clip_, clip_factor, gradient, norm_of
 from hqsweep.optim.rounded import Rounded, values_of
 from hqsweep.parallel.shards.shard_agree import quantize_shards_
-from hqsweep.parallel.wire.local import group_of_shards, is_spread, local, note_update, part_as, spread_like
+from hqsweep.parallel.wire.local import group_of_shards, is_spread, local, part_as, spread_like
 from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.torch_private import foreach_add_, foreach_copy_, foreach_zero_
 
 MASTER = "master_param"
 Norm = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
@@ -216,7 +218,7 @@ class FusedAdam(torch.optim.AdamW):
         averages = [[local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq")]
         steps, options = [state["step"] for state in states], {name: group[name] for name in ("weight_decay", "eps")}
         if own:
-            torch._foreach_add_(steps, 1)
+            foreach_add_(steps, 1)
             rule = {"lr": self._rate(index, torch.float64), "factor": factor, "betas": group["betas"]}
             adamw_(masters, [gradient.contiguous() for gradient in grads.values()], *averages, steps, **rule, **options)
         else:
@@ -238,7 +240,7 @@ class FusedAdam(torch.optim.AdamW):
             torch.autograd.graph.increment_version(masters)
         plain = [(local(p), m) for p, m in zip(grads, masters, strict=True) if not (local(p) is m or _is_held(p))]
         if plain:
-            torch._foreach_copy_(*map(list, zip(*plain, strict=True)))
+            foreach_copy_(*map(list, zip(*plain, strict=True)))
         spread = [p for p in grads if is_spread(p)]
         if spread:  # the writes to parts did not count
             torch.autograd.graph.increment_version(spread)
@@ -305,7 +307,7 @@ class FusedAdam(torch.optim.AdamW):
         _uncompiled(super().zero_grad)(set_to_none)
         held = [p.main_grad for group in self.param_groups for p in group["params"] if hasattr(p, "main_grad")]
         if held:
-            torch._foreach_zero_([local(main_grad) for main_grad in held])
+            foreach_zero_([local(main_grad) for main_grad in held])
 
 
 def _uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
 from hqsweep.errors import UserError
-from hqsweep.parallel.fsdp.fsdp_state import parameters_of, sum_in_fp32
+from hqsweep.nn.core.parameter import SUMS
+from hqsweep.parallel.fsdp.fsdp_state import parameters_of, sum_in_fp32, unsharded_sum
 from hqsweep.parallel.wire.local import is_spread, local, spread_like, total_norm
+from hqsweep.torch_private import foreach_copy_, foreach_mul_, queue_callback
 
 
 def gradient(p: Tensor) -> Tensor | None:
@@ -47,7 +48,7 @@ def clip_(gradients: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     for part in map(local, gradients):
         alike.setdefault((part.device, part.dtype), []).append(part)
     for (device, _), parts in alike.items():
-        torch._foreach_mul_(parts, factor.to(device))
+        foreach_mul_(parts, factor.to(device))
 
 
 def use_main_grads(module: nn.Module) -> None:
@@ -71,6 +72,8 @@ def use_main_grads(module: nn.Module) -> None:
         p.main_grad = spread_like(p, torch.zeros(local(p).shape, dtype=torch.float32, device=p.device))
         p.register_post_accumulate_grad_hook(_accumulate)
     sum_in_fp32(module)
+    if unsharded_sum not in SUMS:
+        SUMS.append(unsharded_sum)
     if isinstance(module, DistributedDataParallel):
         module.register_comm_hook((module.process_group, parameters), _average_main_grads)
 
@@ -105,7 +108,7 @@ def _average_main_grads(state: tuple[Any, list[Tensor]], bucket: dist.GradBucket
         _drop_grads_after_backward(parameters)
 
     def write(_: Any) -> Tensor:
-        torch._foreach_copy_(flat, summed.split([len(part) for part in flat]))
+        foreach_copy_(flat, summed.split([len(part) for part in flat]))
         return bucket.buffer()
 
     return dist.all_reduce(summed, group=group, async_op=True).get_future().then(write)
@@ -117,7 +120,7 @@ def _drop_grads_after_backward(parameters: Iterable[Tensor]) -> None:
     DistributedDataParallel does so in a callback that is queued after this one, and before the callback that this one
     queues.
     """
-    queue = Variable._execution_engine.queue_callback
+    queue = queue_callback
 
     def drop() -> None:
         for p in parameters:

@@ -6,6 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hqsweep.errors import UserError
 from hqsweep.nn.attention.multihead_attention import MultiheadAttention
 from hqsweep.parallel.mesh import axis_of
+from hqsweep.parallel.shared.attention import share_attention
 
 AXIS = "cp"
 
@@ -33,5 +34,5 @@ def context_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     if rounded:
         raise UserError(f"{rounded[0]}: quantize_boundaries rounds gradients that are then summed over ranks; drop it")
     for module in attentions:
-        module.dpa.tokens = group
+        share_attention(module.dpa, tokens=group)
     return model

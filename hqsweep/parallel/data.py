@@ -14,10 +14,21 @@ import torch
 from torch import nn
 
 from hqsweep.nn.core.module import PARTS
-from hqsweep.nn.core.residual import residual_under_fsdp
+from hqsweep.nn.core.residual import KNOWN_HOOKS, RESIDUAL
 from hqsweep.nn.linear.linear import LinearBase
-from hqsweep.parallel.fsdp.fsdp_state import groups_of
+from hqsweep.parallel.fsdp.fsdp_state import groups_of, hook_ids
 from hqsweep.parallel.mesh import Ranks
+from hqsweep.torch_private import fsdp_owners, fsdp_whole
+
+
+def residual_under_fsdp(layer: nn.Module) -> None:
+    """Have the hooks of fully_shard, whose unit a layer is, run around its residual(x, branch), too, so that the sum of
+    a branch is left to the next norm there as well."""
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    if hasattr(layer, RESIDUAL):
+        register_fsdp_forward_method(layer, RESIDUAL)
+        layer.__dict__[KNOWN_HOOKS] = frozenset(hook_ids(layer))
 
 
 def shard(
@@ -90,15 +101,13 @@ def gather_in_linear_dtype(model: nn.Module, autocast: torch.dtype | None = None
             dtypes = {parameter: _linear_dtype(parameter, autocast) for parameter in group.fsdp_params}
             first = next((dtype for dtype in dtypes.values() if dtype is not None), None)
             for parameter, dtype in dtypes.items():
-                if dtype is not None and dtype == first and not hasattr(parameter, "_unsharded_param"):
+                if dtype is not None and dtype == first and fsdp_whole(parameter) is None:
                     gather_in(group, parameter, dtype)
 
 
 def _linear_dtype(parameter: Any, autocast: torch.dtype | None) -> torch.dtype | None:
     """The dtype in which an FSDPParam is gathered if only linears use it; None for other parameters."""
-    info = parameter._module_info
-    owners = zip([info.module, *info.shared_modules], [info.param_name, *info.shared_param_names], strict=True)
-    [dtype, *others] = {_rounds_to(owner, name, autocast) for owner, name in owners}
+    [dtype, *others] = {_rounds_to(owner, name, autocast) for owner, name in fsdp_owners(parameter)}
     own, local_tensor = parameter.sharded_param.dtype, parameter.sharded_param.to_local()
     if others or dtype is None or not own.is_floating_point or hasattr(local_tensor, "fsdp_pre_all_gather"):
         return None

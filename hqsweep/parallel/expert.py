@@ -7,11 +7,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hqsweep.errors import UserError
 from hqsweep.nn.core.parameter import link_states
-from hqsweep.nn.experts.dispatch import Dispatcher
-from hqsweep.nn.experts.expert_room import ExpertRoom
 from hqsweep.nn.experts.grouped_linear import GroupedLinear
-from hqsweep.nn.experts.moe import LayerNormMoE, check_room
+from hqsweep.nn.experts.moe import LayerNormMoE
 from hqsweep.parallel.mesh import axis_of, peers
+from hqsweep.parallel.shared.dispatch import Dispatcher
+from hqsweep.parallel.shared.expert_room import ExpertRoom, check_room
+from hqsweep.parallel.shared.experts import SharedExperts
 from hqsweep.parallel.wire.local import local
 
 __all__ = ["check_room", "expert_parallel"]
@@ -80,7 +81,9 @@ def _hold_own(grouped: GroupedLinear, mesh: DeviceMesh, along: DeviceMesh, mean_
     for name, whole in wholes.items():
         part = nn.Parameter(local(whole.detach()), requires_grad=whole.requires_grad)
         grouped.register_parameter(name, part)
-    grouped.hold_experts(along.get_local_rank() * count, count, mean_over)
+    grouped.hold_experts(along.get_local_rank() * count, count)
+    features = None if grouped.parallel is None else grouped.parallel.features
+    grouped.parallel = SharedExperts(features=features, mean_over=mean_over)
     for name, parameter in list(grouped.named_parameters(recurse=False)):
         over, cuts, of_whole = along, [Shard(0)], {}
         if isinstance(wholes[name], DTensor):

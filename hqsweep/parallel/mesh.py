@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils._pytree import tree_map_only
 
-from hqsweep.config.parallel import ONE_RANK, ParallelConfig, sharing_gpus
+from hqsweep.config.train import ONE_RANK, ParallelConfig, sharing_gpus
 from hqsweep.errors import UserError
 from hqsweep.parallel.wire import collectives
 from hqsweep.parallel.wire.local import spread_out, whole_tensor
 from hqsweep.parallel.wire.objects import agree, gather_to_first
 from hqsweep.parallel.wire.spawn import begin_process_group, ranks_of_gpu, stand_apart, take_gpu
+from hqsweep.torch_private import flattened, tree_map_only
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 """The axes of the mesh, from the outermost to the innermost. Neighbours exchange the most, so they share a node."""
@@ -84,7 +84,7 @@ class Ranks:
 
     @cached_property
     def _data_mesh(self) -> DeviceMesh:
-        return self.mesh["dp_replicate", "dp_shard"]._flatten("dp")
+        return flattened(self.mesh["dp_replicate", "dp_shard"], "dp")
 
     @cached_property
     def expert_mesh(self) -> DeviceMesh:

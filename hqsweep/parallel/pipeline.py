@@ -26,11 +26,13 @@ from hqsweep.nn.core.residual import add_branch
 from hqsweep.nn.experts.moe import MoELayer
 from hqsweep.nn.layers.embedding import check_tokens
 from hqsweep.nn.layers.layer_stack import through
-from hqsweep.nn.linear.linear_loss import forms_loss, vocabulary_group
-from hqsweep.nn.linear.vocabulary import cross_entropy
+from hqsweep.nn.linear.linear_loss import forms_loss
 from hqsweep.parallel.data import reshard
 from hqsweep.parallel.mesh import axis_of, peers
+from hqsweep.parallel.shared.vocabulary import cross_entropy, vocabulary_group
+from hqsweep.parallel.shared.weight import gains_summed_together
 from hqsweep.parallel.wire.local import is_spread, local, squared_norms
+from hqsweep.torch_private import foreach_norm
 
 
 class StageOfLayers(nn.Module):
@@ -57,7 +59,9 @@ class StageOfLayers(nn.Module):
         """For each microbatch, in the last stage: the mean of the balances of all layers."""
 
     def forward(self, x: Tensor, balances: Tensor | None = None, targets: Tensor | None = None) -> Any:
-        stream = through(self.layers, x if self.embedding is None else self.embedding(x))
+        x = x if self.embedding is None else self.embedding(x)
+        with gains_summed_together(self.layers):
+            stream = through(self.layers, x)
         self.tokens.append(stream.tokens)
         every = ([] if balances is None else [balances]) + [balance.view(1) for balance in stream.balances]
         if self.norm is None:
@@ -251,7 +255,7 @@ class Pipeline:
         """
         names, spread = {id(p): name for name, p in self.model.named_parameters()}, any(map(is_spread, gradients))
         every = torch.zeros(len(self._order), dtype=torch.float32, device=self.device)
-        own = squared_norms(gradients) if spread else torch.stack(torch._foreach_norm(list(gradients))).float()
+        own = squared_norms(gradients) if spread else torch.stack(foreach_norm(list(gradients))).float()
         every[[self._order[names[id(p)]] for p in parameters]] = own
         if self._shares_table and self._place:
             every[self._order[TABLE]] = 0.0  # the first rank counts it

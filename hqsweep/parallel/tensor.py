@@ -10,23 +10,30 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from hqsweep.errors import UserError
 from hqsweep.nn.attention.multihead_attention import MultiheadAttention
 from hqsweep.nn.experts.moe import LayerNormMoE
+from hqsweep.nn.experts.router import Router
 from hqsweep.nn.layers.norm import Norm
 from hqsweep.nn.layers.weight import QuantizedWeight
 from hqsweep.nn.linear.layernorm_linear import LayerNormLinear
 from hqsweep.nn.linear.layernorm_mlp import LayerNormMLP
 from hqsweep.nn.linear.linear import Linear, LinearBase
 from hqsweep.ops.model.activation import INPUTS
-from hqsweep.parallel.overlap.shared_linear import SplitTokens, TensorParallel
 from hqsweep.parallel.shards.held_part import hold_part
 from hqsweep.parallel.shards.shard_part import Part
+from hqsweep.parallel.shared.attention import share_attention
+from hqsweep.parallel.shared.exchange import LinearShare
+from hqsweep.parallel.shared.experts import share_features
+from hqsweep.parallel.shared.linear import TensorParallel
+from hqsweep.parallel.shared.tokens import SplitTokens
+from hqsweep.parallel.shared.weight import SharedWeight
 from hqsweep.parallel.wire.local import local
 from hqsweep.quant.content import AXES
 from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.torch_private import strided_shard
 
 AXIS = "tp"
 TOKENS = 1
@@ -64,7 +71,7 @@ class ColwiseLinear(SequenceStyle):
         rows = _cut(0, self.pieces)
         distribute(module, device_mesh, {"weight": rows, "bias": rows}, self.src_data_rank)
         if self.sequence is not None and isinstance(module, LayerNormLinear):
-            module.norm.tokens_group = group
+            module.norm.parallel = SharedWeight(tokens=group)
         return module
 
 
@@ -90,7 +97,7 @@ class SequenceNorm(ParallelStyle):
     """A Norm on each rank's own tokens. Its parameters are whole, and their gradients are summed over ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.tokens_group = device_mesh.get_group()
+        module.parallel = SharedWeight(tokens=device_mesh.get_group())
         distribute(module, device_mesh, {}, self.src_data_rank)
         return module
 
@@ -111,7 +118,7 @@ class SharedAttention(SequenceStyle):
         ColwiseLinear(sequence=self.sequence, pieces=3)._apply(module.qkv, device_mesh)
         RowwiseLinear(sequence=self.sequence)._apply(module.proj, device_mesh)
         module.heads //= device_mesh.size()
-        module.dpa.group = device_mesh.get_group()
+        share_attention(module.dpa, heads=device_mesh.get_group())
         return module
 
 
@@ -143,13 +150,14 @@ class SharedMixture(SequenceStyle):
         for name, (mode, pieces, axis) in cuts.items():
             grouped = module.get_submodule(name)
             placements = {n: _cut(axis % p.dim(), pieces) for n, p in grouped.named_parameters()}
-            grouped.share_features(TensorParallel(group=group, mode=mode, pieces=pieces))
+            share_features(grouped, LinearShare(group=group, mode=mode, pieces=pieces))
             distribute(grouped, device_mesh, placements, self.src_data_rank)
         if module.shared is not None:
             ColwiseLinear(pieces=INPUTS["swiglu"])._apply(module.shared.fc1, device_mesh)
             RowwiseLinear()._apply(module.shared.fc2, device_mesh)
         if self.sequence is not None:
-            module.tokens, module.norm.tokens_group = SplitTokens(group=group, axis=self.sequence), group
+            module.tokens = SplitTokens(group=group, axis=self.sequence)
+            module.norm.parallel = SharedWeight(tokens=group)
         distribute(module, device_mesh, {}, self.src_data_rank)
         return module
 
@@ -160,7 +168,7 @@ class SharedVocabulary(SequenceStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_divides(module.name, module.weight.shape[0], "entries of the vocabulary", device_mesh)
-        module.part, module.split = Part(group=device_mesh.get_group(), axis=0), self.sequence
+        module.parallel = SharedWeight(part=Part(group=device_mesh.get_group(), axis=0), split=self.sequence)
         distribute(module, device_mesh, {"weight": Shard(0)}, self.src_data_rank)
         return module
 
@@ -217,7 +225,7 @@ def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
     partial(shard_placement, ranks=N) then, as hqsweep's own runs do.
     """
     spread = parameter.placements if isinstance(parameter, DTensor) else ()
-    in_pieces = any(isinstance(placement, _StridedShard) and placement.dim == 0 for placement in spread)
+    in_pieces = any(isinstance(placement, strided_shard()) and placement.dim == 0 for placement in spread)
     return Shard(1) if in_pieces and parameter.dim() > 1 else None
 
 
@@ -243,7 +251,7 @@ def shard_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
 def _cut(axis: int, pieces: int) -> Placement:
     """The placement of parts along an axis. pieces: how many matrices lie one after the other there, each cut
     separately."""
-    return Shard(axis) if pieces == 1 else _StridedShard(axis, split_factor=pieces)
+    return Shard(axis) if pieces == 1 else strided_shard()(axis, split_factor=pieces)
 
 
 def _plan(model: nn.Module, sequence: int | None) -> list[tuple[nn.Module, ParallelStyle]]:
@@ -321,6 +329,9 @@ def distribute(module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placem
             placed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=source)
         owner, _, last = name.rpartition(".")
         setattr(module.get_submodule(owner), last, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+    for part in module.modules():
+        if isinstance(part, QuantizedWeight | Router) and part.parallel is None:
+            part.parallel = SharedWeight()
 
 
 def _held(weight: HybridQuantizedTensor, mesh: DeviceMesh, placement: Placement) -> DTensor:

@@ -16,15 +16,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, Format, Fp8Delayed
 from hqsweep.formats.fp8 import end_step
+from hqsweep.ops.library import in_backward
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.amax import Search, find_amax
 from hqsweep.ops.quantize.request import Target
-from hqsweep.parallel.fsdp.fsdp_state import in_backward
+from hqsweep.torch_private import active_ddp_module, foreach_copy_, foreach_maximum_, foreach_zero_
 
 NO_STEP = -1
 """The step in a checkpoint for a state that has recorded nothing, or only for a future step."""
@@ -112,15 +112,15 @@ def rewrite(states: Sequence[DelayedState], format: Fp8Delayed) -> None:
     """Prepare a write of tensors held as codes: end the step that used the old values, and drop values that no step
     used."""
     _end([state for state in states if state.step is not None], None, format)
-    torch._foreach_zero_([state.history[:1] for state in states])
+    foreach_zero_([state.history[:1] for state in states])
 
 
 def _end(states: Sequence[DelayedState], step: int | None, format: Fp8Delayed) -> None:
     """End the step of each state and set the next one, `step`, with as few operations as for one state."""
     if states:
         histories, amaxes = _ended(states, format)
-        torch._foreach_copy_([state.history for state in states], histories)
-        torch._foreach_copy_([state.amax for state in states], amaxes)
+        foreach_copy_([state.history for state in states], histories)
+        foreach_copy_([state.amax for state in states], amaxes)
     for state in states:
         state.step = step
 
@@ -226,7 +226,7 @@ def note(
         direction, format = next(iter(delayed.items()))
         find_amax(x, Search(format, outs[direction]), splits=splits)
     if splits is not None:
-        torch._foreach_maximum_(histories, [amax for d in delayed for amax in outs[d].split(1)])
+        foreach_maximum_(histories, [amax for d in delayed for amax in outs[d].split(1)])
     _share(slots, delayed)
 
 
@@ -265,7 +265,7 @@ def _share(slots: Sequence[SlotStates], formats: Mapping[str, Fp8Delayed]) -> No
     if slots[0].held or not (dist.is_available() and dist.is_initialized()):
         return
     shared, group = [d for d, format in formats.items() if not format.local_amax], slots[0].group
-    parallel = DistributedDataParallel._get_active_ddp_module()
+    parallel = active_ddp_module()
     if len(shared) < len(formats) and parallel is not None and parallel.broadcast_buffers:
         raise UserError(
             "+local_amax keeps amaxes of each rank, but DistributedDataParallel gives all ranks those of rank 0; build"
@@ -280,4 +280,4 @@ def _share(slots: Sequence[SlotStates], formats: Mapping[str, Fp8Delayed]) -> No
 def _largest(recorded: list[Tensor], group: Any) -> None:
     amaxes = torch.cat(recorded)
     dist.all_reduce(amaxes, dist.ReduceOp.MAX, group)
-    torch._foreach_copy_(recorded, amaxes.split(1))
+    foreach_copy_(recorded, amaxes.split(1))

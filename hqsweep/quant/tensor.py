@@ -25,6 +25,7 @@ from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
 from hqsweep.quant.metadata import Metadata
 from hqsweep.quant.operand import HybridOperand, Operand
 from hqsweep.quant.tensor_protocol import Shared, TensorProtocol
+from hqsweep.torch_private import make_wrapper_subclass
 
 INIT_VAL = "high_precision_init_val"
 KINDS: dict[str, type] = {}
@@ -65,7 +66,7 @@ class HybridQuantizedTensor(TensorProtocol):
     def __new__(cls, buffers: Mapping[str, Tensor], metadata: Metadata, shape: Sequence[int]) -> Self:
         device = next(buffers[f"{direction}_{name}"].device for direction, name in metadata.stored)
         options = {"dtype": metadata.dtype, "device": device, "storage_size": 0}
-        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), **options)
+        self = make_wrapper_subclass(cls, tuple(shape), **options)
         self._metadata, self.shared = metadata, Shared(metadata.key)
         self.quantizer, self.states, self.high_precision_init_val = metadata.quantizer, None, None
         self.sharding = self.planes = self.part = None

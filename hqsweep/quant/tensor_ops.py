@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
@@ -21,6 +20,14 @@ from hqsweep.quant.content import OneMatrix
 from hqsweep.quant.operand import has_whole_entries, narrow
 from hqsweep.quant.tensor import INIT_VAL, HybridQuantizedTensor
 from hqsweep.quant.tensor_protocol import implements
+from hqsweep.torch_private import (
+    disabled_torch_function,
+    make_wrapper_subclass,
+    pin_memory,
+    to_copy,
+    tree_map,
+    unsafe_view,
+)
 
 aten = torch.ops.aten
 
@@ -31,11 +38,11 @@ class Blank(torch.Tensor):
     A shard that is copied into any view becomes the value of all views. All other uses see zeros in like's formats.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def __new__(cls, like: HybridQuantizedTensor, shape: Any, held: list, **options: Any) -> "Blank":
-        self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), **options)
+        self = make_wrapper_subclass(cls, torch.Size(shape), **options)
         self.like, self.held = like, held
         return self
 
@@ -110,8 +117,8 @@ _HANDLERS = {
     aten.slice.Tensor: _slice,
     aten.copy_.default: _copy_,
     aten.detach.default: lambda x: x.view_as_shape(x.shape),
-    aten._to_copy.default: _moved(aten._to_copy.default),
-    aten._pin_memory.default: _moved(aten._pin_memory.default),
+    to_copy.default: _moved(to_copy.default),
+    pin_memory.default: _moved(pin_memory.default),
 }
 
 
@@ -123,7 +130,7 @@ def _alias(x: HybridQuantizedTensor) -> HybridQuantizedTensor:
     return x.view_of(x.buffers, x.shape)
 
 
-@implements(aten.view.default, aten._unsafe_view.default)
+@implements(aten.view.default, unsafe_view.default)
 def _view(x: HybridQuantizedTensor, size: list[int]) -> HybridQuantizedTensor:
     """Return the operands under another logical shape with equally many elements."""
     shape = torch.empty(x.shape, device="meta").view(size).shape
@@ -239,12 +246,12 @@ def _clone(x: HybridQuantizedTensor, *, memory_format: Any = None) -> HybridQuan
     return _copied(x, lambda buffer: buffer.clone(memory_format=torch.contiguous_format))
 
 
-@implements(aten._to_copy.default)
+@implements(to_copy.default)
 def _to_copy(x: HybridQuantizedTensor, *, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
     """Return the tensor on another device with the same bytes. Another floating dtype changes only the logical
     dtype."""
     if dtype is not None and not dtype.is_floating_point:
-        return aten._to_copy.default(x.dequantize(), dtype=dtype, **options)
+        return to_copy.default(x.dequantize(), dtype=dtype, **options)
     device, non_blocking = options.get("device") or x.device, options.get("non_blocking", False)
 
     def moved(buffer: Tensor) -> Tensor:

@@ -12,13 +12,13 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
-from hqsweep.parallel.fsdp.gathered_weight import stable_hash
 from hqsweep.parallel.shards.fsdp2 import ONE_ARGUMENT, note_trace
+from hqsweep.quant.gathered_weight import stable_hash
 from hqsweep.quant.hybrid import Direction
+from hqsweep.torch_private import disabled_torch_function, schema_of, tree_map
 
 HANDLERS: dict[Any, Callable] = {}
 """Operator -> the function that replaces it, with the operator's arguments."""
@@ -62,7 +62,7 @@ def _on_values(cls: type, func: Any, args: tuple, kwargs: dict) -> Any:
         writes = argument is not None and argument.alias_info is not None and argument.alias_info.is_write
         return tree_map(write if writes else read, value)
 
-    schema = func._schema.arguments
+    schema = schema_of(func).arguments
     named = {argument.name: argument for argument in schema}
     plain_args = [plain(argument, value) for argument, value in zip(schema, args, strict=False)]
     plain_kwargs = {name: plain(named.get(name), value) for name, value in kwargs.items()}
@@ -147,7 +147,7 @@ class TensorProtocol(torch.Tensor):
     handlers: Mapping[Any, Any] = {}
     """Operator -> handler, for operators that a subclass handles itself."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

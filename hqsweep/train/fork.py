@@ -18,15 +18,16 @@ from torch import nn
 from hqsweep.checkpoints.foreign.checkpoint import Checkpoint
 from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
 from hqsweep.checkpoints.foreign.load import Loaded
-from hqsweep.config.fork import ForkConfig
-from hqsweep.config.parallel import ParallelConfig
+from hqsweep.config.study import ForkConfig
+from hqsweep.config.train import ParallelConfig
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.nn.core.module import quantized_modules
-from hqsweep.nn.experts.grouped_linear import link_held
+from hqsweep.nn.core.workspace import note_update
 from hqsweep.optim import MASTER, FusedAdam
 from hqsweep.optim.adam import OWN_MASTERS
-from hqsweep.parallel.wire.local import is_spread, local, note_update, spread_out, write_held
+from hqsweep.parallel.shared.held_experts import link_held
+from hqsweep.parallel.wire.local import is_spread, local, spread_out, write_held
 from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.recipe.sections import slots
 from hqsweep.train.model import keyed_seed

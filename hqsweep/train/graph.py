@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.grad_mode import set_multithreading_enabled
 
 from hqsweep.parallel.wire.p2p_copy import one_program
+from hqsweep.torch_private import end_allocate_to_pool
 
 _FAILED: list[torch.cuda.CUDAGraph] = []
 """Failed captures, to which torch's allocators still refer."""
@@ -129,7 +130,7 @@ class GraphPool:
                 error = error.__context__
             _FAILED.append(graph)
             with suppress(RuntimeError):  # torch refuses to end a failed capture
-                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool.id)
+                end_allocate_to_pool(torch.cuda.current_device(), self.pool.id)
             with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self.stream):
                 torch.zeros(1, device="cuda")  # torch's generator leaves a capture only when one succeeds
             raise error from None

@@ -18,11 +18,11 @@ from hqsweep.checkpoints.foreign.checkpoint import Checkpoint
 from hqsweep.checkpoints.foreign.load import Loaded, load_checkpoint
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.nn import Probe, set_recipe
-from hqsweep.nn.experts.grouped_linear import share_amaxes
-from hqsweep.nn.experts.moe import check_room
 from hqsweep.ops.quantize.nonfinite import counted
 from hqsweep.parallel.mesh import Ranks, Trained
 from hqsweep.parallel.samples import captured_of_all, rows_of_all
+from hqsweep.parallel.shared.expert_room import check_room
+from hqsweep.parallel.shared.held_experts import share_amaxes
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.stages import Stage, stages
 from hqsweep.train.build import adapted, learning_rate, make_optimizer

@@ -24,16 +24,17 @@ from hqsweep.nn.core.options import MoELayerOptions, TransformerOptions
 from hqsweep.nn.core.recipe_argument import module_quantizers
 from hqsweep.nn.experts.grouped_linear import GroupedLinear
 from hqsweep.nn.experts.moe import LayerNormMoE, MoELayer
-from hqsweep.nn.layers.embedding import embedding, split_embedding
+from hqsweep.nn.layers.embedding import embedding
 from hqsweep.nn.layers.layer_stack import through
 from hqsweep.nn.layers.norm import Norm
 from hqsweep.nn.layers.saved_memory import saved_input_bytes
 from hqsweep.nn.layers.transformer_layer import TransformerLayer
 from hqsweep.nn.layers.weight import QuantizedWeight
 from hqsweep.nn.linear.linear import Linear
-from hqsweep.nn.linear.linear_loss import forms_loss, linear_cross_entropy, vocabulary_group
-from hqsweep.nn.linear.vocabulary import cross_entropy
-from hqsweep.parallel.overlap.shared_linear import whole_features
+from hqsweep.nn.linear.linear_loss import forms_loss, linear_cross_entropy
+from hqsweep.parallel.shared.tokens import whole_features
+from hqsweep.parallel.shared.vocabulary import cross_entropy, split_embedding, vocabulary_group
+from hqsweep.parallel.shared.weight import gains_summed_together
 from hqsweep.parallel.wire.local import local, whole_tensor
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.base import AnyRecipe
@@ -150,9 +151,6 @@ class Embedding(QuantizedWeight):
     """Tokens [...] -> rows [..., D] of a table [V, D]."""
 
     module_type = "embedding"
-    split: int | None = None
-    """The axis of tokens [B, T] along which each rank returns only its part, where ranks share the table; None: all
-    tokens."""
 
     def __init__(self, vocab_size: int, dim: int, name: str, recipe: AnyRecipe) -> None:
         super().__init__()
@@ -162,9 +160,10 @@ class Embedding(QuantizedWeight):
         nn.init.normal_(self.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if self.part is None:
+        ranks = self.parallel
+        if ranks is None or ranks.part is None:
             return embedding(tokens, self.quantized_weight())
-        return split_embedding(tokens, self.quantized_weight(), self.part.group, split=self.split)
+        return split_embedding(tokens, self.quantized_weight(), ranks.part.group, split=ranks.split)
 
 
 class Head(Linear):
@@ -237,7 +236,9 @@ class GPT(nn.Module):
 
     def hidden(self, tokens: Tensor) -> tuple[Tensor, Balance]:
         """The head's input [B, T, D] in the head's dtype, and how the experts were used."""
-        stream = through(self.layers, self.embedding(tokens))
+        x = self.embedding(tokens)
+        with gains_summed_together(self.layers):
+            stream = through(self.layers, x)
         x, losses = stream.x, stream.balances
         loss = torch.stack(losses).mean() if losses else x.new_zeros(())
         h = self.norm.added(x, stream.branch, self.head.dtype)[1]

@@ -19,12 +19,13 @@ from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.nn.core.module import quantized_modules
 from hqsweep.nn.core.probe import Probe
-from hqsweep.nn.core.workspace import WeightWorkspace
+from hqsweep.nn.core.workspace import WeightWorkspace, note_update
 from hqsweep.ops.addresses import key_tables
 from hqsweep.parallel.fsdp.fsdp_state import drop_pass
-from hqsweep.parallel.wire.local import local, note_update
+from hqsweep.parallel.wire.local import local
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.torch_private import foreach_copy_
 from hqsweep.train.graph import GraphPool
 
 EAGER_STEPS = 2
@@ -91,7 +92,7 @@ class StepRunner:
             results = update(*self._moved(batch), at)
             self._eager_updates += 1
             if self.has_graph:  # no other tensors of this step may stay
-                torch._foreach_copy_(self._update.graph.results, results)
+                foreach_copy_(self._update.graph.results, results)
                 results = self._update.graph.results
         return results
 

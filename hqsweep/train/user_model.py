@@ -13,23 +13,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from hqsweep.checkpoints.foreign.load import load_checkpoint
 from hqsweep.checkpoints.foreign.user_model import check_same, weights_of
 from hqsweep.config.job import ConvergenceConfig
-from hqsweep.config.user_model import FactoryModelConfig, HFModelConfig, UserModel
+from hqsweep.config.model import FactoryModelConfig, HFModelConfig, UserModel
 from hqsweep.errors import UserError
-from hqsweep.models.build import build, check_ranks, check_recompute, vocab_fault
-from hqsweep.models.causal import check_causal
-from hqsweep.models.code import check_code, code_of
+from hqsweep.models.build import build, check_code, check_ranks, check_recompute, code_of, vocab_fault
 from hqsweep.models.conversion import Conversion
 from hqsweep.models.convert import convert
-from hqsweep.models.head_loss import HeadLoss, why_whole
+from hqsweep.models.head_loss import HeadLoss, is_hugging_face, model_loss, why_whole
 from hqsweep.models.held import held_parts, is_quantized
 from hqsweep.models.hf import load_model
 from hqsweep.models.hf_config import HFConfig, read_hf_config
-from hqsweep.models.losses import is_hugging_face, model_loss
+from hqsweep.models.trial import check_causal
 from hqsweep.nn.core.context import quantization
 from hqsweep.nn.core.parameter import quantized_model_init
 from hqsweep.nn.layers.saved_memory import input_bytes
@@ -37,6 +34,7 @@ from hqsweep.nn.linear.linear import LinearBase
 from hqsweep.parallel.wire.local import whole_tensor
 from hqsweep.parallel.wire.objects import rank_in
 from hqsweep.recipe.base import AnyRecipe
+from hqsweep.torch_private import DropoutNd
 from hqsweep.train.model import Balance, Losses, Saving, by_decay, keyed_seed
 from hqsweep.train.step import NotCapturable
 
@@ -53,7 +51,7 @@ EVALUATION = 2**32
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The function that built a model, and its code (models.code)."""
+    """The function that built a model, and its code (models.build.code_of)."""
 
     target: str
     code: str
@@ -186,7 +184,7 @@ def generator_state(device: torch.device) -> Tensor:
 
 def draws_numbers(model: nn.Module) -> bool:
     """Whether a forward in training draws from torch's generator, as far as modules and config tell."""
-    if any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules()):
+    if any(isinstance(module, DropoutNd) and module.p > 0 for module in model.modules()):
         return True
     config = getattr(model, "config", None)
     keys = config.to_dict() if hasattr(config, "to_dict") else {}

@@ -15,10 +15,8 @@ A mask can hide positions. A sink takes part in each row's softmax: one logit pe
 import math
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hqsweep.errors import UserError
@@ -29,9 +27,9 @@ from hqsweep.nn.core.call import Call
 from hqsweep.nn.core.module import BOUNDARIES, Boundary, QuantizedModule
 from hqsweep.nn.core.products import once_differentiable, outside_autocast, returned
 from hqsweep.nn.core.recipe_argument import RecipeArgument, module_quantizers
+from hqsweep.nn.core.wire import AttentionRanks
 from hqsweep.ops.quantize.kernels import input_in
 from hqsweep.ops.quantize.request import Output
-from hqsweep.parallel.shards.shard_part import Part
 from hqsweep.quant.operand import HybridOperand, Operand, flatten, unflatten
 from hqsweep.recipe.roles import TENSOR_TYPES, QuantizerRole
 from hqsweep.recipe.sections import DpaQuantizers
@@ -47,22 +45,7 @@ class AttentionCall(Call):
     quantizers: DpaQuantizers
     causal: bool
     scale: float | None = None
-    """The factor of the scores; None: 1 / sqrt(E)."""
-    group: Any = None
-    """The ranks that share the heads evenly; None: this rank has all heads."""
-    batch: int = 1
-    """Sequences, each with the matrices of all heads."""
-
-    def quantize(self, tensor: str, x: Tensor, **outputs: Any) -> HybridOperand:
-        """Return Call.quantize(); if ranks share the heads, with the scales of all heads."""
-        part = self.part_of(tensor, x)
-        if part is None:
-            return super().quantize(tensor, x, **outputs)
-        return self.quantize_part(tensor, x, part, **outputs)
-
-    def part_of(self, tensor: str, x: Tensor) -> Part | None:
-        runs = self.batch * (3 if tensor in ("qkv", "grad_input") else 1)
-        return None if self.group is None else Part(group=self.group, axis=0, runs=runs)
+    """What scores are multiplied by; None: 1 / sqrt(E)."""
 
     def fold(self, tensor: str, x: Tensor, **outputs: Output | None) -> HybridOperand:
         """Probe x [n, T, C], fold it to rows, and quantize it: one amax serves all matrices."""
@@ -217,10 +200,8 @@ class DotProductAttention(QuantizedModule):
     BOUNDARIES = BOUNDARIES
     output_quantizer_role = Boundary("output")
     grad_input_quantizer_role = Boundary("grad_input")
-    group: Any = None
-    """The ranks that share the heads evenly; None: this rank has all heads."""
-    tokens: Any = None
-    """The ranks that share the tokens evenly (hqsweep.parallel.context); None: this rank has all tokens."""
+    parallel: AttentionRanks | None = None
+    """How ranks share the heads, or the tokens; None: this rank has all."""
 
     def __init__(self, *, name: str, recipe: RecipeArgument, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -237,21 +218,28 @@ class DotProductAttention(QuantizedModule):
         """Whether nothing is quantized."""
         return is_high_precision(self.quantizers)
 
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether each rank has some of the tokens."""
+        return self.parallel is not None and self.parallel.tokens is not None
+
     def is_plain(self) -> bool:
         """Return whether a call now quantizes nothing, rounds no output or gradient, and has all tokens."""
         quantizers = self.active_quantizers()
         rounds = quantizers.output is not None or quantizers.grad_input is not None
-        return self.tokens is None and not rounds and is_high_precision(quantizers)
+        return not (self.splits_tokens or rounds) and is_high_precision(quantizers)
 
     @outside_autocast
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-        shared = {} if self.group is None else {"group": self.group, "batch": math.prod(q.shape[:-3])}
-        call = AttentionCall(**self.call_facts(), causal=is_causal, **shared)
+        facts = self.call_facts() | {"causal": is_causal}
+        shared = self.parallel is not None
+        call = self.parallel.call(facts, math.prod(q.shape[:-3])) if shared else AttentionCall(**facts)
         if is_high_precision(call.quantizers):
             if call.quantizers.grad_input is not None:
                 q, k, v = _RoundGradients.apply(q, k, v, call)
-            o = attend(q, k, v, is_causal=is_causal) if self.tokens is None else self._attend_own(q, k, v, is_causal)
-        elif self.tokens is not None:
+            attends = self.parallel.attend if self.splits_tokens else attend
+            o = attends(q, k, v, is_causal=is_causal)
+        elif self.splits_tokens:
             raise UserError(
                 f"{self.name}: tokens are spread over ranks, and attention in low precision reads whole sequences; give"
                 " recipe.dpa high precision"
@@ -261,18 +249,6 @@ class DotProductAttention(QuantizedModule):
         if call.quantizers.output is None:
             return o
         return call.rounded("output", o.to(self.dtype))
-
-    def _attend_own(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-        """Run attend() for this rank's tokens of q. Every rank has its tokens at the same place of its part."""
-        length = q.shape[-2] // self.tokens.size()
-        end = (self.tokens.rank() + 1) * length
-        q = q[..., end - length : end, :]
-        if not is_causal:
-            return F.scaled_dot_product_attention(q, k, v)
-        from torch.nn.attention.bias import causal_lower_right  # it imports torch._dynamo, which is slow
-
-        k, v = k[..., :end, :], v[..., :end, :]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(length, end))
 
     def extra_repr(self) -> str:
         return f"{self.name}: " + ", ".join(f"{tensor} {getattr(self.quantizers, tensor)}" for tensor in TENSORS)

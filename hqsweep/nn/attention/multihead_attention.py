@@ -4,11 +4,9 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 
 from hqsweep.nn.attention.attention import DotProductAttention
-from hqsweep.nn.attention.joined_attention import attend_in_turn, attend_joined, takes_joined
+from hqsweep.nn.attention.joined_attention import attend_joined, takes_joined
 from hqsweep.nn.attention.rope import split_heads
 from hqsweep.nn.core.module import QuantizedModule
 from hqsweep.nn.core.options import AttentionOptions, LayerNormLinearOptions
@@ -17,22 +15,7 @@ from hqsweep.nn.core.recompute import recomputed
 from hqsweep.nn.core.residual import AddsBranch, Branch, is_observed, whole
 from hqsweep.nn.linear.layernorm_linear import LayerNormLinear
 from hqsweep.nn.linear.linear import Linear
-from hqsweep.parallel.wire.tokens import gather_rows, sum_rows
 from hqsweep.recipe.roles import QuantizerRole
-
-
-class WholeSequences(torch.autograd.Function):
-    """Gather [B, t, C] from each of W ranks into [B, W * t, C] on every rank. Gradients are summed over ranks."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group, ctx.lead = group, len(x)
-        return gather_rows(x.flatten(0, 1), group, ctx.lead).unflatten(0, (ctx.lead, -1))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
-        return sum_rows(dy.flatten(0, 1), ctx.group, ctx.lead).unflatten(0, (ctx.lead, -1)), None
 
 
 class MultiheadAttention(AddsBranch):
@@ -75,17 +58,17 @@ class MultiheadAttention(AddsBranch):
         if checkpoint_core_attention:
             return total, self.proj.branch(recomputed(self._core, qkv))
         in_place = not is_observed(self.qkv)  # who observes the linear may keep its output
-        if in_place and self._is_joined(qkv):
-            turned = attend_in_turn(qkv, self.heads, self.rope_base, self.is_causal, self.proj)
-            if turned is not None:
-                return total, self.proj.branch(*turned)
+        if self.proj.parallel is not None and in_place and self._is_joined(qkv):
+            y = self.proj.parallel.attend(self.proj, qkv, self.heads, self.rope_base, self.is_causal)
+            if y is not None:
+                return total, y
         return total, self.proj.branch(self._core(qkv, in_place=in_place))
 
     def _core(self, qkv: Tensor, *, in_place: bool = False) -> Tensor:
         """Return attention [B, T, D] of qkv [B, T, 3 D]. in_place: qkv is not read again."""
         b, t = qkv.shape[:2]
-        if self.dpa.tokens is not None:
-            qkv, in_place = WholeSequences.apply(qkv, self.dpa.tokens), False
+        if self.dpa.splits_tokens:
+            qkv, in_place = self.dpa.parallel.whole_sequences(qkv), False
         if in_place and self._is_joined(qkv):
             return attend_joined(qkv, self.heads, self.rope_base, self.is_causal)
         qkv = qkv if qkv.is_cuda else qkv.float()  # CPUs have no fast attention in bfloat16

@@ -27,8 +27,8 @@ from hqsweep.ops.model.attention import (
     flash_back,
     has_cudnn,
 )
+from hqsweep.torch_private import cudnn_attention, flash_attention
 
-ATEN = torch.ops.aten
 MOST_WIDTH = 128
 """The largest head width that both kernels take."""
 AGREES = 0.02
@@ -136,7 +136,7 @@ def _agrees_at(way: str, device: torch.device, length: int, width: int, is_causa
     angles = torch.arange(4 * length * width, device=device, dtype=torch.float32).view(4, 1, 1, length, width)
     q, k, v, do = torch.sin(angles * angles.sqrt()).bfloat16().unbind(0)
     o, sums = cudnn_forward(q, k, v, is_causal)
-    expected, its_sums, *_ = ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)
+    expected, its_sums, *_ = flash_attention(q, k, v, 0.0, is_causal)
     ours = [o, sums, *_back(way, do, q, k, v, o, sums, is_causal)]
     theirs = [expected, its_sums, *flash_back(do, q, k, v, expected, its_sums, is_causal)]
     return all((a - b).float().norm() <= AGREES * b.float().norm() for a, b in zip(ours, theirs, strict=True))
@@ -144,7 +144,7 @@ def _agrees_at(way: str, device: torch.device, length: int, width: int, is_causa
 
 def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     """Return the output, and float32 [B, H, T]: the logarithm of each row's sum of exponentials."""
-    o, sums, *_ = ATEN._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal)
+    o, sums, *_ = cudnn_attention(q, k, v, None, True, 0.0, is_causal)
     return o, sums.reshape(q.shape[:3])
 
 

@@ -19,8 +19,9 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from hqsweep.errors import UserError
-from hqsweep.parallel.fsdp.fsdp_state import in_backward
+from hqsweep.ops.library import in_backward
 from hqsweep.recipe.sections import Section, slots
+from hqsweep.torch_private import CHECKPOINT_FRAME, top_saved_tensors_hooks
 
 _NOTES = "_hqsweep_first_runs"
 """Attribute of a keeper: id of a module -> its first runs."""
@@ -54,7 +55,7 @@ class Run(NamedTuple):
 
 def top_hooks() -> tuple[Any, Any] | None:
     """Return the innermost saved-tensor hooks, which now receive the tensors that autograd saves."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return top_saved_tensors_hooks(True)
 
 
 class Runs:
@@ -119,7 +120,7 @@ def _keepers() -> Iterator[Any]:
     """Yield the keepers of the present call."""
     hooks = top_hooks()
     for cell in getattr(hooks[0], "__closure__", None) or () if hooks is not None else ():
-        if type(cell.cell_contents).__name__ == "_CheckpointFrame":
+        if type(cell.cell_contents).__name__ == CHECKPOINT_FRAME:
             yield cell.cell_contents
     if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
         yield from _callers("forward")

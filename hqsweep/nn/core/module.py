@@ -26,6 +26,7 @@ from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import GRADIENTS, TENSOR_TYPES, QuantizerRole
 from hqsweep.recipe.sections import Faults, Section, slots
 from hqsweep.recipe.validate import check_products, section_faults, unread_overrides
+from hqsweep.torch_private import current_graph_task_id, top_saved_tensors_hooks, transforms
 
 BOUNDARIES = MappingProxyType({"output": "output_quantizer_role", "grad_input": "grad_input_quantizer_role"})
 """QuantizedModule.BOUNDARIES of linears and attention."""
@@ -151,7 +152,7 @@ class QuantizedModule(nn.Module):
         quantizers = self._quantizers if recipe is None else self._quantizers_under(recipe)
         self.check_scope(quantizers, recipe, context)
         traced = torch.compiler.is_compiling()  # a trace may be within a transform, and must not read the name for it
-        if not traced and (torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0):
+        if not traced and (transforms() is not None or forward_ad._current_level >= 0):
             refuse_transforms(self.name)
         if quantizers.stochastic:
             self.claim_bits(context)
@@ -199,8 +200,8 @@ class QuantizedModule(nn.Module):
         writes = None if counter is None else (id(counter), counter._version)
         key = (context.seed, context.step, context.microbatch)
         run = (quantizers, gemm, recipe is not None, key, writes, context.kernels, self.states.epoch)
-        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True)  # no calls of ours: each takes half a us
-        if hooked is None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        hooked = top_saved_tensors_hooks(True)  # no calls of ours: each takes half a us
+        if hooked is None and torch.is_grad_enabled() and current_graph_task_id() == -1:
             self.runs.last = run  # this is surely neither a first nor a second run of a part that runs again
         elif lost := self.runs.note(self, run):
             raise refusal(self.name, lost)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hqsweep.formats import RngKey
-from hqsweep.ops.stats import OutputSums, Sums, finite_or_none, output_sums
-from hqsweep.parallel.shards.shard_part import Part, is_below, part_sums
+from hqsweep.nn.core.wire import Part
+from hqsweep.ops.stats import OutputSums, Sums, finite_or_none, is_below, output_sums
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.roles import TENSOR_TYPES
@@ -126,9 +126,7 @@ class Probe:
         """
         if self._is_first(site):
             x = x.detach()
-            both = (
-                quantizer.sums(x, key, states) if site.part is None else part_sums(quantizer, x, site.part, key, states)
-            )
+            both = quantizer.sums(x, key, states) if site.part is None else site.part.sums(quantizer, x, key, states)
             for direction, sums in both.items():
                 self._add(site, direction, sums, str(getattr(quantizer, direction)))
             if self.capture and site.name in SLOTS and site.microbatch == 0:

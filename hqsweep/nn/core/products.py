@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.memo import constant_result
+from hqsweep.torch_private import is_legacy_batched
 
 Result = TypeVar("Result")
 
@@ -88,7 +89,7 @@ def once_differentiable(backward: Callable[[Any, Tensor], Result]) -> Callable[[
 
     @wraps(backward)
     def run(ctx: Any, gradient: Tensor) -> Result:
-        if not torch.compiler.is_dynamo_compiling() and torch._C._functorch.is_legacy_batchedtensor(gradient):
+        if not torch.compiler.is_dynamo_compiling() and is_legacy_batched(gradient):
             refuse_transforms(ctx.call.name)
         if torch.is_grad_enabled():
             raise UserError(

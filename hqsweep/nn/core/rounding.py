@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.formats import Identity, RngKey
-from hqsweep.parallel.shards.shard_part import Part, quantize_part
+from hqsweep.nn.core.wire import Part
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.operand import Operand
@@ -40,7 +40,7 @@ def rounded(
 
     def quantize(rows: Tensor) -> Operand:
         if part is not None:
-            return quantize_part(quantizer, rows, part, rowwise="codes", key=key, states=states).rowwise
+            return part.quantize(quantizer, rows, rowwise="codes", key=key, states=states).rowwise
         return quantizer.quantize(rows, columnwise=None, key=key, states=states).rowwise
 
     return rounded_by(x, quantizer, quantize)

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from hqsweep.nn.core.residual import Branch, add_branch
 from hqsweep.nn.layers.stream_layer import StreamLayer, with_sum
-from hqsweep.parallel.overlap.summed_gains import gains_summed_together
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,12 +35,11 @@ def _after(layer: nn.Module, x: Tensor, branch: Branch) -> tuple[Any, ...]:
 
 
 def through(layers: Iterable[nn.Module], x: Tensor) -> Stream:
-    """Run x [B, T, D] through TransformerLayers and MoELayers, and return the stream."""
-    branch, balances, tokens, layers = None, [], [], list(layers)
-    with gains_summed_together(layers):
-        for layer in layers:
-            x, branch, *routed = _after(layer, x, branch)
-            if routed:
-                balances.append(routed[0])
-                tokens.append(routed[1])
+    """x [B, T, D] through TransformerLayers and MoELayers."""
+    branch, balances, tokens = None, [], []
+    for layer in layers:
+        x, branch, *routed = _after(layer, x, branch)
+        if routed:
+            balances.append(routed[0])
+            tokens.append(routed[1])
     return Stream(x=x, branch=branch, balances=balances, tokens=tokens)

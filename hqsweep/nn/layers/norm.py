@@ -14,12 +14,11 @@ from hqsweep.nn.core.context import use_kernels
 from hqsweep.nn.core.options import EPSILON
 from hqsweep.nn.core.recipe_argument import RecipeArgument, module_quantizers
 from hqsweep.nn.core.residual import Branch, add_branch, is_observed, whole
+from hqsweep.nn.core.wire import DeferredGradient, GradientReader, Summands
 from hqsweep.nn.layers.weight import QuantizedWeight
 from hqsweep.ops.model import norm
 from hqsweep.ops.quantize.fused import Normed, takes_normed
 from hqsweep.ops.quantize.kernels import in_dtype, input_in
-from hqsweep.parallel.overlap.deferred_reduce import LeftGradient
-from hqsweep.parallel.wire.tokens import Summands, TakesGradient
 
 NORMALIZATIONS = ("RMSNorm", "LayerNorm")
 
@@ -34,8 +33,8 @@ class _NormCall:
     signs: bool | None = None
     of_branch: Summands | None = None
     """The summands of a branch that is a sum over ranks."""
-    gradient: LeftGradient | None = None
-    """The place at which the norm's gradient may be left as summands."""
+    gradient: DeferredGradient | None = None
+    """Where the gradient of the norm may be left as its summands."""
     copies: Sequence[Tensor] = ()
     """Further tensors that receive the norm."""
 
@@ -81,7 +80,7 @@ def _gradients(
     dh: Tensor | None,
     received: Tensor | None = None,
     rank: int = 0,
-    writer: TakesGradient | None = None,
+    writer: GradientReader | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of x, branch, gain and bias.
 
@@ -155,7 +154,7 @@ class Norm(QuantizedWeight):
         return self._normed(x, None, torch.float32)[1]
 
     def added(
-        self, x: Tensor, branch: Branch, dtype: torch.dtype = torch.float32, gradient: LeftGradient | None = None
+        self, x: Tensor, branch: Branch, dtype: torch.dtype = torch.float32, gradient: DeferredGradient | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return (x + branch, its norm in `dtype`), in one pass on CUDA. The sum is as in add_branch().
 
@@ -180,7 +179,7 @@ class Norm(QuantizedWeight):
         None if no kernel takes it, or if the branch is a deferred sum.
         """
         weight = self.quantized_weight()
-        if isinstance(branch, Summands):
+        if not (branch is None or isinstance(branch, Tensor)):
             return None
         taken = dtype is torch.bfloat16 and norm.takes(x, branch, weight, dtype) and takes_normed(x)
         if is_observed(self) or not (taken and use_kernels(x)):
@@ -197,10 +196,11 @@ class Norm(QuantizedWeight):
         dtype: torch.dtype,
         amax: bool = False,
         signs: bool | None = None,
-        gradient: LeftGradient | None = None,
+        gradient: DeferredGradient | None = None,
     ) -> tuple[Tensor, ...]:
         weight, bias = self.quantized_weight(), self._own_bias()
-        summands, own = (branch, branch.own) if isinstance(branch, Summands) else (None, branch)
+        is_whole = branch is None or isinstance(branch, Tensor)
+        summands, own = (None, branch) if is_whole else (branch, branch.own)
         if use_kernels(x) and norm.takes(x, own, weight, dtype):
             wanted = {"amax": amax, "signs": signs} if norm.measures(x, dtype) else {}
             call = _NormCall(epsilon=self.epsilon, dtype=dtype, of_branch=summands, gradient=gradient, **wanted)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from hqsweep.nn.layers.saved_memory import memory_of, tensors_of
 from hqsweep.parallel.fsdp.fsdp_state import gathered_storages, parameters_of
+from hqsweep.torch_private import storage_id
 
 MIN_BYTES = 4096
 """Smaller tensors stay, since latency dominates their copy."""
@@ -174,7 +175,7 @@ class ActivationOffload:
         """Return whether fully_shard gathers into the tensor's memory."""
         if self._ungathered:
             self._note_gathered(self._ungathered)
-        return tensor.untyped_storage()._cdata in self._gathered
+        return storage_id(tensor) in self._gathered
 
     def _is_worth_it(self, tensor: Tensor) -> bool:
         return (

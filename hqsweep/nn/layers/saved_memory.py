@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from hqsweep.nn.experts.grouped_linear import GroupedLinear
 from hqsweep.nn.linear.linear import Linear, LinearBase
-from hqsweep.parallel.fsdp.gathered_weight import GatheredWeight
-from hqsweep.parallel.wire.local import local
+from hqsweep.quant.gathered_weight import GatheredWeight
 from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.torch_private import local_tensor
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -19,11 +19,9 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    """Yield parameters, buffers, operands of quantized parameters, and this rank's parts of shared ones.
-
-    Saving one of these for backward keeps no further memory alive.
-    """
-    for part in map(local, model.parameters()):
+    """The parameters and buffers, the operands of quantized ones, and this rank's parts of those that ranks share:
+    saving them keeps nothing alive that would be freed."""
+    for part in map(local_tensor, model.parameters()):
         if isinstance(part, HybridQuantizedTensor):
             yield from part.buffers.values()
         else:

@@ -28,8 +28,13 @@ from hqsweep.ops.addresses import described, empty
 from hqsweep.ops.library import operator
 from hqsweep.ops.model.rope import readable
 from hqsweep.ops.quantize.kernels import DTYPES
+from hqsweep.torch_private import (
+    current_raw_stream,
+    flash_attention_backward,
+    flash_attention_on_cpu,
+    flash_attention_on_cpu_backward,
+)
 
-ATEN = torch.ops.aten
 CUDNN_FRONTEND = "nvidia-cudnn-frontend"
 MOST_SCORES = 1 << 29
 """Gradients of scores in memory at once: 1 GiB."""
@@ -44,7 +49,7 @@ def flash_back(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, sums: Ten
     """Return the gradients of q, k and v by flash attention. They repeat if torch uses deterministic algorithms."""
     unused = q.new_empty(0, dtype=torch.int64)  # the state of dropout
     length = q.shape[2]
-    gradients = ATEN._scaled_dot_product_flash_attention_backward(
+    gradients = flash_attention_backward(
         do, q, k, v, o, sums, None, None, length, length, 0.0, is_causal, unused, unused
     )
     return list(gradients)
@@ -152,7 +157,7 @@ class Plan:
         """Run the graph on the current stream. Each tensor gives the address of its first element."""
         device = workspace.get_device()
         handle = _handle(device, threading.get_ident())
-        _cudnn().set_stream(handle, torch._C._cuda_getCurrentRawStream(device))
+        _cudnn().set_stream(handle, current_raw_stream(device))
         addresses = {number: x.data_ptr() for number, x in tensors.items()}
         self.graph.execute(addresses, workspace.data_ptr(), handle)
 
@@ -221,7 +226,7 @@ AXES = 4
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    return ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)
+    return flash_attention_on_cpu(q, k, v, 0.0, is_causal)
 
 
 @operator(
@@ -246,4 +251,4 @@ def attention_on_cpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[
 def attention_on_cpu_back(do: Tensor, *saved: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
     """Return the gradients of q, k and v. do: the gradient of the output; saved: q, k, v and both results of the
     forward pass."""
-    return ATEN._scaled_dot_product_flash_attention_for_cpu_backward(do, *saved, 0.0, is_causal)
+    return flash_attention_on_cpu_backward(do, *saved, 0.0, is_causal)

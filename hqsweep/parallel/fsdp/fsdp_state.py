@@ -14,6 +14,19 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from hqsweep.ops.library import in_backward
+from hqsweep.torch_private import (
+    fsdp_drop_pass,
+    fsdp_groups,
+    fsdp_hook_ids,
+    fsdp_inner_tensors,
+    fsdp_phase,
+    fsdp_reshards,
+    fsdp_state,
+    fsdp_whole,
+    storage_id,
+)
+
 _UNITS: WeakSet[Any] = WeakSet()
 """Parameter -> torch's FSDPParam, for parameters whose gradient is summed in FP32."""
 _OF_WEIGHT = "_hqsweep_fsdp_param"
@@ -38,32 +51,19 @@ def gathered_storages(parameters: Iterable[Any]) -> frozenset[int]:
 
     The objects stay when torch frees and refills their memory. A parameter has none before its first gather.
     """
-    tensors = (
-        t for parameter in parameters for t in (*parameter.all_gather_outputs, *parameter._unsharded_inner_tensors)
-    )
-    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
+    tensors = (t for parameter in parameters for t in (*parameter.all_gather_outputs, *fsdp_inner_tensors(parameter)))
+    return frozenset(storage_id(tensor) for tensor in tensors)
 
 
 def groups_of(module: nn.Module) -> list[Any]:
     """The FSDPParamGroups of a unit of fully_shard; [] for other modules."""
-    state = getattr(module, "_get_fsdp_state", None)
-    if state is None:
-        return []
-    state = state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # of torch with one group for a unit
-        group = getattr(state, "_fsdp_param_group", None)
-        groups = [] if group is None else [group]
-    return list(groups)
+    return fsdp_groups(fsdp_state(module))
 
 
 def hook_ids(module: nn.Module) -> set[int]:
     """The ids of the hooks that fully_shard has put around a module's forward."""
-    state = getattr(module, "_get_fsdp_state", None)
-    if state is None:
-        return set()
-    state = state()
-    return {state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id}
+    state = fsdp_state(module)
+    return set() if state is None else fsdp_hook_ids(state)
 
 
 def served(group: Any, *, repeats: bool, recomputes: bool) -> tuple[str, ...]:
@@ -72,7 +72,7 @@ def served(group: Any, *, repeats: bool, recomputes: bool) -> tuple[str, ...]:
     Both, where a forward or a backward may follow without a gather. repeats: a forward reads more than once.
     recomputes: backward runs forward again.
     """
-    state, reshards = group._training_state.name, bool(group._reshard_after_forward)
+    state, reshards = fsdp_phase(group), fsdp_reshards(group)
     if state == "FORWARD" and reshards and not in_backward() and not repeats:
         return DIRECTIONS[:1]
     if state == "PRE_BACKWARD" and reshards and group.reshard_after_backward and not recomputes:
@@ -87,30 +87,12 @@ def drop_pass(module: nn.Module) -> None:
     """
     for part in module.modules():
         for group in groups_of(part):
-            state, engine = part._get_fsdp_state(), group.comm_ctx
-            state._state_ctx.iter_forward_root = None
-            state._state_ctx.post_backward_final_callback_queued = False
-            engine.all_gather_state = None
-            if hasattr(engine, "reduce_scatter_states"):  # since torch 2.13
-                engine.reduce_scatter_states.clear()
-                engine._last_post_reduce_events.clear()
-            else:
-                engine.reduce_scatter_state = None
-            engine.post_forward_order.clear()
-            group._post_forward_indices.clear()
-            group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
-            state._training_state = group._training_state = type(group._training_state).IDLE
-            group._to_sharded()
+            fsdp_drop_pass(fsdp_state(part), group)
             for unit in group.fsdp_params:
                 if not _sums_in_grad(unit):
                     unit.unsharded_accumulated_grad = None
-                if hasattr(unit, "_unsharded_param"):
-                    unit._unsharded_param.grad = None
-
-
-def in_backward() -> bool:
-    """Whether autograd runs a backward in this thread."""
-    return torch._C._current_graph_task_id() != -1
+                if (whole := fsdp_whole(unit)) is not None:
+                    whole.grad = None
 
 
 def unsharded_sum(weight: Tensor) -> Tensor | None:
@@ -143,15 +125,15 @@ def _unit_of(weight: Tensor) -> Any:
     unit = getattr(weight, _OF_WEIGHT, None)
     if unit is not None:
         return unit
-    units = [candidate for candidate in _UNITS if hasattr(candidate, "_unsharded_param") and not candidate.is_dtensor]
-    known = {id(candidate._unsharded_param): candidate for candidate in units}
+    found = [(candidate, fsdp_whole(candidate)) for candidate in _UNITS if not candidate.is_dtensor]
+    known = {id(whole): (candidate, whole) for candidate, whole in found if whole is not None}
     if id(weight) not in known:
         return None
-    for candidate in known.values():
-        if not hasattr(candidate._unsharded_param, _OF_WEIGHT):
-            setattr(candidate._unsharded_param, _OF_WEIGHT, candidate)
-            candidate._unsharded_param.register_post_accumulate_grad_hook(_to_fp32)
-    return known[id(weight)]
+    for candidate, whole in known.values():
+        if not hasattr(whole, _OF_WEIGHT):
+            setattr(whole, _OF_WEIGHT, candidate)
+            whole.register_post_accumulate_grad_hook(_to_fp32)
+    return known[id(weight)][0]
 
 
 def _to_fp32(weight: Tensor) -> None:

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from hqsweep.ops.sum_parts import sum_parts
 from hqsweep.parallel.wire import p2p_copy
+from hqsweep.torch_private import fsdp_exchanges
 
+DefaultAllGather, DefaultReduceScatter = fsdp_exchanges()
 GATHERS = p2p_copy.Purpose("gather", slots=1, most=1 << 28)
 SUMS = p2p_copy.Purpose("sum", slots=1, most=1 << 28)
 """One slot is enough: each exchange has arrived before the next begins, and ranks wait for each other as in a

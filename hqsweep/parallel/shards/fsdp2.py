@@ -9,7 +9,8 @@ Private attributes of torch's engine (2.11 to 2.15) are read only in this file a
 
 import inspect
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,18 @@ from hqsweep.memo import constant_result, memo
 from hqsweep.parallel.fsdp.fsdp_state import DIRECTIONS, allocate, free, is_free, served
 from hqsweep.parallel.shards.shard import Cut, buffer_cuts
 from hqsweep.parallel.wire import collectives
+from hqsweep.torch_private import (
+    fsdp_cuts_again,
+    fsdp_extensions,
+    fsdp_groups,
+    fsdp_inner_tensors,
+    fsdp_phase,
+    fsdp_set_inner_tensors,
+    fsdp_shard,
+    fsdp_states,
+    storage_id,
+    unsafe_preserve_version_counter,
+)
 
 ONE_ARGUMENT = inspect.signature(lambda mesh: None)
 """A signature with one argument for pre(); torch asks for the signature in every pass."""
@@ -67,10 +80,11 @@ class Sharding:
         self._join(mesh)
         self._make_whole(shard.device)
         ahead, parameter = self._pass(self._directions()), self._parameter()
-        if self._group()._use_post_forward_mesh or self.cut.dim:
+        if fsdp_cuts_again(self._group()) or self.cut.dim:
             take_over(parameter)
         # torch makes its outputs once, in the sizes of the first pass; another pass needs other sizes.
-        parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [*ahead.received], [*ahead.own]
+        parameter.all_gather_outputs = [*ahead.received]
+        fsdp_set_inner_tensors(parameter, [*ahead.own])
         return tuple(_wide(own, own.numel()) for own in self._inputs(shard, ahead.names)), ahead
 
     def post(self, shard: Any, told: Any, dtype: torch.dtype, *, is_first: bool) -> tuple[Any, list[Tensor]] | None:
@@ -116,8 +130,8 @@ class Sharding:
         shards.
         """
         ahead, parameter = self._pass(self._directions()), self._parameter()
-        parameter._unsharded_inner_tensors = []
-        if self._group()._training_state.name == "PRE_BACKWARD" and kept.keys() >= set(ahead.names):
+        fsdp_set_inner_tensors(parameter, [])
+        if fsdp_phase(self._group()) == "PRE_BACKWARD" and kept.keys() >= set(ahead.names):
             pieces = [kept[name] for name in ahead.names]
             sizes = [piece.numel() for piece in pieces]
             whole = [self._bytes[name] for name in ahead.names]
@@ -130,13 +144,13 @@ class Sharding:
     def _gather(self, names: Sequence[str]) -> None:
         """Gather buffers from the shards now, outside of torch's gather."""
         parameter = self._parameter()
-        inputs = self._inputs(parameter._sharded_local_tensor.to(self._whole[names[0]].device), names)
+        inputs = self._inputs(fsdp_shard(parameter).to(self._whole[names[0]].device), names)
         for name, own in zip(names, inputs, strict=True):
             allocate(self._received[name])
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self._received[name]):
+            with torch.no_grad(), unsafe_preserve_version_counter(self._received[name]):
                 collectives.all_gather(self._received[name], own, group=self.group)
         self._fill(names)
-        parameter._unsharded_inner_tensors += [self._received[name] for name in names] + self._own(names)
+        fsdp_inner_tensors(parameter).extend([self._received[name] for name in names] + self._own(names))
 
     @property
     def group(self) -> Any:
@@ -150,7 +164,7 @@ class Sharding:
     def _directions(self) -> tuple[str, ...]:
         """The directions that the pass reads. Both, where a forward or a backward may follow without another gather."""
         group = self._group()
-        if group._use_post_forward_mesh and group._training_state.name == "FORWARD":
+        if fsdp_cuts_again(group) and fsdp_phase(group) == "FORWARD":
             return DIRECTIONS  # pieces() keeps only the buffers that backward reads
         return served(group, repeats=False, recomputes=self._recomputes)
 
@@ -179,7 +193,7 @@ class Sharding:
 
     def link(self, states: Any) -> None:
         """Have this rank's shard use the states of the whole; a group has states for each expert."""
-        shard = self._parameter()._sharded_local_tensor if self._has_engine() else None
+        shard = fsdp_shard(self._parameter()) if self._has_engine() else None
         if isinstance(states, list) and shard is not None:
             first = shard.metadata.content.first - self.cut.metadata.content.first
             states = states[first : first + shard.metadata.content.count]
@@ -196,7 +210,7 @@ class Sharding:
         if known is buffer:
             return packed
         packed = self._cuts[name].pack(buffer, self._rank)
-        if packed.untyped_storage()._cdata == buffer.untyped_storage()._cdata:
+        if storage_id(packed) == storage_id(buffer):
             self._sent[name] = buffer, packed
         return packed
 
@@ -223,7 +237,7 @@ class Sharding:
             return
         for name in apart:
             allocate(self._bytes[name])
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self._whole[n] for n in apart)):
+        with torch.no_grad(), unsafe_preserve_version_counter(tuple(self._whole[n] for n in apart)):
             for name in apart:
                 self._unpack(name)
                 free(self._received[name])
@@ -257,10 +271,9 @@ class Sharding:
         """Whether the engine's objects of this tensor are known. They are searched until they are found once."""
         if self._parameter() is not None:
             return True
-        for group in _groups():
+        for group in chain.from_iterable(map(fsdp_groups, fsdp_states())):
             for parameter in group.fsdp_params:
-                local = getattr(parameter, "_sharded_local_tensor", None)
-                if getattr(local, "sharding", None) is self:
+                if getattr(fsdp_shard(parameter), "sharding", None) is self:
                     self._parameter, self._group = weakref.ref(parameter), weakref.ref(group)
                     return True
         return False
@@ -285,17 +298,6 @@ def with_sharding(x: Any, parts: list, cut: Cut) -> list:
     return parts
 
 
-def _groups() -> Iterator[Any]:
-    """Every FSDPParamGroup in this process."""
-    from torch.distributed._composable_state import _module_state_mapping
-
-    for reference in list(_module_state_mapping.values()):
-        state = reference()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        one = None if groups is not None else getattr(state, "_fsdp_param_group", None)
-        yield from groups if groups is not None else ([] if one is None else [one])
-
-
 def _wide(tensor: Tensor, sent: int) -> Tensor:
     """The bytes as float32, where each rank sends a multiple of four, because torch copies messages element by
     element."""
@@ -306,7 +308,7 @@ def _wide(tensor: Tensor, sent: int) -> Tensor:
 
 def _write(tensor: Tensor, write: Any) -> None:
     """Write to a buffer without a new version, because backward may hold the tensor and reads the same values."""
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+    with torch.no_grad(), unsafe_preserve_version_counter(tensor):
         write(tensor)
 
 
@@ -349,7 +351,7 @@ class HeldParam:
     def to_sharded_post_forward(self) -> None:
         """Make the shard the parameter, and keep pieces for backward."""
         mesh = self.post_forward_mesh_info
-        pieces = self._sharded_local_tensor.sharding.pieces(mesh.shard_mesh_rank, mesh.shard_mesh_size)
+        pieces = fsdp_shard(self).sharding.pieces(mesh.shard_mesh_rank, mesh.shard_mesh_size)
         self.to_sharded()
         self.kept, self.sharded_state = pieces, type(self.sharded_state).SHARDED_POST_FORWARD
 
@@ -359,9 +361,9 @@ class HeldParam:
         if self.sharded_state is not type(self.sharded_state).SHARDED_POST_FORWARD:
             return super().all_gather_inputs
         self.is_gathered = True
-        inputs, told = self._sharded_local_tensor.sharding.pre_of_pieces(self.kept)
-        self._extensions_data.all_gather_metadata = told
-        self._extensions_data.all_gather_input_sizes = [sent.size() for sent in inputs]
+        inputs, told = fsdp_shard(self).sharding.pre_of_pieces(self.kept)
+        fsdp_extensions(self).all_gather_metadata = told
+        fsdp_extensions(self).all_gather_input_sizes = [sent.size() for sent in inputs]
         return inputs
 
 

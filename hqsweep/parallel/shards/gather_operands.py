@@ -6,7 +6,7 @@ gathered_operand() does the same job for weights that fully_shard gathers as val
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +15,10 @@ from torch.distributed import ProcessGroup
 from hqsweep.formats import WHOLE, ExactOperand, Format
 from hqsweep.memo import cached_property
 from hqsweep.ops.quantize.dequantize import ExactParts
-from hqsweep.parallel.fsdp.gathered_weight import GatheredWeight
 from hqsweep.parallel.shards.shard_part import Part
 from hqsweep.parallel.wire import p2p_copy, wide_copy
 from hqsweep.parallel.wire.collectives import begin_gather_bytes
-from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
-from hqsweep.quant.operand import HybridOperand, Operand
+from hqsweep.quant.operand import Operand
 
 ALIGNED = 16
 """Each buffer of a message begins at a multiple of so many bytes."""
@@ -200,55 +198,3 @@ def _whole(parts: Sequence[Tensor], axis: int, runs: int) -> Tensor:
     for piece, place in zip(pieces, whole.unbind(axis + 1), strict=True):
         wide_copy.copy_(place, piece)
     return whole.flatten(axis, axis + 2)
-
-
-def gathered_operand(
-    call: Any,
-    weights: Sequence[GatheredWeight],
-    direction: Direction,
-    make: Callable[..., HybridOperand],
-    *,
-    needs_column: bool,
-) -> Operand | Any:
-    """The operand of one direction of weights that are GatheredWeights, in a LinearCall.
-
-    make(directions[, output]) quantizes the weights. needs_column: whether the columnwise operand is read, too.
-    """
-    quantizer, gathering = call.quantizer("weight"), weights[0].gathering
-    key = call.key("weight") if quantizer.reads_key else None
-    views = tuple((weight.shape, weight.value.stride(), weight.value.storage_offset()) for weight in weights)
-    identity = (quantizer, call.dtype, key, views)
-    cached = gathering.kept(direction, identity)
-    if cached is not None:
-        return cached
-    served = gathering.served(direction)
-    if len(served) > 1 and not _are_cacheable(call, quantizer, needs_column):
-        return getattr(make([direction]), direction)
-    if len(served) > 1:
-        wanted = DIRECTIONS if needs_column else [direction]
-        operands = make(wanted, "codes")
-        for name in wanted:
-            if name != direction or gathering.is_read_again(name):
-                gathering.keep(name, identity, getattr(operands, name))
-    else:
-        operands = make([direction])
-    if type(quantizer) is HybridQuantizer and not (_are_values(quantizer, served) or call.context.probe):
-        for weight in weights:
-            weight.gathering.give_up()
-    return getattr(operands, direction)
-
-
-def _are_cacheable(call: Any, quantizer: HybridQuantizer, needs_column: bool) -> bool:
-    """Whether operands may be kept between passes.
-
-    They may where scales depend on the values alone, and the codes are not the values themselves. They may not in an
-    evaluation, because the training forward after it may need the columnwise operand of the same gather.
-    """
-    of_values = type(quantizer) is HybridQuantizer and not quantizer.delayed
-    is_read = needs_column or call.grad
-    return is_read and of_values and not _are_values(quantizer, DIRECTIONS) and not call.context.probe
-
-
-def _are_values(quantizer: HybridQuantizer, directions: tuple[Direction, ...]) -> bool:
-    """Whether an operand may be the values themselves, in their own memory."""
-    return any(getattr(quantizer, direction).high_precision for direction in directions)

@@ -4,7 +4,6 @@ become_part takes a part that the rank has made by itself."""
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import WHOLE
@@ -40,9 +39,9 @@ def hold_part(x: HybridQuantizedTensor, part: Part) -> HybridQuantizedTensor:
             axis = part.axis if direction == "rowwise" else 1 - part.axis
             buffer, layout = getattr(x, direction).buffers[name], getattr(x.quantizer, direction).layout[name]
             cut = (layout.rows, layout.cols)[axis] != WHOLE
-            getattr(own, direction).buffers[name].copy_(own_part(buffer, part, axis) if cut else buffer)
+            getattr(own, direction).buffers[name].copy_(part.own(buffer, axis) if cut else buffer)
         if x.high_precision_init_val is not None:
-            setattr(own, INIT_VAL, own_part(x.high_precision_init_val, part, part.axis).clone())
+            setattr(own, INIT_VAL, part.own(x.high_precision_init_val, part.axis).clone())
     own.states, own.part = x.states, part
     return own
 
@@ -68,9 +67,3 @@ def _check(x: HybridQuantizedTensor, shape: Sequence[int], part: Part) -> None:
             f"a weight held in {x.quantizer} draws bits and counts steps, and has {part.runs} pieces on each rank; take"
             " formats without one of these"
         )
-
-
-def own_part(whole: Tensor, part: Part, axis: int) -> Tensor:
-    """This rank's part of a whole tensor, cut along this axis as `part` says."""
-    pieces = whole.unflatten(axis, (part.runs, part.group.size(), -1))
-    return pieces.select(axis + 1, part.group.rank()).flatten(axis, axis + 1)

@@ -15,6 +15,7 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.quant.columnwise import follows_rowwise, make_columnwise_
 from hqsweep.quant.tensor import HybridQuantizedTensor, check_quantized, described
+from hqsweep.torch_private import storage_id
 
 ALIGNED = 16
 """Each buffer begins at a multiple of so many bytes."""
@@ -62,7 +63,7 @@ def replace_raw_data(tensor: HybridQuantizedTensor, new_raw_data: Tensor) -> Non
     _check_buffer(tensor, new_raw_data, sizes)
     flat, held = new_raw_data.detach().view(-1), _held(tensor)
     moves = held if flat.numel() == sizes.all else held[:1]
-    if any(buffer.untyped_storage()._cdata == flat.untyped_storage()._cdata for _, buffer in moves):
+    if any(storage_id(buffer) == storage_id(flat) for _, buffer in moves):
         moves = [(name, buffer.clone()) for name, buffer in moves]  # the places may overlap
     starts, views = accumulate((_padded(_nbytes(buffer)) for _, buffer in moves), initial=0), {}
     with torch.no_grad():

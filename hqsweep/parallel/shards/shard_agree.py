@@ -26,6 +26,7 @@ from hqsweep.parallel.wire.exchange import Area, Exchange
 from hqsweep.quant.delayed import SlotStates, grids_of, note
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 from hqsweep.quant.operand import HybridOperand, Operand, joined, narrow
+from hqsweep.torch_private import foreach_copy_
 
 Write = tuple[Any, Tensor, RngKey | None]
 """A quantized tensor, its new values, and the key of their random bits."""
@@ -325,7 +326,7 @@ def _copy_(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             target, source = wide_copy.as_words(target, source, most=WORD)
         kinds.setdefault((target.dtype, source.dtype, target.stride() == source.stride()), []).append((target, source))
     for alike in kinds.values():
-        torch._foreach_copy_(*map(list, zip(*alike, strict=True)))
+        foreach_copy_(*map(list, zip(*alike, strict=True)))
 
 
 def _part(tensor: Any, x: Tensor, cut_rows: bool, key: RngKey | None) -> Part:

@@ -19,7 +19,7 @@ from hqsweep.formats import WHOLE, Format, RngKey
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.amax import NO_SEARCH, Search, find_amax
 from hqsweep.ops.quantize.request import Output
-from hqsweep.ops.stats import Sums
+from hqsweep.ops.stats import Sums, is_below
 from hqsweep.parallel.shards.shard_place import Place
 from hqsweep.parallel.wire.collectives import maximum_
 from hqsweep.parallel.wire.exchange import Area
@@ -67,6 +67,21 @@ class Part:
             if own.size:
                 placed.append((own, Place(*start, *whole)))
         return placed or [(area, Place(0, 0, *whole))]
+
+    def quantize(self, quantizer: HybridQuantizer, x: Tensor, **options: Any) -> HybridOperand:
+        """quantize_part() of this part x."""
+        return quantize_part(quantizer, x, self, **options)
+
+    def sums(
+        self, quantizer: HybridQuantizer, x: Tensor, key: RngKey | None = None, states: SlotStates | None = None
+    ) -> dict[Direction, Sums]:
+        """part_sums() of this part x."""
+        return part_sums(quantizer, x, self, key, states)
+
+    def own(self, whole: Tensor, axis: int) -> Tensor:
+        """This rank's part of a whole tensor that is cut along this axis as this says."""
+        pieces = whole.unflatten(axis, (self.runs, self.group.size(), -1))
+        return pieces.select(axis + 1, self.group.rank()).flatten(axis, axis + 1)
 
     def __deepcopy__(self, memo: Any) -> "Part":
         return self  # a group has no copies
@@ -118,14 +133,6 @@ def part_sums(
             below, before = is_below(part.axis, direction), totals.get(direction)
             totals[direction] = sums if before is None else before.joined(sums, below=below)
     return totals
-
-
-def is_below(axis: int, direction: str) -> bool:
-    """Whether parts that follow each other along an axis of X are different rows of this direction's operand.
-
-    Else they are parts of the same rows. A columnwise operand has the rows of X.T.
-    """
-    return (axis == 0) == (direction != "columnwise")
 
 
 def _placed(x: Tensor, part: Part) -> list[tuple[Tensor, Place]]:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hqsweep.errors import UserError
+from hqsweep.torch_private import foreach_copy_
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -38,7 +39,7 @@ def maximum_(tensors: Sequence[Tensor], group: Any = None) -> None:
     flat.nan_to_num_(0.0, posinf=torch.inf)  # whether backends keep a NaN depends on the order of ranks
     dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
     parts = flat.split([tensor.numel() for tensor in tensors])
-    torch._foreach_copy_(list(tensors), [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
+    foreach_copy_(list(tensors), [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
 
 
 def largest_bytes_(tensors: Sequence[Tensor], group: Any = None) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hqsweep.parallel.wire.collectives import gather_bytes
+from hqsweep.torch_private import BROADCASTS_PARAMETERS, dtensor_like, foreach_norm, local_tensor
 
 
 def first_broadcast() -> tuple[Any, int] | None:
@@ -22,7 +23,7 @@ def first_broadcast() -> tuple[Any, int] | None:
     """
     frame = sys._getframe(1) if dist.is_available() and dist.is_initialized() else None
     while frame is not None:
-        if frame.f_code.co_name == "_sync_params_and_buffers" and frame.f_globals["__name__"].startswith("torch."):
+        if frame.f_code.co_name == BROADCASTS_PARAMETERS and frame.f_globals["__name__"].startswith("torch."):
             return frame.f_locals["process_group"], frame.f_locals["src"]
         frame = frame.f_back
     return None
@@ -36,7 +37,7 @@ def is_spread(x: Tensor) -> bool:
 
 def local(x: Tensor) -> Tensor:
     """This rank's part of a DTensor, as a view that writes reach; x itself where x is no DTensor."""
-    return x._local_tensor if is_spread(x) else x
+    return local_tensor(x) if is_spread(x) else x
 
 
 def spread_like(p: Tensor, part: Tensor) -> Tensor:
@@ -46,8 +47,7 @@ def spread_like(p: Tensor, part: Tensor) -> Tensor:
         return part
     kind, mesh = type_of_spread(), p.device_mesh
     if part.device.type != mesh.device_type and not part.is_meta:  # an offloaded shard: from_local would move it
-        meta = p._spec.tensor_meta._replace(dtype=part.dtype)
-        return kind(part, type(p._spec)(mesh, p.placements, tensor_meta=meta), requires_grad=False)
+        return dtensor_like(p, part)
     return kind.from_local(part, mesh, p.placements, shape=p.shape, stride=p.stride(), run_check=False)
 
 
@@ -154,20 +154,6 @@ def write_held(p: Tensor, value: Tensor, key: Any) -> None:
     own.quantize_(value.view(own.shape), key=key, group=group_of_shards(p))
 
 
-_UPDATES = [0]
-
-
-def note_update() -> None:
-    """Count an update of DTensors, after which FSDP's gathers differ. Version counters of gathered tensors do not show
-    it."""
-    _UPDATES[0] += 1
-
-
-def updates() -> int:
-    """The number of updates that note_update() has counted in this process."""
-    return _UPDATES[0]
-
-
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """float32 []: the 2-norm of all elements of all tensors, equal on all ranks. DTensors count as wholes."""
     return squared_norms(tensors).sum().sqrt()
@@ -178,7 +164,7 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
 
     Squares are summed within each part, then over ranks, in one collective for all tensors with the same cuts.
     """
-    norms = torch._foreach_norm([local(x) for x in tensors], dtype=torch.float32)
+    norms = foreach_norm([local(x) for x in tensors], dtype=torch.float32)
     alike: dict[tuple[Any, ...], list[int]] = {}
     for index, x in enumerate(tensors):
         alike.setdefault(shard_groups(x), []).append(index)

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from hqsweep.torch_private import symmetric_memory
+
 SWITCH = "HQSWEEP_PEER_COPIES"
 """The environment variable that forbids such memory where any rank sets it to 0."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -31,18 +33,10 @@ def shared_memory(group: ProcessGroup, device: torch.device, size: int) -> Any:
         return None
     torch.cuda.synchronize(device)
     try:
-        handle = _handle(group, device, size)
+        handle = symmetric_memory(size, group.group_name, device)
     except Exception:  # from drivers, or from a torch without such memory
         handle = None
     return handle if all_say(handle is not None, group, all) else None
-
-
-def _handle(group: ProcessGroup, device: torch.device, size: int) -> Any:
-    from torch.distributed import _symmetric_memory as symmetric
-
-    # Not symmetric.empty, which would open a pool of the allocator's inside of another one.
-    memory = symmetric._SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
-    return symmetric.rendezvous(memory, group.group_name)
 
 
 def _place(device: torch.device) -> tuple[str, str]:

@@ -11,7 +11,7 @@ begin the same collectives of a group in the same order.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,17 +22,6 @@ from hqsweep.ops.sum_parts import sum_parts
 from hqsweep.parallel.wire import collectives, p2p_copy, wide_copy
 
 Pending = Callable[[], Tensor]
-
-
-class TakesGradient(Protocol):
-    def prepare(self) -> None:
-        """Do the work that needs no gradient, before the others are waited for."""
-
-    def place(self, like: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """The preferred output buffer for the gradient, with the shape of `like` and a dtype; None if any will do."""
-
-    def tell(self, gradient: Tensor) -> None:
-        """Take the gradient."""
 
 
 class Summands(NamedTuple):
@@ -48,8 +37,8 @@ class Summands(NamedTuple):
     parts: Tensor
     """[1, W, n]: this rank's summands of the rows of all ranks, `own` among them."""
     rank: int
-    writer: "TakesGradient | None" = None
-    """Takes the gradient of the sum as soon as the reader knows it."""
+    writer: Any = None
+    """The hqsweep.nn.core.wire.GradientReader that takes the gradient of the sum, as soon as its reader knows it."""
 
     def of(self, own: Tensor) -> "Summands":
         """The same summands with `own` replaced by a tensor that autograd knows, in any shape of its rows."""

@@ -17,7 +17,7 @@ from hqsweep.formats import inputs
 from hqsweep.nn import LayerNormMLP, Linear, autocast, quantization, set_recipe
 from hqsweep.nn.core.recompute import recomputed
 
-HOST_CALLS = 210
+HOST_CALLS = 185
 SR = {"input": "nvfp4", "weight": "nvfp4", "grad_output": "nvfp4+sr"}
 
 
