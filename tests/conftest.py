@@ -18,7 +18,8 @@ from hqsweep.jobs.isolation import make_deterministic
 if "HQSWEEP_EXTENSION" in os.environ:
     extension_file.use(os.environ["HQSWEEP_EXTENSION"])
 
-os.environ.pop("COLUMNS", None)  # of pytest-xdist's workers; a command's output has the width of its tables
+for name in ("COLUMNS", "LINES", "TERM", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS"):
+    os.environ.pop(name, None)  # width and colours of output are those that a test asks for
 
 
 def pytest_addoption(parser):
@@ -27,9 +28,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     path = config.getoption("--durations-file")
-    if path is not None and not hasattr(
-        config, "workerinput"
-    ):  # workers of xdist report to the process that started them
+    is_worker = hasattr(config, "workerinput")  # of xdist; its reports reach the process that started it
+    if path is not None and not is_worker:
         config.pluginmanager.register(Durations(path, config.getoption("markexpr")))
 
 
@@ -58,6 +58,7 @@ class Durations:
             | {"seconds": round(self.seconds[file], 1), "cpu_seconds": round(self.cpu[file], 1)}
             for file in files
         ]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text("".join(json.dumps(row) + "\n" for row in [run, *rows]))
 
 

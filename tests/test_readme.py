@@ -36,6 +36,7 @@ def test_sweeps_compose(command):
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.feature("F145")
 @pytest.mark.parametrize("command", [c for c in COMMANDS if " run " not in c])
 def test_commands_and_their_options_exist(command):
     _, name, *words = shlex.split(command)
@@ -44,6 +45,7 @@ def test_commands_and_their_options_exist(command):
     assert shown and all(word in shown for word in (name, *words) if word.startswith("--")), command
 
 
+@pytest.mark.feature("F145")
 @pytest.mark.parametrize("name", PAGES)
 def test_targets_and_paths_exist(name):
     page, makefile = PAGES[name], (ROOT / "Makefile").read_text()
@@ -71,6 +73,7 @@ def test_links_of_the_readme_lead_somewhere():
         assert (ROOT / link).exists(), link
 
 
+@pytest.mark.feature("F15")
 @pytest.mark.parametrize("name", ["README.md", "recipes.md"])
 def test_the_recipe_shown_is_valid(name):
     block = PAGES[name][PAGES[name].index("    recipe:\n") :].split("\n\n")[0]
@@ -95,6 +98,7 @@ def test_the_python_shown_runs():
     assert names["y"].isfinite().all() and str(names["layer"].mlp.fc1.quantizers.weight) == "nvfp4+2d"
 
 
+@pytest.mark.feature("F15")
 def test_what_is_experimental_is_called_so_in_the_docs_and_where_it_is_defined():
     section = PAGES["python.md"].split("## Experimental\n")[1]
     for thing in (QuantizerRole, CustomRecipe):

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 
 from benchmarks import nonfinite, step
@@ -20,6 +21,7 @@ def test_only_the_counted_case_notes_a_nan():
         assert bool(case.trainer.nonfinite.met) == met
 
 
+@pytest.mark.slow
 def test_a_row_has_both_times(monkeypatch, tmp_path):
     monkeypatch.setattr(nonfinite, "SIZES", {"S": TINY})
     words = ["--device", "cpu", "--size", "S", "--recipes", "nvfp4", "--modes", "off", "--turns", "1"]

@@ -93,6 +93,7 @@ def test_no_tracker_hears_of_a_comparison_unless_asked(folder, monkeypatch):
     assert len(asked) == 1 and "neither W&B nor TensorBoard has taken the report" in done.stdout
 
 
+@pytest.mark.slow
 def test_figures_and_tables_for_paper(folder):
     write_sweep(folder / "runs/study", three_arms())
     done = compare("study", "--figures", "svg", "--latex", "--json")

@@ -99,6 +99,7 @@ def test_a_damaged_run_is_named_and_not_used(runs, damage):
             assert listed.exit_code == 3 and name in listed.stdout and "8 " in listed.stdout
 
 
+@pytest.mark.slow
 def test_reports_gate_and_baseline_say_which_run_they_left_out(runs):
     assert hqsweep("baseline", "update", "t", "--baseline", "base.json").exit_code == 0
     before = Path("base.json").read_bytes()

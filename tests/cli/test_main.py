@@ -275,6 +275,7 @@ def test_a_sweep_from_start_to_report(folder: Path) -> None:
     assert last.exit_code == 0 and results[0]["run"] in last.stdout and ", step " in last.stdout
 
 
+@pytest.mark.slow
 def test_status_cancel_and_sync_of_a_sweep(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = RunStore(folder / "runs").create(
         sweep="tiny", conf="c", overrides=[], runs=launch.plan([*TINY, "recipe=bf16,mxfp8"]).points

@@ -68,6 +68,7 @@ def passed(module, x, dy):
     return [y.detach(), x.grad, *(p.grad for p in module.parameters())]
 
 
+@pytest.mark.feature("F119")
 @pytest.mark.parametrize("mode", ["column", "row"])
 @pytest.mark.parametrize("later", [False, True])
 def test_a_rank_has_its_part_of_the_experts_and_exchanges_nothing(mode, later):

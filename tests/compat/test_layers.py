@@ -86,6 +86,7 @@ PAIRS = {
 }  # fmt: skip
 
 
+@pytest.mark.feature("F119")
 @pytest.mark.parametrize("case", PAIRS)
 def test_they_are_ours_under_their_names(case):
     theirs, ours = (seeded(build) for build in PAIRS[case])
@@ -233,6 +234,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.feature("F119")
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_what_would_change_a_number_and_is_not_here_is_refused(sentence):
     with pytest.raises(UserError, match=sentence):

@@ -17,6 +17,7 @@ def every():
     return run_ranks(megatron_ranks.RANKS, megatron_ranks.run)
 
 
+@pytest.mark.feature("F132")
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", megatron_ranks.RECIPES)
 def test_fragments_are_the_weights_of_one_process(recipe, every):
@@ -28,6 +29,7 @@ def test_fragments_are_the_weights_of_one_process(recipe, every):
     assert all(not torch.equal(expected[0][name], expected[-1][name]) for name in expected[0] if "_q" in name)
 
 
+@pytest.mark.feature("F132")
 @pytest.mark.slow
 def test_a_buffer_of_values_for_held_weights_is_refused(every):
     said = {of_rank["refused"] for of_rank in every}

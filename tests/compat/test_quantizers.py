@@ -42,6 +42,7 @@ def with_our_imports(source: str) -> dict:
 THEIRS = with_our_imports((Path(__file__).parent / "te_factories.py").read_text())
 
 
+@pytest.mark.feature("F10", "F20", "F144", "F142", "F143")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_factory_is_the_recipe_of_its_name(name):
     recipe = parse_recipe(load_recipe(name))
@@ -65,6 +66,7 @@ def test_no_factory_is_left_out():
     assert written - {"tensor_of_linear", "plain_nvfp4"} == set(NAMES) and len(NAMES) == 13
 
 
+@pytest.mark.feature("F13")
 @pytest.mark.parametrize(
     "name", ["high_precision", "delayed_scaling", "current_scaling", "float8_block_scaling", "mxfp8", "nvfp4"]
 )
@@ -84,6 +86,7 @@ def test_delayed_scaling_asks_for_the_format_by_slot():
     assert THEIRS["nvfp4_linear_fp8_dpa"](attention).text(attention) == "fp8_delayed+e5m2+most_recent+history1"
 
 
+@pytest.mark.feature("F13")
 def test_a_linear_under_autocast_with_their_factory_is_ours_to_the_bit():
     results = []
     for theirs in (True, False):

@@ -71,6 +71,7 @@ def names(group: str) -> set[str]:
     return {f.name.removesuffix(".yaml") for f in resources.files("hqsweep.conf").joinpath(group).iterdir()}
 
 
+@pytest.mark.feature("F20", "F144")
 @pytest.mark.parametrize("name", ZOO)
 def test_zoo_recipe(name: str) -> None:
     (point,) = expand("convergence", [f"recipe={name}"]).points

@@ -55,6 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_packaged_recipe_is_what_hydra_composes(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(folder / "other")
     composer = Composer("convergence", [])

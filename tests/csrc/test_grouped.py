@@ -105,6 +105,7 @@ def test_every_output_is_that_of_a_call_for_each_expert(spec, device):
                     assert torch.equal(got_bytes.view(torch.uint8), wanted.view(torch.uint8)), (options, side, name)
 
 
+@pytest.mark.feature("F135")
 @devices
 @pytest.mark.parametrize("name", [text for text in SPECS if parse(text).two_d and not parse(text).rht])
 @pytest.mark.parametrize("shape", [(256, 128), (96, 80)])
@@ -125,6 +126,7 @@ def test_columns_alone_are_those_of_both_directions(name, shape, device):
         assert all(torch.equal(other[n].view(torch.uint8), columns[0][n].view(torch.uint8)) for n in outputs[:2])
 
 
+@pytest.mark.feature("F136")
 @pytest.mark.parametrize("side", ["row", "column"])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_scales_without_their_codes_are_refused(side, grouped):

@@ -42,6 +42,7 @@ def expected(splits: np.ndarray, rules: dict[int, int]) -> np.ndarray:
     return np.array(rows, np.int64)
 
 
+@pytest.mark.feature("F138", "F139")
 @devices
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @pytest.mark.parametrize("size", SIZES)
@@ -51,6 +52,7 @@ def test_offsets_are_sums_of_units_times_strides(size, dtype, device):
         assert np.array_equal(offsets(splits, RULES, device, check=check), expected(splits, RULES))
 
 
+@pytest.mark.feature("A30")
 @devices
 def test_the_largest_and_the_smallest_offsets_fit(device):
     for splits in ([2**62, 2**62 - 1, 0], [-(2**62), -(2**62), 1], [2**63 - 1, -(2**63 - 1), -(2**63 - 1)]):
@@ -58,6 +60,7 @@ def test_the_largest_and_the_smallest_offsets_fit(device):
         assert np.array_equal(offsets(splits, {1: 1}, device, check=True), expected(splits, {1: 1}))
 
 
+@pytest.mark.feature("F138", "F139", "A30")
 @devices
 @pytest.mark.parametrize(
     ("splits", "stride"),

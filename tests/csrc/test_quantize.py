@@ -93,6 +93,7 @@ golden_files = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.feature("F21", "F23", "F24", "F25", "F26")
 @golden_files
 def test_golden_bytes(file, call=quantize):
     arrays, failures, checked = np.load(GOLDEN / file), {}, 0

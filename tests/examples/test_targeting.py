@@ -31,6 +31,7 @@ FORMATS = {
 """Level by level: the model's, the module type's, that of a glob, and one tensor."""
 
 
+@pytest.mark.feature("F14", "F168")
 @pytest.mark.parametrize("how", RECIPES)
 def test_every_product_multiplies_the_bytes_of_its_level(how, monkeypatch):
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ from hqsweep.formats.inputs import draw
 INF, NAN = math.inf, math.nan
 
 
+@pytest.mark.feature("F22")
 @pytest.mark.parametrize(
     ("history", "amax", "most_recent", "after", "amax_after"),
     [

@@ -162,6 +162,7 @@ CHECKS = dict.fromkeys(QUANTIZERS, check_quantizer) | {
 CASES = find_cases()
 
 
+@pytest.mark.feature("F22", "F21", "F23", "F24", "F25", "F26")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
 def test_case(case):
     """And no array of the case is left unread."""

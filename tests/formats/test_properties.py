@@ -52,6 +52,7 @@ def test_a_given_grid_replaces_the_own_amax(text):
     assert torch.equal(format.codes(part), format.codes(whole)[:32])
 
 
+@pytest.mark.feature("F21", "F23", "F24", "F25", "F26")
 def test_hadamard_is_orthogonal_and_cancels():
     x, y = draw("normal", 8, 64).float(), draw("normal", 8, 64, seed=1).float()
     torch.testing.assert_close(hadamard(x) @ hadamard(y).t(), x @ y.t(), rtol=1e-5, atol=1e-4)

@@ -89,6 +89,7 @@ def run_cases(name: str, device: str, wanted: int, shard: int = 0) -> None:
     assert done >= wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_few_cases_of_the_cpu_kernel_equal_the_reference(name):
     """A small part of the next test, for `make test-fast`, with the best instruction set."""

@@ -34,6 +34,7 @@ def unit_scale_blocks(values: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.tensor([2688.0] + [0.0] * 15), blocks.flatten()])
 
 
+@pytest.mark.feature("F21", "F23", "F24", "F25", "F26")
 @backends
 def test_unbiased_to_four_standard_errors(backend, device):
     values, probability = between_codes()

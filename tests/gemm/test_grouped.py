@@ -67,6 +67,7 @@ def close(a, b, rtol):
     torch.testing.assert_close(a.float(), b.float(), rtol=rtol, atol=rtol * float(b.float().abs().max()))
 
 
+@pytest.mark.feature("F141", "T18")
 @both_kernels
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 @pytest.mark.parametrize("gemm", ["fprop", "dgrad"])
@@ -121,6 +122,7 @@ def whole_numbers(largest):
     return tensors
 
 
+@pytest.mark.feature("H31")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("pair", "largest", "out_dtypes"),
@@ -179,6 +181,7 @@ def grouped_plan_of_a_gpu(a, b, capability=(9, 0), mode="exact", **known):
     return gemm_plan(parse(a), parse(b), capability, mode, GroupGemm(**known))
 
 
+@pytest.mark.feature("H31")
 def test_plans_say_what_they_are():
     loop = "exact: bf16 operands, bfloat16 tensor cores, float32 accumulation, for each expert"
     kernel = "exact: bf16 operands, torch._grouped_mm, float32 accumulation, stored in bfloat16"
@@ -226,6 +229,7 @@ def test_native_plans_say_what_they_are():
         assert str(grouped_plan_of_a_gpu(a, b, mode="native", **options)) == expected
 
 
+@pytest.mark.feature("H31")
 @pytest.mark.gpu
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 @pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
@@ -293,6 +297,7 @@ def test_native_products_of_a_gpu(text, gemm):
     close(mm_t_tokens(left, right, plan, out_dtype=torch.bfloat16).cpu(), expected, 2**-6)
 
 
+@pytest.mark.feature("H28")
 def test_torch_stores_bfloat16_only():
     """Were float32 to be had of torch._grouped_mm, gradients of float32 weights would have to take it."""
     a, b = torch.ones(8, 16, dtype=torch.bfloat16), torch.ones(16, 8, dtype=torch.bfloat16)

@@ -128,6 +128,7 @@ def test_plans_are_those_of_quantized_attention_too():
     assert fields["recipe_schedule"] == [{"first_step": 3, "gemm_plan": {"layers.0.attn.dpa": {}}}]
 
 
+@pytest.mark.feature("F57")
 def test_a_training_follows_the_schedule_of_modes(monkeypatch):
     modes = {step: set() for step in range(1, 5)}
     cfg = config(schedule=({"at": 2, "gemm": "native"}, {"at": 3, "gemm": "exact"}))

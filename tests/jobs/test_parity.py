@@ -42,6 +42,7 @@ def run(*checks, tmp_path):
     return sink.tables["parity"]
 
 
+@pytest.mark.feature("F17", "T2", "F98", "F155", "F38", "F40", "F47", "F64", "F66")
 @pytest.mark.parametrize("check", list(parity.CHECKS))
 def test_every_check_passes(check, tmp_path):
     rows = run(check, tmp_path=tmp_path)
@@ -60,6 +61,7 @@ def test_progress_grows_within_the_longest_check_and_ends_with_the_last(tmp_path
     assert len([part for part in parts if 0 < part < 0.5]) > 5
 
 
+@pytest.mark.feature("F49", "F48")
 def test_routing_covers_all_ordered_pairs(tmp_path):
     subjects = {r["subject"] for r in run("routing", tmp_path=tmp_path)}
     assert len(subjects) == 5 * 4 + 5 * 4 * 3 and {"nvfp4|mxfp8", "mxfp8|nvfp4", "nvfp4|mxfp8|fp8_block"} <= subjects
@@ -110,6 +112,7 @@ def test_a_gradient_from_the_wrong_direction_is_found(tmp_path, monkeypatch):
     assert any(r["status"] == "FAIL" for r in run("routing", tmp_path=tmp_path))
 
 
+@pytest.mark.feature("H35")
 def test_experts_that_are_mixed_up_are_found(tmp_path, monkeypatch):
     right = linear_call.mm_t_weights
     monkeypatch.setattr(linear_call, "mm_t_weights", lambda *args, **options: right(*args, **options)[::-1])
@@ -118,6 +121,7 @@ def test_experts_that_are_mixed_up_are_found(tmp_path, monkeypatch):
     assert all(r["first_index"].startswith("dw[") for r in failed if r["case"] == "list of Linears")
 
 
+@pytest.mark.feature("H35")
 def test_experts_that_share_a_history_are_found(tmp_path, monkeypatch):
     """Delayed scaling by the amax of another expert is seen at the second step."""
     right = call_module.quantize_group
@@ -145,6 +149,7 @@ def test_a_router_that_reads_what_experts_read_is_found(tmp_path, monkeypatch):
     assert failed == {text for text in FORMATS if text not in HIGH}
 
 
+@pytest.mark.feature("H35")
 def test_what_permutations_must_leave_follows_from_the_scales(tmp_path):
     """Tokens of blocks move with their blocks only; a scale of the expert or of a row moves with any."""
     cases = {}

@@ -73,6 +73,7 @@ def case_of(number, column):
     return f"{number} ranks, {column.case}" if column.case else f"{number} ranks"
 
 
+@pytest.mark.feature("H3", "H4")
 @pytest.mark.parametrize("number", SUBJECTS)
 def test_ranks_are_one_process_to_the_byte(number, run):
     rows = run(number, *SUBJECTS[number])
@@ -124,6 +125,7 @@ DAMAGED = [
 ]
 
 
+@pytest.mark.feature("H3")
 @pytest.mark.parametrize(("check", "case", "name"), DAMAGED)
 def test_a_rank_with_another_byte_is_named(check, case, name, every, run):
     subject = "mxfp8|fp8_current"
@@ -139,6 +141,7 @@ def test_a_rank_with_another_byte_is_named(check, case, name, every, run):
         tensor[-1] ^= 1
 
 
+@pytest.mark.feature("H3")
 @pytest.mark.parametrize("name", DAMAGES)
 def test_what_goes_wrong_on_a_rank_is_named_by_the_operand_it_reaches(name, spawned):
     damage, results = DAMAGES[name], [own[name] for own in spawned[2][-1]]
@@ -159,6 +162,7 @@ def test_a_result_that_one_side_lacks_is_a_failure():
     ]
 
 
+@pytest.mark.feature("H3")
 @pytest.mark.parametrize("subject", ["mxfp8", "nvfp4"])
 def test_the_order_of_sums_explains_what_split_sums_differ_by(subject, monkeypatch):
     """Sums of a quarter of the allowed size are not explained, nor a part that is missing."""

@@ -31,6 +31,7 @@ INPUTS = {
 }
 
 
+@pytest.mark.feature("H42")
 @pytest.mark.parametrize("kind", KINDS)
 def test_model(kind):
     """In identities it is the original to the bit. By our products it is the original's numbers in float32, whatever is
@@ -55,6 +56,7 @@ def test_model(kind):
     assert model.config._attn_implementation == implementation and equal(step(model), plain["whole"])
 
 
+@pytest.mark.feature("H42")
 @pytest.mark.parametrize("recipe", [*fitting(LOW_BASES, 32), DELAYED, {**ROUNDED_ONCE, "do": "nvfp4+sr|bf16"}], ids=str)
 def test_bytes_are_those_of_our_attention(recipe):
     """Heads share keys and values in groups, and nothing is masked but what lies ahead."""
@@ -95,6 +97,7 @@ def test_recipe_says_whether_attention_is_taken():
     assert str(roles[0]["qkv"]) == "model.layers.1.self_attn/dpa/qkv"
 
 
+@pytest.mark.feature("H42")
 @pytest.mark.parametrize(
     ("kind", "options", "why"),
     [

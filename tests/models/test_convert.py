@@ -63,6 +63,7 @@ def same(a, b):
     return torch.equal(a[0], b[0]) and a[1].keys() == b[1].keys() and all(torch.equal(a[1][n], b[1][n]) for n in a[1])
 
 
+@pytest.mark.feature("H37")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
@@ -86,6 +87,7 @@ def test_bytes_are_those_of_our_linear(recipe, bias, dtype):
         assert all(map(torch.equal, *results))
 
 
+@pytest.mark.feature("H37")
 def test_keys_parameters_ties_hooks_and_classes_stay():
     model, seen = net(), []
     model.layers[0][0].register_forward_hook(lambda *_: seen.append("hook"))
@@ -167,6 +169,7 @@ def test_set_recipe_autocast_and_another_convert_change_the_recipe():
     assert {m.formats["weight"] for m in conversion.modules} == {"mxfp8"}
 
 
+@pytest.mark.feature("H39")
 def test_overrides_and_the_filter_are_both_followed():
     recipe = {"linear": "mxfp8", "head": "nvfp4", "overrides": [{"name": "layers.0.*", "linear": "nvfp4"}]}
     conversion = hqsweep.convert(net(), recipe, lambda module, name: not name.endswith(".2"), head=True)
@@ -191,6 +194,7 @@ def test_the_dtype_follows_the_weight():
     assert same(step(model), step(fresh))
 
 
+@pytest.mark.feature("H40")
 def test_what_is_never_called_is_unused():
     model = net()
     conversion = hqsweep.convert(model, "mxfp8", head=True)

@@ -66,6 +66,7 @@ def titan_step(model, x, counts):
 ROWS, COUNTS = draw("normal", 40, K).float(), torch.tensor([7, 0, 16, 17])
 
 
+@pytest.mark.feature("H36")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
@@ -99,6 +100,7 @@ def test_bytes_are_those_of_grouped_linear(recipe, transposed, bias, dtype):
     assert not bias or torch.equal(biases.grad, ours.bias.grad)
 
 
+@pytest.mark.feature("H36")
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_model(kind):
     """In identities it is the original to the bit. By our products, in float32, it is so up to the order of sums, and
@@ -125,6 +127,7 @@ def test_model(kind):
     assert type(experts) is cls and vars(experts) == attributes and equal(step(model), plain)
 
 
+@pytest.mark.feature("H36")
 def test_torchtitan():
     model = Titan()
     plain = titan_step(model, ROWS, COUNTS)
@@ -170,6 +173,7 @@ def test_autocast_probe_and_random_bits_reach_experts():
     assert [row["tokens"] for row in probe.rows if row["tensor"] == "routed"] == [7.0, 0.0, 16.0, 17.0]
 
 
+@pytest.mark.feature("H36")
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_a_probe_changes_no_bit_of_high_precision(recomputed):
     """The plain forward runs, and the probe sees products that are computed beside it."""
@@ -230,6 +234,7 @@ class Two(nn.Module):
         self.a, self.b = Clamped(), nn.Linear(64, 64)
 
 
+@pytest.mark.feature("H36")
 def test_what_is_not_taken_is_named():
     skipped = hqsweep.convert(Two(), "mxfp8").skipped
     assert [each.name for each in skipped] == ["a"]

@@ -92,6 +92,8 @@ class Block(nn.Module):
         return checkpoint(self.a, x, use_reentrant=False) if self.recomputed else self.a(x)
 
 
+@pytest.mark.slow
+@pytest.mark.feature("H40")
 def test_a_graph_with_activation_checkpointing_counts_its_calls():
     torch.compiler.reset()
     model = nn.Sequential(Block(True), Block(True), Block(False))

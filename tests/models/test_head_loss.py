@@ -38,6 +38,7 @@ def step(model, around, microbatch=0):
     return loss.detach(), aux if aux is None else aux.detach(), gradients
 
 
+@pytest.mark.feature("H41")
 @devices
 @pytest.mark.parametrize("head", [False, True], ids=["plain", "quantized"])
 @pytest.mark.parametrize("name", KINDS)
@@ -82,6 +83,7 @@ def test_without_kernels_bits_are_those_of_the_model():
     assert torch.equal(own[0], ours[0]) and all(torch.equal(own[2][key], ours[2][key]) for key in own[2])
 
 
+@pytest.mark.feature("H41")
 @pytest.mark.parametrize(
     ("name", "options"),
     [("cohere", {"intermediate_size": 96, "logit_scale": 0.25}),

@@ -52,6 +52,7 @@ def train(model, dtype=None, steps=(1, 2, 3)):
     return losses, {n: optimizer.master_param(p) for n, p in model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.feature("H9")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_training_is_that_of_plain_weights(recipe, dtype):
@@ -93,6 +94,7 @@ def test_another_quantizer_is_refused_at_the_call():
     model(TOKENS)
 
 
+@pytest.mark.feature("H9")
 @pytest.mark.parametrize("kept", [True, False])
 def test_revert_gives_initial_values_or_those_of_the_operands(kept):
     model, before = net(), net()
@@ -129,6 +131,7 @@ class Shared(nn.Module):
         return self.b(self.a(x).relu())
 
 
+@pytest.mark.feature("H9")
 def test_ties_of_linears_stay_and_weights_that_others_read_stay_plain():
     model, plain = Shared(), Shared()
     conversion = hold(model, "mxfp8")
@@ -157,6 +160,7 @@ def test_ties_of_linears_stay_and_weights_that_others_read_stay_plain():
         assert whys.keys() == {"a", "b"} and whys["a"] == why and type(model.a.weight) is nn.Parameter
 
 
+@pytest.mark.feature("H9")
 def test_weights_that_stay_plain_have_a_reason():
     model = net()
     weight_norm(model.layers[0][0])
@@ -206,6 +210,7 @@ def _by_state_dict(model):
     return other
 
 
+@pytest.mark.feature("H9")
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), _by_state_dict])
 def test_copies_train_on_as_the_model(make):
     model = net(tied=False)
@@ -228,6 +233,7 @@ def test_weights_are_linked_to_the_states_of_their_modules():
         assert weight.states.states["columnwise"] is part.states["weight_columnwise"]
 
 
+@pytest.mark.feature("H9")
 @pytest.mark.parametrize("recompute", [True, False])
 def test_checkpoints_and_compiled_blocks_change_no_bit(recompute):
     plain, held = net(), net()
@@ -242,6 +248,7 @@ def test_checkpoints_and_compiled_blocks_change_no_bit(recompute):
     assert same(step(held), step(plain))
 
 
+@pytest.mark.feature("H9")
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt_oss"])
 def test_hugging_face_models(kind, tmp_path):
     """Stacked experts are one parameter, held as GroupedTensor; those that lie as [E, K, N] stay plain. What is saved

@@ -16,6 +16,7 @@ from hqsweep.nn.core.module import quantized_modules
 pytest.importorskip("transformers")
 
 
+@pytest.mark.feature("H38")
 @pytest.mark.parametrize(("recipe", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)], ids=str)
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_high_precision_is_the_original_to_the_bit(kind, recipe, dtype):
@@ -51,6 +52,7 @@ def test_a_converted_model_trains_and_is_saved_as_a_plain_one(tmp_path):
     assert equal(step(loaded), after)
 
 
+@pytest.mark.feature("H37")
 @pytest.mark.parametrize("recipe", FEW)
 def test_conv1d_gives_the_bytes_of_our_linear_on_the_transposed_weight(recipe):
     from transformers.pytorch_utils import Conv1D
@@ -76,6 +78,7 @@ def test_conv1d_gives_the_bytes_of_our_linear_on_the_transposed_weight(recipe):
     assert list(model.state_dict()) == keys and hqsweep.revert(model) == 1 and type(model.fc) is Conv1D
 
 
+@pytest.mark.feature("H40")
 def test_a_model_of_7_billion_parameters_on_the_meta_device_is_converted_at_once():
     sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
     with torch.device("meta"):

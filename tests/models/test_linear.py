@@ -54,6 +54,7 @@ def run(module, dtype, probe=None):
     return [y.detach(), x.grad, *(p.grad.clone() for p in module.parameters())]
 
 
+@pytest.mark.feature("H38")
 @pytest.mark.parametrize(("recipe", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)], ids=str)
 def test_a_probe_changes_no_bit_and_sees_all(recipe, dtype):
     torch.manual_seed(0)

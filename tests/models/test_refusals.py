@@ -28,6 +28,7 @@ def skipped(model, recipe="mxfp8", **options):
     return {s.name: s.why for s in hqsweep.convert(model, recipe, **options).skipped}
 
 
+@pytest.mark.feature("H39")
 def test_reasons_of_what_is_left_alone():
     model = nn.ModuleDict(
         {
@@ -102,6 +103,7 @@ def test_a_class_made_of_the_converted_one_is_not_reverted():
     assert len(quantized_modules(model)) == 2 and type(model[0]) is ConvertedLinear
 
 
+@pytest.mark.feature("H39")
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [

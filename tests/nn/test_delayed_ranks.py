@@ -23,6 +23,7 @@ def differences(a, b):
     return [name for name in a if not torch.equal(a[name], b[name])]
 
 
+@pytest.mark.feature("F22")
 def test_amaxes_are_the_largest_over_the_ranks(ranks):
     """So that states and outputs are those of one process, at every step. The experts see the rows of both ranks in
     another order, which leaves the amax of all of them."""
@@ -36,6 +37,7 @@ def test_amaxes_are_the_largest_over_the_ranks(ranks):
             assert not differences(expected, actual) and len(actual) == 18
 
 
+@pytest.mark.feature("F22")
 def test_a_resumed_training_is_the_uninterrupted_one(ranks):
     """On every rank, from a checkpoint of its own, which is that of every other."""
     for seen in ranks:

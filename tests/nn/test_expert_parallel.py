@@ -9,6 +9,7 @@ from support.ranks import run_ranks
 COMPOSER_2 = SECTIONS[1]
 
 
+@pytest.mark.feature("F79")
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
 def test_experts_of_two_ranks_are_those_of_one_process():

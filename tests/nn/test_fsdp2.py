@@ -41,6 +41,7 @@ def experts(text):
     return GroupedLinear(2, 64, 96, name="e", recipe=Recipe.from_config({"linear": text}), options=options)
 
 
+@pytest.mark.feature("H8")
 @pytest.mark.parametrize("dim", [1, 2])
 def test_held_experts_of_one_rank_may_be_cut_along_any_axis(mesh, dim):
     with quantized_model_init():
@@ -51,6 +52,7 @@ def test_held_experts_of_one_rank_may_be_cut_along_any_axis(mesh, dim):
     assert torch.equal(module(x, [32, 32]), y)
 
 
+@pytest.mark.feature("H8")
 @pytest.mark.parametrize("held", [False, True])
 def test_pieces_are_cut_along_columns_where_ranks_divide_them(mesh, held):
     """torch cuts rows evenly or not, and columns evenly alone."""
@@ -107,6 +109,7 @@ def test_plain_weights_train_as_without(text, mesh):
     assert losses[:3] == losses[3:]
 
 
+@pytest.mark.feature("F123", "F161")
 def test_offloading_leaves_alone_what_is_gathered(mesh):
     """From the first forward on, which makes that memory: only inputs leave, as of parameters that are not sharded."""
     waiting = {}

@@ -32,6 +32,7 @@ def close(actual, expected, rtol):
     torch.testing.assert_close(actual.double(), expected.double(), rtol=0, atol=rtol * largest)
 
 
+@pytest.mark.feature("A28")
 @pytest.mark.parametrize("single", SINGLE)
 def test_high_precision_is_torch(single):
     """Operands in bfloat16: dx is rounded once, y before its bias and after, gradients of float32 parameters never."""
@@ -54,6 +55,7 @@ def test_high_precision_is_torch(single):
     close(db, torch.stack([b.grad for b in biases]), 1e-6)
 
 
+@pytest.mark.feature("H30")
 @pytest.mark.parametrize("single", SINGLE)
 def test_main_grad_adds_up_in_float32(single):
     """No product of bfloat16 weights is rounded to bfloat16 on its way, over microbatches."""
@@ -72,6 +74,7 @@ def test_main_grad_adds_up_in_float32(single):
     close(sums, expected, 1e-6)
 
 
+@pytest.mark.feature("H30")
 @pytest.mark.parametrize("quantizers", [*BASES, *SECTIONS], ids=ids)
 @pytest.mark.parametrize("single", SINGLE)
 def test_main_grads_of_bfloat16_weights_are_those_of_linears(quantizers, single):
@@ -89,6 +92,7 @@ def test_main_grads_of_bfloat16_weights_are_those_of_linears(quantizers, single)
     assert_same_gradients(ours, [{"weight": linear.weight.main_grad} for linear in linears])
 
 
+@pytest.mark.feature("A28")
 @pytest.mark.parametrize("single", SINGLE)
 def test_cached_weights_draw_the_bits_of_their_step(single):
     """Nobody has written them, and yet another step rounds them otherwise."""
@@ -100,6 +104,7 @@ def test_cached_weights_draw_the_bits_of_their_step(single):
     assert_same_gradients(*train(module, singles(module), steps=3, context=context))
 
 
+@pytest.mark.feature("F83")
 @pytest.mark.parametrize("single", SINGLE)
 @pytest.mark.parametrize("quantizers", [*BY_STEP, SECTIONS[2]], ids=ids)
 def test_held_weights_train_as_those_of_linears(quantizers, single):

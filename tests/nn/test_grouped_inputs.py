@@ -28,6 +28,7 @@ from hqsweep.nn import GroupedLinear, GroupedLinearOptions, autocast, quantizati
 from hqsweep.ops.members.splits import Splits
 
 
+@pytest.mark.feature("A15")
 @pytest.mark.parametrize(
     ("splits", "message"),
     [
@@ -64,6 +65,7 @@ def test_splits_that_fitted_the_rows_of_another_call_are_refused():
             module(draw("normal", rows, K), splits)
 
 
+@pytest.mark.feature("A15")
 def test_splits_of_every_kind_of_whole_numbers():
     module, x = grouped(), draw("normal", ROWS, K)
     expected = module(x, list(SPLITS))
@@ -77,6 +79,7 @@ def test_another_width_is_refused():
         grouped()(draw("normal", ROWS, 40), SPLITS)
 
 
+@pytest.mark.feature("A15")
 @pytest.mark.parametrize("single", [False, True])
 @pytest.mark.parametrize("quantizers", FORMATS + SECTIONS, ids=ids)
 def test_no_rows_at_all(quantizers, single):
@@ -92,6 +95,7 @@ def test_no_rows_at_all(quantizers, single):
         assert not any(state.history.any() for name, state in states.items() if not name.startswith("weight"))
 
 
+@pytest.mark.feature("A15")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("quantizers", [*BASES, RANDOM, *SECTIONS], ids=ids)
 def test_experts_are_linears_in_other_dtypes(quantizers, dtype):
@@ -115,6 +119,7 @@ def test_gradients_have_the_dtype_of_the_input(dtype):
     assert_same_gradients(gradients(module), [gradients(linear) for linear in linears])
 
 
+@pytest.mark.feature("A15")
 @pytest.mark.parametrize("quantizers", [*BASES, *BY_STEP[1:], SECTIONS[0]], ids=ids)
 def test_one_expert_is_one_linear(quantizers):
     module = GroupedLinear(
@@ -145,6 +150,7 @@ def test_a_training_goes_on_after_an_evaluation_in_inference_mode(single):
         assert torch.equal(y, expected)
 
 
+@pytest.mark.feature("F74", "F77", "F84")
 def test_experts_are_compared_once_for_a_recipe(monkeypatch):
     """When the module is built, when it takes a recipe, and at the first call under an autocast: never in a step."""
     place, seen = hqsweep.nn.experts.grouped, []
@@ -165,6 +171,7 @@ def test_experts_are_compared_once_for_a_recipe(monkeypatch):
     assert seen == tensors * 3
 
 
+@pytest.mark.feature("A28")
 @pytest.mark.gpu
 @pytest.mark.parametrize("quantizers", ["bf16", "mxfp8", SECTIONS[1]], ids=ids)
 def test_a_graph_of_a_forward_serves_other_splits(quantizers):

@@ -33,6 +33,7 @@ from hqsweep.recipe import CustomRecipe, QuantizerRole, Recipe
 from hqsweep.recipe.roles import module_roles
 
 
+@pytest.mark.feature("T6", "F94")
 @pytest.mark.parametrize(
     ("quantizers", "alignment"),
     [("bf16", 1), ("mxfp8", 1), ("mxfp4", 2), ("nvfp4", 16), ("nvfp4|mxfp8", 1), ("fp8_block|nvfp4", 16)],
@@ -46,6 +47,7 @@ def test_alignment_is_that_of_the_formats_of_this_module(quantizers, alignment):
     assert only_gradients.quantization_alignment == 16
 
 
+@pytest.mark.feature("F94")
 @pytest.mark.parametrize("quantizers", [*WHOLE_BLOCKS, SECTIONS[0]], ids=ids)
 def test_experts_are_filled_up_with_zeros_where_blocks_need_it(quantizers):
     """The bytes are as if zeros had been there from the start; the rows that were added leave nothing behind."""
@@ -73,6 +75,7 @@ def test_experts_are_filled_up_with_zeros_where_blocks_need_it(quantizers):
         assert torch.equal(module(x, splits), y)  # a forward alone needs no zeros
 
 
+@pytest.mark.feature("F94", "H33")
 def test_nothing_is_copied_where_splits_fit(monkeypatch):
     module, seen, real = grouped("nvfp4"), [], GroupedLinear._apply_experts
 
@@ -108,6 +111,7 @@ def by_expert(**special):
     return CustomRecipe(qfactory=factory)
 
 
+@pytest.mark.feature("F74", "F77", "F84")
 @pytest.mark.parametrize(
     ("special", "message"),
     [
@@ -149,6 +153,7 @@ def calls(monkeypatch):
     return seen
 
 
+@pytest.mark.feature("F78")
 def test_custom_quantizers_are_called_for_each_expert(calls):
     asked = []
 
@@ -199,6 +204,7 @@ def test_boundaries_are_rounded_as_those_of_each_experts_linear(quantizers, read
     assert_same_gradients(*train(module, singles(module), splits))
 
 
+@pytest.mark.feature("F7")
 def test_boundary_slots_have_a_role_for_all_experts():
     module = bounded("fp8_current")
     assert module.get_quantizer_roles(fwd=True)[-1] == READERS["output"]
@@ -208,6 +214,7 @@ def test_boundary_slots_have_a_role_for_all_experts():
     assert module.quantizers.output is None and module.quantizers.grad_input is not None
 
 
+@pytest.mark.feature("F7")
 @pytest.mark.parametrize("slot", READERS)
 @pytest.mark.parametrize("quantizers", ["mxfp8", "nvfp4"])  # nvfp4 is filled up, and a bias is no zero
 def test_a_boundary_is_rounded_expert_by_expert_also_where_a_device_alone_knows_the_splits(quantizers, slot):
@@ -243,6 +250,7 @@ def test_another_recipe_is_taken_for_all_experts():
     assert module.quantizers.input == HybridQuantizer.parse("nvfp4|mxfp8")
 
 
+@pytest.mark.feature("F83")
 def test_histories_are_those_of_each_expert():
     """One history for all would see the largest expert only, and would be in the state_dict once."""
     module = grouped("fp8_delayed")
@@ -309,6 +317,7 @@ def test_plans_of_a_module_depend_on_what_its_weights_are():
     assert module.to(torch.bfloat16).plan("wgrad", format, format, device, "exact").one_kernel
 
 
+@pytest.mark.feature("T17")
 @pytest.mark.gpu
 @pytest.mark.parametrize("quantizers", ["bf16", "mxfp8", SECTIONS[1], SECTIONS[2]], ids=ids)
 def test_splits_of_a_device_are_those_of_the_host(quantizers):

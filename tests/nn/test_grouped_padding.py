@@ -50,6 +50,7 @@ def assert_same(ours, theirs):
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.feature("H27")
 @pytest.mark.parametrize("single", [False, True])
 @pytest.mark.parametrize("quantizers", [*KERNELS, ROTATED], ids=ids)
 def test_a_device_fills_experts_up_as_the_host_does(plan, quantizers, single):
@@ -60,6 +61,7 @@ def test_a_device_fills_experts_up_as_the_host_does(plan, quantizers, single):
     assert_same(ours.state_dict(), theirs.state_dict())
 
 
+@pytest.mark.feature("H27")
 @pytest.mark.parametrize("quantizers", KERNELS, ids=ids)
 @pytest.mark.parametrize("plan", ["kernels"], indirect=True)
 def test_nothing_waits_for_splits_that_are_filled_up(plan, quantizers, monkeypatch):
@@ -73,6 +75,7 @@ def test_nothing_waits_for_splits_that_are_filled_up(plan, quantizers, monkeypat
     assert_same(ours, expected)
 
 
+@pytest.mark.feature("H27")
 @pytest.mark.parametrize("splits", [(16, 0, 32, 8), (0, 0, 0, 56), (1, 1, 1, 53), (14, 14, 14, 14)])
 def test_any_splits_have_room(splits):
     module = grouped("nvfp4")
@@ -119,6 +122,7 @@ def test_a_custom_quantizer_is_called_for_experts_that_are_filled_up(plan, forma
     assert_same(run(module, hidden(UNEVEN)), run(module, UNEVEN))
 
 
+@pytest.mark.feature("H27")
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "quantizers", ["mxfp8", "fp8_current", "fp8_delayed", "nvfp4", "mxfp4", "fp8_delayed|nvfp4", SECTIONS[0]], ids=ids

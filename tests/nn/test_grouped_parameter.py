@@ -45,6 +45,7 @@ def bytes_of(state):
     return {f"{name}.{part}": buffer for name, held in flat.items() for part, buffer in held.items()}
 
 
+@pytest.mark.feature("F80")
 def test_a_single_parameter_is_one_parameter():
     module = grouped(bias=True, **SINGLE)
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
@@ -56,6 +57,7 @@ def test_a_single_parameter_is_one_parameter():
         assert torch.equal(own, other) and own.data_ptr() >= module.weight.data_ptr()
 
 
+@pytest.mark.feature("F91", "T16")
 @pytest.mark.parametrize("single", [False, True])
 @pytest.mark.parametrize("quantizers", HELD, ids=ids)
 def test_held_weights_have_the_bits_of_those_they_were_made_from(quantizers, single):
@@ -75,6 +77,7 @@ def _key(linear):
     return RngKey(seed=1, slot=f"experts/grouped_linear/weight/{linear.expert}", step=0)
 
 
+@pytest.mark.feature("F91", "T16")
 @pytest.mark.parametrize("quantizers", BY_STEP)
 def test_one_parameter_trains_as_many(quantizers):
     """Two models, two steps of an optimizer with masters: the same codes."""
@@ -92,6 +95,7 @@ def test_one_parameter_trains_as_many(quantizers):
     assert isinstance(models[1].weight, GroupedTensor)
 
 
+@pytest.mark.feature("F92")
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("quantizers", BY_STEP)
 def test_checkpoints_load_both_ways(quantizers, quantized, tmp_path):
@@ -117,6 +121,7 @@ def test_checkpoints_load_both_ways(quantizers, quantized, tmp_path):
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.feature("F92")
 def test_a_high_precision_checkpoint_loads_into_held_weights():
     source, expected = grouped("mxfp8"), held("mxfp8")
     target = held("mxfp8", single_grouped_weight=True)
@@ -140,6 +145,7 @@ def test_another_recipe_than_the_weights_is_refused():
         output(module)
 
 
+@pytest.mark.feature("F90")
 @pytest.mark.parametrize("single", [False, True])
 def test_tensor_parallel_attributes(single):
     module = grouped(bias=True, single_grouped_weight=single, single_grouped_bias=single)
@@ -183,6 +189,7 @@ ENTRIES = {  # quantizers -> (bytes an element, tokens of a scale, elements of K
 }
 
 
+@pytest.mark.feature("H33")
 @pytest.mark.parametrize("quantizers", ENTRIES)
 def test_saved_bytes_are_those_counted_by_hand(quantizers):
     """Splits that fit and splits that end in a part of a block; an empty expert keeps its own bytes only."""
@@ -221,6 +228,7 @@ def test_the_probe_sees_every_expert_that_has_tokens(make, single):
     assert single_rows["input"] == rows["input"]
 
 
+@pytest.mark.feature("F80")
 def test_gradients_of_the_single_parameter_are_stacked():
     many, single = grouped("mxfp8", bias=True), grouped("mxfp8", bias=True, **SINGLE)
     for module in (many, single):
@@ -234,6 +242,7 @@ def test_gradients_of_the_single_parameter_are_stacked():
     )
 
 
+@pytest.mark.feature("F87", "F88")
 @pytest.mark.parametrize("quantizers", BY_STEP)
 def test_writing_one_expert_or_some_is_writing_their_parameters(quantizers):
     """Under their own histories and keys; the others stay as they are."""

@@ -88,6 +88,7 @@ def test_the_kernel_computes_what_the_loop_does(used, quantizers, single, held):
     assert len(used) == 3
 
 
+@pytest.mark.feature("H30")
 @pytest.mark.parametrize("single", [False, True])
 def test_main_grad_adds_up_what_the_kernel_gives(used, single):
     """Over microbatches, in float32, where only a device knows the splits."""
@@ -106,6 +107,7 @@ def test_main_grad_adds_up_what_the_kernel_gives(used, single):
     assert all(map(torch.equal, [weight.main_grad for weight in fused.weights], expected))
 
 
+@pytest.mark.feature("H31")
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("single", [False, True])
 @pytest.mark.parametrize("quantizers", EXACT_IN_BF16 + SECTIONS, ids=ids)
@@ -123,6 +125,7 @@ def test_experts_of_equal_size_are_one_batch(used, quantizers, single, held):
     assert len(used) == 6
 
 
+@pytest.mark.feature("H31")
 @pytest.mark.parametrize("single", [False, True])
 def test_a_batch_keeps_float32_gradients_unrounded(used, single):
     """Gradients of whole numbers are those of the loop to the byte, with weights or a main_grad in float32."""
@@ -140,6 +143,7 @@ def test_a_batch_keeps_float32_gradients_unrounded(used, single):
     assert all(map(torch.equal, *runs)) and any((grad != grad.bfloat16()).any() for grad in runs[0])
 
 
+@pytest.mark.feature("H31")
 def test_plans_follow_the_splits_of_the_call(used):
     """One expert is as large as itself; all without tokens are no batch."""
     module = grouped("mxfp8", single_grouped_weight=True).to(torch.bfloat16)
@@ -183,6 +187,7 @@ def test_native_rows_of_e4m3_codes_are_one_kernel(native, single, held):
         assert native == [(ROWS, N), (ROWS, K)][:count]
 
 
+@pytest.mark.feature("T17")
 @pytest.mark.parametrize("quantizers", [*BASES, SECTIONS[1]], ids=ids)
 def test_forward_and_the_gradient_of_the_input_wait_for_no_splits(used, quantizers):
     """Whether they are computed on exact operands of the rows alone; the loop asks for the splits."""
@@ -197,6 +202,7 @@ def test_forward_and_the_gradient_of_the_input_wait_for_no_splits(used, quantize
     assert torch.equal(y, expected["y"]) and torch.equal(x.grad, expected["x"])
 
 
+@pytest.mark.feature("T17")
 @pytest.mark.parametrize("quantizers", FORMATS + SECTIONS, ids=ids)
 def test_splits_that_only_a_device_knows_give_the_same_bits(quantizers):
     """On the loop: buffers that have room for any splits hold the same operands."""
@@ -257,6 +263,7 @@ def test_operands_of_the_kernel_are_not_put_together_again(used, quantizers, spl
     assert used == ([3, 3, 2] if splits == SPLITS else ["bmm"] * 3)
 
 
+@pytest.mark.feature("H30")
 def test_plans_follow_the_recipe_of_the_call(used):
     """What one recipe multiplies by the kernel, another one in force for the same module may not."""
     module = grouped("mxfp8", single_grouped_weight=True).to(torch.bfloat16)
@@ -293,6 +300,7 @@ class Quantizations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.feature("F73", "F85", "F76")
 def test_bulk_calls_are_one_for_each_tensor_and_ask_for_what_is_read():
     """x, w and dy, all experts in one call, and no direction that no product reads."""
     module, rows = grouped("mxfp8|fp8_block", single_grouped_weight=True), ROWS

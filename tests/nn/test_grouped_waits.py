@@ -46,6 +46,7 @@ def step(module, sizes, number, *, on_device=True):
     return {"y": y.detach(), "x": x.grad} | gradients(module)
 
 
+@pytest.mark.feature("H28", "H29")
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: " ".join(o))
 @pytest.mark.parametrize("quantizers", QUANTIZERS, ids=ids)
 def test_nothing_waits_for_splits(quantizers, options, monkeypatch):
@@ -79,6 +80,7 @@ class Launches(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.feature("H28", "H29")
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: " ".join(o))
 @pytest.mark.parametrize("quantizers", QUANTIZERS, ids=ids)
 def test_nothing_is_launched_for_each_expert(quantizers, options):
@@ -92,6 +94,7 @@ def test_nothing_is_launched_for_each_expert(quantizers, options):
     assert counts[0] == counts[1] and counts[0]["hqsweep::quantize"] + counts[0]["aten::_to_copy"] > 0
 
 
+@pytest.mark.feature("H28")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("single", [False, True])
 def test_gradients_of_biases_are_sums_of_rows(single, dtype):

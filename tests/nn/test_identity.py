@@ -92,6 +92,7 @@ def assert_products(record, direction, high):
         assert name in lossless or distance(record[name], exact[name]) > FAR, name
 
 
+@pytest.mark.feature("F20", "F144", "F150", "F65", "F66")
 @dtypes
 @directions
 @pytest.mark.parametrize("kind", ["linear", "layernorm_linear", "layernorm_mlp"])
@@ -110,6 +111,7 @@ def test_linears(kind, direction, high):
         assert_products(record, direction, high)
 
 
+@pytest.mark.feature("F150")
 @dtypes
 @directions
 def test_experts(direction, high):
@@ -143,6 +145,7 @@ def attention_oracle(q, k, v, do, direction):
     )
 
 
+@pytest.mark.feature("F150")
 @dtypes
 @directions
 def test_attention(direction, high):

@@ -104,6 +104,7 @@ def one_of_each() -> list[dict]:
 GOLDEN = one_of_each()
 
 
+@pytest.mark.feature("F58")
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["id"])
 def test_gemms_receive_golden_bytes(case, slot):
@@ -213,6 +214,7 @@ def assert_bytes(operand: Operand, expected: Theirs) -> None:
     assert torch.equal(operand.buffers["s"], expected.scales.view(operand.buffers["s"].shape))
 
 
+@pytest.mark.feature("T33")
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_exact_products_are_those_of_their_operands_up_to_float32_accumulation(recipe, device):
@@ -229,6 +231,7 @@ def test_exact_products_are_those_of_their_operands_up_to_float32_accumulation(r
         assert ((outputs[name].double() - expected).abs() <= accumulated + rounded).all(), name
 
 
+@pytest.mark.feature("T8")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_native_products_receive_their_bytes(recipe):
     tensors = drawn("cpu")
@@ -238,6 +241,7 @@ def test_native_products_receive_their_bytes(recipe):
             assert_bytes(operand, other)
 
 
+@pytest.mark.feature("F58", "T33")
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_native_products_are_torchs_own_on_their_operands(recipe):

@@ -116,6 +116,7 @@ def test_the_operator_with_a_counter_keeps_the_rules_of_torch_library():
     torch.library.opcheck(torch.ops.hqsweep.quantize.default, arguments, options)
 
 
+@pytest.mark.feature("H7")
 @pytest.mark.gpu
 @pytest.mark.parametrize("members", [False, True])
 @pytest.mark.parametrize("pair", STOCHASTIC_PAIRS, ids="|".join)

@@ -36,6 +36,7 @@ def bits(operand):
     return [t.cpu().contiguous().view(torch.uint8) for t in tensors if t is not None]
 
 
+@pytest.mark.feature("F22")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("amax", [0.0, 0.7, 300.0, 1e-40, float("inf")])
 @pytest.mark.parametrize(("row", "column", "source"), PAIRS)

@@ -87,6 +87,7 @@ def layouts(rows, cols, device, dtype):
     return {"rows": x, "unaligned": wide[:, :cols], "columns": high.t()}
 
 
+@pytest.mark.feature("F137")
 @devices
 @cases
 @pytest.mark.parametrize("width", [256, 96, 48])
@@ -144,6 +145,7 @@ def without_nan(tensors):
     return {name: torch.where(t.isnan(), torch.full_like(t, 7.0), t) for name, t in tensors.items()}
 
 
+@pytest.mark.feature("F137")
 @devices
 @cases
 def test_splits_that_the_host_does_not_know(case, device, monkeypatch):
@@ -194,6 +196,7 @@ def test_what_a_call_for_each_expert_refuses_is_refused():
         quantize(x, format, splits=Splits.of((16, 16), 32))
 
 
+@pytest.mark.feature("F137", "A28")
 @pytest.mark.gpu
 @cases
 def test_gpu_graph_serves_other_splits_without_waiting(case):

@@ -49,6 +49,7 @@ def grids_of(operands, x):
     return grids
 
 
+@pytest.mark.feature("F109", "F113")
 @devices
 @backends
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

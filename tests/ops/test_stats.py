@@ -43,6 +43,7 @@ def test_sqnr_of_gaussian_data(text, decibel):
     assert tensor_error(x, format, format.encode(x))["sqnr_db"] == pytest.approx(decibel, abs=0.1)
 
 
+@pytest.mark.feature("T32")
 def test_underflow_and_saturation_are_counted():
     x = torch.full((1, 32), 1e-6)
     x[0, 0] = 448.0
@@ -100,6 +101,7 @@ def test_squares_beyond_float32_have_no_ratios():
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 
 
+@pytest.mark.feature("T32")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("source", ["original", "rowwise_dequantized"])
 @pytest.mark.parametrize("output", ["codes", "exact"])

@@ -35,6 +35,7 @@ def train(p, optimizer, steps):
         yield optimizer.state[p]
 
 
+@pytest.mark.feature("F97", "F152")
 @pytest.mark.parametrize("kernels", [{}, {"foreach": True}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("text", [*FEW, "nvfp4+sr"])
 def test_masters_are_adamw_and_codes_are_theirs(text, kernels):
@@ -60,6 +61,7 @@ def test_without_a_preserved_value_masters_start_from_the_quantized_one():
         assert torch.equal(state["master_param"], master)
 
 
+@pytest.mark.feature("F96")
 def test_the_preserved_value_is_cleared_when_the_master_is_made():
     p = quantized("mxfp8", preserve_high_precision_init_val=True)
     optimizer = FusedAdam([p])
@@ -94,11 +96,13 @@ def test_without_masters_bf16_is_updated_in_place_as_adamw_does():
         assert torch.equal(p, master) and state.keys() == expected.keys()
 
 
+@pytest.mark.feature("F97", "F152")
 def test_quantized_parameters_without_masters_are_refused():
     with pytest.raises(UserError, match="1 parameters are quantized, such as one in mxfp8; they cannot be"):
         FusedAdam([quantized("mxfp8")], master_weights=False)
 
 
+@pytest.mark.feature("F133", "F154")
 @pytest.mark.parametrize("text", [*FEW, "nvfp4+sr", None], ids=str)
 def test_resuming_from_a_state_dict_is_going_on(text, tmp_path):
     def start():
@@ -207,6 +211,7 @@ def test_gradients_of_microbatches_add_up_in_main_grads():
             assert torch.equal(optimizers[0].master_param(p), q)
 
 
+@pytest.mark.feature("F99", "F100")
 @pytest.mark.parametrize("text", ["mxfp8|nvfp4", "nvfp4|mxfp8", "fp8_current|mxfp8"])
 def test_loss_falls_at_every_step_with_mixed_formats(text):
     torch.manual_seed(0)

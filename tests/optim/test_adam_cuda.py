@@ -93,6 +93,7 @@ def test_gpu_specials_reach_the_weights():
         assert not norm.isfinite() and parameters[1][3, 4].isnan()
 
 
+@pytest.mark.feature("H6")
 @pytest.mark.gpu
 def test_gpu_graphs_hold_a_step_and_follow_the_rate():
     """Captured once, replayed under other gradients and rates: the bytes of as many steps without a graph."""

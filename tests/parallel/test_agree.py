@@ -4,6 +4,8 @@ import pytest
 from support.parallel.agree_ranks import COLS, CUTS, ROWS, all_cases
 from support.ranks import run_ranks
 
+pytestmark = pytest.mark.feature("F109", "F113")
+
 
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request):
@@ -16,16 +18,19 @@ def test_shards_equal_the_whole(ranks, case):
     assert [rank[case] for rank in ranks] == [{}] * len(ranks)
 
 
+@pytest.mark.feature("F126", "F127", "F128", "F131")
 def test_flat_fragments_any_offset(ranks):
     assert [rank["fragments"] for rank in ranks] == [{}] * len(ranks)
     assert all(rank["grouped_fragments"] for rank in ranks)
     assert [rank["grouped_shards"] for rank in ranks] == [{}] * len(ranks)
 
 
+@pytest.mark.feature("F126", "F127", "F128", "F131")
 def test_states_of_shards_are_those_of_the_whole(ranks):
     assert [rank["delayed"] for rank in ranks] == [[]] * len(ranks)
 
 
+@pytest.mark.feature("F130")
 def test_codes_that_are_gathered_as_bytes_are_those_of_the_whole(ranks):
     every = [rank["gathered_codes"] for rank in ranks]
     assert [rank["wrong"] for rank in every] == [[]] * len(ranks)

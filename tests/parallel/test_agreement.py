@@ -67,6 +67,7 @@ def facts(config: ConvergenceConfig) -> dict[str, object]:
     return convergence.shared_facts(config, data.loaded(config.data), torch.device("cpu"))
 
 
+@pytest.mark.feature("H24")
 @pytest.mark.parametrize("name", FACTS)
 def test_what_differs_is_one_fact_of_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = facts(trained())
@@ -93,6 +94,7 @@ def differing(rank: int, folder: Path) -> list[tuple[str, list]]:
     return said
 
 
+@pytest.mark.feature("H24")
 def test_a_run_whose_ranks_differ_ends_on_all_of_them_before_its_first_step(tmp_path: Path) -> None:
     first, second = run_ranks(2, differing, tmp_path)
     assert first == second

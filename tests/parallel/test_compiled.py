@@ -8,6 +8,7 @@ from support.ranks import run_ranks
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
 
 
+@pytest.mark.feature("H25")
 @pytest.mark.slow
 def test_matrices_then_checkpoints_then_compiled_blocks_then_fully_shard():
     """In two steps losses and gradients are those of one process, as they are without any of the four. torch 2.13 ends

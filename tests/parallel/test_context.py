@@ -13,6 +13,7 @@ def spread():
     return run_ranks(WORLD, run)
 
 
+@pytest.mark.feature("T24")
 @pytest.mark.parametrize("name", CASES)
 def test_attention_is_over_all_tokens(spread, name):
     """In float32 to its precision; in mxfp8 a last bit may turn a code, of 3 bits after the point."""
@@ -23,6 +24,7 @@ def test_attention_is_over_all_tokens(spread, name):
         assert (got - expected).norm() <= bound * expected.norm(), key
 
 
+@pytest.mark.feature("T24")
 def test_what_cannot_be_spread_is_refused(spread):
     low, rounded, none = spread[0]["refused"]
     assert low == (

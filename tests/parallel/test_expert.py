@@ -27,6 +27,8 @@ def assert_same(parts, whole, counts=TOKENS):
     assert sum(len(part) for part in parts) > len(whole)
 
 
+@pytest.mark.slow
+@pytest.mark.feature("F79")
 @pytest.mark.parametrize("name", [*RECIPES, "held"])
 def test_experts_over_ranks_are_those_of_one_process(spread, name):
     module = mixture(HELD, held=True) if name == "held" else mixture(RECIPES[name])
@@ -36,12 +38,14 @@ def test_experts_over_ranks_are_those_of_one_process(spread, name):
         assert any(".states." in key for key in whole)
 
 
+@pytest.mark.feature("H15")
 @pytest.mark.parametrize("name", ROOMY)
 def test_rows_that_have_room_are_those_that_are_waited_for(spread, name):
     whole = train(mixture(RECIPES[name]), list(range(WORLD)), counts=EQUAL)
     assert_same([part["room"][name] for part in spread], whole, EQUAL)
 
 
+@pytest.mark.feature("H15")
 def test_rows_without_room_are_said(spread):
     """The greatest number of rows of a rank's experts, worked out by the router of one process."""
     module = mixture("mxfp8")
@@ -53,6 +57,7 @@ def test_rows_without_room_are_said(spread):
         assert is_nan and of_few.startswith(few) and of_unlike == unlike
 
 
+@pytest.mark.feature("F79")
 def test_groups_that_hold_the_same_experts_share_amaxes(spread):
     """Two groups of two have the outputs and the histories of one process, as no scale is of their tokens alone."""
     whole = train(mixture(RECIPES["delayed"]), list(range(WORLD)))
@@ -66,6 +71,7 @@ def test_groups_that_hold_the_same_experts_share_amaxes(spread):
         assert torch.equal(torch.cat([part[name] for part in parts]), forward[name])
 
 
+@pytest.mark.feature("H16")
 @pytest.mark.parametrize("name, recipe, held", [("cut", CODES, False), ("held and cut", HELD, True)])
 def test_experts_of_a_rank_are_cut_further_by_fully_shard(spread, name, recipe, held):
     """Two groups of two, whose gradients are the sums of those of two processes with the tokens of a group each."""
@@ -78,6 +84,7 @@ def test_experts_of_a_rank_are_cut_further_by_fully_shard(spread, name, recipe, 
             assert torch.equal(torch.cat([part[key] for part in parts]), torch.cat([half[key] for half in halves])), key
 
 
+@pytest.mark.feature("H14")
 def test_codes_travel_where_nothing_else_is_read(spread):
     """Bytes of a row: tokens there, outputs back, their gradients there, gradients of tokens back. Codes and scales of
     32 elements: nvfp4 16 + 2, mxfp8 32 + 1, fp8_current 32, fp8_block 32 + 4, all filled up to 16."""
@@ -87,6 +94,7 @@ def test_codes_travel_where_nothing_else_is_read(spread):
     assert sent["per tensor"] == [32, 64, 48, 64]
 
 
+@pytest.mark.feature("H14")
 def test_an_evaluation_sends_codes_of_any_source(spread):
     x = torch.cat([tokens(rank, 1)[0] for rank in range(WORLD)])
     with torch.no_grad():

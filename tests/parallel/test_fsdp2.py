@@ -27,16 +27,19 @@ OTHERS = [((48, 96), 1), ((32, 48), 1), ((3, 64, 32), 1), ((2, 32, 96), 2), ((3,
 """Cut along another axis than the first: also into parts that cut blocks of 32, and of 16."""
 
 
+@pytest.mark.feature("F101", "F102", "F103", "F104", "F108", "F114", "H8")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_ranks_gather_is_the_whole(backend):
     assert run_ranks(2, gathered, STATELESS, EVEN + CUT[:1], OTHERS, backend=backend) == [{}, {}]
 
 
+@pytest.mark.feature("F101", "F102", "F103", "F104", "F108", "F114")
 @pytest.mark.slow
 def test_cuts_inside_blocks():
     assert run_ranks(3, gathered, STATELESS, CUT, [((32, 192), 1), ((2, 96, 32), 1)]) == [{}, {}, {}]
 
 
+@pytest.mark.feature("F110", "F111")
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_ranks_train_as_one_process(backend):
@@ -53,6 +56,7 @@ def test_shards_on_the_cpu_are_gathered_on_gpus():
     assert run_ranks(2, offloaded, texts, backend=mesh.backend("cuda")) == [{}, {}]
 
 
+@pytest.mark.feature("H12")
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_plain_weights_train_as_in_one_process(backend):
@@ -61,6 +65,7 @@ def test_plain_weights_train_as_in_one_process(backend):
     assert run_ranks(2, plainly_trained, names, backend=backend) == [{}, {}]
 
 
+@pytest.mark.feature("F110", "F111")
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_formats_train_as_in_one_process(backend):
@@ -68,6 +73,7 @@ def test_formats_train_as_in_one_process(backend):
     assert run_ranks(2, trained, texts, ["reshards", "by columns"], backend=backend) == [{}, {}]
 
 
+@pytest.mark.feature("H8")
 @pytest.mark.slow
 def test_hybrid_shards_train_as_one_process():
     """Shards of one rank, too: nothing is gathered there. Also with a number of ranks, over which weights lie between
@@ -89,6 +95,7 @@ PLANES = {
 """Bytes an element of the rowwise operand, and of the columnwise one."""
 
 
+@pytest.mark.feature("F112", "H10")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_pass_sends_the_plane_that_it_reads(backend):
     ranks = run_ranks(2, sent, list(PLANES), backend=backend)
@@ -118,6 +125,7 @@ PLAIN = {
 """Bytes an element of what is kept of a plain weight for backward, where that is in one gather with forward."""
 
 
+@pytest.mark.feature("H12")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_plain_weights_travel_in_bf16_and_are_kept_as_codes(backend):
     """Two bytes an element each way; what is kept for backward is what that reads."""
@@ -143,6 +151,7 @@ QUANTIZATIONS = {
 """How often a plain weight is quantized in each of two steps, in every format."""
 
 
+@pytest.mark.feature("H12")
 @pytest.mark.parametrize(
     "texts", [["nvfp4+2d", "mxfp8"], pytest.param([*SQUARE[1:], "nvfp4+2d+sr"], marks=pytest.mark.slow)]
 )
@@ -154,12 +163,14 @@ def test_plain_weights_are_quantized_once_of_each_gather(texts):
         assert faults == []
 
 
+@pytest.mark.feature("F115")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_memory_is_that_of_the_plane_in_use(backend):
     step = [[0, 0.5626], [0, 1.0312], [0, 0]]  # the second block's forward, its backward, the end of a step
     assert run_ranks(2, memory, "nvfp4|mxfp8", backend=backend) == [step * 3] * 2
 
 
+@pytest.mark.feature("H10", "H12")
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_policies_states_the_meta_device_and_converted_models(backend):

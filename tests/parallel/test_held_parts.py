@@ -57,10 +57,12 @@ def test_parts_that_fully_shard_cuts_further(of_four):
     assert of_four[0] == ([],) * 4
 
 
+@pytest.mark.feature("H8", "H20")
 def test_held_parts_that_fully_shard_cuts_further_are_those_of_one_process(of_four):
     assert of_four[1] == ([],) * 4
 
 
+@pytest.mark.feature("H20")
 @pytest.mark.parametrize("name", held_parts.RECIPES)
 def test_a_step_after_a_checkpoint_of_one_process_has_its_codes(of_one, of_four, name):
     held = {n: p for n, p in of_one[name].model.named_parameters() if isinstance(p, HybridQuantizedTensor)}
@@ -74,6 +76,7 @@ def test_a_step_after_a_checkpoint_of_one_process_has_its_codes(of_one, of_four,
         assert {runs for _, runs, _ in parts.values()} == {1, 2, 3}
 
 
+@pytest.mark.feature("H20")
 @pytest.mark.parametrize("name", held_parts.RECIPES)
 def test_one_process_goes_on_from_a_checkpoint_of_ranks(of_one, of_four, name):
     """Codes, masters, moments and histories of weights are its own; those of other tensors are of split sums."""

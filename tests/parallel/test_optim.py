@@ -29,6 +29,8 @@ def differences(a, b):
     return [name for name in a if not torch.equal(a[name], b[name])]
 
 
+@pytest.mark.slow
+@pytest.mark.feature("H1")
 @pytest.mark.parametrize("case", CASES)
 def test_shards_are_updated_as_in_one_process(case, ranks):
     """Masters, moments and parameters after every step, to the byte, on every rank."""
@@ -51,12 +53,14 @@ def test_each_rank_holds_its_part_of_the_state(case, ranks):
     assert parts == [[48, outputs - 16], [48, 16]]
 
 
+@pytest.mark.feature("H1")
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_training_of_shards_is_the_uninterrupted_one(case, ranks):
     for seen in ranks:
         assert not differences(seen[case, STEPS], seen[case, "resumed"])
 
 
+@pytest.mark.feature("H1")
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_clipped_by_the_norm_over_all_ranks(case, ranks):
     """The first step clips and the second leaves what is clipped; sums of squares are in another order."""
@@ -70,6 +74,7 @@ def test_gradients_are_clipped_by_the_norm_over_all_ranks(case, ranks):
             torch.testing.assert_close(seen[case, "clipped"][name], tensor, rtol=2e-2, atol=1e-3)
 
 
+@pytest.mark.feature("H2")
 @pytest.mark.parametrize("case", MAIN_GRADS)
 def test_main_grads_are_fp32_sums_of_all_ranks(case, ranks):
     """They add up unrounded results of wgrad to the byte, for parameters that are gathered or kept in bfloat16, too."""
@@ -81,6 +86,7 @@ def test_main_grads_are_fp32_sums_of_all_ranks(case, ranks):
         assert seen[case, "grads"] == [None] * 3
 
 
+@pytest.mark.feature("H2")
 def test_main_grads_that_ranks_do_not_share_are_refused(ranks):
     for seen in ranks:
         assert (
@@ -89,6 +95,7 @@ def test_main_grads_that_ranks_do_not_share_are_refused(ranks):
         )
 
 
+@pytest.mark.feature("H2")
 def test_main_grads_of_rounded_reductions_are_refused(ranks):
     for seen in ranks:
         assert (
@@ -97,6 +104,7 @@ def test_main_grads_of_rounded_reductions_are_refused(ranks):
         )
 
 
+@pytest.mark.feature("H4")
 @pytest.mark.parametrize("bias", [False, True])
 def test_ddp_gives_all_ranks_the_held_weights_of_the_first(bias, ranks):
     """Operands of both directions and the preserved initial value, and not its decoded values quantized once more;

@@ -15,6 +15,7 @@ def staged():
     return run_ranks(WORLD, run)
 
 
+@pytest.mark.feature("H22")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_stages_compute_what_one_process_does(staged, name):
@@ -28,6 +29,7 @@ def test_stages_compute_what_one_process_does(staged, name):
     assert any(".states." in key for key in whole) == (name == "delayed")
 
 
+@pytest.mark.feature("H22")
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "stochastic weights"])
 def test_weights_are_quantized_once_a_step(staged, name):
     """Both directions at once, for the microbatches of all of its stages."""
@@ -35,6 +37,7 @@ def test_weights_are_quantized_once_a_step(staged, name):
         assert rank[name]["weights"].tolist() == [STEPS] * (LINEARS * LAYERS // WORLD)
 
 
+@pytest.mark.feature("H22")
 def test_what_cannot_be_staged_is_refused(staged):
     other, shallow, few, odd, batch, layer, tokens = staged[0]["refused"]
     assert other == "Pipeline: Linear has no embedding; it takes hqsweep's own GPT"

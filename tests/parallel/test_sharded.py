@@ -8,6 +8,7 @@ from torch.multiprocessing import ProcessExitedException
 from hqsweep.checkpoints.save import save_model
 
 
+@pytest.mark.feature("H13")
 @pytest.mark.slow
 def test_a_resumed_training_is_the_one_without_a_break(tmp_path):
     run_ranks(2, resumed, tmp_path, RESUMED)
@@ -18,6 +19,7 @@ def test_a_resumed_training_is_the_one_without_a_break(tmp_path):
     assert whole.read_bytes() == one.read_bytes()
 
 
+@pytest.mark.feature("H13")
 @pytest.mark.slow
 def test_any_number_of_ranks_loads_what_any_other_saved(tmp_path):
     ones = {}
@@ -34,6 +36,7 @@ def test_any_number_of_ranks_loads_what_any_other_saved(tmp_path):
             assert_same(contents[f"{name} saved"], other, name)
 
 
+@pytest.mark.feature("H13")
 def test_a_rank_that_is_killed_while_it_saves_leaves_the_checkpoint_before(tmp_path):
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
         run_ranks(2, killed, tmp_path)

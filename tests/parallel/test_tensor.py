@@ -67,6 +67,7 @@ def test_tokens_travel_as_codes_where_that_takes_fewer_bytes(of_two_ranks):
     }
 
 
+@pytest.mark.feature("F119")
 def test_linears_by_the_names_of_transformer_engine(of_two_ranks):
     assert of_two_ranks[4][0] == of_two_ranks[4][1]
     assert of_two_ranks[4][0] == [
@@ -77,15 +78,18 @@ def test_linears_by_the_names_of_transformer_engine(of_two_ranks):
     ]
 
 
+@pytest.mark.feature("F119")
 def test_layers_by_the_names_of_transformer_engine(of_two_ranks):
     assert of_two_ranks[5] == ([], [])
 
 
+@pytest.mark.feature("F119")
 def test_held_parts_by_the_names_of_transformer_engine(held_by_two_ranks):
     """Built with the group or before it, trained, loaded, and written from masters, as those of one process."""
     assert held_by_two_ranks[0] == ([], [])
 
 
+@pytest.mark.feature("F119")
 def test_experts_by_the_names_of_transformer_engine(held_by_two_ranks):
     """In formats that scale by the whole matrix of an expert, or draw random bits by its place in it."""
     assert held_by_two_ranks[1] == ([], [])
@@ -148,6 +152,7 @@ def test_models_over_two_ranks_have_the_bytes_of_sums_that_are_split():
     assert run_ranks(2, shared_models.everything, 2, MODELS) == [([], UNSHARED, [])] * 2
 
 
+@pytest.mark.feature("H19")
 @pytest.mark.slow
 def test_mixtures_over_two_ranks_have_the_bytes_of_sums_that_are_split():
     assert run_ranks(2, shared_models.mixtures, 2, [{"experts": 4} | case for case in MIXTURES]) == [([], True)] * 2

@@ -38,6 +38,7 @@ def scale_amax(operand):
     return operand.buffers["s"].item() * operand.format.element.max
 
 
+@pytest.mark.feature("F22")
 def test_a_scale_comes_from_the_largest_amax_of_earlier_steps():
     quantizer = HybridQuantizer.parse("fp8_delayed+history4")
     slot, seen = states(quantizer), []
@@ -173,6 +174,7 @@ def test_gpu_states_are_those_of_the_cpu():
             assert torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
+@pytest.mark.feature("F83")
 @pytest.mark.parametrize("format", [FP8, MOST_RECENT], ids=str)
 @pytest.mark.parametrize("held", [False, True])
 def test_states_of_a_group_go_on_as_each_by_itself(format, held):

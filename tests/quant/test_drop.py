@@ -24,6 +24,7 @@ def quantized(text, kind, **options):
     return x, kind.quantize(x, HybridQuantizer.parse(text), key=KEY, **options)
 
 
+@pytest.mark.feature("F31", "F37")
 @pytest.mark.parametrize("kind", [HybridQuantizedTensor, GroupedTensor])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("text", STATELESS)
@@ -43,6 +44,7 @@ def test_what_is_left_is_the_tensor_of_the_other_direction(text, direction, kind
     assert w.metadata.directions == DIRECTIONS  # views keep theirs
 
 
+@pytest.mark.feature("F31", "F37")
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_memory_is_freed(direction):
     with quantized_model_init():
@@ -56,6 +58,7 @@ def test_memory_is_freed(direction):
     assert sum(buffer.nbytes for buffer in module.weight.buffers.values()) == nbytes - freed
 
 
+@pytest.mark.feature("F31", "F37")
 def test_a_product_that_reads_the_dropped_direction_is_refused():
     with quantized_model_init():
         module = Linear(96, 64, name="m", recipe="nvfp4|mxfp8")

@@ -44,6 +44,7 @@ def assert_same(group, members):
             assert (ours.factor is None and theirs.factor is None) or torch.equal(ours.factor, theirs.factor)
 
 
+@pytest.mark.feature("F73", "F85")
 @pytest.mark.parametrize("output", ["codes", "exact"])
 @pytest.mark.parametrize("text", STATELESS)
 def test_members_are_those_of_single_calls(text, output):
@@ -57,6 +58,7 @@ def test_members_are_those_of_single_calls(text, output):
     assert_same(group.columnwise, [each.columnwise for each in alone])
 
 
+@pytest.mark.feature("F76")
 @pytest.mark.parametrize("text", FEW)
 def test_only_what_is_asked_for_is_made(text):
     quantizer, x, splits = HybridQuantizer.parse(text), draw("heavy", ROWS, WIDTH), Splits.of(SPLITS, ROWS)
@@ -74,6 +76,7 @@ def capacity(format, sizes, width, columnwise):
     return {name: count for name, ((count,), _) in zip(format.layout, outputs, strict=True)}
 
 
+@pytest.mark.feature("F73", "F85")
 @pytest.mark.parametrize("text", STATELESS)
 def test_packed_buffers_are_compact_and_fit_the_capacity(text):
     """Members are views that follow each other; no buffer is larger than any splits of as many rows can need."""
@@ -100,6 +103,7 @@ def test_capacity_is_reached_by_the_worst_splits_but_for_less_than_one_block_an_
     assert capacity(format, splits.sizes, 8, True) == {"q": 800, "s": (3 + 4) * 8}
 
 
+@pytest.mark.feature("F78")
 def test_a_quantizer_with_a_quantize_of_its_own_is_called_for_each_expert():
     quantizer, x = HybridQuantizer.parse("mxfp8"), draw("heavy", ROWS, WIDTH)
     custom = Doubled(quantizer.rowwise, quantizer.columnwise)
@@ -175,6 +179,7 @@ def scaled(factor):
     return Scaled(parse("mxfp8"), parse("mxfp8"), factor=factor)
 
 
+@pytest.mark.feature("F74", "F77", "F84")
 @pytest.mark.parametrize(
     ("first", "other", "difference"),
     [

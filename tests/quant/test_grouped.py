@@ -17,6 +17,7 @@ from hqsweep.quant import GroupedTensor, HybridQuantizedTensor, HybridQuantizer
 from hqsweep.quant.serialize import load_safetensors, save_safetensors
 
 
+@pytest.mark.feature("F81", "F86", "F89")
 @pytest.mark.parametrize("text", STATELESS)
 def test_members_are_the_tensors_of_the_experts(text):
     x, w = values(), grouped(text)
@@ -27,6 +28,7 @@ def test_members_are_the_tensors_of_the_experts(text):
     assert torch.equal(w.dequantize(), torch.stack([single.dequantize() for single in alone(x, text)]))
 
 
+@pytest.mark.feature("F87", "F88", "A28")
 @pytest.mark.parametrize("text", STATELESS)
 def test_members_are_views_of_the_packed_buffers(text):
     w = grouped(text)
@@ -42,6 +44,7 @@ def test_members_are_views_of_the_packed_buffers(text):
     assert before == {name: flat.data_ptr() for name, flat in w.buffers.items()}
 
 
+@pytest.mark.feature("F93")
 @pytest.mark.parametrize("directions", [("rowwise",), ("columnwise",)])
 @pytest.mark.parametrize("text", SOME)
 def test_one_direction_alone(text, directions):
@@ -52,6 +55,7 @@ def test_one_direction_alone(text, directions):
     assert torch.equal(w.dequantize(), torch.stack([own.dequantize() for own in w.members]))
 
 
+@pytest.mark.feature("F81", "F86", "F89")
 @pytest.mark.parametrize("text", SOME)
 def test_in_place_operations_and_init_functions_return_self(text):
     w = nn.Parameter(grouped(text))
@@ -81,6 +85,7 @@ def test_a_key_goes_on_for_every_expert():
     assert_same_bytes(part[0], grouped("nvfp4+sr")[0])
 
 
+@pytest.mark.feature("F93")
 @pytest.mark.parametrize("text", SOME)
 def test_it_is_cut_between_experts_and_copied_whole(text):
     w = grouped(text)
@@ -101,6 +106,7 @@ def test_it_is_cut_between_experts_and_copied_whole(text):
     assert torch.empty_like(w).buffers.keys() == w.buffers.keys()
 
 
+@pytest.mark.feature("H8")
 @pytest.mark.parametrize("dim", [1, 2, -1])
 @pytest.mark.parametrize("text", SOME)
 def test_shards_of_every_expert_are_copies(text, dim):
@@ -136,6 +142,7 @@ def test_files(text, tmp_path):
     assert isinstance(loaded, nn.Parameter)
 
 
+@pytest.mark.feature("F74", "F77", "F84")
 @pytest.mark.parametrize("text", SOME)
 def test_one_is_made_of_members(text):
     members = alone(values(), text)
@@ -161,6 +168,7 @@ def test_the_optimizer_keeps_masters_of_all_experts():
     assert w.high_precision_init_val is None
 
 
+@pytest.mark.feature("F93")
 def test_preserved_values_are_those_of_the_experts():
     """In members, in parts, and in a group that is made of tensors that have some."""
     w, x = grouped(preserve_high_precision_init_val=True), values()
@@ -172,6 +180,7 @@ def test_preserved_values_are_those_of_the_experts():
     assert GroupedTensor.of(alone(x, "mxfp8")).high_precision_init_val is None
 
 
+@pytest.mark.feature("F93")
 def test_experts_that_do_not_follow_each_other_are_no_part():
     w = grouped()
     for part in (lambda: w[::2], lambda: w[2:2], lambda: w[3:]):

@@ -29,6 +29,7 @@ cases = pytest.mark.parametrize("name", SHAPES)
 formats = pytest.mark.parametrize("text", [*QUANTIZERS, "mxfp8|fp8_delayed@rowwise_dequantized"])
 
 
+@pytest.mark.feature("A28")
 @devices
 @formats
 @cases
@@ -56,6 +57,7 @@ def test_members_have_the_bytes_of_ops_quantize_of_them_alone(name, text, device
                 assert own.history[0] == (read.abs().amax() if part.numel() else 0)
 
 
+@pytest.mark.feature("A28")
 @devices
 @formats
 def test_one_direction_alone_is_that_of_both(text, device):
@@ -121,6 +123,7 @@ def golden_cases():
     return [case for cases in by_format.values() for case in cases[:2]]
 
 
+@pytest.mark.feature("A28")
 @devices
 @pytest.mark.parametrize("case", golden_cases(), ids=lambda case: case["id"])
 def test_a_member_among_others_of_unlike_shapes_has_the_golden_bytes(case, device):

@@ -26,6 +26,7 @@ cases = pytest.mark.parametrize("name", SHAPES)
 some = pytest.mark.parametrize("text", SOME)
 
 
+@pytest.mark.feature("A28")
 @some
 @cases
 def test_it_is_written_in_place(name, text):
@@ -73,6 +74,7 @@ def test_operations_of_torch(text):
     assert_same_bytes(turned, expected)
 
 
+@pytest.mark.feature("A28")
 @some
 @pytest.mark.parametrize("name", ["first", "both", "empty"])
 def test_files_and_states(name, text, tmp_path):
@@ -125,6 +127,7 @@ def test_the_optimizer_keeps_masters_of_all_members():
     assert_same_bytes(w.detach(), expected)
 
 
+@pytest.mark.feature("A28")
 @pytest.mark.parametrize("text", [text for text in SOME if text != "fp8_block"])  # whose blocks are taller than members
 def test_memory_is_used_again_for_other_shapes(text):
     """What stands behind the members stays as it is, and so do addresses."""
@@ -143,6 +146,7 @@ def test_memory_is_used_again_for_other_shapes(text):
         large.reused_for([(1024, 32), (16, 16)])
 
 
+@pytest.mark.feature("A28")
 def test_no_product_takes_members_of_unlike_widths():
     """On the loop and by a kernel, of codes and of exact operands; nor weights of unlike shapes."""
     w, x, uneven = (group(name=name) for name in ("both", "uniform", "first"))

@@ -15,6 +15,7 @@ from hqsweep.formats.inputs import draw
 from hqsweep.quant import GroupedTensor
 
 
+@pytest.mark.feature("F81", "F86", "F89")
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad])
 @pytest.mark.parametrize("foreach", [False, True])
 def test_optimizers_of_torch_write_it_as_they_write_its_experts(make, foreach):
@@ -37,6 +38,7 @@ def test_optimizers_of_torch_write_it_as_they_write_its_experts(make, foreach):
     torch.testing.assert_close(whole.grad.float().norm(), torch.tensor(1.0), rtol=2**-7, atol=0)
 
 
+@pytest.mark.feature("F81", "F86", "F89")
 def test_an_average_of_weights_is_written_to_it():
     model = nn.Module()
     model.weight = nn.Parameter(grouped(x=torch.zeros(E, N, K)))
@@ -51,6 +53,7 @@ def test_an_average_of_weights_is_written_to_it():
         assert torch.equal(held.dequantize(), torch.full((E, N, K), expected, dtype=held.dtype))
 
 
+@pytest.mark.feature("F81", "F86", "F89")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_another_dtype_and_pickling_keep_its_bytes(dtype):
     w = nn.Parameter(grouped("nvfp4+sr"))
@@ -67,6 +70,7 @@ def test_another_dtype_and_pickling_keep_its_bytes(dtype):
     assert_same_bytes(w, grouped("nvfp4+sr"))  # memory of its own
 
 
+@pytest.mark.feature("F81", "F86", "F89")
 @pytest.mark.parametrize(
     ("init", "arguments"),
     [
@@ -82,6 +86,7 @@ def test_init_functions_write_what_they_write_to_a_plain_tensor(init, arguments)
     assert_same_bytes(w, grouped(x=plain.detach()))
 
 
+@pytest.mark.feature("F81", "F86", "F89")
 @pytest.mark.parametrize("text", FEW)
 def test_what_is_assigned_to_data_is_written(text):
     """torch.nn.utils.vector_to_parameters assigns so; torch's own setter would leave the operands as they were."""

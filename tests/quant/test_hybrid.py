@@ -15,6 +15,7 @@ from hqsweep.quant import HybridQuantizer, flatten, unflatten
 KEY = RngKey(seed=0, slot="t", step=1)
 
 
+@pytest.mark.feature("F28", "F33", "F34")
 @pytest.mark.parametrize(
     ("text", "printed"),
     [
@@ -44,6 +45,7 @@ def test_dict_form():
     assert HybridQuantizer.parse(section) == HybridQuantizer.parse("nvfp4|mxfp8@rowwise_dequantized")
 
 
+@pytest.mark.feature("F28", "F33", "F34")
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -70,6 +72,7 @@ def test_only_the_directions_asked_for_are_made():
     assert only_column.rowwise is None and only_column.columnwise.shape == (64, 32)
 
 
+@pytest.mark.feature("F38", "F40")
 @pytest.mark.parametrize("text", ["nvfp4|mxfp8", "mxfp8|nvfp4+rht", "fp8_current|fp8_block", "nvfp4+sr|nvfp4+sr"])
 @pytest.mark.parametrize("source", ["original", "rowwise_dequantized"])
 def test_columnwise_source(text, source):
@@ -110,6 +113,7 @@ def test_flatten_gives_everything_back():
     assert operand.nbytes == 16 * 16 + 16 * 2 + 4
 
 
+@pytest.mark.feature("T27")
 def test_statistics_are_errors_against_the_original_values_in_both_directions():
     x = draw("normal", 64, 96)
     for text in ("nvfp4|mxfp8", "nvfp4|mxfp8@rowwise_dequantized", "bf16|nvfp4"):

@@ -52,6 +52,7 @@ def test_nothing_else_of_a_storage_is_refused():
     assert weight.detach().untyped_storage()._cdata != 0 and storage.resize_(0) is storage
 
 
+@pytest.mark.slow
 def test_memory_that_torch_reads_by_itself_is_none():
     """No address is read, whatever way torch takes; in a process of its own, for it might crash."""
     code = """

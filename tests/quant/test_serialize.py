@@ -18,6 +18,8 @@ from hqsweep.formats.inputs import draw
 from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
 from hqsweep.quant.serialize import flatten_state, load_safetensors, save_safetensors
 
+pytestmark = pytest.mark.feature("F133", "F154")
+
 KEY = RngKey(seed=3, slot="w", step=2**40)
 
 
@@ -50,6 +52,7 @@ def model(texts=STATELESS):
     return linears
 
 
+@pytest.mark.feature("F50", "F107")
 @pytest.mark.parametrize("copy", [by_pickle, by_torch_save])
 @pytest.mark.parametrize("text", STATELESS)
 @pytest.mark.parametrize("directions", [("rowwise", "columnwise"), ("columnwise",)], ids=len)
@@ -68,6 +71,7 @@ def test_parts_of_one_tensor_still_share_its_memory_after_loading():
     assert whole.rowwise_s.data_ptr() == part.rowwise_s.data_ptr() and part.metadata.shares_scale
 
 
+@pytest.mark.feature("F52", "F53", "F54", "F55")
 def test_safetensors_round_trip_of_a_module(tmp_path):
     saved, path = model(), tmp_path / "model.safetensors"
     save_safetensors(saved.state_dict(), path)
@@ -139,6 +143,7 @@ def test_files_that_are_not_whole_are_refused(tmp_path):
         load_safetensors(path)
 
 
+@pytest.mark.feature("F134", "F167")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_distributed_checkpoint_round_trip_in_one_process(tmp_path):
     saved, target = model(), model()

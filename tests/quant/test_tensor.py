@@ -27,6 +27,7 @@ def assert_same_bytes(a, b):
         assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
 
 
+@pytest.mark.feature("F29", "F30")
 @pytest.mark.parametrize("text", STATELESS)
 def test_it_holds_what_the_quantizer_makes(text):
     x, w = quantized(text)
@@ -47,6 +48,7 @@ def test_its_memory_is_its_own(text):
     assert all(buffer.is_contiguous() for buffer in w.buffers.values())
 
 
+@pytest.mark.feature("F52", "F53", "F54", "F55", "F51")
 def test_one_matrix_serves_both_directions_of_an_identity():
     x, w = quantized("bf16")
     assert list(w.buffers) == ["rowwise_q"] and torch.equal(w.columnwise.buffers["q"], x.t())
@@ -56,6 +58,7 @@ def test_one_matrix_serves_both_directions_of_an_identity():
     assert list(quantized("bf16", directions=["columnwise"])[1].buffers) == ["columnwise_q"]
 
 
+@pytest.mark.feature("F27", "F31", "F37", "F36", "F39", "F42", "T26")
 @pytest.mark.parametrize("text", SOME)
 @pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
 def test_one_direction_alone_has_the_bytes_it_has_in_both(text, direction):
@@ -79,6 +82,7 @@ def test_source_dtype_rounds_before_quantizing():
     assert_same_bytes(w.buffers, HybridQuantizedTensor.quantize((3 * x).bfloat16(), w.quantizer).buffers)
 
 
+@pytest.mark.feature("F39", "F42")
 @pytest.mark.parametrize("text", STATELESS)
 def test_quantize_in_place_keeps_the_memory_and_takes_the_values(text):
     x, w = quantized(text)
@@ -98,6 +102,7 @@ def test_leading_axes_are_folded():
     assert torch.equal(w.dequantize(), flat.dequantize().view(2, 32, 96))
 
 
+@pytest.mark.feature("F82")
 @pytest.mark.parametrize("text", FEW)  # what draws random bits takes a key each time
 def test_in_place_operations_compute_on_values_and_return_self(text):
     _, w = quantized(text, dtype=torch.float32)
@@ -134,6 +139,7 @@ def test_operations_read_values_and_gradients_reach_the_parameter():
     assert torch.equal(x.copy_(w), w.dequantize())  # plain.copy_(quantized)
 
 
+@pytest.mark.feature("F96")
 def test_a_preserved_initial_value_follows_writes_until_it_is_cleared():
     x, w = quantized("nvfp4|mxfp8", dtype=torch.float32, preserve_high_precision_init_val=True)
     assert torch.equal(w.get_high_precision_init_val(), x)
@@ -182,6 +188,7 @@ def test_deepcopy_of_a_module_is_whole_and_apart():
     assert not twin.any() and module.weight.any()
 
 
+@pytest.mark.feature("F35")
 def test_repr_names_the_formats_and_what_is_missing():
     _, w = quantized("nvfp4|mxfp8@rowwise_dequantized", directions=["rowwise"])
     assert repr(w) == (
@@ -191,6 +198,7 @@ def test_repr_names_the_formats_and_what_is_missing():
     assert repr(nn.Parameter(w)).startswith("Parameter of Hybrid") and "requires_grad=True" in repr(nn.Parameter(w))
 
 
+@pytest.mark.feature("F36")
 def test_a_columnwise_transform_has_no_values_without_the_rowwise_operand():
     _, w = quantized("nvfp4|nvfp4+rht", directions=["columnwise"])
     with pytest.raises(UserError, match=r"columnwise nvfp4\+rht holds transformed values; keep rowwise too"):

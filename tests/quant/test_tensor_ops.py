@@ -10,6 +10,8 @@ from hqsweep.formats import RngKey
 from hqsweep.formats.inputs import draw
 from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
 
+pytestmark = pytest.mark.feature("F106", "F156")
+
 KEY = RngKey(seed=3, slot="w", step=5)
 
 
@@ -34,6 +36,7 @@ def assert_same_bytes(a, b):
         assert torch.equal(a.buffers[name], b.buffers[name]), name
 
 
+@pytest.mark.feature("F43", "F45", "F125", "F107")
 @pytest.mark.parametrize("text", STATELESS)
 @pytest.mark.parametrize("directions", [("rowwise", "columnwise"), ("rowwise",)], ids=len)
 def test_views_of_the_whole_share_its_memory(text, directions):
@@ -141,6 +144,7 @@ def test_copies_are_apart_and_have_the_same_bytes(text):
     assert w.to(w.device) is w
 
 
+@pytest.mark.feature("F36")
 def test_a_change_of_dtype_is_one_of_name():
     _, w = quantized("nvfp4|mxfp8")
     wide = w.to(torch.float32)
@@ -176,6 +180,7 @@ def test_copy_of_anything_else_takes_the_values():
         assert_same_bytes(w, HybridQuantizedTensor.quantize(value.bfloat16(), w.quantizer))
 
 
+@pytest.mark.feature("F32")
 @pytest.mark.parametrize("text", STATELESS)
 def test_new_zeros_are_zero_in_both_directions_and_draw_nothing(text):
     _, w = quantized(text)
@@ -195,6 +200,7 @@ def test_state_that_an_optimizer_makes_is_plain():
         assert type(state) is torch.Tensor and state.shape == w.shape
 
 
+@pytest.mark.feature("F32")
 def test_empty_like_is_what_to_empty_needs():
     _, w = quantized("nvfp4|mxfp8", preserve_high_precision_init_val=True)
     meta = torch.empty_like(w, device="meta")
@@ -220,6 +226,7 @@ def test_a_module_moves_and_loads_its_quantized_weight():
     assert_same_bytes(module.weight, w)
 
 
+@pytest.mark.feature("F46")
 def test_flatten_and_unflatten_are_inverse():
     _, w = quantized("nvfp4|mxfp8", preserve_high_precision_init_val=True)
     names, metadata = w.__tensor_flatten__()

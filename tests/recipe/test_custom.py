@@ -47,6 +47,7 @@ def test_attention_is_asked_for_with_fp8_dpa_only_and_norms_never():
     assert plain.resolve([None, FC, FC]) == {FC: HybridQuantizer.parse("mxfp8")}
 
 
+@pytest.mark.feature("F11")
 def test_a_factory_is_asked_for_the_tensors_that_products_read_and_no_others():
     asked = []
     custom = CustomRecipe(qfactory=lambda role: asked.append(role) or "mxfp8", fp8_dpa=True)
@@ -63,12 +64,14 @@ def test_it_gives_what_the_sections_give():
     assert CustomRecipe(qfactory=factory, fp8_dpa=True).resolve(roles) == sections.resolve(roles)
 
 
+@pytest.mark.feature("F19")
 def test_custom_recipes_are_values():
     a, b = CustomRecipe(qfactory=factory), CustomRecipe(qfactory=factory)
     assert a == b and hash(a) == hash(b) and pickle.loads(pickle.dumps(a)) == a
     assert a != CustomRecipe(qfactory=factory, fp8_dpa=True) != CustomRecipe(qfactory=lambda role: "mxfp8")
 
 
+@pytest.mark.feature("F19")
 def test_a_lambda_is_refused_where_it_would_have_to_be_found_again():
     custom = CustomRecipe(qfactory=lambda role: "mxfp8")
     with pytest.raises(UserError, match="cannot be pickled; define it at the top of a module"):
@@ -77,6 +80,7 @@ def test_a_lambda_is_refused_where_it_would_have_to_be_found_again():
         custom.to_config()
 
 
+@pytest.mark.feature("F12")
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
@@ -93,6 +97,7 @@ def test_wrong_factories_are_named_with_the_role(answer, message):
         CustomRecipe(qfactory=answer).quantizer(FC)
 
 
+@pytest.mark.feature("F12")
 def test_unknown_roles_are_our_own_error():
     with pytest.raises(ValueError, match="no slot"):
         CustomRecipe(qfactory=factory).quantizer(QuantizerRole("linear", "qkv", "x"))

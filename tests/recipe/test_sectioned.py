@@ -26,6 +26,7 @@ def test_head_embedding_and_norm_stay_high_precision_unless_told():
     assert str(told.quantizer(QuantizerRole("norm", "weight", "norm"))) == "bf16"
 
 
+@pytest.mark.feature("F14", "F168")
 def test_last_matching_override_wins():
     r = recipe(overrides=[{"name": "layers.1.*", "linear": "bf16"}, {"name": "*.qkv", "linear": "nvfp4"}])
     assert str(r.quantizer(QuantizerRole("linear", "input", "layers.1.attn.qkv"))) == "nvfp4"
@@ -33,6 +34,7 @@ def test_last_matching_override_wins():
     assert str(r.quantizer(QuantizerRole("linear", "input", "layers.0.mlp.fc1"))) == "mxfp8"
 
 
+@pytest.mark.feature("F28", "F33", "F34")
 def test_recipes_are_values():
     assert recipe(NVFP4) == recipe(dict(NVFP4)) and hash(recipe(NVFP4)) == hash(recipe(NVFP4))
     assert recipe() != recipe("nvfp4")
@@ -58,6 +60,7 @@ def test_wrong_sections_name_their_key(config, message):
         Recipe.from_config(config)
 
 
+@pytest.mark.feature("F1")
 def test_a_role_is_a_frozen_value_and_prints_what_is_not_empty():
     role = QuantizerRole("linear", "input", "fc1")
     assert role == QuantizerRole(module_type="linear", tensor_type="input", name="fc1") and len({role, role}) == 1
@@ -68,12 +71,14 @@ def test_a_role_is_a_frozen_value_and_prints_what_is_not_empty():
         role.name = "fc2"
 
 
+@pytest.mark.feature("F2", "F3")
 def test_every_module_type_has_its_tensors_in_slot_order():
     tensors = {t: [role.tensor_type for role in module_roles(t, "m")] for t in ("linear", "grouped_linear", "dpa")}
     assert tensors["linear"] == tensors["grouped_linear"] == ["input", "weight", "grad_output"]
     assert tensors["dpa"] == ["qkv", "s", "do", "dp"]
 
 
+@pytest.mark.feature("F6")
 def test_grouped_linears_follow_linear_unless_told_and_attention_stays_high_precision():
     plain, told = recipe(), recipe(grouped_linear={"input": "nvfp4"}, dpa={"qkv": "mxfp8"})
     roles = [*module_roles("grouped_linear", "layers.0.experts"), *module_roles("dpa", "layers.0.dpa")]

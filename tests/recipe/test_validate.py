@@ -44,6 +44,7 @@ def test_rht_on_one_operand_is_refused_in_any_mode(linear, message):
         check(linear)
 
 
+@pytest.mark.feature("F49")
 @pytest.mark.parametrize(
     ("linear", "message"),
     [
@@ -106,6 +107,7 @@ def test_native_has_no_product_for_quantized_attention():
         check("bf16", dpa="fp8_current", gemm="native", more=[attention])
 
 
+@pytest.mark.feature("T6")
 def test_axes_that_do_not_fit_the_block_are_named():
     message = (
         "head wgrad: the contracted axis has 100 elements, but grad_output columnwise nvfp4 takes a multiple of 16"
@@ -114,6 +116,7 @@ def test_axes_that_do_not_fit_the_block_are_named():
         check(head="nvfp4", tokens=100)
 
 
+@pytest.mark.feature("F61", "T1", "T31")
 def test_all_faults_are_told_at_once():
     linear = {"input": "nvfp4|nvfp4+rht", "weight": "mxfp8", "grad_output": "nvfp4"}
     with pytest.raises(UserError) as raised:
@@ -148,6 +151,7 @@ def test_an_override_for_a_type_that_the_model_has_not_matches_nothing():
         check(overrides=[{"layers": 0, "grouped_linear": "bf16"}])
 
 
+@pytest.mark.feature("F61", "T1", "T31")
 def test_the_gemms_of_attention_are_checked():
     attention = attention_module("layers.0.attn.dpa", 40, 100)
     for message, dpa in {
@@ -161,6 +165,7 @@ def test_the_gemms_of_attention_are_checked():
         check("bf16", dpa={"do": "bf16|mxfp8"}, gemm="strict", more=[attention])
 
 
+@pytest.mark.feature("F11", "F67")
 def test_grouped_linears_are_checked_with_their_own_section():
     grouped = GemmModule(
         module_type="grouped_linear",

@@ -81,6 +81,7 @@ def test_report_in_a_browser(page, tmp_path):
     assert observed["paper"] == [325]
 
 
+@pytest.mark.slow
 def test_the_light_page_in_a_browser_fits_both_widths_without_a_script(page, tmp_path):
     harness = page.with_name("light.html")
     harness.write_text(HARNESS.read_text().replace('src="report.html"', 'src="report_light.html"'))

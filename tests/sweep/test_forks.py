@@ -59,6 +59,7 @@ def test_a_fork_names_its_trunk_and_the_file_that_it_starts_from(tmp_path: Path)
     assert whole.trunk() is None and whole.trunk_state() is None and whole.fork() is None
 
 
+@pytest.mark.slow
 def test_another_arm_leaves_everything_that_is_there_alone(tmp_path: Path) -> None:
     runs = create(planned(tmp_path, "fork.at=10,20"))
     for run in runs.values():

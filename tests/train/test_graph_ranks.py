@@ -51,6 +51,7 @@ def _plain(case):
     return case.split(",")[0]
 
 
+@pytest.mark.feature("H15")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bits_are_those_of_eager_steps(backend):
     assert set(map(_plain, SHARED)) == set(CASES) - {"delayed microbatches"}

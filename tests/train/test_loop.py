@@ -49,6 +49,7 @@ def trainer(cfg):
     return Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), torch.device("cpu"))
 
 
+@pytest.mark.feature("F17", "T2")
 @pytest.mark.parametrize("linear", ["mxfp8", DELAYED, CURRENT_BACKWARD], ids=["mxfp8", "delayed", "delayed, current"])
 def test_training_learns_the_source(linear, tmp_path):
     sink = ListSink()
@@ -191,6 +192,7 @@ def factory(role):
     return "mxfp8" if role.name != "head" else "bf16"
 
 
+@pytest.mark.feature("F14", "F168")
 def test_a_factory_trains_as_the_sections_that_say_the_same():
     curves = []
     for recipe in ({"linear": "mxfp8"}, {"qfactory": f"{__name__}.factory"}):
@@ -209,6 +211,7 @@ def test_runs_repeat_and_seeds_differ(tmp_path):
     assert curve(config(), "c") != curve(config(seed=1), "d")
 
 
+@pytest.mark.feature("F18")
 def test_recipes_start_from_the_same_weights_and_batches():
     a, b = trainer(config("bf16")), trainer(config(NVFP4))
     assert all(torch.equal(p, q) for p, q in zip(a.model.parameters(), b.model.parameters(), strict=True))

@@ -113,6 +113,7 @@ def is_of_experts(name):
     return name.startswith("layers.1.mlp.fc")
 
 
+@pytest.mark.feature("H17")
 @pytest.mark.parametrize("case", range(len(OF_TWO)))
 def test_a_first_step_with_experts_over_two_ranks(of_two, case, on_gpus):
     """All but the experts to the byte as with two microbatches, and experts as with the tokens of both in one."""
@@ -165,6 +166,7 @@ def test_later_steps_with_experts_over_two_ranks_stay_close(of_two, case, on_gpu
         assert step == pytest.approx(expected, rel=2e-3)
 
 
+@pytest.mark.feature("H18", "H19")
 @pytest.mark.parametrize("case", range(len(MATRICES)))
 def test_matrices_over_ranks_whose_parts_other_ranks_share_out(of_two, of_four, case):
     """To the byte as over two ranks of tp, with as many microbatches: sums over tp have the same parts."""
@@ -193,6 +195,7 @@ def test_parts_of_matrices_whose_columns_ranks_do_not_divide(tmp_path, monkeypat
             assert torch.allclose(whole[name], expected[name], rtol=1e-4, atol=1e-9), name
 
 
+@pytest.mark.feature("H21")
 @pytest.mark.parametrize("case", range(len(HELD_PARTS)))
 def test_held_weights_over_ranks_train_as_plain_ones(of_two, case):
     """To the byte, as operands are made of the same masters under amaxes of the whole."""
@@ -205,6 +208,7 @@ def test_held_weights_over_ranks_train_as_plain_ones(of_two, case):
         assert any("master_param" in name for name in compared)
 
 
+@pytest.mark.feature("H20")
 @pytest.mark.parametrize("case", range(len(HELD_PARTS)))
 def test_held_weights_over_ranks_whose_parts_other_ranks_share_out(of_two, of_four, case):
     """To the byte as plain ones over two ranks of tp, but histories of weights, as those of held ones there."""
@@ -218,12 +222,14 @@ def test_held_weights_over_ranks_whose_parts_other_ranks_share_out(of_two, of_fo
         assert_same(whole, expected)
 
 
+@pytest.mark.feature("H21")
 def test_held_weights_over_ranks_go_on_from_their_checkpoint(of_two):
     for metrics, through, again, content in (each[1][0] for each in of_two):
         assert metrics[1:] == again
         assert_same(content, through)
 
 
+@pytest.mark.feature("H8", "H17")
 @pytest.mark.parametrize("case", range(len(MESHES)))
 def test_experts_over_ranks_that_share_out_their_parameters(of_four, case, on_gpus):
     """Experts to the byte as with a microbatch for each group of ep; of sums of four, in another order, the rest."""
@@ -242,6 +248,7 @@ def test_experts_over_ranks_that_share_out_their_parameters(of_four, case, on_gp
                 assert torch.allclose(value, expected[name], rtol=1e-4, atol=1e-9), name
 
 
+@pytest.mark.feature("H8", "H19")
 @pytest.mark.parametrize("case", [-2, -1])
 def test_parts_of_experts_over_ranks_that_share_out_the_experts(of_two, of_four, case):
     """A first step is to the byte that of tp alone: experts have the tokens of both groups in one microbatch. So is
@@ -254,6 +261,7 @@ def test_parts_of_experts_over_ranks_that_share_out_the_experts(of_two, of_four,
         assert_same(whole, {name: expected[name] for name in whole} if case == -1 else expected)
 
 
+@pytest.mark.feature("H17", "H18", "H19", "H20")
 @pytest.mark.parametrize("case", range(len(RESUMES)))
 def test_a_training_of_four_ranks_goes_on_from_its_checkpoint(of_four, case, folder):
     for metrics, through, again, content in (each[1][case] for each in of_four):

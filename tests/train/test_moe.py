@@ -79,6 +79,7 @@ def test_saving_less_changes_no_byte(options):
     assert_same(trained(config(COMPOSER2)), trained(config(COMPOSER2, **options)))
 
 
+@pytest.mark.feature("F79", "H32")
 @pytest.mark.parametrize("grouped", [COMPOSER2, "fp8_delayed"], ids=["composer2", "delayed"])
 @pytest.mark.parametrize("held", [False, True])
 def test_a_resumed_training_is_the_uninterrupted_one(grouped, held, tmp_path):

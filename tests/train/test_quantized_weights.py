@@ -51,6 +51,7 @@ def assert_same(a, b):
         assert torch.equal(a[name], b[name]), name
 
 
+@pytest.mark.feature("F98", "F155")
 @pytest.mark.slow
 @pytest.mark.parametrize("linear", RECIPES.values(), ids=RECIPES)
 def test_training_is_the_one_that_quantizes_at_every_use(linear):
@@ -72,6 +73,7 @@ def test_linears_hold_operands_only_and_all_else_stays_plain():
     assert str(model.layers[0].mlp.fc1.weight.quantizer) == "nvfp4|mxfp8" and str(model.head.weight.quantizer) == "bf16"
 
 
+@pytest.mark.feature("F72", "F153")
 def test_codes_are_those_of_the_masters_after_every_step():
     t = trainer(config("nvfp4|mxfp8"))
     for _ in t.steps():
@@ -89,6 +91,7 @@ def test_initial_values_are_freed_by_the_first_step():
     assert weight.get_high_precision_init_val() is None
 
 
+@pytest.mark.feature("F133", "F154")
 @pytest.mark.parametrize("linear", ["bf16", "nvfp4|nvfp4+sr@rowwise_dequantized", "fp8_current"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_resume_equals_uninterrupted(linear, tied, tmp_path):
@@ -107,6 +110,7 @@ def test_resume_equals_uninterrupted(linear, tied, tmp_path):
         assert_same(whole.optimizer.state[p], resumed.optimizer.state[q])
 
 
+@pytest.mark.feature("F133", "F154")
 def test_a_bf16_checkpoint_loads_into_quantized_weights():
     plain, quantized = trainer(config("nvfp4|mxfp8", quantized=False)).model, trainer(config("nvfp4|mxfp8")).model
     checkpoint = {name: (2 * p).bfloat16() for name, p in plain.state_dict().items()}
@@ -144,6 +148,7 @@ def test_the_job_checkpoints_and_resumes_with_quantized_weights(tmp_path):
     assert load_checkpoint(again, tmp_path / "a" / "checkpoint") and again.step == 6
 
 
+@pytest.mark.feature("F134", "F167")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("linear", ["nvfp4|mxfp8", RECIPES["fp8_delayed"]], ids=["hybrid", "fp8_delayed"])

@@ -93,6 +93,7 @@ def test_sums_in_another_order_stay_close(results, case):
             assert torch.allclose(own["model"][name], value, rtol=1e-3, atol=2e-5), name
 
 
+@pytest.mark.feature("H25")
 def test_layers_that_are_computed_again_are_gathered_as_often(launched):
     """Once in forward, and once in backward for what runs again and for gradients. The last step is evaluated, too."""
     for _, counts in launched:
@@ -111,6 +112,7 @@ def test_shared_matrices_stay_close(results):
         assert step == pytest.approx(expected | {"grad_norm": norm}, rel=2e-4)
 
 
+@pytest.mark.feature("F123", "F161")
 def test_offloading_changes_no_byte_over_other_axes(results):
     """Over copies, and over parts of matrices."""
     for each in results:

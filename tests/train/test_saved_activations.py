@@ -48,6 +48,7 @@ def assert_same_parameters(a, b):
             assert torch.equal(a.optimizer.state[p][moment], b.optimizer.state[q][moment]), name
 
 
+@pytest.mark.feature("F123", "F161")
 @devices
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("way", WAYS)
@@ -80,6 +81,7 @@ def test_activations_do_leave_the_device(monkeypatch):
     assert sum(nbytes for nbytes, gone in seen if gone) > 0.7 * sum(nbytes for nbytes, _ in seen)
 
 
+@pytest.mark.feature("T22")
 @pytest.mark.parametrize("way", WAYS)
 def test_resume_equals_uninterrupted_and_training_without(way, tmp_path):
     cfg = config("nvfp4", **WAYS[way])
@@ -103,6 +105,7 @@ def test_the_job_takes_them(tmp_path):
     assert curves[0] == curves[1]
 
 
+@pytest.mark.feature("F123", "F161")
 @pytest.mark.gpu
 def test_memory_falls():
     """Activations of 8 layers, over 2 GB, beside 0.1 GB of parameters and moments; attention alone saves less."""

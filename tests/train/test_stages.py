@@ -36,6 +36,7 @@ def results(folder, wholes, backend):
     return run_ranks(2, train_all, folder, backend=backend)
 
 
+@pytest.mark.feature("H23")
 @pytest.mark.parametrize("name", CASES)
 def test_stages_train_as_one_process_does(results, wholes, name):
     """Metrics are those of all stages on each rank; the first has the statistics and operands of one process."""
@@ -46,6 +47,7 @@ def test_stages_train_as_one_process_does(results, wholes, name):
     assert [sorted(own) for _, own, _ in parts] == [sorted(stats), []]
 
 
+@pytest.mark.feature("H23")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("source", ["stages", "one process"])
 def test_stages_go_on_from_a_checkpoint(results, wholes, name, source):
@@ -55,6 +57,7 @@ def test_stages_go_on_from_a_checkpoint(results, wholes, name, source):
     assert_same([own for _, own in parts], whole)
 
 
+@pytest.mark.feature("H23")
 @pytest.mark.parametrize("name", CASES)
 def test_one_process_goes_on_from_the_checkpoint_of_stages(results, wholes, folder, name):
     metrics, _, whole = wholes[name]
@@ -63,11 +66,13 @@ def test_one_process_goes_on_from_the_checkpoint_of_stages(results, wholes, fold
     assert_same([own, {}], whole)
 
 
+@pytest.mark.feature("H23")
 @pytest.mark.parametrize("name", FACTS)
 def test_the_manifest_has_the_facts_of_all_layers(results, name):
     assert [rank["facts"][name] for rank in results] == [facts_of(trainer(staged(name, pp=1)))] * 2
 
 
+@pytest.mark.feature("H23")
 def test_a_tied_head_has_one_weight_on_two_ranks(results, folder):
     metrics, _, whole = trained(staged(TIED, pp=1), folder / "one" / TIED)
     (first, last), table = ([rank[TIED][i] for rank in results] for i in (0, 1)), "embedding.weight"

@@ -26,6 +26,7 @@ def on_four(folder, on_two):
     return run_ranks(4, train_beside, folder, 2)
 
 
+@pytest.mark.feature("H23")
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_stages_beside_other_axes_train_as_those_alone_do(on_two, on_four, name):
     """On four ranks, of which two share out each stage: what they sum is summed in the same order, and so is the
@@ -38,6 +39,7 @@ def test_stages_beside_other_axes_train_as_those_alone_do(on_two, on_four, name)
     assert stats and [sorted(own) for _, own, _ in every] == [sorted(stats), [], [], []]
 
 
+@pytest.mark.feature("H23")
 @pytest.mark.parametrize("name", RESUMED)
 def test_stages_beside_other_axes_go_on_from_their_checkpoint(on_four, name):
     for (metrics, _, through), (later, again) in (rank[name] for rank in on_four):
@@ -45,12 +47,14 @@ def test_stages_beside_other_axes_go_on_from_their_checkpoint(on_four, name):
         assert again.keys() == through.keys() and all(torch.equal(again[key], through[key]) for key in through)
 
 
+@pytest.mark.feature("H23")
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_one_process_reads_the_same_from_the_checkpoint_of_such_stages(on_four, folder, name):
     one, other = (loaded(beside(name, 1), folder / f"{name} {pp}") for pp in (1, 2))
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.feature("H23")
 def test_a_tied_head_has_one_part_on_two_ranks_of_each_place_along_tp(on_two, on_four):
     name, table = "tied matrices", "embedding.weight"
     metrics, _, whole = on_two[0][name][0]

@@ -60,6 +60,7 @@ def assert_same(one, other):
     assert all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
 
 
+@pytest.mark.feature("H7")
 @devices
 @cases
 def test_bits_are_those_of_eager_steps(device, case):
@@ -74,6 +75,7 @@ def test_bits_are_those_of_eager_steps(device, case):
         assert graphed.runner.pool.replays == sampled.get(case, [10, 2])
 
 
+@pytest.mark.feature("H7")
 @devices
 @pytest.mark.parametrize("case", ["stages", "held", "delayed"])
 def test_a_resumed_training_is_the_uninterrupted_one(device, case, tmp_path):
@@ -120,6 +122,7 @@ def broken(training, error):
     return training
 
 
+@pytest.mark.feature("H7")
 def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_why_once():
     plain = trainer(config("held"), "cpu", graph=False)
     graphed = broken(trainer(config("held"), "cpu", graph=True), RuntimeError("no such thing\nat line 3"))

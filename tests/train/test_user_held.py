@@ -46,6 +46,7 @@ def masters(t):
     return {name: t.optimizer.master_param(p).detach().clone() for name, p in t.model.named_parameters()}
 
 
+@pytest.mark.feature("H11")
 @pytest.mark.parametrize(
     ("name", "linear", "train"),
     [("llama", NVFP4, {"microbatches": 2}), ("factory", DELAYED, {}),
@@ -64,6 +65,7 @@ def test_training_is_that_of_plain_weights(name, linear, train, folders):
     assert same(masters(held), weights(plain))
 
 
+@pytest.mark.feature("H11")
 @pytest.mark.parametrize("linear", [DELAYED, "nvfp4|nvfp4+sr"], ids=["delayed", "random"])
 def test_a_resumed_run_is_an_uninterrupted_one(linear, folders, tmp_path):
     _, cfg = pair(folders / "llama", linear, steps=4, context=16)
@@ -78,6 +80,7 @@ def test_a_resumed_run_is_an_uninterrupted_one(linear, folders, tmp_path):
     assert same(masters(whole), masters(resumed))
 
 
+@pytest.mark.feature("H11")
 @pytest.mark.parametrize("linears", [("bf16", "mxfp8"), ("mxfp8", "bf16"), ("mxfp8", NVFP4)], ids=str)
 def test_a_fork_goes_on_from_the_masters_of_its_trunk(linears):
     """Also where trunk or arm alone holds weights: bf16 is no quantized format. Against forks of plain weights."""
@@ -93,6 +96,7 @@ def test_a_fork_goes_on_from_the_masters_of_its_trunk(linears):
     assert results[0][0] == results[1][0] and same(results[0][1], results[1][1])
 
 
+@pytest.mark.feature("H11")
 @pytest.mark.parametrize("name", ["llama", "factory"])
 def test_what_is_exported_are_the_masters(name, folders, tmp_path):
     _, cfg = pair(name if name == "factory" else folders / name, "mxfp8", steps=2, context=16)
@@ -108,6 +112,7 @@ def test_what_is_exported_are_the_masters(name, folders, tmp_path):
     assert len(values) == len(masters(t))
 
 
+@pytest.mark.feature("H11")
 def test_what_cannot_be_held_is_said(folders, capsys):
     with pytest.raises(
         UserError, match=r"model.quantized_weights: no weight of GPT2.* can be held quantized \(.*c_attn: .*\[K, N\]\)"

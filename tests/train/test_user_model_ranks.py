@@ -75,6 +75,7 @@ def results(both):
     return [trainings for trainings, _ in both]
 
 
+@pytest.mark.feature("H11")
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_are_two_microbatches(results, folder, name, tmp_path):
     """Losses and statistics to the byte, and the weights that are exported at the end; held weights are compared with

@@ -82,6 +82,7 @@ def test_torch_and_load_checkpoint_read_the_masters_by_the_names_of_the_plain_mo
         assert torch.equal(other.optimizer.state[p]["master_param"], masters[name])
 
 
+@pytest.mark.feature("H13")
 def test_a_folder_of_torchtitan_gives_weights_and_moments(tmp_path):
     """Its layout: weights at the top, optimizer.state.NAME.exp_avg, and pickles beside, of which none is read."""
     one = trained("fp32")

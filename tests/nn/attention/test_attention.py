@@ -73,6 +73,7 @@ def distance(a, b):
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
+@pytest.mark.feature("F68")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", RECIPES)
@@ -135,6 +136,7 @@ def test_a_factor_per_row_is_refused():
         run(attention(RECIPES["mxfp8"] | {"qkv": "nvfp4+row_scaled|mxfp8"}))
 
 
+@pytest.mark.feature("T27")
 def test_the_probe_sees_every_tensor_in_both_directions():
     probe = Probe(step=3)
     with quantization(step=3, probe=probe):
@@ -149,6 +151,7 @@ def test_the_probe_sees_every_tensor_in_both_directions():
     assert 18 < sqnr["qkv", "rowwise"] < 22 and 28 < sqnr["qkv", "columnwise"] < 34
 
 
+@pytest.mark.feature("F8")
 @pytest.mark.parametrize("quantizers", ["fp8_current", "bf16"])
 @pytest.mark.parametrize("slot", ["output", "grad_input"])
 def test_a_boundary_is_rounded_to_the_values_of_its_reader(slot, quantizers):
@@ -166,6 +169,7 @@ def test_a_boundary_is_rounded_to_the_values_of_its_reader(slot, quantizers):
     assert not torch.equal(torch.cat(values), rows)
 
 
+@pytest.mark.feature("H42")
 @pytest.mark.parametrize("masked", ["bool", "float", "no"])
 def test_masks_and_sinks_are_those_of_the_formula(masked):
     """In float32 but for one rounding of dS to bfloat16, for the gradient of k; the first row attends to nothing."""

@@ -54,6 +54,7 @@ def assert_same(a, b):
     assert all(map(torch.equal, a, b))
 
 
+@pytest.mark.feature("F57")
 @pytest.mark.parametrize("options", [{}, {"held": True}, {"save_original_input": True}], ids=str)
 def test_native_gives_codes_to_the_tensor_cores_for_all_three_gemms(seen, options):
     expected = train(build(EXACT, **options))
@@ -62,6 +63,7 @@ def test_native_gives_codes_to_the_tensor_cores_for_all_three_gemms(seen, option
     assert seen == PAIRS
 
 
+@pytest.mark.feature("F57")
 def test_the_recipe_of_autocast_decides(seen):
     module = build(EXACT)
     with autocast(recipe=NATIVE):
@@ -103,6 +105,7 @@ def test_without_tensor_cores_the_module_says_its_name_and_computes_nothing():
         build(NATIVE)(draw("normal", 32, 64))
 
 
+@pytest.mark.feature("F60")
 def test_high_precision_has_one_product_in_every_mode():
     bf16 = [Recipe.from_config({"linear": "bf16", "gemm": gemm}) for gemm in ("exact", "strict", "native")]
     expected, *others = (train(build(recipe)) for recipe in bf16)

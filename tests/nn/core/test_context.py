@@ -21,6 +21,7 @@ def seen_by_a_fresh_thread():
         return threads.submit(lambda: (current().seed, current().step, autocast_recipe())).result()
 
 
+@pytest.mark.feature("F124", "F162")
 def test_a_fresh_thread_reads_the_innermost_contexts_and_nothing_after_them():
     assert seen_by_a_fresh_thread() == (0, None, None)
     with quantization(seed=3, step=7), autocast(recipe=RECIPE):
@@ -89,6 +90,7 @@ def test_what_is_no_counter_is_refused(counter):
         quantization(counter=counter)
 
 
+@pytest.mark.feature("H3")
 def test_a_reader_sees_the_codes_of_every_product_and_changes_no_bit():
     """Codes and scales are those of the formats' own reference."""
     texts = {

@@ -64,6 +64,7 @@ def all_equal(a, b):
     return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
+@pytest.mark.feature("F17", "T2")
 @pytest.mark.parametrize("quantizers", [DELAYED, HYBRID], ids=["both directions", "hybrid"])
 def test_each_gemm_reads_operands_under_the_amaxes_of_the_step_before(quantizers):
     module = build(quantizers)
@@ -86,6 +87,7 @@ def test_each_gemm_reads_operands_under_the_amaxes_of_the_step_before(quantizers
         assert torch.equal(actual, mm_t(operand(*a), operand(*b), out_dtype=actual.dtype)), name
 
 
+@pytest.mark.feature("F17", "T2")
 def test_a_state_for_each_direction_in_the_format():
     module = build(HYBRID)
     assert set(module.states) == {"input_rowwise", "weight_columnwise", "grad_output_rowwise"}
@@ -176,6 +178,7 @@ def test_a_probe_sees_the_scales_in_use_and_changes_nothing():
         assert seen[tensor, "rowwise"]["scale_max"] == pytest.approx(float(amax[tensor].abs().max()) / top)
 
 
+@pytest.mark.feature("F17", "T2")
 def test_histories_live_through_a_change_that_keeps_the_slot():
     module = build()
     train(module, 1)
@@ -251,6 +254,7 @@ def save_and_load(trained, fresh, folder):
     set_model_state_dict(fresh, state)
 
 
+@pytest.mark.feature("F134", "F167")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("own", [DELAYED, "bf16"], ids=["own recipe", "autocast"])
 def test_a_distributed_checkpoint_goes_on_in_a_fresh_model(own, tmp_path):
@@ -274,6 +278,7 @@ def test_a_state_that_a_checkpoint_was_not_asked_for_is_told(tmp_path):
         step_of(fresh, 2)
 
 
+@pytest.mark.feature("F22")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_a_move_to_another_dtype_leaves_histories_in_float32(dtype):
     module, moved = build(), build()

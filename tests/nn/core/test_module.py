@@ -50,6 +50,7 @@ def test_the_same_recipe_rebuilds_nothing():
     assert all(m.quantizers is q for m, q in zip(quantized_modules(model), before, strict=True))
 
 
+@pytest.mark.feature("F4", "F16", "T25")
 @pytest.mark.parametrize(
     ("changed", "slots"),
     [
@@ -75,6 +76,7 @@ def test_a_change_rebuilds_exactly_what_differs(changed, slots):
     assert set_recipe(model, recipe("mxfp8")) == slots
 
 
+@pytest.mark.feature("F16", "T25")
 def test_after_a_change_outputs_and_gradients_are_those_of_a_fresh_model():
     changed, fresh = gpt("mxfp8"), gpt("nvfp4|mxfp8", norm="bf16")
     tokens = torch.arange(32)[None]
@@ -91,6 +93,7 @@ def test_after_a_change_outputs_and_gradients_are_those_of_a_fresh_model():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.feature("F9")
 def test_a_factory_is_asked_once_for_each_slot_of_linears_and_for_nothing_else():
     asked, model = [], gpt()
 
@@ -121,6 +124,7 @@ def test_a_model_with_held_weights_holds_them_in_the_formats_of_its_recipe():
         model(torch.arange(32)[None])
 
 
+@pytest.mark.feature("F6")
 def test_attention_follows_the_recipe():
     attention = DotProductAttention(name="layers.0.dpa", recipe=HIGH_PRECISION["dpa"])
     x = torch.randn(1, 2, 64, 32).bfloat16()
@@ -134,6 +138,7 @@ def test_attention_follows_the_recipe():
     assert [[role and role.tensor_type for role in each] for each in roles] == [["qkv", "s", None], ["do", "dp", None]]
 
 
+@pytest.mark.feature("F16", "T25")
 def test_a_factory_that_changed_its_mind_is_taken_anew():
     chosen, model = {"format": "mxfp8"}, gpt("mxfp8", head="mxfp8")
     custom = CustomRecipe(qfactory=lambda role: chosen["format"])
@@ -204,6 +209,7 @@ class Changing:
         return self.text
 
 
+@pytest.mark.feature("F9")
 def test_a_factory_is_asked_for_each_slot_and_the_boundaries_once_in_each_autocast():
     factory, module, x = Changing(), linear(), draw("normal", 32, 64)
     custom, sections = CustomRecipe(qfactory=factory), []
@@ -228,6 +234,7 @@ def made_by(kind):
     return (lambda role: request), lambda: setattr(request, "text", "mxfp4")
 
 
+@pytest.mark.feature("F16", "T25")
 @pytest.mark.parametrize("kind", ["object", "closure", "request"])
 def test_the_next_autocast_takes_the_new_answers_of_a_factory_and_the_one_around_it_keeps_its_own(kind):
     factory, change = made_by(kind)
@@ -326,6 +333,7 @@ def test_a_request_for_a_boundary_is_not_asked_for_the_quantizer_of_a_slot():
         assert str(linear().active_quantizers().input) == "mxfp8"
 
 
+@pytest.mark.feature("F7")
 def test_another_boundary_role_is_resolved_at_the_next_call_under_autocast():
     asked, module, x = [], linear(), draw("normal", 32, 64)
 
@@ -435,6 +443,7 @@ def test_the_bits_of_a_module_that_is_gone_are_free():
             Linear(64, 64, name="a", recipe=STOCHASTIC)(torch.randn(32, 64))
 
 
+@pytest.mark.feature("F16", "T25")
 def test_a_change_of_the_columnwise_source_alone_is_a_change():
     """The formats of both directions stay what they are."""
     texts, x = ("nvfp4|mxfp8", "nvfp4|mxfp8@rowwise_dequantized"), draw("normal", 32, 64)

@@ -48,6 +48,7 @@ def assert_equal(a, b):
         assert (a[name] is None and b[name] is None) or torch.equal(a[name], b[name]), name
 
 
+@pytest.mark.feature("F52", "F53", "F54", "F55", "F95", "F151")
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_a_held_weight_gives_the_bits_of_the_one_it_was_made_from(recipe, bias):
@@ -80,6 +81,7 @@ def test_held_weights_are_not_quantized_again(monkeypatch):
     assert seen == [(32, 64), (32, 96)]  # the input and its gradient
 
 
+@pytest.mark.feature("F56", "F59")
 def test_gemms_receive_the_held_operands(monkeypatch):
     module, seen = build("nvfp4|mxfp8", held=True), []
     original = Operand.operand
@@ -104,6 +106,7 @@ def test_recompute_and_offload_give_the_same_bits(recipe):
         assert_equal(run(module, call=call), expected)
 
 
+@pytest.mark.feature("F43", "F45", "F125")
 def test_backward_saves_codes_of_the_weight_and_nothing_else_of_it():
     module, saved = build("nvfp4|mxfp8", held=True), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -122,6 +125,7 @@ def test_a_weight_written_between_forward_and_backward_is_caught():
         y.sum().backward()
 
 
+@pytest.mark.feature("F95", "F151", "T29")
 def test_quantized_model_init_nests_and_works_under_no_grad():
     with torch.no_grad():
         module = build("nvfp4|mxfp8", held=True)
@@ -134,6 +138,7 @@ def test_quantized_model_init_nests_and_works_under_no_grad():
     assert type(outside.weight) is nn.Parameter
 
 
+@pytest.mark.feature("F96")
 def test_the_initial_value_is_preserved_in_full_precision():
     plain = build("nvfp4|mxfp8", held=False)
     held = build("nvfp4|mxfp8", held=True, preserve_high_precision_init_val=True)
@@ -142,6 +147,7 @@ def test_the_initial_value_is_preserved_in_full_precision():
     assert not torch.equal(value, held.weight.dequantize())
 
 
+@pytest.mark.feature("F95", "F151")
 @pytest.mark.parametrize("recipe", BASE_LINEARS.values(), ids=BASE_LINEARS)
 def test_a_model_on_the_meta_device_is_made_real_later(recipe):
     with torch.device("meta"):
@@ -162,6 +168,7 @@ def test_bits_of_stochastic_weights_are_keyed_by_seed_module_and_step():
     assert weight.metadata.key == RngKey(seed=7, slot="layer/linear/weight", step=3)
 
 
+@pytest.mark.feature("F31", "F37", "F56", "F59")
 def test_inference_runs_on_rowwise_operands_alone():
     module = build("nvfp4|mxfp8", held=True)
     expected = run(module, backward=False)["y"]
@@ -174,6 +181,7 @@ def test_inference_runs_on_rowwise_operands_alone():
         run(module)
 
 
+@pytest.mark.feature("F70")
 @pytest.mark.parametrize("held", [False, True])
 def test_training_after_inference_is_training(held):
     fresh, used = (build("nvfp4|mxfp8", held=held) for _ in range(2))
@@ -200,6 +208,7 @@ def test_inference_makes_no_columnwise_operand(monkeypatch):
     assert asked == [None, None]
 
 
+@pytest.mark.feature("F71")
 def test_a_recipe_other_than_the_weights_is_refused():
     module = build("mxfp8", held=True)
     module.quantizers = LinearQuantizers.parse("nvfp4|mxfp8", "test")

@@ -116,6 +116,7 @@ def test_boundary_quantizers_of_a_section_are_of_single_modules():
         LayerNormMLP(64, 96, name="m", recipe=section)
 
 
+@pytest.mark.feature("F61", "T1", "T31")
 @pytest.mark.parametrize("name", MODULES)
 def test_a_transform_of_one_operand_of_wgrad_is_refused(name):
     with pytest.raises(UserError, match=rf"(m\S*|head) {NO_PAIR}"):
@@ -125,6 +126,7 @@ def test_a_transform_of_one_operand_of_wgrad_is_refused(name):
     MODULES[name](RHT | {"grad_output": "nvfp4+rht"})
 
 
+@pytest.mark.feature("F61", "T1", "T31")
 @pytest.mark.parametrize("name", MODULES)
 def test_pairs_that_no_hardware_takes_are_refused_under_strict(name):
     strict = {**STRICT, "head": STRICT["linear"]}
@@ -141,6 +143,7 @@ def test_attention_is_refused_as_linears_are():
         DotProductAttention(name="m", recipe={"linear": "bf16", "dpa": dpa, "gemm": "strict"})
 
 
+@pytest.mark.feature("F61", "T1", "T31")
 @pytest.mark.parametrize(
     ("config", "message"), [({"linear": RHT}, NO_PAIR), (STRICT, NOT_STRICT)], ids=["rht", "strict"]
 )

@@ -28,7 +28,7 @@ WAYS = {
 }
 TOKENS = torch.arange(64).view(2, 32) % 16
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-pytestmark = pytest.mark.usefixtures("deterministic")
+pytestmark = [pytest.mark.usefixtures("deterministic"), pytest.mark.feature("F124", "F162")]
 formats = pytest.mark.parametrize("name", FORMATS)
 ways = pytest.mark.parametrize("way", WAYS)
 devices = pytest.mark.parametrize("device", DEVICES)
@@ -111,6 +111,7 @@ def test_linear_inside_autocast(name, way, device):
     )
 
 
+@pytest.mark.feature("T20")
 @devices
 @ways
 @formats
@@ -136,6 +137,7 @@ def test_gpt_block(name, way, device):
     assert_the_same(gpt(name).layers[0], [draw(2, 128, 64, device=device)], way)
 
 
+@pytest.mark.feature("T21")
 @pytest.mark.slow
 @devices
 @ways
@@ -151,6 +153,7 @@ def test_transformer_layer_with_everything(name, way, device):
     assert_the_same(layer, inputs, way, True)
 
 
+@pytest.mark.feature("T21")
 @devices
 @formats
 @pytest.mark.parametrize("part", ["layer", "attention"])
@@ -186,6 +189,7 @@ def test_what_a_model_computes_again(part, layers, cores, monkeypatch):
     assert (ran.count("layer"), ran.count("core")) == (1, 2)
 
 
+@pytest.mark.feature("H25")
 def test_modules_around_layers_are_called():
     """As torch's checkpoint_wrapper makes them: they have the methods of the layer within, too."""
     model, ran = gpt("mxfp8"), []
@@ -203,6 +207,7 @@ def test_another_word_for_what_is_computed_again_is_refused():
         layer.recompute = "layers"
 
 
+@pytest.mark.feature("T22")
 def test_random_bits_are_replayed_and_not_drawn_again():
     """A function that draws others when it runs again is refused, so that the tests above compare something."""
     module, x = linear("nvfp4|nvfp4+sr"), draw(32, 64)

@@ -60,6 +60,7 @@ def assert_trained_alike(cached, plain, batches=3, **context):
     assert torch.equal(cached.weight.grad, plain.weight.grad)
 
 
+@pytest.mark.feature("F70")
 @pytest.mark.parametrize("quantizers", SOME, ids=str)
 def test_microbatches_share_operands_and_have_the_same_bits(quantizations, quantizers):
     cached, plain = linear(quantizers), linear(quantizers)
@@ -78,6 +79,7 @@ def test_a_written_weight_is_quantized_again(quantizations):
     assert quantizations == [BOTH, BOTH] and torch.equal(after, 2 * before)
 
 
+@pytest.mark.feature("F70")
 @pytest.mark.parametrize("text", [text for text in STATELESS if "+rht" not in text])  # which bf16 cannot meet
 def test_both_directions_at_once_have_the_bytes_of_each_alone(text):
     """And each is an operand of the product's kind."""
@@ -85,6 +87,7 @@ def test_both_directions_at_once_have_the_bytes_of_each_alone(text):
     assert_trained_alike(linear(section), linear(section), batches=2, seed=3, step=2)
 
 
+@pytest.mark.feature("F70")
 @pytest.mark.parametrize("splits", [SPLITS, (ROWS // EXPERTS,) * EXPERTS], ids=["ragged", "equal"])
 @pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("single", [False, True])
@@ -132,6 +135,7 @@ def test_columns_are_made_anew_where_a_product_takes_another_form():
     assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
 
 
+@pytest.mark.feature("F70")
 def test_nothing_is_made_ahead_that_backward_will_not_ask_for(quantizations):
     """Backward asks for no columns in a first layer, without autograd, and where the scale depends on earlier steps."""
     with quantization(step=1, cache_weights=True):
@@ -163,6 +167,7 @@ def test_random_bits_are_those_of_the_step(quantizations):
     assert quantizations.count(["rowwise"]) == 2
 
 
+@pytest.mark.feature("F70")
 def test_inference_then_training_and_no_operand_outlives_its_context(quantizations):
     module = linear()
     with quantization(step=1, cache_weights=True):

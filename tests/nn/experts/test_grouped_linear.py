@@ -24,12 +24,14 @@ from hqsweep.nn import quantization
 from hqsweep.nn.core.recompute import recomputed
 
 
+@pytest.mark.feature("F67", "F141", "T18", "A15")
 @pytest.mark.parametrize("quantizers", FORMATS + SECTIONS, ids=ids)
 def test_experts_are_linears(quantizers):
     module = grouped(quantizers, bias=True)
     assert_same_gradients(*train(module, singles(module)))
 
 
+@pytest.mark.feature("F75")
 @pytest.mark.parametrize("row", FORMATS)
 def test_every_ordered_pair_and_source(row):
     """One format in one direction of all three tensors, another in the other, from either source."""

@@ -1,5 +1,6 @@
 """Rows that go to places and come back."""
 
+import pytest
 import torch
 
 from hqsweep.nn.experts.grouped_rows import place_rows, take_rows
@@ -29,6 +30,7 @@ def test_gradients_are_those_of_torch():
         assert all(map(torch.equal, *grads)) and grads[0][1].any()
 
 
+@pytest.mark.feature("H27")
 def test_a_zero_keeps_its_sign():
     """A sum with zeros would lose it, and a code with a sign would become one without."""
     y = torch.ones(6, 1, requires_grad=True)

@@ -70,6 +70,7 @@ def by_hand(module, x):
     return (y if module.shared is None else y + module.shared(h)).view(x.shape)
 
 
+@pytest.mark.feature("F79", "H32")
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("top_k", [1, 2, EXPERTS])
 def test_outputs_and_gradients_are_those_of_the_formula(top_k, shared):

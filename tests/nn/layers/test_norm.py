@@ -145,6 +145,7 @@ def torchs_quantize_normed(request, of):
     return operators.quantize(h, *options, NO_KEY, NO_KEY, None, None, False)
 
 
+@pytest.mark.feature("T3")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
 @pytest.mark.parametrize("kind", ["linear", "mlp"])

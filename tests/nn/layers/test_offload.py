@@ -95,6 +95,7 @@ def matrix(device):
     return torch.randn(128, 256, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
 
 
+@pytest.mark.feature("F122", "F160")
 @devices
 @pytest.mark.parametrize("source", ["original", "rowwise_dequantized"])
 @pytest.mark.parametrize(("rowwise", "columnwise"), list(zip(ROWWISE, OPERANDS, strict=True)))
@@ -105,6 +106,7 @@ def test_both_operands_come_back_to_the_byte(rowwise, columnwise, source, device
     assert_comes_back([operands.rowwise, operands.columnwise], device)
 
 
+@pytest.mark.feature("F122", "F160")
 @devices
 @pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
 @pytest.mark.parametrize("format", OPERANDS)
@@ -141,6 +143,7 @@ def test_what_would_not_be_freed_stays():
         del y
 
 
+@pytest.mark.feature("F123", "F161")
 @devices
 @pytest.mark.parametrize("window_bytes", [0, 20_000, 2**30])
 @pytest.mark.parametrize("held", [False, True])
@@ -205,6 +208,7 @@ def test_backward_may_run_twice_and_microbatches_may_overlap(device):
     assert same(expected, [p.grad for p in model.parameters()])
 
 
+@pytest.mark.feature("F122", "F160", "F44")
 @devices
 def test_nothing_is_left_over(device):
     """After steps, a graph that is dropped, and a forward or backward that raises."""
@@ -291,6 +295,7 @@ def test_copies_wait_for_the_computing_stream_and_it_waits_for_them(monkeypatch)
     assert log == [*copy, "main waits for event 2 of side", "main waits for event 5 of side"]
 
 
+@pytest.mark.feature("F123", "F161")
 @pytest.mark.gpu
 def test_nothing_waits_on_the_host_and_host_memory_is_used_again():
     model, x = stack("mxfp8", "cuda", width=1024), torch.randn(4096, 1024, device="cuda")
@@ -306,6 +311,7 @@ def test_nothing_waits_on_the_host_and_host_memory_is_used_again():
     assert allocations[0] > 0 and allocations[2:] == allocations[2:3] * 4
 
 
+@pytest.mark.feature("F123", "F161")
 @pytest.mark.gpu
 def test_memory_falls():
     model, x = stack("mxfp8", "cuda", layers=16, width=1024), torch.randn(16384, 1024, device="cuda")

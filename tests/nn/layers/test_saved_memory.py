@@ -19,6 +19,7 @@ BYTES = {  # (quantizers, save_original_input) -> bytes an element of x [32, 64]
 }
 
 
+@pytest.mark.feature("F41")
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize(("quantizers", "original"), BYTES, ids=str)
 def test_bytes_per_element_saved_for_backward(quantizers, original, held):

@@ -90,12 +90,14 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.feature("F65")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_layernorm_linear(options):
     bias, options = options["bias"], LayerNormLinearOptions(normalization=options["normalization"])
     assert_like(LayerNormLinear(D, 96, name="l", **SHARED, bias=bias, options=options), layernorm_linear)
 
 
+@pytest.mark.feature("F66")
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_layernorm_mlp(options, activation):
@@ -104,12 +106,14 @@ def test_layernorm_mlp(options, activation):
     assert_like(module, lambda x, m: mlp(x, m, activation))
 
 
+@pytest.mark.feature("F68")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_multihead_attention(options):
     bias, options = options["bias"], AttentionOptions(normalization=options["normalization"])
     assert_like(MultiheadAttention(D, H, name="a", **SHARED, bias=bias, options=options), attention)
 
 
+@pytest.mark.feature("F68")
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_transformer_layer(options, activation):
@@ -147,6 +151,7 @@ WIRED = {
 }  # fmt: skip
 
 
+@pytest.mark.feature("F8")
 def test_attention_wires_the_four_boundaries_inside_it_and_unwires_them_for_high_precision():
     x = torch.randn(B, T, D)
     module = MultiheadAttention(D, H, name="a", recipe=MXFP8_DPA, options=AttentionOptions(quantize_boundaries=True))
@@ -166,6 +171,7 @@ def test_attention_wires_the_four_boundaries_inside_it_and_unwires_them_for_high
     assert set(boundaries(module).values()) == {None}
 
 
+@pytest.mark.feature("F62", "T23")
 def test_a_boundary_is_rounded_once_by_its_writer():
     """Power-of-two scales: rounding again changes nothing, so wiring the boundaries of MX operands does not either."""
     x, mx = torch.randn(B, T, D), Recipe.from_config({"linear": "mxfp8"})
@@ -176,6 +182,7 @@ def test_a_boundary_is_rounded_once_by_its_writer():
     assert torch.equal(plain(x), wired(x)) and str(wired.dpa.quantizers.output) == "mxfp8"
 
 
+@pytest.mark.feature("F8")
 def test_queries_and_keys_that_turn_are_not_rounded_before():
     options = AttentionOptions(quantize_boundaries=True, rope_base=1e4)
     module = MultiheadAttention(D, H, name="a", recipe=MXFP8_DPA, options=options)
@@ -221,6 +228,7 @@ QUANTIZED = {
 }
 
 
+@pytest.mark.feature("F65", "F66", "F68")
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_every_linear_inside_is_quantized_by_the_recipe(name):
     """To the byte what Linears of the recipe compute, forward and backward; high precision computes something else."""

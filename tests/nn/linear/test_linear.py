@@ -37,6 +37,7 @@ def assert_equal(a, b, names=("y", "dx", "dw")):
         assert torch.equal(a[name], b[name]), name
 
 
+@pytest.mark.feature("F51")
 def test_fp32_is_torch_linear():
     ours, module = run("fp32", dtype=torch.float32, bias=True), build("fp32", bias=True)
     x = draw("heavy", 32, 64).clamp(-100, 100).double().requires_grad_()
@@ -47,6 +48,7 @@ def test_fp32_is_torch_linear():
         torch.testing.assert_close(ours[name].double(), expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.feature("F48")
 def test_three_formats_each_reach_their_gemm():
     a, b, c = "fp8_current", "mxfp8", "nvfp4"
     mixed = run({"input": f"{a}|{c}", "weight": f"{a}|{b}", "grad_output": f"{b}|{c}"})
@@ -56,6 +58,7 @@ def test_three_formats_each_reach_their_gemm():
     assert not torch.equal(run(a)["y"], run(c)["y"])  # the formats do differ here
 
 
+@pytest.mark.feature("F64")
 def test_operands_are_the_golden_ones():
     """What the GEMMs receive, recomputed from the format reference and multiplied in float64."""
     module = build("mxfp8")
@@ -96,12 +99,14 @@ def test_stochastic_rounding_follows_the_step():
     assert torch.equal(run(NVFP4, step=3)["y"], run(NVFP4, step=4)["y"])
 
 
+@pytest.mark.feature("F63")
 @pytest.mark.parametrize("quantizers", BASE_LINEARS.values(), ids=BASE_LINEARS)
 def test_the_gradient_of_the_bias_is_the_sum_of_the_unquantized_gradient(quantizers):
     """In float32: a sum in bfloat16 would be rounded, one of codes would be another sum."""
     assert torch.equal(run(quantizers, bias=True)["db"], draw("normal", 32, 96, 1).sum(0, dtype=torch.float32))
 
 
+@pytest.mark.feature("F41")
 @pytest.mark.parametrize("quantizers", BASE_LINEARS.values(), ids=BASE_LINEARS)
 def test_a_saved_original_gives_the_same_bits(quantizers):
     assert_equal(run(quantizers), run(quantizers, save_original_input=True))
@@ -126,12 +131,14 @@ def test_shapes_bias_and_frozen_parts():
     assert x.grad.shape == x.shape
 
 
+@pytest.mark.feature("F5")
 def test_roles_are_in_slot_order_and_boundaries_have_none():
     module = build("mxfp8")
     assert list(map(str, module.get_quantizer_roles(fwd=True))) == ["layer/linear/input", "layer/linear/weight", "None"]
     assert list(map(str, module.get_quantizer_roles(fwd=False))) == ["layer/linear/grad_output", "None"]
 
 
+@pytest.mark.feature("F7", "F62", "T23")
 @pytest.mark.parametrize("boundary", ["output", "grad_input"])
 def test_a_boundary_with_a_reader_is_rounded_to_the_readers_values(boundary):
     recipe = Recipe.from_config({"linear": "bf16", "overrides": [{"name": "next", "linear": "mxfp8"}]})
@@ -153,6 +160,7 @@ def test_a_boundary_with_a_reader_is_rounded_to_the_readers_values(boundary):
     assert not torch.equal(plain[name], actual[name])
 
 
+@pytest.mark.feature("F7")
 def test_setting_another_boundary_role_forgets_its_quantizer_and_the_same_one_does_nothing():
     module, recipe = build("mxfp8"), Recipe.from_config({"linear": "mxfp8"})
     module.output_quantizer_role = QuantizerRole("linear", "input", "a")
@@ -164,6 +172,7 @@ def test_setting_another_boundary_role_forgets_its_quantizer_and_the_same_one_do
     assert module.quantizers.output is None and module.quantizers.input is before.input
 
 
+@pytest.mark.feature("T27")
 def test_probe_sees_every_tensor_direction_and_gemm():
     module, probe = build("nvfp4|mxfp8"), Probe(step=7)
     x = draw("normal", 32, 64).requires_grad_()

@@ -55,6 +55,7 @@ def assert_same_training(ours, expected):
         assert (gradient - other).norm() <= 1e-2 * other.norm()
 
 
+@pytest.mark.feature("H5")
 @devices
 @pytest.mark.parametrize("chunk", [128, 256, 384, None])
 @pytest.mark.parametrize("quantizers", RECIPES, ids=str)
@@ -134,6 +135,7 @@ def test_a_factor_that_comes_in_multiplies_the_gradients():
         assert torch.equal(gradient, other * 0.25)
 
 
+@pytest.mark.feature("H5")
 @devices
 @pytest.mark.parametrize("recipe", ["mxfp8", "bf16"])
 def test_a_probe_sees_whole_tensors_and_changes_no_bit(recipe, device):

@@ -63,6 +63,7 @@ def equal(one, other):
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.feature("T3")
 @pytest.mark.parametrize("kind", ["swiglu", "gelu"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_it_is_its_linears_to_the_byte(kernels, monkeypatch, name, kind):

@@ -9,6 +9,7 @@ from hqsweep.ops.members.layout import GroupLayout
 from hqsweep.ops.members.splits import Splits
 
 
+@pytest.mark.feature("F140")
 @pytest.mark.parametrize("text", REPRESENTATIVE)
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize("kernel", [False, True])

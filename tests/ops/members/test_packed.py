@@ -22,6 +22,7 @@ from hqsweep.ops.members.splits import Splits
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
+@pytest.mark.feature("F73", "F85", "A28")
 @devices
 @pytest.mark.parametrize("case", QUANTIZER_CASES, ids=lambda case: case["id"])
 def test_an_expert_among_others_has_the_golden_bytes(case, device):

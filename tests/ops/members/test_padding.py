@@ -16,6 +16,7 @@ def padded(sizes, multiple, device="cpu", dtype=torch.int32):
     return PaddedSplits.over(base, multiple, on_device.device)
 
 
+@pytest.mark.feature("H27")
 @devices
 @pytest.mark.parametrize("multiple", [2, 16, 32])
 @pytest.mark.parametrize("kernel", [False, True])

@@ -9,6 +9,7 @@ from hqsweep.errors import UserError
 from hqsweep.ops.members.splits import Splits, splits_to_offsets
 
 
+@pytest.mark.feature("F138", "F139", "A30")
 @pytest.mark.parametrize("count", [0, 1, 2, 4, 17, 255, 256, 257, 513, 1024, 100_000])
 @pytest.mark.parametrize("stride", [1, 7, 128])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -20,6 +21,7 @@ def test_offsets_are_sums_times_the_stride(count, stride, device):
         assert offsets.dtype == torch.int64 and torch.equal(offsets.cpu(), expected)
 
 
+@pytest.mark.feature("F138", "F139")
 def test_offsets_beyond_int64_are_refused():
     assert splits_to_offsets([2**62, 2**62 - 1]).tolist() == [0, 2**62, 2**63 - 1]
     for sizes, stride in (([2**62, 2**62], 1), ([2**62], 2), ([-(2**62), -(2**62) - 1], 1), ([2**40, 0], 2**30)):
@@ -34,6 +36,7 @@ def test_splits_know_spans_and_offsets():
     assert Splits.of(splits, 8) is splits and Splits.uniform(3, 4).spans[2] == (8, 12)
 
 
+@pytest.mark.feature("H31")
 def test_splits_of_one_size_are_known_to_be():
     """On the host, and where there are rows at all."""
     for sizes, expected in (((4, 4, 4), 4), ((7,), 7), ((4, 4, 3), 0), ((0, 0), 0), ((), 0), ((0, 8), 0)):

@@ -34,6 +34,7 @@ def reference(kind, z, dh):
     return h.detach(), z.grad
 
 
+@pytest.mark.feature("T3")
 @gpu
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)

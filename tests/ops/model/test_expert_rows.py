@@ -34,6 +34,7 @@ def drawn(ranks, held, seed):
     return counts
 
 
+@pytest.mark.feature("H15")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("ranks", "held", "multiple"), [(2, 4, 1), (3, 2, 32), (4, 1, 16), (1, 3, 8)])
 def test_places_are_those_of_a_sort(device, ranks, held, multiple):

@@ -29,6 +29,7 @@ def assert_right(logits, targets, scale=1 / 64):
     torch.testing.assert_close(alone.double(), gradients, rtol=2**-8 + 1e-4, atol=2e-7 * scale)
 
 
+@pytest.mark.feature("H5")
 @devices
 @pytest.mark.parametrize("vocabulary", [8, 96, 104, 256, 1000, 2048, 16384, 50304])
 @pytest.mark.parametrize("rows", [1, 5])

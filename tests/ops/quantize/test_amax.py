@@ -60,6 +60,7 @@ def hidden(sizes, device):
     return Splits(rows=sum(sizes), count=len(sizes), sizes=None, device_sizes=torch.tensor(sizes, device=device))
 
 
+@pytest.mark.feature("H29")
 @devices
 @pytest.mark.parametrize(
     ("backend", "dtype"), [("auto", torch.bfloat16), ("auto", torch.float32), ("reference", torch.bfloat16)], ids=str
@@ -82,6 +83,7 @@ def test_one_call_finds_what_a_call_for_each_expert_finds(case, dtype, backend, 
         assert splits.sizes or "host" not in vars(splits) or backend == "reference"
 
 
+@pytest.mark.feature("H29")
 @devices
 def test_rows_beyond_the_last_expert_are_not_read(device):
     sizes, x, out = (16, 0, 32), torch.ones(64, 32, device=device), torch.zeros(3, device=device)

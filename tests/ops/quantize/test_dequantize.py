@@ -24,6 +24,7 @@ def device_splits(sizes, device) -> Splits:
     return Splits(rows=sum(sizes), count=len(sizes), sizes=None, device_sizes=torch.tensor(sizes, device=device))
 
 
+@pytest.mark.feature("A28")
 @devices
 @pytest.mark.parametrize("text", KERNELS)
 @pytest.mark.parametrize("columnwise", [False, True])

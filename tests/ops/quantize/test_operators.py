@@ -248,6 +248,7 @@ def test_a_format_without_a_global_amax_has_none_to_find():
         operators.find_amax(torch.zeros(32, 32), "mxfp8", "", False, NO_KEY, None, torch.zeros(1), None)
 
 
+@pytest.mark.feature("A28")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_rows_beyond_the_last_member_are_left_out(device):
     x = draw("heavy", 96, 128, dtype=torch.bfloat16).to(device)

@@ -50,6 +50,7 @@ def assert_same_bytes(ours, theirs):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
+@pytest.mark.feature("T3")
 @gpu
 @pytest.mark.parametrize("shape", [(128, 128), (256, 384), (640, 1024), (96, 64), (160, 192), (256, 352), (128, 80)])
 @pytest.mark.parametrize("pair", PAIRS, ids="|".join)

@@ -21,6 +21,7 @@ def drawn(rows, cols, centred):
     return total, gain, torch.randn(cols, generator=g).cuda() if centred else None
 
 
+@pytest.mark.feature("T3")
 @pytest.mark.gpu
 @pytest.mark.parametrize("exact", [(False, False), (True, True), (True, False)], ids=str)
 @pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])

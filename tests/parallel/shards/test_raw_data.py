@@ -74,6 +74,7 @@ def in_one_buffer(weight):
     return torch.cat(parts), starts
 
 
+@pytest.mark.feature("F129")
 @pytest.mark.parametrize("text", QUANTIZERS)
 def test_all_bytes_move_and_are_the_weight(text):
     w, before = weight_of(text), weight_of(text)
@@ -93,6 +94,7 @@ def test_all_bytes_move_and_are_the_weight(text):
         assert torch.equal(w.dequantize(), before.dequantize())
 
 
+@pytest.mark.feature("F129")
 @pytest.mark.parametrize("text", FEW)
 def test_codes_alone_move_as_those_of_transformer_engine_do(text):
     p, twin = (nn.Parameter(weight_of(text, preserve_high_precision_init_val=True, source_dtype=torch.bfloat16,
@@ -121,6 +123,7 @@ def poisoned(text, **options):
     return w
 
 
+@pytest.mark.feature("F130")
 @pytest.mark.parametrize("text", sorted({*STATELESS, *FOLLOW, *DO_NOT}))
 def test_columnwise_operands_are_made_of_codes_or_refused(text):
     expected, w = weight_of(text), poisoned(text)
@@ -141,6 +144,7 @@ def test_columnwise_operands_are_made_of_codes_or_refused(text):
         post_all_gather_processing([w])
 
 
+@pytest.mark.feature("F130")
 def test_nothing_is_written_where_one_weight_is_refused():
     weights = [poisoned("mxfp8+2d"), poisoned("nvfp4|mxfp8")]
     before = copy.deepcopy(weights[0].buffers)
@@ -149,6 +153,7 @@ def test_nothing_is_written_where_one_weight_is_refused():
     assert_same_bytes(weights[0].buffers, before)
 
 
+@pytest.mark.feature("F130")
 @pytest.mark.parametrize("text", ["nvfp4+sr|mxfp8@rowwise_dequantized", "fp8_block+2d", "nvfp4+2d", "bf16"])
 @pytest.mark.parametrize("shapes", [None, [(32, 64), (48, 96), (16, 32)]], ids=["equal", "any"])
 def test_members_of_a_group_are_made_one_by_one(text, shapes):
@@ -244,6 +249,7 @@ def freed():
 ALL = 2 * (256 * 96 + 8 * 96)
 
 
+@pytest.mark.feature("F129")
 @pytest.mark.parametrize(
     ("make", "new", "message"),
     [

@@ -9,6 +9,7 @@ from hqsweep.report.compare.compare import compare, document, write
 from hqsweep.track.tables import VERDICT_COLUMNS
 
 
+@pytest.mark.feature("F18")
 def test_report_folder(make_sweep, fake, tmp_path):
     comparison = compare(make_sweep([*fake.three_arms(), fake.Run(arm="broken", state="failed", reason="x")]), "bf16")
     page = write(comparison, tmp_path / "reports" / "sweep")

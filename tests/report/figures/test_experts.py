@@ -100,6 +100,7 @@ def test_a_layer_that_ends_in_a_number_is_an_expert():
     assert named["expert"].tolist()[0] == 13 and named["expert"].isna().tolist() == [False, True, True]
 
 
+@pytest.mark.feature("H34")
 def test_errors_are_drawn_by_expert_with_lines_in_forward_order():
     """Medians of 10 and 14 dB; expert 1 of fc2 got no token; an arm with all experts in bf16 has no figure."""
     rows = [operand(e, db, share, tensor=tensor, direction=direction)
@@ -120,6 +121,7 @@ def test_errors_are_drawn_by_expert_with_lines_in_forward_order():
     assert csv.loc[("layers.0.mlp.fc1", "input", 0), ["sqnr_db", "tokens", "load"]].tolist() == [12, 150, 1.5]
 
 
+@pytest.mark.feature("H34")
 def test_the_worst_expert_of_each_tensor_is_told_beside_the_others():
     rows = [operand(e, 20.0 + e, e / 2, tensor=tensor) for tensor in ("input", "weight") for e in range(3)]
     rows += [operand(2, 19.5, 7.0, tensor="weight", direction="columnwise", format="mxfp8")]
@@ -165,6 +167,7 @@ def trained(recipe, workspace):
     return sink
 
 
+@pytest.mark.feature("H34")
 def test_a_training_run_reaches_the_figures_and_the_pages(make_sweep, fake, tmp_path):
     """All that is known of every expert: SQNR, underflow, tokens, load; and the balance over steps."""
     folders = make_sweep([fake.Run(arm=recipe, fmt=recipe) for recipe in ("bf16", "nvfp4")])

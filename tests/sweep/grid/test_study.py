@@ -120,6 +120,7 @@ def test_the_null_arm_is_the_baseline_with_noise_at_the_fork() -> None:
     assert null.recipe.linear == bf16.recipe.linear and null.fork.trunk == bf16.fork.trunk
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["fork.at=[200,100]", "fork.at=range(100,300,100)", "fork.at=200,100"])
 def test_points_are_written_as_a_list_or_as_values(word: str) -> None:
     assert names(plan(["conf=convergence", "recipe=bf16,mxfp8", word, *FORK[1:]])) == names(planned())

@@ -264,6 +264,7 @@ def test_a_stopped_job(make_runs, monkeypatch, requeued, told_to_stop, state, li
     assert run.status()["state"] == outcome[0] and run.status()["reason"].startswith(outcome[1])
 
 
+@pytest.mark.feature("H26")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_machines_of_a_job_meet_at_its_first_one_at_a_port_that_its_id_gives(monkeypatch, rank):
     """The first brings the runs to their ends, with the arguments by which their ranks find each other; others help."""
