@@ -38,7 +38,7 @@ wheel: $(STAMP)  ## dist/hqsweep-*.whl, with CUDA kernels for all GPUs where nvc
 	  --config-settings=build-dir=build/wheel \
 	  --config-settings=cmake.define.HQ_CUDA=$$(command -v nvcc > /dev/null && echo ON || echo OFF) .
 
-# The sanitized module takes the place of the installed one (tests/fuzz/extension_file.py). Python has no sanitizer of its
+# The sanitized module takes the place of the installed one (tests/support/fuzz/extension_file.py). Python has no sanitizer of its
 # own, so the library comes first, and libstdc++ with it for exceptions; what Python and torch leak is theirs.
 ASAN := build/asan
 ASAN_FLAGS = LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \

@@ -23,6 +23,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory  # defines torch.ops.symm_mem
 from torch import Tensor
 
 import hqsweep.parallel.tensor  # noqa: F401, so that everywhere() sees what models over ranks import
@@ -99,7 +100,12 @@ class FusedRows(RankRows):
     def product(self, b: Any, out_dtype: torch.dtype) -> Tensor:
         own, b = self.of_rank(self.part.group.rank()), decoded(b)
         fused, name = torch.ops.symm_mem.fused_all_gather_matmul, self.part.group.group_name
-        return fused(own.matrix, [b.matrix.t()], 0, name, return_A=False)[1][0]
+        return of_its_own(fused(own.matrix, [b.matrix.t()], 0, name, return_A=False)[1][0])
+
+
+def of_its_own(y: Tensor) -> Tensor:
+    """y without a base of the same shape, which autograd would take for a view of something that is written."""
+    return y if y._base is None or y._base.shape != y.shape else y._base
 
 
 def fused() -> list[Patch]:
@@ -126,7 +132,7 @@ def fused() -> list[Patch]:
         b, name = decoded(b), call.exchange.parallel.group.group_name
         if a.factor is not None or b.factor is not None:
             return begin_product(call, gemm, tensor, a, b)
-        y = torch.ops.symm_mem.fused_matmul_reduce_scatter(a.matrix, b.matrix.t(), "sum", 0, name)
+        y = of_its_own(torch.ops.symm_mem.fused_matmul_reduce_scatter(a.matrix, b.matrix.t(), "sum", 0, name))
         return lambda: y
 
     return [*everywhere(quantize_tokens, quantize), *everywhere(begin_product, begin)]

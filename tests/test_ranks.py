@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 from hqsweep.parallel.wire.spawn import stream_ranks
 

@@ -2,10 +2,11 @@
 
 import os
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -16,6 +17,8 @@ from hqsweep.errors import EXIT_FAILED, EXIT_USAGE, Damaged, UserError, visible
 Shown = Any
 """The type of what rich prints: text or a RenderableType, which would have to be imported for its name."""
 FILE_WIDTH = 200
+NEXT = "next: "
+"""The beginning of a line with the command that may come next."""
 NO_ROOM = (
     "a library cannot be loaded, or memory cannot be had; free some, or raise the limit that `ulimit -v` or the job's"
     " memory sets"
@@ -68,8 +71,28 @@ def _check_folder() -> None:
 
 
 def say(line: str, *, err: bool = False) -> None:
-    """Print a line to a person, safely: its text may come from a file of somebody else."""
-    typer.echo(visible(line, keep="\n"), err=err)
+    """Print a line to a person, safely: its text may come from a file of somebody else. On a terminal it is wrapped."""
+    stream = sys.stderr if err else sys.stdout
+    typer.echo(wrapped(visible(line, keep="\n"), _columns(stream)), err=err)
+
+
+def wrapped(line: str, columns: int | None) -> str:
+    """The line in lines of at most `columns`, broken at spaces; None for no edge. Words that are longer stay whole, and
+    so do a command to copy and a text that has line breaks."""
+    if columns is None or "\n" in line or line.startswith(NEXT):
+        return line
+    return textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
+
+
+def _columns(stream: TextIO) -> int | None:
+    """The width of the terminal that a stream writes to; None where it is none."""
+    if not stream.isatty():
+        return None
+    asked = os.environ.get("COLUMNS", "")
+    try:
+        return int(asked) if asked.isdecimal() and int(asked) else os.get_terminal_size(stream.fileno()).columns or None
+    except OSError:
+        return None
 
 
 def _refuse(message: str, code: int = EXIT_USAGE) -> int:
@@ -99,9 +122,10 @@ def print_result(as_json: bool, document: Any, *shown: Shown) -> None:
         plain = json.loads(json.dumps(document, default=str), parse_constant=lambda name: None)
         typer.echo(json.dumps(plain, indent=2))
         return
-    console = result_console()
+    console, columns = result_console(), _columns(sys.stdout)
     for part in shown:
-        console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+        is_line = isinstance(part, str)
+        console.print(wrapped(part, columns) if is_line else part, markup=False, highlight=False, soft_wrap=is_line)
 
 
 def result_console() -> Any:

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hqsweep.compat.activation_dtype import InActivationDtype, built_in, params_dtype
+from hqsweep.compat.arguments import GROUPED_LINEAR, OF_GROUPED_CALL
 from hqsweep.compat.checkpoint_keys import TakesKeys
-from hqsweep.compat.parts import check_ranks, drawn_whole, link_part, part_of, ranks_of, write_part
-from hqsweep.compat.signatures import GROUPED_LINEAR, OF_GROUPED_CALL
+from hqsweep.compat.linear import check_ranks, drawn_whole, link_part, part_of, ranks_of, write_part
 from hqsweep.errors import UserError
 from hqsweep.nn.core.context import HIGH_PRECISION
 from hqsweep.nn.core.options import GroupedLinearOptions
@@ -29,12 +29,13 @@ class GroupedLinear(TakesKeys, InActivationDtype, _GroupedLinear):
     """num_gemms experts, in high precision outside of autocast, in the dtype of x.
 
     parallel_mode notes on the parameters how they are cut (set_tensor_parallel_attributes). With tp_size, or a tp_group
-    of several ranks, weights are this rank's part, of out_features ("column") or in_features ("row"); as in
-    TransformerEngine the caller gathers x and sums y, or dx, and sequence_parallel says nothing. Every rank has the
-    same rows. Operands have the bytes of the whole: ranks exchange amaxes where a format has one of the whole.
-    init_method draws the weights [out_features, in_features], one after the other, whole on every rank. UserError for
-    an option that would change a number and is not there, and at the call for parts that cut a block, and without the
-    group.
+    of several ranks, weights are this rank's part along out_features ("column") or in_features ("row"). As in
+    TransformerEngine the caller gathers x and sums y, or dx, and sequence_parallel has no effect. Every rank has the
+    same rows. Operands have the bytes of the whole: ranks exchange amaxes where a format has one for the whole.
+    init_method draws the weights [out_features, in_features] one after the other, whole on every rank.
+
+    UserError for an unsupported option that would change a number; at the call, for parts that cut a block, and without
+    the group.
     """
 
     def __init__(self, num_gemms: int, in_features: int, out_features: int, *positional: Any, **arguments: Any) -> None:
@@ -62,7 +63,7 @@ class GroupedLinear(TakesKeys, InActivationDtype, _GroupedLinear):
             self._take_part()
 
     def _check_ranks(self, in_features: int, out_features: int, bias: bool) -> None:
-        """UserError for what ranks cannot share."""
+        """UserError for options that ranks cannot share."""
         size = {"column": out_features, "row": in_features}.get(self._mode)
         if size is None:
             raise UserError(f"GroupedLinear: tp_size={self._ranks} without a parallel_mode; give 'column' or 'row'")
@@ -76,8 +77,8 @@ class GroupedLinear(TakesKeys, InActivationDtype, _GroupedLinear):
             raise UserError(f"GroupedLinear: {what}={size} does not divide by tp_size={self._ranks}")
 
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | None) -> None:
-        """The ranks that share the experts, whose weights become the parts of this one. UserError for another number of
-        them than tp_size."""
+        """Set the ranks that share the experts, whose weights become this rank's parts. UserError for another number of
+        ranks than tp_size."""
         ranks = 1 if tp_group is None else tp_group.size()
         if ranks != self._ranks:
             raise UserError(f"{self.name}: a tp_group of {ranks} ranks, where tp_size is {self._ranks}")
@@ -101,7 +102,7 @@ class GroupedLinear(TakesKeys, InActivationDtype, _GroupedLinear):
         return None if self.parallel is None else self.parallel.features
 
     def _take_part(self) -> None:
-        """The weights of this rank, of wholes that are drawn on every one."""
+        """This rank's parts of weights that every rank draws whole."""
         rank = 0 if self.parallel is None else self.parallel.group.rank()
         wholes = (drawn_whole(self._draw, *self._whole, self.weight_dtype) for _ in range(self.num_experts))
         parts = [part_of(whole, self._mode, rank, self._ranks) for whole in wholes]
@@ -121,8 +122,8 @@ class GroupedLinear(TakesKeys, InActivationDtype, _GroupedLinear):
         return self.num_experts
 
     def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor, *positional: Any, **arguments: Any) -> Tensor:
-        """forward(inp, m_splits). is_first_microbatch has no effect: quantization(cache_weights=True) keeps weights
-        that nobody has written. UserError for out and dgrad_out."""
+        """forward(inp, m_splits). is_first_microbatch has no effect: quantization(cache_weights=True) keeps the
+        operands of unchanged weights. UserError for out and dgrad_out."""
         if positional or arguments:
             OF_GROUPED_CALL.given(positional, arguments, self.name)
         if self._ranks > 1:

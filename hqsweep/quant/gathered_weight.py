@@ -1,7 +1,7 @@
-"""GatheredWeight: the whole of a plain weight, as torch's fully_shard gathers it in the dtype of its linear.
+"""GatheredWeight: a plain weight that torch's fully_shard has gathered in the dtype of its linear.
 
-A float32 weight of a bfloat16 linear is rounded to bfloat16 before it is quantized, so nothing more has to travel. The
-parameter stays one of float32, which takes float32 gradients; only the values that it has are rounded.
+A bfloat16 linear rounds its float32 weight to bfloat16 before it quantizes, so gathering bfloat16 values is enough. The
+parameter stays a float32 tensor with float32 gradients; only its values are rounded.
 """
 
 import hashlib
@@ -9,33 +9,40 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from hqsweep.errors import UserError
+from hqsweep.torch_private import (
+    disabled_torch_function,
+    make_wrapper_subclass,
+    schema_of,
+    to_copy,
+    tree_map,
+    unsafe_view,
+)
 
 aten = torch.ops.aten
 
 
 class GatheredWeight(torch.Tensor):
-    """A tensor of `dtype` whose values are those of `value`, in a narrower one; neither can be written.
+    """A read-only tensor of `dtype` whose values are those of `value`, a tensor of a narrower dtype.
 
-    gathering: what fills and frees the memory of `value` (Gathering); views share it. None inside a
-    trace, where the memory is there.
+    gathering: fills and frees the memory of `value` (a Gathering, shared by views); None while torch.compile traces,
+    when the memory is there.
     """
 
     value: Tensor
     gathering: Any
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def __new__(cls, value: Tensor, dtype: torch.dtype, gathering: Any = None) -> "GatheredWeight":
-        self = torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=dtype, device=value.device)
+        self = make_wrapper_subclass(cls, value.shape, dtype=dtype, device=value.device)
         self.value, self.gathering = value, gathering
         return self
 
     def filled(self) -> Tensor:
-        """`value`, whose memory is there; a collective where it was given up."""
+        """`value`, with its memory filled. A collective where it was freed."""
         if self.gathering is not None:
             self.gathering.fill()
         return self.value
@@ -58,12 +65,12 @@ class GatheredWeight(torch.Tensor):
             return tree_map(lambda value: cls(value, first.dtype, first.gathering), viewed)
         if isinstance(first, cls) and func in _LIKE:
             return func(torch.empty_like(first.value, dtype=first.dtype, device="meta"), **_placed(first, kwargs))
-        if isinstance(first, cls) and func._schema.is_mutable:
+        if isinstance(first, cls) and schema_of(func).is_mutable:
             raise UserError(
                 "a weight that fully_shard has gathered cannot be written; write the shards, outside of forward and"
                 " backward"
             )
-        if func is aten._to_copy.default and kwargs.get("dtype") is not None:
+        if func is to_copy.default and kwargs.get("dtype") is not None:
             return func(first.filled(), **kwargs)
         args, kwargs = tree_map(lambda x: x.filled().to(x.dtype) if isinstance(x, cls) else x, (args, kwargs))
         return func(*args, **kwargs)
@@ -73,7 +80,7 @@ class GatheredWeight(torch.Tensor):
 
 
 def stable_hash(x: Any) -> str:
-    """A hash of what a traceable tensor is made of, but for values: equal in all processes."""
+    """A hash of the metadata of a traceable tensor, equal in all processes."""
     names, metadata = x.__tensor_flatten__()
     inner = [(name, t.dtype, t.device, t.shape, t.stride(), t.storage_offset()) for name, t in _inner(x, names)]
     described = repr((type(x).__name__, x.shape, x.dtype, x.requires_grad, metadata, inner))
@@ -92,7 +99,7 @@ _VIEWS = {
     aten.alias.default,
     aten.detach.default,
     aten.view.default,
-    aten._unsafe_view.default,
+    unsafe_view.default,
     aten.slice.Tensor,
     aten.select.int,
     aten.split.Tensor,

@@ -41,6 +41,9 @@ class Display(Protocol):
     def update(self, run: str, status: Status) -> None:
         """Show the run's status as it is now; the first call for a run names it."""
 
+    def expect(self, steps: Mapping[str, int]) -> None:
+        """Take run -> the number of its own steps, where that is known, for the time left of the sweep."""
+
     def say(self, line: str) -> None:
         """Print one line for the person."""
 
@@ -89,6 +92,53 @@ def counts(statuses: Mapping[str, Status]) -> str:
     return ", ".join([f"{states.count('finished')} of {len(states)} runs finished", *others])
 
 
+def seconds_left(statuses: Mapping[str, Status], steps: Mapping[str, int], workers: int) -> float | None:
+    """The seconds until all runs have ended; None where nothing tells.
+
+    They are the seconds of each run divided among `workers`, and at least those of the longest run that is running. A
+    run that does not say its own takes its steps times the mean seconds of a step of the others. steps: run -> own
+    steps.
+    """
+    known = {run: left for run, status in statuses.items() if (left := _own_seconds_left(status)) is not None}
+    rates = [rate for run, status in statuses.items() if (rate := _step_seconds(status, steps.get(run)))]
+    for run, status in statuses.items():
+        if status["state"] in ("pending", "running") and run not in known:
+            to_do = _steps_left(status, steps.get(run))
+            if to_do is None or not rates:
+                return None
+            known[run] = to_do * sum(rates) / len(rates)
+    if not known:
+        return None
+    return max(sum(known.values()) / max(workers, 1), *known.values())
+
+
+def _own_seconds_left(status: Status) -> float | None:
+    return (status["progress"] or {}).get("eta_s") if status["state"] == "running" else None
+
+
+def _steps_left(status: Status, own: int | None) -> int | None:
+    progress = status["progress"]
+    return progress["steps"] - progress["step"] if progress and own is not None else own
+
+
+def _step_seconds(status: Status, own: int | None) -> float | None:
+    """The seconds of a step of a run that has finished, or that says when it will."""
+    left, to_do = _own_seconds_left(status), _steps_left(status, own)
+    if left and to_do:
+        return left / to_do
+    return status["seconds"] / own if own and status["state"] == "finished" and status["seconds"] else None
+
+
+def time_left(seconds: float | None) -> str:
+    """A text such as: about 12 min left; "" for None."""
+    if seconds is None or not math.isfinite(seconds):
+        return ""
+    if seconds < 60:
+        return "less than a minute left"
+    minutes = seconds / 60
+    return f"about {minutes:.0f} min left" if minutes < 90 else f"about {minutes / 60:.1f} h left"
+
+
 def _all(reasons: Mapping[str, str]) -> str:
     """A text such as: waits for trunk-s0 and 3 more."""
     first, *others = dict.fromkeys(reasons.values())
@@ -124,6 +174,9 @@ class PlainDisplay:
             return
         self._said_s[run] = time.monotonic()
 
+    def expect(self, steps: Mapping[str, int]) -> None:
+        """Nothing: a line says the time left of one run."""
+
     def say(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -150,6 +203,7 @@ class LiveDisplay:
 
     def __init__(self, console: Console) -> None:
         self._console, self._statuses = console, dict[str, Status]()
+        self._steps, self._workers = dict[str, int](), 0
         self._live = Live(console=console, refresh_per_second=4, get_renderable=self._draw)
 
     def __enter__(self) -> Self:
@@ -161,6 +215,10 @@ class LiveDisplay:
 
     def update(self, run: str, status: Status) -> None:
         self._statuses[run] = status
+        self._workers = max(self._workers, sum(each["state"] == "running" for each in self._statuses.values()))
+
+    def expect(self, steps: Mapping[str, int]) -> None:
+        self._steps |= steps
 
     def say(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False)
@@ -187,8 +245,11 @@ class LiveDisplay:
         for run, status in shown:
             numbers = cells(status)
             table.add_row(*self._row(run, status, bar), *(numbers[place] for place in columns))
+        counted = counted[: max(self._console.height - 4, 0)]
         waits = [Text(f"{count} pending: {reason}", STYLES["pending"], no_wrap=True) for count, reason in counted]
-        return Group(table, *waits, Text(counts(self._statuses), style="bold", no_wrap=True, overflow="ellipsis"))
+        left = time_left(seconds_left(self._statuses, self._steps, self._workers))
+        last = ", ".join(filter(None, (counts(self._statuses), left)))
+        return Group(table, *waits, Text(last, style="bold", no_wrap=True, overflow="ellipsis"))
 
     def _waiting(self) -> dict[str, str]:
         """Run -> what it waits for. These runs have one line together, or none where it is only one run."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from host_clock import HostClock
+from support.benchmarks.host_clock import HostClock
 
 from benchmarks import grouped, grouped_linear
 from hqsweep.nn.linear.linear_call import LinearCall

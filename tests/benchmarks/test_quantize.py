@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from host_clock import HostClock
+from support.benchmarks.host_clock import HostClock
 
 from benchmarks import cases, quantize, quantize_cpu, rows
 from benchmarks.cases import EIGHT_BITS, Case

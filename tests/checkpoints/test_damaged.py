@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from titan import write
+from support.checkpoints.titan import write
 from torch import nn
 
 from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from plain_torch import Plain, content, load, save, state_of, to_and_fro
-from ranks import run_ranks
-from sharded_training import Training, assert_same
-from test_dcp import Code, change_metadata
+from support.checkpoints.plain_torch import Plain, content, load, save, state_of, to_and_fro
+from support.parallel.sharded_training import Training, assert_same
+from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
@@ -14,6 +13,7 @@ from hqsweep.checkpoints.foreign.load import load_checkpoint
 from hqsweep.checkpoints.sharded.sharded import save_sharded, save_sharded_async
 from hqsweep.checkpoints.sharded.sharded_load import load_sharded
 from hqsweep.errors import UserError
+from tests.checkpoints.foreign.test_dcp import Code, change_metadata
 
 
 def trained(kind="fp32", steps=2):

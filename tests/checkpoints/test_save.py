@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_models import equal, tiny
+from support.checkpoints.tiny_models import equal, tiny
 from torch import nn
 
 from hqsweep.checkpoints.foreign.load import load_checkpoint

@@ -2,10 +2,10 @@
 
 import sys
 
-import megatron_ranks
 import pytest
 import torch
-from ranks import run_ranks
+from support.parallel import megatron_ranks
+from support.ranks import run_ranks
 
 from hqsweep.compat.megatron import adapt_megatron
 from hqsweep.errors import UserError

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from kernel_calls import ISAS, KEY, MX, NVFP4, SPECS
+from support.csrc.kernel_calls import ISAS, KEY, MX, NVFP4, SPECS
 
 from hqsweep import _C
 from hqsweep.formats import parse

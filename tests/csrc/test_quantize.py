@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cases import COMBINED
-from kernel_calls import (
+from support.csrc.kernel_calls import (
     BLOCK,
     CURRENT,
     ISAS,

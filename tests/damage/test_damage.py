@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import damages
 import pytest
-from damages import Damage
+from support.damage import damages
+from support.damage.damages import Damage
 from typer.testing import CliRunner
 
 from hqsweep import worker

@@ -1,6 +1,6 @@
 """Every byte of the golden vectors: codes, scales, amaxes and decoded values of all formats, rowwise and columnwise.
 
-The vectors come from TransformerEngine and the CUDA headers; tests/golden/golden_cases.py reads them.
+The vectors come from TransformerEngine and the CUDA headers; tests/support/golden/golden_cases.py reads them.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from golden_cases import (
+from support.golden.golden_cases import (
     COMMITTED,
     DIRECTIONS,
     QUANTIZER_CASES,
@@ -26,12 +26,11 @@ from golden_cases import (
 )
 
 from hqsweep.formats import Format, parse
+from hqsweep.formats.base import FLT_MAX, fp8_scale
 from hqsweep.formats.elements import ELEMENTS, e8m0_decode, e8m0_up
 from hqsweep.formats.fp8 import end_step
-from hqsweep.formats.hadamard import SIGNS
+from hqsweep.formats.nvfp4 import SIGNS, stochastic_e2m1
 from hqsweep.formats.random import philox
-from hqsweep.formats.stochastic import stochastic_e2m1
-from hqsweep.formats.tiles import FLT_MAX, fp8_scale
 from hqsweep.ops.quantize.dequantize import dequantize
 from hqsweep.ops.quantize.quantize import quantize
 

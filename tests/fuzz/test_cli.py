@@ -7,11 +7,11 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-import cli_cases
 import pytest
 import torch
 import typer
 from safetensors.torch import save_file
+from support.fuzz import cli_cases
 from typer.testing import CliRunner
 
 from hqsweep.cli.main import app

@@ -10,9 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import binding_cases
-import operator_cases
 import pytest
+from support.fuzz import binding_cases, operator_cases
 
 from hqsweep.ops import library
 
@@ -31,8 +30,8 @@ def case(seed: int) -> object:
 def test_every_call_returns_or_is_refused_in_a_sentence(tmp_path: Path) -> None:
     at = tmp_path / "at"
     at.touch()
-    program = [sys.executable, "-X", "faulthandler", HERE / "operator_cases.py"]
-    environment = {**os.environ, "HQSWEEP_FUZZ_AT": str(at), "PYTHONPATH": str(HERE.parent)}  # where cases.py is
+    program = [sys.executable, "-X", "faulthandler", operator_cases.__file__]
+    environment = {**os.environ, "HQSWEEP_FUZZ_AT": str(at), "PYTHONPATH": str(HERE.parent)}  # cases.py, support/
     ended = subprocess.run(
         [*program, str(FIRST), str(CALLS), library.extension().__file__],
         env=environment, capture_output=True, text=True, check=False,

@@ -7,14 +7,14 @@ three implementations agree on them too; what other orders can change is bounded
 A failure prints the case: `check(Case(...))` is the same failure again.
 """
 
-import instruction_sets
 import pytest
 import torch
-from calls import quantize
 from cases import HIGH
-from fuzz_cases import DISTRIBUTIONS, DTYPES, NAMES, Case, differences, reference, tensor, texts, variants
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from support.fuzz import instruction_sets
+from support.fuzz.fuzz_cases import DISTRIBUTIONS, DTYPES, NAMES, Case, differences, reference, tensor, texts, variants
+from support.ops.calls import quantize
 
 FEW_CASES, CPU_CASES, GPU_CASES, SHARDS, BATCH = 250, 10_000, 2_000, 4, 25
 PARTNERS = {name: texts(name) for name in (*NAMES, *HIGH)}

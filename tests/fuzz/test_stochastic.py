@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from calls import quantize
 from cases import ALL
-from fuzz_cases import differences
+from support.fuzz.fuzz_cases import differences
+from support.ops.calls import quantize
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.elements import E2M1

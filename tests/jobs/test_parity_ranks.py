@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from parity_ranks import DAMAGES, checked
+from support.parallel.parity_ranks import DAMAGES, checked
 
 from hqsweep.config.job import parse
 from hqsweep.errors import UserError

@@ -5,6 +5,7 @@ import pickle
 import pytest
 import torch
 from cases import DELAYED, LOW_BASES, bare, fitting
+from support.models.tiny import equal, furthest, step, tiny, tokens
 
 import hqsweep
 from hqsweep.errors import UserError
@@ -14,7 +15,6 @@ from hqsweep.models.convert import gemm_modules_of
 from hqsweep.nn import DotProductAttention, quantization, set_recipe
 from hqsweep.nn.core.module import quantized_modules
 from hqsweep.recipe import Recipe
-from tests.models.tiny import equal, furthest, step, tiny, tokens
 
 IDENTITY = {"linear": "fp32", "dpa": "fp32"}
 ROUNDED_ONCE = {"qkv": "fp32", "s": "fp32", "do": "fp32", "dp": "fp32|bf16"}

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import bare
+from support.models.tiny import MIXTURES, equal, furthest, step, tiny, tokens
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
@@ -20,7 +21,6 @@ from hqsweep.nn.experts.grouped import ExpertSizes
 from hqsweep.ops.members.splits import Splits
 from hqsweep.recipe import Recipe
 from tests.models.test_convert import RECIPES
-from tests.models.tiny import MIXTURES, equal, furthest, step, tiny, tokens
 
 E, K, N = 4, 48, 64
 ROUNDED_ONCE = {"input": "fp32", "weight": "fp32", "grad_output": "fp32|bf16"}

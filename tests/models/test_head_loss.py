@@ -4,15 +4,14 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from support.models.tiny import tiny, tokens
 from torch import nn
 
 import hqsweep
 from hqsweep.models import head_loss as module
 from hqsweep.models.first_step import _WAITING
-from hqsweep.models.head_loss import BETWEEN, HeadLoss, why_whole
-from hqsweep.models.losses import model_loss
+from hqsweep.models.head_loss import BETWEEN, HeadLoss, model_loss, why_whole
 from hqsweep.nn import Probe, quantization
-from tests.models.tiny import tiny, tokens
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 KINDS = {

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import bare
 from safetensors.torch import load_file
+from support.models import tiny
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +21,6 @@ from hqsweep.optim import FusedAdam
 from hqsweep.parallel.shared.held_experts import link_held
 from hqsweep.quant import GroupedTensor, HybridQuantizedTensor
 from hqsweep.recipe import Recipe
-from tests.models import tiny
 from tests.models.test_convert import TOKENS, net, same, step
 
 RECIPES = (

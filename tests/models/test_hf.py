@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from support.models.tiny import VOCABULARY, tiny, tokens
 
 import hqsweep
 from hqsweep.errors import UserError
 from hqsweep.models.hf import causal_lm_loss, load_model, meta_model
 from hqsweep.models.hf_config import read_hf_config
-from tests.models.tiny import VOCABULARY, tiny, tokens
 
 KINDS = ("llama", "gpt2", "mixtral", "qwen3_moe", "gpt_oss")
 

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 from cases import FEW, bare
-from tiny import equal, step, tiny
+from support.models.tiny import equal, step, tiny
 from torch import nn
 
 import hqsweep

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import LOW_BASES, RANDOM, bare
-from llamas import differences, llama, loss_of, results
+from support.models.llamas import differences, llama, loss_of, results
 from torch import nn
 
 import hqsweep

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from cases import DELAYED, RANDOM
-from llamas import differences, llama, results
+from support.models.llamas import differences, llama, results
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from llamas import differences, llama, results
+from support.models.llamas import differences, llama, results
 from torch._dynamo.utils import counters
 
 import hqsweep

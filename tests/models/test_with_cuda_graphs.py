@@ -6,8 +6,8 @@ For fused attention transformers makes a mask in a graph alone, but not for rows
 import pytest
 import torch
 import transformers
-from llamas import differences, llama, loss_of, results, tokens
 from packaging.version import Version
+from support.models.llamas import differences, llama, loss_of, results, tokens
 
 import hqsweep
 from hqsweep.nn import quantization

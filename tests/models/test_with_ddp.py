@@ -3,8 +3,8 @@
 import pytest
 import torch
 from cases import DELAYED
-from ddp_ranks import DTYPES, RANKS, RECIPES, gradients, model, run
-from ranks import run_ranks
+from support.models.ddp_ranks import DTYPES, RANKS, RECIPES, gradients, model, run
+from support.ranks import run_ranks
 
 import hqsweep
 

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from llamas import differences, llama, loss_of, tokens
+from support.models.llamas import differences, llama, loss_of, tokens
 
 import hqsweep
 from hqsweep.nn import quantization

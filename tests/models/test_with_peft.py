@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from llamas import differences, llama, loss_of, results
 from peft import LoraConfig, get_peft_model
+from support.models.llamas import differences, llama, loss_of, results
 
 import hqsweep
 from hqsweep.nn import quantization

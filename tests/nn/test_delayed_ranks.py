@@ -4,8 +4,8 @@ import re
 
 import pytest
 import torch
-from delayed_ranks import RANKS, SHARED, STEPS, Model, run, states, train
-from ranks import run_ranks
+from support.nn.delayed_ranks import RANKS, SHARED, STEPS, Model, run, states, train
+from support.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo"),

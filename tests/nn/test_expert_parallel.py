@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from expert_parallel import EXPERTS, LOCAL, RANKS, inputs, layer, run, weight
-from experts import SECTIONS
-from ranks import run_ranks
+from support.nn.expert_parallel import EXPERTS, LOCAL, RANKS, inputs, layer, run, weight
+from support.nn.experts import SECTIONS
+from support.ranks import run_ranks
 
 COMPOSER_2 = SECTIONS[1]
 

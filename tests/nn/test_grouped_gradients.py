@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import BASES, BY_STEP, RANDOM
-from experts import (
+from support.nn.experts import (
     EXPERTS,
     ROWS,
     SECTIONS,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from cases import BASES, BY_STEP, RANDOM
-from experts import (
+from support.nn.experts import (
     EXPERTS,
     FORMATS,
     ROWS,

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from cases import BY_STEP, LINEARS, LOW_BASES, WHOLE_BLOCKS
-from experts import (
+from support.nn.experts import (
     EXPERTS,
     GPU,
     ROWS,

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from cases import BASES, DELAYED
-from experts import GPU, SECTIONS, K, N, gradients, hidden, ids, recipe_of
+from support.nn.experts import GPU, SECTIONS, K, N, gradients, hidden, ids, recipe_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hqsweep.formats.inputs import draw

@@ -11,8 +11,16 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from golden_cases import COMMITTED, QUANTIZER_CASES, Arrays, as_matrix, check_encoded, directions, format_of
-from golden_cases import golden_buffers as buffers_of
+from support.golden.golden_cases import (
+    COMMITTED,
+    QUANTIZER_CASES,
+    Arrays,
+    as_matrix,
+    check_encoded,
+    directions,
+    format_of,
+)
+from support.golden.golden_cases import golden_buffers as buffers_of
 from torch import Tensor
 
 from hqsweep.formats import ExactOperand, Identity, parse

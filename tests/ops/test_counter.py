@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from calls import find_amax, quantize
 from cases import STOCHASTIC_PAIRS
+from support.ops.calls import find_amax, quantize
 
 from hqsweep.formats import RngKey, RngKeys, parse
 from hqsweep.formats.inputs import draw

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from calls import find_amax, quantize
+from support.ops.calls import find_amax, quantize
 
 from hqsweep.errors import UserError
 from hqsweep.formats import parse

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from calls import quantize
+from support.ops.calls import quantize
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import DISTRIBUTIONS, draw

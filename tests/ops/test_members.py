@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from calls import quantize
 from cases import KERNEL_PAIRS, KERNELS, PLAIN, REPRESENTATIVE
+from support.ops.calls import quantize
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from calls import quantize
 from cases import KERNEL_PAIRS
+from support.ops.calls import quantize
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw

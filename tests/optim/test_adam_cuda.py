@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from adam_cases import OPTIONS, mixed_parameters, quantized, value
 from cases import FEW
+from support.optim.adam_cases import OPTIONS, mixed_parameters, quantized, value
 from torch import nn
 
 from hqsweep.optim import FusedAdam

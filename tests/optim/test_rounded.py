@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from adam_cases import OPTIONS, quantized, value
+from support.optim.adam_cases import OPTIONS, quantized, value
 from torch import nn
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 

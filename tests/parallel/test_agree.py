@@ -1,8 +1,8 @@
 """Shards over 2 and 4 ranks have the bytes that the whole has there, however it is cut and whoever has the masters."""
 
 import pytest
-from agree_ranks import COLS, CUTS, ROWS, all_cases
-from ranks import run_ranks
+from support.parallel.agree_ranks import COLS, CUTS, ROWS, all_cases
+from support.ranks import run_ranks
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -10,6 +10,7 @@ def ranks(request):
     return run_ranks(request.param, all_cases, request.param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*(f"shards {cut}" for cut in CUTS[2]), "columns", "one_direction"])
 def test_shards_equal_the_whole(ranks, case):
     assert [rank[case] for rank in ranks] == [{}] * len(ranks)

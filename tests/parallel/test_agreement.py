@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from fork_ranks import config, run
-from ranks import run_ranks
+from support.parallel.fork_ranks import config, run
+from support.ranks import run_ranks
 
 import hqsweep
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
-from hqsweep.parallel.handshake import Disagreement
+from hqsweep.parallel.wire.objects import Disagreement
 from hqsweep.train import data
 from hqsweep.train.model import GPTAdapter
 

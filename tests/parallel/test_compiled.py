@@ -1,9 +1,9 @@
 """torch.compile of layers of which ranks share the matrices."""
 
-import compiled_ranks
 import pytest
 import torch
-from ranks import run_ranks
+from support.parallel import compiled_ranks
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
 

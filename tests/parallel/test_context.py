@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from context_ranks import CASES, LENGTH, WORLD, layer, run, train
-from ranks import run_ranks
+from support.parallel.context_ranks import CASES, LENGTH, WORLD, layer, run, train
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from expert_ranks import CODES, EQUAL, HELD, RECIPES, ROOMY, TOKENS, WORLD, mixture, run, tokens, train
-from ranks import run_ranks
+from support.parallel.expert_ranks import CODES, EQUAL, HELD, RECIPES, ROOMY, TOKENS, WORLD, mixture, run, tokens, train
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
 

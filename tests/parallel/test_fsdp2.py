@@ -3,9 +3,9 @@ sent and kept is what the pass reads."""
 
 import pytest
 from cases import STATELESS
-from fsdp2_once import SQUARE, once
-from fsdp2_ranks import gathered
-from fsdp2_training import (
+from support.parallel.fsdp2_once import SQUARE, once
+from support.parallel.fsdp2_ranks import gathered
+from support.parallel.fsdp2_training import (
     CASES,
     HELD_MESH_CASES,
     HYBRID_CASES,
@@ -14,9 +14,9 @@ from fsdp2_training import (
     plainly_trained,
     trained,
 )
-from fsdp2_uses import compiled, uses
-from fsdp2_wire import memory, plain, sent, trained_on_four
-from ranks import BACKENDS, run_ranks
+from support.parallel.fsdp2_uses import compiled, uses
+from support.parallel.fsdp2_wire import memory, plain, sent, trained_on_four
+from support.ranks import BACKENDS, run_ranks
 
 from hqsweep.parallel import mesh
 

@@ -4,12 +4,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import held_parts
 import pytest
 import torch
 from cases import SOME, STATELESS
-from fsdp2_ranks import differing
-from ranks import run_ranks
+from support.parallel import held_parts
+from support.parallel.fsdp2_ranks import differing
+from support.ranks import run_ranks
 
 from hqsweep.checkpoints.sharded.sharded import save_sharded
 from hqsweep.checkpoints.sharded.sharded_load import load_sharded

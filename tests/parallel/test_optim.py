@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from optim_ranks import (
+from support.parallel.optim_ranks import (
     CASES,
     MAIN_GRADS,
     ONE_ROW,
@@ -14,7 +14,7 @@ from optim_ranks import (
     one_process,
     run,
 )
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from pipeline_ranks import CASES, LAYERS, STEPS, WORLD, in_one_process, run
-from ranks import run_ranks
+from support.parallel.pipeline_ranks import CASES, LAYERS, STEPS, WORLD, in_one_process, run
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
 LINEARS = 4
@@ -15,6 +15,7 @@ def staged():
     return run_ranks(WORLD, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_stages_compute_what_one_process_does(staged, name):
     whole, parts = in_one_process(name), [rank[name] for rank in staged]

@@ -1,12 +1,10 @@
 """Linears shared over ranks: to the byte what one process computes, or a sum that is split as theirs."""
 
-import compat_held
 import pytest
-import shared_linears
-import shared_models
 import torch
 from cases import FEW, QUANTIZERS, SOME, first
-from ranks import BACKENDS, run_ranks
+from support.parallel import compat_held, shared_linears, shared_models
+from support.ranks import BACKENDS, run_ranks
 
 from hqsweep.ops.model.attention import has_cudnn
 
@@ -39,6 +37,7 @@ def held_by_two_ranks(both):
     return list(zip(*(held for _, held in both), strict=True))
 
 
+@pytest.mark.slow
 def test_linears_over_two_ranks_are_those_of_one_process(of_two_ranks):
     assert of_two_ranks[0] == ([], [])
 
@@ -144,10 +143,12 @@ UNSHARED = [
 ]
 
 
+@pytest.mark.slow
 def test_models_over_two_ranks_have_the_bytes_of_sums_that_are_split():
     assert run_ranks(2, shared_models.everything, 2, MODELS) == [([], UNSHARED, [])] * 2
 
 
+@pytest.mark.slow
 def test_mixtures_over_two_ranks_have_the_bytes_of_sums_that_are_split():
     assert run_ranks(2, shared_models.mixtures, 2, [{"experts": 4} | case for case in MIXTURES]) == [([], True)] * 2
 

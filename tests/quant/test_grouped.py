@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import SOME, STATELESS
-from group_tensors import KEY, E, K, N, alone, assert_same_bytes, grouped, key_of, values
+from support.quant.group_tensors import KEY, E, K, N, alone, assert_same_bytes, grouped, key_of, values
 from torch import nn
 
 from hqsweep.errors import UserError

@@ -6,11 +6,19 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import DELAYED, NAMES, QUANTIZERS, SOME, WHOLE_BLOCKS
-from golden_cases import QUANTIZER_CASES, Arrays, as_matrix, check_encoded, directions, format_of, golden_buffers
-from shape_groups import KEY, SHAPES, alone, assert_members, group, slot_states, tensors
+from support.golden.golden_cases import (
+    QUANTIZER_CASES,
+    Arrays,
+    as_matrix,
+    check_encoded,
+    directions,
+    format_of,
+    golden_buffers,
+)
+from support.quant.shape_groups import KEY, SHAPES, alone, assert_members, group, slot_states, tensors
 
 from hqsweep.formats import Identity
-from hqsweep.ops.members.shapes import Shapes
+from hqsweep.ops.members.layout import Shapes
 from hqsweep.quant import GroupedTensor, HybridQuantizer, hybrid
 from hqsweep.quant.group import quantize_group
 from hqsweep.quant.operand import flatten, unflatten

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import SOME
-from group_tensors import assert_same_bytes
-from shape_groups import KEY, SHAPES, group, tensors
+from support.quant.group_tensors import assert_same_bytes
+from support.quant.shape_groups import KEY, SHAPES, group, tensors
 from torch import nn
 
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.gemm.grouped import mm_t_tokens, mm_t_weights
 from hqsweep.gemm.plan import GroupGemm, gemm_plan
-from hqsweep.ops.members.shapes import Shapes
+from hqsweep.ops.members.layout import Shapes
 from hqsweep.optim import FusedAdam
 from hqsweep.quant import GroupedTensor, HybridQuantizedTensor, HybridQuantizer
 from hqsweep.quant.group import quantize_group

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from cases import FEW
-from group_tensors import E, K, N, alone, assert_same_bytes, grouped, key_of, values
+from support.quant.group_tensors import E, K, N, alone, assert_same_bytes, grouped, key_of, values
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 

@@ -75,6 +75,7 @@ def _doubled(model):
         model[0].weight.mul_(2.0)
 
 
+@pytest.mark.slow
 def test_processes_share_the_operands():
     model = held().share_memory()
     before = model[0].weight.dequantize().detach().clone()
@@ -86,7 +87,7 @@ def test_processes_share_the_operands():
 
 
 def test_a_model_of_hugging_face_names_the_module_and_the_remedy(tmp_path):
-    from tests.models.tiny import tiny
+    from support.models.tiny import tiny
 
     model = tiny("llama")
     with quantized_model_init():

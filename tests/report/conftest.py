@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from hqsweep.sweep.store import seal, sweep_file
+from hqsweep.sweep.store.names import run_id
 from hqsweep.sweep.store.run_dir import RunDir
 
 STEPS, EVAL_EVERY, VOCAB_ENTROPY = 200, 20, 3.1
@@ -170,7 +171,7 @@ def write_run(sweep: Path, run: FakeRun) -> Path:
     if run.trunk:
         config["train"]["steps"] = run.point + FORK_STEPS + FORK_DECAY
     manifest = {
-        "run_id": digest,
+        "run_id": digest,  # no two fakes are one run; a seal says that config and manifest belong together
         "sweep": sweep.name,
         "arm": run.arm,
         "seed": run.seed,
@@ -211,6 +212,8 @@ def write_run(sweep: Path, run: FakeRun) -> Path:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metric_rows(run)))
     (folder / "stats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in stats_rows(run)))
     RunDir(folder).write_status(**status)  # which seals a run that has ended
+    if RunDir(folder).sealed() is None:
+        RunDir(folder).update_manifest(run_id=run_id(config))
     return folder
 
 
@@ -223,6 +226,7 @@ def take_back(run: RunDir) -> None:
     """The run was never started."""
     for name in ("metrics.jsonl", "stats.jsonl", "status.json", seal.FILE):
         (run.path / name).unlink(missing_ok=True)
+    run.update_manifest(run_id=run_id(run.config()))
 
 
 def write_sweep(folder: Path, runs: Sequence[FakeRun]) -> list[Path]:

@@ -5,9 +5,9 @@ from xml.etree import ElementTree
 
 import pandas as pd
 import pytest
-from tests.report.test_html import Tags
 
 from hqsweep.report.compare.compare import compare, write
+from tests.report.pages.test_html import Tags
 
 IMG = '<img src=x onerror="injected=1">'
 ARM, RECIPE = f"{IMG} & 'arm'", f'{IMG}\n| "recipe", `r`'

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from texts import END, byte_level, documents, of_letters, write
+from support.shards.texts import END, byte_level, documents, of_letters, write
 from tokenizers import Tokenizer
 
 from hqsweep.errors import UserError
@@ -150,6 +150,7 @@ prepare(*sys.argv[1:], val_fraction=0.2, workers=2, progress=progress)
 """
 
 
+@pytest.mark.slow
 def test_killed_prepare_goes_on_to_the_same_bytes(tmp_path: Path, tokenizer: Path, small_pieces: None) -> None:
     source = write(tmp_path / "in/a.jsonl", TEXTS * 3).parent
     write(source / "b.jsonl.gz", TEXTS * 3)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from written import write_llm_c, write_manifest, write_megatron, write_ours
+from support.shards.written import write_llm_c, write_manifest, write_megatron, write_ours
 
 from hqsweep.errors import Damaged, UserError
 from hqsweep.shards import reader

@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from tiny_models import equal, tiny
+from support.checkpoints.tiny_models import equal, tiny
 
 from hqsweep.checkpoints.foreign.load import load_checkpoint
 from hqsweep.config.job import ConvergenceConfig, parse

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from fake_worker import keep_state
+from support.sweep.fake_worker import keep_state
 
 from hqsweep.errors import UserError
 from hqsweep.sweep.engine.launch import SweepPlan, plan

@@ -3,9 +3,9 @@
 import random
 import signal
 
-import kill_sweep
 import pytest
 import torch
+from support.sweep import kill_sweep
 
 from hqsweep import worker
 

@@ -2,8 +2,10 @@ import io
 
 import pytest
 from rich.console import Console
+from support.sweep.shown import Shown
 
-from hqsweep.sweep.progress import LiveDisplay, PlainDisplay, cells, duration, open_display
+from hqsweep.sweep.engine import launch
+from hqsweep.sweep.progress import LiveDisplay, PlainDisplay, cells, duration, open_display, time_left
 from hqsweep.sweep.store.run_dir import PENDING
 
 
@@ -175,3 +177,83 @@ def test_the_live_table_fits_its_width_and_cuts_no_heading_and_no_number(width):
     assert "4 runs pending: waits for trunk-s0 and 3 more" in words
     assert "4 runs pending: waits for a free worker" in words
     assert lines[-1].startswith("30 of 40 runs finished")
+
+
+def drawn(display) -> str:
+    """The last line of the display."""
+    display._console.print(display._draw())
+    return printed(display._console)[-1]
+
+
+def test_the_last_line_says_when_the_sweep_ends(console):
+    display = LiveDisplay(console)
+    display.expect({"a": 200, "b": 200, "c": 200, "d": 100})
+    for run in "abcd":
+        display.update(run, status("pending"))
+    assert drawn(display) == "0 of 4 runs finished"
+    display.update("a", status(step=80))  # 61 s for 120 steps
+    display.update("b", status())
+    # 61 s of a, 500 steps at 61 / 120 s, by two workers
+    assert drawn(display) == "0 of 4 runs finished, 2 running, about 3 min left"
+    display.update("a", status("finished", step=200, seconds=1200.0))
+    display.update("b", status("running", step=100, progress=None))
+    assert drawn(display) == "1 of 4 runs finished, 1 running, about 25 min left"
+    for run in "bc":
+        display.update(run, status("finished", step=200, seconds=1200.0))
+    display.update("d", status("failed"))
+    assert drawn(display) == "3 of 4 runs finished, 1 failed"
+
+
+def test_the_longest_run_bounds_the_time_left_and_what_is_unknown_is_left_out(console):
+    display = LiveDisplay(console)
+    for run in "abc":
+        display.update(run, status(step=40))
+    slow = status(step=40)
+    display.update("a", slow | {"progress": slow["progress"] | {"eta_s": 600.0}})
+    assert drawn(display) == "0 of 3 runs finished, 3 running, about 10 min left"
+    display.update("d", status("pending"))  # whose steps nobody knows
+    assert drawn(display) == "0 of 4 runs finished, 3 running"
+
+
+def test_forks_have_the_steps_after_their_point(console):
+    display = LiveDisplay(console)
+    display.expect({"a": 40, "b": 40})
+    progress = {"step": 180, "steps": 200, "loss": 2.5, "tokens_per_s": 9500.4, "eta_s": 600.0}
+    display.update("a", status() | {"progress": progress})
+    display.update("b", status("pending"))
+    assert drawn(display) == "0 of 2 runs finished, 1 running, about 30 min left"
+
+
+def test_a_sweep_says_the_steps_that_its_runs_have_themselves(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "run_local", lambda *runs, **options: None)
+    words = ["conf=fork", "recipe=bf16,mxfp8", "seed=0", "fork.at=[40,80]", "fork.steps=10", "fork.decay=10"]
+    words += ["data=markov", "track=none", "train.device=cpu", f"runs_dir={tmp_path}"]
+    launch.start(launch.plan(words), display := Shown())
+    trunks = [steps for run, steps in display.steps.items() if "trunk" in run]
+    forks = {steps for run, steps in display.steps.items() if "trunk" not in run}
+    assert trunks == [80] and forks == {20}
+
+
+def test_times_left_are_rough():
+    said = [time_left(seconds) for seconds in (None, float("nan"), 59, 60, 725, 5940, 9000)]
+    assert said == ["", "", "less than a minute left", "about 1 min left", "about 12 min left", "about 1.6 h left",
+                    "about 2.5 h left"]  # fmt: skip
+
+
+@pytest.mark.parametrize("height", [5, 8, 24])
+def test_the_last_line_stays_on_a_terminal_of_80_columns(height):
+    console = Console(file=io.StringIO(), width=80, height=height, force_terminal=True, color_system=None)
+    display = LiveDisplay(console)
+    with display:
+        for index in range(60):
+            display.update(f"nvfp4_fwd_mxfp8_bwd-s{index}-at400-0123456789", status(step=40))
+        display.update("bf16-s0-at400-0123456789", status("failed", reason="loss is nan at step 37; " + "x " * 200))
+        for index in range(4):
+            display.update(f"fork{index}", status("pending", reason=f"waits for trunk-s{index}"))
+        for index in range(9):
+            display.update(f"more{index}", status("pending", reason=f"reason {index} " * 20))
+        display.expect({run: 200 for run in display._statuses})
+        console.file.truncate(0)
+        display._live.refresh()
+        lines = console.file.getvalue().rstrip("\n").splitlines()
+    assert "0 of 74 runs finished, 60 running, 1 failed, about 1 min left" in lines[-1]

@@ -4,9 +4,8 @@ import multiprocessing
 import shutil
 import subprocess
 
-import fake_worker
-import kill_sweep
 import pytest
+from support.sweep import fake_worker, kill_sweep
 
 from hqsweep.errors import UserError
 from hqsweep.sweep.engine import process

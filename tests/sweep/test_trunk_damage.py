@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import kill_sweep
 import pytest
+from support.sweep import kill_sweep
 
 from hqsweep import worker
 from hqsweep.sweep.store.names import run_name

@@ -70,7 +70,7 @@ def _lines(run):
 
 def test_each_run_of_a_worker_has_its_own_run_of_wandb(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
-    import wandb_file
+    from support.track import wandb_file
 
     for name in ("API_KEY", "MODE", "BASE_URL", "DATA_DIR", "CACHE_DIR", "CONFIG_DIR"):
         monkeypatch.delenv(f"WANDB_{name}", raising=False)

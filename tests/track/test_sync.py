@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("wandb")
 
-import wandb_file
+from support.track import wandb_file
 
 from hqsweep.errors import UserError
 from hqsweep.sweep.store.store import RunStore

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("wandb")
 
-import wandb_file
+from support.track import wandb_file
 
 from hqsweep.sweep.store.names import id_in
 from hqsweep.sweep.store.run_dir import RunDir

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from written import write_llm_c, write_megatron, write_ours
+from support.shards.written import write_llm_c, write_megatron, write_ours
 
 from hqsweep.config.data import DataConfig
 from hqsweep.errors import UserError

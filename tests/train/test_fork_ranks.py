@@ -5,9 +5,9 @@ import hashlib
 import pytest
 import torch
 from cases import DELAYED_IN_PARTS, LINEARS
-from fork_ranks import AT, config, ranked, rows, run, study
-from ranks import run_ranks
 from safetensors.torch import save_file
+from support.parallel.fork_ranks import AT, config, ranked, rows, run, study
+from support.ranks import run_ranks
 
 from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
 from hqsweep.train.model import GPT

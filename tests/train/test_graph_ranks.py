@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from graph_cases import CASES, config
-from ranks import BACKENDS, run_ranks
-from tests.dist import graph_ranks as ranks
+from support.parallel import graph_ranks as ranks
+from support.ranks import BACKENDS, run_ranks
+from support.train.graph_cases import CASES, config
 from torch.utils._pytree import tree_leaves
 
 TWO = {"dp_shard": 2}

@@ -7,12 +7,12 @@ from functools import cache
 import pytest
 import torch
 from cases import DELAYED_IN_PARTS
-from meshed_ranks import EXPERTS, config, outcome, outcome_and_sampled, run
-from ranks import DEVICE, run_ranks
-from ranks import backend as backend
 from safetensors.torch import load_file
-from sharded_training import assert_same
-from training_ranks import trainer
+from support.parallel.meshed_ranks import EXPERTS, config, outcome, outcome_and_sampled, run
+from support.parallel.sharded_training import assert_same
+from support.parallel.training_ranks import trainer
+from support.ranks import DEVICE, run_ranks
+from support.ranks import backend as backend
 
 from hqsweep.sweep.export import export_folder
 from hqsweep.train.checkpoint import go_on_from

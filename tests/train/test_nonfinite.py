@@ -5,18 +5,18 @@ import warnings
 
 import pytest
 import torch
-from graph_cases import CASES
-from graph_cases import config as graph_config
-from tests.dist import nonfinite_ranks as ranks
+from support.parallel import nonfinite_ranks as ranks
+from support.parallel.nonfinite_ranks import SPOILED, spoil
+from support.ranks import backend as backend
+from support.ranks import run_ranks
+from support.train.graph_cases import CASES
+from support.train.graph_cases import config as graph_config
 
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import Diverged, ListSink
 from hqsweep.train import data
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 from hqsweep.train.loop import Trainer
-from tests.parallel.nonfinite_ranks import SPOILED, spoil
-from tests.ranks import backend as backend
-from tests.ranks import run_ranks
 from tests.train.test_loop import config, trainer
 
 SLOT = SPOILED  # the layer's name, and "weight"

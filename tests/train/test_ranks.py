@@ -5,11 +5,11 @@ from itertools import chain
 import pytest
 import torch
 from cases import DELAYED_IN_PARTS, LINEARS
-from tests.dist import training_ranks as ranks
+from support.parallel import training_ranks as ranks
+from support.ranks import backend as backend
+from support.ranks import run_ranks
 
 from hqsweep.quant import HybridQuantizedTensor
-from tests.ranks import backend as backend
-from tests.ranks import run_ranks
 
 NVFP4 = LINEARS["nvfp4"]
 DELAYED = DELAYED_IN_PARTS

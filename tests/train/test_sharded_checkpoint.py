@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from cases import DELAYED_IN_PARTS
-from checkpointed import content, resumed
-from ranks import run_ranks
-from sharded_training import assert_same
+from support.parallel.checkpointed import content, resumed
+from support.parallel.sharded_training import assert_same
+from support.parallel.training_ranks import config, trainer
+from support.ranks import run_ranks
 from torch import nn
-from training_ranks import config, trainer
 
 from hqsweep.errors import UserError
 from hqsweep.train.checkpoint import go_on_from, newest, save_checkpoint
@@ -24,6 +24,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_over_ranks_is_the_one_without_a_break(tmp_path):
     run_ranks(2, resumed, tmp_path, CASES)
     folder = tmp_path / "0"

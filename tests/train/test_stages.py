@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from ranks import backend as backend
-from ranks import run_ranks
-from staged_ranks import (
+from support.parallel.staged_ranks import (
     BREAK,
     CASES,
     FACTS,
@@ -16,7 +14,9 @@ from staged_ranks import (
     train_all,
     trained,
 )
-from training_ranks import trainer
+from support.parallel.training_ranks import trainer
+from support.ranks import backend as backend
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
 

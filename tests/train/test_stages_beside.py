@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from ranks import run_ranks
-from staged_ranks import BREAK, ON_FOUR, RESUMED, assert_same, beside, loaded, train_beside
+from support.parallel.staged_ranks import BREAK, ON_FOUR, RESUMED, assert_same, beside, loaded, train_beside
+from support.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.slow,

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from graph_cases import CASES, config
-from replayed import EagerPool
+from support.train.graph_cases import CASES, config
+from support.train.replayed import EagerPool
 
 from hqsweep.errors import UserError
 from hqsweep.jobs.isolation import make_deterministic

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from cases import LINEARS
 from safetensors.torch import load_file
+from support.models.tiny import tiny
 
 from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
 from hqsweep.errors import UserError
@@ -17,7 +18,6 @@ from hqsweep.sweep.grid.user_models import check_recipes
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 from hqsweep.train.fork import start_from
-from tests.models.tiny import tiny
 from tests.train.test_user_model import config, same, trainer, weights
 
 NVFP4, DELAYED = LINEARS["nvfp4"], LINEARS["fp8_delayed"]

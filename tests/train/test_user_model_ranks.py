@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from cases import DELAYED_IN_PARTS, LINEARS
-from fork_ranks import study
-from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny import tiny
-from user_ranks import Normed, config, everything, train
+from support.models.tiny import tiny
+from support.parallel.fork_ranks import study
+from support.parallel.user_ranks import Normed, config, everything, train
+from support.ranks import run_ranks
 
 from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
 from hqsweep.errors import UserError

@@ -1,5 +1,8 @@
-"""Attention of a joined projection, which is turned where it is, as one function of autograd: backward writes the
-gradient of the projection where it ends up, and turns it back there, so that no pass joins those of q, k and v."""
+"""Attention of a joined qkv projection, rotated in place, as one autograd function.
+
+Backward writes the gradient straight into the gradient of the projection and rotates it there. So no pass concatenates
+the gradients of q, k and v.
+"""
 
 from typing import Any
 
@@ -17,8 +20,10 @@ from hqsweep.ops.model.rope import fits, readable, rope_
 
 
 def takes_joined(dpa: Any, qkv: Tensor, heads: int, base: float | None, is_causal: bool) -> bool:
-    """Whether attend_joined() computes what splitting qkv and calling dpa, a DotProductAttention, does: nobody observes
-    dpa, it quantizes nothing, and cuDNN computes both ways."""
+    """Return whether attend_joined() can replace splitting qkv and calling dpa, a DotProductAttention.
+
+    It can if no hook observes dpa, dpa quantizes nothing, and cuDNN computes both passes.
+    """
     if not direct(qkv) or qkv.dtype is not torch.bfloat16 or is_observed(dpa) or current().probe or not dpa.is_plain():
         return False
     if not (fits(qkv.shape[2] // (3 * heads), base) and readable(qkv)):

@@ -28,6 +28,7 @@ from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import QuantizerRole
 from hqsweep.recipe.sections import Section
+from hqsweep.torch_private import foreach_copy_
 
 AnyOperand = Operand | ExactOperand | Group
 Weights = Sequence[Tensor]
@@ -147,7 +148,7 @@ def weight_matrix(weights: Weights, dtype: torch.dtype) -> Tensor:
         return weight.flatten(0, 1)
     (rows, width), first = weights[0].shape, weights[0]
     joined = torch.empty(len(weights) * rows, width, dtype=dtype, device=first.device)
-    torch._foreach_copy_(joined.split(rows), list(weights))
+    foreach_copy_(joined.split(rows), list(weights))
     return joined
 
 

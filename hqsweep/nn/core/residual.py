@@ -6,13 +6,13 @@ ranks that share that module the branch may be a sum that is left to the same no
 
 from typing import Any
 
-import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from hqsweep.nn.core.wire import Summands
 from hqsweep.ops.quantize.kernels import in_dtype
+from hqsweep.torch_private import has_global_hooks, hook_tables, is_compiled
 
 RESIDUAL = "_residual"
 """The name of the method by which layers hand on (x, branch)."""
@@ -53,11 +53,10 @@ def is_observed(module: nn.Module) -> bool:
     """Whether a call of the module is more than the forward of its class in hqsweep: it has hooks, as FSDP2 sets them,
     is compiled by module.compile(), or has another forward, of its own or of a class derived elsewhere. KNOWN_HOOKS
     do not count."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     known = module.__dict__.get(KNOWN_HOOKS, ())
-    wrapped = module._compiled_call_impl is not None or "forward" in module.__dict__
+    wrapped = is_compiled(module) or "forward" in module.__dict__
     wrapped = wrapped or not type(module).forward.__module__.startswith(OWN)
-    return wrapped or any(key not in known for table in hooks for key in table) or torch_module._has_any_global_hook()
+    return wrapped or any(key not in known for table in hook_tables(module) for key in table) or has_global_hooks()
 
 
 class AddsBranch(nn.Module):

@@ -22,8 +22,7 @@ from hqsweep.nn.experts.grouped_rows import place_rows, take_rows
 from hqsweep.nn.linear.linear import LinearBase, as_rows
 from hqsweep.nn.linear.linear_call import NOTHING, LinearCall
 from hqsweep.nn.linear.linear_function import LinearFunction
-from hqsweep.ops.members.padding import PaddedSplits
-from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.members.splits import PaddedSplits, Splits
 from hqsweep.ops.quantize.kernels import input_in
 from hqsweep.quant.group import homogeneous
 from hqsweep.quant.hybrid import HybridQuantizer

@@ -16,8 +16,7 @@ from hqsweep.nn.layers.stream_layer import StreamLayer
 from hqsweep.nn.linear.activation import activate
 from hqsweep.nn.linear.linear import Linear
 from hqsweep.nn.linear.mlp_function import joined, joins
-from hqsweep.ops.members.padding import PaddedSplits
-from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.members.splits import PaddedSplits, Splits
 
 Routed = tuple[Tensor, Tensor, Tensor]
 """y, then of the routing `balance` float32 [], and `tokens` int64 [E]."""

@@ -13,14 +13,15 @@ from hqsweep.ops.model.embedding import embed, embedding_gradient, takes
 
 
 def check_tokens(shape: Sequence[int], axis: int, ranks: int, where: str = "") -> None:
-    """UserError for tokens [B, T] that ranks do not divide along an axis."""
+    """Raise UserError for tokens [B, T] that ranks do not divide along an axis."""
     if shape[axis] % ranks:
         what = f"a sequence of {shape[1]} tokens" if axis else f"a batch of {shape[0]} sequences"
         raise UserError(f"{where}{what} does not divide by tp={ranks}")
 
 
 def embedding(tokens: Tensor, table: Tensor) -> Tensor:
-    """Tokens int64 [...] -> rows [..., D] of a table [V, D]. On CUDA hqsweep's kernels add up the table's gradient."""
+    """Return rows [..., D] of a table [V, D] for tokens int64 [...]. On CUDA, own kernels compute the table's
+    gradient."""
     if not (use_kernels(table) and takes(table, tokens)):
         return F.embedding(tokens, table)
     return _Embedding.apply(tokens, table)

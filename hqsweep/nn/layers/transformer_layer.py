@@ -14,9 +14,10 @@ from hqsweep.nn.linear.layernorm_mlp import LayerNormMLP
 
 
 class TransformerLayer(StreamLayer):
-    """x [B, T, D] -> x + attn(x), then x + mlp(x), where both begin with a norm; the residual stream keeps x's dtype.
+    """x [B, T, D] -> x + attn(x), then x + mlp(x), both starting with a norm. The residual stream keeps x's dtype.
 
-    Its modules are named `name`.attn and `name`.mlp. A section, or its text, as recipe is for the linears of both.
+    Submodules are named `name`.attn and `name`.mlp. If recipe is a section, or its text, it applies to the linears of
+    both.
     """
 
     def __init__(

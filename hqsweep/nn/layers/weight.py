@@ -1,4 +1,4 @@
-"""QuantizedWeight: base of the modules whose weight is no GEMM operand, embedding tables and norms."""
+"""QuantizedWeight: base of modules whose weight is not a GEMM operand, such as embedding tables and norms."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from hqsweep.recipe.sections import WeightQuantizers
 
 
 class QuantizedWeight(QuantizedModule):
-    """A module with one weight that is read in the values of its quantizer's rowwise format."""
+    """A module whose single weight is rounded to the quantizer's rowwise format."""
 
     quantizers: WeightQuantizers
     parallel: WeightRanks | None = None
@@ -24,7 +24,7 @@ class QuantizedWeight(QuantizedModule):
         return parameter if self.parallel is None else self.parallel.own(parameter)
 
     def quantized_weight(self) -> Tensor:
-        """self.weight, or this rank's part of it, rounded as `rounded` does."""
+        """Return self.weight, or this rank's part of it, rounded by rounded()."""
         quantizers, context = self.active_quantizers(), current()
         quantizer = quantizers.weight
         self.check_scope(quantizers, autocast_recipe(), context)
@@ -39,5 +39,5 @@ class QuantizedWeight(QuantizedModule):
 
 @memo
 def _slot(module_type: str, name: str) -> str:
-    """The slot of the weight's random bits."""
+    """Return the slot of the weight's random bits."""
     return str(QuantizerRole(module_type, "weight", name))

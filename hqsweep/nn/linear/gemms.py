@@ -26,6 +26,7 @@ from hqsweep.nn.linear.linear_call import LinearCall
 from hqsweep.ops.quantize.kernels import in_dtype
 from hqsweep.ops.quantize.request import Output
 from hqsweep.quant.operand import Skeleton, flatten
+from hqsweep.torch_private import foreach_add_
 
 Gradient = Tensor | None
 
@@ -137,7 +138,7 @@ def delivered(
     main_grads = (
         summed_main_grad(weights[0]).unbind(0) if one_parameter else [summed_main_grad(weights[i]) for i in needed]
     )
-    torch._foreach_add_(main_grads, [gradients[i] for i in needed])
+    foreach_add_(main_grads, [gradients[i] for i in needed])
     return [None] * len(needs)
 
 

@@ -28,8 +28,8 @@ from hqsweep.nn.core.parameter import (
     weight_matrix,
 )
 from hqsweep.nn.core.workspace import WeightWorkspace
+from hqsweep.ops.quantize.fused import Normed
 from hqsweep.ops.quantize.nonfinite import for_its_slot
-from hqsweep.ops.quantize.quantize_normed import Normed
 from hqsweep.ops.quantize.request import Output
 from hqsweep.quant.hybrid import DIRECTIONS, Direction
 from hqsweep.quant.operand import HybridOperand, Skeleton, unflatten

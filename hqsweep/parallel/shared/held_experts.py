@@ -15,6 +15,7 @@ from hqsweep.parallel.wire.collectives import maximum_
 from hqsweep.parallel.wire.local import group_of_shards, is_spread
 from hqsweep.parallel.wire.local import local as stored
 from hqsweep.quant.grouped import GroupedTensor
+from hqsweep.torch_private import foreach_zero_
 
 
 def link_held(model: nn.Module) -> None:
@@ -36,7 +37,7 @@ def share_amaxes(model: nn.Module) -> None:
         for expert, of_expert in states.named_children():
             slot = [state.amax for name, state in of_expert.items() if name.startswith("weight_")]
             if int(expert) not in written:
-                torch._foreach_zero_(slot)
+                foreach_zero_(slot)
             amaxes.setdefault(group_of_shards(weights[0]), []).extend(slot)
     for group, every in amaxes.items():
         maximum_(every, group)

@@ -41,6 +41,7 @@ from hqsweep.parallel.overlap.rank_rows import RankRows
 from hqsweep.parallel.shared.call import SharedCall
 from hqsweep.parallel.wire.tokens import Pending
 from hqsweep.quant.operand import HybridOperand
+from hqsweep.torch_private import foreach_div_
 
 
 @dataclass(kw_only=True, eq=False)
@@ -186,7 +187,7 @@ def one_wgrad(state: BackwardState, dy: AnyOperand, x_column: Callable[[], AnyOp
 def mean(call: SharedCall, sums: Tensor | Sequence[Tensor] | None) -> Tensor | Sequence[Tensor] | None:
     """Gradients of parameters, divided by the number of ranks where the rows are those of many ranks."""
     if call.mean_over > 1 and sums is not None:
-        torch._foreach_div_([sums] if isinstance(sums, Tensor) else list(sums), call.mean_over)
+        foreach_div_([sums] if isinstance(sums, Tensor) else list(sums), call.mean_over)
     return sums
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hqsweep.nn.core.parameter import AnyOperand
 from hqsweep.nn.linear.linear_loss import Chunks, Input, as_taken
-from hqsweep.ops.model.loss_parts import joint_cross_entropy_, loss_parts, shared_cross_entropy_
+from hqsweep.ops.model.loss import joint_cross_entropy_, loss_parts, shared_cross_entropy_
 from hqsweep.ops.quantize.request import Output
 from hqsweep.parallel.overlap.loss_mailbox import meeting
 from hqsweep.parallel.overlap.overlapped_gemm import Outgoing, quantize_tokens

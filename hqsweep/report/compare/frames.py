@@ -29,7 +29,7 @@ from hqsweep.sweep.store.names import NOT_IN_ID, data_seen, run_id, without_data
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import known as listed
 from hqsweep.track.tables import TABLES
-from hqsweep.train.content import SHOWN_DIGITS
+from hqsweep.train.corpus import SHOWN_DIGITS
 
 WHOLE, TRUNK, FORK = "whole run", "trunk", "fork"
 REPLICATE = ("trunk", "seed", "point")
@@ -151,9 +151,11 @@ def _begun(read: Mapping[tuple[str, str | None], Any]) -> dict[tuple[str, str | 
 
 def _read(run: RunDir) -> tuple[dict, list[dict], list[dict], list[dict]]:
     """One row of `runs`, and the run's rows of metrics, stats and parity. Raises Damaged."""
-    status = run.status()
+    status, config, manifest = run.status(), run.config(), run.manifest()
+    if run.sealed() is None and manifest["run_id"] != run_id(config):
+        raise Damaged(run.config_path, "is the config of another run than the manifest beside it", REPAIRED)
     try:
-        row = _row(run, run.config(), run.manifest(), status)
+        row = _row(run, config, manifest, status)
     except Damaged:
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):

@@ -16,7 +16,6 @@ from hqsweep.config.job import Config, ConvergenceConfig, parse
 from hqsweep.config.jobs import CHECKED_TABLES
 from hqsweep.config.study import StudyConfig
 from hqsweep.errors import Damaged, UserError
-from hqsweep.jobs.native import check_native
 from hqsweep.parallel.mesh import check_devices
 from hqsweep.recipe.factories import Importer, factory_name
 from hqsweep.sweep.engine.local import Limits, run_local
@@ -34,7 +33,7 @@ from hqsweep.sweep.store.run_dir import RunDir, unusable
 from hqsweep.sweep.store.store import RunStore
 from hqsweep.sweep.store.sweep_file import Unsealed
 from hqsweep.train import data
-from hqsweep.train.build import pick_device
+from hqsweep.train.build import check_native, pick_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,8 +182,10 @@ def start(plan: SweepPlan, display: Display, *, force: bool = False) -> list[Run
     store.mend(plan.first.sweep, display.say)
     check(plan)
     runs, engine = folders(plan, display.say), plan.first.engine
+    trainings = [pair for pair in zip(runs, plan.configs, strict=True) if isinstance(pair[1], ConvergenceConfig)]
+    display.expect({run.name: config.own_steps for run, config in trainings})
     limits = engine.model_dump(exclude={"kind", "slurm", "runs_per_gpu", "gpus_per_run"}) | {"imports": plan.imports}
-    ranks = max((c.train.parallel.world for c in plan.configs if isinstance(c, ConvergenceConfig)), default=1)
+    ranks = max((config.train.parallel.world for _, config in trainings), default=1)
     if engine.kind == "slurm":
         run_slurm(runs, slurm=engine.slurm.model_dump(), display=display, force=force, ranks=ranks, **limits)
     else:

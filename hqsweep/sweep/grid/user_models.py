@@ -1,5 +1,6 @@
-"""The checks of users' own models before anything starts: the recipes of the grid by the shapes of modules, and the
-vocabulary of data that has to be read for it. Files are checked before torch is imported (checkpoints.user_model).
+"""The checks of users' own models before anything starts: the recipes of the grid by the shapes of modules, a trial of
+each model on a few tokens, and the vocabulary of data that has to be read for it. Files are checked before torch is
+imported (checkpoints.user_model).
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,6 +10,7 @@ from hqsweep.config.job import Config, ConvergenceConfig
 from hqsweep.config.user_model import HFModelConfig, UserModel
 from hqsweep.errors import UserError
 from hqsweep.sweep.grid.point import GridPoint
+from hqsweep.train.build import pick_device
 
 OTHERS = ("megatron", "llm.c")
 """The layouts of shards that state no vocabulary."""
@@ -23,11 +25,13 @@ def hashed(config: Config) -> Config:
 
 
 def check_recipes(points: Sequence[GridPoint], configs: Sequence[Config]) -> None:
-    """UserError for a recipe that a user's model cannot take, with what was swept of its run."""
+    """UserError for a recipe that a user's model cannot take, and for a model that cannot be trained on tokens, with
+    what was swept of its run."""
     own = [pair for pair in zip(points, configs, strict=True) if _is_users(pair[1])]
     if not own:
         return
-    from hqsweep.models.build import check_output, check_recompute, gemm_modules, outline
+    from hqsweep.models.build import check_recompute, gemm_modules, outline
+    from hqsweep.models.trial import check_trial
     from hqsweep.recipe.validate import check_held_weights
 
     known: set[str] = set()
@@ -39,17 +43,22 @@ def check_recipes(points: Sequence[GridPoint], configs: Sequence[Config]) -> Non
         try:
             if isinstance(config.model, HFModelConfig) and config.model.pretrained:
                 _check_weights(config.model)
+            check_trial(config, on_cpu=_on_cpu(config))
             if config.train.recompute != "none" and (model := outline(config.model)) is not None:
                 check_recompute(model, config.train.recompute)
             modules = gemm_modules(config, config.data.vocab_estimate)
             config.check_recipe(modules)
             if modules and config.model.quantized_weights:
                 check_held_weights(config.recipe.build(), config.own_steps, modules)
-            if (model := outline(config.model)) is not None:
-                check_output(model, config.train.context)
         except UserError as error:
             where = f" (in the run with {' '.join(point.changed)})" if point.changed and len(points) > 1 else ""
             raise UserError(f"{error}{where}") from None
+
+
+def _on_cpu(config: ConvergenceConfig) -> bool:
+    """Whether the run is known to be on the CPU."""
+    device = config.train.device
+    return device == "cpu" or (config.engine.kind == "local" and pick_device(device).type == "cpu")
 
 
 def _check_weights(section: HFModelConfig) -> None:

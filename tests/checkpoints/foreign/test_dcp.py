@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import equal, tiny, trained
-from titan import titan, write, write_titan
+from support.checkpoints.tiny_models import equal, tiny, trained
+from support.checkpoints.titan import titan, write, write_titan
 from torch.distributed.checkpoint.metadata import Metadata
 
 from hqsweep.checkpoints.foreign import dcp

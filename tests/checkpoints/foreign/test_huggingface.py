@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_models import tiny
+from support.checkpoints.tiny_models import tiny
 
 from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
 from hqsweep.checkpoints.foreign.load import load_checkpoint

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import equal, tiny
+from support.checkpoints.tiny_models import equal, tiny
 
 from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
 from hqsweep.checkpoints.foreign.load import load_checkpoint

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_dcp import adam, same_moments
-from tiny_models import equal, tiny, trained
-from titan import titan
+from support.checkpoints.tiny_models import equal, tiny, trained
+from support.checkpoints.titan import titan
 
 from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
 from hqsweep.checkpoints.foreign.load import load_checkpoint
 from hqsweep.errors import UserError
 from hqsweep.optim import FusedAdam
+from tests.checkpoints.foreign.test_dcp import adam, same_moments
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])

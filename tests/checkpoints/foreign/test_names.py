@@ -1,7 +1,7 @@
 """Llama's q and k: the rows of torchtitan's weights, turned by pairs, are those of Hugging Face's, turned by halves."""
 
 import torch
-from titan import pairs_of_halves
+from support.checkpoints.titan import pairs_of_halves
 
 from hqsweep.checkpoints.foreign.names import halves_of_pairs
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import SOME, STATELESS, bare
-from experts import EXPERTS, GPU, ROWS, SPLITS, K, N, grouped
+from support.nn.experts import EXPERTS, GPU, ROWS, SPLITS, K, N, grouped
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 

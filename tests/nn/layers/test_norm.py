@@ -1,9 +1,9 @@
 """Norm against torch in float64, and on CUDA kernels against torch's operators."""
 
-import emulated
 import pytest
 import torch
 import torch.nn.functional as F
+from support.nn import emulated
 
 from hqsweep.nn import LayerNormLinear, LayerNormMLP
 from hqsweep.nn.core.context import current, quantization

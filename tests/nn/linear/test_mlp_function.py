@@ -1,9 +1,9 @@
 """An MLP as one autograd function is to the byte its two linears with an activation between them."""
 
-import emulated
 import pytest
 import torch
 from cases import bare
+from support.nn import emulated
 
 from hqsweep.errors import UserError
 from hqsweep.nn import LayerNormMLP, Linear, MLPOptions, Probe, quantization, quantized_model_init, set_recipe

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from support.models.tiny import tiny, tokens
 
 from hqsweep.errors import UserError
 from hqsweep.models.head_loss import HeadLoss
@@ -13,7 +14,6 @@ from hqsweep.models.hf import causal_lm_loss
 from hqsweep.nn import Linear, linear_cross_entropy
 from hqsweep.nn.linear import linear_loss
 from hqsweep.nn.linear.vocabulary import cross_entropy
-from tests.models.tiny import tiny, tokens
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 ROWS, WIDTH, VOCABULARY = 384, 64, 96

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from calls import quantize
-from golden_cases import (
+from support.golden.golden_cases import (
     DIRECTIONS,
     QUANTIZER_CASES,
     Arrays,
@@ -13,6 +12,7 @@ from golden_cases import (
     format_of,
     golden_buffers,
 )
+from support.ops.calls import quantize
 
 from hqsweep.formats.inputs import draw
 from hqsweep.ops.members.layout import GroupLayout

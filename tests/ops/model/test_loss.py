@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from loss_inputs import INFINITY, devices, inputs, one
+from support.ops.loss_inputs import INFINITY, devices, inputs, one
 
 from hqsweep.ops.model import loss as module
 from hqsweep.ops.model.loss import cross_entropy_, scale_, takes

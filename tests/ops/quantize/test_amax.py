@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from calls import find_amax, quantize
 from cases import BASES, DELAYED, REPRESENTATIVE
+from support.ops.calls import find_amax, quantize
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, RngKeys, parse

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from calls import find_amax, quantize
 from cases import FEW_KERNEL_PAIRS, KERNELS
+from support.ops.calls import find_amax, quantize
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
@@ -57,6 +57,7 @@ def by_operators(x, row, column):
     return [*operands, value + 1]
 
 
+@pytest.mark.slow
 @pairs
 def test_the_operators_compile_without_a_break(pair):
     compiled = torch.compile(lambda x: by_operators(x, *pair), fullgraph=True, backend="aot_eager", dynamic=True)

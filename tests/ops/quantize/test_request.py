@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from calls import find_amax, quantize
 from cases import KERNEL_PAIRS, STOCHASTIC_PAIRS
+from support.ops.calls import find_amax, quantize
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse

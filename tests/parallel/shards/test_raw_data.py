@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 import torch
-from adam_cases import OPTIONS
 from cases import FEW, QUANTIZERS, STATELESS
+from support.optim.adam_cases import OPTIONS
 from torch import nn
 
 from hqsweep.checkpoints.sharded.sharded import save_sharded

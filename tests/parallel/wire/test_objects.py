@@ -1,7 +1,7 @@
 """gather_to_first: the objects of all ranks on the first, with the bits, dtypes and shapes of their tensors."""
 
 import torch
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 from hqsweep.ops.stats import OutputSums
 from hqsweep.parallel.wire.objects import gather_to_first

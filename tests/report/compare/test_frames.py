@@ -52,6 +52,18 @@ def test_the_same_run_in_two_sweeps_counts_once_and_the_finished_one_wins(make_s
     assert load([second, first]).runs["state"].tolist() == ["finished"]
 
 
+def test_an_unfinished_run_with_the_config_of_another_is_left_out(make_sweep, fake):
+    """No seal says that it is its own; two runs of one arm and seed would have no unique pairs."""
+    runs = make_sweep([fake.Run(arm="bf16"), fake.Run(arm="nvfp4", state="running"), fake.Run(arm="nvfp4", seed=1)])
+    other = next(run for run in runs if run.name.startswith("nvfp4-s1"))
+    running = next(run for run in runs if run.name.startswith("nvfp4-s0"))
+    running.config_path.write_bytes(other.config_path.read_bytes())
+    frames = load(runs)
+    assert [entry.run for entry in frames.left_out] == [f"{running.sweep}/{running.name}"]
+    assert "the config of another run" in frames.left_out[0].fault
+    assert len(frames.runs) == 2
+
+
 @pytest.mark.parametrize(("rate", "stated"), [(0.002, "0.002"), (None, "null")])
 def test_arms_that_differ_only_in_config_get_the_difference_in_their_label(make_sweep, fake, rate, stated):
     old = make_sweep([fake.Run(arm=arm, seed=seed) for arm in ("bf16", "nvfp4") for seed in (0, 1)], "sweep")

@@ -8,8 +8,8 @@ import subprocess
 import sys
 import time
 
-import fake_worker
 import pytest
+from support.sweep import fake_worker
 
 from hqsweep.sweep.engine import follow
 from hqsweep.sweep.slurm.scheduler import Job, Unreachable

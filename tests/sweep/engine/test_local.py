@@ -10,9 +10,9 @@ import threading
 import time
 from pathlib import Path
 
-import fake_worker
 import pytest
-from shown import Shown
+from support.sweep import fake_worker
+from support.sweep.shown import Shown
 
 from hqsweep.sweep.engine import local, process, slots
 from hqsweep.sweep.engine.local import Limits, run_local

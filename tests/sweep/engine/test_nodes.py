@@ -7,12 +7,12 @@ import sys
 import threading
 
 import pytest
-from shown import Shown
-from tests.sweep.test_ranks import make_run, parent_of, ranks_of, wait_for
+from support.sweep.shown import Shown
 
 from hqsweep.sweep.engine.local import Limits, run_local
 from hqsweep.sweep.engine.nodes import Meeting, free_endpoint
 from hqsweep.sweep.engine.ranks import nodes_arguments
+from tests.sweep.engine.test_ranks import make_run, parent_of, ranks_of, wait_for
 
 pytestmark = pytest.mark.slow
 

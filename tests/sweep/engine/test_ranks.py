@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from shown import Shown
+from support.sweep.shown import Shown
 
 from hqsweep.config.job import parse
 from hqsweep.errors import Damaged

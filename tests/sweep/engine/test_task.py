@@ -6,9 +6,9 @@ import subprocess
 import sys
 import time
 
-import fake_worker
 import pytest
-from shown import Shown
+from support.sweep import fake_worker
+from support.sweep.shown import Shown
 
 from hqsweep.sweep.engine import follow, process
 from hqsweep.sweep.engine.local import Limits, run_local

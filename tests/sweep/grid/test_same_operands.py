@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.models.tiny import tiny
 from typer.testing import CliRunner
 
 from hqsweep.api.run import run
 from hqsweep.cli.main import app
 from hqsweep.recipe.factories import Importer
 from hqsweep.sweep.engine.launch import plan
-from tests.models.tiny import tiny
 
 BASE = {
     "conf": "convergence", "track": "none", "data": "markov", "data.markov.length": "4096", "train.steps": "2",

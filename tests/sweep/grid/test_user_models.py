@@ -6,17 +6,20 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.models.tiny import tiny
+from typer.testing import CliRunner
 
+from hqsweep.cli.main import app
 from hqsweep.errors import UserError
 from hqsweep.recipe.factories import Importer
 from hqsweep.sweep.engine.launch import check, plan
 from hqsweep.sweep.grid.run_words import read
-from tests.models.tiny import tiny
 
 BASE = {
     "conf": "convergence", "track": "none", "data": "markov", "train.steps": "4", "train.batch": "4",
@@ -36,6 +39,40 @@ class Wrong(nn.Module):
     def forward(self, tokens):
         logits = self.model(tokens)
         return {"logits": logits} if self.what == "dict" else logits.transpose(0, 1)
+
+class Pixels(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.patches, self.out = nn.Conv2d(3, 32, 4, 4), nn.Linear(32, 16)
+
+    def forward(self, images):
+        return self.out(self.patches(images).flatten(2).mean(-1))
+
+class Patches(Pixels):  # which refuses tokens itself
+    def forward(self, images):
+        return super().forward(images.view(-1, 3, 5, 5).float())
+
+class Seeing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(16, 32), nn.Linear(32, 16)
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        return self.out(x + x.mean(1, keepdim=True))
+
+class Asking(nn.Module):  # for a value, which the meta device does not have
+    def __init__(self):
+        super().__init__()
+        self.model = build()
+
+    def forward(self, tokens):
+        return self.model(tokens) * (2 if tokens.max() > 3 else 1)
+
+def hugging_face():
+    import transformers
+    return transformers.ViTForImageClassification(transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=8, patch_size=4))
 """
 
 
@@ -155,6 +192,7 @@ def test_a_type_of_model_that_nobody_knows_is_refused(copy) -> None:
         plan(words(told(copy, model_type="mine")))
 
 
+@pytest.mark.slow
 def test_the_id_is_that_of_the_model_wherever_it_lies(llama, copy, tmp_path) -> None:
     def run(path, *more):
         return plan(words(path, *more)).rows()[0]["run"].rpartition("-")[2]
@@ -177,6 +215,7 @@ def test_a_grid_over_models_names_arms_by_their_folders(llama, copy) -> None:
     assert arms == ["bf16_path-llama", "mxfp8_path-llama", "bf16_path-copy", "mxfp8_path-copy"]
 
 
+@pytest.mark.slow
 def test_a_function_is_imported_by_run_alone(tmp_path, monkeypatch) -> None:
     (tmp_path / "mine_20.py").write_text(FACTORY)
     monkeypatch.chdir(tmp_path)
@@ -200,6 +239,39 @@ def test_a_function_is_imported_by_run_alone(tmp_path, monkeypatch) -> None:
         wrong = study_words("model._target_=mine_20.Wrong", f"model.what={what}")
         with pytest.raises(UserError, match=rf"model: Wrong gave {came} for tokens \(2, 32\); it must be of Hugging"):
             plan(wrong, config_dir=tmp_path, importer=Importer(said.append))
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        (
+            "Pixels",
+            r"model: Pixels raised RuntimeError for tokens \(2, 32\): Input type .*; it must be of Hugging Face",
+        ),
+        ("Patches", r"model: Patches raised RuntimeError for tokens \(2, 32\): .*; it must be of Hugging Face"),
+        ("hugging_face", r"model: ViTForImageClassification raised AttributeError for tokens \(2, 32\): "),
+        ("Seeing", "model: Seeing sees tokens that come later"),
+        ("Asking", None),
+    ],
+)
+def test_a_model_of_something_else_than_tokens_is_refused_at_once(name, sentence, tmp_path, monkeypatch) -> None:
+    (tmp_path / "mine_22.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    own = study_words(f"model._target_=mine_22.{name}", "recipe=bf16,mxfp8")
+    with nullcontext() if sentence is None else pytest.raises(UserError, match=sentence):
+        plan(own, config_dir=tmp_path, importer=Importer(lambda line: None))
+
+
+@pytest.mark.parametrize("is_decoder", [False, True])
+@pytest.mark.parametrize("pretrained", [False, True])
+def test_an_encoder_of_hugging_face_is_refused_by_a_dry_run(is_decoder, pretrained, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny("bert", intermediate_size=96, is_decoder=is_decoder).save_pretrained(tmp_path / "bert")
+    asked = words(tmp_path / "bert", f"model.pretrained={str(pretrained).lower()}", "recipe=bf16,mxfp8")
+    ran = CliRunner().invoke(app, ["run", *asked, "--dry-run"])
+    refused = "model: BertLMHeadModel sees tokens that come later" in ran.stderr
+    assert (ran.exit_code, refused) == ((0, False) if is_decoder else (2, True)), ran.output
+    assert ("2 to do" in ran.stdout) == is_decoder and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow

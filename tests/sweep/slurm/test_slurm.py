@@ -4,10 +4,9 @@ import subprocess
 import time
 from pathlib import Path
 
-import fake_worker
 import pytest
-import slurm_cluster
-from shown import Shown
+from support.sweep import fake_worker, slurm_cluster
+from support.sweep.shown import Shown
 
 from hqsweep.errors import UserError
 from hqsweep.sweep.engine import follow, launch
@@ -31,7 +30,7 @@ def environment(tmp_path_factory):
 @pytest.fixture
 def submit(environment, monkeypatch):
     """submit(runs, detach=True, ...): run_slurm with fake workers; keys of engine.slurm are given as such."""
-    for name, value in (environment | {"PYTHONPATH": str(Path(__file__).parent)}).items():
+    for name, value in (environment | {"PYTHONPATH": str(Path(__file__).parents[2])}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(slurm, "work", fake_worker.work_in_slurm)
     monkeypatch.setattr(follow, "ASK_S", 0.5)

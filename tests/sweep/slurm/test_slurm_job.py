@@ -4,8 +4,8 @@ import os
 import signal
 from types import SimpleNamespace
 
-import fake_worker
 import pytest
+from support.sweep import fake_worker
 
 from hqsweep.sweep.engine import process
 from hqsweep.sweep.engine.ranks import nodes_arguments

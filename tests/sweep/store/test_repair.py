@@ -3,9 +3,9 @@
 import os
 import shutil
 
-import fake_worker
 import pytest
-from shown import Shown
+from support.sweep import fake_worker
+from support.sweep.shown import Shown
 
 from hqsweep.errors import Damaged
 from hqsweep.sweep.engine import process
