@@ -193,8 +193,9 @@ class Pipeline:
         self.same_stage = peers(mesh, AXIS)
         self.width, self.dtype = model.embedding.weight.shape[1], model.embedding.weight.dtype
         self.device, layers = model.embedding.weight.device, len(model.layers)
-        self._split = getattr(model.embedding, "split", None)
-        self._tokens_over = 1 if self._split is None else model.embedding.part.group.size()
+        table = model.embedding.parallel
+        self._split = None if table is None else table.split
+        self._tokens_over = 1 if self._split is None else table.part.group.size()
         setattr(model, WHOLE_ROLES, roles_of(model))
         self._order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
         self._mixtures = [index for index, layer in enumerate(model.layers) if isinstance(layer, MoELayer)]
