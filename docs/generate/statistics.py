@@ -7,7 +7,7 @@ from docs.generate.source import docstring
 from hqsweep.nn.core import probe
 from hqsweep.ops import stats
 from hqsweep.report.compare import arms, curves, families, frames, verdict
-from hqsweep.report.gate import baseline, baseline_update, change, gate, gate_verdicts
+from hqsweep.report.gate import baseline, baseline_update, change, gate
 from hqsweep.verdicts import estimate, forks, levels, plan, whole_runs
 
 CHAPTERS = {
@@ -22,7 +22,7 @@ CHAPTERS = {
     "Replicates": (plan, None),
     "What is said of an arm": (verdict, (verdict.sentence,)),
     "Curves": (curves, None),
-    "The gate": (gate, (gate.gate, gate_verdicts.Verdict, gate_verdicts.Verdicts)),
+    "The gate": (gate, (gate.gate, gate.Verdict, gate.Verdicts)),
     "Changes since the baseline": (change, (change.changes, change.judge)),
     "Baselines": (baseline, (baseline.Baseline, baseline_update.update)),
     "Rows and frames": (frames, ()),

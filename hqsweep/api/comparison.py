@@ -14,8 +14,8 @@ from hqsweep.errors import UserError
 from hqsweep.report.compare import arms
 from hqsweep.report.compare.compare import compare as judge
 from hqsweep.report.compare.compare import write
-from hqsweep.report.compare.headline import headline
 from hqsweep.report.compare.left_out import LeftOut
+from hqsweep.report.compare.notes import headline
 from hqsweep.report.figures.forest import forest_of
 from hqsweep.report.figures.plots import plots
 from hqsweep.report.pages import html, tables

@@ -27,13 +27,13 @@ JOBS = {
         config="hqsweep.config.job:ParityConfig",
         run="hqsweep.jobs.parity.job:run",
         table="parity",
-        printer="hqsweep.report.pages.parity:matrix",
+        printer="hqsweep.report.pages.checks:matrix",
     ),
     "calibrate": JobKind(
         config="hqsweep.config.job:CalibrateConfig",
         run="hqsweep.jobs.calibrate.job:run",
         table="calibrate",
-        printer="hqsweep.report.pages.calibrate:tables",
+        printer="hqsweep.report.pages.checks:tables",
     ),
 }
 """Name of the job, as in `job: parity` of a config -> its parts."""

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from hqsweep.ops.fingerprint import EXPECTED, fingerprint
+from hqsweep.formats.spec import FINGERPRINT
+from hqsweep.ops.fingerprint import fingerprint
 from hqsweep.ops.library import extension
 from hqsweep.ops.model.attention import CUDNN_FRONTEND, frontend_version
 from hqsweep.track.machine import cpu_isa
@@ -66,9 +67,9 @@ def _cpu_kernels() -> Answer:
 def _digest() -> Answer:
     """The promise of every build: one fixed computation through all formats has one hash."""
     digest = fingerprint()
-    if digest == EXPECTED:
+    if digest == FINGERPRINT:
         return True, f"{digest[:16]}, as every exact build"
-    return False, f"{digest[:16]} where exact builds have {EXPECTED[:16]}: this build or machine rounds otherwise"
+    return False, f"{digest[:16]} where exact builds have {FINGERPRINT[:16]}: this build or machine rounds otherwise"
 
 
 def _cuda_kernels() -> Answer:

@@ -18,10 +18,10 @@ from hqsweep.models.hf_config import HFConfig, read_hf_config
 from hqsweep.optim import MASTER
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.sweep.store.run_dir import RunDir
-from hqsweep.train.adapter import ModelAdapter
 from hqsweep.train.build import adapted, make_optimizer
 from hqsweep.train.checkpoint import read_state, step_of
 from hqsweep.train.fork import start_from
+from hqsweep.train.model import ModelAdapter
 from hqsweep.train.record import NotAsWritten, check_recorded, checkpoints
 from hqsweep.train.user_model import NUMBERS
 

@@ -1,7 +1,8 @@
 """A tracker mirrors a run's rows somewhere else. No tracker is a tracker too: the one that does nothing."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Protocol
 
 SAMPLED = ("sqnr_db", "amax", "underflow_pct", "saturation_pct", "load")
 """Error statistics that are mirrored as curves; all of them are in the table at the end."""
@@ -55,3 +56,38 @@ def curves(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         for row in rows
         if row[name] is not None
     }
+
+
+class HarmlessTracker:
+    """Base of trackers whose methods are `harmless`."""
+
+    who: ClassVar[str]
+    """The beginning of its lines in the log."""
+
+    def __init__(self) -> None:
+        self._complaints: set[str] = set()
+
+    def complain(self, line: str) -> None:
+        """Say it in the log, once."""
+        if line not in self._complaints:
+            self._complaints.add(line)
+            print(f"{self.who}: {line}; the run goes on, its rows are in its folder", flush=True)
+
+
+def harmless(method: Callable[..., Any]) -> Callable[..., bool]:
+    """Whatever the method raises becomes a complaint, and the result False."""
+
+    @functools.wraps(method)
+    def guarded(self: HarmlessTracker, *args: Any, **kwargs: Any) -> bool:
+        try:
+            return method(self, *args, **kwargs) is not False
+        except Exception as error:
+            self.complain(f"{method.__name__}: {one_line(error)}")
+            return False
+
+    return guarded
+
+
+def one_line(error: Exception) -> str:
+    """Type and message of an error without line breaks."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

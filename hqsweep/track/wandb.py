@@ -17,9 +17,8 @@ from hqsweep.errors import visible
 from hqsweep.sweep.store.names import fork_of, id_in
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.track.destination import resolve_mode
-from hqsweep.track.harmless import HarmlessTracker, harmless, one_line
 from hqsweep.track.tables import VERDICT_COLUMNS
-from hqsweep.track.tracker import NullTracker, Tracker, curves
+from hqsweep.track.tracker import HarmlessTracker, NullTracker, Tracker, curves, harmless, one_line
 
 FAST = {
     "console": "off", "silent": True, "disable_git": True, "disable_code": True, "x_disable_stats": True,

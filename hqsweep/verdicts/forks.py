@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special
 
-from hqsweep.verdicts.arrays import equal_shapes
 from hqsweep.verdicts.designs import Forks
 from hqsweep.verdicts.estimate import LEVEL, Estimate
-from hqsweep.verdicts.looks import estimates
+from hqsweep.verdicts.looks import equal_shapes, estimates
 
 
 def judge(

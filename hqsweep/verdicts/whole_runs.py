@@ -11,10 +11,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hqsweep.verdicts.arrays import equal_shapes
 from hqsweep.verdicts.designs import WholeRuns
 from hqsweep.verdicts.estimate import Estimate
-from hqsweep.verdicts.looks import estimates
+from hqsweep.verdicts.looks import equal_shapes, estimates
 
 
 def judge(

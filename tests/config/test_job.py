@@ -95,6 +95,7 @@ def test_yaml_states_every_leaf_with_the_default_of_the_model() -> None:
     assert point.config | {"recipe": None, "fork": None} == default | {"recipe": None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("conf", ["quickstart", "stdlib", "markov", "moe", "parity", "calibrate", "fork"])
 def test_packaged_sweeps_are_valid(conf: str) -> None:
     assert all(parse(point.config).sweep == conf for point in expand(conf).points)

@@ -78,6 +78,7 @@ def test_keys_of_the_gpt_in_a_packaged_yaml_do_not_become_those_of_another_model
         check_keys(points("model=hf", "model.path=m", "model.dim=32")[0].config)
 
 
+@pytest.mark.slow
 def test_models_and_their_arguments_are_swept() -> None:
     swept = points("model._target_=a.b", "model.width=32,64")
     assert [parse(point.config).model.args for point in swept] == [{"width": 32}, {"width": 64}]

@@ -6,9 +6,9 @@ from cases import BASES, HIGH
 
 from hqsweep.config.job import parse
 from hqsweep.gemm import grouped
-from hqsweep.jobs.parity import causality as parity_causality
 from hqsweep.jobs.parity import grouped as parity_grouped
 from hqsweep.jobs.parity import job as parity
+from hqsweep.jobs.parity import modules as parity_causality
 from hqsweep.jobs.parity import training as parity_training
 from hqsweep.jobs.parity.compare_bytes import row
 from hqsweep.jobs.sink import ListSink

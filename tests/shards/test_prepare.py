@@ -150,6 +150,7 @@ prepare(*sys.argv[1:], val_fraction=0.2, workers=2, progress=progress)
 """
 
 
+@pytest.mark.slow
 def test_killed_prepare_goes_on_to_the_same_bytes(tmp_path: Path, tokenizer: Path, small_pieces: None) -> None:
     source = write(tmp_path / "in/a.jsonl", TEXTS * 3).parent
     write(source / "b.jsonl.gz", TEXTS * 3)

@@ -76,6 +76,7 @@ class TestSite:
         with pytest.raises(UserError, match=r"data.source: site found no package with \*.py files; .* data=stdlib"):
             site()
 
+    @pytest.mark.slow
     def test_of_this_machine_is_english_and_code(self):
         dataset = site(max_bytes=2 * MIB)
         assert dataset.facts["bytes"] == 2 * MIB and dataset.facts["packages"] > 10

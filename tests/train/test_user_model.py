@@ -316,6 +316,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 def test_a_state_of_other_code_is_refused_and_comments_are_none(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)

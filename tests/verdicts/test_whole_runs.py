@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from hqsweep.errors import UserError
-from hqsweep.verdicts import multivariate_t
+from hqsweep.verdicts.designs import critical_of_largest
 from hqsweep.verdicts.whole_runs import judge
 
 BASELINE = [2.00, 2.10, 2.05, 1.98]
@@ -35,7 +35,7 @@ def test_guarded_pooling_by_hand():
     own = np.var([0.1, 0.5], ddof=1)
     assert verdicts["a"].se == verdicts["b"].se == pytest.approx(math.sqrt(pooled / 2)) and own > pooled
     assert verdicts["c"].se == pytest.approx(math.sqrt(own / 2)) and verdicts["c"].df == 1.5
-    half = multivariate_t.critical(0.05, 3, 0.5, 1.5) * verdicts["a"].se
+    half = critical_of_largest(0.05, 3, 0.5, 1.5) * verdicts["a"].se
     assert (verdicts["a"].ci_low, verdicts["a"].ci_high) == pytest.approx((-half, half))
 
 

@@ -41,8 +41,8 @@ from hqsweep.formats import RngKey
 from hqsweep.models.names import clean_name
 from hqsweep.nn.experts.grouped_linear import link_held
 from hqsweep.optim.adam import MASTER, OWN_MASTERS, FusedAdam
-from hqsweep.parallel.wire.all_or_none import count_in, gathered, rank_in, together
 from hqsweep.parallel.wire.local import is_in_pieces, is_spread, local, note_update, spread_like, spread_out, write_held
+from hqsweep.parallel.wire.objects import count_in, gathered, rank_in, together
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.torch_private import local_box
 

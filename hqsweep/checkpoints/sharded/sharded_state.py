@@ -31,8 +31,8 @@ from hqsweep.nn.core.module import PARTS
 from hqsweep.nn.experts.grouped_linear import GroupedLinear
 from hqsweep.optim import MASTER
 from hqsweep.parallel.shards.shard import Cut, buffer_cuts
-from hqsweep.parallel.wire.all_or_none import gathered
 from hqsweep.parallel.wire.local import is_in_pieces, is_spread, local, spread_like, type_of_spread, whole_tensor
+from hqsweep.parallel.wire.objects import gathered
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.quant.grouped import GroupedTensor
 from hqsweep.quant.metadata import Metadata

@@ -1,5 +1,8 @@
-"""Attention of a joined projection, which is turned where it is, as one function of autograd: backward writes the
-gradient of the projection where it ends up, and turns it back there, so that no pass joins those of q, k and v."""
+"""Attention of a joined qkv projection, rotated in place, as one autograd function.
+
+Backward writes the gradient straight into the gradient of the projection and rotates it there. So no pass concatenates
+the gradients of q, k and v.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +23,10 @@ from hqsweep.parallel.overlap.chunked_input import Turns, is_hooked, part_in_tur
 
 
 def takes_joined(dpa: Any, qkv: Tensor, heads: int, base: float | None, is_causal: bool) -> bool:
-    """Whether attend_joined() computes what splitting qkv and calling dpa, a DotProductAttention, does: nobody observes
-    dpa, it quantizes nothing, and cuDNN computes both ways."""
+    """Return whether attend_joined() can replace splitting qkv and calling dpa, a DotProductAttention.
+
+    It can if no hook observes dpa, dpa quantizes nothing, and cuDNN computes both passes.
+    """
     if not direct(qkv) or qkv.dtype is not torch.bfloat16 or is_observed(dpa) or current().probe or not dpa.is_plain():
         return False
     if not (fits(qkv.shape[2] // (3 * heads), base) and readable(qkv)):
@@ -30,16 +35,21 @@ def takes_joined(dpa: Any, qkv: Tensor, heads: int, base: float | None, is_causa
 
 
 def attend_joined(qkv: Tensor, heads: int, base: float | None, is_causal: bool) -> Tensor:
-    """Attention of qkv, bfloat16 [B, T, 3 D], which nobody may read afterwards -> [B, T, D]. q and k are turned where
-    they are (nn.rope.split_heads) unless base is None."""
+    """Return attention [B, T, D] of qkv, bfloat16 [B, T, 3 D], which is overwritten: q and k are rotated in place.
+
+    base: of the rotation (nn.attention.rope.split_heads); None: no rotation.
+    """
     return _AttendJoined.apply(qkv, heads, base, is_causal, None)
 
 
 def attend_in_turn(
     qkv: Tensor, heads: int, base: float | None, is_causal: bool, proj: Linear
 ) -> tuple[Tensor, Turns] | None:
-    """attend_joined() for `proj`, which alone reads the output: it is written by the sequences of each of the ranks
-    that share proj, as proj asks for them. None where it is to be computed as a whole."""
+    """Return attend_joined() for `proj`, its only reader, and the Turns in which proj requests it.
+
+    The output is written for one rank's sequences at a time, for the ranks that share proj. None if the whole is
+    computed at once.
+    """
     exchange = None if proj.sum_left(qkv) is None else proj.exchange(qkv.shape[:2])
     part = part_in_turn(
         exchange, proj.active_quantizers().input, proj.gemm, qkv.detach().flatten(0, 1), qkv.shape[2] // 3
@@ -57,7 +67,7 @@ def _heads(qkv: Tensor, heads: int) -> Heads:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Writer:
-    """Writes the output and the sums of attention, by the sequences of each of `world` ranks."""
+    """Writes attention's output and sums for the sequences of one rank at a time, of `world` ranks."""
 
     qkv: Tensor
     heads: int
@@ -78,8 +88,7 @@ class _Writer:
 
 
 class _AttendJoined(torch.autograd.Function):
-    """Saves the projection as it was turned, the output, and the sums of its softmax. With turns they are written
-    later."""
+    """Saves the rotated projection, the output, and the softmax's sums. With turns, they are written later."""
 
     @staticmethod
     def forward(ctx, qkv: Tensor, heads: int, base: float | None, is_causal: bool, turns: Turns | None) -> Tensor:

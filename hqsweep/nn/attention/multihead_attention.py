@@ -22,7 +22,7 @@ from hqsweep.recipe.roles import QuantizerRole
 
 
 class WholeSequences(torch.autograd.Function):
-    """[B, t, C] of each of W ranks -> [B, W * t, C] on every rank; gradients are summed over ranks."""
+    """Gather [B, t, C] from each of W ranks into [B, W * t, C] on every rank. Gradients are summed over ranks."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -38,8 +38,8 @@ class WholeSequences(torch.autograd.Function):
 class MultiheadAttention(AddsBranch):
     """Self-attention x [B, T, D] -> [B, T, D] over H heads of width E = D / H.
 
-    Its modules are named `name`.qkv, `name`.dpa and `name`.proj. A section, or its text, as recipe is for the linears;
-    dpa is then left in high precision.
+    Submodules are named `name`.qkv, `name`.dpa and `name`.proj. If recipe is a section, or its text, it applies to the
+    linears, and dpa stays in high precision.
     """
 
     def __init__(
@@ -64,7 +64,8 @@ class MultiheadAttention(AddsBranch):
         self.proj = Linear(dim, dim, name=f"{name}.proj", **shared)
 
     def forward(self, x: Tensor, checkpoint_core_attention: bool = False) -> Tensor:
-        """checkpoint_core_attention: compute what lies between the two linears again in backward."""
+        """Return the output [B, T, D]. checkpoint_core_attention: recompute everything between the two linears in
+        backward."""
         return whole(self._added(x, None, checkpoint_core_attention)[1])
 
     def _added(self, x: Tensor, branch: Branch, checkpoint_core_attention: bool = False) -> tuple[Tensor, Branch]:
@@ -81,7 +82,7 @@ class MultiheadAttention(AddsBranch):
         return total, self.proj.branch(self._core(qkv, in_place=in_place))
 
     def _core(self, qkv: Tensor, *, in_place: bool = False) -> Tensor:
-        """[B, T, 3 D] -> [B, T, D]. in_place: qkv is not read again."""
+        """Return attention [B, T, D] of qkv [B, T, 3 D]. in_place: qkv is not read again."""
         b, t = qkv.shape[:2]
         if self.dpa.tokens is not None:
             qkv, in_place = WholeSequences.apply(qkv, self.dpa.tokens), False
@@ -96,7 +97,7 @@ class MultiheadAttention(AddsBranch):
         return takes_joined(self.dpa, qkv, self.heads, self.rope_base, self.is_causal)
 
     def _wire_boundaries(self) -> None:
-        """Give each tensor between the modules the role of its reader, or None where that reads high precision."""
+        """Give each tensor between the modules its reader's role, or None if the reader uses high precision."""
         self._wire(self.dpa, "output", self.proj, "input")
         self._wire(self.proj, "grad_input", self.dpa, "do")
         if self.rope_base is None:

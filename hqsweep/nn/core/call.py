@@ -18,8 +18,7 @@ from hqsweep.nn.core.slot_numbers import SlotNumbers
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.nonfinite import for_its_slot
 from hqsweep.ops.quantize.request import Output
-from hqsweep.parallel.shards.group_part import quantize_group_part
-from hqsweep.parallel.shards.shard_part import Part, quantize_part
+from hqsweep.parallel.shards.shard_part import Part, quantize_group_part, quantize_part
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.group import Wanted, quantize_group
 from hqsweep.quant.hybrid import HybridQuantizer

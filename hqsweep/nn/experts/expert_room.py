@@ -22,9 +22,8 @@ from hqsweep.errors import UserError
 from hqsweep.nn.core.context import current
 from hqsweep.nn.experts.router import Routing
 from hqsweep.nn.experts.token_route import Route, known_splits
-from hqsweep.ops.members.padding import PaddedSplits
-from hqsweep.ops.members.splits import Splits
-from hqsweep.ops.model.expert_rows import ExpertPlaces, copy_rows, expert_places
+from hqsweep.ops.members.splits import PaddedSplits, Splits
+from hqsweep.ops.model.experts import ExpertPlaces, copy_rows, expert_places
 from hqsweep.parallel.wire import p2p_copy
 from hqsweep.parallel.wire.collectives import all_gather
 

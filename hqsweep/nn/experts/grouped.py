@@ -23,8 +23,7 @@ from hqsweep.nn.experts.token_codes import sends_codes
 from hqsweep.nn.linear.linear import LinearBase, as_rows
 from hqsweep.nn.linear.linear_call import Codes, LinearCall
 from hqsweep.nn.linear.linear_function import LinearFunction
-from hqsweep.ops.members.padding import PaddedSplits
-from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.members.splits import PaddedSplits, Splits
 from hqsweep.ops.quantize.kernels import input_in
 from hqsweep.parallel.overlap.shared_linear import TensorParallel
 from hqsweep.quant.group import homogeneous

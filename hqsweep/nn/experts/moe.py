@@ -17,8 +17,7 @@ from hqsweep.nn.linear.activation import activate
 from hqsweep.nn.linear.linear import Linear
 from hqsweep.nn.linear.linear_call import Codes
 from hqsweep.nn.linear.mlp_function import joined, joins
-from hqsweep.ops.members.padding import PaddedSplits
-from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.members.splits import PaddedSplits, Splits
 from hqsweep.parallel.overlap.shared_linear import SplitTokens
 
 Routed = tuple[Tensor, Tensor, Tensor]

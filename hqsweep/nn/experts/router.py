@@ -13,10 +13,17 @@ from torch.autograd.function import once_differentiable
 
 from hqsweep.memo import cached_property
 from hqsweep.nn.core.context import use_kernels
-from hqsweep.ops.members.padding import PaddedSplits
-from hqsweep.ops.members.splits import Splits
-from hqsweep.ops.model.experts import combine_rows, combine_rows_backward, dispatch_rows, sum_rows, takes
-from hqsweep.ops.model.route import route, route_backward, routes
+from hqsweep.ops.members.splits import PaddedSplits, Splits
+from hqsweep.ops.model.experts import (
+    combine_rows,
+    combine_rows_backward,
+    dispatch_rows,
+    route,
+    route_backward,
+    routes,
+    sum_rows,
+    takes,
+)
 from hqsweep.ops.quantize.kernels import in_dtype
 from hqsweep.parallel.overlap.shared_linear import local
 

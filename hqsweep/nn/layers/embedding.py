@@ -1,5 +1,4 @@
-"""Rows of a table by tokens, whole, or with its entries over the ranks of a group: rank r of W has the entries
-[r * v, (r + 1) * v) of W * v."""
+"""Rows of an embedding table by token. W ranks can share the table: rank r has the entries [r * v, (r + 1) * v)."""
 
 import math
 from collections.abc import Sequence
@@ -19,14 +18,15 @@ from hqsweep.parallel.wire.tokens import begin_lent_rows, sum_rows, sum_whole
 
 
 def check_tokens(shape: Sequence[int], axis: int, ranks: int, where: str = "") -> None:
-    """UserError for tokens [B, T] that ranks do not divide along an axis."""
+    """Raise UserError for tokens [B, T] that ranks do not divide along an axis."""
     if shape[axis] % ranks:
         what = f"a sequence of {shape[1]} tokens" if axis else f"a batch of {shape[0]} sequences"
         raise UserError(f"{where}{what} does not divide by tp={ranks}")
 
 
 def embedding(tokens: Tensor, table: Tensor) -> Tensor:
-    """Tokens int64 [...] -> rows [..., D] of a table [V, D]. On CUDA hqsweep's kernels add up the table's gradient."""
+    """Return rows [..., D] of a table [V, D] for tokens int64 [...]. On CUDA, own kernels compute the table's
+    gradient."""
     if not (use_kernels(table) and takes(table, tokens)):
         return F.embedding(tokens, table)
     return _Embedding.apply(tokens, table)
@@ -49,14 +49,21 @@ class _Embedding(torch.autograd.Function):
 
 
 def split_embedding(tokens: Tensor, table: Tensor, group: ProcessGroup, *, split: int | None) -> Tensor:
-    """Tokens [B, T] -> rows [B, T, D] of the whole table, of which each rank has [v, D]; with split, the axis of
-    tokens, of this rank's part of them along that: T / W positions of each sequence, or B / W sequences."""
+    """Return rows [B, T, D] of the whole table for tokens [B, T]; each rank holds [v, D] of the table.
+
+    split: the axis of tokens along which the result is cut, so that this rank gets its part only: T / W positions of
+    each sequence, or B / W sequences. None: every rank gets all rows.
+    """
     return _SplitEmbedding.apply(tokens, table, group, split)
 
 
 class _SplitEmbedding(torch.autograd.Function):
-    """Every row comes from one rank. Where ranks write to each other's memory, and each has whole sequences, a rank
-    sends the rows that others lack, and no others; elsewhere it adds zeros to them."""
+    """split_embedding() as an autograd function. Every row comes from one rank.
+
+    If ranks can write to each other's memory, and each has whole sequences, a rank sends only the rows that others
+    lack.
+    Otherwise rows are summed over ranks, with zeros from the ranks that lack them.
+    """
 
     @staticmethod
     def forward(ctx, tokens: Tensor, table: Tensor, group: ProcessGroup, split: int | None) -> Tensor:
@@ -98,18 +105,19 @@ class _SplitEmbedding(torch.autograd.Function):
 
 
 def _own_entries(tokens: Tensor, group: ProcessGroup, entries: int) -> tuple[Tensor, Tensor]:
-    """The tokens' entries of this rank's part of a table, and where these are."""
+    """Return the tokens' entries in this rank's part of a table, and a mask of the tokens that are in it."""
     own = tokens - group.rank() * entries
     return own, (own >= 0) & (own < entries)
 
 
 def _start_rows(ctx: Any, count: int, like: Tensor) -> p2p_copy.Sending | None:
-    """An exchange of so many rows of every rank, as those of `like`."""
+    """Start an exchange of `count` rows per rank, with the width and dtype of `like`. None if peers' memory is
+    unavailable."""
     return p2p_copy.start(count * like.shape[1] * like.itemsize, ctx.group, like.device)
 
 
 def _received_rows(tokens: Tensor, table: Tensor, group: ProcessGroup, sending: p2p_copy.Sending) -> Tensor:
-    """The rows of this rank's tokens, of which the others send those of their entries."""
+    """Return the rows of this rank's tokens. The other ranks send the rows of their entries."""
     of_rank, ranks = tokens.view(group.size(), -1), {"ranks": group.size(), "rank": group.rank()}
     for other in sending.others:
         embed(of_rank[other], table, out=sending.place(other), **ranks)
@@ -120,7 +128,7 @@ def _received_rows(tokens: Tensor, table: Tensor, group: ProcessGroup, sending: 
 def _table_gradient(
     rows: Tensor, tokens: Tensor, entries: int, group: ProcessGroup, sending: p2p_copy.Sending
 ) -> Tensor:
-    """The gradient of this rank's part of the table, from those of the rows of all ranks' tokens."""
+    """Return the gradient of this rank's part of the table, from the row gradients of all ranks' tokens."""
     own, stream = tokens.view(group.size(), -1)[group.rank()], torch.cuda.current_stream()
     beside = torch.cuda.Stream(priority=-1)  # whose small kernels get their places before the rest of a large one
     beside.wait_stream(stream)

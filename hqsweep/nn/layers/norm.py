@@ -1,4 +1,4 @@
-"""Norm: LayerNorm or RMSNorm in float32, with a gain in the values of the recipe's `norm` quantizer."""
+"""Norm: LayerNorm or RMSNorm in float32, whose gain is rounded by the recipe's `norm` quantizer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +16,8 @@ from hqsweep.nn.core.recipe_argument import RecipeArgument, module_quantizers
 from hqsweep.nn.core.residual import Branch, add_branch, is_observed, whole
 from hqsweep.nn.layers.weight import QuantizedWeight
 from hqsweep.ops.model import norm
+from hqsweep.ops.quantize.fused import Normed, takes_normed
 from hqsweep.ops.quantize.kernels import in_dtype, input_in
-from hqsweep.ops.quantize.quantize_normed import Normed
-from hqsweep.ops.quantize.quantize_normed import takes as takes_normed
 from hqsweep.parallel.overlap.deferred_reduce import LeftGradient
 from hqsweep.parallel.wire.tokens import Summands, TakesGradient
 
@@ -36,16 +35,16 @@ class _NormCall:
     of_branch: Summands | None = None
     """The summands of a branch that is a sum over ranks."""
     gradient: LeftGradient | None = None
-    """Where the gradient of the norm may be left as its summands."""
+    """The place at which the norm's gradient may be left as summands."""
     copies: Sequence[Tensor] = ()
-    """Memory, elsewhere, that gets the norm, too."""
+    """Further tensors that receive the norm."""
 
 
 class _NormFunction(torch.autograd.Function):
-    """x and branch [..., D], gain and bias [D] -> x + branch, its norm, and the amaxes that are wanted. The branch is
-    this rank's summand where the call has all.
+    """Return x + branch, its norm, and the wanted amaxes. x, branch: [..., D]; gain, bias: [D].
 
-    It saves the sum, which is the residual stream, and one or two numbers a row.
+    With call.of_branch, branch is this rank's summand. Saved are the sum, which is the residual stream, and one or two
+    numbers per row.
     """
 
     @staticmethod
@@ -84,8 +83,11 @@ def _gradients(
     rank: int = 0,
     writer: TakesGradient | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of x, branch, gain and bias. The stream's gradient is added in the pass that makes the norm's; both
-    are rounded to the stream's dtype. received and rank: of a dh that ranks sum. writer: of the branch."""
+    """Return the gradients of x, branch, gain and bias.
+
+    The stream's gradient is added in the norm's backward pass; both are rounded to the stream's dtype. received, rank:
+    for a dh that ranks sum. writer: of the branch.
+    """
     total, gain, statistics = ctx.saved_tensors
     branch_dtype = ctx.branch_dtype
     if dh is None:
@@ -103,8 +105,11 @@ def _gradients(
 
 
 class _NormedFunction(torch.autograd.Function):
-    """_NormFunction without the output: -> x + branch; a tensor of the output's shape and dtype, which is one element,
-    expanded, that nobody reads, and whose gradient is the output's; and the statistics."""
+    """_NormFunction without the output. It returns x + branch, a placeholder for the output, and the statistics.
+
+    The placeholder has the output's shape and dtype, but is one expanded element that is never read. Its gradient is
+    the output's.
+    """
 
     @staticmethod
     def forward(
@@ -125,12 +130,12 @@ class _NormedFunction(torch.autograd.Function):
 
 
 class Norm(QuantizedWeight):
-    """x [..., D] -> float32 [..., D], normalized over the last axis, times the gain [D] (LayerNorm: plus a bias [D]).
+    """Normalize x [..., D] over the last axis and multiply by the gain [D] (LayerNorm: plus a bias [D]); float32 [...,
+    D].
 
     RMSNorm: x / sqrt(mean(x^2) + epsilon) (Zhang and Sennrich, arXiv 1910.07467). LayerNorm: (x - mean(x)) /
-    sqrt(var(x) + epsilon) (Ba et al., arXiv 1607.06450). Role: QuantizerRole("norm", "weight", name). On CUDA, kernels
-    compute it whose sums are in another order than torch's, where quantization(kernels=True) and the width is a
-    multiple of 4 up to 6144.
+    sqrt(var(x) + epsilon) (Ba et al., arXiv 1607.06450). Role: QuantizerRole("norm", "weight", name). On CUDA, own
+    kernels run if quantization(kernels=True) and D is a multiple of 4 up to 6144. They add in another order than torch.
     """
 
     module_type = "norm"
@@ -152,8 +157,10 @@ class Norm(QuantizedWeight):
     def added(
         self, x: Tensor, branch: Branch, dtype: torch.dtype = torch.float32, gradient: LeftGradient | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(x + branch, its norm rounded to `dtype`), with the sum as add_branch gives it, in one pass on CUDA.
-        gradient: of the one who alone reads the norm; the norm may be sent as it is computed."""
+        """Return (x + branch, its norm in `dtype`), in one pass on CUDA. The sum is as in add_branch().
+
+        gradient: of the norm's only reader; the norm may then be sent while it is computed.
+        """
         if is_observed(self):
             total = add_branch(x, branch)
             return total, in_dtype(self(total), dtype)
@@ -162,14 +169,16 @@ class Norm(QuantizedWeight):
     def measured(
         self, x: Tensor, branch: Branch, dtype: torch.dtype, amax: bool, signs: bool | None
     ) -> tuple[Tensor, ...]:
-        """added(), then the amaxes of the output that are wanted (HybridQuantizer.takes_amaxes), or none of them."""
+        """Return added(), then the wanted amaxes of the output (HybridQuantizer.takes_amaxes), or none of them."""
         if is_observed(self):
             return self.added(x, branch, dtype)
         return self._normed(x, whole(branch) if amax else branch, dtype, amax, signs)
 
     def described(self, x: Tensor, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Normed] | None:
-        """added(), with the norm only described, for a quantizer that takes_normed(): its tensor holds no values. None
-        where no kernel takes that, or the branch is a sum that is left."""
+        """Return added() with a placeholder for the norm, and its description, for a quantizer that takes_normed().
+
+        None if no kernel takes it, or if the branch is a deferred sum.
+        """
         weight = self.quantized_weight()
         if isinstance(branch, Summands):
             return None
@@ -214,7 +223,7 @@ class Norm(QuantizedWeight):
         return None if self.bias is None else self.own(self.bias)
 
     def reset_parameters(self) -> None:
-        """Gain one, bias zero."""
+        """Set the gain to one, the bias to zero."""
         nn.init.ones_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)

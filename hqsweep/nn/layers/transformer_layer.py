@@ -16,9 +16,10 @@ from hqsweep.parallel.overlap.prefetch import early_weights
 
 
 class TransformerLayer(StreamLayer):
-    """x [B, T, D] -> x + attn(x), then x + mlp(x), where both begin with a norm; the residual stream keeps x's dtype.
+    """x [B, T, D] -> x + attn(x), then x + mlp(x), both starting with a norm. The residual stream keeps x's dtype.
 
-    Its modules are named `name`.attn and `name`.mlp. A section, or its text, as recipe is for the linears of both.
+    Submodules are named `name`.attn and `name`.mlp. If recipe is a section, or its text, it applies to the linears of
+    both.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class TransformerLayer(StreamLayer):
             return self.mlp.added(x, branch)
 
     def _early_weights(self, shape: Sequence[int]) -> AbstractContextManager:
-        """A context for a call of x [*shape, D], in which weights that ranks share may be made operands early."""
+        """Return a context for a call of x [*shape, D], in which operands of shared weights may be prefetched."""
         exchange = None if torch.compiler.is_compiling() else self.attn.qkv.exchange(shape)
         if exchange is None:
             return nullcontext()

@@ -1,4 +1,4 @@
-"""QuantizedWeight: base of the modules whose weight is no GEMM operand, embedding tables and norms."""
+"""QuantizedWeight: base of modules whose weight is not a GEMM operand, such as embedding tables and norms."""
 
 from typing import Any
 
@@ -17,23 +17,23 @@ from hqsweep.recipe.sections import WeightQuantizers
 
 
 class QuantizedWeight(QuantizedModule):
-    """A module with one weight that is read in the values of its quantizer's rowwise format."""
+    """A module whose single weight is rounded to the quantizer's rowwise format."""
 
     quantizers: WeightQuantizers
     part: Part | None = None
-    """This rank's part, where ranks share the weight; None: each has all of it."""
+    """This rank's part of a shared weight; None: every rank has the whole."""
     tokens_group: Any = None
-    """The ranks that each have some of the tokens, over which the gradients of parameters are summed."""
+    """The ranks that share the tokens; parameter gradients are summed over them."""
 
     def own(self, parameter: Tensor) -> Tensor:
-        """This rank's part of a parameter, as forward reads it."""
+        """Return this rank's part of a parameter, for forward."""
         if self.tokens_group is None:
             return local(parameter)
         together = summed_together(parameter)
         return sum_gradients([local(parameter)], self.tokens_group)[0] if together is None else together
 
     def quantized_weight(self) -> Tensor:
-        """self.weight, or this rank's part of it, rounded as `rounded` does."""
+        """Return self.weight, or this rank's part of it, rounded by rounded()."""
         quantizers, context = self.active_quantizers(), current()
         quantizer = quantizers.weight
         self.check_scope(quantizers, autocast_recipe(), context)
@@ -47,5 +47,5 @@ class QuantizedWeight(QuantizedModule):
 
 @memo
 def _slot(module_type: str, name: str) -> str:
-    """The slot of the weight's random bits."""
+    """Return the slot of the weight's random bits."""
     return str(QuantizerRole(module_type, "weight", name))

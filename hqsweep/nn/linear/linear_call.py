@@ -30,15 +30,14 @@ from hqsweep.nn.core.parameter import (
 )
 from hqsweep.nn.core.workspace import WeightWorkspace
 from hqsweep.ops.quantize.dequantize import dequantize_members
+from hqsweep.ops.quantize.fused import Normed
 from hqsweep.ops.quantize.nonfinite import for_its_slot
-from hqsweep.ops.quantize.quantize_normed import Normed
 from hqsweep.ops.quantize.request import Output
 from hqsweep.parallel.overlap.chunked_input import Turns
 from hqsweep.parallel.overlap.deferred_reduce import LeftGradient, LeftOutput
 from hqsweep.parallel.overlap.overlapped_gemm import RankRows
 from hqsweep.parallel.overlap.shared_linear import Exchange
-from hqsweep.parallel.shards.gather_operands import Gathering
-from hqsweep.parallel.shards.gathered_operands import gathered_operand
+from hqsweep.parallel.shards.gather_operands import Gathering, gathered_operand
 from hqsweep.parallel.shards.held_part import own_part
 from hqsweep.parallel.shards.shard_part import Part
 from hqsweep.parallel.wire.p2p_copy import Sending

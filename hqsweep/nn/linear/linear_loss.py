@@ -25,8 +25,7 @@ from hqsweep.nn.core.products import once_differentiable, outside_autocast
 from hqsweep.nn.linear.linear import Linear, as_rows
 from hqsweep.nn.linear.linear_call import AnyOperand, LinearCall
 from hqsweep.nn.linear.vocabulary import checked_targets, counted_rows, cross_entropy
-from hqsweep.ops.model.loss import cross_entropy_, scale_
-from hqsweep.ops.model.loss_parts import joint_cross_entropy_, loss_parts, shared_cross_entropy_
+from hqsweep.ops.model.loss import cross_entropy_, joint_cross_entropy_, loss_parts, scale_, shared_cross_entropy_
 from hqsweep.ops.quantize.kernels import in_dtype, input_in
 from hqsweep.ops.quantize.request import Output
 from hqsweep.parallel.overlap.loss_mailbox import meeting

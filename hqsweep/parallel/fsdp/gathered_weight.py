@@ -1,7 +1,7 @@
-"""GatheredWeight: the whole of a plain weight, as torch's fully_shard gathers it in the dtype of its linear.
+"""GatheredWeight: a plain weight that torch's fully_shard has gathered in the dtype of its linear.
 
-A float32 weight of a bfloat16 linear is rounded to bfloat16 before it is quantized, so nothing more has to travel. The
-parameter stays one of float32, which takes float32 gradients; only the values that it has are rounded.
+A bfloat16 linear rounds its float32 weight to bfloat16 before it quantizes, so gathering bfloat16 values is enough. The
+parameter stays a float32 tensor with float32 gradients; only its values are rounded.
 """
 
 import hashlib
@@ -24,10 +24,10 @@ aten = torch.ops.aten
 
 
 class GatheredWeight(torch.Tensor):
-    """A tensor of `dtype` whose values are those of `value`, in a narrower one; neither can be written.
+    """A read-only tensor of `dtype` whose values are those of `value`, a tensor of a narrower dtype.
 
-    gathering: what fills and frees the memory of `value` (Gathering); views share it. None inside a
-    trace, where the memory is there.
+    gathering: fills and frees the memory of `value` (a Gathering, shared by views); None while torch.compile traces,
+    when the memory is there.
     """
 
     value: Tensor
@@ -42,7 +42,7 @@ class GatheredWeight(torch.Tensor):
         return self
 
     def filled(self) -> Tensor:
-        """`value`, whose memory is there; a collective where it was given up."""
+        """`value`, with its memory filled. A collective where it was freed."""
         if self.gathering is not None:
             self.gathering.fill()
         return self.value
@@ -80,7 +80,7 @@ class GatheredWeight(torch.Tensor):
 
 
 def stable_hash(x: Any) -> str:
-    """A hash of what a traceable tensor is made of, but for values: equal in all processes."""
+    """A hash of the metadata of a traceable tensor, equal in all processes."""
     names, metadata = x.__tensor_flatten__()
     inner = [(name, t.dtype, t.device, t.shape, t.stride(), t.storage_offset()) for name, t in _inner(x, names)]
     described = repr((type(x).__name__, x.shape, x.dtype, x.requires_grad, metadata, inner))

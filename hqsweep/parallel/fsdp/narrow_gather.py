@@ -1,8 +1,8 @@
-"""Gathering: how torch's fully_shard gathers a plain weight in a narrower dtype, and when its memory is given up.
+"""Gathering: makes fully_shard gather a plain weight in a narrower dtype, and frees the memory early.
 
-torch's engine makes the whole parameter in the first pass, and fills the same objects in all others. gather_in makes
-them before it does: a GatheredWeight over the memory that is filled. What is kept of the weight beside its values, its
-codes, is freed where torch frees these.
+In the first pass torch makes the whole parameter, and refills the same objects later. gather_in makes these objects
+before: a GatheredWeight over the memory that torch fills. Codes that are kept of a weight are freed together with its
+values. Private attributes of FSDP are those of torch 2.11 to 2.15.
 """
 
 import math
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hqsweep.parallel.fsdp.fsdp_state import in_backward, served
+from hqsweep.parallel.fsdp.fsdp_state import allocate, free, in_backward, is_free, served
 from hqsweep.parallel.fsdp.gathered_weight import GatheredWeight
-from hqsweep.parallel.fsdp.storage import allocate, free, is_free
 from hqsweep.parallel.wire.collectives import all_gather
 from hqsweep.torch_private import (
     fsdp_cuts_again,
@@ -31,18 +30,18 @@ from hqsweep.torch_private import (
 
 
 class Gathering:
-    """How one weight is gathered: `parameter`, an FSDPParam of `group`, gathers it into `flat`."""
+    """The gathers of one weight: `parameter`, an FSDPParam of `group`, gathers it into `flat`."""
 
     def __init__(self, group: Any, parameter: Any, flat: Tensor) -> None:
         self._group, self._parameter, self._flat = weakref.ref(group), weakref.ref(parameter), flat
         self._operands: dict[str, tuple[Hashable, Any, Sequence[Tensor]]] = {}
         self._repeats = self._recomputes = False
-        """Whether a forward, and a backward, were seen to read again what they had read, or given up, before."""
+        """For forward and backward: whether it has read the weight again after reading or freeing it."""
         alone = type(parameter.mesh_info).__name__ == "DDPMeshInfo" or parameter.shard_mesh.size() == 1
         self._refillable = not alone and parameter.fsdp_placement.dim == 0
 
     def fill(self) -> None:
-        """Gather the values where they were given up; all ranks read the same weights in the same order."""
+        """Gather the values if they were freed. A collective: all ranks read the same weights in the same order."""
         if not is_free(self._flat):
             return
         if in_backward():
@@ -56,20 +55,20 @@ class Gathering:
             all_gather(self._flat, own, group=parameter.shard_mesh.get_group())
 
     def give_up(self) -> None:
-        """Free the values; everything that this gather serves has been made of them."""
+        """Free the values. All operands that this gather serves are made."""
         group = self._group()
         cut_again = fsdp_cuts_again(group) and fsdp_phase(group) == "FORWARD"
         if self._refillable and not cut_again:
             free(self._flat)
 
     def served(self, direction: str) -> tuple[str, ...]:
-        """The directions that are read of this gather, now that one of them is."""
+        """The directions that are read from this gather, when one of them is read."""
         if direction == "rowwise" and in_backward():
             self._recomputes = True
         return served(self._group(), repeats=self._repeats, recomputes=self._recomputes)
 
     def is_read_again(self, direction: str) -> bool:
-        """Whether a direction that has been read, of a gather that serves both, may be read once more."""
+        """Whether a direction may be read once more from a gather that serves both."""
         group = self._group()
         once = fsdp_phase(group) == "FORWARD" and group.reshard_after_backward and not in_backward()
         return direction == "columnwise" or self._repeats or self._recomputes or not once
@@ -83,15 +82,17 @@ class Gathering:
         fsdp_set_inner_tensors(self._parameter(), [t for *_, own in self._operands.values() for t in own])
 
     def kept(self, direction: str, identity: Hashable) -> Any:
-        """The operand of that identity, if it is there."""
+        """The kept operand of that identity; None without one."""
         known, operand, tensors = self._operands.get(direction, (None, None, ()))
         return operand if known == identity and not any(map(is_free, tensors)) else None
 
 
 def gather_in(group: Any, parameter: Any, dtype: torch.dtype) -> None:
-    """Have an FSDPParam of a group travel in a dtype that is narrower than its own, and be a GatheredWeight then. Where
-    the policy of the group has a dtype for parameters, that is both what travels and what the weight says."""
-    policy = (getattr(group, "mp_policy", None) or parameter.mp_policy).param_dtype  # the latter since torch 2.15
+    """Have an FSDPParam of a group gather in a dtype narrower than its own, into a GatheredWeight.
+
+    Where the group's policy has a dtype for parameters, the messages and the weight both have that dtype.
+    """
+    policy = (getattr(group, "mp_policy", None) or parameter.mp_policy).param_dtype  # on the parameter since torch 2.15
     own = parameter.sharded_param.dtype
     device, shape = parameter.device, fsdp_shape(parameter)
     alone = type(parameter.mesh_info).__name__ == "DDPMeshInfo"
@@ -112,8 +113,7 @@ def gather_in(group: Any, parameter: Any, dtype: torch.dtype) -> None:
 
 
 def _set_dtype(parameter: Any, dtype: torch.dtype) -> None:
-    """Have torch note this dtype as the one in which the parameter travels, when it notes dtypes at the first
-    forward."""
+    """Have torch gather the parameter in this dtype from its first forward on."""
     init = parameter.init_dtype_attrs
 
     def init_dtype_attrs(policy: Any) -> None:

@@ -15,17 +15,14 @@ import pandas as pd
 from hqsweep.config.study import parse_margin
 from hqsweep.errors import Damaged, UserError
 from hqsweep.report.compare.arms import Comparison, arm_row, baselines, null_arms, paired, partners
-from hqsweep.report.compare.cost import replicate_minutes
 from hqsweep.report.compare.curves import loss_slope, measures, overheads
 from hqsweep.report.compare.families import DECIDES, LOSSES, Family, Rule, judge
 from hqsweep.report.compare.frames import FORK, Frames, load
 from hqsweep.report.compare.identical import IDENTICAL, identical_arms
 from hqsweep.report.compare.left_out import note, without_result
 from hqsweep.report.compare.left_out import rows as rows_of
-from hqsweep.report.compare.notes import alike_notes, study_notes
-from hqsweep.report.compare.same_data import of_one_data
-from hqsweep.report.compare.studies import Study, study_of
-from hqsweep.report.figures.rewarm import rewarm_notes
+from hqsweep.report.compare.notes import alike_notes, rewarm_notes, study_notes
+from hqsweep.report.compare.studies import Study, of_one_data, replicate_minutes, study_of
 from hqsweep.report.pages import html
 from hqsweep.report.pages.csv_files import write_csv
 from hqsweep.report.pages.markdown_page import report_markdown

@@ -29,7 +29,7 @@ from hqsweep.sweep.store.names import NOT_IN_ID, data_seen, run_id, without_data
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import known as listed
 from hqsweep.track.tables import TABLES
-from hqsweep.train.content import SHOWN_DIGITS
+from hqsweep.train.corpus import SHOWN_DIGITS
 
 WHOLE, TRUNK, FORK = "whole run", "trunk", "fork"
 REPLICATE = ("trunk", "seed", "point")

@@ -1,17 +1,75 @@
-"""What is to be said of a comparison as a whole: which runs entered, what its intervals cover, what it cannot see."""
+"""The sentences on a comparison as a whole: the verdict of the study, and notes on the runs that entered, on what its
+intervals cover, on what it cannot see, and on the re-warm of a checkpoint.
+"""
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
+from scipy.stats import t
 
 from hqsweep.config.data import LEARNT_NATS
+from hqsweep.report.compare.arms import Comparison
 from hqsweep.report.compare.curves import ENTROPY
 from hqsweep.report.compare.families import Family
 from hqsweep.report.compare.frames import DATA, FORK, Frames
 from hqsweep.report.compare.identical import IDENTICAL
 from hqsweep.report.compare.studies import Study
-from hqsweep.report.compare.verdict import BLIND, FEWEST_TRUNKS
+from hqsweep.report.compare.verdict import BLIND, FEWEST_TRUNKS, digits, identity
+from hqsweep.verdicts.estimate import VERDICTS
+
+NAMED = 4
+"""Arms of one verdict that are named; of more than these the number, the first and the last."""
+
+
+def headline(comparison: Comparison) -> str:
+    """Which arms are equivalent, better, worse and undecided, which have no verdict, and what the null arm says:
+    "mxfp8 (+0.05 %) is equivalent to bf16 within 0.25 %; nvfp4 (+1.06 %) is worse; the null arm is equivalent, as it
+    must be."."""
+    arms = comparison.arms[comparison.arms["arm"] != comparison.arms["baseline"]].sort_values("gap_pct", kind="stable")
+    tested, null = arms[~arms["null"]], arms[arms["null"]]
+    margin, inside = f"{comparison.margin_pct:g} %", tested["within_margin"]
+    said = {
+        f"equivalent to {comparison.baseline} within {margin}": tested["verdict"] == "equivalent",
+        f"better than {comparison.baseline}": (tested["verdict"] == "better") & ~inside,
+        f"better, inside the margin of {margin}": (tested["verdict"] == "better") & inside,
+        f"worse than {comparison.baseline}": (tested["verdict"] == "worse") & ~inside,
+        f"worse, inside the margin of {margin}": (tested["verdict"] == "worse") & inside,
+        "undecided": tested["verdict"] == "undecided",
+    }
+    parts = [_clause(tested[which], f"is {words}", f"are {words}") for words, which in said.items() if which.any()]
+    same = tested["verdict"] == IDENTICAL
+    for words, rows in tested[same].groupby(tested.apply(identity, axis=1), sort=False):
+        parts.append(_clause(rows, f"is {words}", f"are {words}"))
+    for why, rows in tested[~same & ~tested["verdict"].isin(VERDICTS)].groupby("verdict", sort=False):
+        parts.append(_clause(rows, f"has no verdict ({why})", f"have no verdict ({why})"))
+    if arms["null_in_doubt"].any():
+        parts.append("the null arm is not shown equivalent, so that the machinery is in doubt")
+    elif len(null) and null["within_margin"].all():
+        parts.append("the null arm is equivalent, as it must be")
+    if count := len(comparison.left_out):
+        parts.append(f"{count} run{'s are' if count > 1 else ' is'} left out")
+    return ("; ".join(parts) or f"No arm stands beside {comparison.baseline}") + "."
+
+
+def _clause(rows: pd.DataFrame, one: str, several: str) -> str:
+    names = [_with_gap(row) for row in rows.itertuples()]
+    if len(names) == 1:
+        return f"{names[0]} {one}"
+    if len(names) > NAMED:
+        return f"{len(names)} arms, from {names[0]} to {names[-1]}, {several}"
+    return f"{', '.join(names[:-1])} and {names[-1]} {several}"
+
+
+def _with_gap(row: Any) -> str:
+    if pd.isna(row.gap_pct) or row.verdict == IDENTICAL:
+        return row.arm
+    return f"{row.arm} ({row.gap_pct:+.{digits(row.half_pct)}f} %)"
+
 
 OF_TRAINING = (
     "Gaps are of the training loss over the decay, on the same batches in every arm; final val loss is of validation"
@@ -172,3 +230,83 @@ def _unsampled(frames: Frames) -> list[str]:
         f"No quantization error was sampled ({why}), so the panels of SQNR, underflow and GEMM errors are missing;"
         f" stats.every={max(1, own // 2)} gives them."
     ]
+
+
+SOURCE_HASH, SOURCE_LOSS = "config.fork.source_hash", "manifest.source_val_loss"
+"""The columns of a trunk that begins from a foreign checkpoint: its hash, and its loss before the first step."""
+BACK_LEVEL = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """How far chance lifts the mean loss of the trunks, in nats, and the source of that number."""
+
+    most: float
+    of: str
+
+
+def rewarm_notes(trunks: Frames, points: list[int], null_gaps: Sequence[float] = ()) -> tuple[str, ...]:
+    """A sentence for each checkpoint that trunks begin from without an optimizer's state: its loss, the highest loss
+    while the rate rises, and whether the trunks are back; and one more where they are not back at one of the `points`
+    from which arms fork. Losses are in nats; null_gaps are final val_loss of the null arm's forks minus the baseline's.
+
+    Trunks are back if their mean loss exceeds the checkpoint's by no more than the noise of this study: the one-sided
+    upper end t(0.95, df) * se. With several trunks se is sd / sqrt(T), sd pooled over the fork points, and df = (T - 1)
+    * points. For one trunk se is the root mean square of the null arm's gaps, and df is their number. Without either,
+    the noise is 0.
+    """
+    if SOURCE_LOSS not in trunks.runs:
+        return ()
+    begun, notes = trunks.runs.dropna(subset=[SOURCE_LOSS]), []
+    for _, runs in begun.groupby(SOURCE_HASH, sort=False):
+        loss, first = float(runs[SOURCE_LOSS].mean()), runs.iloc[0]
+        curves = _curves(trunks, runs)
+        if curves.empty:
+            continue
+        mean, noise = curves.mean(axis=1), _noise(curves, points, null_gaps)
+        peak, name, level = mean.idxmax(), Path(first["config.fork.source"]).name, loss + noise.most
+        back = [step for step in mean.index if step >= peak and mean[step] <= level]
+        rises = (
+            f"rises to {mean[peak]:.4f} at step {peak} and is "
+            + (f"back after {back[0]} steps" if back else f"not back after {mean.index[-1]}")
+            if mean[peak] > level
+            else "never rises"
+        )
+        notes.append(
+            f"Re-warm: val_loss of the checkpoint {name} is {loss:.4f}; over {first['config.fork.warmup']:.0f} steps of"
+            f" rising rate it {rises} (mean of {len(runs)} trunk{'s' * (len(runs) > 1)}; back is within"
+            f" {100 * noise.most / loss:.2g} %, {noise.of})."
+        )
+        late = {at: mean[at] / loss - 1 for at in points if at in mean.index and mean[at] > level}
+        if late:
+            said = ", ".join(f"{100 * excess:.2f} % above it at step {at}" for at, excess in late.items())
+            notes.append(
+                f"The re-warm has not settled: the trunks are {said}, so the gaps there are those of a model that is"
+                " still recovering. Fork later (fork.at), or train at a lower train.lr."
+            )
+    return tuple(notes)
+
+
+def _curves(trunks: Frames, runs: pd.DataFrame) -> pd.DataFrame:
+    """The validation losses, a column for each trunk, at the steps at which every trunk has one."""
+    metrics = trunks.metrics
+    rows = metrics[metrics["run"].isin(runs["run"]) & metrics["metric"].eq("val_loss")]
+    return rows.pivot_table(index="step", columns="run", values="value", aggfunc="last").dropna()
+
+
+def _noise(curves: pd.DataFrame, points: list[int], null_gaps: Sequence[float]) -> Noise:
+    count, at = curves.shape[1], curves.loc[curves.index.isin(points)]
+    if count > 1 and len(at):
+        se, df = np.sqrt(at.var(axis=1, ddof=1).mean() / count), (count - 1) * len(at)
+        return Noise(
+            most=float(t.ppf(BACK_LEVEL, df) * se), of=f"the noise of {count} trunks at {_many(len(at), 'point')}"
+        )
+    if len(null_gaps):
+        se = np.sqrt(np.mean(np.square(null_gaps)))
+        most = float(t.ppf(BACK_LEVEL, len(null_gaps)) * se)
+        return Noise(most=most, of=f"the noise of {_many(len(null_gaps), 'fork')} of the null arm")
+    return Noise(most=0.0, of="as one trunk without a null arm tells of no noise")
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"

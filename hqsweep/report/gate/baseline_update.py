@@ -11,8 +11,7 @@ from rich.text import Text
 from hqsweep.errors import UserError
 from hqsweep.report.compare.frames import load
 from hqsweep.report.compare.left_out import note
-from hqsweep.report.compare.same_data import of_one_data
-from hqsweep.report.compare.studies import arms_of, study_of
+from hqsweep.report.compare.studies import arms_of, of_one_data, study_of
 from hqsweep.report.gate.baseline import (
     UPDATE,
     Baseline,
@@ -26,12 +25,11 @@ from hqsweep.report.gate.baseline import (
     read_baseline,
     recipes_of,
 )
-from hqsweep.report.gate.baseline_changes import difference, equal, recipe_changes
-from hqsweep.report.pages.fitted import Fitted
-from hqsweep.report.pages.text import TextTable, number, to_rich
+from hqsweep.report.gate.change import difference, equal, recipe_changes
+from hqsweep.report.pages.text import Fitted, TextTable, number, to_rich
 from hqsweep.sweep.store.files import write_json
 from hqsweep.sweep.store.run_dir import RunDir
-from hqsweep.train.content import SHOWN_DIGITS
+from hqsweep.train.corpus import SHOWN_DIGITS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,13 +20,13 @@ from plotly.offline import get_plotlyjs
 
 from hqsweep.report.compare.arms import Comparison
 from hqsweep.report.compare.frames import FORK
-from hqsweep.report.compare.headline import headline
+from hqsweep.report.compare.notes import headline
 from hqsweep.report.figures import experts, figures, heatmaps, points, svg
 from hqsweep.report.figures.forest import Forest, forest_of
 from hqsweep.report.figures.growth import growth_of
 from hqsweep.report.figures.look import DASH_ARRAYS, Panel, styles
 from hqsweep.report.figures.speed import Speed, speed_of
-from hqsweep.report.pages import parity, tables
+from hqsweep.report.pages import checks, tables
 from hqsweep.report.pages.text import legal
 
 PAGE = "report.html.j2"
@@ -157,7 +157,7 @@ def _values(comparison: Comparison, drawn: Panels) -> dict[str, Any]:
         gemm_errors=tables.gemm_errors(frames.stats),
         worst_experts=experts.worst_experts(comparison),
         load_table=experts.load_table(comparison),
-        parity=parity.text_tables(frames.parity),
+        parity=checks.text_tables(frames.parity),
         sections=[
             ("GEMM plans", tables.gemm_plans(frames.runs)),
             ("Provenance", tables.provenance(frames.runs)),

@@ -3,10 +3,10 @@
 from collections.abc import Container, Iterable
 
 from hqsweep.report.compare.arms import Comparison
-from hqsweep.report.compare.headline import headline
+from hqsweep.report.compare.notes import headline
 from hqsweep.report.figures import experts
 from hqsweep.report.pages import tables
-from hqsweep.report.pages.parity import text_tables
+from hqsweep.report.pages.checks import text_tables
 from hqsweep.report.pages.text import TextTable, markdown, markdown_text
 
 HEADINGS = {

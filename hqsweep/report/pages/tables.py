@@ -11,9 +11,8 @@ from hqsweep.report.compare.arms import Comparison
 from hqsweep.report.compare.frames import FORK, config_leaves
 from hqsweep.report.compare.identical import IDENTICAL
 from hqsweep.report.compare.verdict import digits, fault, identity
-from hqsweep.report.pages.fitted import Fitted
 from hqsweep.report.pages.gemm_plans import arm_lines
-from hqsweep.report.pages.text import TextTable, number, text, to_rich
+from hqsweep.report.pages.text import Fitted, TextTable, number, text, to_rich
 
 COLOUR = {
     "worse": "red",

@@ -16,7 +16,6 @@ from hqsweep.config.job import Config, ConvergenceConfig, parse
 from hqsweep.config.jobs import CHECKED_TABLES
 from hqsweep.config.study import StudyConfig
 from hqsweep.errors import Damaged, UserError
-from hqsweep.jobs.native import check_native
 from hqsweep.parallel.mesh import check_devices
 from hqsweep.recipe.factories import Importer, factory_name
 from hqsweep.sweep.engine.local import Limits, run_local
@@ -34,7 +33,7 @@ from hqsweep.sweep.store.run_dir import RunDir, unusable
 from hqsweep.sweep.store.store import RunStore
 from hqsweep.sweep.store.sweep_file import Unsealed
 from hqsweep.train import data
-from hqsweep.train.build import pick_device
+from hqsweep.train.build import check_native, pick_device
 
 
 @dataclass(frozen=True, kw_only=True)

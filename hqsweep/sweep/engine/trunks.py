@@ -17,7 +17,7 @@ from hqsweep.sweep.grid.point import GridPoint, is_trunk, section
 from hqsweep.sweep.store.names import data_seen, run_name
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.seen_data import of_before
-from hqsweep.train.content import SHOWN_DIGITS
+from hqsweep.train.corpus import SHOWN_DIGITS
 from hqsweep.train.record import NotAsWritten, check_recorded, checkpoints, record_path
 
 SAME_TRAIN = ("lr", "batch", "context", "weight_decay", "beta1", "beta2", "clip", "dtype")

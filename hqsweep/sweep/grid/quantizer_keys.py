@@ -4,8 +4,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from hqsweep.config.format_text import QUANTIZER_FIELDS, directions
 from hqsweep.config.recipe_text import part_quantizers
+from hqsweep.formats.spec import QUANTIZER_FIELDS, directions
 from hqsweep.recipe.roles import HEAD, IN_HIGH_PRECISION, TENSOR_TYPES
 
 PARTS = {part: TENSOR_TYPES[part] for part in ("linear", "grouped_linear", "dpa")} | {HEAD: TENSOR_TYPES["linear"]}

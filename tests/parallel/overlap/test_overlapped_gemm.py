@@ -26,7 +26,11 @@ def started(monkeypatch):
         started.append((shape, dtype))
         return SimpleNamespace(rows=torch.empty(shape, dtype=dtype, device="meta"))
 
-    monkeypatch.setattr(module.peers, "start", lambda size, *_, reading: started.append((size, reading)) or "sending")
+    def start(size, group, device, *, reading):
+        started.append((size, reading))
+        return "sending"
+
+    monkeypatch.setattr(module.p2p_copy, "start", start)
     monkeypatch.setattr(module, "start_lent_rows", start_lent_rows)
     return started
 

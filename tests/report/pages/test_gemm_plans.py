@@ -8,7 +8,7 @@ from hqsweep.report.compare.compare import compare, write
 from hqsweep.report.pages import html, tables
 from hqsweep.report.pages.gemm_plans import plan_lines
 from hqsweep.report.pages.markdown_page import report_markdown
-from hqsweep.report.pages.run_page import show_run
+from hqsweep.report.pages.show import show_run
 
 NATIVE = "native: tensor cores of sm_90"
 LATER = {"first_step": 3, "gemm_plan": {"head": {"fprop": "c x c: later"}}}

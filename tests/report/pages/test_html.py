@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from hqsweep.report.compare.compare import compare
-from hqsweep.report.compare.headline import headline
+from hqsweep.report.compare.notes import headline
 from hqsweep.report.figures import figures, heatmaps, look, points
 from hqsweep.report.pages import html
 from hqsweep.report.pages.markdown_page import report_markdown

@@ -5,7 +5,7 @@ import json
 from rich.console import Console
 
 from hqsweep.report.pages.listing import list_sweeps
-from hqsweep.report.pages.run_page import show_run
+from hqsweep.report.pages.show import show_run
 from hqsweep.sweep.store.store import RunStore, sweep_file
 
 

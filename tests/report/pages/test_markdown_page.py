@@ -3,7 +3,7 @@
 import re
 
 from hqsweep.report.compare.compare import compare, write
-from hqsweep.report.compare.headline import headline
+from hqsweep.report.compare.notes import headline
 from hqsweep.report.pages.markdown_page import report_markdown
 
 

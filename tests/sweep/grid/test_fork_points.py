@@ -64,6 +64,7 @@ def test_other_keys_that_are_swept_have_trunks_of_their_own_unless_they_change_n
     assert len([c for c in planned("train.log_every=5,10").configs if c.fork.is_trunk]) == 1
 
 
+@pytest.mark.slow
 def test_other_points_arms_and_lengths_keep_the_name_of_the_trunk() -> None:
     trunk, *forks = names(planned())
     for word in ("fork.at=100,150", "fork.steps=50", "stats.every=7", "train.steps=230", "train.eval_every=30"):

@@ -30,7 +30,7 @@ def environment(tmp_path_factory):
 @pytest.fixture
 def submit(environment, monkeypatch):
     """submit(runs, detach=True, ...): run_slurm with fake workers; keys of engine.slurm are given as such."""
-    for name, value in (environment | {"PYTHONPATH": str(Path(__file__).parent)}).items():
+    for name, value in (environment | {"PYTHONPATH": str(Path(__file__).parents[2])}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(slurm, "work", fake_worker.work_in_slurm)
     monkeypatch.setattr(follow, "ASK_S", 0.5)

@@ -1,0 +1,255 @@
+"""`hqsweep show RUN` and `hqsweep show SWEEP`: a page for a terminal, and the same content as a dict for --json."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Group, RenderableType
+from rich.syntax import Syntax
+from rich.text import Text
+
+from hqsweep.config.fork import ForkConfig
+from hqsweep.config.jobs import CHECKED_TABLES
+from hqsweep.errors import Damaged
+from hqsweep.report.pages.checks import job_tables
+from hqsweep.report.pages.gemm_plans import plan_lines
+from hqsweep.report.pages.listing import STATES, entry_of
+from hqsweep.report.pages.text import Fitted, TextTable, number, sparkline, text, to_rich
+from hqsweep.sweep.store import notes
+from hqsweep.sweep.store.documents import met_lines
+from hqsweep.sweep.store.run_dir import RunDir
+from hqsweep.sweep.store.store import RunStore
+
+WORST = 5
+HIGH_PRECISION = "bf16"
+"""The quantizer of attention and the head where a recipe does not mention them."""
+
+
+def show_run(run: RunDir, *, every: bool = False) -> tuple[RenderableType, dict[str, Any]]:
+    """(page, dict): state, recipe, the loss curve as a sparkline, the lowest SQNRs of the last sampled step, what was
+    checked, and the paths of the files. every: also the tables of what was checked, manifest and config."""
+    config, manifest, status = run.config(), run.manifest(), run.status()
+    curve, worst = _loss_curve(run), _worst(run)
+    checked = {table: rows for table in CHECKED_TABLES if (rows := run.rows(table))}
+    page = {
+        "run": run.name,
+        "path": str(run.path),
+        "status": status,
+        "manifest": manifest,
+        "config": config,
+        "loss": curve,
+        "worst_sqnr": worst,
+    }
+    said = notes.of_run(run)
+    page["note"], page["tags"] = said.note, list(said.tags)
+    parts: list[RenderableType] = [Text(f"{run.sweep}/{run.name}", style="bold"), Text(_status_line(status))]
+    parts += [Text(line) for line in (notes.line(said),) if line]
+    parts += [Text(line) for line in (*_place_lines(run.fork()), *recipe_lines(config.get("recipe")))]
+    parts += [
+        Text(f"warning: {line}", style="yellow") for line in [*manifest.get("warnings", []), *met_lines(manifest)]
+    ]
+    if curve["values"]:
+        ends = f"{number(curve['values'][0])} -> {number(curve['values'][-1])} nats at step {curve['last_step']}"
+        parts.append(Text(f"{curve['metric']}  {sparkline(curve['values'])}  {ends}"))
+    if worst:
+        parts.append(_worst_table(worst))
+    if not every:
+        parts += [Text(counted(table, rows)) for table, rows in checked.items()]
+        parts += [Text(line) for line in (_machine_line(manifest), f"files: {run.path}", "--all: manifest and config")]
+        return Group(*parts), page
+    parts += job_tables(checked)
+    parts += [
+        _manifest_table(manifest),
+        Text("config", style="bold"),
+        Syntax(yaml.safe_dump(config, sort_keys=False), "yaml", background_color="default"),
+    ]
+    return Group(*parts), page
+
+
+def recipe_lines(recipe: Mapping[str, Any] | None) -> list[str]:
+    """The recipe of a config in one to three lines: its quantizers where they are not high precision, then GEMM mode,
+    overrides and changes; for a Python factory its name. [] for a job without one."""
+    if recipe is None:
+        return []
+    if recipe.get("qfactory"):
+        return [f"recipe {recipe['name']}: a Python factory, {recipe['qfactory']}"]
+    parts = ("linear", "grouped_linear", "dpa", "head")
+    sections = {part: _section_text(recipe[part]) for part in parts if recipe.get(part)}
+    if sections.get("grouped_linear") == sections.get("linear"):
+        sections.pop("grouped_linear", None)
+    low = [f"{part} {said}" for part, said in sections.items() if part == "linear" or said != HIGH_PRECISION]
+    rest = [f"gemm {recipe['gemm']}"] if "gemm" in recipe else []
+    rest += [
+        f"{len(recipe[key])} {key if len(recipe[key]) > 1 or key == 'schedule' else 'override'}"
+        for key in ("overrides", "schedule")
+        if recipe.get(key)
+    ]
+    return [f"recipe {recipe['name']}: {'; '.join([*low, *rest])}"]
+
+
+def _section_text(section: Mapping[str, str]) -> str:
+    """A text such as "mxfp8", or "input nvfp4|mxfp8, weight mxfp8" where tensors differ."""
+    tensors: dict[str, list[str]] = {}
+    for tensor, quantizer in section.items():
+        tensors.setdefault(quantizer, []).append(tensor)
+    if len(tensors) == 1:
+        return next(iter(tensors))
+    return ", ".join(f"{' and '.join(names)} {quantizer}" for quantizer, names in tensors.items())
+
+
+def counted(table: str, rows: list[dict[str, Any]]) -> str:
+    """A text such as "parity: 920 PASS, 2 SKIP"."""
+    return f"{table}: " + ", ".join(
+        f"{count} {status}" for status, count in Counter(row["status"] for row in rows).items()
+    )
+
+
+def _machine_line(manifest: Mapping[str, Any]) -> str:
+    """A line on the machine that it ran on, and its size."""
+    versions, commit = manifest.get("versions") or {}, manifest.get("commit")
+    parts = [manifest.get("device"), f"torch {versions['torch']}" if versions.get("torch") else None]
+    parts += [f"commit {commit[:10]}{' (changed)' if manifest.get('dirty') else ''}" if commit else None]
+    parts += [f"{manifest['params']:,} parameters" if "params" in manifest else None]
+    parts += [f"{manifest['tokens']:,} tokens ({manifest['epochs']:.2g} epochs)" if "epochs" in manifest else None]
+    return ", ".join(part for part in parts if part) or "not started yet"
+
+
+def _status_line(status: dict[str, Any]) -> str:
+    progress = status["progress"] or {}
+    steps = f", step {progress['step']} of {progress['steps']}" if progress else ""
+    speed = f", {number(progress.get('tokens_per_s'), ',.0f')} tokens/s" if progress else ""
+    reason = f": {status['reason']}" if status["reason"] else ""
+    return f"{status['state']}{reason}{steps}, {number(status['seconds'], '.0f')} s{speed}, attempt {status['attempt']}"
+
+
+def _place_lines(fork: ForkConfig | None) -> list[str]:
+    """The place of a run in a fork study, as lines; [] for a run from scratch."""
+    if fork is None:
+        return []
+    if fork.is_trunk:
+        begun = f"begins from {fork.source}: " * bool(fork.source)
+        return [f"trunk: {begun}constant rate after {fork.warmup} steps, forked at {', '.join(map(str, fork.at))}"]
+    noise = f", its weights times 1 + {fork.noise:g} N(0, 1) there" * bool(fork.noise)
+    return [
+        f"fork of {fork.trunk_name} at step {fork.start}{noise}: {fork.steps} steps at the constant rate,"
+        f" {fork.decay} to rate 0"
+    ]
+
+
+def _loss_curve(run: RunDir) -> dict[str, Any]:
+    """The val_loss rows, or the train_loss rows where there are fewer than three of them."""
+    rows = run.rows("metrics")
+    held_out = [row for row in rows if row["metric"] == "val_loss"]
+    chosen = held_out if len(held_out) >= 3 else [row for row in rows if row["metric"] == "train_loss"]
+    return {
+        "metric": chosen[0]["metric"] if chosen else None,
+        "values": [row["value"] for row in chosen],
+        "last_step": chosen[-1]["step"] if chosen else None,
+    }
+
+
+def _worst(run: RunDir) -> list[dict[str, Any]]:
+    """The quantized tensors of the last sampled step with the lowest SQNR. (GEMM outputs, which carry the errors of two
+    tensors, would always come first.)"""
+    rows = [row for row in run.rows("stats") if row["direction"] != "output" and row["sqnr_db"] is not None]
+    last = max((row["step"] for row in rows), default=None)
+    return sorted((row for row in rows if row["step"] == last), key=lambda row: row["sqnr_db"])[:WORST]
+
+
+def _worst_table(worst: list[dict[str, Any]]) -> Fitted:
+    rows = tuple(
+        (
+            row["layer"],
+            row["tensor"],
+            row["direction"],
+            text(row["format"]),
+            number(row["sqnr_db"], ".2f"),
+            number(row["underflow_pct"], ".2f"),
+        )
+        for row in worst
+    )
+    header = ("layer", "tensor", "direction", "format", "SQNR (dB)", "underflow %")
+    return to_rich(
+        TextTable(header=header, rows=rows, numeric=frozenset({4, 5})), f"lowest SQNR at step {worst[0]['step']}"
+    )
+
+
+def _manifest_table(manifest: dict[str, Any]) -> Fitted:
+    if "gemm_plan" in manifest:
+        schedule = manifest.get("recipe_schedule", [])
+        manifest = manifest | {"gemm_plan": plan_lines(manifest["gemm_plan"], schedule)}
+    rows = tuple(
+        (name, yaml.safe_dump(value, sort_keys=False, width=160).strip() if isinstance(value, dict) else text(value))
+        for name, value in manifest.items()
+        if name not in ("recipe_schedule", "warnings", "nonfinite")  # gemm_plan says the first, the others are above
+    )
+    return to_rich(TextTable(header=("fact", "value"), rows=rows), "manifest")
+
+
+HEADER = ("run", "arm", "seed", "point", "state", "step", "loss", "reason")
+DROP = ("arm", "seed", "point", "loss", "step")
+"""The headings that a narrow terminal goes without, the first one first: the name of a run has the first three."""
+
+
+def show_sweep(folder: Path) -> tuple[RenderableType, dict[str, Any]]:
+    """(page, dict) of a sweep's folder: the facts of `hqsweep ls`, and under "runs" a dict for each run."""
+    entry = entry_of(folder)
+    with suppress(Damaged):
+        entry["runs"] = [_row(run) for run in RunStore(folder.parent).runs(folder.name)]
+    rows = entry["runs"] if isinstance(entry["runs"], list) else []
+    said = entry["notes"].get("", {"note": "", "tags": []})
+    lines = [
+        f"{_states(Counter(entry['states']))}; conf={entry['conf']} {' '.join(entry['overrides'])}".rstrip(),
+        f"made {entry['created'][:16].replace('T', ' ')} UTC in {folder}",
+        notes.line(notes.Note(note=said["note"], tags=tuple(said["tags"]))),
+    ]
+    parts: list[RenderableType] = [Text(folder.name, style="bold"), *(Text(line) for line in lines if line)]
+    parts += [_arms_table(rows), Text(), _runs_table(rows)] if rows else []
+    parts += [Text(fault) for fault in entry["faults"]]
+    return Group(*parts), entry
+
+
+def _row(run: RunDir) -> dict[str, Any]:
+    """run, arm, seed, point, state, step, steps, loss (nats), reason; None for what is unknown."""
+    status, manifest = run.seen(), dict[str, Any]()
+    with suppress(Damaged):
+        manifest = run.manifest()
+    progress = status["progress"] or {}
+    arm = "trunk" if run.name.startswith("trunk-") else manifest.get("arm")
+    known = {name: manifest.get(name) for name in ("seed", "point")}
+    known |= {name: progress.get(name) for name in ("step", "steps", "loss")}
+    return {"run": run.name, "arm": arm, **known, "state": status["state"], "reason": status["reason"]}
+
+
+def _states(states: Mapping[str, int]) -> str:
+    """A text such as: 3 finished, 1 failed."""
+    return ", ".join(f"{states[state]} {state}" for state in STATES if states.get(state)) or "no run"
+
+
+def _arms_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    arms = dict.fromkeys(text(row["arm"]) for row in rows)
+    cells = []
+    for arm in arms:
+        own = [row for row in rows if text(row["arm"]) == arm]
+        cells.append((arm, str(len({row["seed"] for row in own})), _states(Counter(row["state"] for row in own))))
+    return to_rich(TextTable(header=("arm", "seeds", "runs"), rows=tuple(cells), numeric=frozenset({1})), "")
+
+
+def _runs_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    cells = tuple(
+        (
+            row["run"],
+            *(text(row[name]) for name in ("arm", "seed", "point", "state")),
+            "-" if row["step"] is None else f"{row['step']}/{row['steps']}",
+            number(row["loss"]),
+            text(row["reason"]),
+        )
+        for row in rows
+    )
+    table = TextTable(header=HEADER, rows=cells, numeric=frozenset({2, 3, 6}))
+    for name in ("point", "reason"):
+        table = table.without(name) if table.column(name) == {"-"} else table
+    return to_rich(table, "", drop=DROP)
