@@ -30,7 +30,7 @@ from benchmarks import rows
 from benchmarks.ranks import Ours, divisible
 from benchmarks.step import Data, Prepared, alternated
 from benchmarks.step_cases import SIZES
-from hqsweep.config.parallel import ParallelConfig
+from hqsweep.config.train import ParallelConfig
 from hqsweep.nn.linear import linear_loss
 from hqsweep.parallel.mesh import backend
 from hqsweep.parallel.overlap import chunked_input, deferred_reduce, overlapped_gemm, prefetch

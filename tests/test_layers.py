@@ -15,9 +15,8 @@ import hqsweep
 
 PACKAGE = Path(hqsweep.__file__).parent
 LAYERS = [
-    ("errors", "memo", "torch_private", "track.tables", "config.jobs", "config.safe_json"),
-    ("verdicts", "formats.spec"),
-    ("config.references",), ("config.safe_yaml",), ("config.recipe_files",), ("formats",),
+    ("errors", "memo", "torch_private", "track.tables", "config.jobs"),
+    ("host", "verdicts", "formats.spec", "config.safe"), ("config.recipe_files",), ("formats",),
     ("ops",), ("parallel.wire",), ("parallel.fsdp",), ("quant + parallel.shards",), ("recipe",),
     ("config", "gemm"), ("nn.core",), ("parallel.overlap",), ("nn",), ("optim", "shards"), ("models",), ("parallel",),
     ("checkpoints",), ("compat",),
@@ -29,7 +28,7 @@ held tensors know their shards."""
 RANK = {name: rank for rank, names in enumerate(LAYERS) for entry in names for name in entry.split(" + ")}
 TOGETHER = [set(entry.split(" + ")) for names in LAYERS for entry in names if " + " in entry]
 LONGEST_CHAIN = 24
-ROOT_FILES = 7
+ROOT_FILES = 8
 
 
 def name_of(path: Path) -> str:

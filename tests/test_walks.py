@@ -41,9 +41,7 @@ def test_an_override_to_a_checked_plan(tmp_path, monkeypatch):
 def test_rows_to_a_report(tmp_path):
     runs = [RunDir(path) for path in write_sweep(tmp_path / "runs" / "walk", three_arms()[::3])]
     write(compare(runs), tmp_path / "first")
-    within(
-        walk(lambda: write(compare(runs), tmp_path / "report")), Walk(calls=0, functions=0, files=0, changes=0)
-    )
+    within(walk(lambda: write(compare(runs), tmp_path / "report")), Walk(calls=0, functions=0, files=0, changes=0))
 
 
 @pytest.mark.slow

@@ -287,8 +287,7 @@ def show_shards(
 
 def _print_shards(folder: Path, as_json: bool, *, verify: bool) -> None:
     from hqsweep.report.pages.text import TextTable, number, to_rich
-    from hqsweep.shards.reader import Shards
-    from hqsweep.shards.show import facts, sample
+    from hqsweep.shards.reader import Shards, facts, sample
 
     shards = Shards(folder)
     if verify:

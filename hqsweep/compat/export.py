@@ -58,9 +58,7 @@ def to_transformer_engine(recipe: AnyRecipe, name: str, layers: int | None = Non
     standard = {"re.search(": "import re", "fnmatchcase(": "from fnmatch import fnmatchcase", "torch.": "import torch"}
     imports = [line for use, line in standard.items() if use in code]
     theirs = [f"from {module} import {used}" for used, module in MODULES.items() if re.search(rf"\b{used}[(.]", code)]
-    name = (
-        name.encode("unicode_escape").decode().replace('"', '\\"')
-    )  # it must not end a string
+    name = name.encode("unicode_escape").decode().replace('"', '\\"')  # it must not end a string
     title = (
         f'"""Recipe \'{name}\' as a quantizer factory for TransformerEngine, written by hqsweep recipe export.\n\n'
         "    with autocast(recipe=recipe):\n        output = model(input)\n\n"

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 import hqsweep
-from hqsweep.config.fork import ForkConfig
 from hqsweep.config.job import ConvergenceConfig
-from hqsweep.config.safe_json import loads
+from hqsweep.config.safe import loads
+from hqsweep.config.study import ForkConfig
 from hqsweep.errors import Damaged, UserError
 from hqsweep.jobs.isolation import make_deterministic
 from hqsweep.jobs.resume import captured_file, go_back, refusal, save_captured

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from hqsweep.config.job import ConvergenceConfig
+from hqsweep.config.model import TARGET, FactoryModelConfig, HFModelConfig, UserModel
 from hqsweep.config.train import Recompute
-from hqsweep.config.user_model import TARGET, FactoryModelConfig, HFModelConfig, UserModel
 from hqsweep.errors import UserError
 from hqsweep.models.convert import gemm_modules_of
 from hqsweep.models.hf import load_model, meta_model

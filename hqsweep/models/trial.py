@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hqsweep.config.job import ConvergenceConfig
-from hqsweep.config.user_model import HFModelConfig
+from hqsweep.config.model import HFModelConfig
 from hqsweep.errors import UserError
 from hqsweep.models.build import build, outline
 from hqsweep.models.head_loss import TAKES, is_hugging_face, logits_of, model_loss

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hqsweep.config.parallel import ONE_RANK, ParallelConfig, sharing_gpus
+from hqsweep.config.train import ONE_RANK, ParallelConfig, sharing_gpus
 from hqsweep.errors import UserError
 from hqsweep.parallel.wire import collectives
 from hqsweep.parallel.wire.local import spread_out, whole_tensor

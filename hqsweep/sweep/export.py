@@ -11,7 +11,7 @@ from hqsweep.checkpoints.foreign.user_model import check_same
 from hqsweep.checkpoints.save import save_model, save_pretrained, save_state
 from hqsweep.checkpoints.sharded.sharded_load import load_sharded
 from hqsweep.config.job import ConvergenceConfig, parse
-from hqsweep.config.user_model import FactoryModelConfig, HFModelConfig
+from hqsweep.config.model import FactoryModelConfig, HFModelConfig
 from hqsweep.errors import Damaged, UserError
 from hqsweep.models.hf import meta_model
 from hqsweep.models.hf_config import HFConfig, read_hf_config

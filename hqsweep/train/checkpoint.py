@@ -15,8 +15,8 @@ from typing import Any, BinaryIO, Protocol
 import torch
 
 from hqsweep.checkpoints.foreign.torch_file import Refused, load
-from hqsweep.checkpoints.whole import sync_folder
 from hqsweep.errors import Damaged
+from hqsweep.host import sync_folder
 from hqsweep.parallel.mesh import Ranks
 from hqsweep.parallel.wire.objects import by_first, gathered, rank_in, together
 from hqsweep.train.record import (

@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from hqsweep.config.data import DataConfig
-from hqsweep.config.safe_json import loads
+from hqsweep.config.safe import loads
+from hqsweep.config.train import DataConfig
 from hqsweep.errors import UserError
 from hqsweep.shards.reader import is_llm_c
 

@@ -13,11 +13,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hqsweep.config.data import LEARNT_NATS, DataConfig
+from hqsweep.config.train import LEARNT_NATS, DataConfig
 from hqsweep.errors import UserError, nearest
-from hqsweep.shards.order import window_starts
 from hqsweep.shards.reader import Shards
-from hqsweep.shards.stream import Stream
+from hqsweep.shards.stream import Stream, window_starts
 from hqsweep.shards.stream import unigram_entropy as entropy_of
 from hqsweep.train import corpus
 from hqsweep.train.corpus import Corpus, MarkovSource

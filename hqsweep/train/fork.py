@@ -18,8 +18,8 @@ from torch import nn
 from hqsweep.checkpoints.foreign.checkpoint import Checkpoint
 from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
 from hqsweep.checkpoints.foreign.load import Loaded
-from hqsweep.config.fork import ForkConfig
-from hqsweep.config.parallel import ParallelConfig
+from hqsweep.config.study import ForkConfig
+from hqsweep.config.train import ParallelConfig
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.nn.core.module import quantized_modules

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.config.job import ConvergenceConfig
-from hqsweep.config.parallel import ParallelConfig
+from hqsweep.config.train import ParallelConfig
 from hqsweep.nn import quantization
 from hqsweep.nn.core.context import unwritten
 from hqsweep.nn.core.module import roles_of

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hqsweep.checkpoints.whole import sync_folder
-from hqsweep.config.safe_json import loads
+from hqsweep.config.safe import loads
+from hqsweep.host import sync_folder
 
 Mark = dict[str, Any]
 """The end of a table's rows: {"rows": their number, "bytes": their bytes, "sha256": their hash, in hex}."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hqsweep.checkpoints.foreign.load import load_checkpoint
 from hqsweep.checkpoints.foreign.user_model import check_same, weights_of
 from hqsweep.config.job import ConvergenceConfig
-from hqsweep.config.user_model import FactoryModelConfig, HFModelConfig, UserModel
+from hqsweep.config.model import FactoryModelConfig, HFModelConfig, UserModel
 from hqsweep.errors import UserError
 from hqsweep.models.build import build, check_code, check_ranks, check_recompute, code_of, vocab_fault
 from hqsweep.models.conversion import Conversion

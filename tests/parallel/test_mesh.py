@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.ranks import run_ranks
 
-from hqsweep.config.parallel import ParallelConfig
+from hqsweep.config.train import ParallelConfig
 from hqsweep.errors import UserError
 from hqsweep.parallel.mesh import Ranks, build_mesh, check_devices, join
 from hqsweep.parallel.wire.objects import Disagreement, agree

@@ -63,5 +63,3 @@ def held_weight(rank: int) -> Walk:
     torch.manual_seed(0)
     call()  # whatever is done once in a process
     return walk(call)
-
-

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hqsweep.config.data import DataConfig
+from hqsweep.config.train import DataConfig
 from hqsweep.errors import UserError
 from hqsweep.train import data
 from hqsweep.train.data import load

@@ -14,7 +14,7 @@ from typing import Any
 from hqsweep.checkpoints.foreign import deepspeed
 from hqsweep.checkpoints.foreign.checkpoint import Checkpoint, Tensors, first_names, step_in_name
 from hqsweep.checkpoints.foreign.dcp_metadata import METADATA
-from hqsweep.config.safe_json import loads
+from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
 from hqsweep.models.names import clean_name
 

@@ -12,7 +12,7 @@ from hqsweep.checkpoints.foreign import dcp, deepspeed, huggingface, torch_file
 from hqsweep.checkpoints.foreign.checkpoint import Checkpoint, first_names, step_in_name
 from hqsweep.checkpoints.foreign.dcp_metadata import METADATA
 from hqsweep.checkpoints.foreign.huggingface import state_beside
-from hqsweep.config.safe_json import loads
+from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
 
 KINDS = (

@@ -7,9 +7,8 @@ from typing import Any
 
 from hqsweep.checkpoints.foreign.checkpoint import Checkpoint, first_names
 from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
-from hqsweep.config.data import DataConfig
-from hqsweep.config.train import TrainConfig
-from hqsweep.config.user_model import HFModelConfig
+from hqsweep.config.model import HFModelConfig
+from hqsweep.config.train import DataConfig, TrainConfig
 from hqsweep.errors import UserError
 from hqsweep.models.hf_config import HFConfig, read_hf_config
 

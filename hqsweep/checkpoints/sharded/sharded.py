@@ -27,8 +27,8 @@ from torch import nn
 from torch.distributed import checkpoint as torch_dcp
 
 from hqsweep.checkpoints.sharded.sharded_state import collect, joined
-from hqsweep.checkpoints.whole import sync_folder
 from hqsweep.errors import UserError
+from hqsweep.host import sync_folder
 from hqsweep.parallel.wire.objects import by_first, is_many, rank_in, together
 
 PROBE = bytes(1 << 20)

@@ -35,7 +35,7 @@ from hqsweep.checkpoints.sharded.sharded_state import (
     tied_names,
     whole_of,
 )
-from hqsweep.config.safe_json import loads
+from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.models.names import clean_name

@@ -16,7 +16,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from hqsweep.config.checks import CALIBRATE_DISTRIBUTIONS
+from hqsweep.config.job import CALIBRATE_DISTRIBUTIONS
 from hqsweep.formats import Format, RngKey, parse
 from hqsweep.jobs.calibrate.sqnr_theory import theoretical_sqnr_db
 from hqsweep.ops.quantize.quantize import quantize
@@ -163,7 +163,7 @@ DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, int, int], np.ndarray]] 
     "token_scale_2": _token_scale(2),
     "token_scale_4": _token_scale(4),
 }
-assert tuple(DISTRIBUTIONS) == CALIBRATE_DISTRIBUTIONS, "the names stand in config/checks.py, in this order"
+assert tuple(DISTRIBUTIONS) == CALIBRATE_DISTRIBUTIONS, "the names stand in config/job.py, in this order"
 
 
 def draw(distribution: str, rows: int, cols: int, seed: int) -> Tensor:

@@ -20,8 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hqsweep.config.checks import PARITY_CHECKS
-from hqsweep.config.job import ParityConfig
+from hqsweep.config.job import PARITY_CHECKS, ParityConfig
 from hqsweep.formats import ExactOperand, Format, RngKey, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.formats.spec import SOURCES
@@ -223,7 +222,7 @@ CHECKS: dict[str, Check] = {
     **MODULE_CHECKS,
     **TRAINING_CHECKS,
 }
-assert tuple(CHECKS) == PARITY_CHECKS, "the names of the checks stand in config/checks.py, in this order"
+assert tuple(CHECKS) == PARITY_CHECKS, "the names of the checks stand in config/job.py, in this order"
 
 
 SUMS_RTOL = 1e-5

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
-from hqsweep.config.gemms import grouped_shapes, linear_shapes
+from hqsweep.config.job import grouped_shapes, linear_shapes
 from hqsweep.config.model import ModelConfig
 from hqsweep.errors import UserError
 from hqsweep.jobs.probe.together import SLOTS, Choice, Together, slot_of, together

@@ -23,7 +23,7 @@ from hqsweep.sweep.engine.trunks import check_twins, linked
 from hqsweep.sweep.grid import same_operands
 from hqsweep.sweep.grid.point import GridPoint
 from hqsweep.sweep.grid.run_words import Words, each, read
-from hqsweep.sweep.grid.stated_keys import check_stated
+from hqsweep.sweep.grid.study import check_stated
 from hqsweep.sweep.grid.user_models import check_recipes, check_vocabularies, hashed
 from hqsweep.sweep.progress import Display
 from hqsweep.sweep.slurm.slurm import check_slurm, run_slurm

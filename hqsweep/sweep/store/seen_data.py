@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hqsweep.config.data import DataConfig
 from hqsweep.config.job import Config, ConvergenceConfig
+from hqsweep.config.train import DataConfig
 from hqsweep.errors import Damaged, UserError
 from hqsweep.sweep.store.names import data_seen, run_id, without_data_hash
 from hqsweep.sweep.store.run_dir import RunDir

@@ -8,7 +8,7 @@ import torch
 from cases import bare
 from torch import nn
 
-from hqsweep.config.gemms import linear_shapes
+from hqsweep.config.job import linear_shapes
 from hqsweep.config.model import ModelConfig
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw

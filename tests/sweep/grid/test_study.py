@@ -1,12 +1,81 @@
-"""The grid of a fork study: which runs there are, how they are named, what makes another one, and what is refused."""
+"""What a study adds to a grid: null arm, trunks, forks and baseline; and the keys that a growing study keeps."""
 
 from pathlib import Path
 
 import pytest
 
+from hqsweep.config.study import parse_study
 from hqsweep.errors import UserError
 from hqsweep.sweep.engine.launch import SweepPlan, plan
+from hqsweep.sweep.grid.compose import expand
+from hqsweep.sweep.grid.study import check_stated
 from hqsweep.sweep.store.names import run_name
+
+ARMS = ["bf16", "mxfp8", "null"]
+
+
+def test_one_more_arm_that_differs_from_the_baseline_in_the_noise_alone() -> None:
+    points = expand("stdlib", ["recipe=mxfp8,bf16", "seed=0,1", "null_arm=true"]).points
+    assert sorted({p.arm for p in points}) == ARMS
+    (null,) = (p for p in points if (p.arm, p.config["seed"]) == ("null", 1))
+    (bf16,) = (p for p in points if (p.arm, p.config["seed"]) == ("bf16", 1))
+    assert null.config["model"] == bf16.config["model"] | {"init_noise": 0.01}
+    assert null.config["recipe"] == bf16.config["recipe"] | {"name": "null"}
+    apart = ("model", "recipe")
+    assert {k: v for k, v in null.config.items() if k not in apart} == {
+        k: v for k, v in bf16.config.items() if k not in apart
+    }
+    assert null.changed == ("seed=1", "model.init_noise=0.01")
+
+
+def test_its_overrides_lead_to_its_config() -> None:
+    *_, null = expand("stdlib", ["recipe=bf16", "seed=3", "null_arm=true"]).points
+    (again,) = expand("stdlib", null.overrides).points
+    assert again.config == null.config
+
+
+def test_without_bf16_the_first_recipe_is_the_baseline() -> None:
+    *_, null = expand("convergence", ["recipe=fp32,mxfp8", "null_arm=true"]).points
+    assert null.config["recipe"]["linear"]["input"] == "fp32" and null.arm == "null"
+
+
+def test_each_value_of_another_swept_key_gets_its_own() -> None:
+    points = expand("convergence", ["recipe=bf16,mxfp8", "train.lr=1e-3,2e-3", "null_arm=true"]).points
+    assert [p.arm for p in points[4:]] == ["null_lr-0.001", "null_lr-0.002"]
+
+
+def test_there_is_none_unless_asked_for_and_no_run_config_has_the_switch() -> None:
+    points = expand("convergence").points
+    assert "null" not in {p.arm for p in points} and not any("null_arm" in p.config for p in points)
+    assert len(plan(["conf=convergence", "recipe=bf16,mxfp8", "null_arm=true"]).configs) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["null_arm=maybe"], "null_arm: got 'maybe'; must be true or false"),
+        (["null_arm=true,false"], "null_arm cannot be swept"),
+        (["null_arm=true", "recipe=3"], "no recipe '3'"),
+    ],
+)
+def test_what_it_refuses(words: list[str], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        expand("convergence", words)
+
+
+def test_a_defaults_list_with_off_in_it_is_one_sentence(tmp_path) -> None:
+    path = tmp_path / "off.yaml"
+    path.write_text("defaults: [convergence, {override stats: off}]\n")
+    with pytest.raises(UserError, match=r"conf=off: .*bool"):
+        expand(str(path))
+
+
+def test_a_config_with_a_wrong_recipe_is_left_to_the_typed_config(tmp_path) -> None:
+    path = tmp_path / "odd.yaml"
+    path.write_text("job: convergence\nnull_arm: true\nrecipe: 3\nseed: 0\n")
+    with pytest.raises(UserError, match="recipe"):
+        plan([f"conf={path}"])
+
 
 FORK = ["fork.at=100,200", "fork.steps=40", "fork.decay=30", "track=none"]
 
@@ -124,3 +193,48 @@ def test_runs_of_whole_length_keep_their_ids() -> None:
     config = plan(["conf=convergence", "recipe=bf16", "track=none"]).points[0].config
     assert config["fork"] is None
     assert run_name(config) == run_name({key: value for key, value in config.items() if key != "fork"})
+
+
+DECIDED = {"seeds": {"until": "decided", "max": 8}, "baseline": "bf16"}
+
+
+@pytest.fixture
+def begun(store, planned):
+    """A sweep with these keys, of which one run has begun."""
+
+    def begin(state: str = "running", **keys):
+        study = parse_study(keys).model_dump(mode="json")
+        run, _ = store.create(sweep="s", conf="c", overrides=[], runs=[planned(), planned(seed=1)], study=study)
+        run.write_status(state=state)
+        return store
+
+    return begin
+
+
+CHANGES = [
+    ({"seeds": {"until": "decided", "max": 16}}, "seeds.max: 16, but 's' began to run with seeds.max=8, and"),
+    ({"seeds": {"until": "fixed", "max": 8}}, "seeds.until: fixed, but 's' began to run with seeds.until=decided"),
+    ({"margin": 1}, "margin: 1.0, but 's' began to run with margin=0.25"),
+    ({"baseline": "fp32"}, "baseline: fp32, but 's' began to run with baseline=bf16"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES)
+def test_another_statement_after_the_first_run_is_refused(begun, change, message):
+    store = begun(**DECIDED)
+    check_stated(store, "s", parse_study(DECIDED))
+    with pytest.raises(UserError, match=message):
+        check_stated(store, "s", parse_study(DECIDED | change))
+    check_stated(store, "another", parse_study(DECIDED | change))
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES)
+def test_before_the_first_run_anything_may_change(begun, change, message):
+    check_stated(begun("pending", **DECIDED), "s", parse_study(DECIDED | change))
+
+
+def test_a_study_of_fixed_size_that_was_seen_cannot_grow(begun):
+    store = begun(margin=1)
+    check_stated(store, "s", parse_study({"margin": 2}))
+    with pytest.raises(UserError, match=r"seeds.until: decided, but 's' began to run with seeds.until=fixed"):
+        check_stated(store, "s", parse_study({"margin": 1, "seeds": {"until": "decided"}}))

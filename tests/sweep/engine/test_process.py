@@ -1,6 +1,6 @@
 """What workers share: GPUs in turn, up to so many runs each."""
 
-from hqsweep.sweep.engine.slots import slots
+from hqsweep.sweep.engine.process import slots
 
 
 def devices(*arguments) -> list[str | None]:

@@ -1,10 +1,10 @@
-"""The section train.parallel: what does not divide is refused, and one rank changes no id."""
+"""The sections that say how a model is trained: ranks."""
 
 import pytest
 
 from hqsweep.config.engine import gpus_asked
 from hqsweep.config.keys import Training
-from hqsweep.config.parallel import ParallelConfig
+from hqsweep.config.train import ParallelConfig
 from hqsweep.errors import UserError
 from hqsweep.sweep.store.names import ONE_RANK
 

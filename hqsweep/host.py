@@ -1,6 +1,10 @@
-"""The lock of a folder: an flock on a file in it, which the kernel releases however its holder dies.
+"""What the machine gives to every part: its CPUs, files that are written as a whole, and locks.
 
-A holder that is stopped (SIGSTOP, Ctrl-Z) or hangs keeps it, so a process that waits is told which process that is.
+A lock is an flock on a file, which the kernel releases however its holder dies. A holder that is stopped (SIGSTOP,
+Ctrl-Z) or hangs keeps it, so whoever waits gets its process id and its command line.
+
+Locks are written by hand: filelock cannot say whether a lock is held without taking it, nor that the lock's file was
+deleted under its holder, nor which process holds it.
 """
 
 import errno
@@ -14,11 +18,44 @@ from pathlib import Path
 from hqsweep.errors import Damaged
 
 NAMED_S = 5.0
-"""The seconds of waiting after which the holder is named."""
+"""The seconds of waiting after which the holder of a lock is named."""
+STOPPED = "which is stopped"
 
 
-class RunBusy(Exception):
-    """Another process works in this run folder."""
+def usable_cpus() -> int:
+    """The number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def write_whole(path: Path, data: bytes, *, synced: bool = False) -> None:
+    """Replace the file `path` by `data` atomically: a reader sees the old file or the new one.
+
+    synced: return when the data is on the disk, so that a power cut loses nothing. The temporary file carries the
+    process id, so that two writers do not share it.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            if synced:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Busy(Exception):
+    """Another process holds the lock of this folder."""
 
 
 @contextmanager
@@ -28,7 +65,7 @@ def locked(
     """Hold the lock `path`, and get a function that says whether that is still so: deleting the folder deletes the lock
     with it, and another process may hold a new one there. `say` is told after NAMED_S seconds who holds the lock.
 
-    Raises RunBusy when another process still holds it after `wait_s` seconds, or after NAMED_S if that process is
+    Raises Busy when another process still holds it after `wait_s` seconds, or after NAMED_S if that process is
     stopped, and Damaged where something else than a lock is there, which is deleted if nothing is lost by it.
     """
     descriptor = _open(path)
@@ -41,7 +78,7 @@ def locked(
                 say(sentence := holder(path))
                 wait_s = 0.0 if STOPPED in sentence else wait_s
             if waited_s >= wait_s:
-                raise RunBusy(path.parent.name)
+                raise Busy(path.parent.name)
             time.sleep(0.02)
         yield lambda: _is_at(descriptor, path)
     finally:
@@ -58,9 +95,6 @@ def is_locked(path: Path) -> bool:
         return not _try_flock(descriptor, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
-
-
-STOPPED = "which is stopped"
 
 
 def holder(path: Path) -> str:

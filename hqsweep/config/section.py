@@ -1,12 +1,31 @@
-"""Pydantic's errors as sentences for people: the key path, what came, what is allowed, the nearest valid name."""
+"""Sections of the config: their base class, the types of leaves, and pydantic's errors as sentences for people.
+
+A sentence has the key path, the value that came, the values allowed, and the nearest valid name.
+"""
 
 import difflib
 import typing
 from collections.abc import Iterator, Sequence
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, Tag, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, Tag, ValidationError
 
 from hqsweep.errors import UserError
+
+Count = Annotated[int, Field(ge=1)]
+Index = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._+-]*$")]
+"""Part of a folder's name."""
+Device = Literal["auto", "cpu", "cuda"]
+
+
+class Section(BaseModel):
+    """Frozen; unknown keys, wrong types, NaN and infinity are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
 
 RENAMED = {
     "Input should be a valid integer": "must be an integer",

@@ -1,15 +1,63 @@
-"""Bounds of a YAML file: size, depth, aliases, keys given twice, resolvers; each refused in a moment, with its line."""
+"""JSON and YAML of others: within bounds, or a sentence."""
 
+import json
 import os
+import re
+import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
-from hqsweep.config.references import MAX_NODES, check_expansion
-from hqsweep.config.safe_yaml import MAX_BYTES, MAX_DEPTH, load_yaml
+import hqsweep
+from hqsweep.config.safe import JSON_DEPTH, MAX_BYTES, MAX_DEPTH, MAX_NODES, check_expansion, load_yaml, loads
+from hqsweep.config.train import _stated_vocab
 from hqsweep.errors import UserError
+
+OWN = {
+    "cli/output.py", "config/safe.py", "shards/tokenizer.py", "shards/encode.py",
+    "report/compare/compare.py", "report/compare/identical.py", "report/compare/notes.py", "report/pages/gemm_plans.py",
+    "sweep/engine/process.py", "sweep/engine/ranks.py", "sweep/store/files.py", "sweep/store/seen_data.py",
+}  # fmt: skip
+"""What reads JSON of this process, of its workers or of a library; and the readers of rows, of which there are many."""
+
+
+def nested(depth, kind="list"):
+    return "[" * depth + "]" * depth if kind == "list" else '{"a":' * depth + "1" + "}" * depth
+
+
+@pytest.mark.parametrize("kind", ["list", "mapping"])
+def test_depth_is_bounded_wherever_the_caller_stands(kind):
+    assert loads(nested(JSON_DEPTH, kind)) == json.loads(nested(JSON_DEPTH, kind))
+    for depth in (JSON_DEPTH + 1, sys.getrecursionlimit() // 2, 100_000):
+        with pytest.raises(ValueError, match=f"nested more than {JSON_DEPTH} deep"):
+            loads(nested(depth, kind))
+    with pytest.raises(ValueError):
+        loads("[" * 100_000)
+
+
+def test_wide_documents_are_as_json_has_them():
+    text = json.dumps({"rows": [{"a": [1, None, "x"]}] * 1000, "deep": [[[]]]})
+    assert loads(text) == loads(text.encode()) == json.loads(text)
+
+
+def test_every_reader_of_files_of_others_is_one_of_these():
+    package = Path(hqsweep.__file__).parent
+    files = {str(path.relative_to(package)) for path in package.rglob("*.py") if "json.load" in path.read_text()}
+    assert files == OWN
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"vocab_size":' * 900 + "1" + "}" * 900, '{"vocab_size": [[1]]}'])
+def test_facts_beside_tokens_are_refused_in_a_sentence(tmp_path, text):
+    from hqsweep.train.corpus import _vocab
+
+    (tmp_path / "meta.json").write_text(text)
+    assert _stated_vocab(tmp_path) is None
+    with pytest.raises(UserError, match=re.escape('meta.json: no "vocab_size" number in it')):
+        _vocab(tmp_path / "meta.json", [np.array([1])])
+
 
 BOMB = "a0: &a0 [" + ", ".join("x" * 10) + "]\n"
 BOMB += "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9))

@@ -1,4 +1,4 @@
-"""The section `model` for users' own models: which class it is, what it takes, and what the GPT's stays."""
+"""The section model: a GPT, one of Hugging Face, or one of a Python function."""
 
 import re
 import subprocess
@@ -8,8 +8,7 @@ import pytest
 
 from hqsweep.config.job import parse
 from hqsweep.config.keys import check_keys
-from hqsweep.config.model import ModelConfig
-from hqsweep.config.user_model import FactoryModelConfig, HFModelConfig
+from hqsweep.config.model import FactoryModelConfig, HFModelConfig, ModelConfig
 from hqsweep.errors import UserError
 from hqsweep.sweep.grid.compose import expand
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from hqsweep.config.job import parse
 from hqsweep.errors import UserError
 from hqsweep.sweep.engine.launch import SweepPlan, plan
-from hqsweep.sweep.engine.sources import rewarm_steps
+from hqsweep.sweep.engine.trunks import rewarm_steps
 from hqsweep.train.model import GPT
 
 WORDS = ["conf=convergence", "recipe=bf16,mxfp8", "fork.at=300,600", "fork.steps=6", "fork.decay=4", "track=none",
