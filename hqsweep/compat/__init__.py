@@ -6,7 +6,7 @@
 Names, arguments, their order and their defaults are as in TransformerEngine d0067d0 (2.20: custom_recipes/, tensor/,
 quantization.py, module/). Calls of quantizers return this package's frozen quantizers. Two kinds of arguments have no
 effect here: `rowwise` and `columnwise` (the GEMM decides which directions are made), and `device`. An unsupported
-option that would change a number is an error. Roles and custom recipes are experimental, as they are there.
+option that would change a number is an error. Experimental, as roles and custom recipes are in TransformerEngine.
 
 Modules compute in the dtype of their activations: hqsweep.compat.activation_dtype. Checkpoints of TransformerEngine's
 modules load: hqsweep.compat.checkpoint_keys. `hqsweep recipe export NAME --to transformer-engine` is the way back.

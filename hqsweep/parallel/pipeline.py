@@ -384,8 +384,8 @@ def _check(model: nn.Module, stages: int) -> None:
 
 def _keep(model: nn.Module, layers: list[int], stages: range) -> None:
     """Delete layers, embedding, norm and head that other ranks own from the model."""
-    for name in set(model.layers._modules) - set(map(str, layers)):
-        del model.layers._modules[name]
+    for name in {name for name, _ in model.layers.named_children()} - set(map(str, layers)):
+        delattr(model.layers, name)
     if 0 not in stages:
         model.embedding = None
     if stages[-1] != stages.stop - 1:

@@ -81,7 +81,7 @@ class UserAdapter:
         conversion.reset()
 
     def losses(self, inputs: Tensor, targets: Tensor, saving: Saving = nullcontext) -> Losses:
-        """The losses of models.losses.model_loss. `saving` surrounds the whole model, its loss included."""
+        """The losses of models.head_loss.model_loss. `saving` surrounds the whole model, its loss included."""
         before = generator_state(self.device) if self.draws is None and torch.is_grad_enabled() else None
         on_host = torch.get_rng_state() if is_captured(self.device) else None
         with saving(), self._autocast():

@@ -3,9 +3,6 @@
 Autograd takes only bfloat16 gradients for a weight that is gathered in bfloat16. So backward adds float32 gradients to
 FSDP's own sum over microbatches, which FSDP reduces in place of the grad. Since torch 2.15 that sum is the grad of the
 gathered weight, which may have another dtype than the weight.
-
-Private attributes of FSDP are those of torch 2.11 to 2.15. They are read in this folder, in shards/fsdp2.py and in
-data.py.
 """
 
 from collections.abc import Iterable

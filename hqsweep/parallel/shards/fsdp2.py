@@ -3,8 +3,6 @@
 torch calls pre() on a rank's shard before it gathers, and post() with the messages of all ranks. The whole tensor that
 post() returns at first stays the parameter. torch frees its memory when it shards again, and later gathers fill it
 anew. Forward fills the rowwise buffers. It saves the columnwise buffers without memory, and backward fills them.
-
-Private attributes of FSDP are those of torch 2.11 to 2.15.
 """
 
 import inspect

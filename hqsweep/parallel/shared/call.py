@@ -15,7 +15,8 @@ from hqsweep.ops.quantize.nonfinite import for_its_slot
 from hqsweep.ops.quantize.request import Output
 from hqsweep.parallel.overlap.rank_rows import RankRows
 from hqsweep.parallel.shards.gather_operands import Gathering
-from hqsweep.parallel.shards.shard_part import Part, quantize_group_part, quantize_part
+from hqsweep.parallel.shards.group_part import quantize_group_part
+from hqsweep.parallel.shards.shard_part import Part, quantize_part
 from hqsweep.parallel.shared.exchange import Exchange
 from hqsweep.parallel.wire.tokens import Pending
 from hqsweep.quant.group import Wanted, quantize_group

@@ -198,6 +198,7 @@ def ended(program, folder):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["", "raise SystemExit(3)"])
 def test_a_failure_that_nobody_asked_for_is_said_at_the_end(tmp_path, end):
     result = ended(f"import atexit; atexit.register(print, 'called')\n{end}", tmp_path)
@@ -205,6 +206,7 @@ def test_a_failure_that_nobody_asked_for_is_said_at_the_end(tmp_path, end):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_result_raises_the_reason_and_the_next_save_what_nobody_asked_for(tmp_path):
     program = """
         refused(saving.result)
