@@ -57,7 +57,7 @@ class SweepPlan:
 
     @property
     def first(self) -> Config:
-        """The config of the first run, which is read for what cannot be swept."""
+        """The config of the first run, from which keys are read that cannot be swept."""
         return self.configs[0]
 
     @property
@@ -169,7 +169,7 @@ def check_data(plan: SweepPlan) -> None:
 
 
 def folders(plan: SweepPlan, say: Callable[[str], None] = lambda line: None) -> list[RunDir]:
-    """The folders of the plan's runs, in grid order, made where they are missing; `say` is told what is repaired."""
+    """The folders of the plan's runs, in grid order, made where they are missing. `say` gets a line for each repair."""
     first, study = plan.first, plan.study.model_dump(mode="json")
     listed = {"sweep": first.sweep, "conf": plan.conf, "overrides": plan.words, "study": study}
     return RunStore(Path(first.runs_dir)).create(**listed, runs=plan.points, say=say)
