@@ -210,8 +210,6 @@ def test_damage_to_what_many_ranks_wrote_is_named_and_made_good(mended, tmp_path
         run.rows("stats")
 
 
-
-
 def test_two_machines_share_a_run_and_name_the_rank_that_died_on_the_other(tmp_path):
     run, display, endpoint = make_run(tmp_path), Shown(), free_endpoint("localhost")
     meeting = Meeting(endpoint, serves=True)
