@@ -1,4 +1,4 @@
-"""The one exception that is meant for people, and the exit codes of commands and workers.
+"""The exception with a message for people, and the exit codes of commands and workers.
 
 Everything a user can get wrong (a format string, a config key, a path) raises UserError with one clear sentence:
 where, what came, what is allowed, what to do. The command line prints it and exits 2; it never shows a traceback.
@@ -25,13 +25,13 @@ class UserError(ValueError):
     """Wrong input by a person; `str(error)` is the whole message."""
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows of it, in place of a traceback."""
+        """The lines that a notebook shows in place of a traceback."""
         return [f"{type(self).__name__}: {visible(str(self))}"]
 
 
 class Damaged(UserError):
-    """A file of a run or a sweep is not what was written there. The message names the file, says what is wrong with it,
-    and what to do; the three are there one by one too."""
+    """A file of a run or a sweep is not what was written there. The message has the file, its fault and the remedy;
+    each is also an attribute."""
 
     def __init__(self, file: object, fault: str, remedy: str) -> None:
         super().__init__(f"{file}: {fault}; {remedy}")
@@ -49,8 +49,8 @@ def nearest(word: object, known: Iterable[str]) -> str:
 
 
 def visible(text: str, keep: str = "") -> str:
-    """Text that a terminal or another program shows as it is: what is no printable character, and not in `keep`, as
-    Python's escape of it, `\\x1b`, `\\n` or `\\u202e`."""
+    """Return the text with every character that is not printable, nor in `keep`, as Python's escape, `\\x1b`, `\\n` or
+    `\\u202e`."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)

@@ -1,4 +1,4 @@
-"""What the machine gives to every part: its CPUs, files that are written as a whole, and locks.
+"""Services of the machine for every room: CPUs, files that are written as a whole, and locks.
 
 A lock is an flock on a file, which the kernel releases however its holder dies. A holder that is stopped (SIGSTOP,
 Ctrl-Z) or hangs keeps it, so whoever waits gets its process id and its command line.
@@ -62,11 +62,12 @@ class Busy(Exception):
 def locked(
     path: Path, wait_s: float = 0.0, say: Callable[[str], None] = lambda line: None
 ) -> Iterator[Callable[[], bool]]:
-    """Hold the lock `path`, and get a function that says whether that is still so: deleting the folder deletes the lock
-    with it, and another process may hold a new one there. `say` is told after NAMED_S seconds who holds the lock.
+    """Hold the lock `path`, and yield a function that tells whether it is still held: whoever deletes the folder
+    deletes the lock, and another process may hold a new one there. `say` gets a line on the holder after NAMED_S
+    seconds.
 
-    Raises Busy when another process still holds it after `wait_s` seconds, or after NAMED_S if that process is
-    stopped, and Damaged where something else than a lock is there, which is deleted if nothing is lost by it.
+    Raises Busy when another process still holds it after `wait_s` seconds, or after NAMED_S if that process is stopped,
+    and Damaged for a folder with content in the place of the lock; a link or an empty folder there is deleted.
     """
     descriptor = _open(path)
     try:
@@ -109,7 +110,7 @@ def holder(path: Path) -> str:
 
 
 def holder_pid(path: Path) -> int | None:
-    """The process that holds the lock `path`; None where nobody does, or the kernel does not say."""
+    """The process id of the holder of the lock `path`; None for a free lock, or where the kernel does not say."""
     try:
         inode, lines = os.stat(path).st_ino, Path("/proc/locks").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""One cache for what is worked out once and asked for at every call, in eager mode and under torch.compile."""
+"""One cache for results that every call needs, in eager mode and under torch.compile."""
 
 from collections.abc import Callable, Hashable
 from functools import wraps
@@ -11,7 +11,7 @@ LIMIT = 8192
 
 
 def constant_result(function: F) -> F:
-    """torch.compiler.assume_constant_result without importing torch._dynamo, which is as slow as importing torch."""
+    """torch.compiler.assume_constant_result without the import of torch._dynamo, which takes as long as torch's."""
     function._dynamo_marked_constant = True
     return function
 

@@ -55,7 +55,7 @@ Do = Callable[[RunDir, Tracker], None]
 
 
 class Stopped(BaseException):
-    """SIGTERM or SIGINT came. No Exception, so that no job takes it for an error of its own."""
+    """SIGTERM or SIGINT came. It is a BaseException, so that no job handles it as an error."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(f"stopped by {number.name}")
@@ -205,7 +205,7 @@ def _rank(run: RunDir, find: FindFactory) -> int:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """What signals did before is what they do after: end a process that waits for a run."""
+    """Restore the handlers of signals afterwards, by which they end a process that waits for a run."""
     before = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGALRM)}
     yield
     for number, handler in before.items():
@@ -226,7 +226,7 @@ def _listen() -> None:
 
 
 def _deafen() -> None:
-    """Ignore the signals: what is left is short, and a run that has ended is not to be interrupted."""
+    """Ignore the signals: the rest is short, and a run that has ended is not interrupted."""
     signal.setitimer(signal.ITIMER_REAL, 0)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

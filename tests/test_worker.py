@@ -20,8 +20,8 @@ from hqsweep.config.jobs import JOBS
 from hqsweep.errors import EXIT_BUSY, UserError
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import Diverged
+from hqsweep.sweep.console import PlainDisplay
 from hqsweep.sweep.engine.local import Limits, run_local
-from hqsweep.sweep.progress import PlainDisplay
 from hqsweep.sweep.store.run_dir import CANCELLED, RunDir
 from hqsweep.sweep.store.store import RunStore
 

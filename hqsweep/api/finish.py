@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hqsweep.sweep.progress import Display
+from hqsweep.sweep.console import Display
 from hqsweep.sweep.store.run_dir import RunDir
 
 

@@ -51,9 +51,8 @@ def run(
     request = read(words, config_dir=folder)  # a mistyped word is told before torch is imported
     from hqsweep.api.finish import after_failures, finish, warnings_of
     from hqsweep.recipe.factories import Importer
-    from hqsweep.sweep.console import SafeConsole
+    from hqsweep.sweep.console import PlainDisplay, SafeConsole, open_display
     from hqsweep.sweep.engine import launch
-    from hqsweep.sweep.progress import PlainDisplay, open_display
 
     importer = Importer(say, allowed=() if no_import else None, refusal=NO_IMPORT)
     plan = launch.plan_of(request, importer)

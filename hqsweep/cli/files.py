@@ -94,8 +94,7 @@ def _probed(matrices: Sequence[Any], quantizers: Mapping[str, Any]) -> list[dict
     from rich.progress import Progress, TimeElapsedColumn
 
     from hqsweep.jobs.probe.job import expected_seconds, probe
-    from hqsweep.sweep.console import SafeConsole
-    from hqsweep.sweep.progress import duration
+    from hqsweep.sweep.console import SafeConsole, duration
 
     rows: list[dict[str, Any]] = []
     total = sum(matrix.rows * matrix.cols for matrix in matrices)

@@ -56,9 +56,8 @@ def run(
     """
     from hqsweep.config.jobs import CHECKED_TABLES
     from hqsweep.report.pages.checks import job_tables
-    from hqsweep.sweep.console import SafeConsole
+    from hqsweep.sweep.console import SafeConsole, open_display
     from hqsweep.sweep.grid.run_words import read
-    from hqsweep.sweep.progress import open_display
 
     with waiting("checking every run of the sweep"):
         request = read(words, config_dir=config_dir, workers=workers)

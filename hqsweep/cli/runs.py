@@ -27,9 +27,8 @@ def status(
 
     Exit code 3 when one of them has failed, was interrupted, is damaged or gone, or is no run of its sweep.
     """
-    from hqsweep.sweep.console import SafeConsole
+    from hqsweep.sweep.console import SafeConsole, open_display
     from hqsweep.sweep.engine import follow as observer
-    from hqsweep.sweep.progress import open_display
     from hqsweep.sweep.store.store import RunStore, known
 
     selected = RunStore(runs_dir).resolve(runs)

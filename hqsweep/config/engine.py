@@ -24,7 +24,7 @@ def check_installed(kind: str) -> None:
 
 class TrackConfig(Section):
     """The tracker that mirrors the run folder. kind auto is wandb where it is installed, else none; mode auto is online
-    for who is logged in, else offline. mode, project, entity and init_timeout_s are those of wandb."""
+    for a user who is logged in, else offline. wandb takes mode, project, entity and init_timeout_s."""
 
     kind: Literal["none", "wandb", "tensorboard"] = "none"
     mode: Literal["offline", "online", "auto"] = "auto"
@@ -41,7 +41,7 @@ class TrackConfig(Section):
 
 
 class SlurmConfig(Section):
-    """What sbatch is asked for, for each run; None leaves it to the partition. The ranks of a run (train.parallel) are
+    """The request to sbatch for each run; None leaves a value to the partition. The ranks of a run (train.parallel) are
     on `nodes` machines, as many on each; gres and mem_gb are for each of these. `options` are further words of sbatch's
     command line. Each stands on a line of a script of the shell, and so may hold no line break or other control
     character. A job is told `signal_s` seconds before its time is over, and goes back to the queue."""

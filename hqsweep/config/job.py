@@ -132,7 +132,7 @@ class RecipeConfig(RecipeKeys):
 
     @property
     def has_names(self) -> bool:
-        """Whether a Python factory of it is a name alone, so that nobody can say what its quantizers are."""
+        """Whether one of its Python factories is a name alone, so that its quantizers are unknown."""
         stages = (self._recipe, *(change.recipe for change in self._recipe.schedule))
         return any(isinstance(stage, CustomRecipe) and stage.is_name for stage in stages)
 
@@ -329,8 +329,8 @@ class ParityConfig(Job):
     def training(
         self, name: str, linear: object, *, quantized_weights: bool = False, sampled: bool = False, **train: object
     ) -> ConvergenceConfig:
-        """A small GPT for the checks that train; half of its steps is no step that logs, so resuming covers sums.
-        sampled: every step is."""
+        """A small GPT for the checks that train. It does not log at its middle step, so that a run resumed there covers
+        sums. sampled: take statistics at every step."""
         config = {
             "job": "convergence", "sweep": self.sweep, "seed": self.seed,
             "recipe": {"name": re.sub(r"[^A-Za-z0-9._+-]", "_", name), "linear": linear},
@@ -353,8 +353,8 @@ Config = ConvergenceConfig | ParityConfig | CalibrateConfig
 
 
 def parse(config: Mapping[str, Any], find: FindFactory = factory_name) -> Config:
-    """The typed config of a run. What a Python factory of its recipe is, `find` says; by default a name, which is
-    imported nowhere and whose quantizers are not checked.
+    """The typed config of a run. find: resolves the Python factory of a recipe; by default the factory stays a name,
+    and its quantizers are not checked.
 
     Raises:
         UserError: all faults in one line, each with its key path, what came, and what is allowed.

@@ -1,6 +1,5 @@
 """The registry of jobs: a new job is a line here. The parts stand in other packages and are named as text, for
-pkgutil.resolve_name: whoever needs one imports it, and nobody else.
-"""
+pkgutil.resolve_name, so that only their users import them."""
 
 from dataclasses import dataclass
 

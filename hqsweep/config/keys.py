@@ -1,7 +1,7 @@
 """The keys of a run and their plain values, without what its recipe means.
 
-For that torch has to be imported, which takes longer than all else here: who mistypes a key is told without it. What
-the recipe means, and what depends on it, is checked in job.py.
+A mistyped key is reported before torch is imported, which takes longer than all else here. job.py checks the meaning of
+the recipe.
 """
 
 import json

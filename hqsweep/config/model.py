@@ -76,7 +76,7 @@ _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 
 
 class UserModel(Section):
-    """What all models of users have.
+    """Keys that all models of users have.
 
     head: whether the output projection takes the recipe's `head` section; if not, it is not converted. attention:
     whether attention computes by the recipe's `dpa`; None: where the recipe mentions it. quantized_weights: whether
@@ -136,12 +136,13 @@ class FactoryModelConfig(UserModel):
 
     @property
     def factory(self) -> Callable[..., Any] | None:
-        """The function, or its name (recipe.factories.FactoryName) where nobody might import it."""
+        """The function, or its name (recipe.factories.FactoryName) where this process does not import it."""
         return self._factory
 
 
 def model_kind(section: Any) -> str:
-    """The kind of a section: "gpt", "hf" or "factory"; errors treat a section that is none of them as "gpt"."""
+    """The kind of a section: "gpt", "hf" or "factory". A section of another kind counts as "gpt", whose errors it
+    gets."""
     if isinstance(section, UserModel):
         return section.kind
     if not isinstance(section, Mapping):

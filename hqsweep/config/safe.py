@@ -32,8 +32,7 @@ JSON_DEPTH = 100
 
 
 def loads(data: str | bytes) -> Any:
-    """The document in `data`. ValueError for what is no JSON, and for lists and mappings nested deeper than
-    JSON_DEPTH."""
+    """Return the document in `data`. ValueError for other text than JSON, and for nesting deeper than JSON_DEPTH."""
     try:
         document = json.loads(data)
     except RecursionError:
@@ -47,7 +46,7 @@ def loads(data: str | bytes) -> Any:
 
 
 def _parts(value: dict | list) -> list[Any]:
-    """What is in a mapping or a list and may itself have parts."""
+    """The mappings and lists in a mapping or a list."""
     values = value.values() if isinstance(value, dict) else value
     return [part for part in values if isinstance(part, dict | list)]
 
@@ -62,7 +61,7 @@ _PLAIN = re.compile(r"\$\{\s*(?P<dots>\.*)(?P<key>[A-Za-z_][\w-]*(?:\.[\w-]+|\[[
 
 
 def check_references(text: str, where: str) -> None:
-    """UserError, which begins with `where`, for a `${...}` that is no reference to a key."""
+    """Raise UserError, which begins with `where`, for a `${...}` other than a reference to a key."""
     if "${" not in text:
         return
     for start in (match.start() for match in re.finditer(r"\$\{", text)):
@@ -143,9 +142,8 @@ def load_yaml(path: Path) -> Any:
 
 
 def check_file(path: Path) -> None:
-    """Check the YAML of a file; UserError, which names the file, where it is no file, or its YAML is beyond the bounds
-    of parse_yaml to the parser of PyYAML, which is OmegaConf's (libyaml takes other texts). OSError where it cannot be
-    read."""
+    """Check the YAML of a file within the bounds of parse_yaml, by PyYAML's parser, as OmegaConf reads it (libyaml
+    takes other texts). Raises UserError with the file's name, also for a folder or a pipe, and OSError."""
     _named(path, partial(_checked, loader=yaml.SafeLoader))
 
 
@@ -153,8 +151,9 @@ def parse_yaml(data: bytes) -> Any:
     """The document, by the safe loader.
 
     Raises:
-        UserError: "line 3: ..." for what is not UTF-8 or no YAML, larger than MAX_BYTES, deeper than MAX_DEPTH, has
-            more than MAX_NODES nodes, gives a key twice, or holds `${...}` that is no reference to a key.
+        UserError: "line 3: ..." for text that is not YAML in UTF-8, is larger than MAX_BYTES, deeper than
+            MAX_DEPTH, has more than MAX_NODES nodes, gives a key twice, or holds another `${...}` than a reference to a
+            key.
     """
     text = _checked(data)
     with _explained():

@@ -82,8 +82,7 @@ def _fault(fault: typing.Any, model: type[BaseModel]) -> str:
 
 
 def _placed(location: Sequence[typing.Any], model: type[BaseModel]) -> tuple[str, type[BaseModel]]:
-    """The dotted path of a key, without the tags of sections that pydantic puts there; and the innermost section on it,
-    which is the one that the key holds, if it holds one."""
+    """The dotted path of a key, without pydantic's tags of sections, and the innermost section on the path."""
     parts, ahead = [], list(map(str, location))
     while ahead and ahead[0] in model.model_fields:
         parts.append(ahead.pop(0))

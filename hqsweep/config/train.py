@@ -62,8 +62,7 @@ class DataConfig(Section):
 
 
 def _stated_vocab(folder: Path) -> int | None:
-    """The size that manifest.json or meta.json states, if there is one that can be read; other readers tell what is
-    wrong with it."""
+    """The size that a readable manifest.json or meta.json states; None without one. Other readers report its faults."""
     for path in (folder / "manifest.json", folder / "meta.json"):
         if path.is_file() and (vocab := _vocab_of(path, path.stat().st_mtime_ns)):
             return vocab
@@ -101,7 +100,7 @@ class ParallelConfig(Section):
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.pp * self.dp_replicate * self.dp_shard * self.tp
 
     @property
@@ -202,7 +201,7 @@ class ParallelConfig(Section):
 
 
 def sharing_gpus(ranks: int, gpus: int) -> int:
-    """The most of a machine's GPUs, of which there are fewer than ranks, that its ranks share out evenly."""
+    """The largest number of a machine's GPUs that its ranks share evenly, where there are fewer GPUs than ranks."""
     return max(count for count in range(1, gpus + 1) if ranks % count == 0)
 
 
@@ -211,11 +210,11 @@ ONE_RANK = ParallelConfig()
 
 
 Compile = Literal["auto", "graph", "off"]
-"""How a step runs on a GPU: on hqsweep's kernels, and as a CUDA graph where it can be captured; as a graph or not at
-all; on torch's operators without a graph."""
+"""The way of a step on a GPU. auto: on hqsweep's kernels, as a CUDA graph where one can be captured. graph: as a CUDA
+graph, or an error. off: on torch's operators without a graph."""
 
 Recompute = Literal["none", "layer", "attention"]
-"""What backward computes again instead of keeping it: nothing, every layer, or the core of attention."""
+"""The part that backward computes again instead of keeping it: nothing, every layer, or the core of attention."""
 
 
 class TrainConfig(Section):

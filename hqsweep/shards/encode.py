@@ -25,7 +25,7 @@ def documents(segment: Segment, column: str) -> Iterator[tuple[str, bool]]:
     """(text, whether bytes of it were no UTF-8 and became U+FFFD) of each document, in the order of the file.
 
     Raises:
-        UserError: a line that is no JSON object or lacks the column, or a column of Parquet that is no text.
+        UserError: a line that is not a JSON object or lacks the column, or a column of Parquet without text.
     """
     if segment.format == "parquet":
         yield from ((text, False) for text in _cells(segment, column))
@@ -126,8 +126,9 @@ SHOWN = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What all pieces of a job share. out: folder of the shards. work: of files that are not finished. val_fraction: of
-    all documents. separator: the id after each of them. allow_unknown: the share of tokens that may be unknown."""
+    """The settings that all pieces of a job share. out: folder of the shards. work: folder of unfinished files.
+    val_fraction: share of all documents. separator: the id after each of them. allow_unknown: the share of tokens that
+    may be unknown."""
 
     out: Path
     work: Path

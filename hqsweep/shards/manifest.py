@@ -26,7 +26,7 @@ class Section(BaseModel):
 
 
 class Shard(Section):
-    """One pair of files NAME.bin and NAME.idx; sha256 is the hash of the .bin, index_sha256 that of the .idx."""
+    """One pair of files NAME.bin and NAME.idx; sha256 is the hash of the .bin, index_sha256 the hash of the .idx."""
 
     name: str
     tokens: int
@@ -36,10 +36,10 @@ class Shard(Section):
 
 
 class Source(Section):
-    """What the shards were made from: bytes are those of the files, text_bytes those of all documents in UTF-8.
+    """The source of the shards. bytes: size of the files. text_bytes: size of all documents in UTF-8.
 
-    listing: SHA-256 over the names, formats and sizes of the files. times: that over when they last changed; empty of
-    shards of before. piece_bytes: the approximate bytes of text of a shard. empty: documents without text, which are
+    listing: SHA-256 over the names, formats and sizes of the files. times: SHA-256 over their times of change; empty in
+    older manifests. piece_bytes: the approximate bytes of text of a shard. empty: documents without text, which are
     left out. replaced: documents with bytes that are not UTF-8, which became U+FFFD. unknown: tokens for text that the
     tokenizer does not cover.
     """
@@ -153,7 +153,7 @@ INDEX_REMEDY = "copy it again, or prepare it anew"
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """What an .idx says: dtype of the tokens, number of documents, and of tokens."""
+    """The content of an .idx: dtype of the tokens, number of documents, number of tokens."""
 
     dtype: np.dtype
     documents: int
@@ -174,7 +174,7 @@ def read_index(path: Path) -> Index:
     """The head of an .idx, and the sum of its lengths.
 
     Raises:
-        Damaged: it is no whole index, or of a dtype that tokens do not have.
+        Damaged: the index is incomplete, or its dtype is not a dtype of tokens.
     """
     with path.open("rb") as file:
         head = file.read(HEAD.size)

@@ -237,7 +237,7 @@ def _records(job: _Job, workers: int, progress: Progress) -> list[dict[str, Any]
 
 
 def _plan_in(path: Path) -> dict[str, Any]:
-    """The plan of an earlier call. UserError for what is none."""
+    """Return the plan of an earlier call. UserError for a file that holds no plan."""
     try:
         plan = loads(path.read_bytes())
     except ValueError as error:

@@ -30,7 +30,7 @@ TOKENIZER = "tokenizer.json"
 """The tokenizer's file beside our manifest."""
 CHECKED_BYTES = 128 << 20
 END_TOKENS, SAMPLES, SAMPLE_TOKENS = 1 << 20, 1024, 8192
-"""What is hashed of others' splits: the tokens at each end, and so many pieces between them, of so many tokens."""
+"""The hashed parts of others' splits: tokens at each end, the number of pieces between, and tokens of a piece."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Shards:
 
     def window(self, seed: int, step: int, row: int, *, batch: int, context: int) -> np.ndarray:
         """The context + 1 tokens that are row `row` of step `step`, int64: a pure function of its arguments. UserError
-        for a negative step, and a row that the batch has not."""
+        for a negative step, and for a row beyond the batch."""
         if step < 0 or not 0 <= row < batch:
             raise UserError(f"window: step {step}, row {row} of a batch of {batch}; both begin at 0")
         return self.windows(seed, np.array([step * batch + row]), context)[0]
@@ -101,8 +101,8 @@ class Shards:
                 self._compare(f"{shard.name}.idx", shard.index_sha256)
 
     def check(self) -> None:
-        """A quick verify() for every start of a run: the sizes of all shards, the tokenizer, and every byte of so many
-        shards as make CHECKED_BYTES, those first that are newer than the manifest, which is written last.
+        """A quick verify() for every start of a run: the sizes of all shards, the tokenizer, and every byte of
+        CHECKED_BYTES of shards, first of shards that are newer than the manifest, which is written last.
 
         Raises:
             Damaged: a file that is not what was written.
@@ -211,7 +211,7 @@ def _read_head(path: Path) -> _File:
 
 
 def is_llm_c(path: Path) -> bool:
-    """Whether a file begins as those of llm.c do."""
+    """Whether a file begins like a file of llm.c."""
     with path.open("rb") as file:
         head = file.read(8)
     return len(head) == 8 and struct.unpack("<ii", head) in LLM_C

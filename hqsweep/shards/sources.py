@@ -19,7 +19,7 @@ Format = Literal["text", "lines", "jsonl", "parquet"]
 SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 UNPACKED = 4
-"""The assumed ratio of the lengths of unpacked and compressed text, which is not known before."""
+"""The assumed ratio of unpacked to compressed bytes of text, which is unknown before unpacking."""
 SNIFF_BYTES = 8192
 WHOLE_BYTES = 1 << 20
 """A text file up to this size is one document."""

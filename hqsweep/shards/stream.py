@@ -29,7 +29,7 @@ class Part:
 
 
 class Stream:
-    """The tokens of several files one after another; dtype is that of the files, little-endian.
+    """The tokens of several files one after another, in the files' dtype, little-endian.
 
     Raises:
         Damaged: a file is missing, or shorter than its part.

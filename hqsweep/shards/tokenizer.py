@@ -86,8 +86,8 @@ def _of(special: list[str]) -> str:
 class Coverage:
     """Finds text for which a tokenizer has no token: it gives its unknown token, or nothing at all.
 
-    Byte-level tokenizers that have all bytes cover everything, which is checked once. Others have an unknown token; one
-    without it drops what it does not know, so each character is tried alone, once.
+    Byte-level tokenizers with all bytes cover everything; this is checked once. Others have an unknown token. One
+    without it drops characters, so each character is tried alone, once.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -1,7 +1,7 @@
 """A process that turns one piece after another into shards: python -m hqsweep.shards.worker DESCRIPTOR.
 
-It is no multiprocessing process, which would import the caller's main module again and so needs a guard in it. It
-hears of pieces over a socket, and ends when the other end is closed, so that none is left behind by a killed parent.
+A process of multiprocessing would import the caller's main module again, which then needs a guard. This one gets pieces
+over a socket, and ends when the other end is closed, so also after a kill of its parent.
 """
 
 import signal

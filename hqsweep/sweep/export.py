@@ -127,7 +127,7 @@ def _of_config(config: HFConfig, weights: dict[str, Tensor]) -> nn.Module:
 
 
 def _state_file(run: RunDir, config: ConvergenceConfig, step: int | None) -> Path:
-    """The checkpoint of a step. UserError where there is none."""
+    """Return the checkpoint of a step. UserError for a step without one."""
     there = checkpoints(run.checkpoint)
     if not there:
         why = "it has kept no checkpoint"

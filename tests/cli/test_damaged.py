@@ -200,8 +200,8 @@ def test_a_probe_takes_only_operands_that_the_run_captured(runs: list[RunDir]) -
     ("old", "new", "fault"),
     [
         ("batch: ", "bitch: ", "has no key 'batch'"),
-        ("seed: 0\n", "seed: 0\nstats: {every: x}\n", "under 'stats.every', where an integer or null belongs"),
-        ("init_noise: ", "init_noise: x", "under 'model.init_noise', where a number or null belongs"),
+        ("seed: 0\n", "seed: 0\nstats: {every: x}\n", "under 'stats.every', where an integer belongs"),
+        ("init_noise: ", "init_noise: x", "under 'model.init_noise', where a number belongs"),
     ],
 )
 def test_the_config_of_a_foreign_run_lacks_nothing_that_is_read(

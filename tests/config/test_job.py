@@ -1,6 +1,5 @@
 """The typed config: defaults agree with the YAML, every recipe of the zoo builds, every fault is told in one line."""
 
-import sys
 from importlib import resources
 
 import pytest
@@ -19,6 +18,7 @@ from hqsweep.recipe.schedule import parse_recipe
 from hqsweep.recipe.sectioned import Recipe
 from hqsweep.sweep.engine.launch import plan
 from hqsweep.sweep.grid.compose import expand
+from tests.support.walk import walk
 
 # TransformerEngine's factory of the same name (high_precision is bf16), as its documentation states it: input, weight,
 # grad_output of linears, each ROW|COL@SOURCE. RHT acts columnwise only. Below the line: hqsweep's own.
@@ -318,19 +318,9 @@ def test_a_plan_of_six_points_walks_few_functions():
     words = [*WORDS, "recipe.linear.input=nvfp4,mxfp8", "seed=0,1,2"]
     job._parsed_text.cache_clear()
     job._check_gpt.cache_clear()
-    calls = 0
-
-    def count(frame, event, _):
-        nonlocal calls
-        ours = event == "call" and "/hqsweep/" in (name := frame.f_code.co_filename)
-        calls += ours and not name.endswith(("train/markov.py", "train/corpus.py"))
-
-    sys.setprofile(count)
-    try:
-        assert len(plan(words).points) == 6
-    finally:
-        sys.setprofile(None)
-    assert calls < 8_800
+    traced = walk(lambda: plan(words))
+    assert traced.calls < 8_800
+    assert traced.files <= 46
 
 
 def test_a_kept_recipe_is_the_one_that_its_dump_gives():

@@ -17,7 +17,7 @@ from hqsweep.config.train import _stated_vocab
 from hqsweep.errors import UserError
 
 OWN = {
-    "cli/output.py", "config/safe.py", "shards/tokenizer.py", "shards/encode.py",
+    "cli/output.py", "config/job.py", "config/keys.py", "config/safe.py", "shards/tokenizer.py", "shards/encode.py",
     "report/compare/compare.py", "report/compare/identical.py", "report/compare/notes.py", "report/pages/gemm_plans.py",
     "sweep/engine/process.py", "sweep/engine/ranks.py", "sweep/store/files.py", "sweep/store/seen_data.py",
 }  # fmt: skip

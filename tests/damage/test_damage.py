@@ -22,9 +22,9 @@ from hqsweep import worker
 from hqsweep.cli.main import app
 from hqsweep.errors import Damaged
 from hqsweep.jobs.isolation import isolated
+from hqsweep.sweep.console import PlainDisplay
 from hqsweep.sweep.engine import launch
 from hqsweep.sweep.engine.local import Limits, run_local
-from hqsweep.sweep.progress import PlainDisplay
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.track.rows import RowSink
 

@@ -8,9 +8,9 @@ import pytest
 from support.sweep import fake_worker, kill_sweep
 
 from hqsweep.errors import UserError
+from hqsweep.sweep.console import PlainDisplay
 from hqsweep.sweep.engine import process
 from hqsweep.sweep.engine.local import Limits, run_local
-from hqsweep.sweep.progress import PlainDisplay
 from hqsweep.sweep.store.files import read_json
 from hqsweep.sweep.store.store import RunStore
 

@@ -8,8 +8,8 @@ from cases import LINEARS
 from rich.console import Console
 
 from hqsweep.config.job import parse
+from hqsweep.sweep.console import PlainDisplay
 from hqsweep.sweep.engine.local import Limits, run_local
-from hqsweep.sweep.progress import PlainDisplay
 from hqsweep.sweep.store.store import RunStore
 
 pytestmark = pytest.mark.slow

@@ -18,6 +18,7 @@ from hqsweep.config.study import StudyConfig
 from hqsweep.errors import Damaged, UserError
 from hqsweep.parallel.mesh import check_devices
 from hqsweep.recipe.factories import Importer, factory_name
+from hqsweep.sweep.console import Display
 from hqsweep.sweep.engine.local import Limits, run_local
 from hqsweep.sweep.engine.trunks import check_twins, linked
 from hqsweep.sweep.grid import same_operands
@@ -25,7 +26,6 @@ from hqsweep.sweep.grid.point import GridPoint
 from hqsweep.sweep.grid.run_words import Words, each, read
 from hqsweep.sweep.grid.study import check_stated
 from hqsweep.sweep.grid.user_models import check_recipes, check_vocabularies, hashed
-from hqsweep.sweep.progress import Display
 from hqsweep.sweep.slurm.slurm import check_slurm, run_slurm
 from hqsweep.sweep.store import seen_data
 from hqsweep.sweep.store.documents import met_lines
@@ -57,7 +57,7 @@ class SweepPlan:
 
     @property
     def first(self) -> Config:
-        """The config of the first run, which is read for what cannot be swept."""
+        """The config of the first run, from which keys are read that cannot be swept."""
         return self.configs[0]
 
     @property
@@ -169,7 +169,7 @@ def check_data(plan: SweepPlan) -> None:
 
 
 def folders(plan: SweepPlan, say: Callable[[str], None] = lambda line: None) -> list[RunDir]:
-    """The folders of the plan's runs, in grid order, made where they are missing; `say` is told what is repaired."""
+    """The folders of the plan's runs, in grid order, made where they are missing. `say` gets a line for each repair."""
     first, study = plan.first, plan.study.model_dump(mode="json")
     listed = {"sweep": first.sweep, "conf": plan.conf, "overrides": plan.words, "study": study}
     return RunStore(Path(first.runs_dir)).create(**listed, runs=plan.points, say=say)

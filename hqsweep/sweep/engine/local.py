@@ -21,8 +21,8 @@ from typing import Any
 
 from hqsweep.errors import EXIT_BUSY, Damaged, Missing
 from hqsweep.host import NAMED_S, Busy, holder, usable_cpus
+from hqsweep.sweep.console import Display
 from hqsweep.sweep.engine.process import DELETED, Attempt, Slot, slots, thread_limits
-from hqsweep.sweep.progress import Display
 from hqsweep.sweep.store.run_dir import CANCELLED, PENDING, RunDir
 from hqsweep.train.record import is_point
 

@@ -35,7 +35,7 @@ class Start:
 
 
 def longer_words(words: Sequence[str], configs: Sequence[Any], more: int) -> list[str]:
-    """The overrides of the longer sweep, which is called SWEEP-STEPS. UserError where its steps cannot be raised."""
+    """The overrides of the longer sweep, named SWEEP-STEPS. UserError where its steps cannot be raised."""
     first = configs[0]
     if not all(isinstance(config, ConvergenceConfig) for config in configs):
         raise UserError(f"{OPTION}: a {first.job} job trains nothing that has steps; give a convergence sweep")

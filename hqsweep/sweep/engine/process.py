@@ -125,7 +125,7 @@ def name_process(name: str) -> None:
 
 
 def stop_with_parent(parent: int) -> None:
-    """Stop this process when process `parent` is no longer its parent, from now on: SIGTERM, then SIGKILL."""
+    """From now on, stop this process when its parent is another one than `parent`: SIGTERM, then SIGKILL."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -150,8 +150,7 @@ def worker_command() -> list[str]:
 
 class WorkerProcess:
     """The process of `worker_command()` with `arguments`, in a session of its own, so that a terminal's Ctrl-C reaches
-    the parent alone. `environment` is added to ours; what the process prints before its first run is appended to
-    `log`."""
+    the parent alone. `environment` is added to ours. Output before the first run is appended to `log`."""
 
     def __init__(self, environment: Mapping[str, str], log: BinaryIO, arguments: Sequence[str] = ()) -> None:
         self.channel, theirs = socket.socketpair()

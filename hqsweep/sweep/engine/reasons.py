@@ -31,8 +31,7 @@ ON_CPU = re.compile(r"you tried to allocate (\d+) bytes|Unable to allocate ([\d.
 
 
 def reason_of(error: Exception) -> str:
-    """The message of an error that is meant for people, what is known of memory that ran out, and of any other error
-    its type and its message."""
+    """One line: the message of an error for people, the known facts where memory ran out, else type and message."""
     message = " ".join(str(error).split())
     if isinstance(error, UserError | Diverged | RankFailed):
         return message
@@ -91,9 +90,9 @@ class Memory:
 
 
 def killed_for_memory(memory: Memory, killed_before: int, peak_bytes: int | None) -> str | None:
-    """Why a process that SIGKILL ended was killed, if that was for memory: there were kills since `killed_before`.
+    """The reason of a SIGKILL, if the kernel has killed for memory since `killed_before`; None otherwise.
 
-    peak_bytes: the most that it had resident, where that is known."""
+    peak_bytes: the largest resident size of the process, where it is known."""
     if memory.kills() <= killed_before:
         return None
     limit = memory.limit()

@@ -34,8 +34,8 @@ _LETTERS = _SHORT | {"input": "x", "weight": "w", "grad_output": "dy"}
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """What an arm is: the name of its recipe or its own, the fields in which it differs from that recipe, and the
-    settings that belong to no recipe, in which whole families of arms differ."""
+    """The description of an arm: the name of its recipe or its own; the fields in which it differs from the recipe; and
+    settings outside of recipes, in which whole families of arms differ."""
 
     name: str
     fields: tuple[Pair, ...] = ()
@@ -51,7 +51,7 @@ class Label:
 
 
 def labels(differences: Iterable[Difference]) -> dict[Difference, Label]:
-    """Difference -> a label of its own, of LONGEST characters at most, except for recipes of long names."""
+    """Difference -> a unique label, of LONGEST characters at most, except for recipes with long names."""
     asked = list(dict.fromkeys(differences))
     last = Counter(_last(key) for key in {key for own in asked for key, _ in own.settings})
     bodies, ends = {}, {}
@@ -128,7 +128,7 @@ def _abbreviated(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def _lettered(pairs: Sequence[Pair]) -> list[Pair]:
-    """The pairs with the operands of a linear as x, w and dy, those of one value together."""
+    """The pairs with the operands of a linear as x, w and dy, operands of one value together."""
     short = [(_replaced(key, _LETTERS), _replaced(value, _SHORT)) for key, value in pairs]
     joined: dict[str, str] = {}
     for key, value in short:
@@ -180,7 +180,7 @@ def difference(
 
 
 def _leaf(config: Any, key: str) -> Any:
-    """The value of a dotted key in plain containers; None where there is none."""
+    """The value of a dotted key in plain containers; None for a missing key."""
     for part in key.split("."):
         config = config.get(part) if isinstance(config, dict) else None
     return config

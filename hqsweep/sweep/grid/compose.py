@@ -140,8 +140,8 @@ def factory_folders(conf: str, overrides: Sequence[str], config_dir: Path | None
 
 
 class CheckedSource(FileConfigSource):
-    """A folder of configs, of which each is within the bounds of parse_yaml and stands in the folder, and names no
-    further places to search, of which Hydra would import some."""
+    """A folder of configs. Each config is within the bounds of parse_yaml, stands in the folder, and names no further
+    places to search, some of which Hydra would import."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         name = self._normalize_file_name(config_path)

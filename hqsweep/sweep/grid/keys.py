@@ -105,7 +105,7 @@ def resolved(config: DictConfig) -> dict[str, Any]:
 
 
 def explain(error: Exception) -> str:
-    """Why a YAML file could not be composed."""
+    """The reason why a YAML file could not be composed, in one line."""
     if isinstance(error, MissingConfigException):
         names = [Path(option).name for option in error.options or ()]
         return f"no config '{error.missing_cfg_file}'{nearest(Path(error.missing_cfg_file or '').name, names)}"
@@ -121,7 +121,7 @@ def explain(error: Exception) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """What Hydra or OmegaConf says, without the lines that repeat the key and its type."""
+    """The message of Hydra or OmegaConf, without the lines that repeat the key and its type."""
     text = re.split(r"\n\s*(?:full_key|object_type|Config search path|Available options)", str(error))[0]
     cause = f": {one_line(error.__cause__)}" if isinstance(error.__cause__, OmegaConfBaseException) else ""
     return re.sub(r"\s+", " ", text).strip() + cause

@@ -18,12 +18,12 @@ from hqsweep.sweep.store.names import NOT_IN_ID
 
 STUDY_KEYS = tuple(StudyConfig.model_fields)
 POINTS = "fork.at"
-"""The one key of a study that takes several values, written as those of a swept key or as a list."""
+"""The one key of a study with several values, written like values of a swept key or as a list."""
 _KEY = re.compile(r"[+~]{0,2}[A-Za-z_$][\w./@:$-]*")
 
 
 def is_text(override: Override) -> bool:
-    """Whether it is recipe=PATH.yaml or recipe=format:QUANTIZER, which are no names of the group."""
+    """Whether it is recipe=PATH.yaml or recipe=format:QUANTIZER, instead of a name of the group."""
     return override.key_or_group == "recipe" and _is_text(str(override.value()))
 
 
@@ -118,7 +118,7 @@ class Overrides:
 
 
 def _count(override: Override) -> int:
-    """The number of values of a swept range, without the values; 0 for what is written one by one."""
+    """The number of values of a swept range, without making them; 0 for values that are written one by one."""
     value = override.value()
     if not isinstance(value, RangeSweep):
         return 0

@@ -55,7 +55,7 @@ def check_size(count: int, what: str) -> None:
 
 
 def section(point: GridPoint, key: str) -> dict[str, Any]:
-    """A section of a config that nothing has checked yet; {} where there is none."""
+    """A section of an unchecked config; {} where it is missing."""
     section = point.config.get(key)
     return section if isinstance(section, dict) else {}
 

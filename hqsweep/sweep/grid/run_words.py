@@ -1,4 +1,5 @@
-"""The words of `hqsweep run` as a grid whose keys are checked, all without torch: a mistyped word is told at once."""
+"""The words of `hqsweep run` as a grid whose keys are checked without torch, so that a mistyped word is reported at
+once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ QUICKSTART = "quickstart"
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """What `conf=NAME KEY=VALUE...` says: the name, the overrides, the grid that they span, and the folders in which a
-    Python factory of them is looked for."""
+    """The words `conf=NAME KEY=VALUE...`: name, overrides, their grid, and the folders that are searched for Python
+    factories."""
 
     conf: str
     overrides: tuple[str, ...]
@@ -30,7 +31,7 @@ def read(words: Sequence[str], *, config_dir: Path | None = None, workers: int |
     """The grid of the words; `workers` stands for engine.workers.
 
     Raises:
-        UserError: what is wrong in any point of it, but for what its recipe means.
+        UserError: the faults of any point, except in the meaning of its recipe.
     """
     conf, overrides = split_conf(words, config_dir)
     if workers is not None:
@@ -53,8 +54,8 @@ def _keep_quickstart_here(conf: str, overrides: Sequence[str], points: Sequence[
 
 
 def each(points: Sequence[GridPoint], check: Callable[[dict[str, Any]], Checked]) -> list[Checked]:
-    """What `check` gives for the config of every point. If only some points fail, the message names the first of
-    these."""
+    """Return the results of `check` for the config of every point. If only some points fail, the message names the
+    first of these."""
     checked, faults = [], {}
     for point in points:
         try:

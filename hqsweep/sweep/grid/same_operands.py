@@ -39,7 +39,7 @@ class Arm:
 
 def lines(points: Sequence[GridPoint], configs: Sequence[Config], baseline: str | None) -> tuple[str, ...]:
     """A line for each arm that quantizes nothing on its model, or that has the operands of another arm at the same
-    settings; and one for arms of which that is not known. baseline: the arm or recipe that others are measured
+    settings; and one line for arms whose operands are unknown. baseline: the arm or recipe that others are measured
     against."""
     arms = _arms(points, configs)
     said = [f"warning: {line}" for line in _known([arm for arm in arms if arm.applied is not None], baseline)]
@@ -81,7 +81,7 @@ def _modules(config: ConvergenceConfig) -> tuple[GemmModule, ...] | None:
 
 
 def _settings(config: dict[str, Any]) -> str:
-    """What makes runs differ beside the recipe; of a fork its noise alone, as the arms of a grid share their points."""
+    """The keys in which runs differ beside the recipe. A fork counts by its noise alone, as arms share their points."""
     own = {key: value for key, value in config.items() if key not in ("recipe", "seed", *NOT_IN_ID)}
     return json.dumps(own | {"fork": (own.get("fork") or {}).get("noise")}, sort_keys=True)
 

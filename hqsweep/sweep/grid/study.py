@@ -87,7 +87,7 @@ def _usual(points: Sequence[GridPoint]) -> tuple[GridPoint, str]:
 
 
 def null_points(points: Sequence[GridPoint], baseline: GridPoint) -> list[GridPoint]:
-    """The runs that null_arm=true adds: those of the baseline with model.init_noise=0.01, as recipe and arm "null".
+    """The runs that null_arm=true adds: runs of the baseline with model.init_noise=0.01, as recipe and arm "null".
 
     Where other keys than the recipe's are swept, each of their values gets a null arm of its own.
     """
@@ -142,7 +142,7 @@ def _check_alone(trunk: GridPoint, trunks: Collection[GridPoint], point: GridPoi
 
 
 def _check_steps(point: GridPoint) -> None:
-    """UserError for what is no number of steps, since every run of a study has one of its own in that place."""
+    """UserError for another value than a number of steps, which every run of a study replaces."""
     steps = section(point, "train").get("steps", 0)
     if type(steps) is not int:
         raise UserError(f"train.steps: got {steps!r}; must be an integer")

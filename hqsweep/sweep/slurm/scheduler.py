@@ -25,7 +25,7 @@ class Unreachable(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job or a task of an array. exit_code and signal are those of its script, ended_s in s since 1970."""
+    """A job or a task of an array. exit_code, signal: how its script ended. ended_s: in seconds since 1970."""
 
     id: str
     state: str

@@ -17,11 +17,10 @@ from typing import Any
 
 from hqsweep.errors import EXIT_FAILED, UserError
 from hqsweep.host import Busy
-from hqsweep.sweep.console import SafeConsole
+from hqsweep.sweep.console import Display, PlainDisplay, SafeConsole
 from hqsweep.sweep.engine.follow import follow, job_ids
 from hqsweep.sweep.engine.local import Limits, run_local
 from hqsweep.sweep.engine.ranks import Meeting, help_out, nodes_arguments
-from hqsweep.sweep.progress import Display, PlainDisplay
 from hqsweep.sweep.slurm.scheduler import find_jobs, requeue_job
 from hqsweep.sweep.store.files import write_json
 from hqsweep.sweep.store.run_dir import RunDir
@@ -184,7 +183,7 @@ def sbatch_parameters(sweep: str, slurm: Mapping[str, Any], workers: int | None,
 
 
 FIRST_PORT, PORTS = 20_000, 10_000
-"""The ports of the first machine of which a job on several machines takes one, by its id."""
+"""The ports of the first machine. A job on several machines takes one of them by its id."""
 NEAR_LIMIT_S = 30.0
 """The seconds by which Slurm may send the signal earlier than announced (it checks in steps of up to a minute)."""
 
@@ -211,8 +210,8 @@ def work(paths: Sequence[Path], limit_s: float | None, options: dict[str, Any]) 
 
 
 def bring_to_end(paths: Sequence[Path], limit_s: float | None, options: dict[str, Any]) -> None:
-    """Bring the runs in these folders to their ends; `options` are fields of Limits. In a job that was put back, runs
-    that failed before are not repeated while others are to be done.
+    """Bring the runs in these folders to their ends; `options` are fields of Limits. In a requeued job, failed runs are
+    not repeated while other runs remain.
 
     limit_s: seconds after which Slurm tells the job that its time is nearly over; None without a limit. Raises
     SystemExit unless all runs finish.

@@ -1,7 +1,7 @@
 """Types of the JSON and YAML documents of a run, so that readers use them without further checks.
 
-A file that another program wrote to, or of which only a part reached the disk, is named with its fault. Keys without a
-type here may hold anything that JSON has. Pydantic checks the types, and gives their JSON Schemas.
+An error names the file and the fault, where another program wrote to it or a part never reached the disk. Keys without
+a type here may hold any JSON. Pydantic checks the types, and gives their JSON Schemas.
 """
 
 from collections.abc import Iterable, Mapping
@@ -33,14 +33,14 @@ State = Literal["failed", "finished", "interrupted", "pending", "running"]
 
 
 class Document(BaseModel):
-    """A mapping of keys. A key with a default may be absent; other keys than those of the class hold anything plain."""
+    """A mapping of keys. A key with a default may be absent; keys that the class lacks hold anything plain."""
 
     model_config = ConfigDict(extra="allow", strict=True, defer_build=True)
     __pydantic_extra__: dict[Text, Plain]
 
 
 class Progress(Document):
-    """How far a run is. part: the part of the work that is done, from 0 to 1."""
+    """Progress of a run. part: the finished part of the work, from 0 to 1."""
 
     step: Integer
     steps: Integer
@@ -201,8 +201,8 @@ def schema(name: str) -> dict[str, Any]:
 def check_document(
     path: Path, document: Any, kind: type[Document], required: Iterable[str] = (), remedy: str = REPAIRED
 ) -> dict[str, Any]:
-    """Return the document, which was read from `path`, as it is. Raises Damaged where it is no mapping, lacks a key of
-    `required`, or has a value of another type than `kind` says, at any depth."""
+    """Return the document, which was read from `path`, unchanged. Raises Damaged for another value than a mapping, a
+    missing key of `required`, and a value of another type than in `kind`, at any depth."""
     if not isinstance(document, dict):
         raise Damaged(path, f"holds {shown(document)} where a mapping of keys belongs", remedy)
     if lacking := [key for key in required if key not in document]:

@@ -42,8 +42,8 @@ def encode_json(document: Any) -> bytes:
 
 
 def read_bytes(path: Path) -> bytes | None:
-    """The content of a file, None where there is none. Raises Damaged for what is no file or cannot be read; nothing
-    makes it wait, not even a pipe."""
+    """Return the content of a file, None where it is missing. Raises Damaged for a folder or a pipe, at which it does
+    not wait, and for a file that cannot be read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -62,7 +62,7 @@ def read_bytes(path: Path) -> bytes | None:
 
 
 def parse_json(path: Path, data: bytes) -> Any:
-    """The document in `data`, which was read from `path`. Raises Damaged where it is none."""
+    """Return the document in `data`, which was read from `path`. Raises Damaged for other text than JSON."""
     try:
         return loads(data)
     except ValueError as error:
@@ -70,7 +70,8 @@ def parse_json(path: Path, data: bytes) -> Any:
 
 
 def read_json(path: Path, default: Any = None) -> Any:
-    """The document in `path`, or `default` where there is no such file. Raises Damaged for a file that is no JSON."""
+    """Return the document in `path`, or `default` where the file is missing. Raises Damaged for other text than
+    JSON."""
     data = read_bytes(path)
     return default if data is None else parse_json(path, data)
 
@@ -83,7 +84,7 @@ def encode_rows(rows: Iterable[dict[str, Any]]) -> bytes:
 def read_rows(path: Path, remedy: str = REPEAT) -> list[dict[str, Any]]:
     """Rows of a JSONL file, in file order; [] where there is no such file; a torn last line is dropped.
 
-    Raises Damaged, with the line's number and the remedy, when a line before the last one is no JSON.
+    Raises Damaged, with the line's number and the remedy, for a line before the last one that is not JSON.
     """
     return parse_rows(path, read_bytes(path) or b"", remedy)
 
@@ -108,9 +109,8 @@ def _parse_line(path: Path, number: int, line: bytes, remedy: str) -> Any:
 
 
 def check_rows(path: Path, rows: list[Any], columns: Mapping[str, type]) -> None:
-    """Raise Damaged, with the line, for a row that is no mapping, lacks a column that is not OPTIONAL, or has a value
-    of another kind than `columns` says. null stands for a value that a row does not have, except in a column of
-    NAMING."""
+    """Raise Damaged, with the line, for a row that is not a mapping, lacks a column outside of OPTIONAL, or has a value
+    of another type than in `columns`. null may stand for an absent value, except in a column of NAMING."""
     if any(type(row) is not dict for row in rows):
         number = next(n for n, row in enumerate(rows, 1) if type(row) is not dict)
         raise _row_fault(path, number, f"is {shown(rows[number - 1])}, no row")
@@ -162,7 +162,7 @@ def shown(value: Any) -> str:
 
 
 def drop_torn_tail(path: Path) -> None:
-    """Cut `path`, if it exists, after its last newline, so that the next append starts a line of its own."""
+    """Cut `path`, if it exists, after its last newline, so that the next append starts a new line."""
     if path.exists():
         data = path.read_bytes()
         if not data.endswith(b"\n"):
@@ -170,7 +170,6 @@ def drop_torn_tail(path: Path) -> None:
 
 
 def put_aside(path: Path) -> Path:
-    """Rename what stands at `path` to a name beside it, which is returned: no file of a user's is deleted for being in
-    the way."""
+    """Rename the file or folder at `path`, and return the new name beside it. So a user's file in the way is kept."""
     aside = next(free for n in range(1, 1000) if not (free := path.with_name(f"{path.name}.aside{n}")).exists())
     return path.rename(aside)

@@ -57,14 +57,14 @@ def ranks_of(config: Mapping[str, Any]) -> int:
 
 
 def without_data_hash(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config as of a run of an earlier version, whose id had no hash of the data."""
+    """The config as in an earlier version, where the id of a run did not count the hash of its data."""
     data = config.get("data")
     return {**config, "data": {**data, "hash": None}} if isinstance(data, Mapping) else dict(config)
 
 
 def data_seen(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> str | None:
-    """The hash of the data that a run has read, or is to read; None where neither its manifest nor its config says, as
-    of a run of an early version."""
+    """The hash of the data of a run, from its manifest or its config; None for a run of an early version without
+    either."""
     section = config.get("data")
     return manifest.get("data_hash") or (section.get("hash") if isinstance(section, Mapping) else None)
 

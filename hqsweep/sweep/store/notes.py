@@ -1,4 +1,4 @@
-"""What people write beside their results: a note and tags of a sweep, and of its runs, in notes.json of the sweep.
+"""Notes and tags that people give a sweep and its runs, in notes.json of the sweep.
 
     {"note", "tags", "runs": {name of a run: {"note", "tags"}}}
 

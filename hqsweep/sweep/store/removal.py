@@ -1,4 +1,4 @@
-"""Deleting runs and sweeps: what may be deleted, and how.
+"""Deletion of runs and sweeps, and its limits.
 
 Nothing is deleted that runs or waits in a queue, and no trunk without its forks. A run leaves the sweep's list first,
 so that a kill in between leaves a folder that is no run of the sweep, never a hole in a sweep that is whole. Of a link

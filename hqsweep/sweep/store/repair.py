@@ -1,7 +1,8 @@
-"""The folder of a run made fit to be worked in: what stands in the place of one of its files and is none makes room,
-and what cannot be read is to be written anew. Everything is said; of a link only the link goes, never what it leads to.
+"""Repair of a run's folder before work in it. A link or a folder in the place of a file is deleted, and so is a file
+that cannot be read: both are written anew. Each repair is reported. Of a link only the link is deleted, never its
+target.
 
-What is wrong with a run that has ended is not for here: its seal says so (run_dir.RunDir.check), and it is repeated.
+A run that has ended is not repaired. Its seal tells the fault (run_dir.RunDir.check), and the run is repeated.
 """
 
 import stat
@@ -26,8 +27,8 @@ FOLDERS = ("checkpoint", seal.CAPTURED)
 
 
 def repair(run: RunDir, say: Callable[[str], None]) -> None:
-    """Make room in the folder of a run that is not finished and that nobody works on. Its config, its manifest and its
-    status, where they are gone then, are to be written by the caller. Raises Damaged for a lock that cannot be one."""
+    """Repair the folder of an unfinished run, unless a process works in it. The caller then writes config, manifest and
+    status where they are missing. Raises Damaged for a folder in the place of the lock."""
     place = _clear(run.path) if run.path.is_symlink() or run.path.exists() else None
     if place:
         say(f"{run.name}: {place}")
@@ -59,7 +60,7 @@ def _clear(path: Path) -> str | None:
 
 
 def _misplaced(run: RunDir) -> Iterator[str]:
-    """Delete what is no file, or no folder, where there is to be one."""
+    """Delete links, folders in the places of files, and files in the places of folders."""
     for name, is_right in (*((name, stat.S_ISREG) for name in FILES), *((name, stat.S_ISDIR) for name in FOLDERS)):
         path = run.path / name
         with suppress(FileNotFoundError):
@@ -82,7 +83,7 @@ def _kind(mode: int) -> str:
 
 
 def _unreadable(run: RunDir) -> Iterator[str]:
-    """Delete those of the run's documents that cannot be read."""
+    """Delete the run's documents that cannot be read."""
     begun = run.status_path.exists() or run.checkpoint.is_dir()
     reads: dict[Path, Callable[[], Any]] = {
         run.status_path: run.written_status, run.manifest_path: run.manifest, run.config_path: run.fork,

@@ -25,9 +25,9 @@ PENDING: dict[str, Any] = {
     "started": None, "ended": None, "seconds": 0.0, "phase": None, "progress": None,
 }  # fmt: skip
 """status.json of a run that was never started. `started` and `ended` of the last attempt are in seconds since 1970,
-`seconds` is the time of all attempts together. `phase` is what the run does where that is no step of training, such as
-"loading data", and `progress` is {"step", "steps", "part", "loss", "tokens_per_s", "eta_s"}, part being how much of the
-work is done, from 0 to 1."""
+`seconds` is the time of all attempts together. `phase` is the run's work outside of training steps, such as "loading
+data", and `progress` is {"step", "steps", "part", "loss", "tokens_per_s", "eta_s"}, part being how much of the work is
+done, from 0 to 1."""
 
 PLANNED = ("run_id", "sweep", "arm", "seed", "job", "overrides")
 """The keys that the manifest of every run has from the beginning."""
@@ -82,7 +82,7 @@ class RunDir:
 
     @property
     def job_path(self) -> Path:
-        """The file of the scheduler's job that has the run, {"id": "12_3"}; it does not exist where there is none."""
+        """The file with the scheduler's job of the run, {"id": "12_3"}; a run without a job has no such file."""
         return self.path / "job.json"
 
     def jsonl(self, table: str) -> Path:
@@ -122,7 +122,8 @@ class RunDir:
         return data
 
     def config(self) -> dict[str, Any]:
-        """The resolved config. Raises Missing where there is none, Damaged where it is not the config of a run."""
+        """Return the resolved config. Raises Missing without one, Damaged for another document than the config of a
+        run."""
         data = self.read(self.config_path)
         if data is None:
             raise Missing(self.path, "no config.yaml there, so this is not the folder of a run", MADE)
@@ -133,7 +134,7 @@ class RunDir:
         return _checked(self.config_path, config, "config", ("job", "seed"))
 
     def manifest(self) -> dict[str, Any]:
-        """The manifest of the run. Raises Damaged where it is missing, or not that of a run."""
+        """Return the manifest. Raises Damaged where it is missing, or another document."""
         manifest = self._json(self.manifest_path, "manifest", PLANNED)
         if manifest is None:
             raise Damaged(self.manifest_path, "is gone", REPAIRED)
@@ -154,8 +155,9 @@ class RunDir:
         self.update_manifest(repairs=[*self._known_entries().get("repairs", []), sentence])
 
     def rows(self, table: str) -> list[dict[str, Any]]:
-        """The rows of `table` as written so far, without a torn last line. Raises Damaged for what is no row of it, and
-        where the rows of a run that nobody works on do not begin as they did at its newest checkpoint."""
+        """The rows of `table` as written so far, without a torn last line. Raises Damaged for a line that is not a row
+        of the table. Raises it too where no process works on the run, and its rows do not begin as at its newest
+        checkpoint."""
         path = self.jsonl(table)
         data = self.read(path) or b""
         if self.checkpoint.is_dir() and self.sealed() is None and not self.is_locked():
@@ -172,7 +174,7 @@ class RunDir:
                 raise Damaged(self.jsonl(table), fault.removeprefix("it "), REPAIRED)
 
     def job(self) -> str | None:
-        """The id of the scheduler's job that has the run, None where there is none. Raises Damaged."""
+        """Return the id of the scheduler's job of the run, None without one. Raises Damaged."""
         document = self._json(self.job_path, "job", ("id",))
         return document and document["id"]
 
@@ -284,7 +286,7 @@ class RunDir:
 
 
 def _checked(path: Path, document: Any, name: str, required: Sequence[str]) -> dict[str, Any]:
-    """check_document() of a document by its name in SCHEMAS."""
+    """Return check_document() of a document by its name in SCHEMAS."""
     from hqsweep.sweep.store.documents import SCHEMAS, check_document  # pydantic: a TAB, which reads none, waits not
 
     return check_document(path, document, SCHEMAS[name], required)

@@ -1,4 +1,4 @@
-"""The seal of a run that has ended: what stood in each of its files then, so that none is believed that has changed.
+"""The seal of a run that has ended: sizes and hashes of its files, so that a changed file is detected.
 
     seal.json   {"version", "hqsweep", "run" (its folder's name), "files": {name: {"bytes", "sha256"}}, "checksum"}
 
@@ -41,7 +41,7 @@ def covers(name: str) -> bool:
 
 
 def write(folder: Path, status: bytes) -> None:
-    """Seal the run in `folder` as it stands, but for status.json, which is to hold `status`."""
+    """Seal the run in `folder`: its files as they are, and status.json as `status`, which is written later."""
     files = {name: _hashed(folder / name) for name in _present(folder)}
     files["status.json"] = {"bytes": len(status), "sha256": hashlib.sha256(status).hexdigest()}
     document = {"version": VERSION, "hqsweep": version("hqsweep"), "run": folder.name, "files": files}
@@ -54,8 +54,8 @@ def remove(folder: Path) -> None:
 
 
 def state(folder: Path) -> Files | None:
-    """What the seal says of each file, None where there is no seal. Raises Damaged for one that is not as it was
-    written, and for that of another run."""
+    """Return the seal's entry of each file, None without a seal. Raises Damaged for a seal that has changed, and for
+    the seal of another run."""
     path = folder / FILE
     try:
         data = read_bytes(path)
@@ -95,7 +95,7 @@ def survey(folder: Path, files: Files) -> None:
 
 
 def faults(folder: Path, files: Files, deep: bool = True) -> Iterator[Damaged]:
-    """What is wrong with each file, all of them read; without `deep` those in captured/, which are large, are not."""
+    """The faults of the files, which are all read; without `deep` all but the large ones in captured/."""
     for name in sorted({*files, *_present(folder)}):
         path = folder / name
         try:

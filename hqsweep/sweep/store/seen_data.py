@@ -61,7 +61,7 @@ def of_before(config: Config, there: Iterable[str]) -> Config:
 
 
 def settings_of(section: Mapping[str, Any]) -> str:
-    """What a section `data` says, but for where the data lie and what they have."""
+    """The entries of a section `data`, without path and hash."""
     return json.dumps({key: value for key, value in section.items() if key not in ("path", "hash")}, sort_keys=True)
 
 

@@ -106,8 +106,8 @@ class RunStore:
 
     @contextmanager
     def lock(self, sweep: str, say: Callable[[str], None] = lambda line: None) -> Iterator[None]:
-        """Hold the lock of the sweep's list of runs, for a moment. `say` is told who else holds it, if that takes long.
-        Raises UserError where that process is stopped, or holds it for LOCK_WAIT_S."""
+        """Hold the lock of the sweep's list of runs, for a moment. `say` gets a line on another holder, if the wait is
+        long. Raises UserError where that process is stopped, or holds it for LOCK_WAIT_S."""
         path = self.root / sweep / ".lock"
         with ExitStack() as stack:
             try:
@@ -241,8 +241,8 @@ class RunStore:
 
 
 def _arms(runs: Sequence[RunDir], points: Sequence[PlannedRun]) -> dict[str, str]:
-    """Arm of the plan -> its name: that of its finished runs, where an earlier version of the sweep has labelled them
-    otherwise, so that the seeds of an arm stay together."""
+    """Arm of the plan -> its name. Where an earlier version of the sweep has labelled finished runs otherwise, the arm
+    takes their name, so that its seeds stay together."""
     arms = {point.arm: point.arm for point in points}
     for run, point in zip(runs, points, strict=True):
         if arms[point.arm] == point.arm and run.path.name != run_name(point.config, point.arm):

@@ -21,8 +21,8 @@ from typing import Any
 
 from rich.console import Console
 
+from hqsweep.sweep.console import PlainDisplay
 from hqsweep.sweep.engine.local import Limits, run_local
-from hqsweep.sweep.progress import PlainDisplay
 from hqsweep.sweep.store.names import run_name
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore
