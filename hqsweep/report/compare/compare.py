@@ -26,6 +26,7 @@ from hqsweep.report.compare.studies import Study, of_one_data, replicate_minutes
 from hqsweep.report.pages import html
 from hqsweep.report.pages.csv_files import write_csv
 from hqsweep.report.pages.markdown_page import report_markdown
+from hqsweep.report.pages.panels import panels
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.verdicts.estimate import VERDICTS
 
@@ -183,13 +184,13 @@ def write(comparison: Comparison, out_dir: Path) -> Path:
     stats.parquet, and under figures/ the rows of every figure as CSV and a picture of every section as SVG, into
     `out_dir`; returns the path of report.html."""
     (out_dir / "figures").mkdir(parents=True, exist_ok=True)
-    frames, drawn = comparison.frames, html.panels(comparison)
+    frames, drawn = comparison.frames, panels(comparison)
     rows = {panel.name: panel.rows for panel in drawn.every()}
     rows |= {"forest": drawn.forest.rows} if drawn.forest else {}
     rows |= {"throughput": drawn.speed.rows} if drawn.speed else {}
     for name, own in rows.items():
         write_csv(own, out_dir / "figures" / f"{name}.csv")
-    pictures = drawn.pictures()
+    pictures = html.pictures(drawn)
     page = out_dir / "report.html"
     texts = {f"figures/{name}.svg": picture for name, picture in pictures.items()} | {
         "report.html": html.render(comparison, drawn),

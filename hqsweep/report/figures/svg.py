@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from hqsweep.report.figures.axis import Axis, axis_of
-from hqsweep.report.figures.look import DASH_ARRAYS, MARKERS, Panel
+from hqsweep.report.figures.look import DASH_ARRAYS, MARKERS, Axis, Panel, axis_of
 
 WIDTH, SHRINK, COLUMNS = 410, 0.78, 2
 """The width of a picture; its height relative to that of plotly's figure; the number of pictures side by side on a

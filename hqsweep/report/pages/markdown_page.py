@@ -7,22 +7,8 @@ from hqsweep.report.compare.notes import headline
 from hqsweep.report.figures import experts
 from hqsweep.report.pages import tables
 from hqsweep.report.pages.checks import text_tables
+from hqsweep.report.pages.panels import SECTIONS, SHORT
 from hqsweep.report.pages.text import TextTable, markdown, markdown_text
-
-HEADINGS = {
-    "growth": "Growth of the gap",
-    "gaps": "Gap over steps",
-    "curves": "Loss",
-    "sqnr": "Quantization error: SQNR in dB",
-    "underflow": "Underflow in %",
-    "gradients": "Gradient cosine by layer",
-    "expert_sqnr": "Expert SQNR in dB",
-    "expert_underflow": "Expert underflow in %",
-    "loads": "Expert load",
-    "balance": "Expert balance",
-    "speed": "Throughput",
-}
-"""The headings of the pictures, by the names of their files."""
 
 
 def report_markdown(comparison: Comparison, pictures: Container[str] = ()) -> str:
@@ -41,16 +27,16 @@ def report_markdown(comparison: Comparison, pictures: Container[str] = ()) -> st
         markdown(tables.arms_table(comparison)),
         "\n",
         *_section("Gap at each fork point", tables.points_table(comparison)),
-        *_pictured(("growth", "gaps", "curves"), pictures),
+        *_pictured("losses", pictures),
         *_section("Config: where the arms differ", tables.arm_by_key(comparison)),
         *_section("Training: tokens to loss, spikes, divergence", tables.training_table(comparison)),
-        *_pictured(("sqnr", "underflow", "gradients"), pictures),
+        *_pictured("errors", pictures),
         *_section("GEMM output error against FP32", tables.gemm_errors(comparison.frames.stats)),
-        *_pictured(("expert_sqnr", "expert_underflow"), pictures),
+        *_pictured("experts", pictures),
         *_section("Experts: lowest SQNR and highest underflow", experts.worst_experts(comparison)),
-        *_pictured(("loads", "balance"), pictures),
+        *_pictured("balance", pictures),
         *_section("Experts: highest and lowest load", experts.load_table(comparison)),
-        *_pictured(("speed",), pictures),
+        *_headed("speed", pictures),
         *(part for table in text_tables(comparison.frames.parity) for part in _section(*table)),
         *_section("GEMM plans", tables.gemm_plans(runs)),
         *_section("Provenance", tables.provenance(runs)),
@@ -62,11 +48,13 @@ def _section(heading: str, table: TextTable) -> Iterable[str]:
     return (f"## {heading}\n\n", markdown(table), "\n") if table.rows else ()
 
 
-def _pictured(names: Iterable[str], pictures: Container[str]) -> Iterable[str]:
-    for name in names:
-        if name in pictures:
-            yield f"## {HEADINGS[name]}\n\n"
-            yield from _picture(name, HEADINGS[name], pictures)
+def _pictured(group: str, pictures: Container[str]) -> Iterable[str]:
+    return (part for section in SECTIONS if section.group == group for part in _headed(section.name, pictures))
+
+
+def _headed(name: str, pictures: Container[str]) -> Iterable[str]:
+    """A picture below its heading; nothing where it is not there."""
+    return (f"## {SHORT[name]}\n\n", *_picture(name, SHORT[name], pictures)) if name in pictures else ()
 
 
 def _picture(name: str, says: str, pictures: Container[str]) -> Iterable[str]:
