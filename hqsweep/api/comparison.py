@@ -18,6 +18,7 @@ from hqsweep.report.compare.left_out import LeftOut
 from hqsweep.report.compare.notes import headline
 from hqsweep.report.figures.forest import forest_of
 from hqsweep.report.pages import html, tables
+from hqsweep.report.pages.folder import write
 from hqsweep.report.pages.paper import latex, paper_tables, plots, write_figures, write_latex
 from hqsweep.report.pages.text import legal
 from hqsweep.sweep.store.run_dir import RunDir

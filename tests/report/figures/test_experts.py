@@ -10,7 +10,7 @@ import pytest
 from hqsweep.config.job import parse
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
-from hqsweep.report.compare.compare import compare, write
+from hqsweep.report.compare.compare import compare
 from hqsweep.report.compare.frames import by_module
 from hqsweep.report.figures import experts, heatmaps, lines
 from hqsweep.report.figures.experts import (
@@ -20,6 +20,7 @@ from hqsweep.report.figures.experts import (
     load_table,
     worst_experts,
 )
+from hqsweep.report.pages.folder import write
 
 COLUMNS = [
     "arm",

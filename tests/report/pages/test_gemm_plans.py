@@ -4,10 +4,10 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from hqsweep.report.compare.compare import compare, write
+from hqsweep.report.compare.compare import compare
 from hqsweep.report.pages import html, tables
+from hqsweep.report.pages.folder import report_markdown, write
 from hqsweep.report.pages.gemm_plans import plan_lines
-from hqsweep.report.pages.markdown_page import report_markdown
 from hqsweep.report.pages.panels import panels
 from hqsweep.report.pages.show import show_run
 

@@ -14,7 +14,7 @@ from hqsweep.report.compare.compare import compare
 from hqsweep.report.compare.notes import headline
 from hqsweep.report.figures import heatmaps, lines, look
 from hqsweep.report.pages import html
-from hqsweep.report.pages.markdown_page import report_markdown
+from hqsweep.report.pages.folder import report_markdown
 from hqsweep.report.pages.panels import panels
 from hqsweep.track.tables import TABLES
 

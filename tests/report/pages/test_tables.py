@@ -8,7 +8,7 @@ from rich.console import Console
 
 from hqsweep.report.compare.compare import compare
 from hqsweep.report.pages import html, tables
-from hqsweep.report.pages.markdown_page import report_markdown
+from hqsweep.report.pages.folder import report_markdown
 from hqsweep.report.pages.panels import panels
 
 NASTY = "<script>alert(1)</script> | [bold]\"q\" 'a' `c`\nnew"
