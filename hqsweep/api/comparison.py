@@ -13,7 +13,6 @@ import plotly.graph_objects as go
 from hqsweep.errors import UserError
 from hqsweep.report.compare import arms
 from hqsweep.report.compare.compare import compare as judge
-from hqsweep.report.compare.compare import write
 from hqsweep.report.compare.left_out import LeftOut
 from hqsweep.report.compare.notes import headline
 from hqsweep.report.figures.forest import forest_of

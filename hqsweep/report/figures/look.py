@@ -230,7 +230,7 @@ def axis_of(settings: dict[str, Any], values: list[Any], start: float, end: floa
     columns, each a place of its own, whichever names are equal."""
     lists = [list(of_trace) for of_trace in values if of_trace is not None]
     flat = [value for of_trace in lists for value in of_trace]
-    if columns or any(isinstance(value, str) for value in flat):
+    if columns or any(isinstance(of_trace[0], str) for of_trace in lists if of_trace):
         names = tuple(settings.get("categoryarray") or (flat if columns else dict.fromkeys(flat)))
         low, high = -0.5, len(names) - 0.5
         if settings.get("autorange") == "reversed":

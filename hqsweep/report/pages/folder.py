@@ -120,9 +120,11 @@ def write_csv(frame: pd.DataFrame, path: Path) -> None:
     missing has " arm" after it: the arm "null" is written as "null arm".
     """
     text = frame.select_dtypes(exclude="number").columns
-    safe = frame.assign(**{name: frame[name].map(_written) for name in text})
+    written = {name: [(cell, _written(cell)) for cell in frame[name].drop_duplicates()] for name in text}
+    changed = {name: {old: new for old, new in cells if new is not old} for name, cells in written.items()}
+    safe = frame.assign(**{name: frame[name].replace(cells) for name, cells in changed.items() if cells})
     safe = safe.rename(columns=_written)
-    cells = [cell for name in text for cell in safe[_written(name)]]
+    cells = [new for cells in written.values() for _, new in cells]
     returns = any("\r" in cell for cell in [*safe.columns, *cells] if isinstance(cell, str))
     # a carriage return is quoted where it ends lines; else many programs take it for the end of one
     safe.to_csv(path, index=False, lineterminator="\r\n" if returns else "\n")

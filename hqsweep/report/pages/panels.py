@@ -123,8 +123,8 @@ SECTIONS = (
         draw=lines.gradient_cosines, key=True,
         note=_always(
             "How far the direction of a gradient is off: 1 \u2212 cosine between what the GEMM gave and the FP32"
-            " product of the unquantized tensors, median over sampled steps and seeds, and over the experts of a grouped"
-            " linear.\n"
+            " product of the unquantized tensors, median over sampled steps and seeds, and over the experts of a"
+            " grouped linear.\n"
             "Left is good; a step of the axis is a factor of ten."
         ),
         after=(
