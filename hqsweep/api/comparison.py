@@ -32,8 +32,8 @@ class OfRuns(Protocol):
 
 
 def folders_of(caller: str, words: Sequence[str | Path | OfRuns], runs_dir: str | Path) -> list[RunDir]:
-    """The folders of runs that words name, or that are those of sweeps and runs; UserError for anything else. caller:
-    what was called, for the sentence."""
+    """The folders of the runs that words name, and of Sweep and Run objects; UserError for anything else. caller: the
+    function's name, for the sentence."""
     other = next((word for word in words if not isinstance(word, str | Path) and not hasattr(word, "folders")), None)
     if other is not None:
         raise UserError(f"{caller}: takes names, folders, sweeps and runs, and got a {type(other).__name__}")

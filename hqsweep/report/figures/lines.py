@@ -286,7 +286,7 @@ def growth(
 ) -> list[Panel]:
     """A figure of all points together, and where there are several one for each, all with one y axis.
 
-    lines: those of growth_lines. look: arm -> line style, in the order to draw. margin: that of the band, in %.
+    lines: from growth_lines. look: arm -> line style, in drawing order. margin: of the band, in %.
     decay_from: the step since the fork after which the learning rate falls, None for unknown.
     """
     if lines.empty:

@@ -35,7 +35,7 @@ MARKERS = {
 DASH_ARRAYS = {
     "solid": "none", "dash": "8 5", "dashdot": "8 4 2 4", "longdash": "14 5", "longdashdot": "14 4 2 4", "dot": "2 3",
 }  # fmt: skip
-"""Plotly's line styles as those of SVG."""
+"""Plotly's line styles -> SVG's."""
 MAX_POINTS = 400  # per line: more cannot be seen and make the file large
 FEW_POINTS = 12  # which are marked, as a line may be no more than one of them
 MOST_LETTERS = 24  # of a name beside a line; a longer one goes on below
@@ -180,7 +180,7 @@ SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 @dataclass(frozen=True, kw_only=True)
 class Axis:
     """An axis from `low` at pixel `start` to `high` at pixel `end`; on a logarithmic axis they are powers of ten.
-    `names`: those of categories, whose values are 0, 1, ... in their order."""
+    `names`: of categories, whose values are 0, 1, ... in their order."""
 
     start: float
     end: float

@@ -85,7 +85,7 @@ LETTER_SVG = (
 
 
 def named_panels(drawn: Panels) -> dict[str, Panel]:
-    """Name -> figure of plotly, each with a heading that stands alone. The name is that of its rows; where several have
+    """Name -> figure of plotly, each with a heading that stands alone. The name comes from its rows; where several have
     the same rows, it is made of the section and the heading."""
     sectioned = [(section, panel) for section in SECTIONS for panel in drawn.groups.get(section.name, ())]
     often = Counter(panel.name for _, panel in sectioned)
