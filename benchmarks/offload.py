@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks import rows
 from benchmarks.linear import RECIPES
 from benchmarks.timing import Call, Cuda
-from hqsweep.config.gemms import linear_shapes
+from hqsweep.config.job import linear_shapes
 from hqsweep.config.model import ModelConfig
 from hqsweep.nn.layers.offload import ActivationOffload
 from hqsweep.recipe import Recipe

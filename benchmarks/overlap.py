@@ -26,15 +26,17 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory  # defines torch.ops.symm_mem
 from torch import Tensor
 
+import hqsweep.parallel.tensor  # noqa: F401, so that everywhere() sees what models over ranks import
 from benchmarks import rows
 from benchmarks.ranks import Ours, divisible
 from benchmarks.step import Data, Prepared, alternated
 from benchmarks.step_cases import SIZES
-from hqsweep.config.parallel import ParallelConfig
-from hqsweep.nn.linear import linear_loss
+from hqsweep.config.train import ParallelConfig
 from hqsweep.parallel.mesh import backend
-from hqsweep.parallel.overlap import chunked_input, deferred_reduce, overlapped_gemm, prefetch
-from hqsweep.parallel.overlap.overlapped_gemm import RankRows
+from hqsweep.parallel.overlap import chunked_input, deferred_reduce, loss_mailbox, overlapped_gemm
+from hqsweep.parallel.overlap.overlapped_gemm import hides
+from hqsweep.parallel.overlap.prefetch import LayerWeights
+from hqsweep.parallel.overlap.rank_rows import RankRows, decoded
 from hqsweep.parallel.wire import collectives, p2p_copy, tokens
 from hqsweep.parallel.wire.spawn import spawn_ranks
 from hqsweep.quant.operand import HybridOperand
@@ -51,9 +53,9 @@ def everywhere(original: Any, replacement: Any) -> list[Patch]:
 
 def no_overlap() -> list[Patch]:
     return [
-        *everywhere(overlapped_gemm.hides, lambda x: False),
+        *everywhere(hides, lambda x: False),
         *everywhere(tokens.left_by, lambda pending: None),
-        *everywhere(linear_loss.meeting, lambda *_: None),
+        *everywhere(loss_mailbox.meeting, lambda *_: None),
         (p2p_copy, "start", lambda *_, **__: None),
     ]
 
@@ -96,7 +98,7 @@ class FusedRows(RankRows):
     """The rowwise operand of all tokens, of which this rank's are gathered while they are multiplied."""
 
     def product(self, b: Any, out_dtype: torch.dtype) -> Tensor:
-        own, b = self.of_rank(self.part.group.rank()), overlapped_gemm._decoded(b)
+        own, b = self.of_rank(self.part.group.rank()), decoded(b)
         fused, name = torch.ops.symm_mem.fused_all_gather_matmul, self.part.group.group_name
         return of_its_own(fused(own.matrix, [b.matrix.t()], 0, name, return_A=False)[1][0])
 
@@ -124,10 +126,10 @@ def fused() -> list[Patch]:
 
     def begin(call: Any, gemm: str, tensor: str, a: Any, b: Any) -> Callable[[], Tensor]:
         splits = call.exchange is not None and call.exchange.splits_tokens(tensor)
-        a = overlapped_gemm._decoded(a) if splits and not isinstance(a, RankRows) else a
+        a = decoded(a) if splits and not isinstance(a, RankRows) else a
         if not splits or isinstance(a, RankRows) or a.matrix.dim() != 2 or call.exchange.lead > 1:
             return begin_product(call, gemm, tensor, a, b)
-        b, name = overlapped_gemm._decoded(b), call.exchange.parallel.group.group_name
+        b, name = decoded(b), call.exchange.parallel.group.group_name
         if a.factor is not None or b.factor is not None:
             return begin_product(call, gemm, tensor, a, b)
         y = of_its_own(torch.ops.symm_mem.fused_matmul_reduce_scatter(a.matrix, b.matrix.t(), "sum", 0, name))
@@ -140,12 +142,12 @@ ENGINES: dict[str, Callable[[], list[Patch]]] = {
     "ours": lambda: [],
     "no_chunked_input": lambda: everywhere(chunked_input.part_in_turn, lambda *_: None),
     "no_prefetch": lambda: [
-        *everywhere(prefetch.owe_weights, lambda *_: None),
-        *everywhere(prefetch.made_in_backward, lambda *makers: []),
+        (LayerWeights, "owe", lambda *_: None),
+        (LayerWeights, "made_in_backward", lambda *makers: []),
     ],
     "no_deferred_reduce": lambda: everywhere(deferred_reduce.left_by, lambda pending: None),
-    "no_overlapped_gemm": lambda: everywhere(overlapped_gemm.hides, lambda x: False),
-    "no_loss_mailbox": lambda: everywhere(linear_loss.meeting, lambda *_: None),
+    "no_overlapped_gemm": lambda: everywhere(hides, lambda x: False),
+    "no_loss_mailbox": lambda: everywhere(loss_mailbox.meeting, lambda *_: None),
     "nccl": no_overlap,
     "torch": lambda: [*no_overlap(), *low_contention()],
     "fused": lambda: [*no_overlap(), *low_contention(), *fused()],

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from benchmarks.rows import Row
-from hqsweep.config.gemms import grouped_shapes, linear_shapes
+from hqsweep.config.job import grouped_shapes, linear_shapes
 from hqsweep.config.model import ModelConfig, expert_width, ffn_width, has_experts
 from hqsweep.formats import Format
 from hqsweep.nn.core.recipe_argument import module_quantizers

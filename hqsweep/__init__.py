@@ -23,7 +23,7 @@ _HOME: dict[str, str] = {
     "nonfinite": "hqsweep.ops.quantize.nonfinite",
     "recipe": "hqsweep.recipe",
     "revert": "hqsweep.models.convert",
-    "unpacked": "hqsweep.models.unpacked",
+    "unpacked": "hqsweep.models.hf",
     "inspect_checkpoint": "hqsweep.checkpoints.foreign.inspect",
     "load_checkpoint": "hqsweep.checkpoints.foreign.load",
     "save_model": "hqsweep.checkpoints.save",

@@ -1,5 +1,5 @@
 """The process of runs: `python -m hqsweep.worker RUN_DIR` for one, and without it those that its parent hands over on
-stdin, one after another (sweep/engine/handover.py). Every engine starts this and nothing else.
+stdin, one after another (sweep/engine/process.py). Every engine starts this and nothing else.
 
 For each run it locks the folder, makes a typed config of config.yaml, gives the job a sink, and leaves the outcome in
 status.json and the exit code, which ends the process where another run may not follow:
@@ -28,13 +28,13 @@ from typing import Any
 from hqsweep.config.job import parse
 from hqsweep.config.jobs import JOBS
 from hqsweep.errors import EXIT_BUSY, EXIT_FAILED, EXIT_STORAGE, Damaged
+from hqsweep.host import Busy
 from hqsweep.jobs.isolation import isolated
 from hqsweep.jobs.sink import QuietSink
 from hqsweep.recipe.factories import FindFactory, Importer
-from hqsweep.sweep.engine.handover import serve, stop_with_parent
+from hqsweep.sweep.engine.process import serve, stop_with_parent
 from hqsweep.sweep.engine.ranks import Machines, Nodes, Signaled, launch_run, tell
 from hqsweep.sweep.engine.reasons import reason_of
-from hqsweep.sweep.store.locks import RunBusy
 from hqsweep.sweep.store.names import ranks_of, run_id
 from hqsweep.sweep.store.run_dir import CANCELLED, RunDir
 from hqsweep.track.machine import facts
@@ -121,7 +121,7 @@ def _alone(run: RunDir, do: Do) -> int:
     try:
         with run.lock(wait_s=LOCK_WAIT_S) as holds:
             return _work(run, holds, do)
-    except RunBusy:
+    except Busy:
         print(f"{run.name}: another worker has this run", flush=True)
         return EXIT_BUSY
 

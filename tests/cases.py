@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from hqsweep.formats import FORMATS, Format, bases, parse, spellings, words_of
+from hqsweep.formats.spec import NAMES as SPECS
 from hqsweep.quant import HybridQuantizer
 
 NAMES = tuple(FORMATS)
@@ -36,7 +37,7 @@ def _longest(name: str) -> list[str]:
 def _numbered(name: str) -> list[str]:
     """The name with each option that a number follows."""
     values = {"eps": "16.0", "history": "4"}
-    return [f"{name}+{option}{values[option]}" for option in FORMATS[name][0].NUMBERED]
+    return [f"{name}+{option}{values[option]}" for option in SPECS[name].numbered]
 
 
 EVERY_OPTION = tuple(

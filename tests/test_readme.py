@@ -50,7 +50,7 @@ def test_targets_and_paths_exist(name):
     for target in re.findall(r"(?:`|    )make ([a-z0-9-]+)", page):
         assert f"\n{target}:" in makefile, target
     for path in re.findall(r"`((?:hqsweep|csrc|tests|reports/benchmarks|benchmarks|conf|docs)/[^`*{ ]*)`", page):
-        if path not in ("conf/mine.yaml", "conf/recipe/mine.yaml", "conf/my_module.py"):
+        if "NAME" not in path and path not in ("conf/mine.yaml", "conf/recipe/mine.yaml", "conf/my_module.py"):
             assert (ROOT / path.partition("::")[0]).exists(), path
 
 
@@ -101,4 +101,4 @@ def test_what_is_experimental_is_called_so_in_the_docs_and_where_it_is_defined()
         assert f"hqsweep.quant.{thing.__name__}`" in section and "Experimental" in thing.__doc__
     import hqsweep.compat
 
-    assert "`hqsweep.compat`" in section and "Experimental" in hqsweep.compat.__doc__
+    assert "`hqsweep.compat`" in section and "experimental" in hqsweep.compat.__doc__.lower()

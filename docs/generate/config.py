@@ -16,10 +16,10 @@ from pydantic.fields import FieldInfo
 
 from docs.generate.source import table
 from hqsweep.cli.candidates import groups, names
-from hqsweep.config.errors import sections
 from hqsweep.config.job import config_class
 from hqsweep.config.jobs import JOBS
 from hqsweep.config.keys import Job
+from hqsweep.config.section import sections
 from hqsweep.config.study import StudyConfig
 
 HEADER = ("key", "type", "default", "what it is")

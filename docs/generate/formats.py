@@ -85,10 +85,11 @@ def _options(cls: type[Format], name: str) -> list[tuple[str, ...]]:
         return []
     said, defaults, rows = field_texts(cls), {f.name: f.default for f in dataclasses.fields(cls)}, []
     for option in options(name):
-        changed = cls.OPTIONS[option]
+        changed = cls.family.options[option]
         sets = ", ".join(f"{field}={value}" for field, value in changed.items())
         rows.append((f"+{option}", sets, _changed_buffers(name, option), " ".join(said.get(f, "") for f in changed)))
-    rows += [(f"+{o}N", f"{f}=N (default {defaults[f]})", "", said.get(f, "")) for o, (f, _) in cls.NUMBERED.items()]
+    for option, (field, _) in cls.family.numbered.items():
+        rows.append((f"+{option}N", f"{field}=N (default {defaults[field]})", "", said.get(field, "")))
     return rows
 
 

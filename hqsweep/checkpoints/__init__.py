@@ -1,1 +1,1 @@
-"""Checkpoints of others: Hugging Face folders, safetensors and torch files, torch.distributed.checkpoint's folders."""
+"""Checkpoints of other programs and of trainings over ranks."""

@@ -13,23 +13,23 @@ from hqsweep.checkpoints.foreign.load import as_plain, own_state, unwrapped
 from hqsweep.errors import UserError
 from hqsweep.models.hf import quietly
 from hqsweep.models.names import clean_name
-from hqsweep.parallel.wire.all_or_none import by_first, rank_in
 from hqsweep.parallel.wire.local import is_spread, local, spread_like, whole_tensor
+from hqsweep.parallel.wire.objects import by_first, rank_in
 from hqsweep.quant.serialize import save_safetensors
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 
 def save_model(model: nn.Module, path: str | os.PathLike[str]) -> Path:
-    """Write a model's weights, converted or not, and return where they are.
+    """Write a model's weights, converted or not, and return their path.
 
-    A model of Hugging Face becomes a folder that from_pretrained reads: its config.json beside safetensors, names as
-    transformers saves them. Of another model `path` is a file NAME.safetensors, or a folder for model.safetensors, with
-    the names of its state_dict; tied tensors are stored once, and the other names stand in the file's metadata.
-    Quantized weights are written as the float32 numbers that they stand for.
+    A model of Hugging Face becomes a folder that from_pretrained reads: its config.json beside safetensors, with names
+    as transformers saves them. For any other model `path` is a file NAME.safetensors, or a folder for
+    model.safetensors, with the names of its state_dict. Tied tensors are stored once, and the other names stand in the
+    file's metadata. Quantized weights are written as the float32 numbers that they stand for.
 
-    Of a model that is sharded over ranks (DTensors) all ranks call it, and the first one writes the whole tensors.
+    All ranks call it for a model that is sharded over ranks (DTensors); the first one writes the whole tensors.
 
-    What is written is whole or not there. Raises UserError where something is there already.
+    The files are whole or absent. Raises UserError where the path exists already.
     """
     path, model = Path(path), unwrapped(model)
     state = own_state(model)
@@ -43,7 +43,7 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> Path:
 
 
 def _save_spread(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> Path:
-    """The whole of every tensor, of which only the first rank keeps all."""
+    """Write every tensor whole; only the first rank keeps all of them."""
     first = rank_in() == 0
 
     def read(value: Tensor) -> Tensor | None:
@@ -76,8 +76,8 @@ def save_pretrained(
     beside: Mapping[str, bytes] | None = None,
     state: Mapping[str, Tensor] | None = None,
 ) -> Path:
-    """A Hugging Face model as a folder. beside: other files of it, such as the tokenizer's, by name. state: its tensors
-    by name, where the model has parts of them."""
+    """A Hugging Face model as a folder. beside: other files by name, such as the tokenizer's. state: tensors by name,
+    where the model has only parts of them."""
     with _whole(folder) as partial, quietly():
         model.save_pretrained(partial, **({} if state is None else {"state_dict": dict(state)}))
         for name, content in (beside or {}).items():

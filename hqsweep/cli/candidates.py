@@ -11,7 +11,7 @@ from typing import Any
 
 from hqsweep.config.jobs import JOBS
 from hqsweep.config.recipe_files import OWN, PACKAGED, names
-from hqsweep.config.safe_yaml import load_yaml
+from hqsweep.config.safe import load_yaml
 from hqsweep.errors import UserError
 from hqsweep.sweep.store.store import RunStore
 

@@ -34,8 +34,7 @@ def probe(
     Every matrix is quantized in every format and in both directions. Files may be larger than memory.
     """
     from hqsweep.jobs.probe.job import parse_quantizers
-    from hqsweep.jobs.probe.recipe import recipe_of
-    from hqsweep.jobs.probe.suggest import suggest
+    from hqsweep.jobs.probe.suggest import recipe_of, suggest
     from hqsweep.jobs.probe.tensor_files import find_matrices
     from hqsweep.report.pages import probe as report
     from hqsweep.report.pages.text import to_rich
@@ -288,8 +287,7 @@ def show_shards(
 
 def _print_shards(folder: Path, as_json: bool, *, verify: bool) -> None:
     from hqsweep.report.pages.text import TextTable, number, to_rich
-    from hqsweep.shards.reader import Shards
-    from hqsweep.shards.show import facts, sample
+    from hqsweep.shards.reader import Shards, facts, sample
 
     shards = Shards(folder)
     if verify:

@@ -152,8 +152,8 @@ def _load(name: str, config_dir: Path | None) -> Any:
     """The recipe, unless `run` would refuse it or its name."""
     from pydantic import ValidationError
 
-    from hqsweep.config.errors import sentence
-    from hqsweep.config.recipe import RecipeConfig
+    from hqsweep.config.job import RecipeConfig
+    from hqsweep.config.section import sentence
     from hqsweep.errors import UserError
     from hqsweep.recipe.factories import factory_name
     from hqsweep.recipe.schedule import parse_recipe

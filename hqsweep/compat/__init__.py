@@ -3,13 +3,13 @@
     from transformer_engine.common.recipe import CustomRecipe            from hqsweep.compat import CustomRecipe
     from transformer_engine.pytorch.tensor.nvfp4_tensor import ...  ->   from hqsweep.compat import ...
 
-Names, arguments, their order and their defaults are those of TransformerEngine d0067d0 (2.20: custom_recipes/, tensor/,
-quantization.py, module/). What the calls of quantizers return are this package's frozen quantizers. Two kinds of
-arguments say nothing here: `rowwise` and `columnwise` (the GEMM decides which directions are made), and `device`. An
-option that would change a number and is not there is an error. Experimental, as roles and custom recipes are there.
+Names, arguments, their order and their defaults are as in TransformerEngine d0067d0 (2.20: custom_recipes/, tensor/,
+quantization.py, module/). Calls of quantizers return this package's frozen quantizers. Two kinds of arguments have no
+effect here: `rowwise` and `columnwise` (the GEMM decides which directions are made), and `device`. An unsupported
+option that would change a number is an error. Roles and custom recipes are experimental, as they are there.
 
-Modules compute in the dtype of their activations, as there: hqsweep.compat.activation_dtype. Their checkpoints load:
-hqsweep.compat.checkpoint_keys. `hqsweep recipe export NAME --to transformer-engine` is the way back.
+Modules compute in the dtype of their activations: hqsweep.compat.activation_dtype. Checkpoints of TransformerEngine's
+modules load: hqsweep.compat.checkpoint_keys. `hqsweep recipe export NAME --to transformer-engine` is the way back.
 """
 
 from hqsweep.compat.checkpoint_keys import transformer_engine_state_dict
@@ -17,6 +17,7 @@ from hqsweep.compat.grouped_linear import GroupedLinear
 from hqsweep.compat.layers import LayerNormMLP, MultiheadAttention, TransformerLayer
 from hqsweep.compat.linear import LayerNormLinear, Linear
 from hqsweep.compat.quantizers import (
+    CustomRecipe,
     DelayedScalingRequest,
     DType,
     Float8BlockQuantizer,
@@ -26,16 +27,17 @@ from hqsweep.compat.quantizers import (
     IdentityQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
+    autocast,
     current_scaling_factory,
     delayed_scaling_factory,
     float8_block_scaling_factory,
     high_precision_factory,
     mxfp8_factory,
     nvfp4_factory,
+    quantized_model_init,
     quantizer_factory,
     te_device_type,
 )
-from hqsweep.compat.recipe import CustomRecipe, autocast, quantized_model_init
 from hqsweep.quant import GroupedTensor
 from hqsweep.recipe.roles import QuantizerRole
 

@@ -29,17 +29,17 @@ FORMATS = {
     torch.float16: Identity(name="fp16"),
     torch.bfloat16: Identity(name="bf16"),
 }
-"""Dtype of activations -> the format of an operand that is not quantized."""
+"""Dtype of activations -> the format of an unquantized operand."""
 BF16 = FORMATS[torch.bfloat16]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToBF16(Identity):
-    """bfloat16 that a quantizer asks for by its dtype: values are rounded to it, whatever activations are in."""
+    """bfloat16 that a quantizer asks for by its dtype: values are rounded to it, for activations of any dtype."""
 
 
 def params_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of the parameters of a module: torch's default where none is given."""
+    """The dtype of a module's parameters: torch's default where none is given."""
     return _checked("torch.get_default_dtype()", "the dtype", torch.get_default_dtype()) if dtype is None else dtype
 
 

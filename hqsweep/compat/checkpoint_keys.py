@@ -11,10 +11,10 @@ A module's own state_dict has this package's keys, and these load as well. Below
     TransformerLayer        self_attention.*, layernorm_mlp.*  ->  attn.*, mlp.*
     all                     _extra_state: empty, and not read; see below
 
-The weight of q, k and v in one piece (fuse_qkv_params) has its rows in the order of heads there, unless
-qkv_weight_interleaved is False: it loads into a module that is built with both options, and is refused elsewhere. An
-_extra_state that is not empty is a pickle of the recipe and, of delayed scaling, of scales and histories. It is not
-read, which a warning says; histories then begin anew.
+With fuse_qkv_params the weight of q, k and v is one piece, whose rows are in the order of heads unless
+qkv_weight_interleaved is False. It loads into a module that is built with both options, and is refused elsewhere. An
+_extra_state that is not empty is a pickle: the recipe, and the scales and histories of delayed scaling. A warning says
+that it is not read; histories then begin anew.
 """
 
 import warnings
@@ -35,11 +35,11 @@ class TakesKeys(nn.Module):
     """A module whose load_state_dict takes TransformerEngine's keys, too."""
 
     KEYS: ClassVar[Mapping[str, str]] = {}
-    """TransformerEngine's key -> that of this module; a key that ends in a dot stands for all that begin with it."""
+    """TransformerEngine's key -> this module's key. A key that ends in a dot stands for all keys that begin with it."""
     pieces: int = 1
     """The matrices that lie one below the other in the weight; TransformerEngine has names for three."""
     fused_qkv = False
-    """Whether its weight of q, k and v is one, as that of this module is."""
+    """Whether its weight of q, k and v lies in one piece."""
     has_extra_state = True
     """Whether its state_dict has an _extra_state there."""
 
@@ -52,7 +52,7 @@ class TakesKeys(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def give_keys(self, state: State, prefix: str) -> None:
-        """Rename what a state_dict has of this module, whose children have done so, as TransformerEngine has it."""
+        """Rename this module's keys in a state_dict to TransformerEngine's; its children have done so."""
         if self.pieces == len(QKV) and not self.fused_qkv:
             for name in ("weight", "bias"):
                 _split(state, prefix, name)

@@ -1,6 +1,6 @@
-"""A recipe as a Python module for TransformerEngine: a quantizer factory that gives what the recipe says.
+"""A recipe as a Python module for TransformerEngine: a quantizer factory that returns the recipe's quantizers.
 
-The module imports TransformerEngine and nothing of ours. hqsweep.compat runs it here with other imports.
+The module imports TransformerEngine and nothing from hqsweep. hqsweep.compat runs it here with other imports.
 """
 
 import re
@@ -45,7 +45,7 @@ def to_transformer_engine(recipe: AnyRecipe, name: str, layers: int | None = Non
     layers: the number of layers of the model, for overrides that count them.
 
     Raises:
-        UserError: every slot whose format TransformerEngine has not, or what else cannot be said there.
+        UserError: every slot whose format TransformerEngine lacks, and everything else that it cannot express.
     """
     stages = [(0, recipe), *((change.at, change.recipe) for change in recipe.schedule)]
     bodies = [_stage(variant, index, layers) for index, (_, variant) in enumerate(stages)]
@@ -58,7 +58,7 @@ def to_transformer_engine(recipe: AnyRecipe, name: str, layers: int | None = Non
     standard = {"re.search(": "import re", "fnmatchcase(": "from fnmatch import fnmatchcase", "torch.": "import torch"}
     imports = [line for use, line in standard.items() if use in code]
     theirs = [f"from {module} import {used}" for used, module in MODULES.items() if re.search(rf"\b{used}[(.]", code)]
-    name = name.encode("unicode_escape").decode().replace('"', '\\"')  # it may be that of a file, and ends no string
+    name = name.encode("unicode_escape").decode().replace('"', '\\"')  # it must not end a string
     title = (
         f'"""Recipe \'{name}\' as a quantizer factory for TransformerEngine, written by hqsweep recipe export.\n\n'
         "    with autocast(recipe=recipe):\n        output = model(input)\n\n"

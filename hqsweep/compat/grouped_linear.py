@@ -8,15 +8,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hqsweep.compat.activation_dtype import InActivationDtype, built_in, params_dtype
+from hqsweep.compat.arguments import GROUPED_LINEAR, OF_GROUPED_CALL
 from hqsweep.compat.checkpoint_keys import TakesKeys
-from hqsweep.compat.parts import check_ranks, drawn_whole, link_part, part_of, ranks_of, write_part
-from hqsweep.compat.signatures import GROUPED_LINEAR, OF_GROUPED_CALL
+from hqsweep.compat.linear import check_ranks, drawn_whole, link_part, part_of, ranks_of, write_part
 from hqsweep.errors import UserError
 from hqsweep.nn.core.context import HIGH_PRECISION
 from hqsweep.nn.core.options import GroupedLinearOptions
 from hqsweep.nn.core.parameter import link_states
 from hqsweep.nn.experts.grouped_linear import GroupedLinear as _GroupedLinear
-from hqsweep.parallel.overlap.shared_linear import TensorParallel
+from hqsweep.parallel.shared.exchange import LinearShare
+from hqsweep.parallel.shared.experts import SharedExperts
 
 OPTIONS = (
     "bias", "fuse_wgrad_accumulation", "save_original_input", "single_grouped_weight", "single_grouped_bias",
@@ -28,12 +29,13 @@ class GroupedLinear(TakesKeys, InActivationDtype, _GroupedLinear):
     """num_gemms experts, in high precision outside of autocast, in the dtype of x.
 
     parallel_mode notes on the parameters how they are cut (set_tensor_parallel_attributes). With tp_size, or a tp_group
-    of several ranks, weights are this rank's part, of out_features ("column") or in_features ("row"); as in
-    TransformerEngine the caller gathers x and sums y, or dx, and sequence_parallel says nothing. Every rank has the
-    same rows. Operands have the bytes of the whole: ranks exchange amaxes where a format has one of the whole.
-    init_method draws the weights [out_features, in_features], one after the other, whole on every rank. UserError for
-    an option that would change a number and is not there, and at the call for parts that cut a block, and without the
-    group.
+    of several ranks, weights are this rank's part along out_features ("column") or in_features ("row"). As in
+    TransformerEngine the caller gathers x and sums y, or dx, and sequence_parallel has no effect. Every rank has the
+    same rows. Operands have the bytes of the whole: ranks exchange amaxes where a format has one for the whole.
+    init_method draws the weights [out_features, in_features] one after the other, whole on every rank.
+
+    UserError for an unsupported option that would change a number; at the call, for parts that cut a block, and without
+    the group.
     """
 
     def __init__(self, num_gemms: int, in_features: int, out_features: int, *positional: Any, **arguments: Any) -> None:
@@ -61,7 +63,7 @@ class GroupedLinear(TakesKeys, InActivationDtype, _GroupedLinear):
             self._take_part()
 
     def _check_ranks(self, in_features: int, out_features: int, bias: bool) -> None:
-        """UserError for what ranks cannot share."""
+        """UserError for options that ranks cannot share."""
         size = {"column": out_features, "row": in_features}.get(self._mode)
         if size is None:
             raise UserError(f"GroupedLinear: tp_size={self._ranks} without a parallel_mode; give 'column' or 'row'")
@@ -75,13 +77,13 @@ class GroupedLinear(TakesKeys, InActivationDtype, _GroupedLinear):
             raise UserError(f"GroupedLinear: {what}={size} does not divide by tp_size={self._ranks}")
 
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | None) -> None:
-        """The ranks that share the experts, whose weights become the parts of this one. UserError for another number of
-        them than tp_size."""
+        """Set the ranks that share the experts, whose weights become this rank's parts. UserError for another number of
+        ranks than tp_size."""
         ranks = 1 if tp_group is None else tp_group.size()
         if ranks != self._ranks:
             raise UserError(f"{self.name}: a tp_group of {ranks} ranks, where tp_size is {self._ranks}")
         if ranks > 1:
-            self.parallel = TensorParallel(group=tp_group, mode=self._mode, sums=False)
+            self.parallel = SharedExperts(features=LinearShare(group=tp_group, mode=self._mode, sums=False))
             self.workspace.clear()
         if ranks > 1 or self._draw is not None:
             self._take_part()
@@ -94,14 +96,19 @@ class GroupedLinear(TakesKeys, InActivationDtype, _GroupedLinear):
             torch.set_rng_state(state)
             self._take_part()
 
+    @property
+    def _share(self) -> LinearShare | None:
+        """How ranks share the features of each expert."""
+        return None if self.parallel is None else self.parallel.features
+
     def _take_part(self) -> None:
-        """The weights of this rank, of wholes that are drawn on every one."""
+        """This rank's parts of weights that every rank draws whole."""
         rank = 0 if self.parallel is None else self.parallel.group.rank()
         wholes = (drawn_whole(self._draw, *self._whole, self.weight_dtype) for _ in range(self.num_experts))
         parts = [part_of(whole, self._mode, rank, self._ranks) for whole in wholes]
         link_states(self.weights, self.states)  # which weights in another dtype have lost
         for weight, values in zip(self.weights, [parts] if self.single_grouped_weight else parts, strict=True):
-            link_part(self.name, weight, self.parallel)
+            link_part(self.name, weight, self._share)
             write_part(weight, torch.stack(values) if self.single_grouped_weight else values)
 
     @property
@@ -115,12 +122,12 @@ class GroupedLinear(TakesKeys, InActivationDtype, _GroupedLinear):
         return self.num_experts
 
     def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor, *positional: Any, **arguments: Any) -> Tensor:
-        """forward(inp, m_splits). is_first_microbatch has no effect: quantization(cache_weights=True) keeps weights
-        that nobody has written. UserError for out and dgrad_out."""
+        """forward(inp, m_splits). is_first_microbatch has no effect: quantization(cache_weights=True) keeps the
+        operands of unchanged weights. UserError for out and dgrad_out."""
         if positional or arguments:
             OF_GROUPED_CALL.given(positional, arguments, self.name)
         if self._ranks > 1:
-            check_ranks(self.name, self._ranks, self.parallel)
+            check_ranks(self.name, self._ranks, self._share)
             for weight in self.weights:
-                link_part(self.name, weight, self.parallel)  # which load_state_dict may have replaced
+                link_part(self.name, weight, self._share)  # which load_state_dict may have replaced
         return super().forward(self.take(inp), m_splits)

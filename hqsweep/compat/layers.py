@@ -12,18 +12,17 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hqsweep.compat.activation_dtype import InActivationDtype, activations
-from hqsweep.compat.arguments import shown
-from hqsweep.compat.checkpoint_keys import EXTRA_STATE, TakesKeys, drop_extra_state
-from hqsweep.compat.linear import LayerNormLinear, Linear
-from hqsweep.compat.parts import ranks_of
-from hqsweep.compat.signatures import (
+from hqsweep.compat.arguments import (
     LAYERNORM_MLP,
     MULTIHEAD_ATTENTION,
     OF_ATTENTION_CALL,
     OF_LAYER_CALL,
     OF_MLP_CALL,
     TRANSFORMER_LAYER,
+    shown,
 )
+from hqsweep.compat.checkpoint_keys import EXTRA_STATE, TakesKeys, drop_extra_state
+from hqsweep.compat.linear import LayerNormLinear, Linear, ranks_of
 from hqsweep.errors import UserError
 from hqsweep.nn.attention.attention import DotProductAttention
 from hqsweep.nn.attention.multihead_attention import MultiheadAttention as _MultiheadAttention
@@ -36,6 +35,7 @@ from hqsweep.nn.linear.layernorm_mlp import LayerNormMLP as _LayerNormMLP
 from hqsweep.nn.linear.mlp_function import joins
 from hqsweep.ops.model.activation import INPUTS
 from hqsweep.ops.quantize.kernels import in_dtype
+from hqsweep.parallel.shared.attention import share_attention
 
 SHARED = (
     "tp_group", "tp_size", "sequence_parallel", "fuse_wgrad_accumulation", "params_dtype", "bias",
@@ -65,7 +65,7 @@ class _OverRanks(TakesKeys):
     """A module of several linears that ranks may share, each of whose calls is in the dtype of its input."""
 
     def take(self, x: Tensor) -> Tensor:
-        """x in the dtype of a call with it, which becomes that of all modules inside."""
+        """Return x in the dtype of a call with it, and give all modules inside that dtype."""
         x = activations(type(self).__name__, x)
         self.set_dtype(x.dtype)
         return x
@@ -84,7 +84,7 @@ class _OverRanks(TakesKeys):
             raise UserError(f"{kind}: tp_size={self.ranks} without set_parallel_mode; give set_parallel_mode=True")
 
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | None) -> None:
-        """Set the ranks that share the module. UserError for another number of them than tp_size."""
+        """Set the ranks that share the module. UserError for another number of ranks than tp_size."""
         for child in self.children():
             if hasattr(child, "set_tensor_parallel_group"):
                 child.set_tensor_parallel_group(tp_group)
@@ -93,9 +93,10 @@ class _OverRanks(TakesKeys):
 class LayerNormMLP(_OverRanks, _LayerNormMLP):
     """fc2(activation(fc1(norm(x)))), in high precision outside of autocast.
 
-    With set_parallel_mode the ranks of tp_group have an equal number of inner features each, as Linear does it: fc1 by
-    column and fc2 by row. activation: "gelu" or "swiglu". init_method draws the weight of fc1, output_layer_init_method
-    that of fc2, whole on every rank. UserError for an option that would change a number and is not supported.
+    With set_parallel_mode the ranks of tp_group have an equal number of inner features each, as in Linear: fc1 by
+    column and fc2 by row. activation: "gelu" or "swiglu". init_method draws the weight of fc1, and
+    output_layer_init_method the weight of fc2, whole on every rank. UserError for an unsupported option that would
+    change a number.
     """
 
     KEYS: ClassVar[Mapping[str, str]] = {
@@ -116,8 +117,8 @@ class LayerNormMLP(_OverRanks, _LayerNormMLP):
         self.fc2 = Linear(ffn_hidden_size, hidden_size, name=f"{name}.fc2", **modes, **shared)
 
     def forward(self, inp: Tensor, *positional: Any, **arguments: Any) -> Tensor:
-        """forward(inp). is_first_microbatch has no effect: quantization(cache_weights=True) keeps weights that nobody
-        has written."""
+        """forward(inp). is_first_microbatch has no effect: quantization(cache_weights=True) keeps the operands of
+        unchanged weights."""
         if positional or arguments:
             OF_MLP_CALL.given(positional, arguments)
         return super().forward(inp)
@@ -139,10 +140,10 @@ class LayerNormMLP(_OverRanks, _LayerNormMLP):
 class MultiheadAttention(_OverRanks, _MultiheadAttention):
     """Self-attention of x [S, B, D] ("sbhd") or [B, S, D] ("bshd"), in high precision outside of autocast.
 
-    With set_parallel_mode the ranks of tp_group have an equal number of heads each, as Linear does it: qkv by column
-    and proj by row. attn_mask_type: "causal" or "no_mask". q, k and v lie one below the other in the weight of qkv,
-    which init_method draws; output_layer_init_method draws that of proj. UserError for an option that would change a
-    number and is not supported, such as dropout, which has to be given as 0.
+    With set_parallel_mode the ranks of tp_group have an equal number of heads each, as in Linear: qkv by column and
+    proj by row. attn_mask_type: "causal" or "no_mask". q, k and v lie one below the other in the weight of qkv, which
+    init_method draws; output_layer_init_method draws the weight of proj. UserError for an unsupported option that would
+    change a number; dropout, for example, must be given as 0.
     """
 
     KEYS: ClassVar[Mapping[str, str]] = {"layernorm_qkv.": "qkv."}
@@ -188,17 +189,16 @@ class MultiheadAttention(_OverRanks, _MultiheadAttention):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | None) -> None:
-        """Set the ranks that share the module. UserError for another number of them than tp_size."""
+        """Set the ranks that share the module. UserError for another number of ranks than tp_size."""
         super().set_tensor_parallel_group(tp_group)
         self._share_heads(tp_group)
 
     def _share_heads(self, group: ProcessGroup | None) -> None:
-        self.dpa.group = group if self.ranks > 1 else None
+        share_attention(self.dpa, heads=group if self.ranks > 1 else None)
 
     def forward(self, hidden_states: Tensor, *positional: Any, **arguments: Any) -> Tensor:
-        """forward(hidden_states), with checkpoint_core_attention as hqsweep.nn's has it. is_first_microbatch has no
-        effect. UserError for a mask, for another attn_mask_type than that of the module, and for another argument that
-        is not supported."""
+        """forward(hidden_states), with checkpoint_core_attention as in hqsweep.nn. is_first_microbatch has no effect.
+        UserError for a mask, for another attn_mask_type than the module's, and for an unsupported argument."""
         given = OF_ATTENTION_CALL.given(positional, arguments) if positional or arguments else {}
         _same_mask("MultiheadAttention", "attn_mask_type", given.get("attn_mask_type"), self.attn_mask_type)
         return super().forward(hidden_states, bool(given.get("checkpoint_core_attention")))
@@ -224,9 +224,9 @@ class MultiheadAttention(_OverRanks, _MultiheadAttention):
 class TransformerLayer(_OverRanks, _TransformerLayer):
     """x + self_attention(x), then x + mlp(x), each of which begins with a norm, in high precision outside of autocast.
 
-    Arguments are those of MultiheadAttention and LayerNormMLP, attn_input_format for qkv_format and self_attn_mask_type
-    for attn_mask_type. UserError for an option that would change a number and is not supported, such as dropout, which
-    has to be given as 0.
+    Arguments are as in MultiheadAttention and LayerNormMLP, with attn_input_format for qkv_format and
+    self_attn_mask_type for attn_mask_type. UserError for an unsupported option that would change a number; dropout, for
+    example, must be given as 0.
     """
 
     KEYS: ClassVar[Mapping[str, str]] = {"self_attention.": "attn.", "layernorm_mlp.": "mlp."}
@@ -255,9 +255,8 @@ class TransformerLayer(_OverRanks, _TransformerLayer):
         self.mlp = LayerNormMLP(hidden_size, ffn_hidden_size, **inner, **both)
 
     def forward(self, hidden_states: Tensor, *positional: Any, **arguments: Any) -> Tensor:
-        """forward(hidden_states), with checkpoint_core_attention as hqsweep.nn's has it. is_first_microbatch has no
-        effect. UserError for a mask, for another self_attn_mask_type than that of the layer, and for another argument
-        that is not supported."""
+        """forward(hidden_states), with checkpoint_core_attention as in hqsweep.nn. is_first_microbatch has no effect.
+        UserError for a mask, for another self_attn_mask_type than the layer's, and for an unsupported argument."""
         given = OF_LAYER_CALL.given(positional, arguments) if positional or arguments else {}
         kind, name = "TransformerLayer", "self_attn_mask_type"
         _same_mask(kind, name, given.get(name), self.self_attn_mask_type)

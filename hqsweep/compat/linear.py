@@ -1,16 +1,19 @@
-"""transformer_engine.pytorch.Linear and LayerNormLinear, by their names, on this package's."""
+"""transformer_engine.pytorch.Linear and LayerNormLinear, by their names, and the part of a weight that each rank has.
 
-from collections.abc import Mapping, Sequence
+Every rank draws the whole weight alike, and keeps its part as a tensor of its own, plain or held quantized.
+"""
+
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hqsweep.compat.activation_dtype import InActivationDtype, built_in, params_dtype
+from hqsweep.compat.arguments import LAYERNORM_LINEAR, LINEAR, OF_LINEAR_CALL
 from hqsweep.compat.checkpoint_keys import TakesKeys
-from hqsweep.compat.parts import check_ranks, drawn_whole, link_part, part_of, ranks_of, write_part
-from hqsweep.compat.signatures import LAYERNORM_LINEAR, LINEAR, OF_LINEAR_CALL
 from hqsweep.errors import UserError
 from hqsweep.nn.core.context import HIGH_PRECISION
 from hqsweep.nn.core.options import LayerNormLinearOptions, LinearOptions
@@ -18,18 +21,21 @@ from hqsweep.nn.core.parameter import link_states
 from hqsweep.nn.core.residual import Branch
 from hqsweep.nn.linear.layernorm_linear import LayerNormLinear as _LayerNormLinear
 from hqsweep.nn.linear.linear import Linear as _Linear
-from hqsweep.parallel.overlap.shared_linear import Exchange, TensorParallel
+from hqsweep.parallel.shards.held_part import become_part
+from hqsweep.parallel.shared.exchange import LinearShare
+from hqsweep.parallel.shared.linear import TensorParallel
+from hqsweep.quant.tensor import HybridQuantizedTensor
 
 TOKENS = 0
 """The axis along which tokens lie split: tensors are [sequence, batch, features]."""
 
 
 class _Shared(TakesKeys, InActivationDtype):
-    """What tensor parallelism adds to a linear of TransformerEngine's arguments: a rank has parameters of its part,
-    whose weight may be held quantized, and exchanges over the group what it computes of them."""
+    """Base of linears with TransformerEngine's arguments, for tensor parallelism: a rank has its part of the
+    parameters, plain or held quantized, and exchanges results over the group."""
 
     pieces: int = 1
-    """Matrices that lie one below the other in the weight, of each of which a rank has its part."""
+    """How many matrices lie one below the other in the weight; a rank has its part of each."""
 
     def _build(
         self,
@@ -64,8 +70,8 @@ class _Shared(TakesKeys, InActivationDtype):
             self._take_part(0)
 
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | None) -> None:
-        """The ranks that share the linear, whose weight becomes the part of this one. UserError for another number of
-        them than tp_size."""
+        """Set the ranks that share the linear, whose weight becomes this rank's part. UserError for another number of
+        ranks than tp_size."""
         if tp_group is None or tp_group.size() == 1:
             if self._ranks == 1 and getattr(self, "_draw", None) is not None:
                 self._take_part(0)
@@ -84,15 +90,15 @@ class _Shared(TakesKeys, InActivationDtype):
             torch.set_rng_state(state)
             self._take_part(0 if self.parallel is None else self.parallel.group.rank())
 
-    def exchange(self, shape: Sequence[int]) -> Exchange | None:
-        """Linear.exchange. UserError where no group says which ranks share the linear."""
+    def linear_facts(self) -> dict[str, Any]:
+        """Linear.linear_facts(). UserError where no group says which ranks share the linear."""
         if self._ranks > 1:
             check_ranks(self.name, self._ranks, self.parallel)
             link_part(self.name, self.weight, self.parallel)  # which load_state_dict may have replaced
-        return super().exchange(shape)
+        return super().linear_facts()
 
     def _take_part(self, rank: int) -> None:
-        """The weight of this rank, of a whole that is drawn on every one."""
+        """This rank's part of a weight that every rank draws whole."""
         whole = drawn_whole(self._draw, *self._whole, self.weight.dtype)
         link_part(self.name, self.weight, self.parallel)
         link_states([self.weight], self.states)  # which a weight in another dtype has lost
@@ -102,14 +108,14 @@ class _Shared(TakesKeys, InActivationDtype):
 class Linear(_Shared, _Linear):
     """y = x @ weight.T (+ bias), in high precision outside of autocast, in the dtype of x.
 
-    Arguments are those of TransformerEngine, by name or in its order; those that have no effect here are hints.
-    tp_group, tp_size, parallel_mode: "column" has out_features / tp_size on each rank, "row" in_features / tp_size; the
-    group exchanges as hqsweep.parallel.tensor's styles do, and may come later by set_tensor_parallel_group.
+    Arguments are TransformerEngine's, by name or in its order; some have no effect here and are hints. tp_group,
+    tp_size, parallel_mode: "column" has out_features / tp_size on each rank, "row" in_features / tp_size. The group
+    exchanges as in hqsweep.parallel.tensor's styles, and may come later by set_tensor_parallel_group.
     sequence_parallel: tokens of x ("column") or y ("row") [sequence, ...] lie split over the group.
     fuse_wgrad_accumulation: dw is added to weight.main_grad. init_method draws the whole weight [out_features,
-    in_features], alike on ranks whose generators are; each takes its part. params_dtype: the dtype of the parameters
-    and of their gradients, torch's default dtype where it is None. UserError for an option that would change a number
-    and is not there.
+    in_features], alike on ranks whose generators are equal; each rank keeps its part. params_dtype: the dtype of
+    parameters and their gradients; None: torch's default dtype. UserError for an unsupported option that would change a
+    number.
     """
 
     def __init__(self, in_features: int, out_features: int, *positional: Any, **arguments: Any) -> None:
@@ -121,8 +127,8 @@ class Linear(_Shared, _Linear):
         self._build(_Linear, (in_features, out_features), options, given | {"name": given["name"] or "linear"})
 
     def forward(self, inp: Tensor, *positional: Any, **arguments: Any) -> Tensor:
-        """forward(inp). is_first_microbatch has no effect: quantization(cache_weights=True) keeps weights that nobody
-        has written. UserError for fp8_output and fp8_grad."""
+        """forward(inp). is_first_microbatch has no effect: quantization(cache_weights=True) keeps the operands of
+        unchanged weights. UserError for fp8_output and fp8_grad."""
         if positional or arguments:
             OF_LINEAR_CALL.given(positional, arguments, self.name)
         return super().forward(self.take(inp))
@@ -130,7 +136,7 @@ class Linear(_Shared, _Linear):
 
 class LayerNormLinear(_Shared, _LayerNormLinear):
     """Linear of a norm of x, by the same arguments and eps and normalization. Its gain is `norm.weight`. With
-    sequence_parallel gradients of the norm are those of this rank's tokens, and its parameters have the attribute
+    sequence_parallel gradients of the norm come from this rank's tokens alone. Its parameters then have the attribute
     sequence_parallel, by which Megatron sums them."""
 
     KEYS: ClassVar[Mapping[str, str]] = {"layer_norm_weight": "norm.weight", "layer_norm_bias": "norm.bias"}
@@ -157,3 +163,57 @@ class LayerNormLinear(_Shared, _LayerNormLinear):
 
     def _added(self, x: Tensor, branch: Branch) -> tuple[Tensor, Tensor]:
         return super()._added(self.take(x), branch)
+
+
+def drawn_whole(draw: Callable[[Tensor], Any] | None, inputs: int, outputs: int, dtype: torch.dtype) -> Tensor:
+    """A weight [outputs, inputs] in dtype by `draw`, or as Linear draws it without, in float32."""
+    whole = torch.empty(outputs, inputs, dtype=torch.float32 if draw is None else dtype)
+    with torch.no_grad():
+        if draw is None:
+            nn.init.normal_(whole, std=1 / math.sqrt(inputs))
+        else:
+            draw(whole)
+    return whole
+
+
+def part_of(whole: Tensor, mode: str | None, rank: int, ranks: int, pieces: int = 1) -> Tensor:
+    """A rank's part of a weight [N, K]: columns ("row"), or rows of each piece; pieces lie one below the other."""
+    if mode == "row":
+        return whole.chunk(ranks, 1)[rank]
+    return whole.unflatten(0, (pieces, -1)).chunk(ranks, 1)[rank].flatten(0, 1)
+
+
+def link_part(name: str, weight: Tensor, parallel: LinearShare | None) -> None:
+    """Make a held weight this rank's part, so that writes have the bytes of the whole. Nothing changes where the weight
+    is plain, or ranks do not share it. UserError, with the module's name, for a part that cuts a block."""
+    if parallel is None or not isinstance(weight, HybridQuantizedTensor):
+        return
+    if weight.part is not None and weight.part.group is parallel.group:
+        return
+    try:
+        become_part(weight, parallel.part_of("weight"))
+    except UserError as error:
+        raise UserError(f"{name}: weight: {error}") from None
+
+
+@torch.no_grad()
+def write_part(weight: Tensor, values: Tensor) -> None:
+    """Give a weight its first values; one that is held quantized draws the random bits of its first writing."""
+    if isinstance(weight, HybridQuantizedTensor):
+        weight.quantize_(values, key=weight.metadata.key)
+    else:
+        weight.copy_(values)
+
+
+def ranks_of(tp_size: int, tp_group: Any) -> int:
+    """How many ranks share a module."""
+    return tp_size if tp_group is None else tp_group.size()
+
+
+def check_ranks(name: str, ranks: int, parallel: LinearShare | None) -> None:
+    """UserError for a call of a module that ranks are to share before it knows which."""
+    if parallel is None:
+        raise UserError(
+            f"{name}: tp_size={ranks}, and no tp_group says which ranks these are; give tp_group, or call"
+            " set_tensor_parallel_group before the module"
+        )

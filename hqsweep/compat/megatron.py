@@ -1,10 +1,10 @@
 """Megatron-Core's distributed optimizer for weights that are held quantized.
 
-Megatron's DistributedDataParallel lays weights and gradients in flat buffers, of which each data-parallel rank updates
-a fragment in FP32. What it does with TransformerEngine's FP8 weights it does, after adapt_megatron(), with this
-package's as well, in every format and both directions: their fragments go through quantize_master_weights. Megatron's
-buffer has a byte for each element, and holds the rowwise codes where these are bytes from which the other operand
-follows.
+Megatron's DistributedDataParallel lays weights and gradients in flat buffers, and each data-parallel rank updates a
+fragment of these in FP32. It has a way for TransformerEngine's FP8 weights. After adapt_megatron() it takes this
+package's weights the same way, in every format and both directions: fragments go through quantize_master_weights.
+Megatron's buffer has a byte for each element. It holds the rowwise codes where these are bytes from which the other
+operand follows.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,19 +32,19 @@ def adapt_megatron() -> None:
     """Have DistributedDataParallel and DistributedOptimizer of Megatron-Core (0.16) take HybridQuantizedTensor
     parameters, as quantized_model_init(preserve_high_precision_init_val=True) makes them, beside all others.
 
-    Call it once in each process before the model is wrapped. Masters start from the preserved values. After each
-    optimizer step, and the gather of parameters that follows it, every rank has the whole weight, quantized from the
-    masters of all ranks, to the byte what one process makes of them.
+    Call it once in each process before the model is wrapped. Masters start from the preserved values. An optimizer step
+    ends with a gather of parameters; then every rank has the whole weight, quantized from the masters of all ranks,
+    with the bytes of one process.
 
-    What travels: of a weight with codes of a byte whose columnwise operand follows from them (fp8_current, tiles of
-    fp8_block+2d and mxfp8+2d, @rowwise_dequantized with rows in 8 or 6 bits) Megatron's own gather sends the codes, one
-    byte an element, and quantize_master_weights the scales and the rows that fragments cut. Of all others, such as
-    "mxfp8", "nvfp4" and fp8_delayed, whose second operand is made of the original values, and of 4-bit codes, of which
-    a rank's part of Megatron's buffer is not what it updates, quantize_master_weights sends the values in the source
-    dtype; Megatron's buffer of one byte an element is still there, and gathered, but nothing reads it.
+    Two cases differ in what travels. Some weights have codes of a byte from which the columnwise operand follows:
+    fp8_current, tiles of fp8_block+2d and mxfp8+2d, @rowwise_dequantized with rows in 8 or 6 bits. Megatron's own
+    gather sends their codes, one byte an element; quantize_master_weights sends the scales and the rows that fragments
+    cut. In other formats the second operand is made from original values ("mxfp8", "nvfp4", fp8_delayed), or a rank's
+    part of the buffer is not the part that it updates (4-bit codes). Then quantize_master_weights sends the values in
+    the source dtype. Megatron's buffer of one byte an element is still there, and gathered, but it is not read.
 
-    UserError where Megatron-Core is missing, and, when a model is wrapped, for reuse_grad_buf_for_mxfp8_param_ag, which
-    would write the bytes of that buffer into weights as values.
+    UserError where Megatron-Core is missing. UserError when a model is wrapped with reuse_grad_buf_for_mxfp8_param_ag,
+    which would write the bytes of that buffer into weights as values.
     """
     try:
         modules = [import_module(name) for name in MODULES]
@@ -78,8 +78,8 @@ def _is_gathered(tensor: Any) -> bool:
 
 
 def _move_storage(plain: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
-    """A function that also moves the codes of held weights, where a rank's part of the buffer, of a byte for each
-    element, is the codes of the elements that it updates, and all else follows from them."""
+    """A function that also moves the codes of held weights. It does so where a rank's part of the buffer, one byte an
+    element, holds the codes that the rank updates, and everything else follows from them."""
 
     def move(tensor: Tensor, buffer: Tensor) -> None:
         if not _is_held(tensor):

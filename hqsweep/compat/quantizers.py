@@ -1,19 +1,28 @@
-"""Quantizers and factories by TransformerEngine's names and arguments; calls return this package's frozen values."""
+"""Quantizers, recipes and contexts by TransformerEngine's names and arguments.
 
-from collections.abc import Callable
+Calls of quantizers return the frozen values of this package. CustomRecipe, autocast and quantized_model_init take
+TransformerEngine's arguments in its order.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 
+from hqsweep import nn
 from hqsweep.compat.activation_dtype import BF16, FORMATS, ToBF16
 from hqsweep.compat.arguments import flag, refuse, shown, taken
 from hqsweep.errors import UserError
 from hqsweep.formats import MX, NVFP4, Fp8Block, Fp8Current, parse
 from hqsweep.formats import Format as _Format
 from hqsweep.quant.hybrid import HybridQuantizer as _Quantizer
+from hqsweep.recipe import custom
+from hqsweep.recipe.base import AnyRecipe, Change
 from hqsweep.recipe.roles import GRADIENTS, QuantizerRole
+from hqsweep.recipe.sections import Section
 
 
 class DType(Enum):
@@ -25,7 +34,7 @@ class DType(Enum):
 
 
 class Format(Enum):
-    """The formats, as (element of forward tensors, element of gradients)."""
+    """The formats, as (element of forward tensors, gradients' element)."""
 
     E4M3 = ("e4m3", "e4m3")
     E5M2 = ("e5m2", "e5m2")
@@ -150,11 +159,9 @@ def NVFP4Quantizer(
     nvfp4_4over6_err_mode: str = "MAE",
     with_random_sign_mask: bool = True,
 ) -> _Quantizer | RowwiseQuantizer:
-    """nvfp4. The transform acts on the columnwise operand, and the amax is always that of the transformed values.
-
-    nvfp4_e4m3_max (448 or 256) and nvfp4_4over6_err_mode ("MAE" or "MSE") say how nvfp4_use_4over6 decides, and nothing
-    without it.
-    """
+    """nvfp4. The transform acts on the columnwise operand, and the amax is always the transformed values'.
+    nvfp4_e4m3_max (448 or 256) and nvfp4_4over6_err_mode ("MAE" or "MSE") set how nvfp4_use_4over6 decides; without it
+    they have no effect."""
     kind, given = "NVFP4Quantizer", {
         "with_rht": with_rht, "with_post_rht_amax": with_post_rht_amax, "with_2d_quantization": with_2d_quantization,
         "stochastic_rounding": stochastic_rounding, "row_scaled_nvfp4": row_scaled_nvfp4,
@@ -275,3 +282,81 @@ def _one_of(where: str, argument: str, value: Any, allowed: tuple[Any, ...]) -> 
     if not any(type(value) is type(known) and value == known for known in allowed):
         listed = " or ".join(str(known) for known in allowed)
         raise UserError(f"{where}: {argument} is {shown(value)}; it takes {listed}")
+
+
+Recipe = AnyRecipe | Section | _Quantizer | str | Mapping[str, Any] | None
+
+
+class CustomRecipe(custom.CustomRecipe):
+    """hqsweep.recipe.CustomRecipe, whose arguments come in TransformerEngine's order.
+
+    fp8_format and quantization_alignment change no number: the factory says formats, and each format its alignment.
+    UserError for fp8_mha and backward_override, which the factory says here.
+    """
+
+    def __init__(
+        self,
+        qfactory: Callable[..., Any],
+        fp8_format: Format = Format.HYBRID,
+        fp8_dpa: bool = False,
+        fp8_mha: bool = False,
+        backward_override: str | None = None,
+        quantization_alignment: int = 128,
+        *,
+        gemm: str = "exact",
+        schedule: tuple[Change, ...] = (),
+    ) -> None:
+        if flag("CustomRecipe", "fp8_mha", fp8_mha):
+            raise UserError(
+                "CustomRecipe: fp8_mha=True has no counterpart here; leave it out: hqsweep.nn's MultiheadAttention has"
+                " AttentionOptions(quantize_boundaries=True)"
+            )
+        if backward_override is not None:
+            raise UserError(
+                f"CustomRecipe: backward_override={shown(backward_override)} has no counterpart here; have the factory"
+                " return a HybridQuantizer with columnwise_quantizer=IdentityQuantizer(), and for gradients"
+                " IdentityQuantizer()"
+            )
+        dpa = flag("CustomRecipe", "fp8_dpa", fp8_dpa)
+        super().__init__(qfactory=qfactory, fp8_dpa=dpa, gemm=gemm, schedule=schedule)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        _, (qfactory, fp8_dpa, gemm, schedule) = super().__reduce__()
+        return _rebuild, (qfactory, fp8_dpa, gemm, schedule)
+
+
+def _rebuild(qfactory: Callable, fp8_dpa: bool, gemm: str, schedule: tuple[Change, ...]) -> CustomRecipe:
+    return CustomRecipe(qfactory, fp8_dpa=fp8_dpa, gemm=gemm, schedule=schedule)
+
+
+def autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    recipe: Recipe = None,
+    amax_reduction_group: Any = None,
+    _graph: bool = False,
+) -> AbstractContextManager[None]:
+    """hqsweep.nn.autocast, whose arguments come in TransformerEngine's order. _graph has no effect. UserError for
+    calibrating, and for a group, which hqsweep.nn.quantization takes."""
+    if flag("autocast", "calibrating", calibrating):
+        raise UserError(
+            "autocast: calibrating=True has no counterpart here; leave it out: fp8_delayed takes the amax of the tensor"
+            " itself where its history is empty"
+        )
+    if amax_reduction_group is not None:
+        raise UserError(
+            f"autocast: amax_reduction_group={shown(amax_reduction_group)} is given to"
+            " hqsweep.nn.quantization(amax_group=...) here; by default amaxes are those of all ranks"
+        )
+    return nn.autocast(flag("autocast", "enabled", enabled), recipe=recipe)
+
+
+@contextmanager
+def quantized_model_init(
+    enabled: bool = True, recipe: Recipe = None, preserve_high_precision_init_val: bool = False
+) -> Iterator[None]:
+    """hqsweep.nn.quantized_model_init, whose arguments come in TransformerEngine's order."""
+    kind, kept = "quantized_model_init", preserve_high_precision_init_val
+    options = {"preserve_high_precision_init_val": flag(kind, "preserve_high_precision_init_val", kept)}
+    with nn.quantized_model_init(enabled=flag(kind, "enabled", enabled), recipe=recipe, **options):
+        yield

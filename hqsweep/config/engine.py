@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
-from hqsweep.config.types import Count, Index, Positive, Section
+from hqsweep.config.section import Count, Index, Positive, Section
 from hqsweep.errors import UserError
 
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=|$)")

@@ -6,26 +6,211 @@ conf/; a test holds them together. A run's config.yaml is `config.model_dump(mod
 canonical form, so that equal runs have equal dicts.
 """
 
+import itertools
+import json
 import pkgutil
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ValidationError, model_validator
+from pydantic import (
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-from hqsweep.config.checks import CalibrateSection, ParitySection
-from hqsweep.config.errors import sentence
-from hqsweep.config.gemms import gemm_modules
 from hqsweep.config.jobs import JOBS
-from hqsweep.config.keys import Job, Training
-from hqsweep.config.model import ModelConfig
-from hqsweep.config.recipe import RecipeConfig
+from hqsweep.config.keys import Job, RecipeKeys, Training
+from hqsweep.config.model import ModelConfig, expert_width, ffn_width, has_experts
+from hqsweep.config.section import Count, Device, Section, sentence
 from hqsweep.config.train import TrainConfig
 from hqsweep.errors import UserError, nearest
+from hqsweep.formats.inputs import DISTRIBUTIONS, check_format
+from hqsweep.recipe.base import AnyRecipe
+from hqsweep.recipe.custom import CustomRecipe
 from hqsweep.recipe.factories import FindFactory, factory_name
 from hqsweep.recipe.parts import check_parts
+from hqsweep.recipe.roles import HEAD
+from hqsweep.recipe.schedule import parse_recipe, recipe_config
+from hqsweep.recipe.sectioned import Recipe
+from hqsweep.recipe.sections import LinearQuantizers
 from hqsweep.recipe.stages import stages
-from hqsweep.recipe.validate import DeviceFault, GemmModule, check_held_weights, validate
+from hqsweep.recipe.validate import (
+    DeviceFault,
+    GemmModule,
+    attention_module,
+    check_held_weights,
+    grouped_linear_module,
+    linear_module,
+    validate,
+)
+
+KEPT = 1024
+"""Results that a cache of texts and shapes keeps, for the runs of a grid that share them."""
+FACTORY_KEYS = ("qfactory", "_target_")
+"""Keys of a recipe that name a Python factory, which may give another quantizer each time."""
+LinearShape = tuple[str, int, int]
+"""Name, in_features and out_features of a linear."""
+
+
+def linear_shapes(config: ModelConfig, vocab_size: int) -> list[LinearShape]:
+    """Every linear of the GPT but grouped ones, in order, without building it."""
+    dim, shapes = config.dim, []
+    for i in range(config.layers):
+        shapes += [(f"layers.{i}.attn.qkv", dim, 3 * dim), (f"layers.{i}.attn.proj", dim, dim)]
+        if not has_experts(config, i):
+            shapes += _mlp_shapes(f"layers.{i}.mlp", dim, ffn_width(config))
+        elif config.shared_expert:
+            shapes += _mlp_shapes(f"layers.{i}.mlp.shared", dim, expert_width(config))
+    return [*shapes, (HEAD, dim, vocab_size)]
+
+
+def grouped_shapes(config: ModelConfig) -> list[LinearShape]:
+    """Every grouped linear of the GPT, with the features of each expert, in order."""
+    layers, width = (i for i in range(config.layers) if has_experts(config, i)), expert_width(config)
+    return [shape for i in layers for shape in _mlp_shapes(f"layers.{i}.mlp", config.dim, width)]
+
+
+def _mlp_shapes(name: str, dim: int, hidden: int) -> list[LinearShape]:
+    return [(f"{name}.fc1", dim, 2 * hidden), (f"{name}.fc2", hidden, dim)]
+
+
+@lru_cache(KEPT)
+def gemm_modules(config: ModelConfig, vocab_size: int, batch: int, context: int) -> tuple[GemmModule, ...]:
+    """Every module of the GPT with matrix products, for a step of batch x context tokens, without building it."""
+    linears = [linear_module(*shape, batch * context) for shape in linear_shapes(config, vocab_size)]
+    linears += [grouped_linear_module(*shape) for shape in grouped_shapes(config)]
+    head_dim = config.dim // config.heads
+    attention = [attention_module(f"layers.{i}.attn.dpa", head_dim, context) for i in range(config.layers)]
+    return (*linears, *attention)
+
+
+def _parsed(value: Mapping[str, Any], find: FindFactory) -> tuple[AnyRecipe, dict[str, Any]]:
+    """(recipe, its canonical text) of a section. One without a Python factory is parsed once for all runs of a grid."""
+    with suppress(TypeError, ValueError):  # a value that JSON does not have
+        text = json.dumps(value)
+        if not any(f'"{key}"' in text for key in FACTORY_KEYS):
+            recipe, canonical = _parsed_text(text)
+            return recipe, json.loads(canonical)
+    recipe = parse_recipe(value, find)
+    return recipe, recipe_config(recipe)
+
+
+@lru_cache(KEPT)
+def _parsed_text(text: str) -> tuple[AnyRecipe, str]:
+    recipe = parse_recipe(json.loads(text))
+    return recipe, json.dumps(recipe_config(recipe))
+
+
+class RecipeConfig(RecipeKeys):
+    """A recipe in canonical text form; whatever parse_recipe takes is accepted.
+
+    Either qfactory and fp8_dpa are given or the sections from linear to overrides; the others are None.
+    """
+
+    _recipe: AnyRecipe = PrivateAttr()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _canonical(cls, value: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+        if not isinstance(value, Mapping):
+            raise UserError(f"recipe: got {value!r}; it takes a mapping, or the name of a recipe as recipe=NAME")
+        recipe, canonical = _parsed(value, (info.context or {}).get("find", factory_name))
+        section = handler({"name": value.get("name")} | canonical)
+        section._recipe = recipe
+        return section
+
+    def build(self) -> AnyRecipe:
+        """The recipe itself, its schedule included, as it was parsed with the config."""
+        return self._recipe
+
+    @property
+    def has_names(self) -> bool:
+        """Whether a Python factory of it is a name alone, so that nobody can say what its quantizers are."""
+        stages = (self._recipe, *(change.recipe for change in self._recipe.schedule))
+        return any(isinstance(stage, CustomRecipe) and stage.is_name for stage in stages)
+
+
+Shape = Annotated[list[Count], Field(min_length=2, max_length=2)]
+"""[rows, columns]."""
+Names = Annotated[list[str], Field(min_length=1)]
+PARITY_CHECKS = (
+    "kernel", "statistics", "vanilla", "routing", "pairs", "causality", "grouped", "modules", "switch", "export",
+    "repeat", "resume", "weights", "recompute", "offload",
+)  # fmt: skip
+"""Names of the checks of the parity job, whose functions are in jobs/parity."""
+CALIBRATE_DISTRIBUTIONS = ("normal", "laplace", "t5", "t3", "outlier_channels", "token_scale_2", "token_scale_4")
+"""Names of the distributions of the calibrate job, whose functions are in jobs/calibrate/sqnr.py."""
+
+
+class ParitySection(Section):
+    """Formats, distributions and shapes that are compared to the byte, and the checks that compare them. ranks: in how
+    many processes on this machine, 2 or 4 or both as [2,4], what several ranks compute together is compared with one
+    process."""
+
+    formats: Names
+    distributions: Names
+    shapes: Annotated[list[Shape], Field(min_length=1)]
+    checks: Names
+    device: Device = "auto"
+    ranks: list[Literal[2, 4]] = Field(default_factory=list)
+
+    @field_validator("ranks", mode="before")
+    @classmethod
+    def _one_or_many(cls, ranks: Any) -> Any:
+        return [ranks] if type(ranks) is int else ranks
+
+    @model_validator(mode="after")
+    def _known(self) -> "ParitySection":
+        for key, known in (("distributions", DISTRIBUTIONS), ("checks", PARITY_CHECKS)):
+            for name in getattr(self, key):
+                _check_known(f"parity.{key}", name, known)
+        for text, shape in itertools.product(self.formats, self.shapes):
+            check_format(text, shape, "parity")
+        return self
+
+
+class CalibrateSection(Section):
+    """Formats and distributions of the SQNR tables, whose matrices have `shape`; students are linear sections of a
+    recipe by name, each trained for `steps`."""
+
+    formats: Names
+    distributions: Names
+    shape: Shape
+    students: dict[str, Any]
+    steps: Count = 1500
+    device: Device = "auto"
+
+    @field_validator("students")
+    @classmethod
+    def _sections(cls, students: dict[str, Any]) -> dict[str, dict[str, str]]:
+        """Canonical text of each section. Delayed scaling is refused: no scale outlives a step here."""
+        sections = {
+            name: LinearQuantizers.parse(value, f"calibrate.students.{name}") for name, value in students.items()
+        }
+        for name, section in sections.items():
+            if any(q.delayed for q in (section.input, section.weight, section.grad_output)):
+                raise UserError(f"calibrate.students.{name}: fp8_delayed has no error of its own; give fp8_current")
+        return {name: section.texts() for name, section in sections.items()}
+
+    @model_validator(mode="after")
+    def _known(self) -> "CalibrateSection":
+        for name in self.distributions:
+            _check_known("calibrate.distributions", name, CALIBRATE_DISTRIBUTIONS)
+        for text in self.formats:
+            check_format(text, self.shape, "calibrate")
+        return self
+
+
+def _check_known(where: str, name: str, known: Iterable[str]) -> None:
+    if name not in known:
+        raise UserError(f"{where}: got '{name}'{nearest(name, known)}; known are {', '.join(known)}")
 
 
 class ConvergenceConfig(Training):
@@ -65,12 +250,12 @@ class ConvergenceConfig(Training):
 
     @model_validator(mode="after")
     def _recipe_fits(self) -> "ConvergenceConfig":
-        modules = self.gemm_modules(self.data.vocab_estimate)
-        self.check_recipe(modules)
-        if modules and self.train.parallel.tp > 1 and not self.recipe.has_names:
-            check_parts(self.recipe.build(), self.own_steps, modules, self.train.parallel.tp)
-        if modules and self.model.quantized_weights and not self.recipe.has_names:
-            check_held_weights(self.recipe.build(), self.own_steps, modules)
+        recipe = self.recipe.build()
+        if not isinstance(self.model, ModelConfig):
+            self.check_recipe(None)
+        elif not self.recipe.has_names:
+            check = _check_gpt if isinstance(recipe, Recipe) else _check_gpt.__wrapped__
+            check(recipe, self.own_steps, self._gpt(self.data.vocab_estimate), self.train.parallel.tp)
         return self
 
     @property
@@ -83,7 +268,11 @@ class ConvergenceConfig(Training):
         them (models.shapes)."""
         if not isinstance(self.model, ModelConfig):
             return None
-        return gemm_modules(self.model, vocab_size, self.microbatch, self.train.context)
+        return list(gemm_modules(*self._gpt(vocab_size)))
+
+    def _gpt(self, vocab_size: int) -> "GPTShape":
+        """The arguments of gemm_modules()."""
+        return self.model, vocab_size, self.microbatch, self.train.context
 
     def check_recipe(self, modules: Sequence[GemmModule] | None, device_fault: DeviceFault | None = None) -> None:
         """UserError with every GEMM of the modules that the recipe, or for gemm=native a known device, cannot do. With
@@ -94,6 +283,21 @@ class ConvergenceConfig(Training):
             stages(self.recipe.build(), self.own_steps)
         else:
             validate(self.recipe.build(), self.own_steps, modules, device_fault)
+
+
+GPTShape = tuple[ModelConfig, int, int, int]
+"""A GPT, its vocabulary, and the sequences of a microbatch with their tokens."""
+
+
+@lru_cache(KEPT)
+def _check_gpt(recipe: AnyRecipe, steps: int, shape: GPTShape, tp: int) -> None:
+    """UserError for what a recipe cannot do with a GPT. Runs of a grid that differ in seed alone share the check."""
+    modules = gemm_modules(*shape)
+    validate(recipe, steps, modules)
+    if tp > 1:
+        check_parts(recipe, steps, modules, tp)
+    if shape[0].quantized_weights:
+        check_held_weights(recipe, steps, modules)
 
 
 def _check_fork(config: ConvergenceConfig) -> None:

@@ -4,22 +4,23 @@ For that torch has to be imported, which takes longer than all else here: who mi
 the recipe means, and what depends on it, is checked in job.py.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from hqsweep.config.data import DataConfig
 from hqsweep.config.engine import EngineConfig, TrackConfig, gpus_asked
-from hqsweep.config.errors import sentence
-from hqsweep.config.fork import ForkConfig
-from hqsweep.config.model import ModelConfig, has_experts
-from hqsweep.config.parallel import ParallelConfig, sharing_gpus
+from hqsweep.config.model import Model, ModelConfig, has_experts
 from hqsweep.config.recipe_text import check_pairs, check_texts
-from hqsweep.config.train import StatsConfig, TrainConfig
-from hqsweep.config.types import Name, Section
-from hqsweep.config.user_model import Model
+from hqsweep.config.section import Name, Section, sentence
+from hqsweep.config.study import ForkConfig
+from hqsweep.config.train import DataConfig, ParallelConfig, StatsConfig, TrainConfig, sharing_gpus
 from hqsweep.errors import UserError
+
+KEPT = 1024
+"""Texts of recipes whose checks have passed."""
 
 
 class Job(Section):
@@ -137,13 +138,29 @@ def check_keys(config: Mapping[str, Any]) -> None:
     with the pairs of formats that no product takes, of the parts that every model of its kind has."""
     if config.get("job") != "convergence":
         return
-    check_texts("recipe", config.get("recipe"))
+    recipe = config.get("recipe")
+    _once(check_texts, "recipe", recipe)
     try:
         model = Training.model_validate(dict(config)).model
     except ValidationError as error:
         raise UserError(sentence(error, Training)) from None
     if not isinstance(model, ModelConfig):
-        check_pairs(config["recipe"], ["linear"])
+        _once(check_pairs, recipe, ("linear",))
         return
-    grouped = ["grouped_linear"] if has_experts(model, model.layers - 1) else []
-    check_pairs(config["recipe"], ["linear", *grouped, "dpa", "head"])
+    grouped = ("grouped_linear",) if has_experts(model, model.layers - 1) else ()
+    _once(check_pairs, recipe, ("linear", *grouped, "dpa", "head"))
+
+
+def _once(check: Callable[..., None], *args: Any) -> None:
+    """Call `check`, unless it has passed with equal arguments: the runs of a grid share few recipes."""
+    try:
+        text = json.dumps(args)
+    except (TypeError, ValueError):  # a value that JSON does not have
+        check(*args)
+    else:
+        _check_text(check, text)
+
+
+@lru_cache(KEPT)
+def _check_text(check: Callable[..., None], args: str) -> None:
+    check(*json.loads(args))

@@ -10,9 +10,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from hqsweep.config.format_text import NAMES
-from hqsweep.config.safe_yaml import load_yaml
+from hqsweep.config.safe import load_yaml
 from hqsweep.errors import UserError, nearest
+from hqsweep.formats.spec import NAMES
 from hqsweep.memo import memo
 
 PACKAGED = files("hqsweep") / "conf"

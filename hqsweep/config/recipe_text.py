@@ -5,7 +5,8 @@ meet in a product.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hqsweep.config.format_text import (
+from hqsweep.errors import UserError
+from hqsweep.formats.spec import (
     QUANTIZER_FIELDS,
     FormatText,
     check_source,
@@ -13,7 +14,6 @@ from hqsweep.config.format_text import (
     fields_of,
     quantizer_texts,
 )
-from hqsweep.errors import UserError
 from hqsweep.recipe.pairs import GEMMS, MODULE_GEMMS, pair_fault
 from hqsweep.recipe.roles import IN_HIGH_PRECISION, TENSOR_TYPES
 

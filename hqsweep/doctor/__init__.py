@@ -1,1 +1,1 @@
-"""`hqsweep doctor`: what this machine can run natively, exactly or not at all, and why."""
+"""`hqsweep doctor`: products that this machine runs natively, exactly or not at all, and why."""

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import torch
 
-from hqsweep.ops.fingerprint import EXPECTED, fingerprint
+from hqsweep.formats.spec import FINGERPRINT
+from hqsweep.ops.fingerprint import fingerprint
 from hqsweep.ops.library import extension
 from hqsweep.ops.model.attention import CUDNN_FRONTEND, frontend_version
 from hqsweep.track.machine import cpu_isa
 
 Answer = tuple[bool, str]
-"""Whether it is there, and what it is or why not."""
+"""Whether it is there, and its version or the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ def parts() -> list[Part]:
 def _part(what: str, probe: Callable[[], Answer]) -> Part:
     try:
         present, detail = probe()
-    except Exception as error:  # whatever a broken driver or package raises is the answer
+    except Exception as error:  # any error of a broken driver or package is the answer
         return Part(what=what, present=None, detail=" ".join(f"{type(error).__name__}: {error}".split()))
     return Part(what=what, present=present, detail=detail)
 
@@ -66,9 +67,9 @@ def _cpu_kernels() -> Answer:
 def _digest() -> Answer:
     """The promise of every build: one fixed computation through all formats has one hash."""
     digest = fingerprint()
-    if digest == EXPECTED:
+    if digest == FINGERPRINT:
         return True, f"{digest[:16]}, as every exact build"
-    return False, f"{digest[:16]} where exact builds have {EXPECTED[:16]}: this build or machine rounds otherwise"
+    return False, f"{digest[:16]} where exact builds have {FINGERPRINT[:16]}: this build or machine rounds otherwise"
 
 
 def _cuda_kernels() -> Answer:
@@ -112,7 +113,7 @@ def _gpu(index: int) -> str:
 
 
 def _mps() -> Answer:
-    """CUDA finds the daemon by its pipes, so that runs that share a GPU need not be told of it."""
+    """CUDA finds the daemon by its pipes, so runs that share a GPU need no setting for it."""
     pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
     if (pipes / "control").exists():
         return True, f"its pipes are in {pipes}: kernels of several runs on one GPU overlap"

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats.random import RngKey
-from hqsweep.formats.tiles import divide, expand_tiles  # noqa: F401, read from here
+from hqsweep.formats.spec import Family
 from hqsweep.memo import cached_property
 
 Buffers = Mapping[str, Tensor]
 WHOLE = 0
 """Divisor of a buffer that has one entry for the whole axis."""
+FLT_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,8 @@ class Format:
 
     name: str
     """First part of the format's string, such as "mxfp8"."""
-    OPTIONS: ClassVar[Mapping[str, Mapping[str, object]]] = {}
-    """Option of the string -> the fields it sets. One that sets only defaults, as +pow2 of fp8_block, says what is
-    meant and is left out of the canonical text."""
-    NUMBERED: ClassVar[Mapping[str, tuple[str, type]]] = {}
-    """Option that a number follows, such as "eps" in "eps16.0" -> the field that takes the number, and its type."""
+    family: ClassVar[Family]
+    """The names and options by which texts name the class."""
 
     high_precision: ClassVar[bool] = False
     """Whether the matrix is held as values, without codes and scales."""
@@ -111,13 +109,13 @@ class Format:
         return torch.bfloat16 if on_gpu and self.fits_bf16 else torch.float32
 
     def __str__(self) -> str:
-        """The canonical text: name and options in the order of OPTIONS, then of NUMBERED; parse() reads it back."""
+        """The canonical text: the name, then options in the family's order. parse() reads it back."""
         default = {f.name: f.default for f in fields(self)}
         words = [self.name]
-        for option, values in self.OPTIONS.items():
+        for option, values in self.family.options.items():
             if all(getattr(self, f) == v != default[f] for f, v in values.items()):
                 words.append(option)
-        numbers = {option: f for option, (f, _) in self.NUMBERED.items() if getattr(self, f) != default[f]}
+        numbers = {option: f for option, (f, _) in self.family.numbered.items() if getattr(self, f) != default[f]}
         words += [f"{option}{getattr(self, f)!r}" for option, f in numbers.items()]
         return "+".join(words)
 
@@ -224,3 +222,30 @@ def tile_amax(x: Tensor, rows: int, cols: int) -> Tensor:
 
 def _entries(size: int, divisor: int) -> int:
     return 1 if divisor == WHOLE else -(-size // divisor)
+
+
+def expand_tiles(tiles: Tensor, shape: tuple[int, int], rows: int, cols: int) -> Tensor:
+    """Repeat one entry a tile over a matrix of `shape`; axes with one entry stay broadcastable views."""
+    if tiles.shape[0] > 1 and rows > 1:
+        tiles = tiles.repeat_interleave(rows, dim=0)[: shape[0]]
+    if tiles.shape[1] > 1 and cols > 1:
+        tiles = tiles.repeat_interleave(cols, dim=1)[:, : shape[1]]
+    return tiles
+
+
+def divide(numerator: float, denominator: Tensor) -> Tensor:
+    """fl(numerator / denominator), correctly rounded: torch's python_scalar / tensor is reciprocal times scalar."""
+    return torch.full_like(denominator, numerator) / denominator
+
+
+def fp8_scale(amax: Tensor, *, fp8_max: float, epsilon: float, pow2: bool, inf_value: float) -> Tensor:
+    """S(amax): scale = fl(fp8_max / max(amax, epsilon)), truncated to a power of two with pow2; 1 for amax 0 or inf.
+
+    A quotient that overflows becomes inf_value (before the truncation). float32 in, float32 out, same shape.
+    """
+    amax = torch.where(amax < epsilon, epsilon, amax)
+    scale = divide(fp8_max, amax)
+    scale = torch.where(torch.isinf(scale), inf_value, scale)
+    if pow2:
+        scale = (scale.view(torch.int32) & ~0x7FFFFF).view(torch.float32)
+    return torch.where((amax == 0) | ~torch.isfinite(amax), 1.0, scale)

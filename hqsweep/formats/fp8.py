@@ -12,12 +12,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hqsweep.config.format_text import NUMBERED, OPTIONS, SCALINGS
 from hqsweep.errors import UserError
-from hqsweep.formats.base import WHOLE, Buffer, Buffers, ExactOperand, Format, divide, expand_tiles, tile_amax
+from hqsweep.formats.base import (
+    FLT_MAX,
+    WHOLE,
+    Buffer,
+    Buffers,
+    ExactOperand,
+    Format,
+    divide,
+    expand_tiles,
+    fp8_scale,
+    tile_amax,
+)
 from hqsweep.formats.elements import ELEMENTS, Element
 from hqsweep.formats.random import RngKey
-from hqsweep.formats.tiles import FLT_MAX, fp8_scale
+from hqsweep.formats.spec import FP8_BLOCK, FP8_CURRENT, FP8_DELAYED
 from hqsweep.memo import cached_property
 
 
@@ -87,7 +97,7 @@ class _ScaledFp8(Format):
 class Fp8PerTensor(_ScaledFp8):
     """One scale for the tensor. operand(): matrix = codes (always exact), factor = scale_inv."""
 
-    scaling = SCALINGS["fp8_current"]
+    scaling = "tensor"
     amax_name = "s"
     tile = (WHOLE, WHOLE)
 
@@ -103,8 +113,7 @@ class Fp8Current(Fp8PerTensor):
     """One scale, from the tensor's own amax."""
 
     name = "fp8_current"
-    OPTIONS = OPTIONS["fp8_current"]
-    NUMBERED = NUMBERED["fp8_current"]
+    family = FP8_CURRENT
 
     pow2: bool = False
     """Whether the scale is truncated to a power of two."""
@@ -122,9 +131,7 @@ class Fp8Block(_ScaledFp8):
     """
 
     name = "fp8_block"
-    scaling = SCALINGS["fp8_block"]
-    OPTIONS = OPTIONS["fp8_block"]
-    NUMBERED = NUMBERED["fp8_block"]
+    family, scaling = FP8_BLOCK, FP8_BLOCK.scaling
 
     pow2: bool = True
     """Whether scales are truncated to powers of two."""
@@ -160,8 +167,7 @@ class Fp8Delayed(Fp8PerTensor):
 
     name = "fp8_delayed"
     delayed = True
-    OPTIONS = OPTIONS["fp8_delayed"]
-    NUMBERED = NUMBERED["fp8_delayed"]
+    family = FP8_DELAYED
 
     most_recent: bool = False
     """Whether the amax of the last step decides, instead of the largest of the history."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hqsweep.formats.base import Buffer, Buffers, ExactOperand, Format
 from hqsweep.formats.random import RngKey
+from hqsweep.formats.spec import IDENTITY
 from hqsweep.memo import cached_property
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -20,6 +21,7 @@ class Identity(Format):
     directions of a tensor share its storage.
     """
 
+    family = IDENTITY
     name: str = "bf16"
     high_precision = True
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hqsweep.config.format_text import OPTIONS, SCALINGS
 from hqsweep.formats.base import Buffer, Buffers, ExactOperand, Format, expand_tiles, tile_amax
 from hqsweep.formats.elements import (
     ELEMENTS,
@@ -27,6 +26,7 @@ from hqsweep.formats.elements import (
     unpack_nibbles,
 )
 from hqsweep.formats.random import RngKey
+from hqsweep.formats.spec import MX as SPEC
 from hqsweep.memo import cached_property
 
 
@@ -39,9 +39,7 @@ class MX(Format):
     exact_scale_range (for E4M3: block amax from about 2^-116 to 2^127); outside it rounds to bfloat16.
     """
 
-    OPTIONS = OPTIONS["mx"]
-
-    scaling = SCALINGS["mx"]
+    family, scaling = SPEC, SPEC.scaling
 
     name: str = "mxfp8"
     element_name: str = "e4m3"

@@ -4,6 +4,16 @@ Arithmetic and its order are TransformerEngine's (common/cast/nvfp4/* at d0067d0
   S_enc = min(fl(m / A), FLT_MAX), m = 6 * 448 (6 * 256 with 4over6), 1 when A is 0 or inf;   S_dec = fl(1 / S_enc)
   sf = E4M3(min(fl(b * fl(S_enc * fl(1/6))), FLT_MAX)) for block amax b;   s = min(fl(1 / fl(sf * S_dec)), FLT_MAX)
   code = E2M1(fl(x * s));   value = code * sf * A / m
+
++4over6 maps the amax of a block to 6 or to 4 (Cook et al., Four Over Six, arXiv 2512.02010), as in
+common/cast/nvfp4/quantize_4over6_nvfp4.cuh: both candidates are encoded, their errors are summed in float32 in index
+order, and 4 wins only if it is strictly better. With 16x16 tiles the 16 row sums are added as a tree with offsets 8, 4,
+2, 1. Rows and columns are those that encode sees, so a near tie can fall differently for the transpose.
+
++rht is the 16-point random Hadamard transform of columnwise operands: y = v * diag(d) * H16 / 4 over groups of 16 along
+the contracted axis, in float32, rounded to bfloat16. Both operands of wgrad have the same d, so the transform cancels:
+(dY' R)(R' X) = dY' X. The sums run as a butterfly with strides 1, 2, 4, 8 on CPU and CUDA. TransformerEngine's
+tensor-core order is undocumented; it agrees if the float32 sum is exact. Source of d: pytorch/tensor/nvfp4_tensor.py.
 """
 
 from dataclasses import dataclass, replace
@@ -11,9 +21,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hqsweep.config.format_text import OPTIONS, SCALINGS
 from hqsweep.errors import UserError
 from hqsweep.formats.base import (
+    FLT_MAX,
     WHOLE,
     Buffer,
     Buffers,
@@ -24,12 +34,48 @@ from hqsweep.formats.base import (
     tile_amax,
 )
 from hqsweep.formats.elements import E2M1, E4M3, Element, pack_nibbles, unpack_nibbles
-from hqsweep.formats.hadamard import hadamard
-from hqsweep.formats.nvfp4_scales import BLOCK, FourOverSix, block_encode_scale
-from hqsweep.formats.random import RngKey
-from hqsweep.formats.stochastic import round_e2m1
-from hqsweep.formats.tiles import FLT_MAX
+from hqsweep.formats.random import RngKey, random_bytes
+from hqsweep.formats.spec import NVFP4 as SPEC
 from hqsweep.memo import cached_property
+
+BLOCK = 16
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""d of the random Hadamard transform."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FourOverSix:
+    """How 4over6 decides: the tiles that share a scale, the error that it compares, and the divisor m of values."""
+
+    tile: tuple[int, int]
+    error_mode: str
+    """The error that is compared: mae or mse."""
+    fast_error: bool
+    """Whether float16 products of code and scale are compared with x * S_enc, without the division."""
+    divisor: float
+
+    def choose(self, x: Tensor, blocks: Tensor, amax: Tensor, encode_scale: Tensor) -> tuple[Tensor, Tensor]:
+        """float32 x [rows, cols], block amaxes, global amax and S_enc -> (codes [rows, cols], E4M3 scale bytes)."""
+        base = blocks / torch.full_like(blocks, 6.0) * encode_scale
+        six, four = (E4M3.encode(b.clamp(max=448.0)) for b in (base, base * torch.full_like(base, 1.5)))
+        code6, error6 = self._candidate(x, six, amax, encode_scale)
+        code4, error4 = self._candidate(x, four, amax, encode_scale)
+        take_four = error4 < error6
+        mask = expand_tiles(take_four, x.shape, *self.tile)
+        return torch.where(mask, code4, code6), torch.where(take_four, four, six)
+
+    def _candidate(self, x: Tensor, scales: Tensor, amax: Tensor, encode_scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes of x under these block scales, and the error of every tile."""
+        sf = E4M3.decode(scales)
+        inverse = block_encode_scale(scales, encode_scale)
+        codes = E2M1.encode(x * expand_tiles(inverse, x.shape, *self.tile))
+        values, sf = E2M1.decode(codes), expand_tiles(sf, x.shape, *self.tile)
+        if self.fast_error:
+            difference = (values * sf).half().float() - x * encode_scale
+        else:
+            difference = values * sf * amax / torch.full_like(amax, self.divisor) - x
+        error = difference.abs() if self.error_mode == "mae" else difference * difference
+        return codes, _sum_tiles(error, two_d=self.tile[0] > 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +87,9 @@ class NVFP4(Format):
     """
 
     name = "nvfp4"
-    scaling = SCALINGS["nvfp4"]
+    family, scaling = SPEC, SPEC.scaling
     amax_name = "g"
     element_name = "e2m1"
-    OPTIONS = OPTIONS["nvfp4"]
 
     two_d: bool = False
     """Whether scales cover 16x16 tiles: the transpose of the codes is the code of the transpose."""
@@ -190,3 +235,62 @@ class NVFP4(Format):
             return x
         self.check_shape(*x.shape)
         return hadamard(x, signed=self.rht_signed).bfloat16()
+
+
+def block_encode_scale(scales: Tensor, encode_scale: Tensor) -> Tensor:
+    """min(fl(1 / fl(f32(sf) * fl(1 / S_enc))), FLT_MAX) of E4M3 scale bytes; sf = 0 gives FLT_MAX."""
+    return divide(1.0, E4M3.decode(scales) * divide(1.0, encode_scale)).clamp(max=FLT_MAX)
+
+
+def _sum_tiles(error: Tensor, *, two_d: bool) -> Tensor:
+    """Sequential float32 sum over each row of 16; with two_d then a tree over the tile's rows."""
+    rows, cols = error.shape
+    groups = error.view(rows, cols // BLOCK, BLOCK)
+    total = torch.zeros_like(groups[:, :, 0])
+    for i in range(BLOCK):
+        total = total + groups[:, :, i]
+    if not two_d:
+        return total
+    down = -(-rows // BLOCK)
+    tiles = torch.nn.functional.pad(total, (0, 0, 0, down * BLOCK - rows)).view(down, BLOCK, cols // BLOCK)
+    for offset in (8, 4, 2, 1):
+        tiles = tiles[:, :offset] + tiles[:, offset : 2 * offset]
+    return tiles[:, 0]
+
+
+def hadamard(x: Tensor, *, signed: bool = True) -> Tensor:
+    """[rows, cols] with cols a multiple of 16 -> float32 of that shape, not yet rounded; signed=False takes d = 1."""
+    groups = x.float().reshape(-1, BLOCK) * 0.25
+    if signed:
+        groups = groups * torch.tensor(SIGNS, dtype=torch.float32, device=x.device)
+    for stride in (1, 2, 4, 8):
+        pairs = groups.view(-1, BLOCK // (2 * stride), 2, stride)
+        a, b = pairs[:, :, 0], pairs[:, :, 1]
+        groups = torch.stack((a + b, a - b), dim=2).view(-1, BLOCK)
+    return groups.view(x.shape)
+
+
+def round_e2m1(scaled: Tensor, *, sr: bool, key: RngKey | None, name: str) -> Tensor:
+    """float32 [rows, cols], already scaled -> uint8 E2M1 codes of that shape: RNE, or with sr stochastic_e2m1 under the
+    key's bytes. ValueError, which names the format, for sr without a key."""
+    if not sr:
+        return E2M1.encode(scaled)
+    if key is None:
+        raise ValueError(f"{name}: encode needs an RngKey")
+    return stochastic_e2m1(scaled, random_bytes(key, *scaled.shape, scaled.device))
+
+
+def stochastic_e2m1(x: Tensor, random: Tensor) -> Tensor:
+    """float32 and uint8 random bytes of one shape -> E2M1 codes; up with probability distance / step, saturating at 6.
+
+    t = |x| + random / 256 * step(|x|) in one rounding; result = min(floor(t / step(t)) * step(t), 6); NaN -> +6. The
+    step is 0.5 below 2, 1 below 4, 2 above. Source: TransformerEngine common/util/ptx.cuh:532 at d0067d0da6cb.
+    """
+    magnitude = x.abs()
+    t = magnitude + random.float() * (_step(magnitude) / 256)
+    rounded = (torch.floor(t / _step(t)) * _step(t)).clamp(max=6.0)
+    return E2M1.encode(torch.where(torch.isnan(x), 6.0, torch.copysign(rounded, x)))
+
+
+def _step(magnitude: Tensor) -> Tensor:
+    return torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))

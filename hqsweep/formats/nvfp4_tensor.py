@@ -11,14 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hqsweep.config.format_text import OPTIONS, SCALINGS
 from hqsweep.errors import UserError
-from hqsweep.formats.base import WHOLE, Buffer, Buffers, ExactOperand, Format, tile_amax
+from hqsweep.formats.base import FLT_MAX, WHOLE, Buffer, Buffers, ExactOperand, Format, divide, fp8_scale, tile_amax
 from hqsweep.formats.elements import E2M1, Element, pack_nibbles, unpack_nibbles
-from hqsweep.formats.hadamard import hadamard
+from hqsweep.formats.nvfp4 import hadamard, round_e2m1
 from hqsweep.formats.random import RngKey
-from hqsweep.formats.stochastic import round_e2m1
-from hqsweep.formats.tiles import FLT_MAX, divide, fp8_scale
+from hqsweep.formats.spec import NVFP4_TENSOR
 from hqsweep.memo import cached_property
 
 
@@ -30,12 +28,11 @@ class NVFP4Tensor(Format):
     """
 
     name = "nvfp4+tensor"
-    scaling = SCALINGS["nvfp4_tensor"]
+    family, scaling = NVFP4_TENSOR, NVFP4_TENSOR.scaling
     amax_name = "s"
     element_name = "e2m1"
     tile = (WHOLE, WHOLE)
     column_multiple = 16
-    OPTIONS = OPTIONS["nvfp4_tensor"]
 
     rht: bool = False
     """Whether a random Hadamard transform along the contracted axis comes first; only meaningful columnwise, on both

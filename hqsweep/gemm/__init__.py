@@ -1,1 +1,1 @@
-"""The products of quantized operands: exact, native, and over experts."""
+"""Products of quantized operands: exact, native, and grouped over experts."""

@@ -1,8 +1,8 @@
 """One product for all three GEMMs: mm_t(a, b)[i, j] = sum_k a[i, k] * b[j, k].
 
-fprop mm_t(x.row, w.row), dgrad mm_t(dy.row, w.col), wgrad mm_t(dy.col, x.col). gemm=exact multiplies the exact operand
-matrices with float32 accumulation: in float32 on CPU; on CUDA in bfloat16 tensor cores where both matrices are
-bfloat16. The per-tensor and per-row factors go to the float32 epilogue, as hardware applies them.
+fprop mm_t(x.row, w.row), dgrad mm_t(dy.row, w.col), wgrad mm_t(dy.col, x.col). gemm=exact multiplies exact operand
+matrices with float32 accumulation: in float32 on the CPU, and on CUDA in bfloat16 tensor cores if both matrices are
+bfloat16. Per-tensor and per-row factors go to the float32 epilogue, as in hardware.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.backends.cuda import matmul
 
 from hqsweep.formats import ExactOperand
-from hqsweep.ops.gemm.product import add_product, product, product_into
+from hqsweep.ops.gemm.product import add_product, fastest_product, product, product_into
 from hqsweep.ops.gemm.product import takes as product_takes
-from hqsweep.ops.gemm.product_choice import fastest_product
 from hqsweep.ops.library import direct, has_kernels
 from hqsweep.ops.quantize.kernels import DTYPES, in_dtype
 from hqsweep.ops.quantize.operators import scale_product
@@ -26,14 +25,13 @@ from hqsweep.quant.operand import Operand
 def mm_t(
     a: Operand | ExactOperand, b: Operand | ExactOperand, *, out_dtype: torch.dtype, out: Tensor | None = None
 ) -> Tensor:
-    """a [m, k], b [n, k] -> [m, n]: float32 product, float32 epilogue, then one rounding to out_dtype. Exact operands
-    may be e matrices, [e, m, k] and [e, n, k] -> [e, m, n], that share a factor each for the whole tensor.
+    """Return a [m, k] times b [n, k] transposed, [m, n]: float32 product, float32 epilogue, one rounding to out_dtype.
 
-    out: [m, n] of out_dtype, contiguous, which the product is written to and which is returned; not in a trace.
+    Exact operands may be e matrices with one factor per whole tensor: [e, m, k] and [e, n, k] -> [e, m, n].
+    out: contiguous [m, n] of out_dtype, which receives the product and is returned; not in a trace.
 
-    Nothing that a GEMM can do itself is left to a pass of its own: without factors it rounds to out_dtype where it
-    stores, and so it does on CUDA with factors for whole tensors (ops.product). With factors of rows its float32 output
-    is read once more, by the multiplication that rounds.
+    A GEMM without factors rounds to out_dtype when it stores. So does a CUDA GEMM with per-tensor factors
+    (ops.gemm.product). With per-row factors, a second pass over the float32 output multiplies and rounds.
     """
     a = a.operand() if isinstance(a, Operand) else a
     b = b.operand() if isinstance(b, Operand) else b
@@ -55,9 +53,9 @@ def _into(out: Tensor | None, y: Tensor) -> Tensor:
 
 
 def add_mm_t(out: Tensor, a: Operand | ExactOperand, b: Operand | ExactOperand) -> None:
-    """out += mm_t(a, b) in float32, in place. out: float32 of the product's shape.
+    """Add mm_t(a, b) to out in place, in float32. out: float32 of the product's shape.
 
-    On CUDA the GEMM adds where it stores (ops.product), without a product of its own in memory: alpha * sum + out may
+    On CUDA the GEMM adds when it stores (ops.gemm.product), without a separate product in memory. alpha * sum + out may
     then be rounded once instead of twice.
     """
     a = a.operand() if isinstance(a, Operand) else a
@@ -69,18 +67,19 @@ def add_mm_t(out: Tensor, a: Operand | ExactOperand, b: Operand | ExactOperand) 
 
 
 def _in_one_product(a: ExactOperand, b: ExactOperand, out_dtype: torch.dtype) -> bool:
-    """Whether cuBLASLt takes the matrices, and both factors as one for the whole product."""
+    """Return whether cuBLASLt takes the matrices, and one factor for the whole product."""
     factors = [operand.factor for operand in (a, b) if operand.factor is not None]
     return all(factor.numel() == 1 for factor in factors) and product_takes(a.matrix, b.matrix, out_dtype)
 
 
 def matrix_product(a: Tensor, b: Tensor, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """mm_t of matrices alone: [m, k], [n, k] -> [m, n], or of e such pairs [e, m, k], [e, n, k] -> [e, m, n]."""
+    """Return mm_t() of plain matrices: [m, k], [n, k] -> [m, n], or of e pairs [e, m, k], [e, n, k] -> [e, m, n]."""
     return plain_product(a, b.mT, out_dtype, out)
 
 
 def plain_product(a: Tensor, b: Tensor, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """matrix_product with the second matrices as they are multiplied: [k, n] or [e, k, n]. out: as mm_t has it."""
+    """Return matrix_product() for second matrices that are already transposed: [k, n] or [e, k, n]. out: as in
+    mm_t()."""
     if not (a.is_cuda and a.dtype == b.dtype == torch.bfloat16):
         return _into(out, (_mm_float32 if direct(a) else torch.ops.hqsweep.mm_float32.default)(a, b, out_dtype))
     if out_dtype == torch.bfloat16 and out is not None:
@@ -125,13 +124,13 @@ _LIBRARY.define("mm_rounded(Tensor a, Tensor b) -> Tensor")
 
 @torch.library.impl(_LIBRARY, "mm_rounded", "CUDA")
 def _mm_rounded(a: Tensor, b: Tensor, **options: Tensor) -> Tensor:
-    """The product with one rounding, written to the option `out`, if any."""
+    """Return the product with one rounding, written to the option `out` if given."""
     y = fastest_product(a, b.mT, torch.bfloat16, _rounded, **options)
     return _rounded(a, b.mT, **options) if y is None else y
 
 
 def _rounded(a: Tensor, b: Tensor, **options: Tensor) -> Tensor:
-    """By default cuBLAS may split k and add the parts in bfloat16, which would round several times."""
+    """Return the product with cuBLAS's split-k off: adding parts in bfloat16 would round several times."""
     b = b.mT
     allowed = matmul.allow_bf16_reduced_precision_reduction
     if not allowed:
@@ -149,7 +148,7 @@ def _(a: Tensor, b: Tensor) -> Tensor:
 
 
 def epilogue(product: Tensor, a: ExactOperand, b: ExactOperand, out_dtype: torch.dtype) -> Tensor:
-    """apply_factors of two operands, whose factors of more than one entry are those of rows. Overwrites the product."""
+    """Return apply_factors() for two operands. A factor with several entries is per row. The product is overwritten."""
     factors = [] if a.factor is None else [(a.factor, a.factor.numel() > 1)]
     if b.factor is not None:
         factors.append((b.factor.t(), b.factor.numel() > 1))
@@ -159,11 +158,12 @@ def epilogue(product: Tensor, a: ExactOperand, b: ExactOperand, out_dtype: torch
 def apply_factors(
     product: Tensor, factors: Sequence[tuple[Tensor, bool]], divisor: float, out_dtype: torch.dtype
 ) -> Tensor:
-    """product [m, n] times up to two factors [1, 1], [m, 1] or [1, n], each with whether it differs by row or column,
-    over the divisor: alpha = fl(fl(f_a * f_b) * fl(1 / divisor)) for scalars; per-row factors after the constant part.
+    """Return product [m, n] times up to two factors over the divisor, rounded to out_dtype.
 
-    With one per-row side its factor times the other's scalar is formed first; with two, rows then columns
-    (TransformerEngine pytorch/cpp_extensions/gemm.py:84 at d0067d0da6cb).
+    factors: (factor [1, 1], [m, 1] or [1, n], whether it differs by row or column). For scalars alpha = fl(fl(f_a *
+    f_b) * fl(1 / divisor)); per-row factors come after the constant part. With one per-row side, its factor is first
+    multiplied by the other's scalar; with two, rows come before columns (TransformerEngine
+    pytorch/cpp_extensions/gemm.py:84 at d0067d0da6cb).
     """
     tensors, per_row = [factor for factor, _ in factors], [rows for _, rows in factors]
     inverse = 1.0 / divisor  # torch rounds it to float32 before it multiplies
@@ -177,8 +177,11 @@ def apply_factors(
 
 
 def scaled(product: Tensor, factor: Tensor | float, out_dtype: torch.dtype, *, before: float) -> Tensor:
-    """fl(fl(product * before) * factor) in float32, rounded to out_dtype: one pass on a GPU, where product may be
-    bfloat16, too. Else a float32 product is overwritten. product [m, n]; factor a number, or [1, 1], [m, 1] or [1, n].
+    """Return fl(fl(product * before) * factor) in float32, rounded to out_dtype.
+
+    product: [m, n]. factor: a number, or [1, 1], [m, 1] or [1, n]. On a GPU it is one pass, and product may be
+    bfloat16.
+    Otherwise a float32 product is overwritten.
     """
     if product.is_cuda and isinstance(factor, Tensor) and has_kernels("cuda") and out_dtype in DTYPES:
         return scale_product(product, factor, out_dtype, before)

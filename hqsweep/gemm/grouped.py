@@ -1,17 +1,18 @@
-"""The three GEMMs of a grouped linear, over all experts e with the rows x_e [m_e, K] and the weights w_e [N, K].
+"""The three GEMMs of a grouped linear, over all experts e with rows x_e [m_e, K] and weights w_e [N, K].
 
     fprop  y_e  = x_e @ w_e.T    mm_t(x_e.row, w_e.row)      [m_e, N]    ragged rows
     dgrad  dx_e = dy_e @ w_e     mm_t(dy_e.row, w_e.col)     [m_e, K]    ragged rows
     wgrad  dw_e = dy_e.T @ x_e   mm_t(dy_e.col, x_e.col)     [N, K]      ragged contracted axis
 
-Four plans give them. `loop` is mm_t for each expert, and is the reference: its bytes are those of single linears.
-`torch.bmm` is one kernel on exact bfloat16 operands where the host knows that all experts have equally many tokens, on
-any GPU: it accumulates in float32 and stores that, or its rounding to bfloat16, which factors then follow.
-`torch._grouped_mm` is one kernel for any splits, which can store bfloat16 only: its result is rounded once more where
-factors follow, and where float32 is wanted. So wgrad into float32 is a loop for as long as the host knows the splits,
-and what needs a float32 operand is one always. Operands of a ragged contracted axis are given with that axis outermost,
-so that no split has to be aligned. `torch._scaled_grouped_mm` is the kernel of gemm=native for rows of E4M3 codes with
-a scale for each expert's tensor, on sm_90; all else that is native is a loop.
+There are four plans:
+`loop` runs mm_t for each expert. It is the reference, with the bytes of single linears.
+`torch.bmm` is one kernel on exact bfloat16 operands, if the host knows that all experts have equally many tokens. It
+accumulates in float32 and stores float32, or bfloat16 before factors are applied. It runs on any GPU.
+`torch._grouped_mm` is one kernel for any splits. It stores only bfloat16, so a result with factors, or in float32, is
+rounded once more. Hence wgrad into float32 is a loop while the host knows the splits, and float32 operands always take
+a loop. Operands with a ragged contracted axis are passed with that axis outermost, so that splits need no alignment.
+`torch._scaled_grouped_mm` is gemm=native's kernel on sm_90, for rows of E4M3 codes with one scale per expert's tensor.
+All other native products are loops.
 """
 
 from collections.abc import Sequence
@@ -29,11 +30,12 @@ from hqsweep.ops.members.packed import PackedExact, pack
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.kernels import in_dtype
 from hqsweep.quant.operand import Operand
+from hqsweep.torch_private import grouped_mm, scaled_grouped_mm, unsafe_view
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Members:
-    """Operands of experts that lie each in memory of its own."""
+    """Operands of experts, each in its own memory."""
 
     members: Sequence[Operand | ExactOperand]
 
@@ -42,9 +44,9 @@ Group = Operand | PackedExact | Members
 
 
 def mm_t_tokens(a: Group, b: Group, plan: GemmPlan, *, out_dtype: torch.dtype) -> Tensor:
-    """fprop and dgrad: a with members [m_e, k], b with members [n, k] -> [rows of a's splits, n] in out_dtype.
+    """Return fprop or dgrad, [rows of a's splits, n] in out_dtype. a: members [m_e, k]; b: members [n, k].
 
-    UserError, naming the member, for groups of members of unlike widths, and for a b of unlike shapes.
+    UserError, naming the member, for groups whose members differ in width, and for a b whose members differ in shape.
     """
     if plan.kernel == "torch._scaled_grouped_mm":
         return tokens_by_native_kernel(a, _packed(b))
@@ -59,9 +61,10 @@ def mm_t_tokens(a: Group, b: Group, plan: GemmPlan, *, out_dtype: torch.dtype) -
 
 
 def mm_t_weights(a: Group, b: Group, plan: GemmPlan, *, out_dtype: torch.dtype) -> Sequence[Tensor]:
-    """wgrad: a with members [n, m_e], b with members [k, m_e] -> for each expert [n, k] in out_dtype.
+    """Return wgrad, [n, k] per expert, in out_dtype. a: members [n, m_e]; b: members [k, m_e].
 
-    By one kernel they are the parts of one tensor. UserError, naming the member, for members of unlike widths.
+    With one kernel, the results are parts of one tensor. UserError, naming the member, for members that differ in
+    width.
     """
     if plan.one_kernel:
         return weights_by_kernel(_exact(a), _exact(b), out_dtype, equal=plan.kernel == "torch.bmm")
@@ -70,7 +73,7 @@ def mm_t_weights(a: Group, b: Group, plan: GemmPlan, *, out_dtype: torch.dtype) 
 
 
 def _check_members(a: Group, b: Group, *, one_shape: bool) -> None:
-    """The errors of the loops; kernels meet them where they ask for splits and shapes."""
+    """Raise the errors of the loops; kernels raise them when they ask for splits and shapes."""
     for group in (a, b):
         if isinstance(group, Members):
             continue
@@ -81,7 +84,7 @@ def _check_members(a: Group, b: Group, *, one_shape: bool) -> None:
 
 
 def tokens_by_kernel(a: PackedExact, b: PackedExact, out_dtype: torch.dtype, *, equal: bool = False) -> Tensor:
-    """mm_t_tokens of bfloat16 matrices (on a CPU of float32 ones, too) by torch._grouped_mm, or of equal splits by
+    """Run mm_t_tokens() on bfloat16 matrices (on a CPU also float32) by torch._grouped_mm; for equal splits by
     torch.bmm."""
     splits, experts, per_row = a.layout.splits, b.layout.splits.count, a.per_row or b.per_row
     if equal:
@@ -90,7 +93,7 @@ def tokens_by_kernel(a: PackedExact, b: PackedExact, out_dtype: torch.dtype, *, 
             return _as_rows(_by_experts(y, a, b, out_dtype))
         y = _as_rows(y)
     else:
-        y = torch._grouped_mm(a.rows(), b.stacked_turned(), offs=splits.ends(b.matrix.device))
+        y = grouped_mm(a.rows(), b.stacked_turned(), offs=splits.ends(b.matrix.device))
 
     def of_rows(factor: Tensor) -> Tensor:
         return splits.spread(factor.view(experts, -1))
@@ -109,7 +112,7 @@ def tokens_by_native_kernel(a: Operand, b: Operand) -> Tensor:
     left, right = (group.buffers["q"].view(torch.float8_e4m3fn) for group in (a, b))
     rows = splits.spread(a.buffers["s"])
     columns = b.buffers["s"].view(experts, 1).expand(experts, n).contiguous()
-    return torch._scaled_grouped_mm(
+    return scaled_grouped_mm(
         left.view(splits.rows, k), right.view(experts, n, k).transpose(1, 2), rows, columns,
         offs=splits.ends(left.device), out_dtype=torch.bfloat16, use_fast_accum=False,
     )  # fmt: skip
@@ -120,7 +123,7 @@ def weights_by_kernel(a: PackedExact, b: PackedExact, out_dtype: torch.dtype, *,
     if equal:
         dw = plain_product(a.stacked(), b.stacked_turned(), _stored(out_dtype))
     else:
-        dw = torch._grouped_mm(a.rows().t(), b.rows(), offs=a.layout.splits.ends(a.matrix.device))
+        dw = grouped_mm(a.rows().t(), b.rows(), offs=a.layout.splits.ends(a.matrix.device))
     return _by_experts(dw, a, b, out_dtype)
 
 
@@ -136,7 +139,7 @@ def _as_rows(product: Tensor) -> Tensor:
     """[experts, m, n] -> [experts * m, n] that autograd takes for no view: an output of a Function may be written in
     place then, as torch.matmul's may."""
     experts, m, n = product.shape
-    return torch.ops.aten._unsafe_view(product, (experts * m, n))
+    return unsafe_view(product, (experts * m, n))
 
 
 def _stored(out_dtype: torch.dtype) -> torch.dtype:

@@ -1,7 +1,7 @@
-"""gemm=native: products on the machine's own tensor cores, from codes and scales, through torch._scaled_mm.
+"""gemm=native: products on the machine's tensor cores, from codes and scales, through torch._scaled_mm.
 
-What runs is a table by compute capability, and what is not in it is refused before anything runs: nothing falls back
-to gemm=exact. sm_90 was measured (benchmarks/gemm.py); sm_100 follows the documented layouts and has not been run.
+A table by compute capability says which products run. All others are refused before anything runs; nothing falls back
+to gemm=exact. sm_90 was measured (benchmarks/gemm.py). sm_100 follows the documented layouts and has not run yet.
 
     sm_89          per-tensor FP8 with per-tensor FP8
     sm_90          the same, and block FP8: 1x128 with 1x128 or 128x128
@@ -19,50 +19,50 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.formats import FORMATS, ExactOperand, Format, parse
 from hqsweep.gemm.exact import epilogue, mm_t
-from hqsweep.ops.gemm.swizzle import swizzle
 from hqsweep.quant.operand import Operand
 from hqsweep.recipe.pairs import same_scaling
+from hqsweep.torch_private import scaled_mm
 
 CUDA_KINDS: dict[int, tuple[str, ...]] = {
     8: ("tensor",),
     9: ("tensor", "block"),
     10: ("tensor", "mx", "nvfp4"),
 }
-"""Major compute capability -> ways of scaling (Format.scaling) with a native product; of 8 only 8.9."""
+"""Major compute capability -> scalings (Format.scaling) with a native product; of 8 only 8.9."""
 UNTRIED = (10,)
-"""Majors for which the product was built from documents and has not been run."""
+"""Majors whose products were written from documentation and have not run yet."""
 Capability = tuple[int, int] | None
 """Compute capability of a GPU; None for a CPU."""
 ALIGNMENT = 16
-"""Bytes to a multiple of which cuBLAS wants the address of a scale."""
+"""cuBLAS needs the address of a scale at a multiple of this many bytes."""
 TILES = 4
-"""Rows of scales of 128x128 tiles lie a multiple of so many apart, as cuBLAS reads them."""
+"""cuBLAS reads rows of scales of 128x128 tiles at multiples of this many scales."""
 SCALING_TYPES = (F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128)
 """By Format.two_d."""
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def capability_of(device: torch.device | str) -> Capability:
-    """Compute capability of a CUDA device; None for a CPU."""
+    """Return the compute capability of a CUDA device; None for a CPU."""
     device = torch.device(device)
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def plan_text(capability: tuple[int, int]) -> str:
-    """What a manifest says of a product that fault() lets pass."""
+    """Return a manifest's text for a product without fault()."""
     tried = "" if capability[0] not in UNTRIED else ", not yet run on such hardware"
     return f"native: tensor cores of sm_{capability[0]}{capability[1]} through torch._scaled_mm{tried}"
 
 
 def device_fault(capability: Capability) -> str | None:
-    """Why a device (None: a CPU) has no tensor cores for low precision, or None."""
+    """Return why a device (None: a CPU) has no tensor cores for low precision, or None."""
     if capability is None or capability < (8, 9):
         return "gemm=native needs a GPU of compute capability 8.9 or later"
     return None
 
 
 def fault(a: Format, b: Format, capability: Capability) -> str | None:
-    """Why the tensor cores of a device do not multiply the two, or None."""
+    """Return why a device's tensor cores do not multiply the two formats, or None."""
     if a.high_precision or b.high_precision:
         return None if a == b else "a GEMM takes one high-precision dtype"
     if missing := device_fault(capability):
@@ -90,7 +90,7 @@ def _names(kinds: tuple[str, ...]) -> list[str]:
 
 
 def shape_fault(a: Format, b: Format, m: int, n: int, k: int) -> str | None:
-    """Why [m, k] x [n, k] does not fit the tensor cores' alignment, or None."""
+    """Return why [m, k] x [n, k] does not fit the tensor cores' alignment, or None."""
     if a.high_precision:
         return None
     rows = {"rows of the first operand": m} if a.scaling == "block" else {}
@@ -104,20 +104,21 @@ def shape_fault(a: Format, b: Format, m: int, n: int, k: int) -> str | None:
 
 
 def _has_uneven_tiles(a: Format, b: Format, k: int) -> bool:
-    """Whether rows of 128x128 tiles have to be padded: torch.nn.functional.scaled_mm takes them so, of E4M3 alone."""
+    """Return whether rows of 128x128 tiles need padding. torch.nn.functional.scaled_mm takes them so, for E4M3
+    alone."""
     return a.scaling == "block" and (a.two_d or b.two_d) and -(-k // 128) % TILES != 0
 
 
 def refusal(capability: Capability, a: Format, b: Format, m: int, n: int, k: int) -> str | None:
-    """Why the tensor cores of a device do not multiply [m, k] by [n, k] transposed, or None."""
+    """Return why a device's tensor cores do not multiply [m, k] by [n, k] transposed, or None."""
     return fault(a, b, capability) or shape_fault(a, b, m, n, k)
 
 
 def mm_t_native(a: Operand, b: Operand, *, out_dtype: torch.dtype) -> Tensor:
-    """a [m, k], b [n, k] -> [m, n] in out_dtype. UserError with the refusal, where there is one.
+    """Return a [m, k] times b [n, k] transposed, [m, n] in out_dtype. UserError with the refusal, if there is one.
 
-    The product of codes and scales accumulates in the tensor core's own precision (no fast accumulation); NVFP4's
-    global factors are applied to the float32 product as gemm=exact does.
+    The product of codes and scales accumulates in the tensor core's own precision (no fast accumulation). NVFP4's
+    global factors are applied to the float32 product, as in gemm=exact.
     """
     capability = capability_of(next(iter(a.buffers.values())).device)
     (m, k), (n, _) = a.shape, b.shape
@@ -133,16 +134,15 @@ def mm_t_native(a: Operand, b: Operand, *, out_dtype: torch.dtype) -> Tensor:
     if right_scale.dim() == 2:
         right_scale = right_scale.t()
     factors = a.format.scaling == "nvfp4"
-    product = torch._scaled_mm(
-        left, right.t(), left_scale, right_scale, out_dtype=torch.float32 if factors else out_dtype
-    )
+    product = scaled_mm(left, right.t(), left_scale, right_scale, out_dtype=torch.float32 if factors else out_dtype)
     if not factors:
         return product
     return epilogue(product, _factor(a), _factor(b), out_dtype)
 
 
 def multiply(a: Operand | ExactOperand, b: Operand | ExactOperand, mode: str, out_dtype: torch.dtype) -> Tensor:
-    """a [m, k], b [n, k] -> [m, n] in the recipe's mode: mm_t_native for native, mm_t for all others."""
+    """Return a [m, k] times b [n, k] transposed, [m, n], in the recipe's mode: mm_t_native() for native, else
+    mm_t()."""
     if mode != "native":
         return mm_t(a, b, out_dtype=out_dtype)
     (m, k), (n, _) = a.shape, b.shape
@@ -152,7 +152,7 @@ def multiply(a: Operand | ExactOperand, b: Operand | ExactOperand, mode: str, ou
 
 
 def _operand(operand: Operand) -> tuple[Tensor, Tensor]:
-    """Codes and decode scales as torch._scaled_mm takes them for a row-major operand."""
+    """Return codes and decode scales in the form that torch._scaled_mm takes for a row-major operand."""
     return _ARRANGED[operand.format.scaling](operand)
 
 
@@ -184,13 +184,13 @@ def _nvfp4(operand: Operand) -> tuple[Tensor, Tensor]:
 
 
 def _row_scales(operand: Operand) -> Tensor:
-    """uint8 [rows, blocks]: the scales of tiles of several rows repeated."""
+    """Return uint8 [rows, blocks]: scales, repeated for tiles of several rows."""
     height = operand.format.tile[0]
     return operand.buffers["s"].repeat_interleave(height, dim=0)[: operand.shape[0]]
 
 
 def _factor(operand: Operand) -> ExactOperand:
-    """Epilogue factor and divisor of NVFP4, without a matrix."""
+    """Return the epilogue factor and divisor of NVFP4, without a matrix."""
     none = operand.buffers["g"].new_empty(0)
     return ExactOperand(none, operand.buffers["g"], operand.format.divisor)
 
@@ -201,4 +201,19 @@ _ARRANGED: dict[str, Callable[[Operand], tuple[Tensor, Tensor]]] = {
     "mx": _mx,
     "nvfp4": _nvfp4,
 }
-"""Format.scaling -> codes and decode scales."""
+"""Format.scaling -> a function that returns codes and decode scales."""
+
+
+def swizzle(scales: Tensor) -> Tensor:
+    """Return block scales in cuBLAS's layout: uint8 [rows, blocks] -> uint8 [pad128(rows) * pad4(blocks)].
+
+    Input has one scale per block along the contracted axis. The output consists of tiles of 128 rows x 4 blocks, one
+    row of tiles after the other. Entry (i, j) lies at
+        ((i div 128) * T + j div 4) * 512 + (i mod 32) * 16 + ((i mod 128) div 32) * 4 + j mod 4
+    with T tiles per row. Padding is 0 (cuBLAS, "1D block scaling factors layout"; TransformerEngine
+    common/cast/mxfp8/swizzle.cuh:30).
+    """
+    rows, blocks = scales.shape
+    down, across = -(-rows // 128), -(-blocks // 4)
+    padded = torch.nn.functional.pad(scales, (0, across * 4 - blocks, 0, down * 128 - rows))
+    return padded.view(down, 4, 32, across, 4).permute(0, 3, 2, 1, 4).reshape(-1)

@@ -1,7 +1,7 @@
-"""GemmPlan: how the product of two formats is computed on a device, for one matrix or for the experts of a group.
+"""GemmPlan: how a device computes the product of two formats, for one matrix or for a group of experts.
 
-A plan is a function of what is asked for and of the device's compute capability alone, so that a machine without a GPU
-can say, and test, what another one would do. Manifests hold its text.
+A plan depends only on the request and the device's compute capability. So a machine without a GPU can print, and test,
+another machine's plan. Manifests contain its text.
 """
 
 from collections.abc import Sequence
@@ -14,21 +14,21 @@ from hqsweep.formats import Format
 from hqsweep.gemm.native import Capability, plan_text
 
 GROUPED_MAJORS = (9, 10)
-"""Compute capabilities for which torch._grouped_mm has a kernel; elsewhere it is a loop that waits for the splits."""
+"""Compute capabilities with a kernel for torch._grouped_mm; elsewhere it is a loop that waits for the splits."""
 NATIVE_MAJORS = (9,)
-"""Capabilities for which torch._scaled_grouped_mm takes E4M3 codes with scales of rows."""
+"""Capabilities for which torch._scaled_grouped_mm takes E4M3 codes with per-row scales."""
 ALIGNMENT = 8
-"""Both kernels take strides of multiples of 16 bytes: so many bfloat16 elements, and twice as many codes."""
+"""Both kernels need strides in multiples of 16 bytes: this many bfloat16 elements, or twice as many codes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupGemm:
-    """What is known of a GEMM over experts before it runs."""
+    """The facts about a GEMM over experts that are known before it runs."""
 
     gemm: str = "fprop"
-    """The GEMM: "fprop", "dgrad" or "wgrad"."""
+    """ "fprop", "dgrad" or "wgrad"."""
     sizes: tuple[int, int] = (2 * ALIGNMENT, 2 * ALIGNMENT)
-    """The numbers of in and out features."""
+    """In and out features."""
     out_dtype: torch.dtype = torch.bfloat16
     """dtype of the products: float32 for wgrad into FP32 weights."""
     host_splits: bool = True
@@ -47,13 +47,13 @@ class GemmPlan:
     mode: str
     """The recipe's gemm: exact, strict or native."""
     group: GroupGemm | None = None
-    """The GEMM over experts; None: it multiplies one matrix by one matrix."""
+    """The GEMM over experts; None: one matrix times one matrix."""
     kernel: Literal["torch.bmm", "torch._grouped_mm", "torch._scaled_grouped_mm"] | None = None
-    """The one kernel for all experts; None: a product for each matrix."""
+    """The one kernel for all experts; None: one product per matrix."""
 
     @property
     def one_kernel(self) -> bool:
-        """Whether one kernel computes it for all experts."""
+        """Whether one kernel computes all experts."""
         return self.kernel is not None
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class GemmPlan:
         return f"{self._text_of_matrix()}, for each expert" if self.group else self._text_of_matrix()
 
     def _text_of_matrix(self) -> str:
-        """High precision has one plan in every mode."""
+        """Return the text for one matrix. High precision has one plan in every mode."""
         if self.mode == "native" and not self.a.high_precision:
             return plan_text(self.capability)
         operands = "bf16" if self.a.fits_bf16 and self.b.fits_bf16 else "fp32"
@@ -87,7 +87,8 @@ class GemmPlan:
 def gemm_plan(
     a: Format, b: Format, capability: Capability, mode: str = "exact", group: GroupGemm | None = None
 ) -> GemmPlan:
-    """The plan for operands of these formats. capability: the GPU's, None for a CPU; group: None for one matrix."""
+    """Return the plan for operands of these formats. capability: the GPU's, None for a CPU; group: None for one
+    matrix."""
     kernel = None
     if group is not None:
         kernel = _native_kernel(a, b, capability, group) if mode == "native" else _kernel(a, b, capability, group)

@@ -1,1 +1,1 @@
-"""Jobs: a resolved config in, rows out. Each module has run(config, sink, workspace)."""
+"""Jobs: each takes a resolved config and gives rows. Each module has run(config, sink, workspace)."""

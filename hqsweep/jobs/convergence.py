@@ -1,7 +1,8 @@
-"""convergence: train one model under one recipe and write its loss curve and error statistics."""
+"""The job convergence: trains one model under one recipe, and writes its loss curve and error statistics."""
 
 import math
 import shutil
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,27 +10,25 @@ from pathlib import Path
 import torch
 
 import hqsweep
-from hqsweep.config.fork import ForkConfig
 from hqsweep.config.job import ConvergenceConfig
-from hqsweep.config.safe_json import loads
+from hqsweep.config.safe import loads
+from hqsweep.config.study import ForkConfig
 from hqsweep.errors import Damaged, UserError
 from hqsweep.jobs.isolation import make_deterministic
-from hqsweep.jobs.native import check_native
 from hqsweep.jobs.resume import captured_file, go_back, refusal, save_captured
 from hqsweep.jobs.sink import Diverged, Sink
 from hqsweep.jobs.trainer_fields import saved_fields, steps_fields, trainer_fields, unused_warnings
 from hqsweep.ops.fingerprint import kernel_digest
 from hqsweep.ops.model.attention import frontend_version
-from hqsweep.parallel.handshake import agree
 from hqsweep.parallel.mesh import join
-from hqsweep.parallel.wire.all_or_none import by_first
+from hqsweep.parallel.wire.objects import by_first
 from hqsweep.train import data
-from hqsweep.train.build import pick_device
+from hqsweep.train.build import check_native, pick_device
 from hqsweep.train.checkpoint import go_on_from, newest, read_state, save_checkpoint, step_of
-from hqsweep.train.content import SHOWN_DIGITS, check_planned, stamp_of
+from hqsweep.train.corpus import SHOWN_DIGITS, check_planned, stamp_of
 from hqsweep.train.data import Dataset
+from hqsweep.train.fork import ABOVE, above_source, begin_source
 from hqsweep.train.loop import Trainer
-from hqsweep.train.pace import Throughput
 from hqsweep.train.record import (
     ANOTHER_FILE,
     ANOTHER_RUN,
@@ -43,29 +42,27 @@ from hqsweep.train.record import (
     read_record,
     record_path,
 )
-from hqsweep.train.source import ABOVE, above_source, begin_source
 
 
 def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
-    """Train to config.train.steps, going on from workspace/checkpoint when there is one.
+    """Train to config.train.steps, from the newest checkpoint in workspace/checkpoint if there is one.
 
-    Raises Diverged when the loss is not finite, UserError when the data or the device is not there, and what
-    check_native raises.
+    Raises Diverged where the loss is not finite, UserError where data or device are missing, and the errors of
+    check_native.
     """
     train, device = config.train, pick_device(config.train.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("train.device is cuda, but this machine has no CUDA device; use train.device=cpu or auto")
     if device.type == "cuda":
         make_deterministic()
-    ranks = join(train.parallel, device.type) if train.parallel.world > 1 else None
-    device = device if ranks is None else ranks.device
+    ranks = join(train.parallel, device)
+    device = ranks.device
     sink.phase("loading data")
     stamp = stamp_of(config.data)
     dataset = data.loaded(config.data)
     check_planned(config.data, config.data.hash or by_first(lambda: seen_before(workspace)), dataset.hash)
     check_native(config, device, dataset.vocab_size)
-    if ranks is not None:
-        agree(ranks, shared_facts(config, dataset, device))
+    ranks.agree(partial(shared_facts, config, dataset, device))
     folder = workspace / "checkpoint"
     path = by_first(lambda: go_back(config, sink, workspace, dataset.hash))
     build = partial(Trainer, config, dataset, config.recipe.build(), device, ranks)
@@ -73,19 +70,17 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
         make_up(build, config, sink, path, dataset.hash)
     sink.phase("building the model")
     trainer = build()
-    if ranks is not None:
-        agree(ranks, {"the code of the model": dict(trainer.adapter.facts)})
+    ranks.agree(lambda: {"the code of the model": dict(trainer.adapter.facts)})
     known = trainer_fields(trainer)
     warnings = known.get("warnings", [])
     sink.manifest(**known)
-    for line in warnings if ranks is None or ranks.is_first else ():
-        print(f"warning: {line}", flush=True)
+    for line in warnings:
+        ranks.say(f"warning: {line}")
     if path is not None:
         go_on_from(trainer, path)
     else:
         begin(trainer, workspace)
     sink.manifest(**trainer.trunk)
-    first_rank = ranks is None or ranks.is_first
     throughput = Throughput(train.batch * train.context)
     throughput.at(trainer.step)
     first, loss, ran, met = trainer.step + 1, None, None, []
@@ -101,21 +96,21 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
             ran = now
             sink.manifest(steps=ran)
         sink.rows("stats", done.stats)
-        if done.captured and first_rank:
+        if done.captured:
             save_captured(done.captured, captured_file(config, workspace), sink.run_id)
         if done.metrics:
             sink.metric(done.step, done.metrics)
         if done.loss is not None and (rows := trainer.nonfinite.manifest()) != met:
             met = rows
             sink.manifest(nonfinite=rows)
-            for line in trainer.nonfinite.news() if first_rank else ():
-                print(f"warning: {line}", flush=True)
+            for line in trainer.nonfinite.news():
+                ranks.say(f"warning: {line}")
         loss = loss if done.loss is None else done.loss
         speed = throughput.at(done.step)
         sink.progress(done.step, train.steps, loss, speed)
-        if done.loss is not None and first_rank:
+        if done.loss is not None:
             rate = "" if speed is None else f", {speed:,.0f} tokens/s"
-            print(f"step {done.step} of {train.steps}: train_loss {done.loss:.4f}{rate}", flush=True)
+            ranks.say(f"step {done.step} of {train.steps}: train_loss {done.loss:.4f}{rate}")
         if done.loss is not None and not math.isfinite(done.loss):
             raise Diverged(done.step, done.loss, train.lr, trainer.nonfinite.began())
         if line := above_source(trainer):
@@ -129,14 +124,16 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
     if late := [*trainer.trunk.get(ABOVE, ()), *dataset.untrained(trainer.val_loss)]:
         sink.manifest(warnings=[*warnings, *late])
     if config.start:
-        by_first(lambda: shutil.rmtree(folder, ignore_errors=True))  # a fork is short, and its trunk is there
+        by_first(lambda: shutil.rmtree(folder, ignore_errors=True))  # a finished fork needs no checkpoint
     elif trainer.step not in trainer.kept:
         save_checkpoint(trainer, folder, rows=sink.mark(), run=sink.run_id, data=dataset.hash)
 
 
 def seen_before(workspace: Path) -> str | None:
-    """The hash of the data that a run of an earlier version, which has none in its config, has read before; None where
-    its manifest does not say."""
+    """The hash of the data that a run of an earlier version has read, from its manifest; None where it does not say.
+
+    The configs of earlier versions have no such hash.
+    """
     try:
         return loads((workspace / "manifest.json").read_bytes()).get("data_hash")
     except (OSError, ValueError, AttributeError):
@@ -144,7 +141,7 @@ def seen_before(workspace: Path) -> str | None:
 
 
 def shared_facts(config: ConvergenceConfig, dataset: Dataset, device: torch.device) -> dict[str, object]:
-    """What all ranks of a run have to agree on; names for sentences."""
+    """The facts in which all ranks of a run must agree, by their names in sentences."""
     keys = config.model_dump(mode="json", exclude={"runs_dir", "engine", "track"})
     return {
         "the version of hqsweep": hqsweep.__version__,
@@ -159,9 +156,12 @@ def shared_facts(config: ConvergenceConfig, dataset: Dataset, device: torch.devi
 
 
 def make_up(build: Callable[[], Trainer], config: ConvergenceConfig, sink: Sink, last: Path, data_hash: str) -> None:
-    """Train a trunk that goes on from the checkpoint `last` again to each point whose state it lacks: the state was
-    asked for after the trunk had passed the point, or is damaged. The rows are there already. build() makes its
-    trainer."""
+    """Train a trunk again to each fork point up to the checkpoint `last` whose state it lacks, with a trainer from
+    build().
+
+    A state is missing if it was asked for after the trunk had passed the point, or if it is damaged. The rows are there
+    already.
+    """
     before, trainer = partial(refusal, config, sink, last.parent.parent, data_hash), None
     for point in by_first(lambda: lacking(config, sink, last)):
         sink.phase("training again to fork points that it had passed")
@@ -180,7 +180,7 @@ def make_up(build: Callable[[], Trainer], config: ConvergenceConfig, sink: Sink,
 
 
 def lacking(config: ConvergenceConfig, sink: Sink, last: Path) -> list[int]:
-    """The points up to the checkpoint `last` whose states are not there; damaged ones are deleted."""
+    """The fork points up to the checkpoint `last` without a state. Damaged states are deleted."""
     states = {at: last.with_stem(f"step_{at}") for at in config.points if at <= step_of(last)}
     for path in states.values():
         if path.exists() and (fault := fault_of(path, sink.run_id)):
@@ -190,7 +190,7 @@ def lacking(config: ConvergenceConfig, sink: Sink, last: Path) -> list[int]:
 
 
 def begin(trainer: Trainer, workspace: Path) -> None:
-    """Give a trainer that has made no step the state that it begins with, if that is not its initial one."""
+    """Give a new trainer the state that its run starts from, if that is not the initial one."""
     if trainer.config.start:
         begin_fork(trainer, workspace)
     elif trainer.config.fork and trainer.config.fork.source:
@@ -198,8 +198,10 @@ def begin(trainer: Trainer, workspace: Path) -> None:
 
 
 def begin_fork(trainer: Trainer, workspace: Path) -> None:
-    """Give the trainer the state of its trunk. UserError where that is missing, is not what the trunk wrote, or belongs
-    to another step."""
+    """Give the trainer the state of its trunk.
+
+    UserError where the state is missing, is not what the trunk wrote, or belongs to another step.
+    """
     fork = trainer.config.fork
     path = fork.state_path(workspace, trainer.config.train.parallel.world)
     if not path.exists():
@@ -220,20 +222,25 @@ def begin_fork(trainer: Trainer, workspace: Path) -> None:
 
 
 def read_trunk(fork: ForkConfig, path: Path, device: torch.device, data_hash: str) -> tuple[dict | Path, str]:
-    """The state of a trunk and the hash of its file, or the folder that its ranks have written and the folder's hash.
-    Raises NotAsWritten where the hash differs from the trunk's, UserError where the trunk has read other data."""
+    """(state, hash) of a trunk: its state and the hash of the file, or the folder that its ranks wrote and the folder's
+    hash.
+
+    Raises NotAsWritten where the hash is not the trunk's, UserError where the trunk has read other data.
+    """
     if path.is_dir():
         return path, by_first(lambda: check_trunk(fork, check_recorded(path), path, data_hash))
     if fork.trunk_hash is not None:
-        if record_path(path).exists():  # earlier versions wrote none
+        if record_path(path).exists():  # earlier versions wrote no record
             check_trunk(fork, read_record(path), path, data_hash)
         return read_state(path, device, fork.trunk_hash), fork.trunk_hash
     return read_state(path, device), check_trunk(fork, read_record(path), path, data_hash)
 
 
 def check_trunk(fork: ForkConfig, record: Record, path: Path, data_hash: str) -> str:
-    """The hash of a checkpoint with this record. Raises NotAsWritten where it differs from that of the fork's trunk,
-    UserError where the data differ."""
+    """The hash of a checkpoint with this record.
+
+    Raises NotAsWritten where it is not the hash of the fork's trunk, UserError where the data differ.
+    """
     if fork.trunk_hash is None and not fork.trunk.endswith(record.run[:ID_DIGITS]):
         raise NotAsWritten(path, ANOTHER_RUN)
     if fork.trunk_hash not in (None, record.sha256):
@@ -244,3 +251,19 @@ def check_trunk(fork: ForkConfig, record: Record, path: Path, data_hash: str) ->
             f" ({data_hash[:SHOWN_DIGITS]}); put the trunk's data back"
         )
     return record.sha256
+
+
+class Throughput:
+    """Tokens a second since the first call, with the time of evaluations and samples."""
+
+    def __init__(self, tokens_per_step: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.tokens_per_step, self.clock = tokens_per_step, clock
+        self.start: tuple[int, float] | None = None
+
+    def at(self, step: int) -> float | None:
+        """The speed at a step; None until a step has passed since the first call."""
+        if self.start is None:
+            self.start = (step, self.clock())
+            return None
+        steps, seconds = step - self.start[0], self.clock() - self.start[1]
+        return steps * self.tokens_per_step / seconds if steps and seconds > 0 else None

@@ -1,6 +1,6 @@
-"""The switches that a run turns for its whole process, and their way back: after it what it has changed is restored and
-its memory is freed, so that the next run in the same process has the bits, the warnings and the memory of one in a
-process of its own.
+"""Settings that a run makes for its whole process, and their restoration.
+
+After a run the next one in the same process has the same bits, warnings and memory as in a process of its own.
 """
 
 import gc
@@ -16,11 +16,13 @@ from torch.utils import deterministic
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Restore the environment, torch's switches and the filters of warnings, and let a warning that was given be given
-    again. torch's generators are seeded by the system, as in a new process; unreachable objects are collected, and
-    CUDA's cached memory goes back to the device."""
+    """The context of a run: afterwards the environment, torch's settings and warning filters are restored.
+
+    Warnings that were given can be given again, and the system seeds torch's generators, as in a new process.
+    Unreachable objects are collected, and CUDA's cached memory returns to the device.
+    """
     environment, switches = dict(os.environ), _switches()
-    gc.freeze()  # what is there already, torch above all, takes a third of a second to look through
+    gc.freeze()  # modules such as torch take a third of a second to search
     with warnings.catch_warnings():
         yield
     os.environ.clear()
@@ -33,18 +35,18 @@ def isolated() -> Iterator[None]:
 
 
 def make_deterministic() -> None:
-    """Have runs on a GPU repeat bit for bit, or raise: deterministic kernels only, and no cuDNN attention.
+    """Make runs on a GPU repeat bit for bit, or raise, by deterministic kernels and no cuDNN attention.
 
-    On CPU the kernels used here repeat anyway, and the switch would cost two seconds of imports.
+    On CPU the kernels used here repeat anyway, and the setting would cost two seconds of imports.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     cuda.enable_cudnn_sdp(False)
     torch.use_deterministic_algorithms(True)
-    deterministic.fill_uninitialized_memory = False  # nothing here reads what it did not write
+    deterministic.fill_uninitialized_memory = False  # no code here reads memory before it is written
 
 
 def _switches() -> tuple[bool, bool, bool]:
-    """The switches that jobs turn: deterministic algorithms, filling of new memory, attention of cuDNN."""
+    """The settings that jobs change: deterministic algorithms, filling of new memory, attention of cuDNN."""
     return (
         torch.are_deterministic_algorithms_enabled(),
         deterministic.fill_uninitialized_memory,
@@ -53,7 +55,7 @@ def _switches() -> tuple[bool, bool, bool]:
 
 
 def _switch(algorithms: bool, fill: bool, cudnn_attention: bool) -> None:
-    if torch.are_deterministic_algorithms_enabled() != algorithms:  # to say it again takes two seconds of imports
+    if torch.are_deterministic_algorithms_enabled() != algorithms:  # setting it takes two seconds of imports
         torch.use_deterministic_algorithms(algorithms)
     deterministic.fill_uninitialized_memory = fill
     cuda.enable_cudnn_sdp(cudnn_attention)

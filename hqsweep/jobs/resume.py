@@ -1,5 +1,6 @@
-"""The place where a run goes on: after the newest checkpoint that is as it was written, with the rows before it; else
-at its start. What is damaged is reported, and not used.
+"""Where a run goes on: after its newest sound checkpoint, with the rows before it, or at its start.
+
+Damaged files are reported and not used.
 """
 
 import hashlib
@@ -19,11 +20,11 @@ from hqsweep.train.record import ANOTHER_RUN, OTHER_DATA, Record, discard, fault
 
 
 def go_back(config: ConvergenceConfig, sink: Sink, workspace: Path, data: str) -> Path | None:
-    """The newest checkpoint that is as it was written, with all rows and operands from before it; the rows after it are
-    dropped. None for a run that begins at its start. data: the hash of the data that the run reads now.
+    """The newest sound checkpoint with all rows and operands from before it; None for a run that begins at its start.
 
-    What is damaged is reported and deleted. Sound states at the points of a trunk stay: its forks may begin there while
-    the trunk comes by again.
+    Rows after the checkpoint are dropped. Damaged files are reported and deleted. Sound states at a trunk's fork points
+    stay, because forks may begin there while the trunk repeats its steps. data: the hash of the data that the run reads
+    now.
     """
     folder = workspace / "checkpoint"
     for half in (*folder.glob("*.tmp"), *folder.glob("*.partial")):
@@ -41,8 +42,8 @@ def go_back(config: ConvergenceConfig, sink: Sink, workspace: Path, data: str) -
 def refusal(
     config: ConvergenceConfig, sink: Sink, workspace: Path, data: str, path: Path, record: Record
 ) -> str | None:
-    """The reason not to go on from a checkpoint that is as it was written; None if there is none. data: the hash of the
-    data that the run reads now."""
+    """The reason not to go on from a sound checkpoint; None to go on. data: the hash of the data that the run reads
+    now."""
     if record.run != sink.run_id:
         return ANOTHER_RUN
     if record.data not in ("", data):
@@ -53,12 +54,12 @@ def refusal(
 
 
 def captured_file(config: ConvergenceConfig, workspace: Path) -> Path:
-    """The file of the operands of the step stats.capture_at."""
+    """The file with the operands of the step stats.capture_at."""
     return workspace / "captured" / f"step_{config.stats.capture_at}.safetensors"
 
 
 def save_captured(operands: Mapping[str, Tensor], path: Path, run: str) -> None:
-    """Write the operands of a step, which `hqsweep probe` reads, and their record, whole or not at all."""
+    """Write the operands of a step, for `hqsweep probe`, and their record. The file is written whole or not at all."""
     path.parent.mkdir(exist_ok=True)
     discard(path)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp")

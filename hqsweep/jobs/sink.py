@@ -1,4 +1,4 @@
-"""Sinks take a job's rows. The worker gives a sink that writes the run folder; tests give one that keeps lists."""
+"""Sinks take a job's rows. The worker's sink writes the run folder; tests use a sink that keeps lists."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -10,8 +10,8 @@ from hqsweep.train.record import Mark, mark_of, misfit
 
 
 class Diverged(Exception):
-    """The loss is NaN or infinite: the run has failed, whatever it would do next. began: where NaN or inf came first,
-    as the end of a sentence."""
+    """The loss is NaN or infinite, so the run has failed. began: where NaN or inf came first, as the end of a
+    sentence."""
 
     def __init__(self, step: int, loss: float, lr: float, began: str = "") -> None:
         super().__init__(
@@ -21,46 +21,49 @@ class Diverged(Exception):
 
 
 class Sink(Protocol):
-    """Takes what a job reports. Rows are tidy and are written at once; a killed job loses none that it reported."""
+    """Takes the reports of a job. Rows are tidy and written at once, so that a killed job loses no row."""
 
     @property
     def run_id(self) -> str:
-        """The id of the run, by which its files are known."""
+        """The id of the run, which stands in the records of its files."""
 
     def metric(self, step: int, values: dict[str, float]) -> None:
-        """Take one row for each name: train_loss, val_loss (nats a token), grad_norm, lr."""
+        """Take a row for each name, such as train_loss, val_loss (nats a token), grad_norm and lr."""
 
     def rows(self, table: str, rows: list[dict]) -> None:
-        """Take rows of the table "stats" (those of a Probe), "parity" or "calibrate"."""
+        """Take rows of a table: "stats" (rows of a Probe), "parity" or "calibrate"."""
 
     def phase(self, phase: str | None) -> None:
-        """Take what the job does where that is no step of training, for the display; None at the first step."""
+        """Take, for the display, what the job does outside of training steps; None at the first step."""
 
     def progress(
         self, step: int, steps: int, loss: float | None, tokens_per_s: float | None, *, part: float | None = None
     ) -> None:
-        """Take the progress for the display and the run's status. part: how much of the work is done, from 0 to 1,
-        where steps take unequal times; None: step / steps."""
+        """Take the progress, for the display and the run's status.
+
+        part: the share of the work that is done, from 0 to 1, where steps take unequal times; None: step / steps.
+        """
 
     def manifest(self, **fields: object) -> None:
-        """Take entries of the manifest, about the run as a whole: device, data, plans."""
+        """Take entries of the manifest, which describe the whole run: device, data, plans."""
 
     def mark(self, step: int | None = None) -> dict[str, Mark]:
-        """Table -> the Mark of its rows, or of those up to a step; the rows are on the disk when the call returns."""
+        """Table -> the Mark of its rows, or of its rows up to a step. The rows are on the disk when the call
+        returns."""
 
     def fits(self, marks: Mapping[str, Mark]) -> str | None:
-        """The first table that does not begin with the rows that it had at its mark, as a part of a sentence; None if
-        all do."""
+        """The first table whose rows differ from its mark, as a part of a sentence; None if all agree."""
 
     def rewind(self, marks: Mapping[str, Mark], step: int = -1) -> None:
-        """Drop the rows after their marks, before a run goes on from a checkpoint of this step; without marks all."""
+        """Drop the rows after their marks, or all rows without marks, before a run goes on from a checkpoint of this
+        step."""
 
     def repaired(self, sentence: str) -> None:
-        """Print, and keep in the manifest, what was damaged and how the run went on without it."""
+        """Print, and keep in the manifest, what was damaged and how the run went on."""
 
 
 class QuietSink:
-    """Keeps nothing: the sink of a rank whose rows another rank writes for all."""
+    """Drops everything: the sink of a rank whose rows another rank writes."""
 
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
@@ -134,12 +137,12 @@ class ListSink(QuietSink):
 
     @property
     def metrics(self) -> list[dict]:
-        """Rows of the table "metrics"."""
+        """The rows of the table "metrics"."""
         return self.tables["metrics"]
 
 
 def rows_until(rows: Iterable[dict], step: int | None) -> list[dict]:
-    """The rows before the first one of a later step; all for None."""
+    """The rows before the first row of a later step; all rows for None."""
     return list(rows if step is None else takewhile(lambda row: row["step"] <= step, rows))
 
 

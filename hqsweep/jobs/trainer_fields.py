@@ -1,8 +1,7 @@
-"""What the manifest of a trained run says of its model, its data and its steps."""
+"""The entries in the manifest of a trained run about its model, data and steps."""
 
 import re
 from itertools import pairwise
-from typing import TypeVar
 
 import torch
 
@@ -16,20 +15,18 @@ from hqsweep.recipe.pairs import MODULE_GEMMS
 from hqsweep.recipe.stages import Stage
 from hqsweep.train.loop import Trainer
 
-T = TypeVar("T")
 SHARED_GPU = "{} ranks share a GPU and exchange by sockets, so steps take much longer than with one each"
 
 
 def trainer_fields(trainer: Trainer) -> dict[str, object]:
-    """The fields that are known before the first step: device, the hash of its kernels' numbers, data, sizes, and the
-    plan of every GEMM.
+    """The fields that are known before the first step: device, kernel digest, data, sizes, and the plan of every GEMM.
 
-    tokens and epochs count from step 1, also for a run that goes on from another run's state.
+    tokens and epochs count from step 1, also for a run that continues another run's state.
     """
     device, dataset, train = trainer.device, trainer.dataset, trainer.config.train
     tokens = train.steps * train.batch * train.context
     warnings = dataset.warnings(tokens)
-    if trainer.ranks is not None and trainer.ranks.per_gpu > 1:
+    if trainer.ranks.per_gpu > 1:
         warnings.append(SHARED_GPU.format(trainer.ranks.per_gpu))
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -51,25 +48,24 @@ def trainer_fields(trainer: Trainer) -> dict[str, object]:
 def saved_fields(trainer: Trainer) -> dict[str, object]:
     """The field saved_for_backward: what a microbatch's forward keeps for backward.
 
-    bytes and bytes_per_token are what autograd saved beside the model. They are given only where it saves all of it
-    (without recomputation and offload). input_bytes_per_element: that of the input of each linear; layers with the same
-    number are one entry.
+    bytes and bytes_per_token are what autograd has saved beside the model. They are given only where autograd saves all
+    of it, which excludes recomputation, offload and several ranks. input_bytes_per_element: the number for the input of
+    each linear; layers with the same number are one entry.
     """
     train = trainer.config.train
     tokens = train.batch // train.microbatches * train.context
     inputs: dict[str, set[float]] = {}
-    for name, nbytes in of_stages(trainer, dict(trainer.adapter.saved_inputs(tokens))).items():
+    for name, nbytes in trainer.microbatches.of_all_stages(dict(trainer.adapter.saved_inputs(tokens))).items():
         inputs.setdefault(re.sub(r"\.\d+\.", ".*.", name), set()).add(nbytes)
     per_element = {name: sizes.pop() if len(sizes) == 1 else sorted(sizes) for name, sizes in inputs.items()}
     fields: dict[str, object] = {"input_bytes_per_element": per_element}
-    if trainer.saved.nbytes:
-        fields |= {"bytes": trainer.saved.nbytes, "bytes_per_token": trainer.saved.nbytes / tokens}
+    if saved := trainer.microbatches.saved.nbytes:
+        fields |= {"bytes": saved, "bytes_per_token": saved / tokens}
     return fields
 
 
 def unused_warnings(trainer: Trainer) -> list[str]:
-    """The warnings about a model some of whose modules did not compute by the recipe in a step, although they
-    should."""
+    """A warning about modules that should compute by the recipe but did not compute in a step; else []."""
     unused = trainer.adapter.unused()
     if not unused:
         return []
@@ -87,8 +83,7 @@ def steps_fields(trainer: Trainer) -> dict[str, str | None]:
 
 
 def schedule_fields(trainer: Trainer) -> list[dict[str, object]]:
-    """For every change of the recipe: the first step on the new one, and the GEMM plans that differ from those
-    before."""
+    """For each change of the recipe: the first step on the new recipe, and the GEMM plans that change."""
     plans = [stage_plans(trainer, stage) for stage in trainer.stages]
     return [
         {
@@ -100,8 +95,8 @@ def schedule_fields(trainer: Trainer) -> list[dict[str, object]]:
 
 
 def stage_plans(trainer: Trainer, stage: Stage) -> dict[str, dict[str, str]]:
-    """Module -> GEMM -> "a x b: plan", on the recipe of a stage. Attention in high precision, which torch computes, is
-    left out."""
+    """Module -> GEMM -> "a x b: plan", in the recipe of a stage. Attention in high precision is left out, as torch
+    computes it."""
     modules = [module for module in quantized_modules(trainer.model) if module.module_type in MODULE_GEMMS]
     resolved = stage.recipe.resolve(roles_of(trainer.model))
     place = {"gemm_mode": stage.recipe.gemm, "device": trainer.device}
@@ -117,17 +112,7 @@ def stage_plans(trainer: Trainer, stage: Stage) -> dict[str, dict[str, str]]:
             plans[module.name] = {
                 gemm: f"{a} x {b}: {_plan(module, gemm, a, b, **place)}" for gemm, (a, b) in pairs.items()
             }
-    return of_stages(trainer, plans)
-
-
-def of_stages(trainer: Trainer, by_module: dict[str, T]) -> dict[str, T]:
-    """Name of a module -> value, for the modules of all stages of a pipeline in the model's order; by_module: those of
-    this rank. A collective."""
-    if trainer.pipeline is None:
-        return by_module
-    every = {name: value for own in trainer.ranks.gather(by_module) for name, value in own.items()}
-    names = dict.fromkeys(role.name for role in roles_of(trainer.model))
-    return {name: every[name] for name in names if name in every}
+    return trainer.microbatches.of_all_stages(plans)
 
 
 def _plan(module: QuantizedModule, gemm: str, a: Format, b: Format, gemm_mode: str, device: torch.device) -> str:

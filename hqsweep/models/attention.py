@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hqsweep.errors import UserError
-from hqsweep.models.first_step import watched
+from hqsweep.models.first_step import note_call, watched
 from hqsweep.models.kinds import Kind, parts_of
-from hqsweep.models.seen import note_call
 from hqsweep.nn.attention.attention import AttentionCall, DotProductAttention, quantized_attention
 from hqsweep.nn.core.products import outside_autocast
 from hqsweep.recipe.base import AnyRecipe
@@ -41,7 +40,7 @@ LEAVE = "change the model's config, or leave attention in high precision (attent
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What is done to the scores before the softmax."""
+    """The changes of the scores before the softmax."""
 
     mask: Tensor | None
     """[B or 1, 1 or H, T, T]: bool, True where a position is attended to, or floats that are added."""
@@ -61,10 +60,10 @@ class AttentionPart(DotProductAttention):
 
     @outside_autocast
     def product(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, dtype: torch.dtype) -> Tensor:
-        """q [B, H, T, E], k [B, G, T, E], v [B, G, T, F], G groups of heads -> [B, H, T, F] in dtype.
+        """Return attention [B, H, T, F] in dtype, of q [B, H, T, E], k [B, G, T, E] and v [B, G, T, F].
 
-        Heads of one group read the same k and v; a narrower v, or q and k, is filled up with zeros, which change no
-        product. UserError for another number of keys than queries, and for a T that blocks do not divide.
+        Heads of one of the G groups read the same k and v. A narrower v, or q and k, is padded with zeros, which change
+        no product. UserError for another number of keys than queries, and for a T that blocks do not divide.
         """
         if q.shape[-2] != k.shape[-2]:
             raise UserError(
@@ -82,8 +81,8 @@ class AttentionPart(DotProductAttention):
 
 
 class Interface:
-    """The function of one name: attention by the module's part, and by the implementation that is in place where the
-    module has none, or one whose slots are all in one high precision."""
+    """The function of one name: attention by the part of the module. The implementation in place computes it where the
+    module has no part, or all slots of the part are in one high precision."""
 
     def __init__(self, implementation: str) -> None:
         self.implementation = implementation

@@ -1,25 +1,35 @@
-"""The models of the config's section `model` that are a user's own: built for training, or on the meta device, which
-has shapes and no memory, for what is checked before anything starts."""
+"""The models of the config's section `model` that are a user's own: built, outlined on the meta device, and identified.
 
+An outline has shapes and no memory, for checks before anything starts. A run's config names a function alone, and the
+code behind a name may change: a resumed run would go on with another model. code_of() returns a text that is equal
+where the code is.
+"""
+
+import ast
+import hashlib
+import importlib.metadata
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hqsweep.config.job import ConvergenceConfig
+from hqsweep.config.model import TARGET, FactoryModelConfig, HFModelConfig, UserModel
 from hqsweep.config.train import Recompute
-from hqsweep.config.user_model import TARGET, FactoryModelConfig, HFModelConfig, UserModel
 from hqsweep.errors import UserError
 from hqsweep.models.convert import gemm_modules_of
-from hqsweep.models.heads import output_projection
 from hqsweep.models.hf import load_model, meta_model
 from hqsweep.models.hf_config import read_hf_config
+from hqsweep.models.linear import output_projection
 from hqsweep.recipe.factories import FactoryName
 from hqsweep.recipe.validate import GemmModule, attention_module, linear_module
+from hqsweep.torch_private import BatchNorm
 
 
 def build(config: UserModel, seed: int) -> nn.Module:
@@ -109,7 +119,7 @@ def check_ranks(model: nn.Module) -> None:
     """UserError for a user's model that would compute something else on ranks with other sequences than in one
     process."""
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BatchNorm):
             raise UserError(
                 f"train.parallel: {name} is a {type(module).__name__}, whose statistics of a batch each rank would have"
                 " of its own; train in one process, or take another norm"
@@ -151,6 +161,62 @@ def _sized(module: GemmModule, tokens: int, context: int) -> GemmModule:
 
 
 def parameters(config: ConvergenceConfig) -> int | None:
-    """The number of parameters of a user's model, those of a tie counted once; None where it cannot be built here."""
+    """The number of parameters of a user's model, where a tie counts once; None where it cannot be built here."""
     model = outline(config.model)
     return None if model is None else sum(p.numel() for p in model.parameters())
+
+
+LEFT_OUT = ("torch", "hqsweep", "builtins")
+"""The packages whose versions the manifest has anyway."""
+INSTALLED = {"site-packages", "dist-packages"}
+"""The folders of installed packages."""
+DIGITS = 12
+
+
+def code_of(model: nn.Module, factory: Callable[..., Any]) -> str:
+    """ "my_package.blocks 3f2a91c0d4e7, timm 1.0.9": the modules that define the factory and the classes of the model's
+    parts, in alphabetical order. An installed package has its version, any other file a hash of what Python reads in
+    it, without comments. Functions elsewhere that these call are not seen."""
+    names = {factory.__module__, *(cls.__module__ for part in model.modules() for cls in type(part).__mro__)}
+    names = {name for name in names if name.partition(".")[0] not in LEFT_OUT}
+    return ", ".join(sorted({said for name in names for said in _said(name)}))
+
+
+def check_code(target: str, before: str | None, now: str) -> None:
+    """UserError where a run would go on from a state that other code has made; before: None for no state of such a
+    model."""
+    if before is None or before == now:
+        return
+    known = before.split(", ")
+    other = ", ".join(entry.partition(" ")[0] for entry in now.split(", ") if entry not in known) or "a module of it"
+    raise UserError(
+        f"model._target_: {target} is other code than this state was trained with ({other} differs); put that back, or"
+        " begin again (hqsweep rm)"
+    )
+
+
+def _said(name: str) -> Iterator[str]:
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None:
+        return
+    path = Path(file).resolve()
+    if not INSTALLED.isdisjoint(path.parts):
+        package = name.partition(".")[0]
+        for distribution in importlib.metadata.packages_distributions().get(package, [package]):
+            yield f"{distribution} {_version(distribution)}"
+    else:
+        yield f"{name} {_digest(path)}"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "of no version"
+
+
+def _digest(path: Path) -> str:
+    source = path.read_bytes()
+    with suppress(SyntaxError, ValueError):  # of a compiled module
+        source = ast.dump(ast.parse(source)).encode()
+    return hashlib.sha256(source).hexdigest()[:DIGITS]

@@ -1,4 +1,4 @@
-"""Conversion: what convert() did to a model, and what has happened to it since."""
+"""Conversion: the report of convert() on a model, and which modules were called since."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hqsweep.errors import UserError
-from hqsweep.models.seen import forget_call, was_called
+from hqsweep.models.first_step import forget_call, was_called
 from hqsweep.nn.core.module import QuantizedModule
 from hqsweep.recipe.applied import is_low
 from hqsweep.recipe.roles import TENSOR_TYPES
@@ -33,7 +33,7 @@ class Skipped:
     shape: tuple[int, ...]
     why: str
     multiply_adds: int = field(default=0, repr=False)
-    """models.multiplied.multiply_adds of the module."""
+    """models.refusals.multiply_adds of the module."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Part:
     shape: tuple[int, ...]
     module: QuantizedModule
     multiply_adds: int = 0
-    """Those of its product by the weight; 0 without one."""
+    """The multiply-adds of its product by the weight; 0 without one."""
 
     @property
     def is_quantized(self) -> bool:
@@ -59,20 +59,20 @@ class Part:
 
 @dataclass(repr=False)
 class Conversion:
-    """What convert() did. It keeps no parameter and no module of the model alive.
+    """The result of convert(). It keeps no parameter and no module of the model alive.
 
     `share` is the converted part of the model's multiplications by weights, from 0 to 1. `quantized_share` is the part
-    with an operand in low precision now. Both are multiply-adds of these modules over the multiply-adds of all
+    with an operand in low precision now. Each is a quotient: multiply-adds of these modules over multiply-adds of all
     converted and skipped modules. A module counts the multiply-adds for one row of its input, which equal the elements
-    of its weights (models.multiplied.multiply_adds); rows of all modules count alike. Not counted are products without
-    weights, as in attention, products of parameters that a forward does not own, and the products of backward, which
-    are equally many for each weight.
+    of its weights (models.refusals.multiply_adds). Rows of all modules count alike. Not counted are products without
+    weights, as in attention, products with parameters that a forward does not own, and backward's products, which are
+    equally many for each weight.
     """
 
     parts: list[Part] = field(default_factory=list, repr=False)
     skipped: list[Skipped] = field(default_factory=list)
     tied: list[tuple[str, str]] = field(default_factory=list)
-    """The pairs of names of one and the same parameter."""
+    """The pairs of names that share a parameter."""
     plain: list[Skipped] = field(default_factory=list)
     """The converted modules whose weights stayed plain inside quantized_model_init, by the names of their roles, and
     why."""
@@ -175,7 +175,7 @@ def _percent(share: float) -> str:
 
 
 def _reasons(skipped: Sequence[Skipped]) -> str:
-    """Each reason with the first name that has it, and the number of others."""
+    """Each reason, the first name that has it, and the number of others."""
     first: dict[str, list[str]] = {}
     for module in skipped:
         first.setdefault(module.why, []).append(module.name)

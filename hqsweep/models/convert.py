@@ -13,13 +13,11 @@ from hqsweep.models.attention import AttentionKind
 from hqsweep.models.conversion import Conversion, Part, Skipped
 from hqsweep.models.experts import EXPERT_KINDS
 from hqsweep.models.first_step import FirstStep
-from hqsweep.models.heads import output_projection
 from hqsweep.models.held import candidates_of, check_release, held_weights, release_weights
 from hqsweep.models.kinds import Kind, parts_of
-from hqsweep.models.linear import Conv1DKind, LinearKind
-from hqsweep.models.multiplied import experts_per_row, multiply_adds, why_left
+from hqsweep.models.linear import Conv1DKind, LinearKind, output_projection
 from hqsweep.models.names import clean_name
-from hqsweep.models.refusals import bypassed, check_model, instance_fault
+from hqsweep.models.refusals import bypassed, check_model, experts_per_row, instance_fault, multiply_adds, why_left
 from hqsweep.nn.core.call_marks import refuse_second_runs
 from hqsweep.nn.core.module import PARTS, QuantizedModule, set_recipe_of
 from hqsweep.nn.core.parameter import holds_weights
@@ -36,9 +34,9 @@ KINDS: tuple[Kind, ...] = (LinearKind(), Conv1DKind(), AttentionKind(), *EXPERT_
 CONVERSION = "_hqsweep_conversion"
 """The attribute of a model that convert() was given, for its Conversion."""
 NARROWEST = 16
-"""The least number of features, of either side, of linears that are taken without a filter_fn."""
+"""The least number of in or out features that linears need to be taken without a filter_fn."""
 ADAPTERS = ("lora_", "modules_to_save")
-"""The beginnings of name parts that PEFT gives to what it trains, which is not taken without a filter_fn."""
+"""The prefixes that PEFT gives to names of trained parts, which are not taken without a filter_fn."""
 
 
 @dataclass(frozen=True)
@@ -62,38 +60,38 @@ def convert(
     attention: bool | None = None,
     dtype: torch.dtype | None = None,
 ) -> Conversion:
-    """Have the modules of a model compute by a recipe, in place.
+    """Have the modules of a model compute by a recipe, in place, and return the Conversion.
 
-    Parameters, keys of state_dict, ties, hooks, devices, dtypes and isinstance(module, nn.Linear) do not change. The
-    roles of a module are named by its fully qualified name without wrappers (clean_name). The products are those of
+    Parameters, keys of state_dict, ties, hooks, devices, dtypes and isinstance(module, nn.Linear) do not change. A
+    module's roles have its fully qualified name without wrappers (clean_name). Products have the bytes of
     hqsweep.nn.Linear in the dtype of the call: torch.autocast's where it is on, else the weight's. Inside
-    hqsweep.nn.quantization() modules draw the random bits of its step; set_recipe, autocast, probes and schedules work
+    hqsweep.nn.quantization() modules draw the random bits of its step. set_recipe, autocast, probes and schedules work
     as on modules of hqsweep.nn.
 
-    recipe: what modules of hqsweep.nn take: a Recipe or CustomRecipe, the mapping of one, or a text. A text is the name
-    of a recipe, as on the command line, a path, or a format for all products ("format:nvfp4").
-    filter_fn(module, name) says which modules are taken, in addition to the recipe's overrides; without it all are
-    taken except adapters (PEFT's lora_*) and linears of fewer than 16 features. head: take the output projection too,
-    by the recipe's `head`; its role's name is "head". experts, attention: take experts of a mixture, and attention; by
-    default attention is taken if recipe.dpa quantizes it.
+    recipe: a Recipe or CustomRecipe, the mapping of one, or a text, as modules of hqsweep.nn take it. A text is the
+    name of a recipe, as on the command line, a path, or a format for all products ("format:nvfp4"). filter_fn(module,
+    name) says which modules are taken, in addition to the recipe's overrides. Without it all are taken except adapters
+    (PEFT's lora_*) and linears of fewer than 16 features. head: take the output projection too, by the recipe's `head`;
+    its role's name is "head". experts, attention: take experts of a mixture, and attention; by default attention is
+    taken if recipe.dpa quantizes it.
 
-    The Conversion says which share of the model's multiplications by weights was taken (Conversion.share), and lists in
-    `skipped`, with a reason, every module that multiplies by weights and was not: nn.LSTM, convolutions, nn.Bilinear,
-    nn.MultiheadAttention, and what has matrices of its own.
+    Conversion.share is the converted part of the model's multiplications by weights. `skipped` lists, with a reason,
+    every other module that multiplies by weights: nn.LSTM, convolutions, nn.Bilinear, nn.MultiheadAttention, and
+    modules with matrices of their own.
 
     A module that is converted already takes the recipe, as by set_recipe, and keeps its names.
 
-    Inside hqsweep.nn.quantized_model_init() the weights of the modules that are taken become HybridQuantizedTensors:
-    new parameters, so that an optimizer (hqsweep.optim.FusedAdam) is built afterwards. Linears that share a weight
-    share it still. Conversion.plain has the weights that stay as they are, with reasons: what something else reads,
-    too, and formats that are not quantized. dtype: that of the products of held weights, to which weights are rounded
-    before they are quantized; by default torch.autocast's, where it is on for the weight's device, else the weight's.
-    A product in another dtype is refused at the call.
+    Inside hqsweep.nn.quantized_model_init() the weights of taken modules become HybridQuantizedTensors. These are new
+    parameters: build the optimizer (hqsweep.optim.FusedAdam) afterwards. Linears that share a weight still share it.
+    Conversion.plain lists the weights that stay plain, with reasons: weights that other code reads too, and formats
+    that are not quantized. dtype: the dtype of the products of held weights, to which weights are rounded before they
+    are quantized. By default it is torch.autocast's, where it is on for the weight's device, else the weight's. A call
+    in another dtype is refused.
 
     Raises:
-        UserError: nothing is taken; a module that is taken has a shape that a format cannot take, or products that
-            cannot meet; an override that matches nothing; a model that is sharded, or quantized by somebody else; a
-            dtype outside of quantized_model_init(). The model is then as it was.
+        UserError: nothing is taken; a taken module has a shape that a format cannot take, or products that cannot meet;
+            an override matches nothing; the model is sharded, or quantized by another library; dtype is given outside
+            of quantized_model_init(). The model is then as it was.
     """
     check_model(model)
     if not (filter_fn is None or callable(filter_fn)):
@@ -152,14 +150,14 @@ def gemm_modules_of(
 
 
 def revert(model: nn.Module) -> int:
-    """Undo convert() of this model or of modules of it; returns how many modules there were, 0 for none.
+    """Undo convert() for this model or modules of it, and return the number of modules; 0 for none.
 
-    A weight that is held quantized becomes a plain parameter of its dtype again: of the value that
-    preserve_high_precision_init_val keeps, until the first step of hqsweep.optim.FusedAdam takes it, else of what its
-    operands decode to. The masters of an optimizer are not read.
+    A held weight becomes a plain parameter of its dtype again. Its values are those that
+    preserve_high_precision_init_val keeps, until the first step of hqsweep.optim.FusedAdam takes them; else the decoded
+    operands. The masters of an optimizer are not read.
 
     UserError where a class was derived from a converted one afterwards, as FSDP does, and for held weights that are
-    shared out over ranks; nothing is reverted then.
+    sharded over ranks; nothing is reverted then.
     """
     converted_modules = [(module, _kind_of(module)) for module in model.modules() if parts_of(module)]
     for module, kind in converted_modules:
@@ -231,8 +229,8 @@ def _kind_of(module: nn.Module) -> Kind:
 def _plan(
     model: nn.Module, kinds: Sequence[Kind], filter_fn: Filter | None, head: bool
 ) -> tuple[list[Target], list[Skipped], list[Skipped]]:
-    """(taken, skipped, left): the modules of these kinds, and the others that multiply by weights; what is converted
-    already counts as taken."""
+    """(taken, skipped, left): the modules of these kinds, and the others that multiply by weights. A converted module
+    counts as taken."""
     projection, unheard, targets, skipped, left = output_projection(model), bypassed(model), [], [], []
     chosen, others = experts_per_row(model), [kind for kind in KINDS if kind not in kinds]
     for fqn, module in model.named_modules():
@@ -289,7 +287,7 @@ def _weight_shape(module: nn.Module) -> tuple[int, ...]:
 
 
 def _multiply_adds(gemm: GemmModule, part: QuantizedModule, chosen: int) -> int:
-    """Those of a part for one row of its module's input; see models.multiplied."""
+    """The multiply-adds of a part for one row of its module's input; see models.refusals."""
     each = math.prod(_shape(gemm)) if _shape(gemm) else 0
     return each * min(chosen, part.num_experts) if gemm.module_type == "grouped_linear" else each
 
@@ -299,7 +297,7 @@ def _pairs(target: Target) -> Iterator[tuple[GemmModule, QuantizedModule]]:
 
 
 def _ties(model: nn.Module) -> list[tuple[str, str]]:
-    """Pairs of names of one and the same parameter: the first, and each other one."""
+    """Pairs of names that share a parameter: the first, and each other one."""
     first, tied = {}, []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         known = first.setdefault(id(parameter), name)

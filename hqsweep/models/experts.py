@@ -1,8 +1,8 @@
 """Stacked experts by a recipe: [E, out, in] parameters whose products go through torch._grouped_mm, as groups.
 
-They are parameters and no modules, so that a search for linears alone misses most weights of a mixture without a word.
-The class of the module that holds them is swapped, as that of linears is. Its forward is then the original's (routing,
-gate, weighted sum) with other products, whose bytes are those of hqsweep.nn.GroupedLinear for the same rows.
+They are parameters and not modules: a search for linears alone would silently miss most weights of a mixture. As for
+linears, the class of their module is swapped. Its forward keeps the original's routing, gate and weighted sum, and
+replaces the products. Their bytes equal hqsweep.nn.GroupedLinear's for the same rows.
 """
 
 from abc import abstractmethod
@@ -13,11 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hqsweep.models.classes import SwapKind
-from hqsweep.models.first_step import watched
-from hqsweep.models.kinds import parts_of
+from hqsweep.models.first_step import note_call, watched
+from hqsweep.models.kinds import SwapKind, parts_of
 from hqsweep.models.linear import call_dtype, check_dtype
-from hqsweep.models.seen import note_call
 from hqsweep.nn.core.context import current
 from hqsweep.nn.core.options import GroupedLinearOptions
 from hqsweep.nn.core.parameter import is_held
@@ -33,7 +31,7 @@ TITAN_NAMES = (("w1_EFD", "w2_EDF", "w3_EFD"), ("w1", "w2", "w3"))
 
 
 class Stack(NamedTuple):
-    """The weights of one product of all experts: where they lie in the module."""
+    """The place of one product's weights, for all experts, in the module."""
 
     weight: str
     """The attribute of the module, which also ends the name of the product's roles."""
@@ -68,7 +66,7 @@ class ExpertsPart(GroupedBase):
         return self._weight_dtype
 
     def is_plain(self, dtype: torch.dtype, weight: Tensor) -> bool:
-        """Whether the plain product of this weight, which torch.autocast does not reach, is what the recipe says."""
+        """Whether the recipe asks for the plain product of this weight, which torch.autocast does not reach."""
         identity = self.identity()
         return identity is not None and identity.dtype is dtype is weight.dtype and not is_held([weight])
 
@@ -81,7 +79,7 @@ class ExpertsPart(GroupedBase):
 
 
 class ConvertedStacks:
-    """Base of the classes that take the place of a class of experts."""
+    """Base of the classes that replace a class of experts."""
 
     @staticmethod
     @abstractmethod
@@ -90,11 +88,11 @@ class ConvertedStacks:
 
     @abstractmethod
     def computed(self, products: "Sequence[_Product]", x: Tensor, *routing: Tensor) -> Tensor:
-        """What the plain forward gives for its arguments, with these products."""
+        """The result of the plain forward for its arguments, with these products."""
 
     def _run(self, plain: Callable[..., Tensor], x: Tensor, *routing: Tensor) -> Tensor:
-        """The output by the parts; by the plain forward where that is what the recipe asks for, so that it is equal to
-        the bit."""
+        """The output by the parts. Where the recipe asks for plain products, the plain forward computes it, so that it
+        is equal to the bit."""
         parts, products = parts_of(self), self._products(x)
         for part in parts:
             note_call(part)
@@ -113,8 +111,8 @@ class ConvertedStacks:
         return [_Product.of(self, stack, part, x) for stack, part in pairs]
 
     def _show(self, products: "Sequence[_Product]", y: Tensor, x: Tensor, *routing: Tensor) -> None:
-        """Have the probe see the products of a plain forward, which nobody can look into: they are computed once more,
-        and their gradients from the gradient of y."""
+        """Show the probe the products of a plain forward, which cannot be observed: they are computed once more, and
+        their gradients from the gradient of y."""
         own = [x.detach().requires_grad_(), *(product.weight.detach().requires_grad_() for product in products)]
         apart = [product.apart(weight) for product, weight in zip(products, own[1:], strict=True)]
         no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)  # none of torch.utils.checkpoint
@@ -128,7 +126,7 @@ class ConvertedStacks:
             y.register_hook(look)
 
     def _splits(self, counts: Tensor, rows: int) -> Splits:
-        """The splits of counts [E] of rows, for all products of a call; a probe is told of them."""
+        """The splits of rows by counts [E], for all products of a call; a probe gets them, too."""
         part = parts_of(self)[0]
         splits = Splits.of(counts, rows, experts=part.num_experts)
         if probe := current().probe:
@@ -216,7 +214,7 @@ class ConvertedGroupedExperts(ConvertedStacks):
 
 
 class ExpertsKind(SwapKind):
-    """What the kinds of experts have in common."""
+    """Base of the kinds of experts."""
 
     name = "experts"
     option = "experts"

@@ -1,25 +1,26 @@
-"""The loss of a causal language model of Hugging Face by chunks of its tokens, so that its logits never exist whole.
+"""The loss of a user's model: as the model defines it, or by chunks of tokens, so that its logits never exist whole.
 
-The model's own forward runs. Meanwhile the output projection returns its input, and the model's loss_function gets that
-in place of logits, and computes projection and cross entropy by nn.linear_loss. What the model adds to its loss, such
-as the auxiliary loss of a mixture, it adds as ever. That is right only where nothing lies between the projection and
-the standard loss, and nothing else reads the logits: why_whole() tries that beforehand.
+HeadLoss runs the forward of a causal language model of Hugging Face as it is, with two replacements. The output
+projection returns its input, and the model's loss_function computes projection and cross entropy of that input by
+nn.linear_loss. The model still adds other terms to its loss, such as the auxiliary loss of a mixture. This is right
+only where nothing lies between the projection and the standard loss, and nothing else reads the logits: why_whole()
+tries that beforehand.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hqsweep.models.first_step import watched
-from hqsweep.models.heads import output_projection
-from hqsweep.models.linear import ConvertedLinear, LinearPart, call_dtype
-from hqsweep.models.losses import is_hugging_face
+from hqsweep.errors import UserError
+from hqsweep.models.first_step import note_call, watched
+from hqsweep.models.hf import Around, causal_lm_loss
+from hqsweep.models.linear import ConvertedLinear, LinearPart, call_dtype, output_projection
 from hqsweep.models.refusals import is_distributed, is_sharded
-from hqsweep.models.seen import note_call
 from hqsweep.nn.core.context import current, use_kernels
 from hqsweep.nn.core.module import PARTS
 from hqsweep.nn.core.options import LinearOptions
@@ -28,8 +29,60 @@ from hqsweep.nn.linear.linear_call import LinearCall
 from hqsweep.nn.linear.linear_loss import product_cross_entropy
 from hqsweep.recipe.sections import LinearQuantizers
 
+TAKES = "it must be of Hugging Face, have a method loss(tokens, targets), or give logits [B, T, V] for [B, T]"
+
+
+def model_loss(
+    model: nn.Module, inputs: Tensor, targets: Tensor, around: Around = nullcontext
+) -> tuple[Tensor, Tensor | None]:
+    """(cross entropy, auxiliary loss or None), each [], of inputs and targets, int64 [B, T]; a training minimizes their
+    sum.
+
+    A Hugging Face model computes its own loss, with its forward in the context `around`. A model with a method `loss`
+    returns one or both from loss(inputs, targets). Any other model returns logits [B, T, V], bare, first in a tuple or
+    as `logits`; the loss is their mean cross entropy in float32. UserError for any other output.
+    """
+    if is_hugging_face(model):
+        return causal_lm_loss(model, inputs, targets, around)
+    own = getattr(model, "loss", None)
+    if callable(own):
+        return _own(own(inputs, targets), type(model).__name__)
+    return F.cross_entropy(logits_of(model, inputs).flatten(0, -2).float(), targets.flatten()), None
+
+
+def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    """The logits [B, T, V] of a model without a loss of its own; UserError where it returns something else."""
+    logits = _logits(model(inputs))
+    if not isinstance(logits, Tensor) or logits.shape[:-1] != inputs.shape:
+        came = f"{tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+        raise UserError(f"model: {type(model).__name__} gave {came} for tokens {tuple(inputs.shape)}; {TAKES}")
+    return logits
+
+
+def is_hugging_face(model: nn.Module) -> bool:
+    """Whether the model's forward takes labels, and computes their loss by its loss_function."""
+    return hasattr(model, "loss_function") and hasattr(model, "config")
+
+
+def _logits(out: Any) -> Any:
+    if isinstance(out, tuple | list) and out:
+        return out[0]
+    return getattr(out, "logits", out)
+
+
+def _own(out: Any, model: str) -> tuple[Tensor, Tensor | None]:
+    loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
+    for value in (loss, *(() if aux is None else (aux,))):
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
+            came = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise UserError(
+                f"model: {model}.loss gave {came}; it must give a loss [], or that and an auxiliary loss []"
+            )
+    return loss.reshape(()), None if aux is None else aux.reshape(())
+
+
 TOKENS = 8
-"""The number of tokens of the trial."""
+"""Tokens of the trial."""
 TOLERANCE = 1e-5
 """The relative tolerance of the trial's losses, which are float32 sums in another order."""
 BETWEEN = "something lies between its output projection and its loss"
@@ -37,17 +90,17 @@ FORWARDS = (nn.Linear.forward, ConvertedLinear.forward)
 
 
 class Changed(RuntimeError):
-    """loss_function did not get what the output projection gave."""
+    """loss_function did not get the output of the replaced projection."""
 
 
 class HeadLoss:
-    """model -> its loss by chunks, in `with head_loss(): model(input_ids=..., labels=y, shift_labels=y)`.
+    """The loss of a model by chunks, in `with head_loss(): model(input_ids=..., labels=y, shift_labels=y)`.
 
-    Values are those of the projection in its own arithmetic (bfloat16, or the recipe's where it is converted), and of a
-    cross entropy of its logits in float32; the gradient of the weight is a float32 sum of the chunks' products. Chunks
-    are formed where nn.linear_cross_entropy forms them, on hqsweep's kernels and in bfloat16, or, if `chunk` is given,
-    always, with so many rows, a multiple of 128. Elsewhere the model's own loss_function gets its own logits, within
-    the same call. Targets are tokens: -100 is none. It is only for models for which why_whole() returns None.
+    Values equal the projection in its own arithmetic (bfloat16, or the recipe's where it is converted), and a cross
+    entropy of its logits in float32. The gradient of the weight is a float32 sum over chunks. Chunks are formed where
+    nn.linear_cross_entropy forms them: on hqsweep's kernels and in bfloat16. If `chunk` is given, they always are, with
+    so many rows, a multiple of 128. Elsewhere the model's own loss_function gets its own logits, within the same call.
+    Targets are tokens, without -100. Use it only where why_whole() returns None.
     """
 
     def __init__(self, model: nn.Module, chunk: int | None = None) -> None:
@@ -80,7 +133,7 @@ class HeadLoss:
             call = _unseen(LinearCall(**self._plain.linear_facts()), self._plain.quantizers)
         if call.quantizers.output is not None:
             return None
-        with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # gradients, which nobody counts or moves
+        with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # gradients, which are neither counted nor moved
             loss = product_cross_entropy(call, h, weight, targets.to(h.device), self.chunk)
         if part is not None:
             note_call(part)
@@ -117,7 +170,7 @@ def why_whole(model: nn.Module) -> str | None:
 
 @torch.no_grad()
 def _trial(model: nn.Module, head: nn.Module) -> tuple[Tensor, Tensor]:
-    """The loss of the model as it is, and that of its projection's input."""
+    """The losses of the model as it is, and of its projection's input."""
     device, training = head.weight.device, model.training
     tokens = torch.arange(TOKENS, device=device).remainder(len(head.weight))[None]
     inputs: list[Tensor] = []

@@ -1,7 +1,10 @@
-"""Weights of converted modules that are held quantized, as quantized_model_init asks for it, in the place of plain
-parameters: which of them can be, the exchange, and the way back."""
+"""Held weights of converted modules: quantized tensors in the place of plain parameters, as quantized_model_init asks.
+
+Here is the choice of weights that can be held, the exchange, and the way back.
+"""
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -17,6 +20,7 @@ from hqsweep.parallel.wire.local import local
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.roles import QuantizerRole
+from hqsweep.torch_private import storage_id
 
 
 class Candidate(NamedTuple):
@@ -53,11 +57,9 @@ def candidates_of(kind: Kind, module: nn.Module, parts: Sequence[nn.Module]) -> 
 def held_weights(
     model: nn.Module, candidates: Sequence[Candidate], dtype: torch.dtype | None
 ) -> tuple[list[tuple[Candidate, nn.Parameter]], list[tuple[Candidate, str]]]:
-    """(each weight that can be held with its quantized parameter, which tied ones have in common; each other weight
-    with the reason). The model is not changed.
-
-    dtype: that of their products; None: torch.autocast's where it is on, else that of each weight.
-    """
+    """(each weight that can be held, with its quantized parameter, which tied weights share; each other weight, with
+    the reason). The model is not changed. dtype: the dtype of the products; None: torch.autocast's where it is on, else
+    each weight's."""
     if not candidates:
         return [], []
     readers, held, plain = _readers(model), [], []
@@ -97,8 +99,8 @@ def check_release(model: nn.Module) -> None:
 
 @torch.no_grad()
 def release_weights(model: nn.Module) -> None:
-    """Give converted modules plain weights, as new parameters that are tied as they were: the values that
-    preserve_high_precision_init_val keeps, where they are still there, else those of the operands."""
+    """Give converted modules plain weights: new parameters, tied as before. They have the values that
+    preserve_high_precision_init_val keeps, where these are still there; else the decoded operands."""
     released: dict[int, nn.Parameter] = {}
     for module, part, weight in list(held_parts(model)):
         if id(weight) not in released:
@@ -120,14 +122,14 @@ def _fault(candidate: Candidate, tied: Sequence[Candidate], readers: _Readers) -
     weight, quantizer = candidate.weight, candidate.part.quantizers.weight
     if candidate.fault:
         return candidate.fault
-    if candidate.part.weight_name not in candidate.module._parameters:
+    if candidate.part.weight_name not in dict(candidate.module.named_parameters(recurse=False, remove_duplicate=False)):
         return "it is computed at each use, and no parameter"
     if type(weight) is not nn.Parameter:
         return f"it is a {type(weight).__name__}"
     if not is_quantized(quantizer):
         return f"its format is {quantizer}, which is not quantized"
     own = {one.place for one in tied}
-    others = [reader.name for reader in readers[_memory(weight)] if reader.place not in own]
+    others = [reader.name for reader in readers[storage_id(weight)] if reader.place not in own]
     if others:
         return f"it is read as {others[0]}, too"
     for other in tied:
@@ -150,12 +152,13 @@ def is_quantized(quantizer: HybridQuantizer) -> bool:
 def _readers(model: nn.Module) -> _Readers:
     readers: _Readers = {}
     for fqn, module in model.named_modules():
-        for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided:
+        for attribute, tensor in _own_tensors(module):
+            if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided:
                 name = clean_name(f"{fqn}.{attribute}".lstrip("."))
-                readers.setdefault(_memory(tensor), []).append(_Reader((id(module), attribute), name))
+                readers.setdefault(storage_id(tensor), []).append(_Reader((id(module), attribute), name))
     return readers
 
 
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    options = {"recurse": False, "remove_duplicate": False}
+    return chain(module.named_parameters(**options), module.named_buffers(**options))

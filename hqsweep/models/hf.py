@@ -1,10 +1,20 @@
-"""Causal language models of Hugging Face: how they are loaded, and their loss. Nothing is downloaded, and no code that
-lies beside weights is run. transformers, which takes seconds to import, is imported by these functions alone.
+"""Causal language models of Hugging Face: loading, their loss, and attention without a mask.
+
+Nothing is downloaded, and code that lies beside weights is never run. transformers takes seconds to import: only these
+functions import it.
+
+unpacked() is for rows that hold one sequence each. transformers looks into position_ids for several sequences in one
+row. Run eagerly it finds none, and leaves attention to the kernels for causal attention. In a CUDA graph, or under
+torch.compile, it cannot look, and gives the kernels a mask [B, 1, T, T] instead. All pairs of tokens are computed then,
+half of them in vain, and sums have another order: a step in a graph has other bits than without.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
+from threading import Lock
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,7 +22,6 @@ from torch import Tensor, nn
 
 from hqsweep.errors import UserError
 from hqsweep.models.hf_config import HFConfig, read_hf_config
-from hqsweep.models.unpacked import unpacked
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -24,8 +33,8 @@ def load_model(path_or_config: str | Path, *, pretrained: bool = True, dtype: st
     then makes random weights, and the caller's random state is restored.
 
     Raises:
-        UserError: there is no such model, transformers is not installed or does not know it, or the weights are not
-            those of the config: some are missing, of other names, or of other shapes.
+        UserError: there is no such model; transformers is not installed or does not know it; weights are missing, or
+            have other names or shapes than the config says.
     """
     if dtype not in DTYPES:
         raise UserError(f"load_model: dtype got {dtype!r}; must be one of {', '.join(DTYPES)}")
@@ -36,7 +45,7 @@ def load_model(path_or_config: str | Path, *, pretrained: bool = True, dtype: st
             torch.manual_seed(seed)
             return _explained(config, auto.from_config, hf_config(config), dtype=DTYPES[dtype]).train()
     options = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
-    options["ignore_mismatched_sizes"] = True  # which are told of below, with their names
+    options["ignore_mismatched_sizes"] = True  # _check_loaded names them
     with quietly():
         model, told = _explained(config, auto.from_pretrained, str(config.folder), dtype=DTYPES[dtype], **options)
     _check_loaded(config, told)
@@ -68,7 +77,7 @@ def one_layer(path: str | Path, most: int) -> Any:
 
 
 def hf_config(config: HFConfig) -> Any:
-    """transformers' own object of a config. UserError for a type of model that it does not know."""
+    """transformers' own object of a config. UserError for an unknown type of model."""
     auto = _transformers().AutoConfig
     return _explained(config, auto.from_pretrained, str(config.path), local_files_only=True, trust_remote_code=False)
 
@@ -81,9 +90,9 @@ def causal_lm_loss(
     model: nn.Module, inputs: Tensor, targets: Tensor, around: Around = nullcontext
 ) -> tuple[Tensor, Tensor | None]:
     """(cross entropy, auxiliary loss), each [] and in nats, of inputs and targets, int64 [B, T], as the model defines
-    them; what it would minimize is their sum. targets[b, t] is the token after inputs[b, t]: nothing is shifted again.
-    A row is one sequence (models.unpacked). The auxiliary loss is the term of a mixture that was told to have one
-    (output_router_logits); None otherwise. around: the context of the forward, such as head_loss.HeadLoss."""
+    them; a training minimizes their sum. targets[b, t] is the token after inputs[b, t]: nothing is shifted again. A row
+    is one sequence (unpacked). The auxiliary loss is the term of a mixture with output_router_logits; else it is None.
+    around: the context of the forward, such as head_loss.HeadLoss."""
     targets = targets.contiguous()  # which it takes a view of
     with around(), unpacked():
         out = model(input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False)
@@ -113,7 +122,7 @@ def _transformers() -> Any:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Within this context transformers shows no bars of progress, and no report of what a UserError tells."""
+    """Within this context transformers shows no progress bars, and no report that a UserError repeats."""
     logging = _transformers().utils.logging
     shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
@@ -155,3 +164,73 @@ def _check_loaded(config: HFConfig, told: Any) -> None:
                 f"model.path: the weights in '{config.folder}' {verb} {names[0]}{more}; they are not those of its"
                 f" {config.path.name}"
             )
+
+
+FIND, EXPORTS, TRACES = "find_packed_sequence_indices", "is_torchdynamo_exporting", "is_tracing"
+"""Functions of transformers.masking_utils. FIND looks for packed sequences. EXPORTS is answered wrongly by torch before
+2.14 within torch.compile: masks were then never left out. Transformers before 5.18 lacks EXPORTS and asks TRACES, also
+where there is no mask."""
+
+
+@contextmanager
+def unpacked() -> Iterator[None]:
+    """A context for forwards on rows that hold one sequence each, in or as a CUDA graph, or of a model under
+    torch.compile.
+
+    There is no attention_mask, and position_ids do not begin anew within a row. Attention that needs a mask for other
+    reasons, such as a sliding window, still has it. Models of other libraries are not affected.
+
+    Raises UserError for packed rows in an eager forward; a graph cannot look.
+    """
+    try:
+        from transformers import masking_utils
+    except ImportError:
+        yield
+        return
+    if not all(hasattr(masking_utils, name) for name in (FIND, TRACES)):
+        yield
+        return
+    _enter(masking_utils)
+    try:
+        yield
+    finally:
+        _leave(masking_utils)
+
+
+_LOCK = Lock()
+_WITHIN: list[dict[str, Any]] = []
+"""transformers' own functions, once for each use that is under way, of any thread."""
+
+
+def _enter(masking_utils: ModuleType) -> None:
+    with _LOCK:
+        own = _WITHIN[0] if _WITHIN else {name: getattr(masking_utils, name) for name in _replacements()}
+        _WITHIN.append(own)
+        masking_utils.__dict__.update(_replacements())
+
+
+def _leave(masking_utils: ModuleType) -> None:
+    with _LOCK:
+        own = _WITHIN.pop()
+        if not _WITHIN:
+            masking_utils.__dict__.update(own)
+
+
+@cache
+def _replacements() -> dict[str, Callable[..., Any]]:
+    """The functions that replace transformers' own; the same objects each time, because torch.compile has traced for
+    these."""
+    from transformers import masking_utils
+
+    find, traces = getattr(masking_utils, FIND), getattr(masking_utils, TRACES)
+
+    def none_packed(position_ids: Tensor) -> None:
+        if not masking_utils.is_tracing(position_ids) and find(position_ids) is not None:
+            raise UserError("unpacked: position_ids begins anew within a row, which so holds several sequences")
+
+    def traces_mask(mask: Tensor | None = None) -> bool:
+        return mask is not None and traces(mask)
+
+    return {FIND: none_packed} | (
+        {EXPORTS: lambda: False} if hasattr(masking_utils, EXPORTS) else {TRACES: traces_mask}
+    )

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hqsweep.config.safe_json import loads
+from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
 
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
 WANTED = "give the folder of a Hugging Face model, or its config.json"
 WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
-"""The endings of files of tensors."""
+"""Suffixes of files of tensors."""
 CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
-"""The keys of the largest number of positions of a sequence, by families of models."""
+"""The keys of the largest number of positions, by families of models."""
 WRITER = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
 """The keys that say how a config was written, or in which dtype its weights are saved; weights are always read as
 float32."""
@@ -24,7 +24,7 @@ float32."""
 
 @dataclass(frozen=True, kw_only=True)
 class HFConfig:
-    """A config.json. Where it is that of a larger model, the keys of the language model stand in its text_config."""
+    """A config.json. A larger model, such as one with images, has the keys of its language model in text_config."""
 
     path: Path
     keys: Mapping[str, Any]
@@ -50,7 +50,7 @@ class HFConfig:
 
     @property
     def context(self) -> int | None:
-        """The largest number of positions of a sequence; None where the config does not say."""
+        """The most positions that a sequence can have; None where the config does not say."""
         return next(filter(None, map(self._count, CONTEXT)), None)
 
     @property
@@ -66,7 +66,7 @@ class HFConfig:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of what the config says, in hex, whoever wrote it."""
+        """The SHA-256 of the config's content, in hex, without the keys of its writer."""
         content = {key: value for key, value in self.keys.items() if key not in WRITER}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

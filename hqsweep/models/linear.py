@@ -1,6 +1,8 @@
-"""nn.Linear, and Hugging Face's Conv1D, by a recipe."""
+"""nn.Linear, and Hugging Face's Conv1D, by a recipe; and the linear that makes a language model's logits."""
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -8,27 +10,25 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from hqsweep.errors import UserError
-from hqsweep.models.classes import PLAIN, SwapKind
-from hqsweep.models.first_step import watched
-from hqsweep.models.probed import probed_product
+from hqsweep.models.first_step import note_call, watched
+from hqsweep.models.kinds import PLAIN, SwapKind
 from hqsweep.models.refusals import is_distributed
-from hqsweep.models.seen import note_call
 from hqsweep.nn.core.context import current
 from hqsweep.nn.core.module import PARTS, QuantizedModule
 from hqsweep.nn.core.options import LinearOptions
 from hqsweep.nn.core.parameter import is_held
 from hqsweep.nn.core.products import in_autocast, untraced
 from hqsweep.nn.core.recipe_argument import module_quantizers
-from hqsweep.nn.linear.linear import LinearBase, linear_product
+from hqsweep.nn.linear.linear import LinearBase, as_rows, linear_product
 from hqsweep.nn.linear.linear_call import LinearCall
-from hqsweep.ops.quantize.kernels import DTYPES
+from hqsweep.ops.quantize.kernels import DTYPES, in_dtype
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.validate import GemmModule, linear_module
 
 
 class LinearPart(LinearBase):
     """The product of a converted linear: y [..., N] = x [..., K] @ weight [N, K].T (+ bias [N]). A call gives its
-    tensors and its dtype. All else is as in hqsweep.nn.Linear, to the byte."""
+    tensors and its dtype. Everything else equals hqsweep.nn.Linear, to the byte."""
 
     module_type = "linear"
     weight_name = "weight"
@@ -39,7 +39,7 @@ class LinearPart(LinearBase):
         return LinearCall(**(self.linear_facts() | {"dtype": dtype}))
 
     def is_identity(self, dtype: torch.dtype) -> bool:
-        """Whether the plain product in this dtype is what the recipe says."""
+        """Whether the recipe asks for the plain product in this dtype."""
         identity = self.identity()
         return identity is not None and identity.dtype is dtype
 
@@ -50,8 +50,8 @@ def call_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def check_dtype(part: LinearBase, weight: Tensor, dtype: torch.dtype) -> None:
-    """UserError for a product in another dtype than float32, bfloat16 and float16, and for a held weight that was
-    quantized from values in another one than its product's, which are not what the plain weight would be."""
+    """UserError for a product in another dtype than float32, bfloat16 and float16. UserError, too, for a held weight
+    that was quantized from another dtype than the product's: its values differ from the plain weight's."""
     if dtype not in DTYPES:
         raise UserError(f"{part.name}: the dtype of its product is {dtype}; it takes {', '.join(map(str, DTYPES))}")
     if is_held([weight]) and weight.source_dtype is not dtype:
@@ -181,3 +181,61 @@ def weight_fault(weight: Tensor) -> str | None:
     if weight.layout is not torch.strided or weight.dim() != 2 or weight.dtype not in DTYPES:
         return f"its weight is {weight.dtype} {tuple(weight.shape)}; it takes {', '.join(map(str, DTYPES))} [N, K]"
     return None
+
+
+class _Shown(torch.autograd.Function):
+    """x as it is, whose gradient is shown to `look`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, look: Callable[[Tensor], None]) -> Tensor:
+        ctx.look = look
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.look(gradient.detach())
+        return gradient, None
+
+
+def probed_product(call: LinearCall, product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
+    """Return y [..., N] = product(x, weight), for x [..., K] and weight [N, K]. The probe of the call sees the tensors,
+    and the products beside float32 ones."""
+    seen: dict[str, Tensor] = {}
+
+    def rows(tensor: Tensor) -> Tensor:
+        return in_dtype(as_rows(tensor.detach()), call.dtype)
+
+    def look_at_dy(gradient: Tensor) -> None:
+        seen["dy"] = rows(gradient)
+        call.probe_parts("grad_output", seen["dy"])
+
+    def look_at_dx(gradient: Tensor) -> None:
+        call.probe_gemms("dgrad", [seen["dy"]], [originals[0].t()], [rows(gradient)])
+
+    def look_at_dw(gradient: Tensor) -> None:
+        call.probe_gemms("wgrad", [seen["dy"].t()], [inputs.t()], [gradient])
+
+    shown_weight = _Shown.apply(weight, look_at_dw)
+    y = product(_Shown.apply(x, look_at_dx), shown_weight)
+    inputs, originals = call.probe_forward(rows(x), [weight.detach()], rows(y))
+    if y.requires_grad:
+        y.register_hook(look_at_dy)
+    return y
+
+
+def output_projection(model: nn.Module) -> nn.Module | None:
+    """The linear that makes logits of the vocabulary; else None. It is the one that the model names
+    (get_output_embeddings, as Hugging Face has it), or the last linear, if it has a row for each entry of an
+    nn.Embedding."""
+    said = getattr(model, "get_output_embeddings", None)
+    if callable(said):
+        try:
+            projection = said()
+        except (AttributeError, NotImplementedError):
+            projection = None
+        if isinstance(projection, nn.Linear):
+            return projection
+    modules = list(model.modules())
+    linears = [module for module in modules if isinstance(module, nn.Linear)]
+    vocabularies = {module.num_embeddings for module in modules if isinstance(module, nn.Embedding)}
+    return linears[-1] if linears and linears[-1].out_features in vocabularies else None

@@ -1,19 +1,26 @@
-"""What convert() refuses as a whole: models where a swap would be without effect, or wrong, and nobody would notice."""
+"""The models that convert() refuses, the modules that it leaves, and the share of a model's multiplications in each.
+
+A model is refused where a swap would be without effect, or wrong, and would pass unnoticed.
+"""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from hqsweep.errors import UserError
+from hqsweep.models.kinds import Kind
 from hqsweep.models.names import clean_name
+from hqsweep.nn.core.module import QuantizedModule
+from hqsweep.torch_private import ConvNd, NormBase
 
 ORDER = "convert first, then torch.compile for each block, then fully_shard or FSDP"
 
 
 def check_model(model: nn.Module) -> None:
-    """UserError for what is no model, for one that is sharded, and for one that somebody else has quantized."""
+    """UserError for a model that is not an nn.Module, is sharded, or is quantized by another library."""
     if not isinstance(model, nn.Module):
         raise UserError(f"convert: the model is a {type(model).__name__}; it takes an nn.Module")
     fault = next(_faults(model), None)
@@ -54,7 +61,7 @@ def is_distributed(parameter: Tensor) -> bool:
 
 
 def instance_fault(module: nn.Module) -> str | None:
-    """Why the class of a module cannot be swapped: a `forward` of the instance would hide that of the class."""
+    """Why the class of a module cannot be swapped: the instance has a `forward`, which would hide the new class's."""
     if "forward" in module.__dict__ and "_old_forward" not in module.__dict__:
         return "its forward was replaced in the instance, which would pass by the recipe"
     return None
@@ -70,3 +77,72 @@ def bypassed(model: nn.Module) -> dict[nn.Module, str]:
     )
     layers = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
     return {linear: why for layer in layers for linear in (layer.linear1, layer.linear2)}
+
+
+OF_A_WEIGHT = (nn.Linear, nn.Bilinear, ConvNd)
+"""Classes whose one product is by `weight`."""
+OF_MATRICES = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
+"""Classes that multiply by each of their own matrices."""
+NO_PRODUCT = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.PReLU, NormBase,
+              ParametrizationList)  # fmt: skip
+"""Classes whose own parameters are looked up, or scale element by element; of a parametrization, the module counts."""
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k")
+"""The keys by which configs say how many experts a token takes."""
+
+
+def multiply_adds(module: nn.Module, chosen: int = 1) -> int:
+    """The multiply-adds of a module by its own weights, without its children, for one row of its input.
+
+    It is the number of elements of these weights: all matrices of nn.LSTM, nn.GRU, nn.RNN, their cells, and
+    nn.MultiheadAttention; the weight of a linear, nn.Bilinear or convolution. A row of a convolution is an output
+    position (an input position if it is transposed). Stacked weights [E, N, K] count chosen N K: a row takes `chosen`
+    of the E experts. In any other class every parameter with two or more axes longer than 1 counts, because the
+    products are unknown. Embeddings and norms count 0.
+    """
+    if isinstance(module, NO_PRODUCT):
+        return 0
+    if isinstance(module, OF_A_WEIGHT):
+        weight = module.weight
+        return 0 if nn.parameter.is_lazy(weight) else weight.numel()
+    own = [p for p in module.parameters(recurse=False) if not nn.parameter.is_lazy(p) and p.is_floating_point()]
+    if isinstance(module, OF_MATRICES):
+        return sum(parameter.numel() for parameter in own if parameter.dim() > 1)
+    return sum(stack_multiply_adds(parameter, chosen) for parameter in own if _is_matrix(parameter))
+
+
+def stack_multiply_adds(weight: Tensor, chosen: int) -> int:
+    """The multiply-adds of a matrix, or of `chosen` matrices in a stack [E, N, K]."""
+    return weight.numel() // len(weight) * min(chosen, len(weight)) if weight.dim() == 3 else weight.numel()
+
+
+def _is_matrix(parameter: Tensor) -> bool:
+    return sum(size > 1 for size in parameter.shape) > 1
+
+
+def experts_per_row(model: nn.Module) -> int:
+    """How many experts a token takes, as the config of the model says; 1 where it says nothing."""
+    config = getattr(model, "config", None)
+    config = getattr(config, "text_config", None) or config
+    found = (getattr(config, key, None) for key in CHOSEN)
+    return next((count for count in found if isinstance(count, int) and count > 0), 1)
+
+
+def why_left(module: nn.Module, others: Sequence[Kind]) -> str | None:
+    """Why a module stays as it is though none of the wanted kinds matches; None for one that multiplies by no weight.
+    others: the kinds that options of convert() exclude."""
+    if not multiply_adds(module):
+        return None
+    if isinstance(module, QuantizedModule):
+        return "it computes by a recipe of its own, which set_recipe changes"
+    if option := next((kind.option for kind in others if kind.matches(module)), None):
+        return f"{option}=False leaves it"
+    if isinstance(module, (*OF_A_WEIGHT, *OF_MATRICES)):
+        return f"convert has no products of {_class_of(module)}"
+    own = [(name, tuple(p.shape)) for name, p in module.named_parameters(recurse=False) if _is_matrix(p)]
+    named = " and ".join(f"{name} {shape}" for name, shape in own)
+    return f"what {_class_of(module)} computes of parameters of its own is not known: {named}"
+
+
+def _class_of(module: nn.Module) -> str:
+    kind = type(module)
+    return f"nn.{kind.__name__}" if getattr(torch.nn, kind.__name__, None) is kind else kind.__name__

@@ -1,1 +1,1 @@
-"""Operations on formats: one call each, by the compiled kernel where there is one and by the reference elsewhere."""
+"""Operations on formats: each is one call, which runs the compiled kernel if there is one, else the reference."""

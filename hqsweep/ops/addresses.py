@@ -1,9 +1,11 @@
-"""Addresses of tensors, for the extension, which does not link to torch, so that one build serves every torch."""
+"""Allocation, checks and addresses of tensors for the extension.
+
+The extension does not link to torch, so that one build serves every torch. It gets addresses.
+"""
 
 import math
 from collections.abc import Sequence
 from ctypes import c_int64
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -11,26 +13,19 @@ from torch import Tensor
 
 from hqsweep.formats import RngKey, RngKeys
 from hqsweep.memo import memo
-
-try:  # the allocators of Inductor's code, on the current device: a third of torch.empty's time
-    from torch._C._dynamo.guards import _empty_strided_cpu as empty_strided_cpu
-    from torch._C._dynamo.guards import _empty_strided_cuda as empty_strided_cuda
-except ImportError:
-
-    def _strided(device, size, stride, dtype):
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-    empty_strided_cpu, empty_strided_cuda = partial(_strided, "cpu"), partial(_strided, "cuda")
+from hqsweep.torch_private import empty_strided_cpu, empty_strided_cuda
 
 
 def empty(x: Tensor, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor on x's device, which is the current one."""
+    """Return an uninitialised tensor on x's device, which must be the current device."""
     return (empty_strided_cuda if x.is_cuda else empty_strided_cpu)(shape, stride, dtype)
 
 
 def in_one_memory(x: Tensor, tensors: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]) -> list[Tensor]:
-    """empty() contiguous tensors of these shapes, strides and dtypes, one behind the other: each from a multiple of 16
-    bytes on."""
+    """Return uninitialised contiguous tensors that share one allocation; each starts at a multiple of 16 bytes.
+
+    tensors: (shape, stride, dtype) of each, in the order in which they lie in memory.
+    """
     sizes = [math.prod(shape) * dtype.itemsize for shape, _, dtype in tensors]
     starts = list(accumulate((-(-size // 16) * 16 for size in sizes), initial=0))
     memory = empty(x, (starts[-1],), (1,), torch.uint8)
@@ -41,7 +36,7 @@ def in_one_memory(x: Tensor, tensors: Sequence[tuple[tuple[int, ...], tuple[int,
 
 
 def check_offsets(x: Tensor, offsets: Tensor) -> int:
-    """The number of members; ValueError for offsets that the kernels cannot read."""
+    """Return the number of members. ValueError for offsets that the kernels cannot read."""
     members = offsets.numel() - 1
     readable = offsets.dtype is torch.int64 and offsets.dim() == 1 and members >= 0 and offsets.is_contiguous()
     if not readable or offsets.device != x.device or offsets.data_ptr() == 0:
@@ -50,19 +45,21 @@ def check_offsets(x: Tensor, offsets: Tensor) -> int:
 
 
 def integers(offsets: Tensor) -> list[int]:
-    """The entries of checked offsets on the CPU, read at their address: no method of a tensor is called that could
-    wait."""
+    """Return the entries of checked CPU offsets. They are read from memory, since methods of a tensor could wait."""
     return list((c_int64 * offsets.numel()).from_address(offsets.data_ptr()))
 
 
 def check_sizes(offsets: Tensor, sizes: Sequence[int]) -> None:
-    """ValueError unless members have the sizes for which outputs are allocated. offsets: checked, on the CPU."""
+    """Raise ValueError unless the offsets agree with the sizes that outputs were allocated for.
+
+    offsets: checked, on the CPU.
+    """
     if integers(offsets) != [0, *accumulate(sizes)]:
         raise ValueError(f"offsets are {integers(offsets)} for members of {list(sizes)} rows")
 
 
 def check_keys(x: Tensor, keys: Tensor | None, members: int) -> None:
-    """ValueError for a table of keys that the kernels cannot read."""
+    """Raise ValueError for a key table that the kernels cannot read."""
     if keys is None:
         return
     readable = keys.dtype == torch.int32 and keys.shape == (members, 2) and keys.is_contiguous()
@@ -71,8 +68,10 @@ def check_keys(x: Tensor, keys: Tensor | None, members: int) -> None:
 
 
 def step_address(x: Tensor, step: Tensor | None) -> int:
-    """The address at which the kernels read the step of a key; 0 for None. ValueError for a step that they cannot
-    read."""
+    """Return the address from which kernels read a key's step; 0 for None.
+
+    ValueError for a step that the kernels cannot read.
+    """
     if step is None:
         return 0
     readable = step.dtype is torch.int64 and step.numel() == 1 and step.device == x.device
@@ -82,8 +81,10 @@ def step_address(x: Tensor, step: Tensor | None) -> int:
 
 
 def key_table(keys: Sequence[RngKey], device: torch.device) -> Tensor:
-    """int32 [members, 2]: the words of the members' Philox keys. The table of equal words is made once, but anew in
-    each trace."""
+    """Return int32 [members, 2]: the words of each member's Philox key.
+
+    Equal words give the same tensor, except in traces, which each make their own.
+    """
     words = keys.words if isinstance(keys, RngKeys) else tuple(key.words for key in keys)
     if torch.compiler.is_compiling():
         return torch.tensor(_signed(words), dtype=torch.int32, device=device).view(-1, 2)
@@ -91,7 +92,7 @@ def key_table(keys: Sequence[RngKey], device: torch.device) -> Tensor:
 
 
 def key_tables() -> list[Tensor]:
-    """The tables that calls of now use: a captured CUDA graph needs them for as long as it is replayed."""
+    """Return all cached key tables. A captured CUDA graph must keep them alive as long as it is replayed."""
     return list(_key_table.results.values())
 
 
@@ -102,14 +103,14 @@ def _key_table(words: tuple, device: torch.device) -> Tensor:
 
 @memo
 def _signed(words: tuple) -> list[int]:
-    """The words of RngKeys, or of each key, member by member, in the range of int32."""
+    """Return the words as int32 values, two per member. words: RngKeys.words, or a pair per key."""
     if words and not isinstance(words[0], tuple):
         words = tuple((words[0], slot) for slot in words[1])
     return [word - (word >> 31 << 32) for pair in words for word in pair]
 
 
 def described(tensor: Tensor) -> str:
-    """The dtype, shape and device of a tensor, for messages."""
+    """Return the dtype, shape and device of a tensor as text for messages."""
     note = "" if tensor.is_contiguous() else ", not contiguous"
     if tensor.numel() and not tensor.untyped_storage().nbytes():
         note += ", without storage"

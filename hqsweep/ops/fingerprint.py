@@ -1,7 +1,7 @@
-"""A fixed computation through every format, as one hash: two builds with the same hash round alike.
+"""One hash over a fixed computation in every format: builds with equal hashes round alike.
 
-Compiler, flags, instruction set and device may all change numbers without a word (contraction, fast-math, a flushed
-subnormal, another order of a sum). The manifest of a run holds this hash beside the flags of its build.
+Compiler, flags, instruction set and device can all change numbers silently: by contraction, fast-math, flushed
+subnormals, or another order of a sum. A run's manifest stores this hash beside the build flags.
 """
 
 import hashlib
@@ -11,39 +11,19 @@ import torch
 from torch import Tensor
 
 from hqsweep.formats import ExactOperand, RngKey, parse
+from hqsweep.formats.spec import FAMILIES
 from hqsweep.memo import memo
 from hqsweep.ops.quantize.quantize import quantize
 from hqsweep.ops.quantize.request import Backend, Target
 
-EXPECTED = "efe9481fa9da443f263ba55e89ae7d3fb70d8af9334c5095af96a6e9980a1110"
-"""The hash of the reference, and of every kernel that keeps its promise."""
-
-FORMATS = (
-    "fp8_current",
-    "fp8_current+e5m2+pow2",
-    "fp8_block",
-    "fp8_block+2d+fp32_scale",
-    "mxfp8",
-    "mxfp8+e5m2+2d",
-    "mxfp8+floor",
-    "mxfp6_e2m3",
-    "mxfp6_e3m2+even",
-    "mxfp4",
-    "nvfp4",
-    "nvfp4+2d+sr",
-    "nvfp4+rht+sr",
-    "nvfp4+row_scaled",
-    "nvfp4+4over6+fast_error",
-    "nvfp4+2d+4over6+mse",
-    "nvfp4+tensor",
-    "nvfp4+tensor+rht+sr",
-)
+FORMATS = tuple(text for family in FAMILIES for text in family.fingerprint)
 ROWS, COLS = 80, 176
-"""Multiples of 16, and partial blocks of 32 and 128 both ways."""
+"""Multiples of 16 that leave partial blocks of 32 and 128 along both axes."""
 
 
 def fingerprint(device: torch.device | str = "cpu", backend: Backend = "auto") -> str:
-    """SHA-256 over codes, scales, amaxes and exact operands of both directions of a fixed matrix, in hex."""
+    """Return the SHA-256 hex digest over codes, scales, amaxes and exact operands of a fixed matrix, in both
+    directions."""
     digest = hashlib.sha256()
     key = RngKey(seed=1, slot="fingerprint", step=2**33 + 1)
     for number, text in enumerate(FORMATS):
@@ -60,13 +40,15 @@ def fingerprint(device: torch.device | str = "cpu", backend: Backend = "auto") -
 
 @memo
 def kernel_digest(device: torch.device) -> str:
-    """fingerprint() of the kernels that runs on this device take, computed once in a process."""
+    """Return fingerprint() of the kernels used on this device, computed once per process."""
     return fingerprint(device)
 
 
 def wide_range(mantissa_bits: int) -> Tensor:
-    """float32 [ROWS, COLS] by integer arithmetic: both signs, zeros, and neighbouring blocks of 16 far apart, from
-    subnormals up to 2^64. Few mantissa bits bring many ties."""
+    """Return float32 [ROWS, COLS] made by integer arithmetic, with few mantissa bits where ties shall be frequent.
+
+    It has both signs and zeros. Neighbouring blocks of 16 differ widely, from subnormals to 2^64.
+    """
     row, column, mixed = _mixed()
     block = (row // 4 * 7 + column // 16 * 13) % 48 * 4
     biased = (block - 4 + (mixed >> 9) % 5).clamp(min=0)
@@ -76,13 +58,16 @@ def wide_range(mantissa_bits: int) -> Tensor:
 
 
 def multiples() -> Tensor:
-    """float32 [ROWS, COLS] of -24 to 24 times 0.3: the two candidates of 4over6 then often have the same error but for
-    its roundings, and a contracted multiplication and addition takes the other one."""
+    """Return float32 [ROWS, COLS] with values k * 0.3, k from -24 to 24.
+
+    The two candidate scales of 4over6 then often have equal errors up to rounding. A fused multiply-add picks the
+    other.
+    """
     return ((_mixed()[2] >> 9) % 49 - 24).float() * torch.tensor(0.3)
 
 
 def _mixed() -> tuple[Tensor, Tensor, Tensor]:
-    """Indices of rows and columns, and 32 well mixed bits of both."""
+    """Return row indices, column indices, and a 32-bit hash of both."""
     row, column = torch.arange(ROWS)[:, None], torch.arange(COLS)[None]
     return row, column, (row * 2654435761 ^ column * 2246822519 ^ row * column * 40503) & 0xFFFFFFFF
 

@@ -1,18 +1,20 @@
-"""The compiled extension, and how a function of it becomes a torch operator of the library hqsweep."""
+"""The compiled extension, and the decorator that makes its functions torch operators (library "hqsweep")."""
 
 from collections.abc import Callable
 from functools import cache, wraps
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
 from hqsweep.memo import constant_result
+from hqsweep.torch_private import DispatchKey, DispatchKeySet, current_graph_task_id, current_raw_stream, dispatch_modes
 
 
 @cache
 def extension():
-    """The compiled module hqsweep._C, or None when it was not built."""
+    """Return the compiled module hqsweep._C, or None if it was not built."""
     try:
         from hqsweep import _C
     except ImportError:
@@ -29,25 +31,27 @@ def _devices() -> tuple[str, ...]:
 
 @constant_result
 def has_kernels(device_type: str) -> bool:
-    """Whether the extension was built, and for that type of device."""
+    """Return whether the extension was built for this device type."""
     return device_type in _devices()
 
 
 _library = Library("hqsweep", "DEF")
 PLAIN = (Tensor, torch.nn.Parameter)
-"""The types of tensors that are nothing but memory: no operator means anything else for them."""
+"""Tensor types without behaviour of their own, so that operators may skip torch's dispatcher."""
 
 
 def direct(x: Tensor) -> bool:
-    """Whether the function behind an operator can be called at once: outside of traced graphs and dispatch modes, where
-    dispatch costs more than the launch and there is nothing to record (no gradient flows through codes). torch's
-    dispatcher gives operators a copy of a tensor with the negative bit, whose memory has the opposite signs."""
-    plain = type(x) in PLAIN and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
+    """Return whether an operator's function may be called directly, without torch's dispatcher.
+
+    This holds outside traced graphs and dispatch modes. Dispatch costs more than the launch, and codes have no gradient
+    to record. Tensors with the negative bit are dispatched: torch then passes a copy whose memory holds the true signs.
+    """
+    plain = type(x) in PLAIN and not torch.compiler.is_compiling() and not dispatch_modes()
     return plain and (x.is_cpu or x.is_cuda) and not x.is_neg()
 
 
 def on_its_device(function: Callable) -> Callable:
-    """function(tensor or tensors, ...) with the tensor's device as the current one."""
+    """Decorate a function so that the device of its first argument, a tensor or a list of tensors, is current."""
 
     @wraps(function)
     def guarded(first, *others, **options):
@@ -60,21 +64,25 @@ def on_its_device(function: Callable) -> Callable:
     return guarded
 
 
-def _refusing_none(dispatched: torch._ops.OpOverload) -> Callable:
-    """What torch's dispatcher asks before it chooses a device: for a call of an operator whose tensors are an empty
-    list it would find none, and say so in a page."""
+def _refusing_none(dispatched: Any) -> Callable:
+    """Return a BackendSelect kernel that raises a short ValueError if the list of tensors is empty.
 
-    def select(keys: torch._C.DispatchKeySet, tensors: list[Tensor], *others):
+    Without it, torch finds no device for such a call and prints a page.
+    """
+
+    def select(keys: DispatchKeySet, tensors: list[Tensor], *others):
         if not tensors:
             raise ValueError(f"{dispatched.overloadpacket}: there are no buffers; the first argument is an empty list")
-        return dispatched.redispatch(keys.remove(torch._C.DispatchKey.BackendSelect), tensors, *others)
+        return dispatched.redispatch(keys.remove(DispatchKey.BackendSelect), tensors, *others)
 
     return select
 
 
 def operator(schema: str, *, fake: Callable, devices: tuple[str, ...] = ("CPU", "CUDA")) -> Callable:
-    """A decorator that makes a function an operator, and returns a function that calls it: directly where that is
-    possible, else through torch's dispatcher. fake: its results in traced graphs."""
+    """Return a decorator that registers a function as an operator. The result calls the function directly if possible.
+
+    schema: torch's schema, whose name comes first. fake: computes the outputs in traced graphs.
+    """
     name = schema.partition("(")[0]
 
     def define(function: Callable) -> Callable:
@@ -103,6 +111,12 @@ def operator(schema: str, *, fake: Callable, devices: tuple[str, ...] = ("CPU", 
 
 
 def where(x: Tensor) -> tuple:
-    """The last arguments of a call: the current stream, or torch's threads and the best instruction set."""
+    """Return the last arguments of a kernel call: the stream on CUDA, else the thread count and "" (best instruction
+    set)."""
     # What torch.cuda.current_stream() wraps in an object, at a tenth of its time.
-    return (torch._C._cuda_getCurrentRawStream(x.get_device()),) if x.is_cuda else (torch.get_num_threads(), "")
+    return (current_raw_stream(x.get_device()),) if x.is_cuda else (torch.get_num_threads(), "")
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward in this thread."""
+    return current_graph_task_id() != -1

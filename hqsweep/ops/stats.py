@@ -1,4 +1,4 @@
-"""Error statistics of one quantized tensor, or of one GEMM's output, as plain floats.
+"""Error statistics of a quantized tensor, or of a GEMM's output, as plain floats.
 
 sqnr_db        10 log10(sum x^2 / sum (x - Qx)^2)
 rel_l2         sqrt(sum (x - Qx)^2 / sum x^2)
@@ -7,15 +7,15 @@ amax           largest |x|; a NaN does not count
 underflow_pct  share of non-zero x with Qx = 0, in percent
 saturation_pct share of x more than 2^-8 beyond the largest value its block can hold, in percent
 scale_min/max  smallest non-zero and largest decode scale of a block, global factor included
-row_sqnr_db_*  median and 5th percentile of the rows' own SQNR, rows of zeros left out
+row_sqnr_db_*  median and 5th percentile of the SQNR of single rows, rows of zeros left out
 
-All follow from sums over the elements, from the largest and the smallest of parts, and row_sqnr_db_* from the sums over
-each operand row. So parts are joined without looking at them again: the parts of a matrix, or matrices that were
-quantized one after the other (microbatches, ranks with other tokens), each under scales and amaxes of its own.
+All of them follow from sums, minima and maxima, and row_sqnr_db_* from the sums over each operand row. So the sums of
+several parts can be joined. Parts may be pieces of one matrix, or matrices quantized one after the other (microbatches,
+ranks with other tokens). Each part has its own scales and amaxes.
 
-Sums over tiles of 128 x 128 elements are gathered in float32 by the kernels while they quantize, and in float64 by
-gather(), the reference; both are added in float64. With squares beyond float32 the kernels' ratios are NaN. What no
-kernel gathers is summed by gather_by_row(), which takes fewer passes than the reference.
+Kernels sum tiles of 128 x 128 elements in float32 while they quantize. The reference, gather(), sums them in float64.
+Both add up the tiles in float64. If squares exceed float32, the kernels' ratios are NaN. gather_by_row() covers formats
+without such a kernel, in fewer passes than the reference.
 """
 
 import math
@@ -26,37 +26,39 @@ import torch
 from torch import Tensor
 
 from hqsweep.formats import Buffers, Format
-from hqsweep.formats.tiles import expand_tiles
+from hqsweep.formats.base import expand_tiles
 from hqsweep.ops.quantize.kernels import TILE
 
 SATURATION_MARGIN = 1 + 2.0**-8
-"""An amax of a block above this times its top code is saturated. Rounding of scales puts the amax up to an ulp above
-the top code; that is not counted."""
+"""A block saturates if its amax exceeds its top code times this. Rounded scales put the amax up to an ulp above."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Statistics:
-    """Sums gathered about one operand. The tensors stay on the device until row() reads them."""
+    """Sums over one operand. The tensors stay on the device until row() reads them."""
 
     sums: Tensor
-    """[tiles of X in row-major order, or operand rows, 8]: x^2, error^2, q^2, amax, counts of non-zero, lost,
-    saturated; unused."""
+    """[tiles of X in row-major order, or operand rows, 8]: x^2, error^2, q^2, amax; counts of non-zero, lost and
+    saturated elements; one unused column."""
     row_errors: Tensor
-    """[operand rows, tiles across, or 1]: sums of (x - Qx)^2 over 128 elements of a row, or over all."""
+    """[operand rows, tiles across, or 1]: sums of (x - Qx)^2 over 128 elements of a row, or over the row."""
     elements: int
     x: Tensor | None
-    """The matrix that was quantized, in the operand's orientation: read once more for the power of each row, so
-    unchanged. None for an operand made from decoded values, which are not kept; its rows' SQNR is NaN."""
+    """The quantized matrix in the operand's orientation. Reading it again gives each row's power, so it must not
+    change.
+
+    None for an operand made from decoded values, which are not kept: its rows' SQNR is NaN.
+    """
     format: Format
     buffers: Buffers | None
-    """The buffers, whose scales are read; None: scale_min and scale_max are NaN."""
+    """The buffers whose scales are read. None: scale_min and scale_max are NaN."""
 
     def row(self) -> dict[str, float]:
-        """All statistics; waits for the device."""
+        """Return all statistics; waits for the device."""
         return self.read().row()
 
     def read(self) -> "Sums":
-        """The sums over all tiles, from which statistics are made; waits for the device."""
+        """Return the sums over all tiles; waits for the device."""
         totals = self.sums.double().sum(dim=0)
         if self.sums.shape[0]:
             totals[3] = self.sums[:, 3].max()
@@ -70,21 +72,23 @@ class Statistics:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sums:
-    """Sums over a matrix, or over a part of one, in float64."""
+    """Float64 sums over a matrix, or over a part of a matrix."""
 
     totals: Tensor
-    """The totals in the columns of Statistics.sums."""
+    """The totals, in the columns of Statistics.sums."""
     elements: int
     scales: tuple[float, float]
-    """The smallest non-zero scale and the largest, NaN without."""
+    """The smallest non-zero and the largest scale; NaN without scales."""
     row_power: Tensor | None
     """[operand rows]: sums of x^2."""
     row_error: Tensor
     """[operand rows]: sums of (x - Qx)^2."""
 
     def joined(self, other: "Sums", *, below: bool) -> "Sums":
-        """The sums of this part and another, which lies below it, with more operand rows, or beside it, with more of
-        the same."""
+        """Return the sums over this part and another one.
+
+        below: the other part adds operand rows. Otherwise it lies beside this one and extends the same rows.
+        """
         totals = self.totals + other.totals
         totals[3] = torch.maximum(self.totals[3], other.totals[3])
         join = (lambda a, b: torch.cat([a, b])) if below else _added
@@ -96,12 +100,12 @@ class Sums:
         )  # fmt: skip
 
     def to(self, device: torch.device | str) -> "Sums":
-        """The sums on another device."""
+        """Return the sums on another device."""
         tensors = {name: getattr(self, name) for name in ("totals", "row_power", "row_error")}
         return replace(self, **{name: None if t is None else t.to(device) for name, t in tensors.items()})
 
     def row(self) -> dict[str, float]:
-        """All statistics."""
+        """Return all statistics."""
         x2, error2, q2, amax, nonzero, lost, saturated, _ = self.totals.tolist()
         return {
             **_ratios(x2, error2, q2, (x2 + q2 - error2) / 2, amax),
@@ -114,7 +118,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class OutputSums:
-    """Sums over the output of a GEMM, or over several of its outputs: x is what was expected, q what came out."""
+    """Sums over one or several GEMM outputs: x is the expected output, q the actual one."""
 
     x2: float
     error2: float
@@ -123,21 +127,21 @@ class OutputSums:
     amax: float
 
     def joined(self, other: "OutputSums", *, below: bool = True) -> "OutputSums":
-        """The sums of this output and another, which lies anywhere."""
+        """Return the sums over this output and another one, wherever that lies."""
         sums = (a + b for a, b in zip(astuple(self)[:-1], astuple(other)[:-1], strict=True))
         return OutputSums(*sums, max(self.amax, other.amax))
 
     def to(self, device: torch.device | str) -> "OutputSums":
-        """self: the numbers are on no device."""
+        """Return self: plain numbers are on no device."""
         return self
 
     def row(self) -> dict[str, float]:
-        """sqnr_db, rel_l2, cosine and amax (of x)."""
+        """Return sqnr_db, rel_l2, cosine, and the amax of x."""
         return _ratios(self.x2, self.error2, self.q2, self.dot, self.amax)
 
 
 def output_sums(expected: Tensor, actual: Tensor) -> OutputSums:
-    """The sums of two tensors of one shape, in float64; waits for the device once."""
+    """Return the float64 sums of two tensors with one shape; waits for the device once."""
     x, q = expected.double().flatten(), actual.double().flatten()
     error = x - q
     amax = _magnitude(expected).max().double() if x.numel() else x.new_zeros(())
@@ -145,12 +149,12 @@ def output_sums(expected: Tensor, actual: Tensor) -> OutputSums:
 
 
 def output_error(expected: Tensor, actual: Tensor) -> dict[str, float]:
-    """sqnr_db, rel_l2, cosine and amax (of expected) for two tensors of one shape, summed in float64."""
+    """Return sqnr_db, rel_l2, cosine and amax (of expected) for two tensors with one shape, summed in float64."""
     return output_sums(expected, actual).row()
 
 
 def tensor_error(x: Tensor, format: Format, buffers: Buffers) -> dict[str, float]:
-    """All statistics of buffers = encode(x), with x [rows, cols] in the operand's own orientation."""
+    """Return all statistics for buffers = encode(x). x [rows, cols] has the operand's own orientation."""
     return gather(x, format, buffers).row()
 
 
@@ -163,7 +167,10 @@ def gather(
     keep_buffers: bool = True,
     keep_x: bool = True,
 ) -> Statistics:
-    """Statistics of buffers = encode(x) by torch alone. columns: x is X.T, and the order of tiles is that of X."""
+    """Return the statistics for buffers = encode(x), computed by torch alone.
+
+    columns: x is X.T, and tiles are numbered as in X. keep_buffers, keep_x: whether the result holds them.
+    """
     shape = tuple(x.shape)
     basis, decoded = format.basis(x), format.decode(buffers, shape)
     magnitude, nonzero = _magnitude(basis), basis != 0
@@ -190,9 +197,9 @@ def gather(
 
 
 def gather_by_row(x: Tensor, format: Format, buffers: Buffers, *, keep_x: bool = True) -> Statistics:
-    """gather() with the operand rows for tiles; the order of sums is another, and differences are rounded to float32.
+    """Return the same statistics as gather(), summed per operand row, with differences rounded to float32.
 
-    Values that are held as they are cost a sum of squares. Of those the error is 0, and NaN where they are not finite.
+    A high-precision operand needs only one sum of squares. Its error is 0, or NaN if a value is not finite.
     """
     shape, scale = tuple(x.shape), format.value_scales(buffers)
     none = torch.zeros(shape[0], dtype=torch.float64, device=x.device)
@@ -217,7 +224,7 @@ def gather_by_row(x: Tensor, format: Format, buffers: Buffers, *, keep_x: bool =
 
 
 def finite_or_none(row: dict[str, float]) -> dict[str, float | None]:
-    """The row with None for NaN (a statistic that does not exist), for JSON."""
+    """Return the row with None in place of NaN (a missing statistic), for JSON."""
     return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
 
 
@@ -245,19 +252,21 @@ def _scale_range(scale: Tensor | None) -> tuple[float, float]:
 
 
 def _least(choose: Callable[..., float], a: float, b: float) -> float:
-    """The min or max of two numbers, of which a NaN does not count."""
+    """Return choose(a, b), min or max, ignoring NaN."""
     return b if math.isnan(a) else a if math.isnan(b) else choose(a, b)
 
 
 def _added(a: Tensor, b: Tensor) -> Tensor:
-    """The sum of two vectors, the shorter of which is filled up with zeros: rows of sequences of unequal lengths."""
+    """Return a + b, the shorter vector padded with zeros: rows of sequences may differ in length."""
     length = max(len(a), len(b))
     return torch.nn.functional.pad(a, (0, length - len(a))) + torch.nn.functional.pad(b, (0, length - len(b)))
 
 
 def _row_quantiles(power: Tensor | None, error: Tensor) -> dict[str, float]:
-    """row_sqnr_db_* from the sums over each row. The transform of +rht keeps the power of a row, so that x's may stand
-    for it."""
+    """Return row_sqnr_db_* from the power and error of each row.
+
+    The transform of +rht keeps a row's power, so x's own power can be used.
+    """
     if power is None:
         return dict.fromkeys(("row_sqnr_db_median", "row_sqnr_db_p5"), math.nan)
     ratio = 10 * torch.log10(power / error)
@@ -268,12 +277,12 @@ def _row_quantiles(power: Tensor | None, error: Tensor) -> dict[str, float]:
 
 
 def _by_row_squared(x: Tensor) -> Tensor:
-    """float64 [rows]: the sum of the squares of each row."""
+    """Return float64 [rows]: the sum of squares of each row."""
     return torch.linalg.vector_norm(x, dim=1, dtype=torch.float64).square()
 
 
 def _count_by_row(x: Tensor) -> Tensor:
-    """float64 [rows]: how many elements of each row are true."""
+    """Return float64 [rows]: the number of true elements in each row."""
     return x.sum(dim=1, dtype=torch.int32).double()
 
 
@@ -286,7 +295,7 @@ def _tiles(size: int) -> int:
 
 
 def _by_tile(x: Tensor) -> Tensor:
-    """[rows, cols] -> [tiles down, 128, tiles across, 128], zeros beyond the edges."""
+    """Reshape [rows, cols] to [tiles down, 128, tiles across, 128], padded with zeros."""
     rows, cols = x.shape
     down, across = _tiles(rows), _tiles(cols)
     return torch.nn.functional.pad(x.double(), (0, across * TILE - cols, 0, down * TILE - rows)).view(
@@ -298,3 +307,9 @@ def _by_row(error2: Tensor) -> Tensor:
     rows, cols = error2.shape
     across = _tiles(cols)
     return torch.nn.functional.pad(error2, (0, across * TILE - cols)).view(rows, across, TILE).sum(dim=2)
+
+
+def is_below(axis: int, direction: str) -> bool:
+    """Whether parts that follow each other along an axis of X have operand rows of their own in this direction, in
+    which an operand has the rows of X or of X.T; else they are parts of the same rows."""
+    return (axis == 0) == (direction != "columnwise")

@@ -1,7 +1,7 @@
-"""Error statistics of a matrix that is never in memory as a whole: it comes in chunks of rows.
+"""Error statistics of a matrix that comes in chunks of rows and is never in memory as a whole.
 
-Chunks are multiples of 128 rows but the last, so that no block of a format, in either direction, spans two of them.
-Formats with one amax for the whole take a first pass that finds it, and every chunk is quantized under the amax of all.
+Every chunk but the last has a multiple of 128 rows, so that no block of a format spans two chunks in either direction.
+For formats with a global amax, a first pass finds it. Every chunk is then quantized with it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -23,10 +23,10 @@ DIRECTIONS = ("rowwise", "columnwise")
 def stream_statistics(
     chunks: Callable[[], Iterable[Tensor]], rowwise: Format, columnwise: Format, key: RngKey | None = None
 ) -> dict[str, dict[str, float]]:
-    """{"rowwise": ..., "columnwise": ...}: rows of ops.stats, those of the matrix quantized at once.
+    """Return {"rowwise": ..., "columnwise": ...}: the statistics (ops.stats) that the whole matrix would have.
 
-    chunks() gives the matrix anew at each call, as [rows, cols] parts from top to bottom. Formats with +sr draw the
-    random bits of every chunk from its own stream.
+    chunks() restarts the matrix: each call yields its parts [rows, cols] from top to bottom. With +sr, every chunk
+    draws random bits from a stream of its own.
     """
     formats = {"rowwise": rowwise, "columnwise": columnwise}
     grids = _global_amaxes(chunks, formats)
@@ -45,7 +45,7 @@ def stream_statistics(
 def _global_amaxes(
     chunks: Callable[[], Iterable[Tensor]], formats: Mapping[str, Format]
 ) -> dict[str, dict[str, Tensor]]:
-    """Direction -> {"g": ...}, for those whose format has an amax of the whole matrix."""
+    """Return direction -> {"g": ...} for the directions whose format has an amax of the whole matrix."""
     names = {d: format.amax_name for d, format in formats.items() if format.amax_name and not format.row_scaled}
     amaxes = {direction: torch.zeros(1, 1) for direction in names}
     if amaxes:

@@ -1,7 +1,7 @@
-"""The sum over ranks of what they have computed of the same tokens: hqsweep::sum_parts.
+"""The sum over ranks of their partial results for the same tokens: hqsweep::sum_parts.
 
-A rank has its own summand in a matrix of all tokens, and those of the others as they arrived. On CUDA one pass reads
-each once; torch's operators are the reference.
+A rank holds its own summand inside a matrix of all tokens; the other summands were received. On CUDA one pass reads
+each summand once. torch's operators are the reference.
 """
 
 import torch
@@ -12,7 +12,7 @@ from hqsweep.ops.library import extension, has_kernels, operator, where
 from hqsweep.ops.quantize.kernels import DTYPES
 
 WORD = 16
-"""Bytes of one load of the kernel."""
+"""Bytes that the kernel loads at once."""
 
 
 def _fake(parts: Tensor, received: Tensor, rank: int) -> Tensor:
@@ -21,7 +21,7 @@ def _fake(parts: Tensor, received: Tensor, rank: int) -> Tensor:
 
 @operator("sum_parts(Tensor parts, Tensor received, int rank) -> Tensor", fake=_fake, devices=("CUDA",))
 def _sum_parts(parts: Tensor, received: Tensor, rank: int) -> Tensor:
-    """sum_parts by the kernel; ValueError for what `takes` refuses."""
+    """Run sum_parts by the kernel; ValueError for inputs that `takes` refuses."""
     if not takes(parts, received) or not 0 <= rank < parts.shape[1]:
         wanted = "[lead, W, n] and [W - 1, lead, n] of float32, bfloat16 or float16, contiguous, n in words of 16 bytes"
         got = f"parts are {described(parts)}, received {described(received)}, rank {rank}"
@@ -38,7 +38,7 @@ def _add(parts: Tensor, received: Tensor, rank: int, total: Tensor) -> None:
 
 
 def takes(parts: Tensor, received: Tensor) -> bool:
-    """Whether the kernel takes them; it runs on CUDA."""
+    """Return whether the CUDA kernel takes these inputs."""
     lead, ranks, count = parts.shape
     same = parts.dtype == received.dtype and parts.device == received.device
     shaped = received.shape == (ranks - 1, lead, count) and parts.is_contiguous() and received.is_contiguous()
@@ -47,9 +47,11 @@ def takes(parts: Tensor, received: Tensor) -> bool:
 
 
 def sum_parts(parts: Tensor, received: Tensor, rank: int, out: Tensor | None = None) -> Tensor:
-    """parts [lead, W, n], of which parts[:, rank] is this rank's summand, and received [W - 1, lead, n], those of the
-    other ranks in their order -> [lead, n]: all summands added in float32 in the order of ranks, rounded once. out:
-    contiguous, of that shape and dtype, which the sum is written to."""
+    """Return [lead, n]: all summands added in float32 in rank order, and rounded once to their dtype.
+
+    parts [lead, W, n]: parts[:, rank] is this rank's summand. received [W - 1, lead, n]: the other ranks' summands, in
+    rank order. out: contiguous, with the sum's shape and dtype; the sum is written to it.
+    """
     compiling = torch.compiler.is_compiling()
     if parts.is_cuda and not compiling and has_kernels("cuda") and takes(parts, received):
         if out is None:

@@ -1,7 +1,7 @@
-"""FusedAdam: AdamW on FP32 masters, whose result is written back to bf16 or quantized parameters.
+"""FusedAdam: AdamW on FP32 masters. Its results are written back to bf16 or quantized parameters.
 
-The arithmetic is torch's own (torch.optim.adamw), so that masters follow torch.optim.AdamW to the byte; on CUDA one
-kernel (hqsweep.ops.model.adam) reads and writes each array once, with the arithmetic of torch on a CPU.
+The arithmetic is torch's own (torch.optim.adamw), so that masters equal those of torch.optim.AdamW to the byte. On CUDA
+one kernel (hqsweep.ops.model.adam) reads and writes each array once, with the arithmetic of torch on a CPU.
 """
 
 import sys
@@ -14,48 +14,49 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from hqsweep.errors import UserError
+from hqsweep.nn.core.workspace import note_update
 from hqsweep.ops.library import has_kernels
 from hqsweep.ops.model.adam import adamw_
 from hqsweep.optim.gradients import clip_, clip_factor, gradient, norm_of
 from hqsweep.optim.rounded import Rounded, values_of
 from hqsweep.parallel.shards.shard_agree import quantize_shards_
-from hqsweep.parallel.wire.local import group_of_shards, is_spread, local, note_update, part_as, spread_like
+from hqsweep.parallel.wire.local import group_of_shards, is_spread, local, part_as, spread_like
 from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.torch_private import foreach_add_, foreach_copy_, foreach_zero_
 
 MASTER = "master_param"
 Norm = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 """(parameters, their gradients) -> the norm [] of all gradients."""
 OWN_MASTERS = (torch.float32, torch.float64)
-"""dtypes of plain parameters that are updated as they are."""
+"""dtypes of plain parameters that are updated without a master."""
 
 
 class FusedAdam(torch.optim.AdamW):
-    """AdamW with FP32 masters; arguments and state are those of torch.optim.AdamW.
+    """AdamW with FP32 masters. Arguments and state are those of torch.optim.AdamW.
 
-    Plain FP32 and FP64 parameters are updated as they are. For every other parameter state["master_param"] holds an
-    FP32 master, made at its first step: from the preserved initial value of a quantized parameter, which is then
-    cleared, or else from dequantize(). After each step the master is rounded into the parameter (quantize_, keyed by
-    the next step of its key). From the first step on the master is the weight. Where other values are written to the
-    parameter, as by load_state_dict or copy_, the next step makes the master of them, and keeps the moments as torch
-    does. A CUDA graph that holds a step is not told of them, nor does torch tell of writes to the memory of `p.data` of
-    a plain parameter. A state that is loaded has its masters: the model is loaded from the same checkpoint.
+    Plain FP32 and FP64 parameters are updated directly. For every other parameter state["master_param"] holds an FP32
+    master. The parameter's first step makes it from the preserved initial value of a quantized parameter, which is then
+    cleared, or else from dequantize(). After each step the master is rounded into the parameter (quantize_, under the
+    next step of its key). From the first step on, the master is the weight.
 
-    Copies and pickles, alone and with the model, go on as the original does.
+    Where load_state_dict, copy_ or others write values to a parameter, the next step makes a new master from them and
+    keeps the moments, like torch. A CUDA graph that holds a step does not notice such writes, and writes to the memory
+    of `p.data` of a plain parameter are never noticed. A state that is loaded has its masters, so load the model from
+    the same checkpoint. Copies and pickles, alone and with the model, continue like the original.
 
-    The gradient is param.main_grad where there is one, else param.grad; moments have the master's dtype. foreach and
-    fused choose torch's kernels. Without them groups of FP32 masters on CUDA are updated by adamw_,
-    other groups by torch's fused kernel where all is on CUDA, elsewhere as AdamW does. adamw_ takes no amsgrad, no
-    maximize, no differentiable, no rate in a tensor, and no parameters with gaps.
-    master_weights=False updates plain low-precision parameters in place.
+    The gradient is param.main_grad where there is one, else param.grad. Moments have the master's dtype. foreach and
+    fused choose torch's kernels. Without them adamw_ updates groups of FP32 masters on CUDA; torch's fused kernel
+    updates other groups that lie on CUDA; AdamW's default updates the rest. adamw_ takes no amsgrad, no maximize, no
+    differentiable, no rate in a tensor, and no parameters with gaps. master_weights=False updates plain low-precision
+    parameters in place.
 
-    Of a DTensor, such as fully_shard makes, each rank updates its part: masters and moments are DTensors that are
-    spread as the parameter is, so that torch.distributed.checkpoint saves and loads them.
-
-    Kernels on CUDA read the learning rate and count the steps on the device, and nothing waits for them, so that a
-    CUDA graph can hold a step; whoever replays one gives rates by set_lr().
+    Each rank updates its part of a DTensor, such as fully_shard makes. Masters and moments are DTensors with the
+    parameter's placements, so that torch.distributed.checkpoint saves and loads them. Kernels on CUDA read the learning
+    rate and count the steps on the device, and nothing waits for them, so a CUDA graph can hold a step. To replay it at
+    another rate call set_lr().
 
     Raises UserError for quantized parameters with master_weights=False, for a parameter with both a grad and a
-    main_grad, and for masters of a loaded state that are not those of the parameters.
+    main_grad, and for masters of a loaded state that do not match the parameters.
     """
 
     def __init__(
@@ -80,13 +81,13 @@ class FusedAdam(torch.optim.AdamW):
         return {**super().__getstate__(), "master_weights": self.master_weights}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the state of a copy, or, as torch's load_state_dict does, that of another optimizer."""
+        """Take the state of a copy, or of another optimizer, as torch's load_state_dict gives it."""
         super().__setstate__(state)
         for name, value in {"master_weights": True, "_rates": {}, "_rounded": Rounded()}.items():
             self.__dict__.setdefault(name, value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does; UserError for quantized parameters without masters."""
+        """Add a group like torch. UserError for quantized parameters without masters."""
         _uncompiled(super().add_param_group)(param_group)
         quantized = [local(p) for p in self.param_groups[-1]["params"] if _is_held(p)]
         if quantized and not self.master_weights:
@@ -97,7 +98,7 @@ class FusedAdam(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """One update of every parameter that has a gradient; returns the closure's loss."""
+        """Update every parameter that has a gradient once. Returns the closure's loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -106,7 +107,7 @@ class FusedAdam(torch.optim.AdamW):
         return loss
 
     def set_lr(self, lr: float) -> None:
-        """Give every group this learning rate, which CUDA graphs that hold a step read, too."""
+        """Give every group this learning rate. CUDA graphs that hold a step read it, too."""
         for index, group in enumerate(self.param_groups):
             group["lr"] = lr
             if index in self._rates:
@@ -116,13 +117,14 @@ class FusedAdam(torch.optim.AdamW):
     def clip_and_step(
         self, max_norm: float, parameters: Iterable[Tensor] | None = None, norm: Norm | None = None
     ) -> Tensor:
-        """A step with the gradients times min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ scales
-        them. Returns their norm, float32 [], which counts DTensors over all ranks.
+        """Step with the gradients times min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ scales
+        them.
 
-        adamw_ multiplies a gradient as it reads it, and leaves the gradient as it is; elsewhere gradients are scaled in
-        place.
-        parameters: the norms of the gradients are summed in their order, by default that of the groups. norm: gives the
-        norm of these gradients of these parameters together with the norms of others'; by default of these alone.
+        Returns the norm, float32 [], which counts DTensors over all ranks. adamw_ multiplies a gradient as it reads it,
+        and does not change it; elsewhere gradients are scaled in place.
+
+        parameters: the order in which norms of gradients are added; default: the order of the groups. norm: computes
+        the norm of these parameters' gradients together with gradients of other ranks; default: of these alone.
         """
         if parameters is None:
             parameters = [p for group in self.param_groups for p in group["params"]]
@@ -140,8 +142,8 @@ class FusedAdam(torch.optim.AdamW):
         return total
 
     def _gradients(self) -> list[dict[Tensor, Tensor]]:
-        """Parameter -> this rank's part of its gradient, in the dtype of its update, for each group and those that have
-        one."""
+        """For each group: parameter -> this rank's part of its gradient, in the dtype of its update, if it has a
+        gradient."""
         self._renew_masters()
         groups = (group["params"] for group in self.param_groups)
         return [
@@ -149,7 +151,7 @@ class FusedAdam(torch.optim.AdamW):
         ]
 
     def _update_all(self, gradients: list[dict[Tensor, Tensor]], factor: Tensor | None = None) -> None:
-        """One update of all groups; factor: what gradients are multiplied by, of groups that adamw_ updates."""
+        """Update all groups once. factor: multiplies the gradients of groups that adamw_ updates."""
         self._rounded.check_loaded(self._masters_of(p for grads in gradients for p in grads))
         written: dict[Tensor, Tensor] = {}
         for index, grads in enumerate(gradients):
@@ -160,12 +162,12 @@ class FusedAdam(torch.optim.AdamW):
             self._rounded.note(p, master)
 
     def _masters_of(self, params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-        """Parameter -> its master, of those that have one."""
+        """Parameter -> its master, for parameters that have one."""
         return {p: self.state[p][MASTER] for p in params if MASTER in self.state.get(p, ())}
 
     @torch.no_grad()
     def _renew_masters(self, params: Iterable[Tensor] | None = None) -> None:
-        """Make masters of the values of parameters, by default of all, that somebody else has written to."""
+        """Make new masters of parameters, by default of all, to which others have written."""
         for p, master in self._masters_of(self.state if params is None else params).items():
             if self._rounded.is_stale(p, master):
                 local(master).copy_(values_of(p))
@@ -184,14 +186,16 @@ class FusedAdam(torch.optim.AdamW):
         return one_gpu and all(self._dtype(part) == torch.float32 and part.is_contiguous() for part in parts)
 
     def _is_fused(self, group: dict[str, Any]) -> bool:
-        """Whether torch's fused kernel updates a group that adamw_ does not."""
+        """Whether torch's fused kernel updates a group that adamw_ does not update."""
         if group["fused"] is not None or group["foreach"] is not None:
             return bool(group["fused"])
         return all(p.is_cuda for p in group["params"])
 
     def _rate(self, index: int, dtype: torch.dtype) -> float | Tensor:
-        """The learning rate of a group. On a GPU it stands in memory of that dtype that stays, which takes the group's
-        own rate unless a graph is captured."""
+        """The learning rate of a group. On a GPU it is a tensor of this dtype at a fixed address.
+
+        The tensor takes the group's present rate, unless a graph is captured.
+        """
         group = self.param_groups[index]
         rate, first = group["lr"], group["params"][0]
         if isinstance(rate, Tensor) or not first.is_cuda or first.dtype == torch.float64:
@@ -205,8 +209,8 @@ class FusedAdam(torch.optim.AdamW):
         return held
 
     def _update(self, index: int, grads: dict[Tensor, Tensor], factor: Tensor | None) -> dict[Tensor, Tensor]:
-        """Update the parameters of a group, except those that are held quantized; returns parameter -> master, or this
-        rank's part of it."""
+        """Update the parameters of a group, except held ones. Returns parameter -> master, or this rank's part of
+        it."""
         group = self.param_groups[index]
         own, fused = self._is_own(group), self._is_fused(group)
         states = [self._state(p, own or fused) for p in grads]
@@ -214,7 +218,7 @@ class FusedAdam(torch.optim.AdamW):
         averages = [[local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq")]
         steps, options = [state["step"] for state in states], {name: group[name] for name in ("weight_decay", "eps")}
         if own:
-            torch._foreach_add_(steps, 1)
+            foreach_add_(steps, 1)
             rule = {"lr": self._rate(index, torch.float64), "factor": factor, "betas": group["betas"]}
             adamw_(masters, [gradient.contiguous() for gradient in grads.values()], *averages, steps, **rule, **options)
         else:
@@ -232,30 +236,30 @@ class FusedAdam(torch.optim.AdamW):
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
             )
-        if own or fused:  # kernels leave versions as they are, by which kept operands of weights are known to be old
+        if own or fused:  # kernels do not change versions, by which old cached operands are found
             torch.autograd.graph.increment_version(masters)
         plain = [(local(p), m) for p, m in zip(grads, masters, strict=True) if not (local(p) is m or _is_held(p))]
         if plain:
-            torch._foreach_copy_(*map(list, zip(*plain, strict=True)))
+            foreach_copy_(*map(list, zip(*plain, strict=True)))
         spread = [p for p in grads if is_spread(p)]
-        if spread:  # whose parts alone were written
+        if spread:  # the writes to parts did not count
             torch.autograd.graph.increment_version(spread)
             note_update()
         return dict(zip(grads, masters, strict=True))
 
     def _dtype(self, p: Tensor) -> torch.dtype:
-        """The dtype of the update: the master's."""
+        """The dtype of the update, which is the master's."""
         return torch.float32 if self.master_weights and not _is_own_master(p) else p.dtype
 
     def _state(self, p: Tensor, counts_on_device: bool) -> dict[str, Tensor]:
-        """The state of one parameter, made when it is first asked for. The foreach kernels and single tensors have
-        their steps on the CPU."""
+        """The state of one parameter, made on its first use. For foreach kernels and single tensors, steps are on the
+        CPU."""
         state, master = self.state[p], self.master_param(p)
         device = p.device if counts_on_device else torch.device("cpu")
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             state |= {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
-        elif state["step"].device != device:  # of a checkpoint that another kernel wrote
+        elif state["step"].device != device:  # another kernel wrote the checkpoint
             state["step"] = state["step"].to(device)
         if master is not p and MASTER not in state:
             state[MASTER] = master
@@ -266,7 +270,7 @@ class FusedAdam(torch.optim.AdamW):
     @torch.no_grad()
     def master_param(self, p: Tensor) -> Tensor:
         """The FP32 master of a parameter, or what it would start from; a DTensor for a DTensor. p itself where it needs
-        no master."""
+        none."""
         if self.master_weights and p in self.state and MASTER in self.state[p]:
             self._renew_masters([p])
             return self.state[p][MASTER]
@@ -284,9 +288,9 @@ class FusedAdam(torch.optim.AdamW):
         return _uncompiled(super().state_dict)()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, but masters and moments stay FP32: torch would round them to the parameters' dtype.
+        """Load like torch, but keep masters and moments in FP32; torch would round them to the parameters' dtype.
 
-        Masters that the state lacks, as a state of torch.optim.AdamW does, are made at the next step.
+        Masters that the state lacks, such as in a state of torch.optim.AdamW, are made at the next step.
         """
         _uncompiled(super().load_state_dict)(state_dict)
         names = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -303,12 +307,15 @@ class FusedAdam(torch.optim.AdamW):
         _uncompiled(super().zero_grad)(set_to_none)
         held = [p.main_grad for group in self.param_groups for p in group["params"] if hasattr(p, "main_grad")]
         if held:
-            torch._foreach_zero_([local(main_grad) for main_grad in held])
+            foreach_zero_([local(main_grad) for main_grad in held])
 
 
 def _uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of torch's optimizer, without its decorator in a process that does not compile: the decorator, which
-    keeps torch.compile out of the method, imports torch.compile first, which takes about as long as importing torch."""
+    """A method of torch's optimizer, without its decorator where this process does not compile.
+
+    The decorator keeps torch.compile out of the method. It imports torch.compile, which takes as long as importing
+    torch.
+    """
     plain = getattr(method, "__wrapped__", None)
     return method if plain is None or "torch._dynamo" in sys.modules else partial(plain, method.__self__)
 
@@ -319,7 +326,7 @@ def _norm(gradients: dict[Tensor, Tensor], norm: Norm | None) -> Tensor:
 
 
 def _is_held(p: Tensor) -> bool:
-    """Whether a parameter, or this rank's part of it, is held as operands."""
+    """Whether a parameter, or this rank's part of it, is held quantized."""
     return isinstance(local(p), HybridQuantizedTensor)
 
 
@@ -328,7 +335,7 @@ def _is_own_master(p: Tensor) -> bool:
 
 
 def _quantize(masters: dict[Tensor, Tensor]) -> None:
-    """Write masters into parameters that are held quantized, shards in one exchange for all of a group of ranks."""
+    """Write masters into held parameters. The shards of a group of ranks take one exchange."""
     shared: dict[Any, list[Tensor]] = {}
     for p in masters:
         shared.setdefault(group_of_shards(p), []).append(p)

@@ -1,17 +1,27 @@
-"""The gradient of an update: a parameter's grad, or its FP32 main_grad; the norm of all, and clipping."""
+"""Gradients of parameters: main_grad, an FP32 sum to which every backward adds, and clipping by the norm.
+
+Under fully_shard a main_grad is this rank's part, to which FSDP's reductions are added. DistributedDataParallel
+averages main_grads in place of grads, beside backward.
+"""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
 from hqsweep.errors import UserError
-from hqsweep.parallel.wire.local import is_spread, local, total_norm
+from hqsweep.nn.core.parameter import SUMS
+from hqsweep.parallel.fsdp.fsdp_state import parameters_of, sum_in_fp32, unsharded_sum
+from hqsweep.parallel.wire.local import is_spread, local, spread_like, total_norm
+from hqsweep.torch_private import foreach_copy_, foreach_mul_, queue_callback
 
 
 def gradient(p: Tensor) -> Tensor | None:
-    """main_grad where there is one, else grad; UserError where there are both, since one of them would be lost."""
+    """main_grad where there is one, else grad. UserError where there are both, since one of them would be lost."""
     main_grad = getattr(p, "main_grad", None)
     if main_grad is not None and p.grad is not None:
         raise UserError(
@@ -22,8 +32,7 @@ def gradient(p: Tensor) -> Tensor | None:
 
 
 def norm_of(gradients: Sequence[Tensor]) -> Tensor:
-    """[]: the 2-norm of all gradients together, as torch has it, in their dtype; float32 over ranks where some are
-    spread."""
+    """[]: the 2-norm of all gradients together. float32 where some are DTensors, else in torch's dtype for them."""
     return total_norm(gradients) if any(map(is_spread, gradients)) else get_total_norm(gradients)
 
 
@@ -39,4 +48,82 @@ def clip_(gradients: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     for part in map(local, gradients):
         alike.setdefault((part.device, part.dtype), []).append(part)
     for (device, _), parts in alike.items():
-        torch._foreach_mul_(parts, factor.to(device))
+        foreach_mul_(parts, factor.to(device))
+
+
+def use_main_grads(module: nn.Module) -> None:
+    """Give every parameter an FP32 main_grad of zeros, to which each backward adds, and no grad.
+
+    Modules with fuse_wgrad_accumulation add the FP32 result of wgrad. For other parameters autograd's grad is added to
+    main_grad and dropped.
+
+    module: over ranks, the module that DistributedDataParallel or fully_shard has made. Under fully_shard each
+    main_grad is a DTensor like its parameter. The FP32 sum of the microbatches since the last reduction is reduced
+    (set_requires_gradient_sync), in whatever dtype weights are gathered. FSDP returns results in the parameter's dtype,
+    so parameters must be float32: UserError for others. DistributedDataParallel averages the main_grads at the end of
+    each backward outside of its no_sync(), by a hook in place of a communication hook.
+    """
+    _refuse_rounded(module)
+    for part in module.modules():
+        if hasattr(part, "fuse_wgrad_accumulation"):
+            part.fuse_wgrad_accumulation = True
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    for p in parameters:
+        p.main_grad = spread_like(p, torch.zeros(local(p).shape, dtype=torch.float32, device=p.device))
+        p.register_post_accumulate_grad_hook(_accumulate)
+    sum_in_fp32(module)
+    if unsharded_sum not in SUMS:
+        SUMS.append(unsharded_sum)
+    if isinstance(module, DistributedDataParallel):
+        module.register_comm_hook((module.process_group, parameters), _average_main_grads)
+
+
+def _refuse_rounded(module: nn.Module) -> None:
+    """UserError for a parameter that fully_shard has cut and whose reduced gradients are not float32."""
+    for p in (parameter.sharded_param for parameter in parameters_of(module)):
+        if p.requires_grad and p.dtype != torch.float32:
+            dtype = str(p.dtype).removeprefix("torch.")
+            raise UserError(
+                f"use_main_grads: fully_shard gives gradients of a parameter {list(p.shape)} in its dtype, {dtype}, and"
+                " FP32 sums of them would be of rounded ones; call model.float() before fully_shard, and gather with"
+                f" MixedPrecisionPolicy(param_dtype=torch.{dtype}, reduce_dtype=torch.float32)"
+            )
+
+
+def _accumulate(p: Tensor) -> None:
+    if p.grad is not None:  # a module that adds to main_grad returns no grad
+        local(p.main_grad).add_(local(p.grad))
+        p.grad = None
+
+
+def _average_main_grads(state: tuple[Any, list[Tensor]], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The communication hook of DistributedDataParallel, for one bucket of parameters with complete gradients.
+
+    state: the process group, and all parameters.
+    """
+    group, parameters = state
+    flat = [p.main_grad.view(-1) for p in bucket.parameters()]
+    summed = torch.cat(flat).div_(dist.get_world_size(group))
+    if bucket.is_last():
+        _drop_grads_after_backward(parameters)
+
+    def write(_: Any) -> Tensor:
+        foreach_copy_(flat, summed.split([len(part) for part in flat]))
+        return bucket.buffer()
+
+    return dist.all_reduce(summed, group=group, async_op=True).get_future().then(write)
+
+
+def _drop_grads_after_backward(parameters: Iterable[Tensor]) -> None:
+    """Drop the grads of zeros that DistributedDataParallel gives every parameter at the end of backward.
+
+    DistributedDataParallel does so in a callback that is queued after this one, and before the callback that this one
+    queues.
+    """
+    queue = queue_callback
+
+    def drop() -> None:
+        for p in parameters:
+            p.grad = None
+
+    queue(lambda: queue(drop))

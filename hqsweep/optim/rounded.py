@@ -1,7 +1,7 @@
-"""Whether a parameter still holds what its master was rounded to: anything else that is written to it is seen here.
+"""Rounded: notices when others write to a parameter after its master was rounded into it.
 
-A parameter that is held quantized counts the writes to its values; a plain one has torch's version and its memory's
-address, which writes to p.data and by numpy do not change.
+A held parameter counts the writes to its values. A plain parameter has torch's version and the address of its memory;
+writes to p.data and by numpy change neither.
 """
 
 from collections.abc import Mapping
@@ -15,30 +15,30 @@ from hqsweep.parallel.wire.local import local
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 FAR = 0.5
-"""The distance of a parameter and its master, over the larger norm of the two, that no rounding makes."""
+"""A distance between parameter and master, over the larger norm of the two, that no rounding causes."""
 
 
 class Rounded:
-    """What an optimizer knows of the parameters that it has rounded masters to."""
+    """The masters that an optimizer has rounded into parameters."""
 
     def __init__(self) -> None:
         self._seen: dict[Tensor, tuple[ref[Tensor], tuple[int, ...]]] = {}
-        """Parameter -> the master that was rounded to it, and the writes to it up to then."""
+        """Parameter -> (the master rounded into it, the count of writes to it at that time)."""
 
     def note(self, p: Tensor, master: Tensor) -> None:
-        """The master has just been rounded into the parameter."""
+        """Note that the master has just been rounded into the parameter."""
         self._seen[p] = ref(master), _writes(p)
 
     def knows(self, p: Tensor, master: Tensor) -> bool:
-        """Whether this master was rounded into the parameter, and not loaded afterwards."""
+        """Whether this master was rounded into the parameter, and was not loaded since."""
         return p in self._seen and self._seen[p][0]() is master
 
     def is_stale(self, p: Tensor, master: Tensor) -> bool:
-        """Whether somebody else wrote other values to the parameter after this master was rounded into it."""
+        """Whether others have written values to the parameter since this master was rounded into it."""
         return self.knows(p, master) and self._seen[p][1] != _writes(p) and not _is_rounded(p, master)
 
     def check_loaded(self, masters: Mapping[Tensor, Tensor]) -> None:
-        """UserError for a master that was loaded, and that its parameter, loaded too, cannot have been rounded from."""
+        """UserError for a loaded master whose parameter, loaded too, cannot be its rounded value."""
         loaded = [(p, master) for p, master in masters.items() if not self.knows(p, master)]
         pairs = [(p, *pair) for p, master in loaded if (pair := _values(p, master))]
         if not pairs or (pairs[0][1].is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -54,14 +54,14 @@ class Rounded:
 
 
 def values_of(p: Tensor) -> Tensor:
-    """The values of this rank's part of a parameter in float32."""
+    """float32: the values of this rank's part of a parameter."""
     part = local(p).detach()
     return part.dequantize(torch.float32) if isinstance(part, HybridQuantizedTensor) else part.to(torch.float32)
 
 
 def _values(p: Tensor, master: Tensor) -> tuple[Tensor, Tensor] | None:
-    """A master and the values of its parameter. None where a rank lacks part of the values, and for delayed scaling,
-    whose first scales fit no values."""
+    """(master, values of its parameter). None where a rank lacks part of the values, and for delayed scaling, whose
+    first scales fit no values."""
     part = local(p)
     held = isinstance(part, HybridQuantizedTensor)
     if part.is_meta or (held and (part.rowwise is None or part.shared.is_partial or part.quantizer.delayed)):
@@ -82,7 +82,7 @@ def _writes(p: Tensor) -> tuple[int, ...]:
 
 
 def _is_rounded(p: Tensor, master: Tensor) -> bool:
-    """Whether the parameter holds the rounded master, to the bit. False for shards and delayed scaling, whose rounding
+    """Whether the parameter is the rounded master, to the bit. False for shards and delayed scaling, whose rounding
     depends on more than the values."""
     part, own = local(p), local(master)
     if not isinstance(part, HybridQuantizedTensor):

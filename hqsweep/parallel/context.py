@@ -1,26 +1,30 @@
-"""Context parallelism: the tokens of every sequence spread over ranks, attention in high precision over all of them."""
+"""Context parallelism: the tokens of each sequence are split over ranks, and attention sees all of them."""
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hqsweep.errors import UserError
 from hqsweep.nn.attention.multihead_attention import MultiheadAttention
-from hqsweep.parallel.axis_peers import axis_of
+from hqsweep.parallel.mesh import axis_of
+from hqsweep.parallel.shared.attention import share_attention
 
 AXIS = "cp"
 
 
 def context_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Have every MultiheadAttention of the model take x [B, T / n, D]: the tokens [r * T / n, (r + 1) * T / n) of each
-    sequence on rank r of the n ranks along an axis of the mesh, "cp" or the only one. Returns the model.
+    """Have every MultiheadAttention of the model take this rank's part of each sequence, x [B, T / n, D]. Returns the
+    model.
 
-    Queries, keys and values are gathered in the linears' dtype. Each rank attends from its own tokens, under a causal
-    mask to the tokens before them, and the gradients of all three are summed over ranks. Linears around it quantize the
-    tokens of their rank, as those of data-parallel ranks do; gradients of parameters come from these tokens, for
-    DistributedDataParallel or fully_shard to add up. Sums have another order than in one process.
+    Rank r of the n ranks along the axis "cp" of the mesh, or its only axis, has the tokens [r * T / n, (r + 1) * T /
+    n). Queries, keys and values are gathered in the linears' dtype, and attention runs in high precision. Each rank
+    attends from its own tokens; under a causal mask it attends to the tokens before them. Gradients of queries, keys
+    and values are summed over ranks.
 
-    UserError for a mesh of several axes without "cp", a model without attention, tensors that are rounded at its
-    boundaries, and, at the call, for attention in low precision.
+    Linears quantize the tokens of their rank, like data-parallel ranks. Gradients of parameters come from these tokens;
+    DistributedDataParallel or fully_shard adds them up. Sums have another order than in one process.
+
+    UserError for a mesh of several axes without "cp", a model without attention, attention with quantize_boundaries,
+    and, at the call, attention in low precision.
     """
     group = axis_of(mesh, AXIS, "context_parallel").get_group()
     attentions = [module for module in model.modules() if isinstance(module, MultiheadAttention)]
@@ -30,5 +34,5 @@ def context_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     if rounded:
         raise UserError(f"{rounded[0]}: quantize_boundaries rounds gradients that are then summed over ranks; drop it")
     for module in attentions:
-        module.dpa.tokens = group
+        share_attention(module.dpa, tokens=group)
     return model

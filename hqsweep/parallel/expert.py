@@ -1,4 +1,5 @@
-"""Expert parallelism: the experts of a model spread over ranks, each of which has tokens of its own for all of them."""
+"""Expert parallelism: the experts of a model spread over ranks. Each rank has its own tokens, which go to all
+experts."""
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -6,45 +7,46 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hqsweep.errors import UserError
 from hqsweep.nn.core.parameter import link_states
-from hqsweep.nn.experts.dispatch import Dispatcher
-from hqsweep.nn.experts.expert_room import ExpertRoom
 from hqsweep.nn.experts.grouped_linear import GroupedLinear
-from hqsweep.nn.experts.moe import LayerNormMoE, check_room
-from hqsweep.parallel.axis_peers import axis_of, peers
+from hqsweep.nn.experts.moe import LayerNormMoE
+from hqsweep.parallel.mesh import axis_of, peers
+from hqsweep.parallel.shared.dispatch import Dispatcher
+from hqsweep.parallel.shared.expert_room import ExpertRoom, check_room
+from hqsweep.parallel.shared.experts import SharedExperts
 from hqsweep.parallel.wire.local import local
 
 __all__ = ["check_room", "expert_parallel"]
 
 AXIS = "ep"
 SHARED = "tp"
-"""The axis over which tensor_parallel has cut each expert, if it has."""
+"""The axis over which tensor_parallel may have cut each expert."""
 
 
 def expert_parallel(
     model: nn.Module, mesh: DeviceMesh, *, average: bool = True, expert_room: float | None = None
 ) -> nn.Module:
-    """Spread the experts of every LayerNormMoE of the model, in place, over the ranks along an axis of the mesh: "ep",
-    or the only one. Returns the model.
+    """Spread the experts of every LayerNormMoE of a model, in place, over the ranks along an axis of the mesh: "ep", or
+    the only one. Returns the model.
 
-    With n ranks and E experts, rank r holds the experts r * E / n to (r + 1) * E / n - 1, which before this call it
-    must have had as all ranks have them: parameters [E, ...] become DTensors with Shard(0). Tokens go to their experts
-    and back by all_to_all, in the order in which one process with the tokens of all ranks, rank by rank, has them.
-    Outputs and gradients of inputs are to the byte what experts compute there, scales and random bits included; so are
-    gradients of the experts' weights, but divided by n, as gradients are that are averaged over data-parallel ranks;
-    not with average=False, for losses that are divided by the number of ranks and gradients that are summed over them.
-    Random bits are those of the first rank's microbatch. Ranks along other axes of the mesh hold the same experts, or,
-    along "tp" after tensor_parallel, parts of the same, and share their amaxes of delayed scaling. Every rank calls the
-    model as often as the others; it may have no tokens for some experts, or none at all.
+    With n ranks and E experts, rank r keeps the experts r * E / n to (r + 1) * E / n - 1. All ranks have all experts
+    with equal values before this call. Parameters [E, ...] become DTensors with Shard(0). Ranks along other axes of the
+    mesh hold the same experts, or parts of the same along "tp", and share their amaxes of delayed scaling.
 
-    expert_room: room at each rank's experts for this many times the rows that come when all experts are chosen equally
-    often. The numbers of rows then stay on the device: nothing waits for them, and CUDA graphs can be captured, for the
-    memory of rows that do not come. All ranks must have as many tokens as each other. Where rows find no room, results
-    are NaN, and check_room() says why; n times as many always find some. None: the host waits once in each layer for
-    the numbers of rows, and there is room for these.
+    Tokens go to their experts and back by all_to_all, in the order that they have in one process, rank by rank. Outputs
+    and gradients have the bytes of that process, scales and random bits included. Random bits are drawn for the first
+    rank's microbatch. Gradients of experts' weights are divided by n, like gradients that are averaged over
+    data-parallel ranks. average=False leaves them undivided, for losses that are divided by the number of ranks and
+    gradients that are summed. Every rank calls the model equally often; it may have no tokens for some experts, or none
+    at all.
+
+    expert_room: room at each rank's experts, in units of the rows that come when all experts are chosen equally often.
+    The numbers of rows then stay on the device, so that nothing waits and CUDA graphs can be captured; unused room
+    costs memory. All ranks must have equally many tokens. Where rows find no room, results are NaN, and check_room()
+    says why; n always has room. None: the host waits in each layer for the numbers of rows, and makes room for these.
 
     Raises:
         UserError: for a mesh of several axes without "ep", a number of experts that ranks do not divide, a model
-            without a LayerNormMoE, experts that are spread already, and an expert_room below 1.
+            without a LayerNormMoE, experts that lie over ranks already, and an expert_room below 1.
     """
     along = axis_of(mesh, AXIS, "expert_parallel")
     mixtures = [module for module in model.modules() if isinstance(module, LayerNormMoE)]
@@ -74,12 +76,14 @@ def expert_parallel(
 
 
 def _hold_own(grouped: GroupedLinear, mesh: DeviceMesh, along: DeviceMesh, mean_over: int) -> None:
-    """The part of the experts that is this rank's, of parameters of which tensor_parallel may have cut each expert."""
+    """Keep this rank's part of the experts. tensor_parallel may have cut each expert before."""
     count, wholes = grouped.num_experts // along.size(), dict(grouped.named_parameters(recurse=False))
     for name, whole in wholes.items():
         part = nn.Parameter(local(whole.detach()), requires_grad=whole.requires_grad)
         grouped.register_parameter(name, part)
-    grouped.hold_experts(along.get_local_rank() * count, count, mean_over)
+    grouped.hold_experts(along.get_local_rank() * count, count)
+    features = None if grouped.parallel is None else grouped.parallel.features
+    grouped.parallel = SharedExperts(features=features, mean_over=mean_over)
     for name, parameter in list(grouped.named_parameters(recurse=False)):
         over, cuts, of_whole = along, [Shard(0)], {}
         if isinstance(wholes[name], DTensor):
@@ -87,4 +91,5 @@ def _hold_own(grouped: GroupedLinear, mesh: DeviceMesh, along: DeviceMesh, mean_
             of_whole = {"shape": wholes[name].shape, "stride": wholes[name].stride()}
         whole = DTensor.from_local(parameter.detach(), over, cuts, run_check=False, **of_whole)
         grouped.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
-    link_states([local(weight) for weight in grouped.weights], grouped.states)  # which copies do not have
+    # The new parameters are copies, which have lost these links.
+    link_states([local(weight) for weight in grouped.weights], grouped.states)

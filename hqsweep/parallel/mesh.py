@@ -1,6 +1,11 @@
-"""The mesh of ranks: one DeviceMesh, whose axes are named as torchtitan names them."""
+"""Ranks: the processes of one training, where they stand in the mesh, and what they exchange.
+
+A training asks its Ranks for everything that needs other processes. `Ranks.alone` answers for a training in one
+process, so that the training loop has one path for both. Axes of the mesh have the names of torchtitan.
+"""
 
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -8,31 +13,38 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hqsweep.config.parallel import ParallelConfig, sharing_gpus
+from hqsweep.config.train import ONE_RANK, ParallelConfig, sharing_gpus
 from hqsweep.errors import UserError
-from hqsweep.parallel.wire.devices import ranks_of_gpu, stand_apart, take_gpu
-from hqsweep.parallel.wire.process_group import begin_process_group
+from hqsweep.parallel.wire import collectives
+from hqsweep.parallel.wire.local import spread_out, whole_tensor
+from hqsweep.parallel.wire.objects import agree, gather_to_first
+from hqsweep.parallel.wire.spawn import begin_process_group, ranks_of_gpu, stand_apart, take_gpu
+from hqsweep.torch_private import flattened, tree_map_only
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-"""The axes of the mesh, from the outermost to the innermost: neighbours, which exchange the most, are on one node."""
+"""The axes of the mesh, from the outermost to the innermost. Neighbours exchange the most, so they share a node."""
 EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep", "tp")
 TIMEOUT_S = 1800.0
-"""The seconds that a rank waits for the others, for instance for one that writes a state. It does not wait for a rank
-that has ended."""
+"""Seconds that a rank waits for the others, for instance for one that writes a state. It does not wait for a rank that
+has ended."""
+Trained = tuple[nn.Module, torch.optim.Optimizer]
+"""A model and its optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ranks:
-    """The ranks of one training and this process among them."""
+    """The ranks of one training, seen from one of them. Methods that exchange something are collectives of all
+    ranks."""
 
     dims: ParallelConfig
-    mesh: DeviceMesh
-    """The mesh with the axes AXES."""
+    mesh: DeviceMesh | None
+    """The mesh with the axes AXES; None for a rank alone."""
     device: torch.device
     per_gpu: int = 1
-    """The ranks that share this rank's GPU."""
+    """How many ranks share this rank's GPU."""
 
     @property
     def rank(self) -> int:
@@ -50,13 +62,12 @@ class Ranks:
 
     @cached_property
     def data_rank(self) -> int:
-        """The number of the part of a step's batch that this rank has, from 0 to data_size - 1; equal for all ranks of
-        tp and pp."""
+        """The index of this rank's part of a step's batch, from 0 to data_size - 1. Ranks along tp and pp share it."""
         return self._data_mesh.get_local_rank()
 
     @property
     def data_size(self) -> int:
-        """The number of parts of a step's batch."""
+        """The number of parts that a step's batch has."""
         return self.dims.data
 
     @cached_property
@@ -68,37 +79,50 @@ class Ranks:
 
     @cached_property
     def data_group(self) -> dist.ProcessGroup:
-        """The ranks with the same part of the model's computation and other sequences, in order of data_rank."""
+        """The ranks that compute the same part of the model on other sequences, in order of data_rank."""
         return self._data_mesh.get_group()
 
     @cached_property
     def _data_mesh(self) -> DeviceMesh:
-        return self.mesh["dp_replicate", "dp_shard"]._flatten("dp")
+        return flattened(self.mesh["dp_replicate", "dp_shard"], "dp")
 
     @cached_property
     def expert_mesh(self) -> DeviceMesh:
-        """The same ranks with the axes pp, dp_replicate, efsdp, ep and tp. dp_shard is divided into ep neighbours,
-        which share out the experts, and efsdp ranks, which share out the parameters of the same experts."""
+        """The same ranks with the axes EXPERT_AXES. dp_shard is divided into ep neighbours, which share out the
+        experts, and efsdp ranks, which share out the parameters of the same experts."""
         dims = self.dims
         sizes = (dims.pp, dims.dp_replicate, dims.dp_shard // dims.ep, dims.ep, dims.tp)
         return init_device_mesh(self.device.type, sizes, mesh_dim_names=EXPERT_AXES)
 
     @cached_property
     def expert_fsdp_mesh(self) -> DeviceMesh:
-        """The mesh that fully_shard takes for experts: the ranks that hold the same ones, with the axes of
-        fsdp_mesh."""
+        """The mesh that fully_shard takes for experts: the ranks that hold the same experts."""
         if self.dims.dp_replicate == 1:
             return self.expert_mesh["efsdp"]
         return self.expert_mesh["dp_replicate", "efsdp"]
 
+    @classmethod
+    def alone(cls, device: torch.device) -> "Ranks":
+        """The one rank of a training in one process. Nothing is exchanged, and no process group has to exist."""
+        return _Alone(dims=ONE_RANK, mesh=None, device=device)
+
+    def say(self, sentence: str) -> None:
+        """Print a line, on rank 0 alone."""
+        if self.is_first:
+            print(sentence, flush=True)
+
     def gather(self, value: Any) -> list[Any]:
-        """The value of each rank, in order of ranks; they may be any that pickle takes. A collective of all ranks."""
+        """The value of each rank, in order of ranks. Values may be any that pickle takes. A collective."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
 
+    def gather_to_first(self, value: Any) -> list[Any] | None:
+        """The value of each rank, on rank 0; None on others. Tensors arrive on the CPU. A collective."""
+        return gather_to_first(value)
+
     def first(self, value: Any) -> Any:
-        """The value of rank 0. A collective of all ranks."""
+        """The value of rank 0. A collective."""
         values = [value]
         dist.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
@@ -107,17 +131,98 @@ class Ranks:
         """Wait until all ranks are here."""
         self.gather(None)
 
+    def agree(self, values: Callable[[], Mapping[str, object]]) -> None:
+        """Raise Disagreement on all ranks where the ranks' values() differ: JSON values by name. A collective."""
+        agree(values())
+
+    def largest(self, value: Tensor) -> None:
+        """Replace a tensor, element by element, by the maximum over all ranks. A collective."""
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+
+    def in_order(self, value: Tensor) -> Tensor:
+        """[data_size, ...]: the value [...] of each rank with other sequences, in order of data_rank. A collective."""
+        every = value.new_empty((self.data_size, *value.shape))
+        collectives.all_gather(every.view(-1), value.reshape(-1).contiguous(), group=self.data_group)
+        return every
+
+    def whole(self, tree: Any) -> Any:
+        """A nest of dicts and lists in which every DTensor is a whole tensor. A collective."""
+        return tree_map_only(Tensor, whole_tensor, tree)
+
+    def parts_of(self, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """A state of whole tensors, with this rank's parts in its entries "model" and "optimizer"."""
+        own = model.state_dict()
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        moments = {
+            index: {name: _part(v, params[index]) if _is_of(v, params[index]) else v for name, v in entries.items()}
+            for index, entries in state["optimizer"]["state"].items()
+        }
+        return dict(state) | {
+            "model": {name: _part(value, own.get(name)) for name, value in state["model"].items()},
+            "optimizer": state["optimizer"] | {"state": moments},
+        }
+
+    def whole_model(self, own: Trained, build: Callable[[], Trained]) -> Trained:
+        """A model and optimizer of whole tensors: those that build() makes, or `own` for a rank alone."""
+        return build()
+
+
+class _Alone(Ranks):
+    """Ranks.alone: the same answers without a mesh. Values go through untouched, and nothing is copied."""
+
+    rank = data_rank = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def gather_to_first(self, value: Any) -> list[Any] | None:
+        return [value]
+
+    def first(self, value: Any) -> Any:
+        return value
+
+    def barrier(self) -> None:
+        pass
+
+    def agree(self, values: Callable[[], Mapping[str, object]]) -> None:
+        pass
+
+    def largest(self, value: Tensor) -> None:
+        pass
+
+    def in_order(self, value: Tensor) -> Tensor:
+        return value[None]
+
+    def whole(self, tree: Any) -> Any:
+        return tree
+
+    def parts_of(self, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return dict(state)
+
+    def whole_model(self, own: Trained, build: Callable[[], Trained]) -> Trained:
+        return own
+
+
+def _is_of(value: object, p: Tensor) -> bool:
+    """Whether an entry of an optimizer's state has an element for each element of a parameter."""
+    return isinstance(value, Tensor) and value.shape == p.shape
+
+
+def _part(value: Tensor, like: Tensor | None) -> Tensor:
+    """This rank's part of a whole tensor, cut as `like` is; the tensor itself where `like` is whole."""
+    return value if like is None else spread_out(value.to(like.device), like)
+
 
 def build_mesh(dims: ParallelConfig, device_type: str) -> DeviceMesh:
-    """The mesh of the current process group, with the axes AXES. UserError where the group has another number of ranks
-    than `dims`."""
+    """The mesh of the current process group, with the axes AXES. UserError where the group's size differs from
+    `dims`."""
     dims.check_world(dist.get_world_size(), "the process group")
     sizes = tuple(getattr(dims, axis) for axis in AXES)
     return init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
 
 
 def backend(device_type: str) -> str:
-    """The library of the collectives: gloo for CPUs, beside it NCCL for GPUs. UserError where torch lacks it."""
+    """The libraries of the collectives: gloo for CPUs, and NCCL too for GPUs. UserError where torch lacks NCCL."""
     if device_type == "cpu":
         return "gloo"
     if not dist.is_nccl_available():
@@ -129,8 +234,8 @@ def backend(device_type: str) -> str:
 
 
 def check_devices(dims: ParallelConfig, device_type: str, gpus_per_run: int | None = None) -> None:
-    """UserError where this machine, which is to run all ranks, has fewer GPUs than a run takes, or no NCCL.
-    gpus_per_run: the GPUs that the ranks share; None is one for each."""
+    """UserError where this machine, which runs all ranks, has fewer GPUs than a run takes, or no NCCL.
+    gpus_per_run: the number of GPUs that the ranks share; None: one for each rank."""
     if dims.world == 1 or device_type == "cpu":
         return
     backend(device_type)
@@ -145,24 +250,44 @@ def check_devices(dims: ParallelConfig, device_type: str, gpus_per_run: int | No
         )
 
 
-def join(dims: ParallelConfig, device_type: str) -> Ranks:
-    """Begin the process group of the ranks that a launcher has started (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT in the environment) and build the mesh. On GPUs the one of LOCAL_RANK becomes the current one; ranks
-    whose machine has fewer GPUs share them.
+def join(dims: ParallelConfig, device: torch.device) -> Ranks:
+    """The Ranks of this training: alone where `dims` is one rank, else the ranks that a launcher has started.
 
-    UserError where no launcher has started this process, NCCL is missing, or there is another number of ranks than
-    `dims`.
+    Reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from the environment, begins the process group and
+    builds the mesh. On GPUs, the GPU of LOCAL_RANK becomes the current one; ranks share GPUs where a machine has fewer.
+
+    UserError where no launcher has started this process, NCCL is missing, or the launcher gives another number of
+    ranks than `dims`.
     """
+    if dims.world == 1:
+        return Ranks.alone(device)
     if "RANK" not in os.environ:
         raise UserError(
             f"train.parallel: {dims.formula} asks for {dims.world} ranks, and this is one process; `hqsweep run` starts"
             " them, and so does torchrun"
         )
     dims.check_world(int(os.environ["WORLD_SIZE"]), "the launcher")
-    name, device = backend(device_type), torch.device(device_type)
-    if device_type == "cuda":
+    name = backend(device.type)
+    if device.type == "cuda":
         device = take_gpu(int(os.environ["LOCAL_RANK"]))
     begin_process_group(name, timeout=timedelta(seconds=TIMEOUT_S))
-    sharers = ranks_of_gpu(device) if device_type == "cuda" else [dist.get_rank()]
+    sharers = ranks_of_gpu(device) if device.type == "cuda" else [dist.get_rank()]
     stand_apart(sharers.index(dist.get_rank()))
     return Ranks(dims=dims, mesh=build_mesh(dims, device.type), device=device, per_gpu=len(sharers))
+
+
+def axis_of(mesh: DeviceMesh, name: str, where: str) -> DeviceMesh:
+    """The axis of that name, or the only one. UserError, beginning with `where`, for several axes without it."""
+    axes = mesh.mesh_dim_names or ()
+    if mesh.ndim == 1:
+        return mesh
+    if name not in axes:
+        raise UserError(f"{where}: the mesh has axes {axes}; it takes one that is named '{name}', or one axis")
+    return mesh[name]
+
+
+def peers(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
+    """The process group of all ranks with this rank's index along an axis. Without another axis it is this rank."""
+    place = axis_of(mesh, name, "mesh").get_local_rank()
+    axis = 0 if mesh.ndim == 1 else mesh.mesh_dim_names.index(name)
+    return dist.new_group(mesh.mesh.select(axis, place).flatten().tolist(), use_local_synchronization=True)

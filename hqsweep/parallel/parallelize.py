@@ -1,4 +1,4 @@
-"""A model over the ranks of a mesh: its matrices, its layers, its experts, then its parameters."""
+"""A model over the ranks of a mesh: first its matrices are shared out, then its layers, experts and parameters."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -12,52 +12,60 @@ from hqsweep.parallel.data import shard
 from hqsweep.parallel.mesh import Ranks
 
 
-def spread(
+def parallelize(
     model: nn.Module,
     ranks: Ranks,
     sequences: int,
     methods: Iterable[str] = (),
     autocast: torch.dtype | None = None,
 ) -> None:
-    """Share out a model, in place, along every axis of the mesh that has several ranks: tp, ep, then dp_shard.
-    sequences: of which the number in each batch is a multiple; methods, autocast: as parallel.data.shard takes them."""
-    spread_matrices(model, ranks, sequences)
-    apart = spread_experts(model, ranks)
+    """Share out a model, in place, along every axis of the mesh with several ranks: tp, then ep, then dp_shard.
+
+    sequences: every batch has a multiple of so many. methods, autocast: as parallel.data.shard takes them.
+    """
+    _share_matrices(model, ranks, sequences)
+    apart = _share_experts(model, ranks)
     if ranks.data_size > 1:
         shard(model, ranks, methods, apart, autocast)
 
 
-def spread_layers(model: nn.Module, ranks: Ranks, sequences: int, microbatches: int, load_balance: float) -> Any:
-    """Share out the matrices of a GPT, in place, along tp, its layers along pp, then the experts and the parameters of
-    each stage along ep and dp_shard. Returns the Pipeline that trains it. sequences: see spread()."""
+def parallelize_layers(model: nn.Module, ranks: Ranks, sequences: int, microbatches: int, load_balance: float) -> Any:
+    """Share out a GPT, in place, over a mesh with several ranks along pp, and return the Pipeline that trains it.
+
+    Matrices are shared along tp, layers along pp, then experts and parameters of each stage along ep and dp_shard.
+    sequences: as parallelize() takes it.
+    """
     from hqsweep.parallel.pipeline import Pipeline
 
     dims = ranks.dims
-    spread_matrices(model, ranks, sequences)
+    _share_matrices(model, ranks, sequences)
     options = {"stages_per_rank": dims.stages_per_rank, "copies": ranks.data_size, "load_balance": load_balance}
     pipeline = Pipeline(model, ranks.mesh, microbatches, **options)
-    apart = spread_experts(model, ranks)
+    apart = _share_experts(model, ranks)
     for part in pipeline.parts.values() if ranks.data_size > 1 else ():
         shard(part, ranks, apart=apart)
     return pipeline
 
 
-def spread_matrices(model: nn.Module, ranks: Ranks, sequences: int) -> None:
-    """Give each rank its part of the matrices, if tp has several ranks; between them whole sequences, where there are
-    enough of them, or a part of each."""
+def _share_matrices(model: nn.Module, ranks: Ranks, sequences: int) -> None:
+    """Give each rank its part of the matrices, if tp has several ranks. Between matrices a rank has whole sequences
+    where ranks divide `sequences`, else a part of each sequence."""
     if ranks.dims.tp > 1:
         from hqsweep.parallel.tensor import TOKENS, tensor_parallel
 
         tensor_parallel(model, ranks.mesh, axis=TOKENS if sequences % ranks.dims.tp else 0)
 
 
-def spread_experts(model: nn.Module, ranks: Ranks) -> set[nn.Parameter]:
-    """Give each rank its part of the experts, if ep has several ranks; ranks that hold the same ones share out their
-    parameters. Returns the parameters that no other rank has, and so no fully_shard gathers. Gradients are sums over
-    all ranks. A stage of a pipeline may have no experts."""
+def _share_experts(model: nn.Module, ranks: Ranks) -> set[nn.Parameter]:
+    """Give each rank its part of the experts, if ep has several ranks. Returns the parameters that no other rank has,
+    which fully_shard must leave alone.
+
+    Ranks that hold the same experts share out their parameters. Gradients are sums over all ranks. A stage of a
+    pipeline may have no experts.
+    """
     if ranks.dims.ep == 1:
         return set()
-    mesh = ranks.expert_mesh["dp_replicate", "efsdp", "ep", "tp"]  # which the ranks of all stages make together
+    mesh = ranks.expert_mesh["dp_replicate", "efsdp", "ep", "tp"]  # a collective of the ranks of all stages
     mixtures = [module for module in model.modules() if isinstance(module, LayerNormMoE)]
     if not mixtures:
         return set()

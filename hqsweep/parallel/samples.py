@@ -1,7 +1,8 @@
-"""The rows of a sampled step over many ranks: what each rank's probe has seen, joined in the order of ranks.
+"""Error statistics of a sampled step over many ranks: the samples of all probes are joined on rank 0, in order of
+ranks.
 
-Parts of a matrix are joined to the whole first, then the tokens of data-parallel ranks one below the other's, as those
-of microbatches are; the layers and experts of other ranks are added. One gather serves all rows of a step.
+Parts of a matrix are joined to the whole first. Then the tokens of data-parallel ranks follow each other, like those of
+microbatches, and the layers and experts of other ranks are added. One gather serves all rows of a step.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,15 +12,13 @@ from torch import Tensor
 
 from hqsweep.nn.core.probe import Key, Probe, Sample, is_of_step, rows_of
 from hqsweep.parallel.mesh import Ranks
-from hqsweep.parallel.wire.objects import gather_to_first
 
 Samples = Mapping[Key, Sample]
 
 
 def rows_of_all(probe: Probe, ranks: Ranks) -> list[dict[str, object]]:
-    """The rows of the probes of all ranks, on rank 0; [] on others. It is a collective, also of ranks without a
-    sample."""
-    every = gather_to_first(probe.samples)
+    """The rows of the probes of all ranks, on rank 0; [] on others. A collective, also for ranks without a sample."""
+    every = ranks.gather_to_first(probe.samples)
     if every is None:
         return []
     total = joined(every, ranks.dims.tp)
@@ -27,8 +26,8 @@ def rows_of_all(probe: Probe, ranks: Ranks) -> list[dict[str, object]]:
 
 
 def captured_of_all(probe: Probe, ranks: Ranks) -> dict[str, Tensor]:
-    """The operands that the probes of all ranks have captured, whole, on rank 0; {} on others. A collective."""
-    every, whole = gather_to_first(probe.operands) or [], {}
+    """The whole operands that the probes of all ranks have captured, on rank 0; {} on others. A collective."""
+    every, whole = ranks.gather_to_first(probe.operands) or [], {}
     for first in range(0, len(every), ranks.dims.tp):
         sharing = every[first : first + ranks.dims.tp]
         for name, (matrix, part) in sharing[0].items():
@@ -38,14 +37,18 @@ def captured_of_all(probe: Probe, ranks: Ranks) -> dict[str, Tensor]:
 
 
 def _put_together(parts: Sequence[Tensor], axis: int, runs: int) -> Tensor:
-    """The matrix whose parts, of so many pieces each, the ranks have."""
+    """The matrix that the ranks' parts form. runs: the number of pieces of each part, which alternate with other
+    ranks'."""
     pieces = zip(*(part.chunk(runs, axis) for part in parts), strict=True)
     return torch.cat([piece for run in pieces for piece in run], axis)
 
 
 def joined(samples: Sequence[Samples], tp: int) -> Samples:
-    """One sample for each row from the samples of every rank, where `tp` neighbours share matrices and have the same
-    tokens. The samples of weights are the same on all ranks that have one, and count once."""
+    """One sample for each row, from the samples of all ranks. tp: how many neighbours share matrices and have the same
+    tokens.
+
+    Samples of weights are equal on all ranks that have one, and count once.
+    """
     total: dict[Key, Sample] = {}
     for first in range(0, len(samples), tp):
         for key, sample in _joined_parts(samples[first : first + tp]):
@@ -58,7 +61,7 @@ def joined(samples: Sequence[Samples], tp: int) -> Samples:
 
 
 def _joined_parts(samples: Sequence[Samples]) -> Iterable[tuple[Key, Sample]]:
-    """The samples of ranks that share matrices: parts are joined, and what each of them has whole counts once."""
+    """The samples of ranks that share matrices. Parts are joined; samples that each rank has whole count once."""
     for key in dict.fromkeys(key for own in samples for key in own):
         whole, *others = (own[key] for own in samples if key in own)
         for part in others:

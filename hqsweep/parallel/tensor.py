@@ -1,7 +1,7 @@
 """Tensor parallelism: styles for torch's parallelize_module, and tensor_parallel for whole models.
 
-Parameters become DTensors, also those that are whole on every rank, so that optimizers and norms of gradients see one
-kind. With sequence parallelism tokens lie split over the ranks wherever a matrix does not need them all.
+All parameters become DTensors, also those that every rank has whole, so that optimizers and norms of gradients see one
+kind. With sequence parallelism tokens are split over the ranks wherever a matrix does not need all of them.
 """
 
 from typing import Any
@@ -10,31 +10,39 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from hqsweep.errors import UserError
 from hqsweep.nn.attention.multihead_attention import MultiheadAttention
 from hqsweep.nn.experts.moe import LayerNormMoE
+from hqsweep.nn.experts.router import Router
 from hqsweep.nn.layers.norm import Norm
 from hqsweep.nn.layers.weight import QuantizedWeight
 from hqsweep.nn.linear.layernorm_linear import LayerNormLinear
 from hqsweep.nn.linear.layernorm_mlp import LayerNormMLP
 from hqsweep.nn.linear.linear import Linear, LinearBase
 from hqsweep.ops.model.activation import INPUTS
-from hqsweep.parallel.overlap.shared_linear import SplitTokens, TensorParallel
 from hqsweep.parallel.shards.held_part import hold_part
 from hqsweep.parallel.shards.shard_part import Part
+from hqsweep.parallel.shared.attention import share_attention
+from hqsweep.parallel.shared.exchange import LinearShare
+from hqsweep.parallel.shared.experts import share_features
+from hqsweep.parallel.shared.linear import TensorParallel
+from hqsweep.parallel.shared.tokens import SplitTokens
+from hqsweep.parallel.shared.weight import SharedWeight
 from hqsweep.parallel.wire.local import local
 from hqsweep.quant.content import AXES
 from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.torch_private import strided_shard
 
 AXIS = "tp"
 TOKENS = 1
-"""The axis of the tokens in x [B, T, D], which takes any batch; whole sequences lie along axis 0."""
+"""The axis of the tokens in x [B, T, D]; ranks may split it for any B. Axis 0 splits whole sequences."""
 
 
 class SequenceStyle(ParallelStyle):
-    """sequence: the axis of x along which each rank has an equal part of the tokens; None: every rank has all."""
+    """A style with sequence parallelism. sequence: the axis of x along which tokens are split evenly over ranks; None:
+    every rank has all tokens."""
 
     def __init__(self, *, sequence: int | None = None) -> None:
         super().__init__()
@@ -42,12 +50,13 @@ class SequenceStyle(ParallelStyle):
 
 
 class ColwiseLinear(SequenceStyle):
-    """A Linear or LayerNormLinear of which each rank makes columns of y [..., N], from rows of its weight [N, K].
+    """A Linear or LayerNormLinear whose ranks compute columns of y [..., N], from rows of the weight [N, K].
 
-    x is whole on every rank; with sequence, the axis of x along which each rank has an equal part of the tokens, it is
-    gathered, and its gradient comes back split. y has N / ranks features of all tokens, to the bit what one process
-    computes; the gradient of x is a sum over ranks of products that are rounded to the linear's dtype. pieces: the
-    number of matrices in the weight, one below the other, such as q, k and v; each rank has rows of every one.
+    x is whole on every rank. With sequence, x is split along that axis: it is gathered, and its gradient comes back
+    split. y has N / ranks features of all tokens, with the bits of one process. The gradient of x is a sum over ranks
+    of products that are rounded to the linear's dtype. pieces: the number of matrices in the weight, one below the
+    other, such as 3 for q, k and v; each rank has rows of every one.
+
     UserError for features that ranks do not divide, and at the call for parts that cut a block.
     """
 
@@ -62,16 +71,17 @@ class ColwiseLinear(SequenceStyle):
         rows = _cut(0, self.pieces)
         distribute(module, device_mesh, {"weight": rows, "bias": rows}, self.src_data_rank)
         if self.sequence is not None and isinstance(module, LayerNormLinear):
-            module.norm.tokens_group = group
+            module.norm.parallel = SharedWeight(tokens=group)
         return module
 
 
 class RowwiseLinear(SequenceStyle):
-    """A Linear that reads columns of x [..., K] on each rank, by columns of its weight [N, K].
+    """A Linear whose ranks read columns of x [..., K], by columns of the weight [N, K].
 
-    y is the sum over ranks of their products, each rounded to the linear's dtype, on every rank; with sequence, the
-    axis of y along which each rank keeps an equal part of the tokens. The gradient of x is to the bit what one process
-    computes. UserError for features that ranks do not divide, and at the call for parts that cut a block.
+    y is the sum over ranks of their products, each rounded to the linear's dtype. Every rank has all of y; with
+    sequence, an equal part of its tokens along that axis. The gradient of x has the bits of one process.
+
+    UserError for features that ranks do not divide, and at the call for parts that cut a block.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -84,16 +94,16 @@ class RowwiseLinear(SequenceStyle):
 
 
 class SequenceNorm(ParallelStyle):
-    """A Norm of each rank's tokens: its parameters are whole, and their gradients are summed over ranks."""
+    """A Norm on each rank's own tokens. Its parameters are whole, and their gradients are summed over ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.tokens_group = device_mesh.get_group()
+        module.parallel = SharedWeight(tokens=device_mesh.get_group())
         distribute(module, device_mesh, {}, self.src_data_rank)
         return module
 
 
 class Whole(ParallelStyle):
-    """A module that every rank has whole, and computes alike."""
+    """A module that every rank has whole and computes alike."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute(module, device_mesh, {}, self.src_data_rank)
@@ -101,21 +111,20 @@ class Whole(ParallelStyle):
 
 
 class SharedAttention(SequenceStyle):
-    """A MultiheadAttention of which each rank computes an equal number of heads. UserError for heads that ranks do not
-    divide."""
+    """A MultiheadAttention whose ranks compute equally many heads. UserError for heads that ranks do not divide."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_divides(module.qkv.name, module.heads, "heads", device_mesh)
         ColwiseLinear(sequence=self.sequence, pieces=3)._apply(module.qkv, device_mesh)
         RowwiseLinear(sequence=self.sequence)._apply(module.proj, device_mesh)
         module.heads //= device_mesh.size()
-        module.dpa.group = device_mesh.get_group()
+        share_attention(module.dpa, heads=device_mesh.get_group())
         return module
 
 
 class SharedMLP(SequenceStyle):
-    """A LayerNormMLP of which each rank computes an equal number of inner features. UserError for a width that ranks do
-    not divide."""
+    """A LayerNormMLP whose ranks compute equally many inner features. UserError for a width that ranks do not
+    divide."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         pieces = INPUTS[module.activation]
@@ -125,10 +134,12 @@ class SharedMLP(SequenceStyle):
 
 
 class SharedMixture(SequenceStyle):
-    """A LayerNormMoE of which each rank computes an equal number of inner features of every expert. With sequence the
-    tokens of all ranks are gathered behind the norm; the router then chooses for all of them, on every rank alike.
+    """A LayerNormMoE whose ranks compute equally many inner features of every expert.
+
+    With sequence the tokens of all ranks are gathered after the norm, and every rank routes all of them alike.
     UserError for a width of experts that ranks do not divide, for held experts whose parts cut a block, and for experts
-    that are spread over ranks already."""
+    that already lie over ranks.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
@@ -139,45 +150,51 @@ class SharedMixture(SequenceStyle):
         for name, (mode, pieces, axis) in cuts.items():
             grouped = module.get_submodule(name)
             placements = {n: _cut(axis % p.dim(), pieces) for n, p in grouped.named_parameters()}
-            grouped.share_features(TensorParallel(group=group, mode=mode, pieces=pieces))
+            share_features(grouped, LinearShare(group=group, mode=mode, pieces=pieces))
             distribute(grouped, device_mesh, placements, self.src_data_rank)
         if module.shared is not None:
             ColwiseLinear(pieces=INPUTS["swiglu"])._apply(module.shared.fc1, device_mesh)
             RowwiseLinear()._apply(module.shared.fc2, device_mesh)
         if self.sequence is not None:
-            module.tokens, module.norm.tokens_group = SplitTokens(group=group, axis=self.sequence), group
+            module.tokens = SplitTokens(group=group, axis=self.sequence)
+            module.norm.parallel = SharedWeight(tokens=group)
         distribute(module, device_mesh, {}, self.src_data_rank)
         return module
 
 
 class SharedVocabulary(SequenceStyle):
-    """An embedding of which each rank has an equal number of entries of the table [V, D]. With sequence each returns
-    its part of the tokens [B, T]. UserError for a vocabulary that ranks do not divide."""
+    """An embedding whose ranks have equally many entries of the table [V, D]. With sequence each rank returns its part
+    of the tokens [B, T]. UserError for a vocabulary that ranks do not divide."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_divides(module.name, module.weight.shape[0], "entries of the vocabulary", device_mesh)
-        module.part, module.split = Part(group=device_mesh.get_group(), axis=0), self.sequence
+        module.parallel = SharedWeight(part=Part(group=device_mesh.get_group(), axis=0), split=self.sequence)
         distribute(module, device_mesh, {"weight": Shard(0)}, self.src_data_rank)
         return module
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True, axis: int = TOKENS) -> nn.Module:
-    """Share a model's matrices over the ranks along an axis of the mesh: "tp", or the only one. Returns the model.
+    """Share a model's matrices, in place, over the ranks along an axis of the mesh: "tp", or the only one. Returns the
+    model.
 
-    model: hqsweep's GPT, or any of its modules: a TransformerLayer or MoELayer, a MultiheadAttention, a LayerNormMLP or
-    a LayerNormMoE. Before this call all ranks have it whole. Rank 0's values are taken, except for weights that are
-    held quantized: each rank takes its own, which have to be the same. Every rank is then called with the same tokens.
-    sequence: tokens lie split over ranks between matrices, so that norms and what is kept for backward cost 1 / ranks;
-    a module that is no GPT takes and returns its part of the tokens of x [B, T, D]. A GPT's loss is that of all tokens
-    on every rank, and no rank ever has all logits of a token; its forward gathers them. axis: of x, along which tokens
-    lie split: 1, an equal part of each sequence on each rank, or 0, whole sequences, of which ranks divide every batch;
-    what ranks send then lies in memory as it travels. Sums for the gains of norms have another order.
+    model: hqsweep's GPT, or one of its modules: a TransformerLayer or MoELayer, a MultiheadAttention, a LayerNormMLP or
+    a LayerNormMoE. All ranks have it whole before this call. Rank 0's values are taken, except for weights that are
+    held quantized: each rank takes its own, which must be equal. Afterwards every rank calls the model with the same
+    tokens.
+
+    sequence: split tokens over ranks between matrices, so that norms and tensors kept for backward cost 1 / ranks. A
+    module that is no GPT then takes and returns its part of the tokens of x [B, T, D]. axis: the axis of x along which
+    tokens are split. 1: each rank has an equal part of each sequence. 0: each rank has whole sequences, and ranks must
+    divide every batch; messages then need no copy. Sums for the gains of norms have another order.
+
+    The loss of a GPT is the loss of all tokens on every rank, and no rank ever has all logits of a token. The GPT's
+    forward gathers the logits.
 
     Raises:
         UserError: for another axis, a mesh of several axes without "tp", heads, widths or a vocabulary that ranks do
             not divide, held weights whose parts cut a block, weights that lie over ranks already, and linears outside
-            of attention, MLP and mixture but the head. At a call: for tokens that ranks do not divide, and parts of
-            matrices that cut a block.
+            of attention, MLP, mixture and head. At a call: for tokens that ranks do not divide, and parts of matrices
+            that cut a block.
     """
     axes = mesh.mesh_dim_names or ()
     if axis not in (0, TOKENS):
@@ -198,23 +215,27 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
 
 
 def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
-    """The shard_placement_fn of torch's fully_shard for a model that tensor_parallel has shared: Shard(1) for matrices
-    whose pieces are cut each for itself, as q, k and v are; None, which is Shard(0), for all others and for experts.
+    """The shard_placement_fn of torch's fully_shard for a model that tensor_parallel has shared.
 
-    If such a part is cut along rows once more, its rows are no longer those that its DTensor names. hqsweep knows them,
-    and so does what it saves; full_tensor() has them in another order. Where ranks do not divide the columns, torch
-    refuses Shard(1) with NotImplementedError: give partial(shard_placement, ranks=N), as hqsweep's own runs do.
+    Returns Shard(1) for matrices whose pieces are cut separately, such as q, k and v, and None, which means Shard(0),
+    for all others and for experts. If fully_shard cut such a part along rows, the rows would be others than the DTensor
+    names: hqsweep and its checkpoints know them, full_tensor() returns them in another order.
+
+    Where ranks do not divide the columns, torch refuses Shard(1) with NotImplementedError. Give fully_shard
+    partial(shard_placement, ranks=N) then, as hqsweep's own runs do.
     """
     spread = parameter.placements if isinstance(parameter, DTensor) else ()
-    in_pieces = any(isinstance(placement, _StridedShard) and placement.dim == 0 for placement in spread)
+    in_pieces = any(isinstance(placement, strided_shard()) and placement.dim == 0 for placement in spread)
     return Shard(1) if in_pieces and parameter.dim() > 1 else None
 
 
 def shard_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
-    """fsdp_placement() for so many ranks of fully_shard, but None for columns that these do not divide, as torch cuts
-    columns evenly alone, and for weights [E, N, K] of experts that they do not divide the first axis that they do
-    divide, and that is cut over no other ranks. So all ranks have as much, and torch's placements, which cannot name
-    uneven parts of experts that lie over ranks already, name their parts."""
+    """fsdp_placement() for this number of ranks of fully_shard, where all ranks get equal parts if that is possible.
+
+    torch cuts columns evenly only, so the result is None where ranks do not divide the columns. For weights [E, N, K]
+    of experts, where ranks do not divide E, it is the first later axis that ranks divide and that is not cut yet.
+    torch's placements cannot name uneven parts of experts that already lie over ranks.
+    """
     own = local(parameter)
     if own.dim() == AXES and own.shape[0] % ranks:
         spread = parameter.placements if isinstance(parameter, DTensor) else ()
@@ -228,12 +249,13 @@ def shard_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
 
 
 def _cut(axis: int, pieces: int) -> Placement:
-    """The placement of parts along an axis, of each of so many pieces that follow each other there."""
-    return Shard(axis) if pieces == 1 else _StridedShard(axis, split_factor=pieces)
+    """The placement of parts along an axis. pieces: how many matrices lie one after the other there, each cut
+    separately."""
+    return Shard(axis) if pieces == 1 else strided_shard()(axis, split_factor=pieces)
 
 
 def _plan(model: nn.Module, sequence: int | None) -> list[tuple[nn.Module, ParallelStyle]]:
-    """The style of each module that has one, in order."""
+    """Each module that has a style, with its style, in order."""
     styles: list[tuple[nn.Module, ParallelStyle]] = []
     within: set[nn.Module] = set()
     for module in model.modules():
@@ -270,7 +292,8 @@ def _style(module: nn.Module, sequence: int | None, *, is_head: bool) -> Paralle
 
 
 def check_linear(module: nn.Module, mesh: DeviceMesh, axis: int, pieces: int = 1) -> None:
-    """UserError for a module of another kind, one that is shared already, and features that ranks do not divide."""
+    """UserError for a module that is no Linear, a weight that lies over ranks already, and features that ranks do not
+    divide."""
     name = getattr(module, "name", "") or type(module).__name__
     if not isinstance(module, Linear):
         got = f"{type(module).__module__}.{type(module).__name__}"
@@ -289,8 +312,10 @@ def check_divides(name: str, size: int, what: str, mesh: DeviceMesh) -> None:
 
 
 def distribute(module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placement], source: Any) -> None:
-    """Make every parameter of the module, and of its submodules, a DTensor of rank `source`'s values (for a held weight
-    of the rank's own), whole where no placement is named."""
+    """Make every parameter of the module and its submodules a DTensor, whole where `placements` names none.
+
+    Values are taken from rank `source`; a weight that is held quantized keeps this rank's own values.
+    """
     for name, parameter in list(module.named_parameters()):
         if isinstance(parameter, DTensor):
             continue
@@ -304,10 +329,13 @@ def distribute(module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placem
             placed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=source)
         owner, _, last = name.rpartition(".")
         setattr(module.get_submodule(owner), last, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+    for part in module.modules():
+        if isinstance(part, QuantizedWeight | Router) and part.parallel is None:
+            part.parallel = SharedWeight()
 
 
 def _held(weight: HybridQuantizedTensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    """A weight that is held as its operands, or those of each expert, of which this rank keeps its part."""
+    """This rank's part of a held weight, as a DTensor."""
     if placement.is_replicate():
         return DTensor.from_local(weight, mesh, [placement], run_check=False)
     axis, runs = placement.dim - (weight.dim() - 2), getattr(placement, "split_factor", 1)

@@ -1,4 +1,4 @@
-"""Quantized operands and hybrid quantizers; the names of hqsweep.recipe may be taken from here, too."""
+"""Quantized operands and hybrid quantizers. Names of hqsweep.recipe can be imported from here, too."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Recipes are built on this package, so their names are looked up when they are asked for."""
+    """Import recipe names lazily, since hqsweep.recipe is built on this package."""
     if name not in RECIPE_NAMES:
         raise AttributeError(f"module 'hqsweep.quant' has no attribute {name!r}")
     import importlib

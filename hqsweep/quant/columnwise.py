@@ -1,7 +1,7 @@
-"""Columnwise operands that are made, to the byte, from the codes and scales of the rowwise ones.
+"""Columnwise operands, made to the byte from the codes and scales of the rowwise operand.
 
-That serves whoever has moved rowwise codes alone, as a distributed optimizer does that gathers one buffer of bytes.
-What is made of the original values cannot be made so, unless codes and scales of X.T are those of X, turned.
+A distributed optimizer that gathers only rowwise codes needs this. An operand made from the original values cannot be
+restored so, unless codes and scales of X.T are the transposed codes and scales of X.
 """
 
 from dataclasses import replace
@@ -18,10 +18,12 @@ from hqsweep.quant.hybrid import HybridQuantizer
 
 
 def follows_rowwise(weight: Any) -> bool:
-    """Whether the columnwise operand of a quantized tensor follows from its rowwise one: where it is the same matrix
-    (of an identity), the decoded rows are what it is made of, rowwise high precision holds the values themselves, or
-    codes and scales are turned. It does not under fp8_delayed, whose amax is of other values, nor of a shard or a slice
-    whose scale is that of a whole."""
+    """Return whether the rowwise operand determines the columnwise operand of a quantized tensor.
+
+    It does if both are one matrix (an identity), if columns are made from decoded rows, if rowwise high precision holds
+    the values, or if codes and scales are transposed. It does not with fp8_delayed, whose amax belongs to other values,
+    nor for a shard or slice that shares a scale with the whole.
+    """
     meta = weight.metadata
     if meta.directions != ("rowwise", "columnwise") or meta.place is not None or meta.shares_scale:
         return False
@@ -31,8 +33,11 @@ def follows_rowwise(weight: Any) -> bool:
 
 
 def make_columnwise_(weight: Any) -> None:
-    """Overwrite the columnwise operand of a tensor for which follows_rowwise() says yes. The bytes are those that a
-    write of both directions gives; of a tensor whose matrix ranks of tp share it may be a collective."""
+    """Overwrite the columnwise operand from the rowwise operand; follows_rowwise() must hold.
+
+    The bytes are those that a write of both directions gives. If ranks of tp share the matrix, this can be a
+    collective.
+    """
     if all(direction == "rowwise" for direction, _ in weight.metadata.stored):
         return
     if weight.metadata.content.splits is not None:
@@ -45,7 +50,7 @@ def make_columnwise_(weight: Any) -> None:
 
 
 def _reads_rows(weight: Any) -> bool:
-    """Whether the columnwise operand is made of what the rowwise one decodes to."""
+    """Return whether the columnwise operand is made from decoded rows."""
     row, source = weight.quantizer.rowwise, weight.source_dtype
     holds = row.high_precision and row.dtype in (source, torch.float32)
     return holds or weight.quantizer.columnwise_source == "rowwise_dequantized"
@@ -53,15 +58,18 @@ def _reads_rows(weight: Any) -> bool:
 
 @memo
 def _turns(quantizer: HybridQuantizer) -> bool:
-    """Whether codes and scales of X.T are those of X, turned: of one format, with a scale of the tensor or of square
-    tiles. 4over6 adds the errors of a tile in an order that turning changes."""
+    """Return whether codes and scales of X.T are the transposed codes and scales of X.
+
+    This needs one format, with a scale per tensor or per square tile. 4over6 is excluded: it adds a tile's errors in an
+    order that transposing changes.
+    """
     row, column = quantizer.rowwise, quantizer.columnwise
     square = row.two_d or all(buffer.rows == buffer.cols for name, buffer in row.layout.items() if name != "q")
     return row == column and square and not (row.rht or row.stochastic or row.four_over_six or row.row_scaled)
 
 
 def _encoded(weight: Any) -> Buffers:
-    """The columnwise buffers of one matrix, encoded from the decoded rows under the key of the last write."""
+    """Return the columnwise buffers of one matrix, encoded from decoded rows under the last write's key."""
     x, quantizer = weight.rowwise.dequantize(), replace(weight.quantizer, columnwise_source="original")
     if weight.part is not None:
         return quantize_part(quantizer, x, weight.part, columnwise="codes", key=weight.metadata.key).columnwise.buffers
@@ -69,7 +77,7 @@ def _encoded(weight: Any) -> Buffers:
 
 
 def _turned(buffers: Buffers, format: Format) -> Buffers:
-    """The buffers of X.T, from those of X."""
+    """Return the buffers of X.T from the buffers of X."""
     return {name: _transposed(buffers[name], buffer) for name, buffer in format.layout.items()}
 
 

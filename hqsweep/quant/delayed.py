@@ -1,12 +1,12 @@
-"""The memory of delayed scaling: the amaxes of earlier steps, one state for each direction of a slot.
+"""The memory of delayed scaling: amaxes of earlier steps, with one state per direction of a slot.
 
-TransformerEngine updates all states at the end of a step. Here a state ends its step when it is next used, at another
-step, so that all microbatches of a step, and a recomputation within it, quantize under the same scale and add to the
-same amax, and no call has to end a step.
+TransformerEngine updates all states at the end of a step. Here a state ends its step when a later step first uses it.
+So all microbatches of a step, and recomputations, use the same scale and add to the same amax. No call has to end a
+step.
 
-Where torch.distributed is initialized, an amax that is recorded is at once the largest over the ranks, so that every
-rank has the same states at any time, for the next step, an evaluation or a checkpoint. It follows that all ranks call
-the same modules in the same order, as data parallelism has it.
+With torch.distributed, a recorded amax is at once reduced to the maximum over ranks. Every rank then has the same
+states at any time, for the next step, an evaluation or a checkpoint. This requires that all ranks call the same modules
+in the same order, as data parallelism does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,31 +16,31 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, Format, Fp8Delayed
 from hqsweep.formats.fp8 import end_step
+from hqsweep.ops.library import in_backward
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.amax import Search, find_amax
 from hqsweep.ops.quantize.request import Target
-from hqsweep.parallel.fsdp.fsdp_state import in_backward
+from hqsweep.torch_private import active_ddp_module, foreach_copy_, foreach_maximum_, foreach_zero_
 
 NO_STEP = -1
-"""The step of a state in a checkpoint that has recorded nothing, or only for a step to come."""
+"""The step in a checkpoint for a state that has recorded nothing, or only for a future step."""
 
 
 class DelayedState(nn.Module):
-    """history float32 [L] and amax float32 [1, 1], as end_step has them; `step` is the step of history[0].
+    """History float32 [L] and amax float32 [1, 1], as in end_step; `step` is the step of history[0].
 
-    The step is a Python number, so that no device is waited for; a state_dict has it as a tensor. It is None before the
-    first step, and for a tensor that is held as codes until a step uses what was written.
+    The step is a Python number, which the device need not deliver; in a state_dict it is a tensor. It is None before
+    the first step. For a tensor held as codes it is also None from a write until the next step that uses it.
     """
 
     history: Tensor
     amax: Tensor
     is_local: bool = False
-    """Whether every rank has amaxes of its own, as +local_amax keeps them."""
+    """Whether every rank keeps its own amaxes, as with +local_amax."""
 
     def __init__(self, length: int, device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -49,8 +49,10 @@ class DelayedState(nn.Module):
         self.step: int | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """nn.Module's method behind to(), half() and to_empty(), but amaxes stay float32, and a state that was on the
-        meta device begins anew."""
+        """Apply fn to the buffers (nn.Module's hook for to(), half() and to_empty()), but keep amaxes in float32.
+
+        A state that leaves the meta device is reset.
+        """
         was_meta = self.history.is_meta
         for name, tensor in list(self._buffers.items()):
             moved = fn(tensor)
@@ -60,7 +62,7 @@ class DelayedState(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        """Begin anew where the checkpoint knows nothing of this state, as after a training in other formats."""
+        """Load the state, or reset it if the checkpoint lacks it, as after a training in other formats."""
         if not any(key.startswith(prefix) for key in state_dict):
             self.reset_parameters()
             return
@@ -83,9 +85,9 @@ class DelayedState(nn.Module):
 
 
 def amaxes_at(states: Sequence[DelayedState], step: int | None, format: Fp8Delayed) -> list[Tensor]:
-    """float32 [1, 1] of each state: the amax by which a quantization at this step scales. It changes nothing.
+    """Return float32 [1, 1] for each state: the amax that sets the scale at this step. No state changes.
 
-    step=None stands for the time after the last step.
+    step=None means the time after the last step.
     """
     others = [state for state in states if step is None or state.step != step]
     ended = iter(_ended(others, format)[1]) if others else iter(())
@@ -93,8 +95,10 @@ def amaxes_at(states: Sequence[DelayedState], step: int | None, format: Fp8Delay
 
 
 def begin(states: Sequence[DelayedState], step: int, format: Fp8Delayed) -> None:
-    """Start `step` in each state, and close the step before it. UserError for a backward pass of a step that the
-    forward or the backward of another one has closed, whose scale is gone."""
+    """Begin `step` in each state, and end the step before it.
+
+    UserError for a backward pass whose step has already ended, so that its scale is gone.
+    """
     later = next((state.step for state in states if state.step is not None and state.step > step), None)
     if later is not None and in_backward():
         raise UserError(
@@ -105,24 +109,24 @@ def begin(states: Sequence[DelayedState], step: int, format: Fp8Delayed) -> None
 
 
 def rewrite(states: Sequence[DelayedState], format: Fp8Delayed) -> None:
-    """Prepare for a write of tensors that are held as codes: the step in which their values were used ends, and values
-    that no step has used are forgotten."""
+    """Prepare a write of tensors held as codes: end the step that used the old values, and drop values that no step
+    used."""
     _end([state for state in states if state.step is not None], None, format)
-    torch._foreach_zero_([state.history[:1] for state in states])
+    foreach_zero_([state.history[:1] for state in states])
 
 
 def _end(states: Sequence[DelayedState], step: int | None, format: Fp8Delayed) -> None:
-    """End the step of each state, in as many operations as for one; `step` is the one that begins."""
+    """End the step of each state and set the next one, `step`, with as few operations as for one state."""
     if states:
         histories, amaxes = _ended(states, format)
-        torch._foreach_copy_([state.history for state in states], histories)
-        torch._foreach_copy_([state.amax for state in states], amaxes)
+        foreach_copy_([state.history for state in states], histories)
+        foreach_copy_([state.amax for state in states], amaxes)
     for state in states:
         state.step = step
 
 
 def _ended(states: Sequence[DelayedState], format: Fp8Delayed) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """end_step of each state; nothing is written."""
+    """Return (histories, amaxes) after end_step, without writing them."""
     rule = {"most_recent": format.most_recent, "skip_nonfinite": format.skip_nonfinite}
     if len(states) == 1:
         history, amax = end_step(states[0].history, states[0].amax, **rule)
@@ -134,33 +138,33 @@ def _ended(states: Sequence[DelayedState], format: Fp8Delayed) -> tuple[Sequence
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SlotStates:
-    """The states of one slot, as one call uses them."""
+    """The states of one slot, with the options of one call."""
 
     states: Mapping[str, DelayedState]
-    """Direction -> state, where the direction's format is delayed."""
+    """Direction -> state, for directions whose format is delayed."""
     step: int | None = None
-    """The step of the training; None outside of a training, which counts as after its last step."""
+    """The training step. None outside of training, which counts as after the last step."""
     record: bool = False
-    """Whether this call is part of the training; without it no state changes."""
+    """Whether this call belongs to the training. Otherwise no state changes."""
     held: bool = False
-    """Whether a tensor that is held as codes is written: once between two steps that use it."""
+    """Whether a tensor held as codes is written, which happens once between two steps that use it."""
     group: Any = None
     """The process group whose ranks share amaxes; None: all ranks."""
     parts: Any = None
-    """The process group whose ranks each have a part of the tensor; None: every rank has all of it."""
+    """The process group whose ranks each have a part of the tensor; None: every rank has the whole."""
 
     def use(self) -> None:
-        """Note that a step of the training uses a tensor that is held."""
+        """Record that a training step uses a held tensor."""
         if self.record:
             for state in self.states.values():
                 state.step = self.training_step()
 
     def written(self) -> Self:
-        """The states as a tensor that is held has them while it is written."""
+        """Return the states as a held tensor uses them while it is written."""
         return replace(self, record=True, held=True)
 
     def training_step(self) -> int:
-        """The step of the training; UserError where there is none."""
+        """Return the training step. UserError if there is none."""
         if self.step is None:
             raise UserError(
                 "fp8_delayed counts the steps of a training; call the model inside hqsweep.nn.quantization(step=...),"
@@ -169,15 +173,14 @@ class SlotStates:
         return self.step
 
     def delayed(self, formats: Mapping[str, Format | None]) -> dict[str, Fp8Delayed]:
-        """The formats that have a state, by direction."""
+        """Return the formats that have a state, by direction."""
         return {d: f for d, f in formats.items() if f and f.delayed and d in self.states}
 
 
 def grids_of(slots: Sequence[SlotStates], formats: Mapping[str, Format | None]) -> dict[str, list[Buffers]]:
-    """Direction -> the amaxes under which each slot is encoded, where the direction's format is delayed.
+    """Return direction -> the grid (amax) of each slot, for directions whose format is delayed.
 
-    The slots of experts all have the step and the purpose of the first. UserError for a call that is to be recorded and
-    has no step.
+    All slots take step and options from the first one. UserError for a call that shall be recorded but has no step.
     """
     first, grids = slots[0], {}
     for direction, format in first.delayed(formats).items():
@@ -198,10 +201,10 @@ def note(
     source: str,
     row: Target,
 ) -> None:
-    """Merge the amaxes of x [rows, cols], as ops.quantize encoded it, into the histories of the slots.
+    """Add the amaxes of x [rows, cols], as ops.quantize encoded it, to the slots' histories.
 
-    One search serves all. splits: the rows of x that belong to each slot; None: there is one slot, and its histories
-    take what is found at once. row: the target by which the rows were encoded.
+    One search serves all slots. splits: the rows of each slot; None: a single slot. row: the target that encoded the
+    rows.
     """
     delayed = slots[0].delayed(formats)
     if not (slots[0].record and delayed):
@@ -223,15 +226,17 @@ def note(
         direction, format = next(iter(delayed.items()))
         find_amax(x, Search(format, outs[direction]), splits=splits)
     if splits is not None:
-        torch._foreach_maximum_(histories, [amax for d in delayed for amax in outs[d].split(1)])
+        foreach_maximum_(histories, [amax for d in delayed for amax in outs[d].split(1)])
     _share(slots, delayed)
 
 
 def _to_decode_by(
     slots: Sequence[SlotStates], x: Tensor, splits: Splits | None, row: Target
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The rowwise amaxes that the rows are decoded by, where the states know them or they were given; else memory in
-    which they are found once more, where the format has any."""
+    """Return (amaxes, scratch): the known rowwise amaxes with which to decode rows, or memory to find them in again.
+
+    Amaxes are known from states or given grids. Both are None for formats without amax.
+    """
     format = row.format
     if format.delayed:
         amaxes = [slot.states["rowwise"].amax for slot in slots]
@@ -248,11 +253,11 @@ def _to_decode_by(
 
 
 def _share(slots: Sequence[SlotStates], formats: Mapping[str, Fp8Delayed]) -> None:
-    """Have the ranks of a group agree on the amaxes of the present step, in one collective for all slots.
+    """Reduce the amaxes of the present step over the ranks of a group, in one collective for all slots.
 
-    Of a weight that is held as codes, only the ranks that have parts agree: it may be written on those ranks alone, as
-    when a model is built. UserError for +local_amax within a DistributedDataParallel that gives every rank the states
-    of rank 0.
+    For a weight held as codes, only ranks with parts of it take part: it may be written on those ranks alone, for
+    example while a model is built. UserError for +local_amax inside a DistributedDataParallel that broadcasts rank 0's
+    states.
     """
     parts = slots[0].parts
     if slots[0].held and parts is not None:
@@ -260,7 +265,7 @@ def _share(slots: Sequence[SlotStates], formats: Mapping[str, Fp8Delayed]) -> No
     if slots[0].held or not (dist.is_available() and dist.is_initialized()):
         return
     shared, group = [d for d, format in formats.items() if not format.local_amax], slots[0].group
-    parallel = DistributedDataParallel._get_active_ddp_module()
+    parallel = active_ddp_module()
     if len(shared) < len(formats) and parallel is not None and parallel.broadcast_buffers:
         raise UserError(
             "+local_amax keeps amaxes of each rank, but DistributedDataParallel gives all ranks those of rank 0; build"
@@ -275,4 +280,4 @@ def _share(slots: Sequence[SlotStates], formats: Mapping[str, Fp8Delayed]) -> No
 def _largest(recorded: list[Tensor], group: Any) -> None:
     amaxes = torch.cat(recorded)
     dist.all_reduce(amaxes, dist.ReduceOp.MAX, group)
-    torch._foreach_copy_(recorded, amaxes.split(1))
+    foreach_copy_(recorded, amaxes.split(1))

@@ -1,4 +1,4 @@
-"""Quantize the matrices of a group, each by itself, into packed operands; all have one quantizer, or equal ones."""
+"""Quantize the matrices of a group, each by itself, into packed operands. All members have equal quantizers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,9 +8,8 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Format, RngKey
-from hqsweep.ops.members.layout import GroupLayout, Layout
+from hqsweep.ops.members.layout import GroupLayout, Layout, Shapes
 from hqsweep.ops.members.packed import pack
-from hqsweep.ops.members.shapes import Shapes
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.request import Output
 from hqsweep.quant.delayed import SlotStates
@@ -19,7 +18,7 @@ from hqsweep.quant.operand import HybridOperand, Operand
 
 
 class Wanted(NamedTuple):
-    """The arguments of quantize_group after its first three."""
+    """The arguments of quantize_group after the first three."""
 
     rowwise: Output | None
     columnwise: Output | None
@@ -39,13 +38,12 @@ def quantize_group(
     states: Sequence[SlotStates | None] | None = None,
     by_rows: bool = False,
 ) -> HybridOperand:
-    """[rows, width] -> operands of the directions asked for; member e is what quantizer.quantize makes of the rows of
-    expert e, to the byte, under its own key and states. by_rows: see Target.
+    """Quantize [rows, width] and return operands with a layout. Member e has the bytes of quantizer.quantize(its rows).
 
-    With Shapes x is flat, contiguous, and may have room to spare. Members of one width are then quantized at once, as
-    with Splits; others by a call for each, unless their rows alone are wanted and Shapes.folded finds a matrix.
-    A quantizer of another class with a quantize of its own is called for each expert. Raises as quantize does, naming
-    the expert.
+    Each member has its own key and states. by_rows: see Target.
+    With Shapes, x is flat, contiguous, and may have spare room. Members of one width are then quantized in one call, as
+    with Splits. Others take a call each, unless only rowwise operands are wanted and Shapes.folded finds a matrix.
+    A quantizer class with its own quantize() is called for each expert. Raises as quantize() does, naming the expert.
     """
     states = states if states and all(states) else None
     if isinstance(splits, Splits) and not has_own_quantize(quantizer):
@@ -58,7 +56,7 @@ def quantize_group(
 
 
 def has_own_quantize(quantizer: HybridQuantizer) -> bool:
-    """Whether it is of a class whose quantize is not the one of HybridQuantizer, and so is called for each expert."""
+    """Return whether the quantizer's class overrides HybridQuantizer.quantize. It is then called for each expert."""
     return type(quantizer).quantize is not HybridQuantizer.quantize
 
 
@@ -79,8 +77,10 @@ def _of_shapes(x: Tensor, shapes: Shapes, quantizer: HybridQuantizer, wanted: Wa
 def quantize_one_by_one(
     x: Tensor, splits: Splits, quantizer: HybridQuantizer, wanted: Wanted, quantize: Callable[..., HybridOperand]
 ) -> HybridOperand:
-    """quantize_group by a call for each expert, quantize(x[a:b], rowwise=, columnwise=, key=, states=), which waits for
-    splits that only a device knows."""
+    """Run quantize_group() with one call per expert: quantize(x[a:b], rowwise=, columnwise=, key=, states=).
+
+    Waits for splits that only the device knows.
+    """
     layouts = [GroupLayout.of(splits, x.shape[1], columnwise=d == "columnwise") for d in DIRECTIONS]
     return _packed([x[start:end] for start, end in splits.spans], layouts, quantizer, wanted, quantize)
 
@@ -92,7 +92,7 @@ def _packed(
     wanted: Wanted,
     quantize: Callable[..., HybridOperand],
 ) -> HybridOperand:
-    """What quantize makes of every part, in one memory."""
+    """Quantize every part, and return the results in one memory."""
     nothing, directions = [None] * len(parts), {"rowwise": wanted.rowwise, "columnwise": wanted.columnwise}
     slots = zip(parts, wanted.keys or nothing, wanted.states or nothing, strict=True)
     members = []
@@ -113,12 +113,12 @@ def _packed(
 
 
 def homogeneous(quantizers: Sequence[HybridQuantizer], where: str) -> HybridQuantizer:
-    """The one quantizer of all experts, which are quantized and multiplied together; `where` names the module and the
-    tensor.
+    """Return the common quantizer of all experts, which are quantized and multiplied together.
 
-    UserError, naming the first expert that differs from expert 0, and in what: the kind of quantizer, high precision,
-    the family of a format, its options (tiles, elements, rounding), or the columnwise source. States of delayed scaling
-    and random bits are no part of a quantizer; each expert has its own.
+    where: the module and the tensor, for messages. UserError names the first expert that differs from expert 0, and
+    how:
+    kind of quantizer, high precision, family or options of a format (tiles, elements, rounding), or columnwise source.
+    Quantizers do not include states of delayed scaling and random bits; each expert has its own.
     """
     first = quantizers[0]
     for expert, other in enumerate(quantizers):

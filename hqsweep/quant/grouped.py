@@ -1,12 +1,12 @@
-"""GroupedTensor: the weights of all experts as one parameter [E, N, K], held as their quantized operands.
+"""GroupedTensor: the weights of all experts as one parameter [E, N, K], held as quantized operands.
 
-Every expert is quantized by itself, with scales, random bits and states of its own; members are views of the packed
-buffers, so that writing to one writes to the group. What holds for a HybridQuantizedTensor holds here, with the first
-axis counting experts: one expert is a HybridQuantizedTensor [N, K], and slices are of experts. fully_shard cuts it
-between experts, or along rows or columns of every expert, whose shards then have the bytes of their parts.
+Each expert is quantized by itself, with its own scales, random bits and states. Members are views of the packed
+buffers, so that writing to a member writes to the group. A GroupedTensor behaves like a HybridQuantizedTensor whose
+first axis counts experts. One expert is a HybridQuantizedTensor [N, K]; slices select experts. fully_shard cuts the
+group between experts, or cuts rows or columns of every expert. The shards then have the bytes of their parts.
 
-Members may also have any shapes [m_e, k_e]. The group is flat then, [sum of m_e * k_e], as a buffer in which they lie
-one after the other; it is written, copied and saved as a whole, and `members` are its parts.
+Members may have different shapes [m_e, k_e]. The group is then flat, [sum of m_e * k_e], with members one after the
+other. It is written, copied and saved as a whole, and `members` are its parts.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,12 @@ from torch.distributed import ProcessGroup
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
-from hqsweep.ops.members.layout import refuse_unlike
+from hqsweep.ops.members.layout import Shapes, refuse_unlike
 from hqsweep.ops.members.packed import stored_by_rows
-from hqsweep.ops.members.shapes import Shapes
 from hqsweep.ops.quantize.nonfinite import for_slot
 from hqsweep.parallel.shards.fsdp2 import with_sharding
-from hqsweep.parallel.shards.group_part import quantize_group_part
 from hqsweep.parallel.shards.shard import Cut
-from hqsweep.parallel.shards.shard_part import Part, is_part
+from hqsweep.parallel.shards.shard_part import Part, is_part, quantize_group_part
 from hqsweep.quant.content import AXES, ManyMatrices, MemberShapes, joined
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.group import Wanted, homogeneous, quantize_group
@@ -38,11 +36,10 @@ aten = torch.ops.aten
 
 
 class GroupedTensor(HybridQuantizedTensor):
-    """The operands of `quantizer` for each expert of a tensor [E, N, K], or for each of the members of a group of other
-    shapes; make it with quantize(), empty(), of() or packed().
+    """The quantized operands of each expert in [E, N, K], or of each member of a group with other shapes.
 
-    rowwise encodes each [N, K], columnwise its transpose. The key of random bits is that of the group, and "/e" is
-    added to its slot for expert e, as a role with an expert has it.
+    Make it with quantize(), empty(), of() or packed(). rowwise encodes each [N, K], columnwise its transpose. The key
+    of random bits belongs to the group; expert e draws from the slot with "/e" appended, as a role with an expert does.
     """
 
     rowwise: Operand | None
@@ -64,14 +61,14 @@ class GroupedTensor(HybridQuantizedTensor):
         states: Sequence[SlotStates | None] | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> Self:
-        """The quantized form of x [E, N, K], or of a tensor [m_e, k_e] for each member, of empty()'s shape.
+        """Return the quantized form of x [E, N, K], or of one tensor [m_e, k_e] per member, in empty()'s shape.
+
+        shapes: x is a flat buffer with members of these shapes, one after the other; it may be longer.
         The other arguments are those of HybridQuantizedTensor.quantize.
 
-        shapes: x is a flat buffer in which members of these shapes follow each other, and that may be longer.
-
-        Members of one width are quantized by one call, as experts are. Others take a call for each, unless their rows
-        alone are wanted, in blocks that divide the widths. UserError, naming the member, for one without two axes and
-        for tensors of more than one dtype or device.
+        Members of one width are quantized in one call, like experts. Others take a call each, unless only rowwise
+        operands are wanted, in blocks that divide the widths. UserError, naming the member, for a member without two
+        axes, and for tensors with different dtypes or devices.
         """
         if not isinstance(x, Tensor):
             if shapes is not None:
@@ -86,7 +83,8 @@ class GroupedTensor(HybridQuantizedTensor):
 
     @classmethod
     def of(cls, members: Sequence[HybridQuantizedTensor]) -> Self:
-        """A copy of the experts' tensors [N, K], to the byte; UserError where they differ in more than their values."""
+        """Return a copy of the experts' tensors [N, K], to the byte. UserError if they differ in more than their
+        values."""
         first = members[0]
         for expert, member in enumerate(members):
             if member.shape != first.shape:
@@ -98,8 +96,10 @@ class GroupedTensor(HybridQuantizedTensor):
 
     @classmethod
     def packed(cls, members: Sequence[HybridQuantizedTensor]) -> Self:
-        """A copy of tensors [m_e, k_e] in one memory, to the byte; UserError where they differ in more than their
-        values and shapes. Of empty()'s shape."""
+        """Return a copy of tensors [m_e, k_e] in one memory, to the byte, in empty()'s shape.
+
+        UserError if they differ in more than values and shapes.
+        """
         first = members[0]
         quantizer = homogeneous([member.quantizer for member in members], "grouped tensor: weight")
         for expert, member in enumerate(members):
@@ -119,8 +119,10 @@ class GroupedTensor(HybridQuantizedTensor):
         return group
 
     def reused_for(self, shapes: MemberShapes) -> Self:
-        """A group of these shapes in the first part of the memory of this one, whose rest is room to spare and is left
-        as it is; no states, and values are open until it is written. UserError where a buffer is too short."""
+        """Return a group of these shapes in the first part of this group's memory; the rest stays unchanged.
+
+        It has no states, and its values are undefined until it is written. UserError if a buffer is too short.
+        """
         meta = self.metadata
         fields = {"dtype": self.dtype, "source_dtype": meta.source_dtype, "directions": meta.directions}
         wanted, buffers = type(self).empty(shapes, self.quantizer, device="meta", key=meta.key, **fields), {}
@@ -140,7 +142,7 @@ class GroupedTensor(HybridQuantizedTensor):
 
     @property
     def members(self) -> list[HybridQuantizedTensor]:
-        """The tensor of each expert [N, K]: views, which share memory with the group, and its states."""
+        """The tensor [N, K] of each expert: views that share the group's memory, with the expert's states."""
         meta = self.metadata
         operands = {d: getattr(self, d).members for d in meta.directions}
         preserved = self.high_precision_init_val
@@ -159,8 +161,10 @@ class GroupedTensor(HybridQuantizedTensor):
         return members
 
     def even_part(self, group: ProcessGroup | None) -> Part | None:
-        """How ranks of the group share each member, for a shard of equal parts that cut no blocks: all members are then
-        quantized at once."""
+        """Return how ranks share each member, for an even shard that cuts no blocks, else None.
+
+        All members of such a shard are quantized in one call.
+        """
         if self.sharding is None or group is None or self.part is not None:
             return None
         cut, meta = self.sharding.cut, self.metadata
@@ -169,8 +173,10 @@ class GroupedTensor(HybridQuantizedTensor):
         return part if even and is_part(self.quantizer, meta.content.each, part, **wanted) else None
 
     def encode(self, x: Tensor, key: RngKey | None, part: Part | None) -> HybridOperand:
-        """The operands of the directions held, of values [E, N, K], or flat ones, in the source dtype; `part` says how
-        ranks share each member."""
+        """Return the operands of the held directions for values [E, N, K], or flat, in the source dtype.
+
+        part: how ranks share each member.
+        """
         meta, states = self.metadata, self.states and [own and own.written() for own in self.states]
         content = meta.content
         x, slots = x.reshape(content.source_shape), {"keys": content.keys(key), "states": states}
@@ -183,14 +189,14 @@ class GroupedTensor(HybridQuantizedTensor):
 
 
 def _used(x: Tensor, shapes: Shapes) -> Tensor:
-    """The part of a buffer that members of these shapes take."""
+    """Return the part of a buffer that members of these shapes use."""
     if x.numel() < shapes.total:
         raise UserError(f"a buffer of {x.numel()} elements for members of {shapes.total}")
     return x.reshape(-1)[: shapes.total]
 
 
 def _experts(x: GroupedTensor, dim: int, operation: str) -> None:
-    """UserError unless the axis is the one of experts."""
+    """Raise UserError unless the axis counts experts."""
     content = x.metadata.content
     if content.shapes:
         refuse_unlike(content.members, f"{operation} of a group", instead="; take its members, or use dequantize()")
@@ -214,7 +220,7 @@ def _select(x: GroupedTensor, dim: int, index: int) -> HybridQuantizedTensor:
 def _slice(
     x: GroupedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> GroupedTensor:
-    """Experts start to end, as views."""
+    """Return the experts start to end, as views."""
     start, stop, _ = slice(start, end).indices(x.shape[dim])
     if (start, stop, step) == (0, x.shape[dim], 1):
         return x.view_of(x.buffers, x.shape)
@@ -235,7 +241,8 @@ def _slice(
 
 
 def _split(x: GroupedTensor, size: int, dim: int = 0) -> list[GroupedTensor]:
-    """Parts of so many experts, as views; or shards of so many rows, or columns, of every expert, as copies."""
+    """Return parts with `size` experts each, as views; or shards with `size` rows or columns of every expert, as
+    copies."""
     cut = Cut.of(x.metadata, x.shape, size, dim)
     if cut.of_experts:
         parts = [_slice(x, dim, start, start + size) for start in range(0, x.shape[dim], size)]
@@ -246,7 +253,7 @@ def _split(x: GroupedTensor, size: int, dim: int = 0) -> list[GroupedTensor]:
 
 
 def _shard(x: GroupedTensor, cut: Cut, rank: int, members: Sequence[HybridQuantizedTensor]) -> GroupedTensor:
-    """The shard of this number of a tensor that is cut so, which is made of its members' shards."""
+    """Return the shard of rank `rank`, made from the shards of its members."""
     (start, stop), buffers = cut.span(rank), {}
     for direction, name in x.metadata.stored:
         turned = stored_by_rows(getattr(x.quantizer, direction), direction == "columnwise")

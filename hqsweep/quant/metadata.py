@@ -1,4 +1,4 @@
-"""All that describes a quantized tensor but its buffers and its shape, and which buffers it takes."""
+"""The description of a quantized tensor apart from buffers and shape. It says which buffers the tensor has."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -18,25 +18,26 @@ from hqsweep.quant.operand import Operand
 
 @dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """The description of a quantized tensor, frozen and hashable, so that a compiler can guard it. Buffers are named
-    "rowwise_q" and so on."""
+    """The description of a quantized tensor. It is frozen and hashable, so a compiler can guard it.
+
+    Buffers are named "rowwise_q" and so on.
+    """
 
     quantizer: HybridQuantizer
     directions: tuple[str, ...]
-    """The directions that are held: "rowwise", "columnwise", or both."""
+    """The held directions: "rowwise", "columnwise", or both."""
     content: Content
-    """The matrix, or the matrices, that the operands encode."""
+    """The encoded matrix, or matrices."""
     dtype: torch.dtype
-    """The dtype of the logical tensor: what dequantize() gives, and gradients have."""
+    """dtype of the logical tensor, of dequantize() and of gradients."""
     source_dtype: torch.dtype
-    """The dtype to which values are rounded before they are quantized."""
+    """Values are rounded to this dtype before they are quantized."""
     key: RngKey | None = None
-    """The key of the last quantization, where the quantizer rounds stochastically; a group has one for all members."""
+    """The key of the last quantization, for stochastic rounding; a group has one for all members."""
     place: Place | None = None
-    """The place of a shard in its whole weight, or of each member in the whole of its own; None: it is the whole."""
+    """The place of a shard in its whole weight, or of each member in its own whole; None: it is the whole."""
     shares_scale: bool = False
-    """Whether this is a part that has entries in common with the rest of its tensor, such as the scale of the tensor,
-    and cannot be written."""
+    """Whether this part shares entries with the rest of its tensor, such as a scale, and so cannot be written."""
 
     @classmethod
     def of(
@@ -50,8 +51,10 @@ class Metadata:
         key: RngKey | None = None,
         place: Place | None = None,
     ) -> "Metadata":
-        """The metadata of a new tensor; the key is noted where random bits are drawn. UserError for no directions, or
-        ones that do not exist, and for a shard that does not lie in its whole."""
+        """Return the metadata of a new tensor. The key is kept only if random bits are drawn.
+
+        UserError for missing or unknown directions, and for a shard outside its whole.
+        """
         if not directions or not set(directions) <= set(DIRECTIONS):
             raise UserError(f"directions are {tuple(directions)}; allowed: {', '.join(DIRECTIONS)}, or both")
         if place is not None:
@@ -69,32 +72,32 @@ class Metadata:
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """Shape of all that is encoded, as one matrix."""
+        """Shape of the encoded content as one matrix."""
         return self.content.matrix
 
     @property
     def stored(self) -> list[tuple[str, str]]:
-        """(direction, buffer) of each buffer held. One matrix serves both directions of an identity."""
+        """(direction, buffer) of each held buffer. One matrix serves both directions of an identity."""
         q = self.quantizer
         one = q.rowwise.high_precision and q.rowwise == q.columnwise
         held = self.directions[:1] if one else self.directions
         return [(direction, name) for direction in held for name in getattr(q, direction).layout]
 
     def cover(self, direction: str) -> Area:
-        """The rows and columns of the whole that the operand of this direction of a shard encodes."""
+        """Return the rows and columns of the whole that this direction of a shard encodes."""
         return self.place.cover_area(getattr(self.quantizer, direction), direction, self.content.each)
 
     def _encoded(self, direction: str) -> Content:
-        """What the direction's operand encodes: the content, or the cover of a shard."""
+        """Return the content that the direction's operand encodes: the tensor's, or a shard's cover."""
         return self.content if self.place is None else self.content.of_each(self.cover(direction).shape)
 
     def buffer(self, direction: str, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """The dtype and the shape of one buffer; UserError for a shape that the format cannot hold."""
+        """Return dtype and shape of one buffer. UserError for a shape that the format cannot hold."""
         format = getattr(self.quantizer, direction)
         return format.layout[name].dtype, self._encoded(direction).buffer_shape(format, name, direction)
 
     def empty(self, device: torch.device | str) -> dict[str, Tensor]:
-        """Uninitialised buffers; UserError for a shape that a format cannot hold."""
+        """Return uninitialised buffers. UserError for a shape that a format cannot hold."""
         buffers = {}
         whole = self.content if self.place is None else self.content.of_each(self.place.whole)
         for direction in self.directions:
@@ -105,7 +108,8 @@ class Metadata:
         return buffers
 
     def check(self, buffers: Mapping[str, Tensor]) -> None:
-        """UserError for buffers that are missing, or have another shape or dtype than the formats say."""
+        """Raise UserError for missing buffers, and for buffers whose shape or dtype differs from the formats'
+        layout."""
         for direction, name in self.stored:
             wanted = self.buffer(direction, name)
             tensor = buffers.get(f"{direction}_{name}")
@@ -117,7 +121,7 @@ class Metadata:
                 )
 
     def operand(self, buffers: Mapping[str, Tensor], direction: str) -> Operand | None:
-        """The operand of one direction, or None where it is not held."""
+        """Return the operand of one direction, or None if it is not held."""
         if direction not in self.directions:
             return None
         own = {name: buffers[f"{d}_{name}"] for d, name in self.stored if d == direction}
@@ -126,7 +130,7 @@ class Metadata:
         return Operand(format=format, **fields, dtype=self.source_dtype, buffers=own)
 
     def decode(self, rowwise: Operand | None, columnwise: Operand | None, dtype: torch.dtype) -> Tensor:
-        """The values in memory of their own, from the rowwise operand where there is one; a shard's without the rest of
+        """Return new memory with the values, from the rowwise operand if it is held; for a shard without the rest of
         its cover."""
         if self.place is None:
             return self.content.decode(rowwise, columnwise, dtype)
@@ -136,11 +140,11 @@ class Metadata:
         return values if cover == own else own.of(values, cover).clone()
 
     def member(self, index: int) -> "Metadata":
-        """The metadata of one member of a group."""
+        """Return the metadata of one member of a group."""
         return replace(self, content=self.content.member(index), key=self.content.key_of(self.key, index))
 
     def describe(self) -> dict[str, Any]:
-        """Text and numbers from which parse() makes an equal value."""
+        """Return text and numbers from which parse() makes an equal value."""
         key = self.key
         return {
             "quantizer": str(self.quantizer),
@@ -156,7 +160,7 @@ class Metadata:
 
     @classmethod
     def parse(cls, described: Mapping[str, Any]) -> "Metadata":
-        """The inverse of describe(); UserError for a quantizer that does not parse."""
+        """Return the inverse of describe(). UserError for a quantizer that does not parse."""
         key = described["key"]
         return cls(
             quantizer=HybridQuantizer.parse(described["quantizer"]),

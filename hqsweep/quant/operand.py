@@ -1,7 +1,6 @@
 """Operand: one direction of a quantized matrix, or of many, as a plain dataclass that torch operations refuse.
 
-flatten and unflatten are the one way in and out: autograd saves what flatten gives, and so will checkpoints and
-offload.
+flatten() and unflatten() are the only conversions to and from tensors: autograd, checkpoints and offload use them.
 """
 
 from collections.abc import Sequence
@@ -22,25 +21,28 @@ from hqsweep.ops.quantize.dequantize import dequantize, exact_operand_of, exact_
 class Operand:
     """A matrix encoded along its last axis. The columnwise operand of X has the shape of X.T.
 
-    With a layout it is many matrices, the members of a group, in packed buffers, and has no shape of its own.
+    With a layout it holds many matrices, the members of a group, in packed buffers, and has no shape.
     """
 
     format: Format
     shape: tuple[int, int] | None = None
     layout: Layout | None = None
-    """The places of the members of a group; None: one matrix."""
+    """The layout of a group's members; None: one matrix."""
     dtype: torch.dtype
-    """The dtype of the matrix it was made from, and of dequantize()."""
+    """dtype of the source matrix and of dequantize()."""
     buffers: Buffers
-    """The buffers of the format; those of a group are flat, one member after the other, with room behind them."""
+    """The format's buffers. Buffers of a group are flat, with members one after the other and spare room at the end."""
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """[rows, cols] in TransformerEngine's order of operations, rounded to dtype (default: the source's)."""
+        """Return the values [rows, cols] in TransformerEngine's order of operations, rounded to dtype (default: the
+        source's)."""
         return dequantize(self.buffers, self.format, self.shape, dtype or self.dtype)
 
     def operand(self) -> ExactOperand:
-        """The exact matrix and epilogue factor for gemm=exact. Those of a group are packed, by rows, and nothing waits
-        where a kernel decodes."""
+        """Return the exact matrix and epilogue factor for gemm=exact. A group's are packed, stored by rows.
+
+        Nothing waits if a kernel decodes.
+        """
         return exact_operand_of(self.buffers, self.format, self.layout or self.shape)
 
     @cached_property
@@ -54,36 +56,35 @@ class Operand:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all buffers."""
+        """Bytes of all buffers."""
         return sum(t.nbytes for t in self.buffers.values())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OperandParts:
-    """An operand whose columns are those of its parts, one after the other: operands of one shape and one format."""
+    """An operand whose columns are split into parts, from left to right: operands of one shape and one format."""
 
     parts: Sequence[Operand]
 
     def operand(self) -> ExactOperand:
-        """Operand.operand() of the whole."""
+        """Return Operand.operand() of the whole."""
         first = self.parts[0]
         return exact_operand_of_parts([part.buffers for part in self.parts], first.format, first.shape)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HybridOperand:
-    """Both directions of one tensor. A direction that was not asked for is None, and one to multiply at once is an
-    ExactOperand."""
+    """Both directions of one tensor: None if unwanted, an ExactOperand to multiply at once, or an Operand to keep."""
 
     rowwise: Operand | ExactOperand | None
     columnwise: Operand | ExactOperand | None
     rowwise_exact: ExactOperand | None = None
-    """rowwise.operand(), where the pass that made the codes has written it."""
+    """rowwise.operand(), if the quantizing pass has written it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Skeleton:
-    """An Operand without its tensors, or so many that are parts of one: hashable, picklable."""
+    """An Operand without its tensors, or `parts` equal ones of an OperandParts; hashable and picklable."""
 
     format: Format
     shape: tuple[int, int] | None
@@ -93,7 +94,8 @@ class Skeleton:
 
 
 def flatten(operand: Operand | OperandParts) -> tuple[list[Tensor], Skeleton]:
-    """The tensors in layout order, and what is needed to put them together again. It copies nothing."""
+    """Return the tensors in layout order, and the skeleton from which unflatten() restores the operand. Nothing is
+    copied."""
     if isinstance(operand, OperandParts):
         parts = [flatten(part) for part in operand.parts]
         return [tensor for tensors, _ in parts for tensor in tensors], replace(parts[0][1], parts=len(parts))
@@ -103,7 +105,7 @@ def flatten(operand: Operand | OperandParts) -> tuple[list[Tensor], Skeleton]:
 
 
 def unflatten(tensors: Sequence[Tensor], skeleton: Skeleton) -> Operand | OperandParts:
-    """The inverse of flatten()."""
+    """Return the inverse of flatten()."""
     if skeleton.parts > 1:
         one, count = replace(skeleton, parts=1), len(tensors) // skeleton.parts
         return OperandParts(parts=[unflatten(tensors[i : i + count], one) for i in range(0, len(tensors), count)])
@@ -113,9 +115,9 @@ def unflatten(tensors: Sequence[Tensor], skeleton: Skeleton) -> Operand | Operan
 
 
 def narrow(operand: Operand, axis: int, start: int, stop: int) -> Operand:
-    """The operand of rows (axis 0) or columns (axis 1) from start to stop, as views of the buffers.
+    """Return the operand of rows (axis 0) or columns (axis 1) start to stop, as views of the buffers.
 
-    Entries that cover the whole axis stay those of the whole operand. UserError for a cut inside a block.
+    Entries that cover the whole axis are kept. UserError for a cut inside a block.
     """
     size, buffers = operand.shape[axis], {}
     for name, buffer in operand.format.layout.items():
@@ -134,12 +136,12 @@ def narrow(operand: Operand, axis: int, start: int, stop: int) -> Operand:
 
 
 def has_whole_entries(operand: Operand, axis: int) -> bool:
-    """Whether some buffer has one entry for the whole axis, such as the scale of a tensor."""
+    """Return whether a buffer has one entry for the whole axis, such as a tensor's scale."""
     return any((buffer.rows, buffer.cols)[axis] == WHOLE for buffer in operand.format.layout.values())
 
 
 def joined(operands: list[HybridOperand], axis: int) -> HybridOperand:
-    """The operands of pieces of a matrix that follow each other along an axis of it."""
+    """Return the operands of pieces that are adjacent along an axis of a matrix, as one."""
     if len(operands) == 1:
         return operands[0]
     rows, columns = [each.rowwise for each in operands], [each.columnwise for each in operands]
@@ -150,7 +152,7 @@ def joined(operands: list[HybridOperand], axis: int) -> HybridOperand:
 
 
 def _joined(operands: list[Operand | ExactOperand], axis: int) -> Operand | ExactOperand:
-    """The operands of pieces joined, one after the other along an axis."""
+    """Return the joined operand of pieces that are adjacent along an axis of the operand."""
     first = operands[0]
     if isinstance(first, ExactOperand):  # of formats that draw bits, with one factor for all
         return replace(first, matrix=torch.cat([operand.matrix for operand in operands], axis))

@@ -1,7 +1,7 @@
-"""Quantized tensors in safetensors files: plain tensors by name, and what puts them together again as metadata.
+"""Quantized tensors in safetensors files: plain tensors by name, and metadata to restore them.
 
-A tensor "a.weight" is stored as its buffers "a.weight.rowwise_q" and so on. Files without quantized tensors are those
-that any other tool writes and reads, so that a bf16 checkpoint loads into a quantized model.
+A tensor "a.weight" is stored as its buffers "a.weight.rowwise_q" and so on. Files without quantized tensors are
+ordinary safetensors files, so that a bf16 checkpoint loads into a quantized model.
 """
 
 import json
@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hqsweep.config.safe_json import loads
+from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
 from hqsweep.quant.tensor import HybridQuantizedTensor, rebuild
 
@@ -21,7 +21,7 @@ METADATA = "hqsweep"
 
 
 def flatten_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """A state_dict as plain contiguous tensors and string metadata; tied weights are stored once."""
+    """Return a state_dict as plain contiguous tensors and string metadata. Tied weights are stored once."""
     plain, quantized, aliases, seen = {}, {}, {}, {}
     for name, tensor in state.items():
         held = tensor.buffers if isinstance(tensor, HybridQuantizedTensor) else {"": tensor.detach()}
@@ -37,7 +37,7 @@ def flatten_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
 
 
 def unflatten_state(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> dict[str, Tensor]:
-    """Inverse of flatten_state; tensors of other tools pass as they are. UserError for buffers that are not there."""
+    """Return the inverse of flatten_state. Tensors of other tools pass unchanged. UserError for missing buffers."""
     try:
         notes = loads((metadata or {}).get(METADATA, '{"quantized": {}, "aliases": {}}'))
         quantized, aliases = dict(notes["quantized"]), dict(notes["aliases"])
@@ -54,7 +54,7 @@ def unflatten_state(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] |
 
 
 def save_safetensors(state: Mapping[str, Tensor], path: str | Path) -> None:
-    """Write a state_dict, such as module.state_dict(), through a rename: the file is whole or as it was before."""
+    """Write a state_dict, such as module.state_dict(), atomically: the file is complete or unchanged."""
     plain, metadata = flatten_state(state)
     path = Path(path)
     partial = path.with_name(f"{path.name}.tmp")
@@ -63,9 +63,9 @@ def save_safetensors(state: Mapping[str, Tensor], path: str | Path) -> None:
 
 
 def load_safetensors(path: str | Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
-    """The state_dict of a file, for module.load_state_dict; bytes are those saved.
+    """Return the state_dict of a file for module.load_state_dict, with the saved bytes.
 
-    UserError for a file that is not there, is no safetensors file, or lacks buffers of a quantized tensor.
+    UserError for a missing file, a file in another format, or missing buffers of a quantized tensor.
     """
     if not Path(path).is_file():
         raise UserError(f"'{path}' is no file; give the path of a safetensors file")
@@ -77,6 +77,6 @@ def load_safetensors(path: str | Path, device: str | torch.device = "cpu") -> di
 
 
 def _own(buffer: Tensor) -> Tensor:
-    """Contiguous, in memory that is the tensor's alone, as the file format asks for."""
+    """Return the buffer contiguous, with a memory of its own, as the file format requires."""
     whole = buffer.untyped_storage().nbytes() == buffer.nbytes
     return buffer.contiguous() if whole else buffer.clone(memory_format=torch.contiguous_format)

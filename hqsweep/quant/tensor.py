@@ -1,13 +1,12 @@
-"""HybridQuantizedTensor: a parameter that is held as its two quantized operands, and as nothing else.
+"""HybridQuantizedTensor: a parameter held only as its two quantized operands.
 
-It is a torch.Tensor of the logical shape and dtype, so that modules, optimizers and checkpoints take it for a weight.
-Its value is what its operands decode to. Operations that keep the operands (views, copies, moves) give the same type;
-all others read dequantize(), and those in place quantize what they computed (quant/tensor_ops.py).
+It is a torch.Tensor with a logical shape and dtype, so that modules, optimizers and checkpoints treat it as a weight.
+Its value is the decoded operands. Operations that keep the operands (views, copies, moves) return the same type. All
+others read dequantize(), and in-place ones quantize their result (quant/tensor_ops.py).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -17,8 +16,6 @@ from torch.distributed import ProcessGroup
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.ops.quantize.nonfinite import for_slot
-from hqsweep.parallel.fsdp.gathered_weight import stable_hash
-from hqsweep.parallel.shards.fsdp2 import ONE_ARGUMENT, note_trace
 from hqsweep.parallel.shards.shard_agree import quantize_shards_
 from hqsweep.parallel.shards.shard_part import Part, quantize_part
 from hqsweep.parallel.shards.shard_place import Place
@@ -26,70 +23,51 @@ from hqsweep.quant.content import Content, OneMatrix
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
 from hqsweep.quant.metadata import Metadata
-from hqsweep.quant.no_memory import NoMemory, refuse_memory
 from hqsweep.quant.operand import HybridOperand, Operand
-from hqsweep.quant.tensor_dispatch import dispatch
+from hqsweep.quant.tensor_protocol import Shared, TensorProtocol
+from hqsweep.torch_private import make_wrapper_subclass
 
 INIT_VAL = "high_precision_init_val"
 KINDS: dict[str, type] = {}
-"""The name of a class of quantized tensors, as files have it -> the class."""
+"""Class name of a quantized tensor, as stored in files -> class."""
 
 
-class _Shared:
-    """What a tensor and its views have in common: the key of the last quantization, and the exchanges by which ranks
-    write it together with other shards."""
+class HybridQuantizedTensor(TensorProtocol):
+    """The quantized operands of a tensor [..., cols]; make it with quantize() or empty().
 
-    moved: str = ""
-    """What lies in memory that replace_raw_data was given: "codes", "all", or nothing."""
-    layer = ""
-    """The layer whose weight the tensor is, for messages (ops.nonfinite)."""
-    is_partial = False
-    """Whether rows of other ranks are still to be gathered, and the columnwise operand to be made of them."""
-
-    def __init__(self, key: RngKey | None) -> None:
-        self.key = key
-        self.exchanges: dict[int, Any] = {}
-        self.writes = [0]
-        """How often values were written, also to members of a group."""
-
-
-class HybridQuantizedTensor(torch.Tensor):
-    """The operands of `quantizer` for a tensor [..., cols]; make it with quantize() or empty().
-
-    rowwise encodes [rows, cols] (leading axes folded), columnwise its transpose; a direction that is not held is None.
+    rowwise encodes [rows, cols] (leading axes folded), columnwise its transpose. A direction that is not held is None.
     """
 
     quantizer: HybridQuantizer
     rowwise: Operand | None
     columnwise: Operand | None
     states: SlotStates | None
-    """The states of the slot that the tensor is held for, where a direction is in fp8_delayed; views share them, copies
-    have none."""
+    """The states of the tensor's slot, for fp8_delayed; views share them, copies have none."""
     high_precision_init_val: Tensor | None
-    """The value that preserve_high_precision_init_val keeps, on the CPU."""
+    """The value kept by preserve_high_precision_init_val, on the CPU."""
 
     sharding: Any
-    """How ranks gather the tensor (Sharding), for a part that is cut along the first axis, and for what was cut so;
-    views and copies have it, too."""
+    """How ranks gather the tensor (Sharding), for a part cut along the first axis, and for the tensor that was cut.
+
+    Views and copies have it, too.
+    """
     planes: Any
-    """The Sharding of a whole that torch's fully_shard has gathered, which says which buffers are there."""
+    """The Sharding of a whole that torch's fully_shard has gathered. It knows which buffers are present."""
     part: Part | None
-    """How ranks share the matrix of which the tensor, or each member, is a part (quant.held_part), or a shard of such a
-    part; its metadata's place is then one in that part."""
+    """How ranks share the matrix that contains the tensor, or each member (parallel.shards.shard_part).
+
+    A shard of such a part has it, too; its metadata's place is then relative to the part.
+    """
 
     content_type: type[Content] = OneMatrix
-    """The kind of content that tensors of the class have."""
-    handlers: Mapping[Any, Any] = {}
-    """The operators that a subclass handles itself, and their handlers."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    """The content class of tensors of this class."""
 
     @staticmethod
     def __new__(cls, buffers: Mapping[str, Tensor], metadata: Metadata, shape: Sequence[int]) -> Self:
         device = next(buffers[f"{direction}_{name}"].device for direction, name in metadata.stored)
         options = {"dtype": metadata.dtype, "device": device, "storage_size": 0}
-        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), **options)
-        self._metadata, self.shared = metadata, _Shared(metadata.key)
+        self = make_wrapper_subclass(cls, tuple(shape), **options)
+        self._metadata, self.shared = metadata, Shared(metadata.key)
         self.quantizer, self.states, self.high_precision_init_val = metadata.quantizer, None, None
         self.sharding = self.planes = self.part = None
         self.hold(buffers)
@@ -114,11 +92,11 @@ class HybridQuantizedTensor(torch.Tensor):
         key: RngKey | None = None,
         place: Place | None = None,
     ) -> Self:
-        """A tensor with uninitialised buffers, on any device, meta too; UserError for a shape that a format cannot
-        hold.
+        """Return a tensor with uninitialised buffers on any device, also meta.
 
-        shape: [..., cols]; for a GroupedTensor [E, N, K], or [m_e, k_e] of each member: where these differ the group is
-        flat, else it is [E, m, k]. place: the tensor is a shard, whose operands encode its cover (Place.cover).
+        shape: [..., cols]. For a GroupedTensor [E, N, K], or each member's [m_e, k_e]: the group is flat if these
+        differ, else [E, m, k]. place: the tensor is a shard, whose operands encode its cover (Place.cover_area).
+        UserError for a shape that a format cannot hold.
         """
         content, shape = cls.content_type.of(shape)
         options = {"dtype": dtype, "source_dtype": source_dtype, "directions": directions, "key": key, "place": place}
@@ -137,19 +115,19 @@ class HybridQuantizedTensor(torch.Tensor):
         states: SlotStates | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> Self:
-        """The quantized form of x [..., cols] (bf16, fp16 or fp32), with x's shape and dtype, in memory of its own.
+        """Return the quantized form of x [..., cols] (bf16, fp16 or fp32), with x's shape and dtype, in new memory.
 
-        x is rounded to source_dtype (default: its own) before it is quantized. key: stream of +sr; states: those of
-        fp8_delayed, which the tensor keeps. With preserve_high_precision_init_val a copy of x is kept on the CPU,
-        follows later writes, and is what an optimizer starts its masters from. UserError for a shape that a format
-        cannot hold, for +sr without a key and for fp8_delayed without states.
+        x is rounded to source_dtype (default: its own) first. key: stream of +sr. states: of fp8_delayed; the tensor
+        keeps them. preserve_high_precision_init_val: keep a copy of x on the CPU, from which an optimizer starts its
+        masters. Later writes update the copy. UserError for a shape that a format cannot hold, +sr without a key, and
+        fp8_delayed without states.
         """
         options = {"dtype": x.dtype, "source_dtype": source_dtype, "device": x.device, "directions": directions}
         keep = {"key": key, "states": states, "preserve": preserve_high_precision_init_val}
         return cls.empty(x.shape, quantizer, **options).begin_with(x, **keep)
 
     def begin_with(self, x: Tensor, *, key: RngKey | None, states: Any, preserve: bool) -> Self:
-        """Give an empty tensor its values, and what `quantize` says that it keeps; returns self."""
+        """Write values into an empty tensor, keep what `quantize` says, and return self."""
         self.states = states
         self.quantize_(x, key=key)
         if preserve:
@@ -159,13 +137,13 @@ class HybridQuantizedTensor(torch.Tensor):
     def quantize_(
         self, x: Tensor | Sequence[Tensor], *, key: RngKey | None = None, group: ProcessGroup | None = None
     ) -> Self:
-        """Overwrite both directions with the quantized form of x, in the memory they have; returns self.
+        """Overwrite the held directions in place with the quantized form of x, and return self.
 
-        x: of self's shape, in any floating dtype; for a group also a tensor for each member, of its shape. key: stream
-        of +sr; by default the step of the last key plus one. A shard takes its own part of x, and the process group
-        whose ranks hold the whole and all call this (agree.quantize_shards_); by default it is the group that gathers
-        the shard. UserError for another shape, for +sr without any key, for a part that shares its scale with a whole,
-        and for a shard that lacks its group.
+        x: of self's shape, in any floating dtype; for a group also one tensor per member. key: stream of +sr; default:
+        the last key's next step. A shard takes its own part of x. group: the process group whose ranks hold the whole
+        and all make this call (quantize_shards_); default: the group that gathers the shard.
+        UserError for another shape, +sr without any key, a part that shares its scale with a whole, and a shard without
+        group.
         """
         if self.metadata.place is not None:
             group = group or (self.sharding and self.sharding.group)
@@ -178,7 +156,7 @@ class HybridQuantizedTensor(torch.Tensor):
         return self.end_write(operands, x, key)
 
     def begin_write(self, x: Tensor | Sequence[Tensor], key: RngKey | None) -> tuple[Tensor, RngKey | None]:
-        """The plain values that quantize_() was given, and the key that they are quantized by; UserError as there."""
+        """Return the plain values to write, and the key to quantize them with. UserError as for quantize_()."""
         x = x if isinstance(x, Tensor) else self.metadata.content.joined(x).view(self.shape)
         if tuple(x.shape) != tuple(self.shape):
             raise UserError(f"quantize_: got {tuple(x.shape)} for a tensor of shape {tuple(self.shape)}")
@@ -189,8 +167,8 @@ class HybridQuantizedTensor(torch.Tensor):
             return (x.dequantize() if isinstance(x, HybridQuantizedTensor) else x), self.next_key(key)
 
     def end_write(self, operands: Any, x: Tensor, key: RngKey | None) -> Self:
-        """Take these operands of x, made under this key (None on the meta device, and without elements); returns
-        self."""
+        """Take the operands of x, made under this key, and return self. operands: None on the meta device or without
+        elements."""
         with torch.no_grad():
             if operands is not None:
                 self.write_(operands)
@@ -199,35 +177,35 @@ class HybridQuantizedTensor(torch.Tensor):
         return self.note_write(key)
 
     def note_write(self, key: RngKey | None) -> Self:
-        """Note, for autograd too, that the bytes are others, drawn with this key; returns self."""
+        """Record, also for autograd, that the bytes have changed and which key drew them; return self."""
         torch.autograd.graph.increment_version(self)
         self.shared.writes[0] += 1
         return self.set_key(key)
 
     @property
     def source_dtype(self) -> torch.dtype:
-        """The dtype to which values are rounded before they are quantized."""
+        """Values are rounded to this dtype before they are quantized."""
         return self._metadata.source_dtype
 
     def set_key(self, key: RngKey | None) -> Self:
-        """Note, for all views too, which key the present bytes were drawn with; returns self."""
+        """Record, for all views, the key that drew the present bytes; return self."""
         self.shared.key = key
         return self
 
     def write_(self, operands: Any) -> None:
-        """Copy the buffers of an equal quantizer's operands (of the directions held) into these."""
+        """Copy the held directions' buffers from operands of an equal quantizer."""
         for own, buffer in self.copies(operands):
             own.copy_(buffer)
         self.shared.is_partial = False
         self.shared.writes[0] += 1
 
     def copies(self, operands: Any) -> list[tuple[Tensor, Tensor]]:
-        """Each buffer, and that which write_() copies into it."""
+        """Return (own buffer, source buffer) pairs for write_()."""
         stored = self.metadata.stored
         return [tuple(getattr(x, direction).buffers[name] for x in (self, operands)) for direction, name in stored]
 
     def check_writable(self) -> None:
-        """UserError for a part whose scale belongs to the whole tensor."""
+        """Raise UserError for a part whose scale belongs to the whole tensor."""
         if self.metadata.shares_scale:
             raise UserError(
                 f"a slice of a tensor in {self.quantizer} shares its scale with the rest and cannot be written alone;"
@@ -235,66 +213,26 @@ class HybridQuantizedTensor(torch.Tensor):
             )
 
     def check_complete(self) -> None:
-        """UserError while the tensor has the rows of this rank alone: what reads it would take old codes for those of
-        other ranks."""
+        """Raise UserError while other ranks' rows are missing: a reader would get their old codes."""
         if self.shared.is_partial:
             raise UserError(
                 f"the weight held in {self.quantizer} has the rows of this rank's masters alone: gather its raw data,"
                 " and call hqsweep.quant.post_all_gather_processing"
             )
 
-    @property
-    def data(self) -> Self:
-        """A view that autograd does not know. Values of this shape that are assigned are written, as by copy_, into the
-        memory that is there; UserError for another shape or device, which module.to() can move to."""
-        return torch.Tensor.data.__get__(self)
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        got, own = (f"{tuple(x.shape)} on {x.device}" for x in (value, self))
-        if got != own:
-            raise UserError(f"data: got a tensor {got} for a quantized one {own}; move it with to()")
-        with torch.no_grad():
-            self.copy_(value)
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """A storage without bytes, which refuses to be read and written by UserError."""
-        return NoMemory.of(torch.Tensor.untyped_storage(self), self.shared.layer, repr(self))
-
-    def storage(self) -> None:
-        """UserError: a tensor in operands has none."""
-        raise refuse_memory(self.shared.layer, repr(self), "storage")
-
-    def __dlpack__(self, *_: Any, **__: Any) -> None:
-        raise refuse_memory(self.shared.layer, repr(self), "__dlpack__")
-
-    def numpy(self, *_: Any, **__: Any) -> None:
-        """UserError: arrays have values; dequantize() gives them."""
-        raise refuse_memory(self.shared.layer, repr(self), "numpy")
-
-    def share_memory_(self) -> Self:
-        """Move the operands to memory that processes share; returns self."""
-        for buffer in self.buffers.values():
-            buffer.share_memory_()
-        return self
-
-    def is_shared(self) -> bool:
-        """Whether the operands lie in memory that processes share."""
-        return all(buffer.is_shared() for buffer in self.buffers.values())
-
     def hold(self, buffers: Mapping[str, Tensor]) -> None:
-        """Have these tensors as buffers: those of both operands, by their names. Views keep those that they have."""
+        """Take these tensors as the buffers of both operands, by name. Existing views keep the old buffers."""
         for name, buffer in buffers.items():
             setattr(self, name, buffer)  # where callers of __tensor_flatten__ look for them
         for direction in DIRECTIONS:
             setattr(self, direction, self._metadata.operand(buffers, direction))
 
     def drop(self, direction: Direction) -> Self:
-        """Give up one direction, in place, and free its memory once no view holds it; returns self.
+        """Drop one direction in place, and return self. Its memory is freed once no view holds it.
 
-        Later writes make the other direction alone, with the bytes that it has in both, and a product that reads the
-        dropped one raises UserError. Nothing happens where the direction is not held. UserError for the only one, and
-        for another word.
+        Later writes make only the other direction, with the same bytes. A product that reads the dropped direction
+        raises UserError. A direction that is not held changes nothing. UserError for the only direction, and for an
+        unknown one.
         """
         if direction not in DIRECTIONS:
             raise UserError(f"drop: direction is '{direction}'; allowed: {', '.join(DIRECTIONS)}")
@@ -311,68 +249,35 @@ class HybridQuantizedTensor(torch.Tensor):
         return self
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values as a plain tensor of dtype (default: own dtype); from the rowwise operand where it is held.
+        """Return the values as a plain tensor of dtype (default: own dtype), from the rowwise operand if it is held.
 
-        Gradients pass unchanged. UserError where only a columnwise operand under the Hadamard transform is held.
+        Gradients pass unchanged. UserError if only a columnwise operand under the Hadamard transform is held.
         """
         return _Dequantize.apply(self, dtype or self.dtype)
 
     def get_high_precision_init_val(self) -> Tensor | None:
-        """high_precision_init_val under TransformerEngine's name."""
+        """Return high_precision_init_val, under TransformerEngine's name."""
         return self.high_precision_init_val
 
     def clear_high_precision_init_val(self) -> None:
-        """Free the value that preserve_high_precision_init_val keeps."""
+        """Free the value kept by preserve_high_precision_init_val."""
         self.high_precision_init_val = None
 
     @property
     def metadata(self) -> Metadata:
-        """The description of all but the buffers and the shape."""
+        """The description apart from buffers and shape."""
         key = self.shared.key
         return self._metadata if key is self._metadata.key else replace(self._metadata, key=key)
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """Every tensor that is held, by a name such as "rowwise_q"; no copies."""
+        """Every held tensor by name, such as "rowwise_q"; no copies."""
         held = {f"{d}_{name}": getattr(self, d).buffers[name] for d, name in self.metadata.stored}
         preserved = self.high_precision_init_val
         return held if preserved is None else {**held, INIT_VAL: preserved}
 
-    @property
-    def fsdp_pre_all_gather(self) -> Callable:
-        """The method by which torch's fully_shard asks how a shard is gathered: as codes and scales. UserError for a
-        tensor that torch has not cut."""
-        if self.sharding is None:
-            raise UserError(
-                f"fully_shard: the weight held in {self.quantizer} is no part that torch has cut, so that it is not"
-                " known how ranks share it"
-            )
-        gather = partial(self.sharding.pre, self)
-        gather.__signature__ = ONE_ARGUMENT
-        return gather
-
-    def fsdp_post_all_gather(
-        self, received: Sequence[Tensor], told: Any, dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[Self, list[Tensor]] | None:
-        """The method that torch's fully_shard calls with what all ranks sent: it returns the whole tensor, whose dtype
-        is `dtype`. After the first time this whole is given as `out`, and filled anew."""
-        return self.sharding.post(self, told, dtype, is_first=out is None)
-
-    @classmethod
-    def of_whole(cls, buffers: Mapping[str, Tensor], cut: Any, dtype: torch.dtype) -> Self:
-        """The tensor that a Cut is of, made of these buffers."""
-        return cls(buffers, replace(cut.metadata, dtype=dtype), cut.shape)
-
-    def ready(self, direction: Direction) -> Self:
-        """Gather the buffers of a direction where ranks gather them for one pass; returns self."""
-        if torch.compiler.is_compiling():
-            note_trace()
-        elif self.planes is not None:
-            self.planes.ready(direction)
-        return self
-
     def view_of(self, buffers: Mapping[str, Tensor], shape: Sequence[int], **changes: Any) -> Self:
-        """A tensor of these views of the buffers, with `changes` to the metadata, that shares the key."""
+        """Return a tensor of these buffer views that shares the key. changes: to the metadata."""
         view = type(self)(buffers, replace(self.metadata, **changes), shape)
         view.shared, view.states, view.sharding, view.planes = self.shared, self.states, self.sharding, self.planes
         if view.shape == self.shape:
@@ -386,16 +291,8 @@ class HybridQuantizedTensor(torch.Tensor):
     def __tensor_unflatten__(cls, inner: Mapping[str, Tensor], metadata: Metadata, shape: Any, stride: Any) -> Any:
         return cls(inner, metadata, shape)
 
-    def _stable_hash_for_caching(self) -> str:
-        """The text by which torch keys the graphs that it caches; its own hash takes no sizes that are symbols."""
-        return stable_hash(self)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        return dispatch(HybridQuantizedTensor, func, args, kwargs or {})
-
     def describe(self) -> dict[str, Any]:
-        """The description of all but the buffers, in text and numbers, from which rebuild() makes an equal tensor."""
+        """Return the description apart from buffers, as text and numbers; rebuild() makes an equal tensor from it."""
         kind = {} if type(self) is HybridQuantizedTensor else {"kind": type(self).__name__}
         return {**self.metadata.describe(), "shape": list(self.shape), **kind}
 
@@ -410,8 +307,10 @@ class HybridQuantizedTensor(torch.Tensor):
         return f"{'Parameter of ' if isinstance(self, nn.Parameter) else ''}{type(self).__name__}({', '.join(words)})"
 
     def encode(self, x: Tensor, key: RngKey | None, part: Part | None) -> HybridOperand:
-        """The operands of the directions held, of values in the source dtype that lie in memory as the tensor's do;
-        `part` says how ranks share the matrix."""
+        """Return the operands of the held directions, for values in the source dtype with the tensor's memory layout.
+
+        part: how ranks share the matrix.
+        """
         meta, options = self.metadata, {"key": key, "states": self.states and self.states.written()}
         wanted = {d: "codes" if d in meta.directions else None for d in DIRECTIONS}
         with for_slot(self.shared.layer, "weight", self.quantizer, x):
@@ -420,12 +319,15 @@ class HybridQuantizedTensor(torch.Tensor):
             return self.quantizer.quantize(x.reshape(meta.matrix), **wanted, **options)
 
     def even_part(self, group: ProcessGroup | None) -> Part | None:
-        """How ranks of the group share each matrix, for a shard that encode() takes as such a part: of a group only."""
+        """Return how ranks of the group share each matrix, for a shard that encode() takes as a part: for groups
+        only."""
         return None
 
     def next_key(self, key: RngKey | None) -> RngKey | None:
-        """The key of a write that is given this one: by default the step after the last; None where no bits are drawn.
-        UserError for none at all."""
+        """Return the key of a write: the given one, else the last key's next step; None if no bits are drawn.
+
+        UserError if neither exists.
+        """
         if not self.quantizer.stochastic:
             return None
         last = self.metadata.key
@@ -438,7 +340,7 @@ KINDS["HybridQuantizedTensor"] = HybridQuantizedTensor
 
 
 def check_quantized(weight: Any, where: str) -> None:
-    """UserError for what is not held quantized, which the function `where` was given."""
+    """Raise UserError if an argument of the function `where` is not a quantized tensor."""
     if not isinstance(weight, HybridQuantizedTensor):
         raise UserError(
             f"{where}: got {described(weight)}; it takes weights that are held quantized (HybridQuantizedTensor,"
@@ -447,12 +349,12 @@ def check_quantized(weight: Any, where: str) -> None:
 
 
 def described(x: Any) -> str:
-    """What a message says of an argument: the dtype and shape of a tensor, or its type."""
+    """Return dtype and shape of a tensor, or the type of another argument, for messages."""
     return f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
 class _Dequantize(torch.autograd.Function):
-    """Forward: the values; backward: the gradient unchanged."""
+    """Forward: the values. Backward: the gradient unchanged."""
 
     @staticmethod
     def forward(ctx, x: HybridQuantizedTensor, dtype: torch.dtype) -> Tensor:
@@ -475,9 +377,9 @@ class _Dequantize(torch.autograd.Function):
 def rebuild(
     buffers: Mapping[str, Tensor], described: Mapping[str, Any], requires_grad: bool = False, parameter: bool = False
 ) -> HybridQuantizedTensor:
-    """A tensor of these buffers and of what describe() said; torch.load(weights_only=True) may call it.
+    """Return a tensor with these buffers and describe()'s description; torch.load(weights_only=True) may call it.
 
-    UserError for buffers that are not those of the formats, and for a quantizer that does not parse.
+    UserError for buffers that do not fit the formats, and for a quantizer that does not parse.
     """
     cls = KINDS[described.get("kind", HybridQuantizedTensor.__name__)]
     metadata = Metadata.parse(described)

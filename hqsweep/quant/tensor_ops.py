@@ -1,6 +1,6 @@
-"""The operations that keep a HybridQuantizedTensor quantized; tensor_dispatch.py has the rule for all others.
+"""Operations that keep a HybridQuantizedTensor quantized; tensor_protocol.py has the rule for all others.
 
-A part that the formats cannot hold raises UserError, because a write to its values would be lost.
+A part that the formats cannot hold raises UserError, because writes to its values would be lost.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +16,111 @@ from hqsweep.formats import RngKey
 from hqsweep.parallel.shards.fsdp2 import with_sharding
 from hqsweep.parallel.shards.shard import Cut
 from hqsweep.parallel.wire.local import first_broadcast
-from hqsweep.quant.blank import Blank
 from hqsweep.quant.content import OneMatrix
 from hqsweep.quant.operand import has_whole_entries, narrow
 from hqsweep.quant.tensor import INIT_VAL, HybridQuantizedTensor
-from hqsweep.quant.tensor_dispatch import implements
+from hqsweep.quant.tensor_protocol import implements
+from hqsweep.torch_private import (
+    disabled_torch_function,
+    make_wrapper_subclass,
+    pin_memory,
+    to_copy,
+    tree_map,
+    unsafe_view,
+)
+
+aten = torch.ops.aten
+
+
+class Blank(torch.Tensor):
+    """Zeros in the padded shape of a shard of `like`, a tensor with a sharding.
+
+    A shard that is copied into any view becomes the value of all views. All other uses see zeros in like's formats.
+    """
+
+    __torch_function__ = disabled_torch_function
+
+    @staticmethod
+    def __new__(cls, like: HybridQuantizedTensor, shape: Any, held: list, **options: Any) -> "Blank":
+        self = make_wrapper_subclass(cls, torch.Size(shape), **options)
+        self.like, self.held = like, held
+        return self
+
+    def view_as_shape(self, shape: Any) -> "Blank":
+        """Return a view of another shape."""
+        return Blank(self.like, shape, self.held, dtype=self.dtype, device=self.device)
+
+    def value(self) -> Tensor:
+        """Return the value: the copied shard, or zeros in like's formats."""
+        if not self.held:
+            like, meta = self.like, self.like.metadata
+            options = {"dtype": self.dtype, "source_dtype": meta.source_dtype, "directions": meta.directions}
+            zeros = type(like).empty(self.shape, like.quantizer, device=self.device, **options)
+            zeros.quantize_(torch.zeros(self.shape, dtype=self.dtype, device=self.device), key=meta.key)
+            self.held.append(zeros)
+        return self.held[0]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if isinstance(args[0], cls) and func in _HANDLERS:
+            return _HANDLERS[func](*args, **(kwargs or {}))
+        args, kwargs = tree_map(lambda x: x.value() if isinstance(x, cls) else x, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _view(x: Blank, size: list[int]) -> Blank:
+    return x.view_as_shape(torch.empty(x.shape, device="meta").view(size).shape)
+
+
+def _slice(x: Blank, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
+    (start, stop, step), cut = slice(start, end, step).indices(x.shape[dim]), x.like.sharding.cut
+    if (dim, start, step) != (cut.dim, 0, 1):
+        return x.value()[(slice(None),) * dim + (slice(start, stop, step),)]
+    if x.held and x.held[0].shape[dim] == stop:
+        return x.held[0].detach()
+    return _empty_shard(x) if stop == 0 else x.view_as_shape(cut.shape_of(stop))
+
+
+def _empty_shard(x: Blank) -> HybridQuantizedTensor:
+    like, cut = x.like, x.like.sharding.cut
+    end = cut.shape[cut.dim]
+    metadata = replace(cut.part(end, end), dtype=x.dtype, key=like.metadata.key)
+    shard = type(like)(metadata.empty(x.device), metadata, cut.shape_of(0))
+    shard.sharding, shard.states, shard.part = like.sharding, like.states, like.part
+    if like.shape == shard.shape:  # it is that shard, which is padded: torch copies nothing of it
+        shard.shared = like.shared
+    return shard
+
+
+def _copy_(x: Blank, source: Tensor, non_blocking: bool = False) -> Blank:
+    if isinstance(source, HybridQuantizedTensor) and source.sharding is x.like.sharding and source.shape == x.shape:
+        shard = source.clone()
+        shard.states = source.states
+        shard.shared = source.shared  # as ranks keep theirs whose shards are not padded: it remembers an exchange
+        x.held[:] = [shard]
+    else:
+        x.value().copy_(source)
+    return x
+
+
+def _moved(func: Any) -> Any:
+    def move(x: Blank, *args: Any, **options: Any) -> Blank:
+        held = [func(value, *args, **options) for value in x.held]
+        device = options.get("device") or x.device
+        return Blank(x.like, x.shape, held, dtype=options.get("dtype") or x.dtype, device=device)
+
+    return move
+
+
+_HANDLERS = {
+    aten.view.default: _view,
+    aten.slice.Tensor: _slice,
+    aten.copy_.default: _copy_,
+    aten.detach.default: lambda x: x.view_as_shape(x.shape),
+    to_copy.default: _moved(to_copy.default),
+    pin_memory.default: _moved(pin_memory.default),
+}
+
 
 aten = torch.ops.aten
 
@@ -30,9 +130,9 @@ def _alias(x: HybridQuantizedTensor) -> HybridQuantizedTensor:
     return x.view_of(x.buffers, x.shape)
 
 
-@implements(aten.view.default, aten._unsafe_view.default)
+@implements(aten.view.default, unsafe_view.default)
 def _view(x: HybridQuantizedTensor, size: list[int]) -> HybridQuantizedTensor:
-    """The operands under any logical shape of as many elements."""
+    """Return the operands under another logical shape with equally many elements."""
     shape = torch.empty(x.shape, device="meta").view(size).shape
     x.metadata.content.check_view(shape)
     buffers = x.buffers
@@ -43,7 +143,7 @@ def _view(x: HybridQuantizedTensor, size: list[int]) -> HybridQuantizedTensor:
 
 @implements(aten.as_strided.default)
 def _as_strided(x: HybridQuantizedTensor, size: list[int], stride: list[int], offset: int | None = None) -> Any:
-    """self, for all of a contiguous tensor, as FSDP2 asks for it; UserError for any other part."""
+    """Return all of a contiguous tensor, as FSDP2 asks for it. UserError for any other part."""
     whole = torch.empty(size, device="meta")
     if offset or whole.numel() != x.numel() or tuple(stride) != whole.stride():
         raise UserError(
@@ -57,7 +157,8 @@ def _as_strided(x: HybridQuantizedTensor, size: list[int], stride: list[int], of
 def _slice(
     x: HybridQuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> HybridQuantizedTensor:
-    """Rows start to end, or columns (dim -1), as views; UserError for a cut inside a block, and for other axes."""
+    """Return rows (dim 0) or columns (dim -1) start to end, as views. UserError for a cut inside a block, and for other
+    axes."""
     size = x.shape[dim]
     start, stop, _ = slice(start, end).indices(size)
     stop = max(start, stop)
@@ -84,7 +185,7 @@ def _slice(
 
 
 def _matrix_axis(x: HybridQuantizedTensor, dim: int) -> int:
-    """0 for rows, 1 for columns of the encoded matrix."""
+    """Return 0 for rows, 1 for columns of the encoded matrix."""
     dim, cols = dim % x.dim(), x.metadata.matrix[1]
     if x.shape[-1] != cols or dim not in (0, x.dim() - 1) or x.dim() < 2:
         raise UserError(
@@ -96,8 +197,10 @@ def _matrix_axis(x: HybridQuantizedTensor, dim: int) -> int:
 
 @implements(aten.split.Tensor)
 def _split(x: HybridQuantizedTensor, size: int, dim: int = 0) -> list[HybridQuantizedTensor]:
-    """The parts of a tensor along its first or last axis: shards, which may cut blocks, with views of all entries that
-    their rows, or columns, read."""
+    """Return the parts along the first or last axis as shards, which may cut blocks.
+
+    A shard's buffers are views of all entries that its rows, or columns, read.
+    """
     cut = Cut.of(x.metadata, x.shape, size, dim)
     _matrix_axis(x, dim)  # which refuses an axis between the first and the last
     starts = range(0, max(x.shape[dim], 1), max(size, 1))
@@ -106,7 +209,7 @@ def _split(x: HybridQuantizedTensor, size: int, dim: int = 0) -> list[HybridQuan
 
 
 def _shard(x: HybridQuantizedTensor, cut: Cut, start: int, stop: int) -> HybridQuantizedTensor:
-    """The shard of rows, or columns, start to stop of a tensor that is cut so."""
+    """Return the shard of rows, or columns, start to stop."""
     meta = x.metadata
     part, buffers, shares = cut.part(start, stop), {}, meta.shares_scale
     for direction in meta.directions:
@@ -143,12 +246,12 @@ def _clone(x: HybridQuantizedTensor, *, memory_format: Any = None) -> HybridQuan
     return _copied(x, lambda buffer: buffer.clone(memory_format=torch.contiguous_format))
 
 
-@implements(aten._to_copy.default)
+@implements(to_copy.default)
 def _to_copy(x: HybridQuantizedTensor, *, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
-    """The tensor on another device with the same bytes; in another floating dtype in name only: the operands do not
-    change."""
+    """Return the tensor on another device with the same bytes. Another floating dtype changes only the logical
+    dtype."""
     if dtype is not None and not dtype.is_floating_point:
-        return aten._to_copy.default(x.dequantize(), dtype=dtype, **options)
+        return to_copy.default(x.dequantize(), dtype=dtype, **options)
     device, non_blocking = options.get("device") or x.device, options.get("non_blocking", False)
 
     def moved(buffer: Tensor) -> Tensor:
@@ -158,7 +261,7 @@ def _to_copy(x: HybridQuantizedTensor, *, dtype: torch.dtype | None = None, **op
 
 
 def _copied(x: HybridQuantizedTensor, copy: Callable[[Tensor], Tensor], **changes: Any) -> HybridQuantizedTensor:
-    """A tensor with buffers of its own; a preserved value stays on the CPU."""
+    """Return a tensor with its own buffers; a preserved value stays on the CPU."""
     x.check_complete()
     buffers = {name: buffer.clone() if name == INIT_VAL else copy(buffer) for name, buffer in x.buffers.items()}
     copied = type(x)(buffers, replace(x.metadata, shares_scale=False, **changes), x.shape)
@@ -168,8 +271,11 @@ def _copied(x: HybridQuantizedTensor, copy: Callable[[Tensor], Tensor], **change
 
 @implements(aten.copy_.default)
 def _copy_(x: HybridQuantizedTensor, source: Tensor, non_blocking: bool = False) -> HybridQuantizedTensor:
-    """Take the bytes of a tensor of the same quantizer, or else quantize the values. From what DistributedDataParallel
-    broadcasts nothing is quantized again: the bytes are sent in place of decoded values."""
+    """Copy the bytes of a tensor with the same quantizer, or else quantize the values; return x.
+
+    For a broadcast of DistributedDataParallel the bytes are sent instead of decoded values, so nothing is quantized
+    again.
+    """
     quantized = isinstance(source, HybridQuantizedTensor)
     same = quantized and source.quantizer == x.quantizer
     same = same and set(x.metadata.directions) <= set(source.metadata.directions)
@@ -193,7 +299,7 @@ def _copy_(x: HybridQuantizedTensor, source: Tensor, non_blocking: bool = False)
 
 
 def _broadcast(x: HybridQuantizedTensor, group: Any, source: int) -> HybridQuantizedTensor:
-    """Broadcast the operands and the preserved initial value of one rank to the group."""
+    """Broadcast one rank's operands and preserved initial value to the group."""
     preserved = x.high_precision_init_val
     for tensor in (*x.buffers.values(), *(() if preserved is None else (preserved,))):
         own = tensor.to(x.device).reshape(-1).contiguous()
@@ -204,8 +310,8 @@ def _broadcast(x: HybridQuantizedTensor, group: Any, source: int) -> HybridQuant
 
 
 def _lie_alike(x: HybridQuantizedTensor, other: HybridQuantizedTensor) -> bool:
-    """Whether two tensors of one quantizer have buffers of one shape, and are the same part of a whole if they are
-    parts."""
+    """Return whether two tensors of one quantizer have buffers of equal shapes and, as parts, the same place in a
+    whole."""
     meta, own = other.metadata, x.metadata
     places = {meta.place, own.place} - {None}
     if meta.content.extent != own.content.extent or len(places) > 1:
@@ -215,8 +321,7 @@ def _lie_alike(x: HybridQuantizedTensor, other: HybridQuantizedTensor) -> bool:
 
 @implements(aten.empty_like.default)
 def _empty_like(x: HybridQuantizedTensor, *, dtype: Any = None, device: Any = None, **_: Any) -> HybridQuantizedTensor:
-    """The tensor that Module.to_empty makes of a parameter on the meta device; where x preserves an initial value, it
-    does, too."""
+    """Return the tensor that Module.to_empty makes from a meta parameter. It preserves an initial value if x does."""
     metadata = replace(x.metadata, dtype=dtype or x.dtype, shares_scale=False)
     empty = type(x)(metadata.empty(device or x.device), metadata, x.shape)
     empty.sharding, empty.part = x.sharding, x.part
@@ -228,8 +333,11 @@ def _empty_like(x: HybridQuantizedTensor, *, dtype: Any = None, device: Any = No
 
 @implements(aten.new_zeros.default)
 def _new_zeros(x: HybridQuantizedTensor, size: list[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-    """Zeros in the same formats, without random bits. They are a plain tensor where the formats hold no such shape or
-    dtype; for a tensor that fully_shard has cut, of the shape of a shard, they become a shard."""
+    """Return zeros in the same formats, without random bits.
+
+    They are a plain tensor if the formats cannot hold the shape or dtype. For a shard's shape of a tensor that
+    fully_shard has cut, they are a Blank.
+    """
     if x.sharding is not None and (*size,) == x.sharding.cut.shape_of(x.sharding.cut.each):
         return Blank(x, size, [], dtype=dtype or x.dtype, device=device or x.device)
     shape = x.metadata.content.empty_shape(size)

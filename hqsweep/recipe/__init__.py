@@ -1,7 +1,7 @@
-"""Recipes: which format every tensor of every product takes, and when.
+"""Recipes: the format of every tensor of every product, over the whole training.
 
-The names are imported when one of them is first read: factories, pairs and roles need no torch, and the rest does.
-The package is a function, too: hqsweep.recipe("nvfp4") is the packaged recipe of that name.
+Names are imported when they are first read: factories, pairs and roles need no torch, the rest does. The package is
+also a function: hqsweep.recipe("nvfp4") returns the packaged recipe of that name.
 """
 
 import os
@@ -30,14 +30,15 @@ def __getattr__(name: str) -> Any:
 
 class _Package(ModuleType):
     def __call__(self, name_or_path: str | os.PathLike[str]) -> Any:
-        """The recipe of a name ("nvfp4": packaged, or in ./conf/recipe, which comes first), or of a YAML file's path.
+        """Return the recipe of a name ("nvfp4": in ./conf/recipe, else packaged), or of a YAML file's path.
 
-        Everything in Python that takes a recipe takes the same texts, and so does recipe= on the command line.
+        Every Python function with a recipe argument takes the same texts, and so does recipe= on the command line.
         "format:nvfp4", and text that is no recipe's name ("nvfp4|mxfp8"), is a format for all linears, experts and the
-        head. A schedule of the recipe is in its `schedule`; hqsweep.recipe.stages.stages follows it.
+        head.
+        A recipe's schedule is in its `schedule`; hqsweep.recipe.stages.stages follows it.
 
         Raises:
-            UserError: the text is none of these, or the file is not there, or is no recipe.
+            UserError: the text is none of these, the file is missing, or it contains no recipe.
         """
         from hqsweep.recipe.named import recipe_of
 

@@ -1,6 +1,4 @@
-"""What a recipe does to the modules of a model: whether it quantizes anything there, and whether another recipe gives
-the same operands.
-"""
+"""The effect of a recipe on a model's modules: whether it quantizes anything, and whether two recipes act alike."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,15 +14,15 @@ from hqsweep.recipe.stages import stages
 from hqsweep.recipe.validate import GemmModule
 
 TABLES = tuple(GemmModule(module_type=kind, name=kind, shapes={}) for kind in ("embedding", "norm"))
-"""The modules of hqsweep's own GPT whose weights a recipe quantizes, but that have no product; all norms are alike."""
+"""Modules of hqsweep's GPT with a quantized weight but no product; all norms are alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
-    """A recipe on the modules of a model. Equal ones compute the same there.
+    """A recipe on a model's modules. Equal values compute the same.
 
-    stages     (the number of the run's own updates before it, its operands), where they change; operands: the formats
-               of every module, and the mode of the products where one is quantized
+    stages: (updates before it, operands) for each change. operands: the formats of every module, and the GEMM mode if a
+    module is quantized.
     """
 
     stages: tuple[tuple[int, frozenset[Any]], ...]
@@ -33,7 +31,8 @@ class Applied:
 
 
 def applied(recipe: AnyRecipe, steps: int, modules: Sequence[GemmModule]) -> Applied:
-    """The recipe on these modules over `steps` updates. UserError as stages() and recipe.resolve() raise it."""
+    """Return the recipe's effect on these modules over `steps` updates. UserError as for stages() and
+    recipe.resolve()."""
     changes: list[tuple[int, frozenset[Any]]] = []
     low = False
     for stage in stages(recipe, steps):
@@ -49,14 +48,14 @@ def applied(recipe: AnyRecipe, steps: int, modules: Sequence[GemmModule]) -> App
 
 
 def is_low(quantizer: HybridQuantizer) -> bool:
-    """Whether a direction of it is in low precision; a class of somebody else's counts as such."""
+    """Return whether a direction is in low precision. A user's quantizer class counts as low."""
     return type(quantizer) is not HybridQuantizer or not all(
         format.high_precision for format in (quantizer.rowwise, quantizer.columnwise)
     )
 
 
 def _formats(module: GemmModule, quantizers: Mapping[QuantizerRole, HybridQuantizer]) -> Any:
-    """The quantizers of a module, as far as they can change a number; None for attention in high precision, which is
+    """Return a module's quantizers as far as they affect numbers; None for attention in high precision, which is
     torch's."""
     own = [quantizers[role] for role in module.roles]
     if module.module_type == "dpa" and not any(map(is_low, own)):
@@ -65,8 +64,7 @@ def _formats(module: GemmModule, quantizers: Mapping[QuantizerRole, HybridQuanti
 
 
 def asks(recipe: AnyRecipe) -> list[str]:
-    """The sections of a recipe, its schedule and its overrides that are in low precision: of PARTS, "overrides", or
-    "qfactory"."""
+    """Return the low-precision sections of a recipe, its schedule and overrides: PARTS, "overrides", or "qfactory"."""
     every = [recipe, *(change.recipe for change in recipe.schedule)]
     return list(dict.fromkeys(part for one in every for part in _asked(one)))
 
@@ -91,7 +89,7 @@ def _is_low_section(section: Section | HybridQuantizer) -> bool:
 
 
 def why_nothing(recipe: AnyRecipe, modules: Sequence[GemmModule]) -> str:
-    """Why a recipe that asks for low precision quantizes none of these modules, as a clause."""
+    """Return a clause that explains why a low-precision recipe quantizes none of these modules."""
     asked, taken = asks(recipe), [module for module in modules if module not in TABLES]
     if asked == ["qfactory"]:
         return f"its qfactory gives high precision for {_counted(taken)}"
@@ -111,5 +109,5 @@ def _part_of(module: GemmModule) -> str:
 
 
 def _counted(modules: Sequence[GemmModule]) -> str:
-    """ "head", "all 13 modules": the one name, or the number."""
+    """Return "head" or "all 13 modules": the only name, or the number."""
     return modules[0].name if len(modules) == 1 else f"all {len(modules)} modules"

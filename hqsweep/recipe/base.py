@@ -1,4 +1,4 @@
-"""What every kind of recipe offers (AnyRecipe), and the change from one recipe to the next (Change)."""
+"""The interface of all recipes (AnyRecipe), and a change from one recipe to the next (Change)."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,26 +20,27 @@ class AnyRecipe(Protocol):
         """Later recipes of a training, in order."""
 
     def resolve(self, roles: Iterable[QuantizerRole | None]) -> dict[QuantizerRole, HybridQuantizer]:
-        """The quantizer of each role of a model; None roles are left out."""
+        """Return role -> quantizer for the roles of a model; None roles are left out."""
 
     def quantizer(self, role: QuantizerRole) -> HybridQuantizer:
-        """The quantizer of one slot, for a recipe that does not count layers."""
+        """Return the quantizer of one slot, for a recipe that does not count layers."""
 
     def entered(self) -> Self:
-        """The recipe for one autocast(), in which its answers do not change."""
+        """Return the recipe for one autocast(), whose answers do not change."""
 
     @property
     def answers_of(self) -> object:
-        """A value that is equal for two recipes where they give the same answers."""
+        """Equal for two recipes that give the same answers."""
 
     def check_boundary(self, role: QuantizerRole | None) -> None:
-        """Ask, and give up, the quantizer of an output or the gradient of an input that nobody reads in codes."""
+        """Ask for the quantizer of an output, or an input's gradient, without a low-precision reader, and discard
+        it."""
 
     def for_layers(self, layers: Sequence[int]) -> Self:
-        """The same recipe for a model with these layers."""
+        """Return the recipe for a model with these layers."""
 
     def to_config(self) -> dict[str, Any]:
-        """Canonical text of the recipe without its schedule."""
+        """Return the canonical text of the recipe without its schedule."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class Change:
     """Another recipe from some point of the training on."""
 
     at: int | float
-    """The number of updates that are done before it, or, below 1, a fraction of all."""
+    """The updates before it, or, below 1, a fraction of all updates."""
     recipe: AnyRecipe
 
     @property

@@ -1,4 +1,4 @@
-"""CustomRecipe: a recipe as a Python function, for what the sections of a declarative one cannot say."""
+"""CustomRecipe: a recipe as a Python function, for cases that sections cannot express."""
 
 import pickle
 import sys
@@ -20,40 +20,39 @@ from hqsweep.recipe.sections import HIGH_PRECISION
 
 @dataclass(frozen=True, kw_only=True)
 class CustomRecipe:
-    """qfactory(role) gives the quantizer of a slot. Experimental.
+    """A recipe whose qfactory(role) gives the quantizer of each slot. Experimental.
 
-    It returns a HybridQuantizer, its text ("nvfp4|mxfp8"), or a request: an object whose quantizer(role) gives one.
-    It is asked for every tensor that a product reads: those of linears (the head is the one named "head") and grouped
-    linears, and with fp8_dpa those of attention. All else stays in high precision, and so does a slot for which it
-    returns "bf16"; None is an error, for it may mean that the factory forgot the slot.
+    The factory returns a HybridQuantizer, its text ("nvfp4|mxfp8"), or a request: an object whose quantizer(role)
+    returns one. It is asked for every tensor that a product reads: tensors of linears (the head is named "head") and of
+    grouped linears, and with fp8_dpa tensors of attention. Everything else stays in high precision, as does a slot for
+    which it returns "bf16". None is an error, since the factory may have forgotten the slot.
 
-    Under autocast it is asked once for each slot in each `with`, so that answers hold for that long: one that changes
-    its mind is followed by the next autocast, by its backward, and by what that computes again. set_recipe asks once
-    for each slot of a model; modules that are built with the recipe ask when they are built. Two recipes are equal when
-    their factory is the same function.
+    Under autocast the factory is asked once per slot in each `with`, and the answers hold for that long. A factory that
+    changes its answers is followed by the next autocast, its backward and its recomputations. set_recipe asks once per
+    slot of a model. A module built with the recipe asks when it is built. Recipes with the same function are equal.
 
-    Under autocast it is also asked for boundaries, as in TransformerEngine: with None for the output of a linear and
-    the gradient of its input, unless a role says who reads them; with fp8_dpa, for those of attention, with the roles
-    QuantizerRole(name="NAME.dpa_output") and "NAME.dpa_grad_input". Nothing is rounded there, whatever the answer; an
-    error of the factory, or None for an answer, is an error as for any slot.
+    Under autocast the factory is also asked for boundaries, as in TransformerEngine. The role is None for a linear's
+    output and its input's gradient, unless a role names their reader. With fp8_dpa, attention's boundaries have the
+    roles QuantizerRole(name="NAME.dpa_output") and "NAME.dpa_grad_input". Nothing is rounded there, whatever the
+    answer. A failing factory, and None as answer, are errors as for any slot.
     """
 
     qfactory: Callable[[QuantizerRole], Any]
     fp8_dpa: bool = False
-    """Whether attention is quantized (TransformerEngine's name; the format is what the factory says)."""
+    """Whether attention is quantized (TransformerEngine's name; the factory chooses the format)."""
     gemm: str = "exact"
     schedule: tuple[Change, ...] = ()
 
     @property
     def is_name(self) -> bool:
-        """Whether the factory is a name alone, which was not imported."""
+        """Whether the factory is only a name that was not imported."""
         return isinstance(self.qfactory, FactoryName)
 
     @property
     def path(self) -> str:
-        """module.name of the factory, by which it is found again.
+        """module.name of the factory, by which it can be imported again.
 
-        Raises UserError for a function that cannot be found by name, such as a lambda.
+        UserError for a function that cannot be found by name, such as a lambda.
         """
         if isinstance(self.qfactory, FactoryName):
             return self.qfactory.path
@@ -75,24 +74,24 @@ class CustomRecipe:
         return _rebuild, (self.qfactory, self.fp8_dpa, self.gemm, self.schedule)
 
     def to_config(self) -> dict[str, Any]:
-        """Path of the factory and the other fields; no schedule."""
+        """Return the factory's path and the other fields, without the schedule."""
         return {"qfactory": self.path, "fp8_dpa": self.fp8_dpa, "gemm": self.gemm}
 
     def for_layers(self, layers: Sequence[int]) -> "CustomRecipe":
-        """The recipe itself: a factory knows a layer by the name of its role."""
+        """Return the recipe itself: a factory knows layers by the names in roles."""
         return self
 
     def resolve(self, roles: Iterable[QuantizerRole | None]) -> dict[QuantizerRole, HybridQuantizer]:
-        """The quantizer of each role; None roles (boundary slots without a reader) are left out.
+        """Return role -> quantizer for the roles of a model; None roles (boundary slots without a reader) are left out.
 
         Raises:
             UserError: the factory failed, or returned something else.
-            ValueError: the role is of no module.
+            ValueError: the role belongs to no module.
         """
         return {role: self.quantizer(role) for role in dict.fromkeys(roles) if role is not None}
 
     def quantizer(self, role: QuantizerRole) -> HybridQuantizer:
-        """The quantizer of one slot; raises as resolve does."""
+        """Return the quantizer of one slot. Raises as resolve() does."""
         if role.tensor_type not in TENSOR_TYPES.get(role.module_type, ()):
             raise ValueError(f"no slot {role}; module types and their tensors: {TENSOR_TYPES}")
         if role.module_type not in MODULE_GEMMS:
@@ -102,21 +101,21 @@ class CustomRecipe:
         return self._asked(role)
 
     def entered(self) -> "CustomRecipe":
-        """The recipe for one autocast(), which asks the factory for each slot once."""
+        """Return the recipe for one autocast(), which asks the factory once per slot."""
         return _Entered(qfactory=self.qfactory, fp8_dpa=self.fp8_dpa, gemm=self.gemm, schedule=self.schedule)
 
     @property
     def answers_of(self) -> object:
-        """The recipe itself; within an autocast() its own answers."""
+        """The recipe itself; inside an autocast(), a value for this autocast's answers."""
         return self
 
     def check_boundary(self, role: QuantizerRole | None) -> None:
-        """Ask the factory for a boundary slot that rounds nothing; raises as quantizer() does."""
+        """Ask the factory for a boundary slot that rounds nothing. Raises as quantizer() does."""
         if role is None or self.fp8_dpa:
             self._asked(role)
 
     def _asked(self, role: QuantizerRole | None) -> HybridQuantizer | None:
-        """The factory's answer for a role; None for a request without a slot of its own."""
+        """Return the factory's answer for a role; None for a request without a slot of its own."""
         without = role is None or not role.module_type
         try:
             answer = self.qfactory(role)
@@ -142,7 +141,7 @@ class CustomRecipe:
 
 
 class _Scope:
-    """Equal to itself alone, which a trace reads of no plain object."""
+    """Equal only to itself. A trace cannot see that of a plain object."""
 
     def __ne__(self, other: object) -> bool:
         return self is not other
@@ -150,11 +149,11 @@ class _Scope:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Entered(CustomRecipe):
-    """A CustomRecipe in one autocast(). It remembers answers, and is equal to one that has given no other answers."""
+    """A CustomRecipe in one autocast(). It remembers answers, and equals recipes that have given no other answers."""
 
     answers: dict[QuantizerRole | None, HybridQuantizer | None] = field(default_factory=dict)
     scope: object = field(default_factory=lambda: _Scope())
-    """What is this autocast()'s alone."""
+    """A value unique to this autocast()."""
 
     @property
     def answers_of(self) -> object:

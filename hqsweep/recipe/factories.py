@@ -1,7 +1,7 @@
-"""Python factories of recipes. They stay names until somebody reads the config who may import them.
+"""Python factories of recipes, as names that only some readers import.
 
-A config that names a module may come from anybody, so its readers take the name as text. Code is imported for `hqsweep
-run` alone, see Importer, and where a call in Python is given find_factory.
+A config that names a module may come from anyone, so readers treat the name as text. Code is imported only by `hqsweep
+run` (see Importer), and by Python calls that pass find_factory.
 """
 
 import importlib
@@ -19,15 +19,15 @@ _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 
 
 class FindFactory(Protocol):
-    """A function that gives parse_recipe the factory at "package.module.function"; `where` is the key that names it,
-    and starts an error."""
+    """A function that returns the factory at "package.module.function". where: the key that names it, which starts
+    errors."""
 
     def __call__(self, path: str, where: str) -> Callable[..., Any]: ...
 
 
 @dataclass(frozen=True)
 class FactoryName:
-    """A factory that was not imported; it cannot be called."""
+    """A factory that was not imported and cannot be called."""
 
     path: str
 
@@ -42,17 +42,17 @@ class FactoryName:
 
 
 def factory_name(path: str, where: str) -> FactoryName:
-    """The factory as its name. Raises UserError for text that does not name a function in a module."""
+    """Return the factory as a name. UserError for text that does not name a function in a module."""
     if not _PATH.fullmatch(path):
         raise UserError(f"{where}: {path!r} is no package.module.function")
     return FactoryName(path)
 
 
 def find_factory(path: str, where: str) -> Callable[..., Any]:
-    """The function at "package.module.function", which imports its module, as any import finds it.
+    """Import a module as usual, and return its function at "package.module.function".
 
     Raises:
-        UserError: there is no such module, importing it failed, or it has no such function.
+        UserError: the module does not exist, importing it failed, or it has no such function.
     """
     factory_name(path, where)
     return _find(path, where)
@@ -88,21 +88,23 @@ def _find(path: str, where: str, places: str = "") -> Callable[..., Any]:
 
 @dataclass
 class Importer:
-    """The FindFactory of a command that may import: find_factory, which also says what it imports, and looks in
-    `folders`, too, for modules that are not installed; never in the working directory, where anything may lie."""
+    """A FindFactory for commands that may import code. It announces each import, and also searches `folders`.
+
+    It never searches the working directory, whose contents are not trusted.
+    """
 
     say: Callable[[str], None]
-    """The function that is given a line before a module is imported."""
+    """Receives a line before each import."""
     folders: Sequence[str] = ()
     allowed: Collection[str] | None = None
-    """Paths of the factories that may be imported; None for all."""
+    """Paths of factories that may be imported; None for all."""
     refusal: str = ""
     """The end of the error for all other paths."""
     imported: list[str] = field(default_factory=list)
     _said: set[str] = field(default_factory=set)
 
     def __call__(self, path: str, where: str) -> Callable[..., Any]:
-        """find_factory(), for paths that are allowed; UserError for all others."""
+        """Return find_factory() for an allowed path; UserError for all others."""
         factory_name(path, where)
         if self.allowed is not None and path not in self.allowed:
             raise UserError(f"{where}: '{path}' is a Python factory, {self.refusal}")
@@ -119,13 +121,13 @@ class Importer:
 
     @property
     def arguments(self) -> list[str]:
-        """The words that let a worker (python -m hqsweep.worker) import the same, and nothing else."""
+        """Arguments that let a worker (python -m hqsweep.worker) import the same factories, and no others."""
         folders = [f"--import-from={folder}" for folder in self.folders] if self.imported else []
         return [*(f"--import={path}" for path in self.imported), *folders]
 
 
 def _here(path: str) -> str:
-    """The end of a sentence for a module that lies in the working directory, "" elsewhere."""
+    """Return the end of an error about a module in the working directory, or ""."""
     top = path.partition(".")[0]
     name = next((name for name in (f"{top}.py", top) if Path(name).exists()), None)
     return "" if name is None else f"; the working directory, which has {name}, is searched with --config-dir . alone"
@@ -133,7 +135,7 @@ def _here(path: str) -> str:
 
 @contextmanager
 def _searched(folders: Sequence[str]) -> Iterator[None]:
-    """Look for modules in these folders too, after all other places."""
+    """Search these folders for modules too, after all other places."""
     before = list(sys.path)
     sys.path += [folder for folder in folders if folder not in before]
     try:

@@ -1,4 +1,4 @@
-"""Slots of a recipe whose rows are equal, on one line."""
+"""Fold slots with equal rows into one line."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -7,8 +7,10 @@ Row = Mapping[str, Any]
 
 
 def folded(rows: Iterable[Row], fields: Sequence[str], every: Collection[str]) -> list[dict[str, Any]]:
-    """Rows of slots with equal `fields` as one row, whose slot is `together` of their names, in the order of the first
-    of each. Overrides and changes stay apart. every: the names of all slots of the recipe."""
+    """Return rows with equal `fields` folded into one row, whose slot is `together` of their names, in order.
+
+    Overrides and changes stay separate. every: the names of all slots of the recipe.
+    """
     groups: dict[tuple[Any, ...], list[str]] = {}
     for row in rows:
         place = row["slot"].rpartition(".")[0].rpartition(".")[0]
@@ -20,7 +22,7 @@ def folded(rows: Iterable[Row], fields: Sequence[str], every: Collection[str]) -
 
 
 def of_both_directions(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Rows of listing.diff, in which the two directions of a slot are one row where they change alike."""
+    """Return the rows of listing.diff, with both directions of a slot folded into one row if they change alike."""
     fields: dict[tuple[Any, ...], list[str]] = {}
     for row in rows:
         fields.setdefault((row["slot"], row["a"], row["b"]), []).append(row["field"])
@@ -31,9 +33,11 @@ def of_both_directions(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
 
 def together(names: Collection[str], every: Collection[str]) -> str:
-    """A text such as "input, weight of linear, grouped_linear; dpa": a part stands by its name alone where `names` has
-    all its slots of `every`, and parts of which it has the same tensors share them. A single slot, and a name that is
-    no slot, stays as it is."""
+    """Return a text such as "input, weight of linear, grouped_linear; dpa".
+
+    A part whose slots in `every` are all in `names` is named alone. Parts with the same tensors are listed together. A
+    single slot, and a name that is not a slot, is unchanged.
+    """
     tensors = {part: _tensors(part, names) for part in dict.fromkeys(name.rpartition(".")[0] for name in names)}
     parts: dict[tuple[str, bool], list[str]] = {}
     for part, had in tensors.items():

@@ -1,4 +1,4 @@
-"""A recipe slot by slot, as rows; and the differences of two recipes."""
+"""A recipe as rows, one per slot, and the differences between two recipes."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ PARTS = (*SECTIONS, HEAD, "embedding", "norm")
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor of a part of a recipe, and its quantizer; `stage` is 0 before the first change of a schedule."""
+    """A tensor of a part of a recipe, with its quantizer. stage: 0 before the first change of a schedule."""
 
     part: str
     tensor: str
@@ -26,11 +26,11 @@ class Slot:
 
     @property
     def name(self) -> str:
-        """The name in a config, "linear.input", behind that of the stage from the first change on."""
+        """The name in a config, "linear.input", prefixed by the schedule's stage if there is one."""
         return (f"schedule[{self.stage - 1}]." if self.stage else "") + f"{self.part}.{self.tensor}"
 
     def row(self) -> dict[str, Any]:
-        """Keys slot, rowwise, columnwise, columnwise_source, and for both directions the GEMMs that read it."""
+        """Return slot, rowwise, columnwise and columnwise_source, and the GEMMs that read each direction."""
         module_type = self.part.rpartition(".")[2]
         gemms = {} if module_type in ("embedding", "norm") else MODULE_GEMMS.get(module_type, GEMMS)
         reads = {
@@ -41,23 +41,31 @@ class Slot:
 
 
 def slots(recipe: AnyRecipe) -> Iterator[Slot]:
-    """Every slot of a recipe, its overrides and its schedule. A Python factory is asked with modules without names; one
-    that was not imported has no slots."""
+    """Yield every slot of a recipe, its overrides and its schedule.
+
+    A Python factory is asked with nameless modules; a factory that was not imported has no slots.
+    """
     yield from _one(recipe, 0)
     for stage, change in enumerate(recipe.schedule, start=1):
         yield from _one(change.recipe, stage)
 
 
 def described(recipe: AnyRecipe) -> dict[str, Any]:
-    """A recipe as plain data for JSON: slot -> {rowwise, columnwise, columnwise_source} as text, and key path -> each
-    other setting: gemm, the factory, fp8_dpa, what overrides and changes are for."""
+    """Return a recipe as plain data for JSON.
+
+    It maps slots to {rowwise, columnwise, columnwise_source} as text, and key paths to other settings: gemm, factory,
+    fp8_dpa, and the targets of overrides and changes.
+    """
     texts = {slot.name: {name: str(getattr(slot.quantizer, name)) for name in FIELDS} for slot in slots(recipe)}
     return texts | _settings(recipe)
 
 
 def parts(recipe: AnyRecipe) -> dict[str, str]:
-    """Part -> its quantizers in short ("mxfp8", or "input nvfp4|mxfp8, weight mxfp8, ..."), for `linear` and for each
-    part by which the recipe is another than `linear` alone: sections, overrides, gemm, schedule, a Python factory."""
+    """Return part -> its quantizers in short form ("mxfp8", or "input nvfp4|mxfp8, weight mxfp8, ...").
+
+    It covers `linear`, and each part that differs from a recipe with `linear` alone: sections, overrides, gemm,
+    schedule, a Python factory.
+    """
     if isinstance(recipe, CustomRecipe):
         told = {"qfactory": recipe.path} | ({"fp8_dpa": "true"} if recipe.fp8_dpa else {})
     else:
@@ -88,13 +96,15 @@ def _short(section: Section | HybridQuantizer) -> str:
 
 
 def diff(a: AnyRecipe, b: AnyRecipe) -> list[dict[str, Any]]:
-    """The `differences` of two recipes' descriptions: rows where they differ by value."""
+    """Return the `differences` of two recipes' descriptions."""
     return differences(described(a), described(b))
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows {slot, field, a, b} where two descriptions differ, None for what one does not have; [] when they are equal.
-    The field of a setting that is no slot is None."""
+    """Return rows {slot, field, a, b} for differing entries of two descriptions; None for a missing one, [] if equal.
+
+    Settings that are not slots have the field None.
+    """
     rows = []
     for name in dict.fromkeys([*a, *b]):
         one, other = a.get(name), b.get(name)
@@ -129,7 +139,7 @@ def _one(recipe: AnyRecipe, stage: int) -> Iterator[Slot]:
 
 
 def _settings(recipe: AnyRecipe) -> dict[str, Any]:
-    """The parts of a recipe that are no quantizers, by key path."""
+    """Return key path -> value for the parts of a recipe that are not quantizers."""
     settings: dict[str, Any] = {}
     for stage, variant in enumerate((recipe, *(change.recipe for change in recipe.schedule))):
         where = f"schedule[{stage - 1}]." if stage else ""

@@ -1,18 +1,18 @@
-"""The meaning of a text as a recipe: the same in every function of Python and for recipe= on the command line.
+"""The meaning of a text as a recipe: the same in every Python function and for recipe= on the command line.
 
-"nvfp4"                     the packaged recipe of the name, or the user's own in ./conf/recipe, which comes first
+"nvfp4"                     the recipe of that name in ./conf/recipe, else the packaged one
 "mine.yaml", "my/recipe"    the recipe of a YAML file: text that ends in .yaml or .yml or has a separator, or a Path
 "format:nvfp4"              the format, or the quantizer ("format:nvfp4|mxfp8"), for every tensor of every product
-"nvfp4|mxfp8", "fp8_block"  the same, of a text that is no recipe's name
+"nvfp4|mxfp8", "fp8_block"  the same, for a text that is no recipe's name
 """
 
 import os
 import warnings
 from pathlib import Path
 
-from hqsweep.config.format_text import NAMES
 from hqsweep.config.recipe_files import FORMAT, PACKAGED, known_names, read_recipe, recipe_file
 from hqsweep.errors import UserError, nearest
+from hqsweep.formats.spec import NAMES
 from hqsweep.memo import constant_result, memo
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import AnyRecipe
@@ -22,9 +22,9 @@ from hqsweep.recipe.sections import LinearQuantizers, parse_quantizer
 
 
 def recipe_of(text: str | os.PathLike[str], where: str = "hqsweep.recipe") -> AnyRecipe:
-    """The recipe of a name or a path. A quantizer's text gives the recipe with it in all linears, experts and the head.
+    """Return the recipe of a name or a path. A quantizer's text yields a recipe for all linears, experts and the head.
 
-    `where` starts the error. UserError for any other text, a missing file, and a file without a recipe.
+    where: starts the error. UserError for any other text, a missing file, and a file without a recipe.
     """
     meant = meaning(text, where)
     if not isinstance(meant, HybridQuantizer):
@@ -35,7 +35,7 @@ def recipe_of(text: str | os.PathLike[str], where: str = "hqsweep.recipe") -> An
 
 @constant_result
 def first_stage(text: str | os.PathLike[str], where: str) -> AnyRecipe | HybridQuantizer:
-    """meaning(), for a reader that follows no schedule, which a warning says."""
+    """Return meaning(), and warn if the recipe has a schedule, which the caller does not follow."""
     meant = meaning(text, where)
     changes = () if isinstance(meant, HybridQuantizer) else meant.schedule
     if changes:
@@ -49,7 +49,7 @@ def first_stage(text: str | os.PathLike[str], where: str) -> AnyRecipe | HybridQ
 
 
 def meaning(text: str | os.PathLike[str], where: str) -> AnyRecipe | HybridQuantizer:
-    """The recipe of a name or a path, or the quantizer of any other text; raises as recipe_of does."""
+    """Return the recipe of a name or a path, or the quantizer of any other text. Raises as recipe_of() does."""
     if not isinstance(text, str | os.PathLike):
         raise UserError(f"{where}: got {text!r}; it takes the name of a recipe, the path of a YAML file, or a format")
     plain = os.fsdecode(text).strip()

@@ -1,4 +1,4 @@
-"""Which operands may meet in a GEMM.
+"""The operands that may meet in a GEMM.
 
 x [M, K], w [N, K], y [M, N]:
   fprop  y  = x @ w.T   reads input rowwise,       weight rowwise       (blocks along K)
@@ -35,7 +35,7 @@ MODULE_GEMMS = {"linear": GEMMS, "grouped_linear": GEMMS, "dpa": DPA_GEMMS}
 
 
 class Scaled(Protocol):
-    """What a product asks of a format: a formats.Format, or its text without torch, a format_text.FormatText."""
+    """A format as a product sees it: a formats.Format, or a torch-free FormatText."""
 
     rht: bool
     rht_signed: bool
@@ -45,8 +45,11 @@ class Scaled(Protocol):
 
 
 def pair_fault(slots: Sequence[str], formats: tuple[Scaled, Scaled], gemm_mode: str) -> str | None:
-    """Why the product of two operands, whose slots are said as text, cannot be formed under exact, strict or native
-    whatever their sizes are; None where it can."""
+    """Return why a product of two operands is impossible in a mode (exact, strict, native), or None. Sizes do not
+    matter.
+
+    slots: the operands' names for the message.
+    """
     fault = mathematical_fault(*formats)
     if fault or gemm_mode == "exact":
         return cannot_meet(slots, fault)
@@ -54,18 +57,18 @@ def pair_fault(slots: Sequence[str], formats: tuple[Scaled, Scaled], gemm_mode: 
 
 
 def cannot_meet(slots: Sequence[str], fault: str | None, gemm_mode: str = "") -> str | None:
-    """A fault as a sentence; None for none."""
+    """Return a fault as a sentence; None for None."""
     mode = f" under gemm={gemm_mode}" if gemm_mode else ""
     return f"{slots[0]} cannot meet {slots[1]}{mode}: {fault}" if fault else None
 
 
 def same_scaling(a: Scaled, b: Scaled) -> bool:
-    """Whether one product scales both operands alike."""
+    """Return whether one product scales both operands alike."""
     return a.scaling is not None and a.scaling == b.scaling
 
 
 def mathematical_fault(a: Scaled, b: Scaled) -> str | None:
-    """Why the product of the two would be wrong in any arithmetic, or None."""
+    """Return why the product of the two would be wrong in any arithmetic, or None."""
     transform = [(f.rht, f.rht_signed) for f in (a, b)]
     if transform[0] != transform[1]:
         return "the random Hadamard transform must be on both operands or on neither, or it does not cancel"
@@ -73,12 +76,12 @@ def mathematical_fault(a: Scaled, b: Scaled) -> str | None:
 
 
 def hardware_fault(a: Scaled, b: Scaled) -> str | None:
-    """Why no hardware GEMM takes the two (gemm=strict), or None.
+    """Return why no hardware GEMM takes the two (gemm=strict), or None.
 
-    Tensor cores scale both operands in one way: a scalar for FP8 and E2M1 per tensor (any mix of elements: PTX
-    tcgen05.mma.kind::f8f6f4), 1x128 or 128x128 blocks (not 128x128 on both sides, as TransformerEngine's cuBLAS call),
-    32-blocks with E8M0 scales for MX (any mix: kind::mxf8f6f4), 16-blocks with E4M3 scales for NVFP4. High precision
-    needs one dtype.
+    Tensor cores scale both operands in one way: by a scalar for per-tensor FP8 and E2M1 (any mix of elements: PTX
+    tcgen05.mma.kind::f8f6f4), in blocks of 1x128 or 128x128 (not 128x128 on both sides, as TransformerEngine's cuBLAS
+    call), in 32-blocks with E8M0 scales for MX (any mix: kind::mxf8f6f4), or in 16-blocks with E4M3 scales for NVFP4.
+    High precision needs one dtype.
     """
     if a.high_precision and b.high_precision:
         return None if a == b else "a GEMM takes one dtype"

@@ -1,5 +1,7 @@
-"""Matrices that the ranks of train.parallel.tp share out: which axis of which tensor is cut, and the blocks that parts
-would cut, known from a recipe and the sizes of a model before anything runs."""
+"""Matrices that the ranks of train.parallel.tp share: the axis of each cut, and blocks that a cut would split.
+
+A recipe and a model's sizes suffice to know them before anything runs.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -15,11 +17,11 @@ from hqsweep.recipe.validate import NATIVE_MODULES, GemmModule
 SHARED: Mapping[str, tuple[Mode, int]] = MappingProxyType(
     {"qkv": ("column", 3), "proj": ("row", 1), "fc1": ("column", 2), "fc2": ("row", 1), HEAD: ("column", 1)}
 )
-"""The last name of a linear of the GPT -> how ranks share it, and the matrices in its weight, each of which is cut."""
+"""Last name of a GPT's linear -> (how ranks share it, the matrices in its weight, each of which is cut)."""
 
 
 def check_parts(recipe: AnyRecipe, steps: int, modules: Sequence[GemmModule], ranks: int) -> None:
-    """UserError for a part of a matrix that cuts a block of its format, in any stage of the recipe: the first one."""
+    """Raise UserError for the first part of a matrix that splits a block of its format, in any stage of the recipe."""
     for stage in stages(recipe, steps):
         fault = next(_faults(stage.recipe, modules, ranks), None)
         if fault:
@@ -55,7 +57,7 @@ def _sentence(module: GemmModule, tensor: str, size: int, ranks: int, format: ob
 
 
 def _key(module: GemmModule) -> str | None:
-    """The key of the width that ranks share; None for a vocabulary, which is that of the data."""
+    """Return the config key of the width that ranks share; None for the vocabulary, which the data sets."""
     if module.name == HEAD:
         return None
     if module.name.rpartition(".")[2] not in ("fc1", "fc2"):

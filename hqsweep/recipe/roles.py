@@ -1,4 +1,4 @@
-"""QuantizerRole: which tensor of which module a quantizer is asked for."""
+"""QuantizerRole: the tensor and module that a quantizer is for."""
 
 import re
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ TENSOR_TYPES = {
 output S; the gradients of the attention's output and of S."""
 
 IN_HIGH_PRECISION = {"head": "bf16", "dpa": "bf16", "embedding": "fp32", "norm": "fp32"}
-"""Part of a recipe -> the quantizer of its tensors where the recipe says nothing about it."""
+"""Part of a recipe -> its default quantizer."""
 
 HEAD = "head"
-"""Name of the output projection; it takes the recipe's `head` section instead of `linear`."""
+"""Name of the output projection. It takes the recipe's section `head` instead of `linear`."""
 GRADIENTS = ("grad_output", "do", "dp")
 """Tensors of the backward pass."""
 
@@ -31,7 +31,7 @@ class QuantizerRole:
     name: str = ""
     """Path of the module in the model, such as "layers.3.attn.qkv"."""
     expert: int | None = None
-    """Which of the experts of a grouped linear; overrides by name reach all of them."""
+    """The expert of a grouped linear; overrides by name reach all experts."""
 
     def __str__(self) -> str:
         words = (self.name, self.module_type, self.tensor_type, "" if self.expert is None else str(self.expert))
@@ -39,11 +39,11 @@ class QuantizerRole:
 
     @property
     def layer(self) -> int | None:
-        """Index of the layer that the module is in: the first number among the parts of its name, 3 in the example."""
+        """Index of the module's layer: the first number among the parts of its name, 3 in the example."""
         match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", self.name)
         return int(match[1]) if match else None
 
 
 def module_roles(module_type: str, name: str) -> list[QuantizerRole]:
-    """The roles of a module's own tensors, in slot order."""
+    """Return the roles of a module's own tensors, in slot order."""
     return [QuantizerRole(module_type, tensor, name) for tensor in TENSOR_TYPES[module_type]]

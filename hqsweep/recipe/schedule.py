@@ -5,7 +5,7 @@
       - {at: 0.82, fprop: bf16}       # for the last 18 % of the updates; both operands of fprop, dgrad or wgrad
       - {at: 0.95, qfactory: my.module.factory}
 
-Each change starts from the recipe before it, so it says only what is new.
+Each change starts from the recipe before it, so it lists only differences.
 """
 
 from collections.abc import Mapping
@@ -26,12 +26,13 @@ CHANGE_KEYS = ("at", *GEMMS, *(key for key in KEYS if key != "name"), "qfactory"
 
 
 def parse_recipe(config: Mapping[str, Any], find: FindFactory = factory_name) -> AnyRecipe:
-    """The recipe of a `recipe` config: sections, or qfactory (also spelled _target_), and the schedule of both.
+    """Return the recipe of a `recipe` config: sections, or qfactory (also spelled _target_), and the schedule.
 
-    Keys whose value is None count as left out. find: gives the function of a qfactory. factory_name imports nothing,
-    for a config may be somebody else's; such a recipe refuses to quantize. find_factory imports the function's module.
+    Keys with the value None count as left out. find: returns the function of a qfactory. The default, factory_name,
+    imports nothing, since a config may be untrusted; such a recipe refuses to quantize. find_factory imports the
+    function's module.
 
-    Raises UserError with the key path of every fault.
+    UserError with the key path of every fault.
     """
     fields = {key: value for key, value in config.items() if value is not None}
     entries = fields.pop("schedule", [])
@@ -51,7 +52,7 @@ def parse_recipe(config: Mapping[str, Any], find: FindFactory = factory_name) ->
 
 
 def recipe_config(recipe: AnyRecipe) -> dict[str, Any]:
-    """The canonical text of a recipe and its schedule, with every change in full; parse_recipe reads it."""
+    """Return the canonical text of a recipe and its schedule, with every change in full. parse_recipe() reads it."""
     changes = [{"at": change.at} | change.recipe.to_config() for change in recipe.schedule]
     return recipe.to_config() | {"schedule": changes}
 
@@ -119,7 +120,7 @@ def _parse_format(text: object, where: str) -> Format:
 
 
 def _with_gemms(recipe: Recipe, formats: Mapping[str, Format]) -> Recipe:
-    """The recipe with these formats for both operands of the GEMMs of every linear, the head and overrides included."""
+    """Return the recipe with these formats for both operands of the GEMMs, in all linears, the head and overrides."""
 
     def of(section: LinearQuantizers | None) -> LinearQuantizers | None:
         for gemm, format in formats.items():

@@ -26,8 +26,7 @@ KEYS = ("name", "linear", "grouped_linear", "dpa", "head", "embedding", "norm", 
 
 @dataclass(frozen=True, kw_only=True)
 class Override:
-    """Other quantizers for the modules that match both the glob and the layers; a section that is None is not
-    changed."""
+    """Other quantizers for modules that match both the glob and the layers. A section that is None changes nothing."""
 
     name: str = "*"
     layers: Layers | None = None
@@ -37,8 +36,10 @@ class Override:
 
     @classmethod
     def parse(cls, value: object, where: str) -> "Override":
-        """The override of {name and/or layers, linear and/or grouped_linear and/or dpa}; grouped_linear defaults to
-        linear."""
+        """Return the override of {name and/or layers, linear and/or grouped_linear and/or dpa}.
+
+        grouped_linear defaults to linear.
+        """
         takes = f"it takes name (a glob), layers, or both, and at least one of {', '.join(SECTIONS)}"
         fields = {k: v for k, v in value.items() if v is not None} if isinstance(value, Mapping) else {}
         unknown = [key for key in fields if key not in ("name", "layers", *SECTIONS)]
@@ -53,13 +54,13 @@ class Override:
         return cls(name=str(fields.get("name", "*")), **{"grouped_linear": sections.get("linear"), **sections})
 
     def to_config(self) -> dict[str, Any]:
-        """The mapping that parse takes, with every section that is given."""
+        """Return the mapping that parse() takes, with every given section."""
         layers = {} if self.layers is None else {"layers": self.layers.to_config()}
         sections = {key: section for key in SECTIONS if (section := getattr(self, key)) is not None}
         return {"name": self.name, **layers} | {key: section.texts() for key, section in sections.items()}
 
     def matches(self, role: QuantizerRole, layers: Sequence[int]) -> bool:
-        """Whether the override is for that role's module in a model with these layers."""
+        """Return whether the override applies to that role's module in a model with these layers."""
         chosen = self.layers is None or role.layer in self.layers.of(layers)
         return chosen and fnmatchcase(role.name, self.name)
 
@@ -70,12 +71,12 @@ class Override:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A quantizer for every slot of a model. Equal fields mean the same arithmetic (the name is a label and does not
-    count)."""
+    """A quantizer for every slot of a model. Equal fields mean the same arithmetic; the name is a label and does not
+    count."""
 
     linear: LinearQuantizers
     grouped_linear: LinearQuantizers | None = None
-    """The section of grouped linears; None becomes the same as `linear`."""
+    """The section of grouped linears; None means the same as `linear`."""
     dpa: DpaQuantizers = HIGH_PRECISION["dpa"]
     head: LinearQuantizers = HIGH_PRECISION["head"]
     embedding: HybridQuantizer = HIGH_PRECISION["embedding"]
@@ -83,10 +84,10 @@ class Recipe:
     overrides: tuple[Override, ...] = ()
     """Applied in order to linears (the head included), grouped linears and attention; the last match wins."""
     gemm: str = "exact"
-    """exact: any two formats may meet, emulated on exact operands. strict: the same, but only for pairs that hardware
-    takes. native: those pairs on the tensor cores of the machine, or not at all."""
+    """exact: any two formats may meet, emulated on exact operands. strict: the same, but only pairs that hardware
+    takes. native: such pairs on the machine's tensor cores, or an error."""
     schedule: tuple[Change, ...] = ()
-    """Later recipes of a training, in order. The fields above are the recipe until the first of them."""
+    """Later recipes of a training, in order. The fields above apply until the first of them."""
 
     def __post_init__(self) -> None:
         if self.grouped_linear is None:
@@ -94,7 +95,7 @@ class Recipe:
 
     @classmethod
     def from_config(cls, config: Mapping[str, object], where: str = "recipe") -> "Recipe":
-        """The recipe of the sections of a `recipe` config, without a schedule; UserError with the key path of every
+        """Return the recipe of a `recipe` config's sections, without a schedule. UserError with the key path of every
         fault."""
         unknown = [key for key in config if key not in KEYS]
         if unknown:
@@ -119,8 +120,8 @@ class Recipe:
         return cls(**parsed)
 
     def to_config(self) -> dict[str, Any]:
-        """The sections in canonical text, without the schedule: equal recipes have equal text, and from_config reads
-        it."""
+        """Return the sections in canonical text, without the schedule. Equal recipes have equal text; from_config()
+        reads it."""
         sections = {key: getattr(self, key).texts() for key in (*SECTIONS, "head")}
         return sections | {
             "embedding": str(self.embedding),
@@ -130,7 +131,7 @@ class Recipe:
         }
 
     def for_layers(self, layers: Sequence[int]) -> "Recipe":
-        """The recipe for a model with these layers: overrides that count layers have their indices instead."""
+        """Return the recipe for a model with these layers: overrides that count layers get indices instead."""
         overrides = [
             replace(o, layers=Layers(indices=tuple(sorted(o.layers.of(layers))))) if o.layers else o
             for o in self.overrides
@@ -138,7 +139,7 @@ class Recipe:
         return replace(self, overrides=tuple(overrides))
 
     def resolve(self, roles: Iterable[QuantizerRole | None]) -> dict[QuantizerRole, HybridQuantizer]:
-        """The quantizer of each role of a model; None roles (boundary slots without a reader) are left out.
+        """Return role -> quantizer for the roles of a model; None roles (boundary slots without a reader) are left out.
 
         Layers are counted over these roles. ValueError for a role that no module has.
         """
@@ -147,7 +148,7 @@ class Recipe:
         return {role: self._quantizer(role, layers) for role in roles}
 
     def entered(self) -> "Recipe":
-        """The recipe itself, which is a value."""
+        """Return the recipe itself, which is a value."""
         return self
 
     @property
@@ -156,14 +157,14 @@ class Recipe:
         return self
 
     def check_boundary(self, role: QuantizerRole | None) -> None:
-        """Nothing: sections say nothing of boundaries."""
+        """Accept: sections do not cover boundaries."""
 
     def quantizer(self, role: QuantizerRole) -> HybridQuantizer:
-        """The quantizer of one slot.
+        """Return the quantizer of one slot.
 
         Raises:
-            ValueError: the role is of no module.
-            UserError: an override counts layers, so that the whole model must be known.
+            ValueError: the role belongs to no module.
+            UserError: an override counts layers, so the whole model must be known.
         """
         relative = [override for override in self.overrides if override.layers and override.layers.relative]
         if relative:
@@ -188,7 +189,7 @@ class Recipe:
 
 
 def parse_gemm(value: object, where: str = "recipe") -> str:
-    """A mode of GEMMs; `where` starts the error."""
+    """Return the GEMM mode of a value. where: starts the error. UserError for an unknown mode."""
     mode = str(value)
     if mode not in GEMM_MODES:
         raise UserError(f"{where}.gemm is '{mode}'{nearest(mode, GEMM_MODES)}; allowed: {', '.join(GEMM_MODES)}")

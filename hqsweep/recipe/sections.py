@@ -1,7 +1,7 @@
-"""Sections of a recipe: one quantizer for each tensor of a kind of module.
+"""Sections of a recipe: one quantizer per tensor of a kind of module.
 
-The text of a section is a mapping from tensors to quantizers, or one quantizer for all of them. Every fault of a
-section is told, each with the key path of the slot.
+A section's text is a mapping from tensors to quantizers, or one quantizer for all. All faults of a section are reported
+at once, each with the slot's key path.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,13 +16,13 @@ from hqsweep.recipe.roles import IN_HIGH_PRECISION, TENSOR_TYPES
 
 
 class Faults:
-    """Collects faults, so that all of them are told at once."""
+    """Collects faults, so that all are reported at once."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
 
     def take(self, make: Callable[..., Any], *arguments: Any) -> Any:
-        """make(*arguments), or None and one more fault."""
+        """Return make(*arguments), or None and record a fault."""
         try:
             return make(*arguments)
         except UserError as error:
@@ -37,21 +37,21 @@ class Faults:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """Base of the sections; a subclass has one field for each tensor of its module type, named as the tensor."""
+    """Base of the sections. A subclass has one field per tensor of its module type, with the tensor's name."""
 
     def __post_init__(self) -> None:
         _ = self.stochastic, self.identity  # worked out now, as by HybridQuantizer
 
     @classmethod
     def tensors(cls) -> tuple[str, ...]:
-        """The names of the slots that a section gives."""
+        """Return the names of a section's slots."""
         raise NotImplementedError
 
     @classmethod
     def parse(cls, value: object, where: str, default: "Self | None" = None) -> Self:
-        """The section of {tensor: quantizer}, or of one quantizer for all; `where` starts every error.
+        """Return the section of {tensor: quantizer}, or of one quantizer for all. where: starts every error.
 
-        Tensors that are left out take the quantizers of `default`; without one they are faults.
+        Missing tensors take the quantizers of `default`; without a default they are faults.
         """
         tensors = cls.tensors()
         if isinstance(value, Mapping) and "rowwise" not in value:
@@ -77,8 +77,10 @@ class Section:
 
     @cached_property
     def identity(self) -> Format | None:
-        """The high-precision format that all slots have in both directions; None where there is another format, too, or
-        a quantizer of a class of somebody else."""
+        """The high-precision format that all slots have in both directions.
+
+        None if there is another format, or a quantizer of a user's class.
+        """
         quantizers = [quantizer for quantizer in slots(self).values() if quantizer is not None]
         formats = {format for q in quantizers for format in (q.rowwise, q.columnwise)}
         first = next(iter(formats))
@@ -86,7 +88,7 @@ class Section:
         return first if plain and len(formats) == 1 and first.high_precision else None
 
     def texts(self) -> dict[str, str]:
-        """Tensor -> text of its quantizer: what parse takes."""
+        """Return tensor -> its quantizer's text, as parse() takes it."""
         return {tensor: str(getattr(self, tensor)) for tensor in self.tensors()}
 
 
@@ -94,8 +96,8 @@ class Section:
 class LinearQuantizers(Section):
     """The slots of a linear or grouped linear module.
 
-    A recipe gives the first three. output and grad_input are the boundary slots. They are None unless the module is
-    told who reads its output, or the gradient that it returns (`output_quantizer_role`, `grad_input_quantizer_role`).
+    A recipe gives the first three. output and grad_input are boundary slots. They are None unless the module knows who
+    reads its output, or the returned gradient (`output_quantizer_role`, `grad_input_quantizer_role`).
     """
 
     input: HybridQuantizer
@@ -113,7 +115,7 @@ class LinearQuantizers(Section):
 class DpaQuantizers(Section):
     """The slots of dot-product attention: queries, keys and values; softmax output; gradients of output and softmax.
 
-    output and grad_input are boundary slots, as those of linears are.
+    output and grad_input are boundary slots, as in LinearQuantizers.
     """
 
     qkv: HybridQuantizer
@@ -130,7 +132,7 @@ class DpaQuantizers(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightQuantizers(Section):
-    """The slot of a module whose weight is no GEMM operand: an embedding table, the gain of a norm."""
+    """The slot of a module whose weight is not a GEMM operand: an embedding table, the gain of a norm."""
 
     weight: HybridQuantizer
 
@@ -147,12 +149,12 @@ MODULE_SECTIONS: dict[str, type[Section]] = {
 
 
 def slots(quantizers: Section) -> dict[str, HybridQuantizer | None]:
-    """Slot -> quantizer, boundary slots included."""
+    """Return slot -> quantizer, boundary slots included."""
     return {field.name: getattr(quantizers, field.name) for field in fields(quantizers)}
 
 
 def parse_quantizer(value: object, where: str) -> HybridQuantizer:
-    """HybridQuantizer.parse; `where` starts the error."""
+    """Return HybridQuantizer.parse(value). where: starts the error."""
     try:
         return HybridQuantizer.parse(value)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Which modules an override is for: a glob on names, and a choice of layers by index or from either end."""
+"""The modules that an override applies to: a choice of layers, by index or from either end."""
 
 import math
 import re
@@ -19,8 +19,8 @@ _TAKES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """A choice of layers: indices, or the first or last `count` layers; a fraction is rounded up, so that it is at
-    least one layer."""
+    """A choice of layers: indices, or the first or last `count` layers. A fraction is rounded up to at least one
+    layer."""
 
     end: Literal["first", "last"] | None = None
     count: Fraction = Fraction(0)
@@ -28,7 +28,7 @@ class Layers:
 
     @classmethod
     def parse(cls, value: object, where: str) -> "Layers":
-        """The choice of 11, [0, -1], "first(2)" or "last(0.15)"; `where` starts the error."""
+        """Return the choice of 11, [0, -1], "first(2)" or "last(0.15)". where: starts the error."""
         indices = [value] if isinstance(value, int) else value
         if isinstance(indices, list | tuple) and indices and all(type(i) is int for i in indices):
             return cls(indices=tuple(sorted(set(indices))))
@@ -39,7 +39,7 @@ class Layers:
         return cls(end=match[1], count=count)
 
     def to_config(self) -> str | list[int]:
-        """The value that parse takes."""
+        """Return the value that parse() takes."""
         return str(self) if self.end else list(self.indices)
 
     def __str__(self) -> str:
@@ -48,11 +48,11 @@ class Layers:
 
     @property
     def relative(self) -> bool:
-        """Whether the choice depends on how many layers there are."""
+        """Whether the choice depends on the number of layers."""
         return self.end is not None or any(i < 0 for i in self.indices)
 
     def of(self, layers: Sequence[int]) -> set[int]:
-        """The chosen layers of a model whose layers are given in order."""
+        """Return the chosen layers of a model. layers: its layers in order."""
         if self.end is None:
             return {i if i >= 0 else layers[i] for i in self.indices if i >= 0 or -i <= len(layers)} & set(layers)
         count = int(self.count) if self.count >= 1 else math.ceil(self.count * len(layers))
@@ -60,12 +60,12 @@ class Layers:
 
 
 def layers_of(roles: Sequence[QuantizerRole]) -> list[int]:
-    """The indices of the layers in which the roles' modules are, in order."""
+    """Return the layer indices of the roles' modules, in order."""
     return sorted({role.layer for role in roles if role.layer is not None})
 
 
 def _count(text: str) -> Fraction | None:
-    """The number in the text, if it is more than 0, and whole when it is 1 or more; else None."""
+    """Return the number in a text if it is positive, and whole when it is 1 or more; else None."""
     try:
         count = Fraction(text)
     except ValueError:

@@ -15,8 +15,9 @@ class Stage:
 
 
 def stages(recipe: AnyRecipe, steps: int, start: int = 0) -> list[Stage]:
-    """The recipes that `steps` training steps run on, in order. The steps come after `start` steps of another run,
-    which the schedule does not count.
+    """Return the recipes that `steps` training steps run on, in order.
+
+    start: steps of another run that come before, which the schedule does not count.
 
     Raises:
         UserError: a change comes before the first or after the last update, or not after the change before it.

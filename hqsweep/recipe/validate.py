@@ -1,4 +1,4 @@
-"""Checks a recipe against the modules of a model before one of them is built: every GEMM of every module."""
+"""Check every GEMM of a model against a recipe, before any module is built."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,9 +17,9 @@ from hqsweep.recipe.select import layers_of
 from hqsweep.recipe.stages import stages
 
 DeviceFault = Callable[[Format, Format, int, int, int], str | None]
-"""(a, b, m, n, k) -> why the tensor cores of a device do not multiply [m, k] by [n, k] transposed, or None."""
+"""(a, b, m, n, k) -> why a device's tensor cores do not multiply [m, k] by [n, k] transposed, or None."""
 NATIVE_MODULES = ("linear", "grouped_linear")
-"""Module types whose products gemm=native has."""
+"""Module types with products for gemm=native."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,9 @@ class GemmModule:
     module_type: str
     name: str
     shapes: Mapping[str, tuple[int, int, int]]
-    """GEMM -> (m, n, k) of mm_t, k being the contracted axis."""
+    """GEMM -> (m, n, k) of mm_t; k is the contracted axis."""
     context: int | None = None
-    """The number of tokens of attention, which its other GEMMs contract."""
+    """Tokens of attention, which its other GEMMs contract."""
 
     @property
     def roles(self) -> list[QuantizerRole]:
@@ -39,7 +39,7 @@ class GemmModule:
 
 
 def linear_module(name: str, in_features: int, out_features: int, tokens: int) -> GemmModule:
-    """A linear; tokens: rows of its input in a training step."""
+    """Return a linear. tokens: rows of its input in a training step."""
     shapes = {
         "fprop": (tokens, out_features, in_features),
         "dgrad": (tokens, in_features, out_features),
@@ -49,22 +49,25 @@ def linear_module(name: str, in_features: int, out_features: int, tokens: int) -
 
 
 def grouped_linear_module(name: str, in_features: int, out_features: int) -> GemmModule:
-    """A grouped linear. How many tokens an expert gets is not known before it runs, so that axis counts as 0, which
-    fits every block; what does not is filled up with zeros (GroupedLinear.quantization_alignment)."""
+    """Return a grouped linear.
+
+    An expert's token count is unknown before it runs. That axis counts as 0, which fits every block: other counts are
+    padded with zeros (GroupedLinear.quantization_alignment).
+    """
     shapes = linear_module(name, in_features, out_features, 0).shapes
     return GemmModule(module_type="grouped_linear", name=name, shapes=shapes)
 
 
 def attention_module(name: str, head_dim: int, context: int) -> GemmModule:
-    """Dot-product attention over `context` tokens."""
+    """Return dot-product attention over `context` tokens."""
     shapes = dict.fromkeys(("qk", "ds"), (context, context, head_dim))
     return GemmModule(module_type="dpa", name=name, shapes=shapes, context=context)
 
 
 def attention_faults(quantizers: Mapping[str, HybridQuantizer], context: int) -> Iterator[str]:
-    """Why attention over `context` tokens cannot take a quantizer: tensor -> quantizer of its four slots.
+    """Yield why attention over `context` tokens cannot take a quantizer. quantizers: of its four slots, by tensor.
 
-    Matrices of all heads are folded into rows, so that blocks along tokens must end with each matrix.
+    The matrices of all heads are folded into rows, so blocks along tokens must end where a matrix ends.
     """
     for tensor, quantizer in quantizers.items():
         if quantizer.rowwise.row_scaled:
@@ -79,14 +82,13 @@ def attention_faults(quantizers: Mapping[str, HybridQuantizer], context: int) ->
 def validate(
     recipe: AnyRecipe, steps: int, modules: Sequence[GemmModule], device_fault: DeviceFault | None = None
 ) -> None:
-    """Check every GEMM of a model on every stage of the recipe; each slot is resolved once a stage.
+    """Check every GEMM of a model in every stage of the recipe; each slot is resolved once per stage.
 
-    device_fault is asked under gemm=native; None where the device is not known yet.
+    device_fault: asked under gemm=native; None if the device is not known yet.
 
     Raises:
-        UserError: all faults in one sentence: GEMMs whose operands cannot meet or do not fit their blocks, with the
-            module, the slots, directions and formats of both; overrides without a module. Of a later stage only what
-            is new.
+        UserError: all faults in one sentence: GEMMs whose operands cannot meet or do not fit their blocks, with module,
+            slots, directions and formats; overrides without a module. Later stages report only new faults.
     """
     first_step: dict[str, int] = {}
     for stage in stages(recipe, steps):
@@ -100,7 +102,7 @@ def validate(
 def recipe_faults(
     recipe: AnyRecipe, modules: Sequence[GemmModule], device_fault: DeviceFault | None = None
 ) -> Iterator[str]:
-    """What is wrong with a recipe without its schedule for a model of these modules: what validate raises."""
+    """Yield the faults of a recipe, without its schedule, for these modules, as validate() reports them."""
     roles = [role for module in modules for role in module.roles]
     yield from unread_overrides(recipe, roles)
     quantizers = recipe.resolve(roles)
@@ -112,15 +114,17 @@ def recipe_faults(
 
 
 def check_products(sections: Iterable[tuple[str, str, Section]], gemm: str) -> None:
-    """UserError, with the module and the slots, for products whose operands cannot meet in this mode; sections:
-    (module type, name, quantizers)."""
+    """Raise UserError, with module and slots, for products whose operands cannot meet in this mode.
+
+    sections: (module type, name, quantizers).
+    """
     faults = "; ".join(section_faults(sections, gemm))
     if faults:
         raise UserError(faults)
 
 
 def section_faults(sections: Iterable[tuple[str, str, Section]], gemm_mode: str) -> Iterator[str]:
-    """Why products of modules, given as (type, name, quantizers), cannot be formed, whatever the sizes are."""
+    """Yield why products of modules, given as (type, name, quantizers), are impossible, whatever the sizes."""
     faults = []
     for module_type, name, section in sections:
         module = GemmModule(module_type=module_type, name=name, shapes={})
@@ -130,7 +134,7 @@ def section_faults(sections: Iterable[tuple[str, str, Section]], gemm_mode: str)
 
 
 def _counted(faults: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Equal faults of several modules, given as (name, text), once, with the name of the first."""
+    """Yield equal faults of several modules, given as (name, text), once, with the first module's name."""
     faults = list(faults)
     count = Counter(text for _, text in faults)
     first = {text: name for name, text in reversed(faults)}
@@ -173,7 +177,7 @@ def _native_fault(module_type: str, a: Format, b: Format) -> str | None:
 
 
 def unread_overrides(recipe: AnyRecipe, roles: Sequence[QuantizerRole]) -> Iterator[str]:
-    """Overrides that no module of these roles would follow, so that nobody takes high precision for something else."""
+    """Yield a fault for each override that applies to no module: its quantizers would silently not be used."""
     layers = layers_of(roles)
     roles = [role for role in roles if role.module_type in MODULE_GEMMS]
     names = list(dict.fromkeys(role.name for role in roles)) or ["no module with products"]
@@ -188,7 +192,7 @@ def unread_overrides(recipe: AnyRecipe, roles: Sequence[QuantizerRole]) -> Itera
 
 
 def check_held_weights(recipe: AnyRecipe, steps: int, modules: Sequence[GemmModule]) -> None:
-    """UserError where a schedule would change the format of the weight, held quantized, of one of the modules."""
+    """Raise UserError if a schedule would change the format of a module's quantized weight."""
     roles = [role for module in modules for role in module.roles if role.tensor_type == "weight"]
     first, *later = stages(recipe, steps)
     held = first.recipe.resolve(roles)

@@ -1,4 +1,9 @@
-"""Several workers, each with one piece at a time."""
+"""Several workers, each with one piece at a time.
+
+concurrent.futures has no worker that ends with its parent: after SIGKILL of the parent, processes of a spawn pool stay.
+It also imports the caller's main module in each of them, so that a script without a guard starts itself again, and
+it does not say which signal ended a worker.
+"""
 
 import os
 import subprocess
@@ -14,11 +19,6 @@ from hqsweep.shards.sources import Segment
 
 Piece = tuple[int, list[Segment]]
 ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-
-
-def usable_cpus() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def encode_all(setup: Setup, pieces: Iterator[Piece], workers: int) -> Iterator[tuple[Piece, dict[str, Any]]]:

@@ -6,7 +6,6 @@ depend on the source and the tokenizer alone, the bytes are the same for any num
 manifest comes last, and OUT/.prepare is deleted.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -19,13 +18,14 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from hqsweep.config.safe_json import loads
+from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
+from hqsweep.host import Busy, locked, usable_cpus, write_whole
 from hqsweep.shards import manifest as manifests
 from hqsweep.shards import sources
 from hqsweep.shards.encode import Setup
 from hqsweep.shards.manifest import SPLITS, WIDE, Manifest, Section, Separator, Shard, Source, TokenizerFacts
-from hqsweep.shards.pool import Piece, encode_all, usable_cpus
+from hqsweep.shards.pool import Piece, encode_all
 from hqsweep.shards.stream import Part, Stream, unigram_entropy
 from hqsweep.shards.tokenizer import open_tokenizer, separator, tokenizer_file, vocab_size
 
@@ -92,7 +92,7 @@ def prepare(
     with _begun(job):
         records = _records(job, workers or usable_cpus(), progress or (lambda done: None))
         manifest = _manifest(job, records)
-        manifests.write_whole(job.out / manifests.NAME, manifest.model_dump_json(indent=1).encode() + b"\n")
+        write_whole(job.out / manifests.NAME, manifest.model_dump_json(indent=1).encode() + b"\n", synced=True)
     shutil.rmtree(job.work, ignore_errors=True)
     return manifest
 
@@ -182,21 +182,25 @@ def _begun(job: _Job) -> Iterator[None]:
     if job.out.is_dir() and not job.work.is_dir() and any(job.out.iterdir()):
         raise UserError(f"{job.out} is not empty, and holds no shards; give a new folder as --out")
     job.work.mkdir(parents=True, exist_ok=True)
-    with (job.work / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"{job.out} is being prepared by another process; wait until it ends") from None
-        plan = job.work / "plan.json"
-        if plan.is_file() and any(job.work.glob("[0-9]*.json")):
-            _refuse_other(job, _plan_in(plan), job.plan, "was begun with")
-        else:  # nothing is done that other options would contradict
-            for split in SPLITS:
-                shutil.rmtree(job.out / split, ignore_errors=True)
-                (job.out / split).mkdir()
-            manifests.write_whole(job.out / "tokenizer.json", job.tokenizer.read_bytes())
-            manifests.write_whole(plan, json.dumps(job.plan).encode())
-        yield
+    try:
+        with locked(job.work / "lock"):
+            _make_folders(job)
+            yield
+    except Busy:
+        raise UserError(f"{job.out} is being prepared by another process; wait until it ends") from None
+
+
+def _make_folders(job: _Job) -> None:
+    """Write the plan of a new job; UserError where the plan of an earlier call is another one."""
+    plan = job.work / "plan.json"
+    if plan.is_file() and any(job.work.glob("[0-9]*.json")):
+        _refuse_other(job, _plan_in(plan), job.plan, "was begun with")
+        return
+    for split in SPLITS:  # nothing is done that other options would contradict
+        shutil.rmtree(job.out / split, ignore_errors=True)
+        (job.out / split).mkdir()
+    write_whole(job.out / "tokenizer.json", job.tokenizer.read_bytes(), synced=True)
+    write_whole(plan, json.dumps(job.plan).encode(), synced=True)
 
 
 def _records(job: _Job, workers: int, progress: Progress) -> list[dict[str, Any]]:
@@ -223,7 +227,7 @@ def _records(job: _Job, workers: int, progress: Progress) -> list[dict[str, Any]
 
     for (number, piece), record in encode_all(setup, to_do(), workers):
         _on_disk(job, record)
-        manifests.write_whole(_record_file(job, number), json.dumps(record).encode())
+        write_whole(_record_file(job, number), json.dumps(record).encode(), synced=True)
         records[number] = record
         seen += _weight(piece)
         progress(_far(seen, total, records, resumed))

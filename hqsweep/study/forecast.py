@@ -27,9 +27,9 @@ from hqsweep.study.comparable import (
 )
 from hqsweep.study.noise import FILE
 from hqsweep.study.sequential import Plan
-from hqsweep.sweep.engine.slots import slots
+from hqsweep.sweep.engine.process import slots
 from hqsweep.sweep.grid.compose import PACKAGED
-from hqsweep.sweep.store.documents import check_document
+from hqsweep.sweep.store.documents import Document, Mapped, Number, Text, check_document
 from hqsweep.sweep.store.files import read_rows
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore
@@ -37,12 +37,32 @@ from hqsweep.train.record import checkpoints, record_path
 from hqsweep.verdicts import plan as power
 
 COUNTS = ("params", "tokens", "run_tokens", "arms_run", "seconds")
-ROW: dict[str, Any] = dict.fromkeys((*COUNTS, "trunk_tokens", "sd_pct"), float) | {
-    "model": dict, "data": dict, "design": str, "device": str, "arms": dict,
-}  # fmt: skip
-"""The fields that a forecast reads of a row of the registry."""
-ARM: dict[str, Any] = {"null": bool, "sd_pct": float}
-"""The fields that it reads of each of a row's arms."""
+
+
+class Measured(Document):
+    """The fields that a forecast reads of a row of the registry."""
+
+    params: Number
+    tokens: Number
+    run_tokens: Number
+    arms_run: Number
+    seconds: Number
+    trunk_tokens: Number
+    sd_pct: Number
+    model: Mapped
+    data: Mapped
+    design: Text
+    device: Text
+    arms: Mapped
+
+
+class Arm(Document):
+    """The fields that it reads of each arm of a row."""
+
+    null: bool
+    sd_pct: Number
+
+
 REMEDY = "delete that line; hqsweep compare measures it again"
 MEASURE = (
     "run a sweep of this model and data with three seeds (`seed=0,1,2`), and `hqsweep compare` keeps what it measures"
@@ -111,9 +131,9 @@ def written(path: Path) -> list[dict[str, Any]]:
     rows = read_rows(path, REMEDY)
     for number, row in enumerate(rows, 1):
         at = f"{path}: line {number}"
-        check_document(Path(at), row, ROW, ROW, REMEDY)
+        check_document(Path(at), row, Measured, remedy=REMEDY)
         for arm in row["arms"].values() or [None]:
-            check_document(Path(at), arm, ARM, ARM, REMEDY)
+            check_document(Path(at), arm, Arm, remedy=REMEDY)
         if min(row[name] for name in COUNTS) <= 0:
             raise Damaged(at, f"has a number of {', '.join(COUNTS)} that is not above 0", REMEDY)
     return rows

@@ -33,15 +33,14 @@ from typing import Any
 
 import pandas as pd
 
-from hqsweep.config.gemms import grouped_shapes, linear_shapes
-from hqsweep.config.job import ConvergenceConfig, parse
-from hqsweep.config.user_model import UserModel
+from hqsweep.config.job import ConvergenceConfig, grouped_shapes, linear_shapes, parse
+from hqsweep.config.model import UserModel
 from hqsweep.errors import Damaged
+from hqsweep.host import Busy, locked, write_whole
 from hqsweep.report.compare.arms import Comparison
 from hqsweep.report.compare.frames import DATA, FORK
 from hqsweep.report.compare.notes import barely_trained
-from hqsweep.sweep.store.files import encode_rows, read_rows, write_bytes
-from hqsweep.sweep.store.locks import RunBusy, locked
+from hqsweep.sweep.store.files import encode_rows, read_rows
 from hqsweep.sweep.store.run_dir import RunDir
 
 FILE = "noise.jsonl"
@@ -65,8 +64,8 @@ def record(comparison: Comparison, runs_dir: Path) -> Path | None:
             stay = {_key(row) for row in written if row.get("trained")}
             rows = [row for row in rows if row["trained"] or _key(row) not in stay]
             keys = set(map(_key, rows))
-            write_bytes(path, encode_rows([*(row for row in written if _key(row) not in keys), *rows]))
-    except (OSError, RunBusy, Damaged):
+            write_whole(path, encode_rows([*(row for row in written if _key(row) not in keys), *rows]))
+    except (OSError, Busy, Damaged):
         return None
     return path
 

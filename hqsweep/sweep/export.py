@@ -11,17 +11,17 @@ from hqsweep.checkpoints.foreign.user_model import check_same
 from hqsweep.checkpoints.save import save_model, save_pretrained, save_state
 from hqsweep.checkpoints.sharded.sharded_load import load_sharded
 from hqsweep.config.job import ConvergenceConfig, parse
-from hqsweep.config.user_model import FactoryModelConfig, HFModelConfig
+from hqsweep.config.model import FactoryModelConfig, HFModelConfig
 from hqsweep.errors import Damaged, UserError
 from hqsweep.models.hf import meta_model
 from hqsweep.models.hf_config import HFConfig, read_hf_config
 from hqsweep.optim import MASTER
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.sweep.store.run_dir import RunDir
-from hqsweep.train.adapter import ModelAdapter
 from hqsweep.train.build import adapted, make_optimizer
 from hqsweep.train.checkpoint import read_state, step_of
 from hqsweep.train.fork import start_from
+from hqsweep.train.model import ModelAdapter
 from hqsweep.train.record import NotAsWritten, check_recorded, checkpoints
 from hqsweep.train.user_model import NUMBERS
 

@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hqsweep.checkpoints.whole import sync_folder
 from hqsweep.errors import Damaged
+from hqsweep.host import sync_folder
 from hqsweep.jobs.sink import rows_until
 from hqsweep.sweep.store.files import drop_torn_tail, encode_rows, read_rows
 from hqsweep.sweep.store.names import run_id

@@ -9,7 +9,7 @@ from typing import Any
 
 from hqsweep.config.engine import TrackConfig, check_installed
 from hqsweep.errors import UserError
-from hqsweep.sweep.store.locks import RunBusy
+from hqsweep.host import Busy
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.track.tables import MIRRORED_TABLES
 from hqsweep.track.tracker import Tracker
@@ -29,7 +29,7 @@ def sync(run: RunDir, mode: str) -> list[Path]:
     try:
         with run.lock():
             return (_to_tensorboard if kind == "tensorboard" else _to_wandb)(run, config)
-    except RunBusy:
+    except Busy:
         raise UserError(f"{run.name}: it is at work; sync it when it has ended") from None
 
 

@@ -1,5 +1,8 @@
-"""Checkpoints of a run: step_N.pt, the whole state of a Trainer, or, over many ranks, the folder step_N of
-torch.distributed.checkpoint; beside each its record (record.py)."""
+"""Checkpoints of a run: the file step_N.pt of one process, or the folder step_N of several ranks.
+
+The file is the whole state of a Trainer; the folder has the layout of torch.distributed.checkpoint. Beside each stands
+its record (record.py).
+"""
 
 import hashlib
 import os
@@ -11,10 +14,11 @@ from typing import Any, BinaryIO, Protocol
 
 import torch
 
-from hqsweep.checkpoints.foreign.weights_only import Refused, load
-from hqsweep.checkpoints.whole import sync_folder
+from hqsweep.checkpoints.foreign.torch_file import Refused, load
 from hqsweep.errors import Damaged
-from hqsweep.parallel.wire.all_or_none import by_first, gathered, rank_in, together
+from hqsweep.host import sync_folder
+from hqsweep.parallel.mesh import Ranks
+from hqsweep.parallel.wire.objects import by_first, gathered, rank_in, together
 from hqsweep.train.record import (
     ANOTHER_FILE,
     Mark,
@@ -31,38 +35,37 @@ from hqsweep.train.record import (
 
 
 class Resumable(Protocol):
-    """A Trainer as a checkpoint knows it."""
+    """A Trainer, as a checkpoint knows it."""
 
     step: int
     device: torch.device
     kept: Any
     """The steps whose checkpoints are kept."""
-    ranks: Any
-    """parallel.mesh.Ranks, whose first rank writes; None for one process."""
+    ranks: Ranks
+    """The ranks that train; the first one writes records."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
 
     def state(self) -> dict:
-        """Everything that training goes on from."""
+        """The whole state of the training."""
 
     def load_state(self, state: dict) -> None:
         """Load this state."""
 
     def position(self) -> dict:
-        """What state() has beside model and optimizer, equal on all ranks."""
+        """The part of state() beside model and optimizer, equal on all ranks."""
 
     def load_position(self, position: dict) -> None:
-        """Load this position; model and optimizer are loaded already."""
+        """Load this position, after model and optimizer are loaded."""
 
 
 Refusal = Callable[[Path, Record], str | None]
-"""A function that gives the reason not to go on from a checkpoint that is as it was written, as a part of a sentence;
-None to go on from it."""
+"""Gives the reason to pass over a sound checkpoint, as a part of a sentence; None to go on from it."""
 
 
 class _Hashed:
-    """A file that is written to, with the hash and the number of its bytes."""
+    """A file to write to, which hashes and counts its bytes."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.sha256, self.bytes = file, hashlib.sha256(), 0
@@ -79,15 +82,16 @@ class _Hashed:
 def save_checkpoint(
     trainer: Resumable, folder: Path, *, rows: Mapping[str, Mark] | None = None, run: str = "", data: str = ""
 ) -> None:
-    """Write step_<n>.pt and its record, read it back, and then drop older ones that no fork needs, except the one
-    before: at every instant there is a whole checkpoint that was read back as it was written.
+    """Write step_<n>.pt and its record, read it back, and then delete older checkpoints that no fork needs.
 
-    rows: the marks of the rows that stand before it, which are on the disk. run: the id of the run. data: the hash of
-    its data. Raises Damaged when other bytes are read than were written; the checkpoints before are all there then.
-    Over many ranks, which all call it, it is the folder step_<n>.
+    The checkpoint before stays, so that at every instant one whole checkpoint has been read back as written. Several
+    ranks call it together, and write the folder step_<n>.
+
+    rows: the marks of the rows before it, which are on the disk. run: the id of the run. data: the hash of its data.
+    Raises Damaged where other bytes are read than were written; all earlier checkpoints are still there then.
     """
     known = {"run": run, "data": data, "rows": dict(rows or {}), "point": trainer.step in trainer.kept}
-    if trainer.ranks is not None:
+    if trainer.ranks.size > 1:
         _save_folder(trainer, folder, Record(file=f"step_{trainer.step}", sha256="", bytes=0, **known))
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -107,8 +111,8 @@ def save_checkpoint(
 
 
 def _save_folder(trainer: Resumable, folder: Path, record: Record) -> None:
-    """Write a rank's part, and tell the others the hash of what the disk gives back of it."""
-    from hqsweep.checkpoints.sharded.sharded import save_sharded  # torch's part of it takes a while to import
+    """Write this rank's part, read it back, and give the other ranks the hash of what was read."""
+    from hqsweep.checkpoints.sharded.sharded import save_sharded  # slow to import, because of torch
 
     target = folder / record.file
     by_first(lambda: discard(target))
@@ -120,7 +124,7 @@ def _save_folder(trainer: Resumable, folder: Path, record: Record) -> None:
 
 
 def _files_of(folder: Path, rank: int) -> list[Path]:
-    """The files of a folder that a rank has written; the first one wrote all that have no rank in their names."""
+    """The files of a folder that a rank has written. The first rank wrote all files without a rank in their names."""
     ranks = {path: re.match(r"__(\d+)_", path.name) for path in folder.iterdir()}
     return [path for path, match in ranks.items() if (int(match[1]) if match else 0) == rank]
 
@@ -141,29 +145,31 @@ def _write_state(state: dict, target: Path) -> _Hashed:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(target)
-    except RuntimeError as error:  # torch's own, when a write of the file failed
+    except RuntimeError as error:  # torch raises it when a write fails
         raise error.__context__ if isinstance(error.__context__, OSError) else error from None
     finally:
-        partial.unlink(missing_ok=True)  # on a full disk it would take the room of what is to be kept
+        partial.unlink(missing_ok=True)  # on a full disk it would take room from the checkpoints
     sync_folder(target.parent)
     return written
 
 
 def _read_back(path: Path) -> None:
-    """Compare a file with its record; it is read from the disk, if the system drops what it holds of it in memory."""
+    """Compare a file with its record. The system is asked to drop its cache first, so that the disk is read."""
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         read_recorded(path, file)
 
 
 def step_of(path: Path) -> int:
-    """The N of step_N.pt, and of step_N."""
+    """The N of step_N.pt or step_N."""
     return int(path.stem.removeprefix("step_"))
 
 
 def newest(folder: Path, refusal: Refusal, before: int | None = None) -> tuple[Path | None, dict[Path, str]]:
-    """The newest checkpoint, or the newest before a step, that is as it was written and is not refused; and, as a
-    sentence without its end, the fault of each newer one."""
+    """(path, faults): the newest sound checkpoint that is not refused, or None; and path -> fault of each newer one.
+
+    before: only checkpoints of earlier steps count. A fault is a sentence without its end.
+    """
     faults: dict[Path, str] = {}
     for step, path in reversed(checkpoints(folder).items()):
         if before is not None and step >= before:
@@ -180,8 +186,7 @@ def newest(folder: Path, refusal: Refusal, before: int | None = None) -> tuple[P
 
 
 def load_checkpoint(trainer: Resumable, folder: Path, before: int | None = None) -> bool:
-    """Continue from the newest checkpoint, or the newest before a step, that is as it was written; False if there is
-    none."""
+    """Continue from the newest sound checkpoint, or the newest before a step. False if there is none."""
     path, _ = newest(folder, lambda path, record: None, before)
     if path is not None:
         go_on_from(trainer, path)
@@ -189,8 +194,10 @@ def load_checkpoint(trainer: Resumable, folder: Path, before: int | None = None)
 
 
 def go_on_from(trainer: Resumable, path: Path) -> None:
-    """Continue from a checkpoint; from a folder, any number of ranks together. Raises NotAsWritten for a file that is
-    not as it was written; a folder must have been compared with its record before."""
+    """Continue from a checkpoint; from a folder, with any number of ranks together.
+
+    Raises NotAsWritten for a damaged file. A folder must have been compared with its record before.
+    """
     if path.is_dir():
         from hqsweep.checkpoints.sharded.sharded_load import load_sharded
 
@@ -200,8 +207,10 @@ def go_on_from(trainer: Resumable, path: Path) -> None:
 
 
 def read_state(path: Path, device: torch.device, sha256: str | None = None) -> dict:
-    """The state that save_checkpoint wrote, on the device. sha256: the hash of the file, instead of its record's.
-    Raises NotAsWritten for anything else."""
+    """The state in a file of save_checkpoint, on the device. Raises NotAsWritten for any other file.
+
+    sha256: the hash to compare with, instead of the record's.
+    """
     with path.open("rb") as file:
         if sha256 is None:
             read_recorded(path, file)

@@ -1,7 +1,7 @@
 """Data of a run: `load` gives a Dataset, and `Dataset.batch` is a pure function of its arguments.
 
-A batch depends on the data, the split, the seed, the step and the shape, and on nothing else: every recipe of a sweep
-sees identical batches, and a resumed run needs no state of the data. Randomness is counter-based (Philox).
+A batch depends on nothing but the data, the split, the seed, the step and the shape. So every recipe of a sweep sees
+identical batches, and a resumed run needs no state of the data. Randomness is counter-based (Philox).
 """
 
 import math
@@ -13,19 +13,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hqsweep.config.data import LEARNT_NATS, DataConfig
+from hqsweep.config.train import LEARNT_NATS, DataConfig
 from hqsweep.errors import UserError, nearest
-from hqsweep.shards.order import window_starts
 from hqsweep.shards.reader import Shards
-from hqsweep.shards.stream import Stream
+from hqsweep.shards.stream import Stream, window_starts
 from hqsweep.shards.stream import unigram_entropy as entropy_of
-from hqsweep.train import content, corpus
-from hqsweep.train.corpus import Corpus
-from hqsweep.train.markov import MarkovSource
+from hqsweep.train import corpus
+from hqsweep.train.corpus import Corpus, MarkovSource
 
 CHUNK = 1 << 20
 PLENTY = 64
-"""The number of windows by an estimate above which a split is taken to be long enough."""
+"""An estimated number of windows that is enough to call a split long enough."""
 BATCHES = 0x62617463  # second key word: keeps the batch stream apart from other users of the same seed
 
 
@@ -34,8 +32,8 @@ class Dataset:
     """Tokens of both splits. train, val: 1-D uint8 or uint16 (possibly memory-mapped), values in [0, vocab_size); for
     shards a Stream.
 
-    hash: SHA-256 over source, split and content, in hex. facts: JSON values for the manifest; among them
-    unigram_entropy_nats, what val costs under its own token frequencies (a trained model must beat it), and for a
+    hash: SHA-256 over source, split and content, in hex. facts: JSON values for the manifest. Among them are
+    unigram_entropy_nats, the loss of val under its own token frequencies, which a trained model must beat, and for a
     Markov source entropy_rate_nats, which no model can beat.
     """
 
@@ -49,7 +47,7 @@ class Dataset:
         """(inputs, targets), int64 [batch, context] on the CPU; targets[b, t] is the token after inputs[b, t].
 
         "train": windows at random offsets, keyed by (seed, step). "val": `step` counts the batches of one evaluation
-        from 0, and the windows are the same for every seed: disjoint, evenly spread, all of them before any repeats.
+        from 0. The windows are disjoint, evenly spread, and the same for every seed; all come before any repeats.
 
         Raises:
             UserError: the split is shorter than context + 1 tokens.
@@ -68,15 +66,15 @@ class Dataset:
         return self._windows(self.train, _random_starts(seed, step, batch, len(self.train) - context), context + 1)
 
     def _windows(self, data: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
-        """int64 [starts, length], the tokens from each start on."""
+        """int64 [starts, length]: the tokens from each start on."""
         return data[starts[:, None] + np.arange(length)].astype(np.int64)
 
     def epochs(self, tokens: int) -> float:
-        """The number of times that a run of `tokens` tokens reads the train split."""
+        """How often a run of `tokens` tokens reads the train split."""
         return tokens / len(self.train)
 
     def warnings(self, tokens: int) -> list[str]:
-        """The warnings for a run that trains on `tokens` tokens: that it repeats its data, if it does."""
+        """A warning if a run on `tokens` tokens repeats its data, else []."""
         if self.epochs(tokens) <= 1:
             return []
         return [
@@ -86,7 +84,7 @@ class Dataset:
         ]
 
     def untrained(self, val_loss: float | None) -> list[str]:
-        """The warnings for a run that ends with this loss: that it has hardly learnt, if it has not."""
+        """A warning if a run that ends with this loss has hardly learnt anything, else []."""
         entropy = self.facts["unigram_entropy_nats"]
         if val_loss is None or val_loss <= entropy - LEARNT_NATS:
             return []
@@ -99,7 +97,7 @@ class Dataset:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedDataset(Dataset):
-    """Tokens that stay on the disk: train and val are streams, and an epoch reads each window of train once."""
+    """Tokens that stay on disk: train and val are streams, and an epoch reads each window of train once."""
 
     def _train_windows(self, seed: int, step: int, batch: int, context: int) -> np.ndarray:
         samples = np.arange(step * batch, (step + 1) * batch, dtype=np.int64)
@@ -134,7 +132,7 @@ def load(config: DataConfig) -> Dataset:
 
 
 def _in_memory(read: Callable[[DataConfig], Corpus]) -> Callable[[DataConfig], Dataset]:
-    """A reader of arrays of tokens -> a function that gives their Dataset."""
+    """A function that gives the Dataset of a reader's arrays of tokens."""
 
     def dataset(config: DataConfig) -> Dataset:
         source = read(config)
@@ -146,16 +144,16 @@ def _in_memory(read: Callable[[DataConfig], Corpus]) -> Callable[[DataConfig], D
             "unigram_entropy_nats": unigram_entropy(source.val),
             **source.facts,
         }
-        if max(source.train.nbytes, source.val.nbytes) > content.WHOLE_BYTES:
-            fields["hashed"] = content.how_hashed()
-        digest = content.content_hash([config.source, source.split, source.vocab_size], [source.train, source.val])
+        if max(source.train.nbytes, source.val.nbytes) > corpus.WHOLE_BYTES:
+            fields["hashed"] = corpus.how_hashed()
+        digest = corpus.content_hash([config.source, source.split, source.vocab_size], [source.train, source.val])
         return Dataset(train=source.train, val=source.val, vocab_size=source.vocab_size, hash=digest, facts=fields)
 
     return dataset
 
 
 def _shards(config: DataConfig) -> Dataset:
-    """The Dataset of a folder of shards; max_bytes leaves the beginnings of both splits."""
+    """The Dataset of a folder of shards. max_bytes keeps the beginnings of both splits."""
     if config.path is None or not Path(config.path).exists():
         raise UserError(f"data.path: '{config.path}' does not exist; data.source=shards reads a folder of shards")
     shards = Shards(config.path, val_fraction=config.val_fraction)
@@ -179,7 +177,7 @@ def _shards(config: DataConfig) -> Dataset:
     }
     if shards.manifest:
         fields |= {"tokenizer": shards.manifest.tokenizer.sha256, "separator": shards.manifest.separator.id}
-    digest = content.content_hash([config.source, shards.vocab_size, shards.hash, len(train), len(val)], [])
+    digest = corpus.content_hash([config.source, shards.vocab_size, shards.hash, len(train), len(val)], [])
     return ShardedDataset(train=train, val=val, vocab_size=shards.vocab_size, hash=digest, facts=fields)
 
 
@@ -193,37 +191,40 @@ def _check_split(config: DataConfig, train: Sized, val: Sized) -> None:
 
 
 def loaded(config: DataConfig) -> Dataset:
-    """load(config), kept until another config comes, or its files change: runs that follow each other in one process
-    read it once."""
-    return _loaded(config.model_copy(update={"hash": None}), content.stamp_of(config))
+    """load(config), cached until another config comes or the files change, so that successive runs read data once."""
+    return _loaded(config.model_copy(update={"hash": None}), corpus.stamp_of(config))
 
 
 @lru_cache(maxsize=1)
-def _loaded(config: DataConfig, stamp: content.Stamp) -> Dataset:
-    """The data of files with this stamp, which is the key of the cache alone."""
+def _loaded(config: DataConfig, stamp: corpus.Stamp) -> Dataset:
+    """load(), cached by config and stamp."""
     return load(config)
 
 
-def check_same(config: DataConfig, dataset: Dataset, stamp: content.Stamp) -> None:
-    """UserError where files that a run reads while it trains have other content than at its start, when they had this
-    stamp. What was read into memory stays as it was."""
-    if not isinstance(dataset.train, np.memmap | Stream) or content.stamp_of(config) == stamp:
+def check_same(config: DataConfig, dataset: Dataset, stamp: corpus.Stamp) -> None:
+    """UserError where files that a run reads while it trains have changed since they had this stamp.
+
+    Data that was read into memory cannot change.
+    """
+    if not isinstance(dataset.train, np.memmap | Stream) or corpus.stamp_of(config) == stamp:
         return
     if isinstance(dataset.train, Stream):
         now = load(config).hash
-    else:  # a file that was replaced by another is still the one that was opened
+    else:  # a replaced file stays the file that was opened
         words = [config.source, dataset.facts["split"], dataset.vocab_size]
-        now = content.content_hash(words, [dataset.train, dataset.val])
+        now = corpus.content_hash(words, [dataset.train, dataset.val])
     if now != dataset.hash:
         raise UserError(
-            f"{content.where(config)} were changed while the run read them; put the old data back, and give the sweep's"
+            f"{corpus.where(config)} were changed while the run read them; put the old data back, and give the sweep's"
             " command again, which goes on from the last checkpoint"
         )
 
 
 def check_length(config: DataConfig, context: int) -> None:
-    """UserError where a split is too short for a window of `context` tokens, or the data cannot be read. Files whose
-    sizes are plenty are not read for it."""
+    """UserError where a split is too short for a window of `context` tokens, or the data cannot be read.
+
+    Files whose sizes promise plenty are not read for it.
+    """
     if config.source == "markov":
         sizes = {"train": config.markov.length, "val": round(config.markov.length * config.val_fraction)}
     elif config.source != "shards" and _expected(config) > PLENTY * context:
@@ -244,9 +245,9 @@ def _check_window(split: str, tokens: int, context: int) -> None:
 
 
 def _expected(config: DataConfig) -> float:
-    """The tokens of the smaller split, by the sizes of files."""
+    """The tokens of the smaller split, estimated from the sizes of files."""
     share = min(config.val_fraction, 1 - config.val_fraction)
-    total = math.inf  # of packages and of the standard library there are megabytes on every machine
+    total = math.inf  # packages and the standard library have megabytes on every machine
     if config.path is not None:
         path = Path(config.path)
         files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
@@ -256,13 +257,12 @@ def _expected(config: DataConfig) -> float:
 
 
 def unigram_entropy(tokens: np.ndarray) -> float:
-    """-sum_t p[t] ln p[t] in nats, p being the frequencies in `tokens` itself (1-D, uint8 or uint16)."""
+    """-sum_t p[t] ln p[t] in nats, where p are the token frequencies in `tokens` (1-D, uint8 or uint16)."""
     return entropy_of(tokens[at : at + CHUNK] for at in range(0, len(tokens), CHUNK))
 
 
 def _markov(config: DataConfig) -> Corpus:
-    """A corpus of `length` tokens to train on, and val_fraction * length more, from a chain of their own, to
-    validate."""
+    """A corpus of `length` tokens to train on, and val_fraction * length tokens of a second chain to validate."""
     markov = config.markov
     source = MarkovSource.draw(
         vocab=markov.vocab, order=markov.order, concentration=markov.concentration, seed=markov.seed
@@ -294,9 +294,9 @@ def _random_starts(seed: int, step: int, count: int, choices: int) -> np.ndarray
 
 
 def _spread_starts(first: int, count: int, choices: int) -> np.ndarray:
-    """The places first..first+count-1 of a walk over [0, choices), int64, in golden-section strides.
+    """int64: the places first..first+count-1 of a walk over [0, choices) in golden-section strides.
 
-    Every beginning of the walk is nearly evenly spaced, however long, and no place comes twice before all have come.
+    Every beginning of the walk is nearly evenly spaced, and no place repeats before all have come.
     """
     stride = max(1, round(choices * (math.sqrt(5) - 1) / 2))
     while math.gcd(stride, choices) != 1:

@@ -1,37 +1,45 @@
-"""The start of a fork: the whole state of a trunk in a model that is built in an arm's recipe.
+"""The start of a training from other weights: from a trunk, as a fork, or from another program's checkpoint, as a
+trunk.
 
-Weights and their masters, moments, the count of updates and keys of random bits go on. Where trunk and arm hold a
-weight in the same quantizer its bytes go on; else it is quantized from its master, as it would have been at that step.
-The states of delayed scaling go on where the arm has the same slot, direction and length of history, and else begin
-anew.
+A fork takes the whole state of a trunk into a model in its own recipe. Weights and their masters, moments, the count of
+updates and keys of random bits go on. Where trunk and arm hold a weight in the same quantizer, its bytes go on; else it
+is quantized from its master, as it would have been at that step. States of delayed scaling go on where the arm has the
+same slot, direction and length of history; else they begin anew.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from hqsweep.checkpoints.foreign.checkpoint import Checkpoint
+from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
+from hqsweep.checkpoints.foreign.load import Loaded
+from hqsweep.config.study import ForkConfig
+from hqsweep.config.train import ParallelConfig
+from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.nn.core.module import quantized_modules
-from hqsweep.nn.experts.grouped_linear import link_held
+from hqsweep.nn.core.workspace import note_update
 from hqsweep.optim import MASTER, FusedAdam
 from hqsweep.optim.adam import OWN_MASTERS
-from hqsweep.parallel.wire.local import is_spread, local, note_update, spread_out, write_held
+from hqsweep.parallel.shared.held_experts import link_held
+from hqsweep.parallel.wire.local import is_spread, local, spread_out, write_held
 from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.recipe.sections import slots
-from hqsweep.train.keyed import keyed_seed
+from hqsweep.train.model import keyed_seed
 
 Names = tuple[str, ...]
-"""The names of one weight; a tied one has several, and a rank may have the weight under one of them alone."""
+"""The names of one weight. A tied weight has several, and a rank may have it under only one of them."""
 
 
 @torch.no_grad()
 def start_from(model: nn.Module, optimizer: FusedAdam, state: Mapping[str, Any]) -> None:
-    """Give model and optimizer the state of a Trainer of the same model in any recipe; if they are spread over ranks,
-    so are the tensors of the state."""
+    """Give model and optimizer the state of a Trainer of the same model in any recipe. Over ranks, the state has this
+    rank's parts."""
     optimizer.load_state_dict(state["optimizer"])
     weights, keys = dict(state["model"]), _keys(model)
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -44,7 +52,7 @@ def start_from(model: nn.Module, optimizer: FusedAdam, state: Mapping[str, Any])
     values = {p: optimizer.state.get(p, {}).get(MASTER, weights[name]) for name, p in named.items()}
     for p, key in keys.items():
         write_held(p, local(values[p]), _later(key, state["step"]))
-    for name, p in named.items():  # which the trunk alone holds quantized
+    for name, p in named.items():  # weights that only the trunk holds quantized
         if isinstance(local(weights[name]), HybridQuantizedTensor) and not isinstance(local(p), HybridQuantizedTensor):
             local(p).copy_(local(values[p]))
             if p.dtype in OWN_MASTERS and p in optimizer.state:
@@ -53,8 +61,10 @@ def start_from(model: nn.Module, optimizer: FusedAdam, state: Mapping[str, Any])
 
 @torch.no_grad()
 def start_from_folder(model: nn.Module, optimizer: FusedAdam, folder: Path) -> dict[str, Any]:
-    """start_from for a folder that the ranks of a Trainer have written, on any number of ranks; all call it. Returns
-    what the folder has beside model and optimizer."""
+    """start_from a folder that the ranks of a Trainer have written. A collective of any number of ranks.
+
+    Returns the entries beside model and optimizer.
+    """
     from hqsweep.checkpoints.sharded.sharded_load import encode_again, load_but_codes
 
     keys = _keys(model)
@@ -69,10 +79,23 @@ def start_from_folder(model: nn.Module, optimizer: FusedAdam, folder: Path) -> d
     return position
 
 
+def check_layers(dims: ParallelConfig) -> None:
+    """UserError for the state of one process where ranks hold layers of their own."""
+    if dims.pp > 1:
+        raise UserError(
+            "fork.trunk: it is the state of one process, and ranks with layers of their own (train.parallel.pp)"
+            " go on from a folder that ranks wrote; give another, or pp=1"
+        )
+
+
 @torch.no_grad()
 def take_parts(model: nn.Module, optimizer: FusedAdam, whole: nn.Module, whole_optimizer: FusedAdam) -> None:
-    """Give a model over ranks, and its optimizer, their parts of the same model's state, which each rank has whole; all
-    call it."""
+    """Copy this rank's parts of a whole model and its optimizer into the same model over ranks. A collective.
+
+    Returns at once where `whole` is the model itself, as for one rank.
+    """
+    if whole is model:
+        return
     from hqsweep.checkpoints.sharded.sharded_state import buffers_of, parameters_of
 
     weights, buffers = parameters_of(whole), buffers_of(whole)
@@ -107,7 +130,7 @@ def _keep_states(model: nn.Module) -> None:
 
 
 def shapes_of(model: nn.Module) -> dict[Names, torch.Size]:
-    """The shape of each weight, by all of its names, in order."""
+    """All names of a weight -> its shape, in order."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(p, []).append(name)
@@ -120,12 +143,13 @@ def perturb(
 ) -> None:
     """Multiply every weight (its master, where it has one) by 1 + noise * eps, eps ~ N(0, 1) keyed by (seed, step).
 
-    shapes: those of all weights of the whole model, in order. eps is drawn for these, and a rank takes its part."""
+    shapes: the shapes of all weights of the whole model, in order. eps is drawn for these, and a rank takes its part.
+    """
     drawn, own_weights = torch.Generator().manual_seed(keyed_seed(*key)), dict(model.named_parameters())
     for names, shape in shapes.items():
         eps = torch.randn(shape, generator=drawn)
         p = next((own_weights[name] for name in names if name in own_weights), None)
-        if p is None:  # of another rank's layer
+        if p is None:  # it belongs to another rank's layer
             continue
         master = local(optimizer.master_param(p))
         master.mul_(1 + noise * local(spread_out(eps.to(master.device), p)))
@@ -133,6 +157,61 @@ def perturb(
             write_held(p, master, own.metadata.key)
         elif master is not own:
             own.copy_(master)
-        if is_spread(p):  # whose part alone was written
+        if is_spread(p):  # the write to the part did not count
             torch.autograd.graph.increment_version(p)
             note_update()
+
+
+ABOVE = "above_source"
+"""The key, in a trunk's facts, of the lines about points whose loss is above the loss of its checkpoint."""
+
+
+class Beginning(Protocol):
+    """A Trainer, as the start from another program's checkpoint knows it."""
+
+    step: int
+    val_loss: float | None
+    kept: Collection[int]
+    trunk: dict[str, Any]
+
+    def load_weights(self, checkpoint: Checkpoint) -> Loaded:
+        """Take a checkpoint's weights, and its moments if it has any."""
+
+    def evaluate(self) -> float:
+        """The validation loss."""
+
+
+def begin_source(trainer: Beginning, fork: ForkConfig) -> None:
+    """Give a trainer the weights of its trunk's checkpoint, and the moments if it has any. Its facts get the
+    checkpoint's loss.
+
+    UserError where the checkpoint is another than was planned, or belongs to another model.
+    """
+    checkpoint = inspect_checkpoint(Path(fork.source))
+    if checkpoint.sha256 != fork.source_hash:
+        raise UserError(
+            f"fork.trunk: {fork.source} is another checkpoint than it was when this run was planned; give that one, or"
+            " give the sweep's command again, which makes runs of the new one"
+        )
+    loaded = trainer.load_weights(checkpoint)
+    trainer.trunk = {
+        "source_val_loss": trainer.evaluate(), "source_step": loaded.step, "source_moments": loaded.moments > 0,
+        ABOVE: [],
+    }  # fmt: skip
+
+
+def above_source(trainer: Beginning) -> str | None:
+    """A line, at a trunk's point whose loss is above the loss of its checkpoint; None elsewhere.
+
+    A trunk alone cannot tell whether the difference is more than noise; report.rewarm does.
+    """
+    before = trainer.trunk.get("source_val_loss")
+    if before is None or trainer.step not in trainer.kept or trainer.val_loss is None or trainer.val_loss <= before:
+        return None
+    excess = 100 * (trainer.val_loss / before - 1)
+    line = (
+        f"at step {trainer.step} val_loss is {trainer.val_loss:.4f}, {excess:.2f} % above the {before:.4f} of the"
+        " checkpoint that this trunk began from; hqsweep compare says whether that is more than the study's noise"
+    )
+    trainer.trunk[ABOVE] = [*trainer.trunk[ABOVE], line]
+    return line

@@ -1,15 +1,18 @@
-"""GPT: RMSNorm, rotary positions, SwiGLU or a mixture of them, tied or untied head; every linear reads its quantizers
-from the recipe.
+"""The model of a training: ModelAdapter, all that the training loop asks of a model, and GPT, hqsweep's own model.
 
-The residual stream and norms are FP32; linears read and write train.dtype. Attention that the recipe leaves in high
-precision is FP32 on CPU, train.dtype on CUDA. Shapes: B batch, T context, D dim, V vocabulary.
+GPT has RMSNorm, rotary positions, SwiGLU or a mixture of experts, and a tied or untied head. Every linear takes its
+quantizers from the recipe. The residual stream and norms are FP32; linears read and write train.dtype. Attention that
+the recipe leaves in high precision is FP32 on CPU and train.dtype on CUDA. Shapes: B batch, T context, D dim, V
+vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,21 +24,125 @@ from hqsweep.nn.core.options import MoELayerOptions, TransformerOptions
 from hqsweep.nn.core.recipe_argument import module_quantizers
 from hqsweep.nn.experts.grouped_linear import GroupedLinear
 from hqsweep.nn.experts.moe import LayerNormMoE, MoELayer
-from hqsweep.nn.layers.embedding import embedding, split_embedding
+from hqsweep.nn.layers.embedding import embedding
 from hqsweep.nn.layers.layer_stack import through
 from hqsweep.nn.layers.norm import Norm
 from hqsweep.nn.layers.saved_memory import saved_input_bytes
 from hqsweep.nn.layers.transformer_layer import TransformerLayer
 from hqsweep.nn.layers.weight import QuantizedWeight
 from hqsweep.nn.linear.linear import Linear
-from hqsweep.nn.linear.linear_loss import forms_loss, linear_cross_entropy, vocabulary_group
-from hqsweep.nn.linear.vocabulary import cross_entropy
-from hqsweep.parallel.overlap.shared_linear import whole_features
+from hqsweep.nn.linear.linear_loss import forms_loss, linear_cross_entropy
+from hqsweep.parallel.shared.tokens import whole_features
+from hqsweep.parallel.shared.vocabulary import cross_entropy, split_embedding, vocabulary_group
+from hqsweep.parallel.shared.weight import gains_summed_together
 from hqsweep.parallel.wire.local import local, whole_tensor
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import HEAD
-from hqsweep.train.adapter import DTYPES, Balance, Losses, Saving
+
+
+def keyed_seed(*key: int) -> int:
+    """A seed for a torch generator, below 2**63, as a function of numbers >= 0."""
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""Name in train.dtype -> dtype."""
+Saving = Callable[[], AbstractContextManager]
+"""The context of the model's forward without the loss, whose tensors for backward are gradients."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Balance:
+    """How the L layers with experts distribute the tokens of a forward."""
+
+    loss: Tensor
+    """float32 []: the mean over layers of Routing.balance, or the auxiliary loss of a user's model; 0 without
+    experts."""
+    tokens: list[Tensor]
+    """int64 [E] for each layer with experts; [] where a user's model does not count tokens."""
+
+    @classmethod
+    def of(cls, parts: Sequence["Balance"], of_ranks: Callable[[Tensor], Tensor]) -> "Balance":
+        """The balance of a batch from the balances of its parts, without gradients.
+
+        of_ranks: a value [...] of this rank -> [ranks, ...], the values of all ranks.
+        """
+        loss = of_ranks(torch.stack([part.loss.detach() for part in parts])).mean()
+        if not parts[0].tokens:
+            return cls(loss=loss, tokens=[])
+        counts = torch.stack([torch.cat(part.tokens) for part in parts]).sum(dim=0)
+        return cls(loss=loss, tokens=list(of_ranks(counts).sum(dim=0).split([len(c) for c in parts[0].tokens])))
+
+    def greatest_load(self) -> float:
+        """The largest ratio, over all layers, between the tokens of the busiest expert and the mean of its layer."""
+        return max((counts.max() / counts.float().mean()).item() for counts in self.tokens)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Losses:
+    """The losses of a batch, both []: the cross entropy, which is compared, and the loss that is minimized."""
+
+    cross_entropy: Tensor
+    minimized: Tensor
+    balance: Balance
+
+
+def by_decay(model: nn.Module, decayed: Iterable[Tensor]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """(parameters with weight decay, other parameters), each in the model's order, as optimizers number them."""
+    known, parameters = {id(weight) for weight in decayed}, list(model.parameters())
+    return [p for p in parameters if id(p) in known], [p for p in parameters if id(p) not in known]
+
+
+class ModelAdapter(Protocol):
+    """A model, as the training loop knows it."""
+
+    model: nn.Module
+    has_aux: bool
+    """Whether there is an auxiliary loss, which is reported."""
+    methods: Sequence[str]
+    """The names of methods that compute like the model's forward."""
+    autocast: torch.dtype | None
+    """The dtype of torch.autocast in which the model computes; None without autocast."""
+    why_eager: str | None
+    """Why its steps cannot be CUDA graphs; None where they can."""
+    facts: Mapping[str, Any]
+    """Entries of the manifest and of checkpoints."""
+    taken: Mapping[str, Any]
+    """The manifest's entry on the modules of a user's model that the recipe takes."""
+
+    def losses(self, inputs: Tensor, targets: Tensor, saving: Saving = nullcontext) -> Losses:
+        """The losses of inputs and targets, int64 [B, T]. Called under quantization()."""
+
+    def begin(self, key: tuple[int, int, int]) -> None:
+        """Prepare for a forward in training. key: (seed, step, microbatch), for a model that draws random numbers."""
+
+    def evaluating(self) -> AbstractContextManager:
+        """The context of evaluations."""
+
+    def decayed(self) -> list[Tensor]:
+        """The parameters with weight decay."""
+
+    def saved_inputs(self, tokens: int) -> Iterable[tuple[str, float]]:
+        """(name, bytes) of each linear: the bytes an element that it keeps of its input, for a microbatch of so many
+        tokens."""
+
+    def originals(self, master: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """Name of a linear, or NAME.EXPERT -> the master of its weight, for weights that are held quantized. For error
+        statistics."""
+
+    def state(self) -> dict[str, Any]:
+        """The state that a checkpoint needs beside the model's state_dict()."""
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """UserError for a state that a model with other code has saved."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Load this state, after check()."""
+
+    def unused(self) -> list[str]:
+        """The modules, in order, that should compute by the recipe and have not computed since the start."""
+
 
 EMBEDDING_STD = 0.02
 
@@ -44,8 +151,6 @@ class Embedding(QuantizedWeight):
     """Tokens [...] -> rows [..., D] of a table [V, D]."""
 
     module_type = "embedding"
-    split: int | None = None
-    """The axis of tokens [B, T] along which a rank that shares the table with others returns only its part of them."""
 
     def __init__(self, vocab_size: int, dim: int, name: str, recipe: AnyRecipe) -> None:
         super().__init__()
@@ -55,21 +160,22 @@ class Embedding(QuantizedWeight):
         nn.init.normal_(self.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if self.part is None:
+        ranks = self.parallel
+        if ranks is None or ranks.part is None:
             return embedding(tokens, self.quantized_weight())
-        return split_embedding(tokens, self.quantized_weight(), self.part.group, split=self.split)
+        return split_embedding(tokens, self.quantized_weight(), ranks.part.group, split=ranks.split)
 
 
 class Head(Linear):
     """The output projection, h [B, T, D] -> logits [B, T, V]."""
 
     def loss(self, h: Tensor, targets: Tensor) -> Tensor:
-        """nn.linear_cross_entropy of this linear."""
+        """nn.linear_cross_entropy with this linear."""
         return linear_cross_entropy(h, self, targets)
 
 
 class GPT(nn.Module):
-    """Tokens [B, T] -> logits [B, T, V] in FP32. set_recipe(model, other) changes the recipe that it is built with.
+    """Tokens [B, T] -> logits [B, T, V] in FP32. set_recipe(model, other) changes its recipe.
 
     recompute: what backward computes again instead of keeping it: "none", every "layer", or the core of "attention".
     """
@@ -93,7 +199,7 @@ class GPT(nn.Module):
         self._initialise(config)
 
     def _initialise(self, config: ModelConfig) -> None:
-        """Draw the weights. Residual projections shrink with depth (GPT-2); an untied head starts at zero, so the first
+        """Draw the weights. Residual projections shrink with depth (GPT-2). An untied head starts at zero, so the first
         loss is ln V."""
         nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
         with torch.no_grad():
@@ -109,16 +215,17 @@ class GPT(nn.Module):
         return self.balanced(tokens)[0]
 
     def balanced(self, tokens: Tensor) -> tuple[Tensor, Balance]:
-        """forward(tokens), and how the experts were used."""
+        """(forward(tokens), how the experts were used)."""
         h, balance = self.hidden(tokens)
         logits, group = self.head(h), vocabulary_group(self.head)
         return (logits if group is None else whole_features(logits, group)).float(), balance
 
     def loss(self, tokens: Tensor, targets: Tensor, saving: Saving = nullcontext) -> tuple[Tensor, Balance]:
-        """The mean cross entropy of the tokens' logits with targets [B, T], float32 [], and how the experts were used.
+        """(loss, balance): the mean cross entropy of the logits with targets [B, T], float32 [], and how the experts
+        were used.
 
-        The logits are computed whole or by chunks (nn.linear_loss). saving: the context that the model itself runs in,
-        without its loss, whose tensors for backward are gradients.
+        The logits are computed whole or by chunks (nn.linear_loss). saving: the context of the model's forward without
+        the loss, whose tensors for backward are gradients.
         """
         with saving():
             h, balance = self.hidden(tokens)
@@ -129,29 +236,31 @@ class GPT(nn.Module):
 
     def hidden(self, tokens: Tensor) -> tuple[Tensor, Balance]:
         """The head's input [B, T, D] in the head's dtype, and how the experts were used."""
-        stream = through(self.layers, self.embedding(tokens))
+        x = self.embedding(tokens)
+        with gains_summed_together(self.layers):
+            stream = through(self.layers, x)
         x, losses = stream.x, stream.balances
         loss = torch.stack(losses).mean() if losses else x.new_zeros(())
         h = self.norm.added(x, stream.branch, self.head.dtype)[1]
         return h, Balance(loss=loss, tokens=stream.tokens)
 
     def linears(self) -> Iterator[Linear]:
-        """All linears except grouped ones in order, the head last."""
+        """All linears except grouped ones, in order, the head last."""
         return (module for module in self.modules() if isinstance(module, Linear))
 
     def grouped_linears(self) -> Iterator[GroupedLinear]:
-        """All grouped linears in order."""
+        """All grouped linears, in order."""
         return (module for module in self.modules() if isinstance(module, GroupedLinear))
 
     def matrices(self) -> list[Tensor]:
-        """The weights of all linears and of the routers."""
+        """The weights of all linears and routers."""
         mixtures = [module for module in self.modules() if isinstance(module, LayerNormMoE)]
         weights = [linear.weight for linear in self.linears()] + [mixture.router.weight for mixture in mixtures]
         return weights + [weight for grouped in self.grouped_linears() for weight in grouped.weights]
 
 
 class GPTAdapter:
-    """hqsweep's own GPT as the training loop's model (adapter.ModelAdapter)."""
+    """The ModelAdapter of hqsweep's own GPT."""
 
     autocast = why_eager = None
     facts: Mapping[str, Any] = MappingProxyType({})
@@ -163,21 +272,22 @@ class GPTAdapter:
         self.has_aux = any(isinstance(module, LayerNormMoE) for module in model.modules())
 
     def losses(self, inputs: Tensor, targets: Tensor, saving: Saving = nullcontext) -> Losses:
-        """The losses; minimized is the cross entropy plus load_balance times the loss of the balance."""
+        """The losses. The one that is minimized adds load_balance times the loss of the balance to the cross
+        entropy."""
         loss, balance = self.model.loss(inputs, targets, saving)
         minimized = loss + self.load_balance * balance.loss if balance.tokens else loss
         return Losses(cross_entropy=loss, minimized=minimized, balance=balance)
 
     def begin(self, key: tuple[int, int, int]) -> None:
-        """Nothing: the model draws nothing from torch's generator."""
+        """Do nothing: the model draws no numbers from torch's generator."""
 
     def evaluating(self) -> AbstractContextManager:
-        """A context without an effect: the model computes the same."""
+        """A context without effect: the model computes the same in evaluations."""
         return nullcontext()
 
     def decayed(self) -> list[Tensor]:
-        """The matrices; gains and embeddings do not decay."""
-        table = getattr(self.model.embedding, "weight", None)  # which later stages of a pipeline have not
+        """The matrices. Gains and embeddings do not decay."""
+        table = getattr(self.model.embedding, "weight", None)  # later stages of a pipeline have none
         return [weight for weight in self.model.matrices() if weight is not table]
 
     def saved_inputs(self, tokens: int) -> Iterator[tuple[str, float]]:
@@ -193,22 +303,22 @@ class GPTAdapter:
         return masters
 
     def state(self) -> dict[str, Any]:
-        """{}: the whole state is in state_dict()."""
+        """{}: state_dict() has the whole state."""
         return {}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Nothing: the model's code is hqsweep's."""
+        """Do nothing: the model's code is hqsweep's."""
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         pass
 
     def unused(self) -> list[str]:
-        """[]: each module takes part in every step."""
+        """[]: each module computes in every step."""
         return []
 
 
 def _is_held(weight: Tensor) -> bool:
-    """Whether a weight, or this rank's part of it, is quantized operands."""
+    """Whether a weight, or this rank's part of it, is held quantized."""
     return isinstance(local(weight), HybridQuantizedTensor)
 
 
@@ -223,11 +333,11 @@ def _layer(config: ModelConfig, index: int, recipe: AnyRecipe, dtype: torch.dtyp
 
 
 def build_model(config: ConvergenceConfig, vocab_size: int, recipe: AnyRecipe) -> GPT:
-    """The model with weights that depend on the seed alone; the caller's random state is restored.
+    """The model, with weights that depend on the seed alone. The caller's random state is restored.
 
-    With model.quantized_weights they start from the same values, and training gives the same bytes: the master that a
-    weight is then quantized from once a step is what it is otherwise quantized from at every use. (But +sr on weights
-    draws other bits.)
+    With model.quantized_weights they start from the same values, and training gives the same bytes. A held weight is
+    quantized from its master once a step, other weights from the same values at every use. Only +sr on weights draws
+    other bits.
     """
     held = quantized_model_init(enabled=config.model.quantized_weights, preserve_high_precision_init_val=True)
     with torch.random.fork_rng(devices=[]), quantization(seed=config.seed), held:
@@ -240,7 +350,10 @@ def build_model(config: ConvergenceConfig, vocab_size: int, recipe: AnyRecipe) -
 
 @torch.no_grad()
 def perturb(model: GPT, noise: float) -> None:
-    """Multiply every parameter by 1 + noise * eps, eps ~ N(0, 1) from torch's generator, after the numbers of the
-    initial weights. At noise = 0.01 it is a harmless change of the size of quantization noise."""
+    """Multiply every parameter by 1 + noise * eps, eps ~ N(0, 1) from torch's generator, drawn after the initial
+    weights.
+
+    noise = 0.01 is a harmless change of the size of quantization noise.
+    """
     for parameter in model.parameters():
         parameter.mul_(1 + noise * torch.randn(parameter.shape))

@@ -1,8 +1,8 @@
 """Nonfinite: how often, and since which step, the slots of a training have met NaN and inf.
 
-Kernels note what they see (nonfinite.py). The end of each step adds that up on the device, in a CUDA graph too, so
-that nothing waits; steps that log read the sums. A count is one of steps: microbatches and recomputation count once,
-and of several ranks the one with the most decides.
+Kernels note NaN and inf in a table (ops/quantize/nonfinite.py). The end of each step adds the table up on the device,
+also in a CUDA graph, and the host does not wait. Steps that log read the sums. Sums count steps, so microbatches and
+recomputation count once. Over ranks, the rank with the largest count decides.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,14 @@ from hqsweep.ops.quantize.nonfinite import CAPACITY, WORDS, Seen, entries, forma
 from hqsweep.parallel.mesh import Ranks
 
 MOST_ROWS = 16
-"""Slots that have rows of their own among the metrics, and sentences in the log; the manifest has all."""
+"""The most slots with their own rows in the metrics and sentences in the log. The manifest has all slots."""
 NORM = "the norm of the gradients"
 FIELDS = ("first", "last", "steps")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Met:
-    """What one slot has met."""
+    """The NaN or inf that one slot has met."""
 
     slot: str
     """LAYER.TENSOR.DIRECTION, or NORM."""
@@ -31,23 +31,23 @@ class Met:
     """ "nan", "inf" or "amax" (ops.nonfinite.Seen)."""
     format: str | None
     lost: bool
-    """Whether it was made a number, or holds a scale."""
+    """Whether it was replaced by a number, or holds a scale."""
     first: int
-    """The step in which it came first."""
+    """The first step with it."""
     last: int
     steps: int
-    """The number of steps in which it came."""
+    """The number of steps with it."""
     until: int | None
-    """The last step whose scale it holds; None for other kinds."""
+    """For kind "amax": the last step whose scale it holds; else None."""
     order: int
-    """The place of the slot in the order in which a step quantizes."""
+    """The index of the slot in the order in which a step quantizes."""
 
     @property
     def name(self) -> tuple[str, str]:
         return self.slot, self.kind
 
     def joined(self, other: "Met") -> "Met":
-        """The same slot in other steps."""
+        """This and the record of the same slot in other steps."""
         first, last, until = min(self.first, other.first), max(self.last, other.last), self.until
         if until is not None and other.until is not None:
             until = max(until, other.until)
@@ -55,15 +55,15 @@ class Met:
 
     @property
     def sentence(self) -> str:
-        """In words, with its steps."""
+        """A sentence with its steps."""
         when = f" at step {self.first}" if self.steps == 1 else f" in {self.steps} steps ({self.first} to {self.last})"
         return Seen(self.slot, self.kind, self.format, self.lost).sentence(when, self.until)
 
 
 class Nonfinite:
-    """The sums of a training on one device; what was read of them is in `met`, by slot and kind."""
+    """The counts of a training on one device. `met` has the counts that were read, by slot and kind."""
 
-    def __init__(self, device: torch.device, ranks: Ranks | None = None) -> None:
+    def __init__(self, device: torch.device, ranks: Ranks) -> None:
         self.ranks, self.table = ranks, table_of(device).words
         self.table.zero_()
         self.sums = torch.zeros(len(FIELDS), CAPACITY, WORDS, dtype=torch.int32, device=device)
@@ -73,8 +73,8 @@ class Nonfinite:
 
     @torch.no_grad()
     def end_step(self, step: int, counter: Tensor | None, norm: Tensor) -> None:
-        """Add the NaN and inf of a step. norm: the norm of its gradients. The step is read from the counter, if there
-        is one."""
+        """Add the NaN and inf of a step. norm: the norm of its gradients. counter: a tensor to read the step from; or
+        None."""
         now = step if counter is None else counter.to(torch.int32).view(())
         _add(self.norm, ~norm.isfinite().view(()), now)
         words = self.table[: entries()]
@@ -85,19 +85,17 @@ class Nonfinite:
 
     @torch.no_grad()
     def read(self) -> None:
-        """Bring what came since the last call into `met`, of all ranks; waits for the device. A collective."""
+        """Add the counts of all ranks since the last call to `met`. Waits for the device. A collective."""
         sums = self.sums[:, : entries()]
         anything = (sums[2].any() | (self.norm[2] > 0)).to(torch.int32)
-        if self.ranks is not None:
-            torch.distributed.all_reduce(anything, torch.distributed.ReduceOp.MAX)
+        self.ranks.largest(anything)
         if not anything.item():
             return
         own = self._rows(sums.cpu(), self.norm.tolist())
         sums.zero_()
         self.norm.zero_()
-        every = [own] if self.ranks is None else self.ranks.gather(own)
         together: dict[tuple[str, str], Met] = {}
-        for row in (row for rows in every for row in rows):
+        for row in (row for rows in self.ranks.gather(own) for row in rows):
             before = together.get(row.name)
             steps = row.steps if before is None else max(before.steps, row.steps)
             together[row.name] = replace(row if before is None else before.joined(row), steps=steps)
@@ -124,11 +122,11 @@ class Nonfinite:
 
     @property
     def of_slots(self) -> list[Met]:
-        """What slots have met, the first first."""
+        """The records of slots, the earliest first."""
         return sorted((row for row in self.met.values() if row.slot != NORM), key=_order)
 
     def metrics(self) -> dict[str, float]:
-        """The numbers of slots that have met each kind, and for the first of them the number of steps; {} where nothing
+        """For each kind the number of slots, and for the first MOST_ROWS slots the number of steps; {} where nothing
         was met."""
         rows = self.of_slots
         counts = {f"nonfinite_{kind}": float(sum(row.kind == kind for row in rows)) for kind in ("nan", "inf", "amax")}
@@ -147,7 +145,7 @@ class Nonfinite:
         return [row.sentence for row in rows[:MOST_ROWS]] + [f"{more} more slots have met NaN or inf"] * (more > 0)
 
     def began(self) -> str:
-        """Where NaN or inf came first, for the end of a sentence; "" where nothing was met."""
+        """Where NaN or inf came first, as the end of a sentence; "" where nothing was met."""
         rows, norm = self.of_slots, self.met.get((NORM, "nan"))
         if rows:
             first = rows[0]
@@ -158,12 +156,12 @@ class Nonfinite:
         return f", {NORM} was not finite from step {norm.first} on, and nothing that was quantized before"
 
     def state(self) -> dict[str, Any]:
-        """The entry of a checkpoint, as a mapping; {} where nothing was met. A collective."""
+        """The entry of a checkpoint, in a mapping; {} where nothing was met. A collective."""
         self.read()
         return {"nonfinite": [asdict(row) for row in self.met.values()]} if self.met else {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state()."""
+        """Continue from a state()."""
         rows = [Met(**row) for row in state.get("nonfinite", ())]
         self.met = {row.name: row for row in rows}
         for tensor in (self.table, self.sums, self.norm):
@@ -175,7 +173,7 @@ def _order(row: Met) -> tuple[int, int]:
 
 
 def _add(sums: Tensor, seen: Tensor, step: int | Tensor) -> None:
-    """Add a step to sums [FIELDS, ...], where `seen` says so."""
+    """Add a step to sums [FIELDS, ...] wherever `seen` is true."""
     first, last, steps = sums.unbind()
     first.copy_(torch.where(seen & (first == 0), step, first))
     last.copy_(torch.where(seen, step, last))

@@ -1,8 +1,8 @@
-"""The record of a run's checkpoint, step_N.json beside step_N.pt, or beside the folder step_N that many ranks write:
-what its bytes are, and which rows stood before it.
+"""Records: what the bytes of a run's checkpoint are, and which rows were written before it.
 
-A file without its record, or with other bytes, is not what was written. The record is written after the file, and both
-are on the disk before anything builds on them.
+The record step_N.json stands beside step_N.pt, or beside the folder step_N that many ranks write. It is written after
+the file, and both are on the disk before anything builds on them. So a file without a record, or with other bytes than
+its record says, is damaged.
 """
 
 import hashlib
@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hqsweep.checkpoints.whole import sync_folder
-from hqsweep.config.safe_json import loads
+from hqsweep.config.safe import loads
+from hqsweep.host import sync_folder
 
 Mark = dict[str, Any]
 """The end of a table's rows: {"rows": their number, "bytes": their bytes, "sha256": their hash, in hex}."""
@@ -25,17 +25,19 @@ ANOTHER_RUN = "it is one of another run"
 OTHER_DATA = "the run had read other data until then"
 ANOTHER_FILE = "it is another file than it was"
 ID_DIGITS = 10
-"""The number of digits of a run's id that the name of its folder ends in."""
+"""The number of digits of a run's id at the end of its folder's name."""
 
 FIELDS = {"file": str, "sha256": str, "bytes": int, "run": str, "data": str, "point": bool, "rows": dict}
-"""The types of a Record."""
+"""The types of a Record's fields."""
 MARK = {"rows": int, "bytes": int, "sha256": str}
-"""The types of a Mark."""
+"""The types of a Mark's fields."""
 
 
 class NotAsWritten(Exception):
-    """A file is missing, has no record, or is not what its record says. The message names the file by its place in the
-    folder of its run, which may lie elsewhere tomorrow; `fault` is the rest."""
+    """A file is missing, has no record, or differs from its record.
+
+    The message names the file by its path within the run's folder, because the folder may move. `fault` is the rest.
+    """
 
     def __init__(self, path: Path, fault: str) -> None:
         super().__init__(f"{path.parent.name}/{path.name}: {fault}")
@@ -44,11 +46,11 @@ class NotAsWritten(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """The name, sha256 (hex) and number of bytes of a file, or of the files of a folder together (digest_of_files), the
-    id of the run that wrote it, and the marks of its rows.
+    """The record of a file, or of all files of a folder (digest_of_files): name, sha256 (hex), number of bytes, the id
+    of the run that wrote it, and the marks of its rows.
 
-    data: the hash of the data that the run had read until then; "" in records of earlier versions. point: whether it is
-    the state of a trunk at a point, with what is measured there, so that forks can begin from it.
+    data: the hash of the data that the run had read until then; "" in records of earlier versions. point: whether forks
+    can begin from it, because it is a trunk's state at a fork point with its measurements.
     """
 
     file: str
@@ -66,7 +68,7 @@ def record_path(path: Path) -> Path:
 
 
 def write_record(path: Path, record: Record) -> None:
-    """Put the record beside a file that is on the disk; the two survive a power cut from then on."""
+    """Put the record beside a file that is on the disk. From then on both survive a power cut."""
     target = record_path(path)
     partial = target.with_name(f"{target.name}.tmp")
     try:
@@ -81,7 +83,7 @@ def write_record(path: Path, record: Record) -> None:
 
 
 def read_record(path: Path) -> Record:
-    """The record of a file. Raises NotAsWritten where it is missing, or is no record."""
+    """The record of a file. Raises NotAsWritten where it is missing or is no record."""
     target = record_path(path)
     try:
         record = Record(**loads(target.read_bytes()))
@@ -105,7 +107,7 @@ def _is_well_formed(record: Record) -> bool:
 
 
 def read_recorded(path: Path, file: BinaryIO) -> Record:
-    """The record of an open file, which is read once and then stands at its beginning. Raises NotAsWritten."""
+    """The record of an open file, after comparing the two. The file is then at its beginning. Raises NotAsWritten."""
     record = read_record(path)
     _compare_size(path, os.fstat(file.fileno()).st_size, record)
     digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -125,11 +127,11 @@ def _compare_size(path: Path, size: int, record: Record) -> None:
 
 
 Digest = tuple[str, int]
-"""The sha256 (hex) and the number of bytes."""
+"""(sha256 in hex, number of bytes)."""
 
 
 def digests_of(paths: Iterable[Path]) -> dict[str, Digest]:
-    """Name of each file -> its Digest; read from the disk, if the system drops what it holds in memory."""
+    """Name of each file -> its Digest. The system is asked to drop its cache first, so that the disk is read."""
     digests = {}
     for path in paths:
         with path.open("rb") as file:
@@ -139,13 +141,13 @@ def digests_of(paths: Iterable[Path]) -> dict[str, Digest]:
 
 
 def digest_of_files(digests: Mapping[str, Digest]) -> Digest:
-    """The Digest of several files together: the hash of their names and hashes, and their bytes."""
+    """The Digest of several files: the hash of their names and hashes, and the sum of their bytes."""
     lines = "".join(f"{name} {sha256}\n" for name, (sha256, _) in sorted(digests.items()))
     return hashlib.sha256(lines.encode()).hexdigest(), sum(size for _, size in digests.values())
 
 
 def _check_folder(path: Path) -> Record:
-    """The record of a folder whose files are as they were written. Raises NotAsWritten."""
+    """The record of a folder, after comparing its files with it. Raises NotAsWritten."""
     record, files = read_record(path), sorted(path.iterdir())
     _compare_size(path, sum(file.stat().st_size for file in files), record)
     if digest_of_files(digests_of(files))[0] != record.sha256:
@@ -154,7 +156,7 @@ def _check_folder(path: Path) -> Record:
 
 
 def fault_of(path: Path, run: str) -> str | None:
-    """The fault of a file of a run, as a sentence without its end; None if the run with this id wrote it so."""
+    """The fault of a run's file, as a sentence without its end; None if the run with this id wrote these bytes."""
     try:
         if check_recorded(path).run != run:
             raise NotAsWritten(path, ANOTHER_RUN)
@@ -164,7 +166,7 @@ def fault_of(path: Path, run: str) -> str | None:
 
 
 def check_recorded(path: Path) -> Record:
-    """The record of a file or a folder that is as it was written. Raises NotAsWritten where it is not, or is
+    """The record of a file or folder, after comparing the two. Raises NotAsWritten where they differ, or one is
     missing."""
     try:
         if path.is_dir() and not path.suffix:
@@ -178,7 +180,7 @@ def check_recorded(path: Path) -> Record:
 
 
 def is_point(path: Path) -> bool:
-    """Whether a fork can begin with a file or a folder, by its record; its content is not read."""
+    """Whether forks can begin from a file or folder, by its record alone."""
     try:
         return path.exists() and read_record(path).point
     except NotAsWritten:
@@ -186,7 +188,7 @@ def is_point(path: Path) -> bool:
 
 
 def discard(path: Path) -> None:
-    """Delete a file and its record, or what stands in its place; if that is a link, the link."""
+    """Delete a file or folder and its record; of a link, the link."""
     for entry in (record_path(path), path):
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
@@ -201,13 +203,12 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def mark_of(data: bytes) -> Mark:
-    """The Mark after these rows, as JSON lines."""
+    """The Mark after these rows, which are JSON lines."""
     return {"rows": data.count(b"\n"), "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def misfit(name: str, data: bytes, mark: Mark) -> str | None:
-    """How the beginning of a file's rows differs from what it was at the mark, as a part of a sentence; None where it
-    does not."""
+    """How the beginning of a file's rows differs from its mark, as a part of a sentence; None where they agree."""
     if mark_of(data[: mark["bytes"]]) == mark:
         return None
     rows = data.count(b"\n")

@@ -1,9 +1,8 @@
-"""StepRunner: runs the steps of a training, one after another or as replays of a CUDA graph, with the same bits.
+"""StepRunner: runs the steps of a training eagerly, or as replays of a CUDA graph, with the same bits.
 
-A graph runs kernels and no Python. What Python does in a step must be the same in every step, or read from tensors: the
-batch, the learning rate, and the step, by which random bits are keyed, stand in tensors that are written before a
-replay. What modules remember in Python (the step of delayed scaling's states, the keys of weights that are held in
-operands) is updated after it.
+A graph runs kernels and no Python. So the Python of a step must do the same in every step, or read tensors. The batch,
+the learning rate and the step number (the key of random bits) are tensors that are written before a replay. What
+modules remember in Python is updated after it: the steps of delayed scaling's states, and the keys of held weights.
 """
 
 import warnings
@@ -20,16 +19,17 @@ from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.nn.core.module import quantized_modules
 from hqsweep.nn.core.probe import Probe
-from hqsweep.nn.core.workspace import WeightWorkspace
+from hqsweep.nn.core.workspace import WeightWorkspace, note_update
 from hqsweep.ops.addresses import key_tables
 from hqsweep.parallel.fsdp.fsdp_state import drop_pass
-from hqsweep.parallel.wire.local import local, note_update
+from hqsweep.parallel.wire.local import local
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.torch_private import foreach_copy_
 from hqsweep.train.graph import GraphPool
 
 EAGER_STEPS = 2
-"""The number of eager steps before a graph is captured: the first step on a recipe makes states, moments and tables."""
+"""The number of eager steps before a capture. The first step on a recipe makes states, moments and tables."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,26 +37,27 @@ class At:
     """The position of an update in the training."""
 
     step: int
-    """The step, counted from 1. In a graph it is the step of the capture, which no result may depend on."""
+    """The step, counted from 1. In a graph it is the step of the capture, so no result may depend on it."""
     counter: Tensor | None = None
-    """int64 [1]: the step as a graph reads it; None outside of one."""
+    """int64 [1]: the step, for a graph to read; None outside of a graph."""
     probe: Probe | None = None
 
 
 Batch = tuple[Tensor, Tensor]
-"""Inputs and targets, int64 [B, T]; those of an evaluation [batches, B, T]."""
+"""Inputs and targets, int64 [B, T] in training and [batches, B, T] in evaluations."""
 Update = Callable[[Tensor, Tensor, At], list[Tensor]]
-"""A function that does a whole update, or an evaluation, on inputs and targets on the device; it returns what is
-reported."""
+"""A whole update, or an evaluation, on inputs and targets on the device. It returns the tensors to report."""
 
 
 class NotCapturable(Exception):
-    """A step cannot be captured, since what it does in Python differs from step to step."""
+    """A step cannot be captured, because its Python differs from step to step."""
 
 
 class StepRunner:
-    """Runs updates as train.compile says. `reason`: why they are no graph, or None; why_eager: the reason that lies in
-    the model."""
+    """Runs updates as train.compile says. reason: why they are no graph; None where they are, or may become one.
+
+    why_eager: a reason that lies in the model.
+    """
 
     def __init__(
         self, train: TrainConfig, model: nn.Module, device: torch.device, why_eager: str | None = None
@@ -75,10 +76,10 @@ class StepRunner:
         return self._update is not None
 
     def run(self, update: Update, batch: Batch, at: At) -> list[Tensor]:
-        """The results of update(*batch, at), eagerly or as a graph; they are good until the next call. `at` has no
-        counter.
+        """The results of update(*batch, at), which runs eagerly or as a graph. They are good until the next call.
 
-        UserError for train.compile=graph where the update cannot be captured; otherwise a warning says so, once.
+        `at` has no counter. Where the update cannot be captured: UserError for train.compile=graph, otherwise one
+        warning.
         """
         if self.pool is None:
             return update(*self._moved(batch), at)
@@ -90,14 +91,14 @@ class StepRunner:
         with self.eager():
             results = update(*self._moved(batch), at)
             self._eager_updates += 1
-            if self.has_graph:  # nothing else may stay
-                torch._foreach_copy_(self._update.graph.results, results)
+            if self.has_graph:  # no other tensors of this step may stay
+                foreach_copy_(self._update.graph.results, results)
                 results = self._update.graph.results
         return results
 
     def evaluate(self, measure: Update, batch: Batch, step: int) -> float:
-        """The one number that measure(*batch, At(step=step)) returns; from the second time on it runs as a graph, where
-        updates are one."""
+        """The one number that measure(*batch, At(step=step)) returns. Where updates are a graph, it runs as a graph
+        from the second time on."""
         if self._evaluation or self._capture_evaluation(measure, batch, step):
             self._evaluation.counter.fill_(step)
             return self._evaluation(batch)[0].item()
@@ -108,7 +109,7 @@ class StepRunner:
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """The context of work beside graphs, which leaves no tensors."""
+        """The context of eager work beside graphs. The work must leave no tensors."""
         if self.pool is None:
             yield
             return
@@ -116,11 +117,11 @@ class StepRunner:
             yield
             if self.has_graph:
                 self._memory.clear_workspaces()
-        if self.has_graph and self.pool.grown():  # such as by a table that is made when it is first needed
+        if self.has_graph and self.pool.grown():  # for instance by a table that was made on its first use
             self.forget()
 
     def forget(self) -> None:
-        """Give up the graphs: the recipe, or tensors that they read or write, change."""
+        """Drop the graphs, because the recipe, or tensors that they read or write, change."""
         if self.has_graph:
             self.pool.wait()
             self._update = self._evaluation = None
@@ -131,7 +132,7 @@ class StepRunner:
         return (_pinned(tokens, self.device).to(self.device, non_blocking=True) for tokens in batch)
 
     def _capture_update(self, update: Update, batch: Batch, step: int) -> bool:
-        """Capture the update; returns whether it is a graph now."""
+        """Capture the update. Returns whether it is a graph now."""
         if self._eager_updates < EAGER_STEPS:
             return False
         counter = self._memory.begin(step)
@@ -148,8 +149,7 @@ class StepRunner:
         return True
 
     def _capture_evaluation(self, measure: Update, batch: Batch, step: int) -> bool:
-        """Capture the evaluation; returns whether it is a graph now. One that cannot be is run eagerly without a word,
-        as it is as good."""
+        """Capture the evaluation. Returns whether it is a graph now; otherwise it runs eagerly without a warning."""
         if not (self.has_graph and self._eager_evaluations):
             return False
         counter = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -173,7 +173,7 @@ class StepRunner:
 
 
 class _Program:
-    """A function of a batch as a graph, with what it reads: the batch's own tensors, the step's counter, keys."""
+    """A function of a batch as a graph, with the tensors that it reads: batch, step counter, tables of keys."""
 
     def __init__(self, pool: GraphPool, function: Update, batch: Batch, at: At) -> None:
         self.inputs = [tokens.to(at.counter.device, copy=True) for tokens in batch]
@@ -188,12 +188,12 @@ class _Program:
 
 
 def _pinned(tokens: Tensor, device: torch.device) -> Tensor:
-    """The tokens in memory from which a GPU copies while the host goes on."""
+    """The tokens in pinned memory, from which a GPU copies while the host goes on."""
     return tokens.pin_memory() if device.type == "cuda" else tokens
 
 
 def _reason(train: TrainConfig, device: torch.device) -> str | None:
-    """Why steps cannot be a graph, as far as that is known before one has run; None if nothing is known."""
+    """Why steps cannot be a graph, as far as config and device tell; None if they may be."""
     if device.type != "cuda":
         return "there are no graphs on the CPU"
     if train.compile == "off":
@@ -202,8 +202,8 @@ def _reason(train: TrainConfig, device: torch.device) -> str | None:
 
 
 class _PythonMemory:
-    """What a step changes in Python objects of a model. For states and keys that is learned in the step of the capture,
-    and repeated at every replay."""
+    """Changes that a step makes to Python objects of a model. They are learned during the capture, and repeated after
+    every replay."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
@@ -212,18 +212,20 @@ class _PythonMemory:
         self._keys: dict[HybridQuantizedTensor, RngKey] = {}
         self._ahead: dict[HybridQuantizedTensor, int] = {}
         self._counters: dict[int, Tensor] = {}
-        """Distance -> the counter of keys that are so far ahead of the training: a held weight's key counts how often
-        it was written."""
+        """Distance -> the counter of keys that are so far ahead of the training's step. A held weight's key counts its
+        writes."""
 
     def _modules(self) -> Iterator[nn.Module]:
-        """The modules of the model, and of the parts of converted ones, which stand outside of it."""
+        """The modules of the model, and of the parts of converted modules, which are not among them."""
         yield from self.model.modules()
         for part in quantized_modules(self.model):
             yield from part.modules()
 
     def begin(self, step: int) -> Tensor:
-        """Prepare for a capture: note everything, and have held weights draw their next bits by counters. Returns the
-        counter of the training's step."""
+        """Prepare for a capture: note all states and keys, and have held weights draw random bits by counters.
+
+        Returns the counter of the training's step.
+        """
         self.clear_workspaces()
         self._states = {part: part.step for part in self._modules() if isinstance(part, DelayedState)}
         parts = [local(p) for p in self.model.parameters()]
@@ -243,7 +245,8 @@ class _PythonMemory:
             counter.fill_(step + ahead)
 
     def learn(self, step: int) -> None:
-        """Note what the capture did to states and keys. NotCapturable if it did what other steps do not."""
+        """Note what the capture has changed in states and keys. NotCapturable if other steps would change something
+        else."""
         after = {part: part.step for part in self._modules() if isinstance(part, DelayedState)}
         self._following = [state for state, now in after.items() if now == step]
         others = [state for state in after if after[state] not in (step, self._states.get(state))]
@@ -253,7 +256,7 @@ class _PythonMemory:
             raise NotCapturable("a held weight is not written once a step")
 
     def restore(self) -> None:
-        """Restore what was before the capture, which has computed nothing."""
+        """Restore states and keys after the capture, which has computed nothing."""
         self.clear_workspaces()
         for state, step in self._states.items():
             state.step = step
@@ -261,7 +264,7 @@ class _PythonMemory:
             p.set_key(key)
 
     def advance(self, step: int) -> None:
-        """Do to states and keys what a replay of this step does."""
+        """Update states and keys for a replay of this step."""
         for state in self._following:
             state.step = step
         for p, ahead in self._ahead.items():
@@ -270,7 +273,7 @@ class _PythonMemory:
         note_update()
 
     def clear_workspaces(self) -> None:
-        """Drop the cached operands of weights, which would be in the memory of the graph."""
+        """Drop the cached operands of weights, which would lie in the memory of the graph."""
         for module in self._modules():
             if isinstance(workspace := getattr(module, "workspace", None), WeightWorkspace):
                 workspace.clear()

@@ -1,7 +1,7 @@
-"""UserAdapter: a model of a user's own, of Hugging Face or from a function, as the training loop's model.
+"""UserAdapter: a user's own model, from Hugging Face or a function, as the training loop's model.
 
-Its parameters stay in their own dtypes (float32 from Hugging Face); under train.dtype=bf16 it runs in torch.autocast,
-in which the linears that compute by the recipe take bf16 as those of the GPT do.
+Its parameters keep their own dtypes (float32 from Hugging Face). Under train.dtype=bf16 it runs in torch.autocast, and
+linears that compute by the recipe take bf16, like those of the GPT.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,55 +13,52 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from hqsweep.checkpoints.foreign.load import load_checkpoint
 from hqsweep.checkpoints.foreign.user_model import check_same, weights_of
 from hqsweep.config.job import ConvergenceConfig
-from hqsweep.config.user_model import FactoryModelConfig, HFModelConfig, UserModel
+from hqsweep.config.model import FactoryModelConfig, HFModelConfig, UserModel
 from hqsweep.errors import UserError
-from hqsweep.models.build import build, check_ranks, check_recompute, vocab_fault
-from hqsweep.models.causal import check_causal
-from hqsweep.models.code import check_code, code_of
+from hqsweep.models.build import build, check_code, check_ranks, check_recompute, code_of, vocab_fault
 from hqsweep.models.conversion import Conversion
 from hqsweep.models.convert import convert
-from hqsweep.models.head_loss import HeadLoss, why_whole
+from hqsweep.models.head_loss import HeadLoss, is_hugging_face, model_loss, why_whole
 from hqsweep.models.held import held_parts, is_quantized
 from hqsweep.models.hf import load_model
 from hqsweep.models.hf_config import HFConfig, read_hf_config
-from hqsweep.models.losses import is_hugging_face, model_loss
+from hqsweep.models.trial import check_causal
 from hqsweep.nn.core.context import quantization
 from hqsweep.nn.core.parameter import quantized_model_init
 from hqsweep.nn.layers.saved_memory import input_bytes
 from hqsweep.nn.linear.linear import LinearBase
-from hqsweep.parallel.wire.all_or_none import rank_in
 from hqsweep.parallel.wire.local import whole_tensor
+from hqsweep.parallel.wire.objects import rank_in
 from hqsweep.recipe.base import AnyRecipe
-from hqsweep.train.adapter import Balance, Losses, Saving, by_decay
-from hqsweep.train.keyed import keyed_seed
+from hqsweep.torch_private import DropoutNd
+from hqsweep.train.model import Balance, Losses, Saving, by_decay, keyed_seed
 from hqsweep.train.step import NotCapturable
 
 CODE = "model_code"
 """The key of Origin.code in a checkpoint and in the manifest."""
 CONVERSION = "conversion"
-"""The key, in a checkpoint, of the states of delayed scaling, which are not in the model's state_dict."""
+"""The key, in a checkpoint, of states of delayed scaling, which the model's state_dict does not have."""
 NUMBERS = "parameter_numbers"
-"""The key, in a checkpoint, of name -> number in the optimizer."""
+"""The key, in a checkpoint, of a mapping from a parameter's name to its number in the optimizer."""
 
 EVALUATION = 2**32
-"""The key of the random numbers of evaluations; no seed, step and microbatch has it."""
+"""The key of the random numbers of evaluations. No (seed, step, microbatch) equals it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The function that built a model, and its code (models.code)."""
+    """The function that built a model, and its code (models.build.code_of)."""
 
     target: str
     code: str
 
 
 class UserAdapter:
-    """The adapter.ModelAdapter of a model that convert() has converted. dtype: that of products by the recipe."""
+    """The ModelAdapter of a model that convert() has converted. dtype: the dtype of products by the recipe."""
 
     def __init__(
         self,
@@ -84,14 +81,14 @@ class UserAdapter:
         conversion.reset()
 
     def losses(self, inputs: Tensor, targets: Tensor, saving: Saving = nullcontext) -> Losses:
-        """The losses as models.losses.model_loss gives them; `saving` is around the whole model, its loss included."""
+        """The losses of models.losses.model_loss. `saving` surrounds the whole model, its loss included."""
         before = generator_state(self.device) if self.draws is None and torch.is_grad_enabled() else None
         on_host = torch.get_rng_state() if is_captured(self.device) else None
         with saving(), self._autocast():
             cross_entropy, aux = model_loss(self.model, inputs, targets, self.around)
         if before is not None:
             self.draws = not torch.equal(before, generator_state(self.device))
-        if on_host is not None and not torch.equal(on_host, torch.get_rng_state()):  # it did not in the first step
+        if on_host is not None and not torch.equal(on_host, torch.get_rng_state()):  # it did not draw in the first step
             raise NotCapturable("the model draws random numbers")
         minimized = cross_entropy if aux is None else cross_entropy + aux
         self.has_aux = self.has_aux or aux is not None
@@ -99,8 +96,11 @@ class UserAdapter:
         return Losses(cross_entropy=cross_entropy, minimized=minimized, balance=balance)
 
     def begin(self, key: tuple[int, int, int]) -> None:
-        """Seed torch's generators by the key, lest the model draws from them: a resumed run, and every arm, drops what
-        an uninterrupted one does. Raises NotCapturable in a CUDA graph for a model that draws."""
+        """Seed torch's generators by the key, for models that draw from them.
+
+        So a resumed run, and every arm, drops the same elements. Raises NotCapturable in a CUDA graph for a model that
+        draws.
+        """
         if not is_captured(self.device):
             torch.manual_seed(keyed_seed(*key))
         elif self.draws:
@@ -108,8 +108,7 @@ class UserAdapter:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The context of evaluations, without dropout; what the model draws even so, it draws in every evaluation
-        alike."""
+        """The context of evaluations, without dropout. Other random numbers are the same in every evaluation."""
         self.model.eval()
         if not is_captured(self.device):
             torch.manual_seed(keyed_seed(EVALUATION))
@@ -119,14 +118,14 @@ class UserAdapter:
             self.model.train()
 
     def decayed(self) -> list[Tensor]:
-        """The matrices, also stacked ones; embeddings, gains and biases do not decay."""
+        """The matrices, also stacked ones. Embeddings, gains and biases do not decay."""
         tables = {id(module.weight) for module in self.model.modules() if isinstance(module, nn.Embedding)}
         stacked = {id(p) for p in self.model.parameters() if p.dim() > 1}
         biases = {id(p) for name, p in self.model.named_parameters() if name.endswith("bias")}
         return [p for p in self.model.parameters() if id(p) in stacked - tables - biases]
 
     def saved_inputs(self, tokens: int) -> Iterator[tuple[str, float]]:
-        """The saved inputs of linears; the number of tokens of experts is not known here."""
+        """The saved inputs of linears. Experts are left out, because their numbers of tokens are not known here."""
         parts = (part for part in self.conversion.parts if part.module.module_type == "linear")
         return ((p.module.name, input_bytes(p.module, p.shape[-1], tokens)) for p in parts)
 
@@ -140,7 +139,7 @@ class UserAdapter:
         return masters
 
     def state(self) -> dict[str, Any]:
-        """The states of delayed scaling, the code of the model, and, where weights are held quantized, the number of
+        """The states of delayed scaling and the code of the model. Where weights are held quantized, also the number of
         each parameter in the optimizer, by which its master is found without the model."""
         states = {CONVERSION: states} if (states := self.conversion.state_dict()) else {}
         if any(True for _ in held_parts(self.model)):
@@ -174,18 +173,18 @@ class UserAdapter:
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether a CUDA graph is being made, in which no generator can be seeded."""
+    """Whether a CUDA graph is being captured, in which no generator can be seeded."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def generator_state(device: torch.device) -> Tensor:
-    """The states of torch's own generators, that of the CPU and that of the device."""
+    """The states of torch's generators of the CPU and of the device."""
     return torch.cat([torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])])
 
 
 def draws_numbers(model: nn.Module) -> bool:
-    """Whether a forward in training draws from torch's generator, as far as its modules and its config tell."""
-    if any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules()):
+    """Whether a forward in training draws from torch's generator, as far as modules and config tell."""
+    if any(isinstance(module, DropoutNd) and module.p > 0 for module in model.modules()):
         return True
     config = getattr(model, "config", None)
     keys = config.to_dict() if hasattr(config, "to_dict") else {}
@@ -195,8 +194,11 @@ def draws_numbers(model: nn.Module) -> bool:
 def user_adapter(
     config: ConvergenceConfig, vocab_size: int, recipe: AnyRecipe, device: torch.device, dtype: torch.dtype
 ) -> UserAdapter:
-    """The user's model of a config on the device, in a recipe. UserError where it is missing, is not the one that was
-    planned, does not fit the data, or has nothing that the recipe can take."""
+    """The user's model of a config on the device, in a recipe.
+
+    UserError where the model is missing, differs from the plan, does not fit the data, or has nothing that the recipe
+    can take.
+    """
     section, train = config.model, config.train
     if isinstance(section, HFModelConfig):
         check_same(section)
@@ -223,12 +225,15 @@ def user_adapter(
 def convert_for_training(
     model: nn.Module, recipe: AnyRecipe, section: UserModel, seed: int, dtype: torch.dtype
 ) -> Conversion:
-    """convert() for products in the dtype of a run, and a line on what it took; with quantized_weights it holds
-    weights. UserError where none can be held that the recipe quantizes."""
+    """convert() for products in the dtype of a run; prints a line on what it took. With quantized_weights it holds
+    weights.
+
+    UserError where no weight that the recipe quantizes can be held.
+    """
     options: dict[str, Any] = {"head": section.head, "attention": section.attention}
     if not section.quantized_weights:
         return _said(convert(model, recipe, **options))
-    options["dtype"] = torch.bfloat16 if dtype is torch.bfloat16 else None  # which is torch.autocast's in training
+    options["dtype"] = torch.bfloat16 if dtype is torch.bfloat16 else None  # the dtype of torch.autocast in training
     with quantized_model_init(preserve_high_precision_init_val=True), quantization(seed=seed):
         conversion = convert(model, recipe, **options)
     parts = [part.module for part in conversion.parts if isinstance(part.module, LinearBase)]
@@ -243,14 +248,14 @@ def convert_for_training(
 
 
 def _said(conversion: Conversion) -> Conversion:
-    """The conversion, which the first rank's log has in words."""
+    """The conversion, after the first rank has logged it in words."""
     if rank_in() == 0:
         print(f"model: {conversion}", flush=True)
     return conversion
 
 
 def loss_by_chunks(model: nn.Module) -> bool:
-    """Whether HeadLoss computes the loss of a model; a line says so, or why not."""
+    """Whether HeadLoss computes the loss of a model. Prints that it does, or why not."""
     if not is_hugging_face(model):
         return False
     why = why_whole(model)
@@ -259,7 +264,7 @@ def loss_by_chunks(model: nn.Module) -> bool:
 
 
 def trained_weights(section: HFModelConfig, seed: int) -> nn.Module:
-    """A Hugging Face model; its weights may lie in another kind of checkpoint beside the config."""
+    """A Hugging Face model with weights. They may lie in another kind of checkpoint beside the config."""
     if not section.pretrained or weights_of(section).kind == "safetensors":
         return build(section, seed)
     config = read_hf_config(section.path)
@@ -269,14 +274,14 @@ def trained_weights(section: HFModelConfig, seed: int) -> nn.Module:
 
 
 def compute_again(model: nn.Module) -> None:
-    """Have a Hugging Face model compute its layers again in backward; the method has had two names."""
+    """Have a Hugging Face model compute its layers again in backward. Versions differ in the method's name."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
 
 @torch.no_grad()
 def perturb_weights(model: nn.Module, noise: float, seed: int) -> None:
-    """Multiply every parameter by 1 + noise * eps, eps ~ N(0, 1) by the seed, for a null arm."""
+    """Multiply every parameter by 1 + noise * eps, eps ~ N(0, 1) keyed by the seed, for a null arm."""
     drawn = torch.Generator().manual_seed(keyed_seed(seed))
     for parameter in model.parameters():
         parameter.mul_(1 + noise * torch.randn(parameter.shape, generator=drawn))

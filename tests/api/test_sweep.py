@@ -19,6 +19,7 @@ def sweep(tmp_path: Path) -> hq.Sweep:
     return hq.Sweep(tmp_path / "runs/study")
 
 
+@pytest.mark.slow
 def test_names_resolve_without_torch() -> None:
     code = "import sys, hqsweep as hq; hq.run, hq.Sweep, hq.compare, hq.Run\nassert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

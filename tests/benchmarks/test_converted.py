@@ -46,6 +46,7 @@ def test_a_converted_llama_is_timed_beside_the_gpt(run):
         assert row.get("pass") == (row["share"] >= converted.GOAL if row["mode"] in converted.JUDGED else None)
 
 
+@pytest.mark.slow
 def test_a_recipe_that_cannot_run_here_is_a_row(run):
     with pytest.raises(SystemExit):
         run("--recipes", "current_scaling:native", "--modes", "eager", "--only", "gpt")

@@ -1,5 +1,5 @@
 """A training on many GPUs on paper: its inputs are those that were measured, what it says travels is what a run sends,
-its memory is that of measured runs, and numbers worked by hand; and the table of docs/distributed_plan.md."""
+its memory is that of measured runs, and numbers worked by hand; and the table of reports/distributed_plan.md."""
 
 import json
 import re
@@ -25,7 +25,7 @@ from hqsweep.train import data
 from hqsweep.train.loop import Trainer
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "distributed_plan.md"
+PAGE = ROOT / "reports" / "distributed_plan.md"
 H200 = "NVIDIA H200"
 SMALL = Model(layers=2, dim=64, ffn=192, heads=2, kv_heads=2, vocabulary=16, context=32)
 """The model of the run whose exchanges are counted."""

@@ -38,6 +38,7 @@ def run(monkeypatch, tmp_path, capsys):
     return call
 
 
+@pytest.mark.slow
 def test_every_case_is_timed_beside_the_compiled_one(run):
     rows = run("--size", "S", "moe", "--recipes", "mxfp8", "--only", "time")
     cases = [(row["size"], row["case"], row.get("recipe")) for row in rows]
@@ -51,6 +52,7 @@ def test_every_case_is_timed_beside_the_compiled_one(run):
     assert rows[0]["share"] == 1 and rows[2]["ran"] == "there are no graphs on the CPU"
 
 
+@pytest.mark.slow
 def test_a_case_that_fails_is_a_row_and_the_next_one_runs(run):
     with pytest.raises(SystemExit) as left:
         run("--size", "S", "--recipes", "current_scaling:native", "bf16", "--references", "--only", "time")
@@ -71,6 +73,7 @@ def test_a_step_of_ours_is_one_update():
     assert [call().step for _ in range(3)] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_our_steps_have_deterministic_kernels_and_those_of_torch_have_not(run, monkeypatch):
     seen = []
     plain, ours = step.plain, step.Ours

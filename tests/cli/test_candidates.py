@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from hqsweep.cli.candidates import keys, names, run_or_sweep, run_word
-from hqsweep.config.errors import leaves
 from hqsweep.config.job import config_class
 from hqsweep.config.jobs import JOBS
+from hqsweep.config.section import leaves
 from hqsweep.config.study import StudyConfig
 from hqsweep.sweep.grid.compose import known_confs, known_recipes
 

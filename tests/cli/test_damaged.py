@@ -125,6 +125,7 @@ def test_a_run_that_is_gone_is_missing_and_not_one_seed_fewer(runs, gone):
         assert result.exit_code == 3 and str(runs[-1].path) in result.stdout.replace("\n", ""), words
 
 
+@pytest.mark.slow
 def test_unfinished_runs_are_exit_code_3_unless_partial_is_wanted(runs):
     stopped = FakeRun(arm="nvfp4", seed=2, state="interrupted", reason="stop")
     write_sweep(Path("runs/begun"), [*three_arms()[:8], stopped])
@@ -193,6 +194,7 @@ def test_a_probe_takes_only_operands_that_the_run_captured(runs: list[RunDir]) -
         assert refused.exit_code == 3 and "step_3.safetensors: is not what it was" in refused.stderr, refused.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "fault"),
     [

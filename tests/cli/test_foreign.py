@@ -52,6 +52,7 @@ def hqsweep(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "hqsweep", *words], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_nothing_that_reads_a_recipe_imports_its_factory(folder: Path):
     for words in (
         ["recipe", "ls"], ["recipe", "show", "mine"], ["recipe", "diff", "mine", "mxfp8"],
@@ -93,6 +94,7 @@ def test_run_imports_what_the_own_configs_name_and_nothing_from_the_working_dire
     assert "'my_factory.make' is a Python factory, which the command that started the run did not" in alone.stderr
 
 
+@pytest.mark.slow
 def test_a_factory_comes_from_the_folder_of_the_file_that_was_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     named = hqsweep("run", "conf=own", "recipe=foreign/other.yaml", "train.device=cuda", *TINY)

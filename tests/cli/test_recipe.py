@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -26,9 +27,26 @@ def recipe(*words: str) -> Result:
     return CliRunner().invoke(app, ["recipe", *words])
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.chdir(tmp_path)
+class Listed(NamedTuple):
+    """What `recipe ls` says, which reads every recipe: as rows, and in 80 columns."""
+
+    rows: list[dict[str, Any]]
+    text: str
+
+
+@pytest.fixture(scope="module")
+def listed(tmp_path_factory: pytest.TempPathFactory) -> Listed:
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("listed")
+        write_folder(folder)
+        patch.chdir(folder)
+        patch.setenv("COLUMNS", "80")
+        listed = Listed(json.loads(recipe("ls", "--json").stdout), recipe("ls").stdout)
+    sys.modules.pop("my_factories", None)
+    return listed
+
+
+def write_folder(folder: Path) -> None:
     for name, text in {
         "conf/recipe/mine.yaml": MINE,
         "conf/sweep.yaml": "defaults: [convergence, {override recipe: mine}, _self_]\n",
@@ -38,21 +56,27 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "python.yaml": "name: python\n_target_: my_factories.mine\n",
         "my_factories.py": "def mine(role):\n    return 'nvfp4' if role.tensor_type == 'input' else 'mxfp8'\n",
     }.items():
-        path = tmp_path / name
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path)
     yield tmp_path
     sys.modules.pop("my_factories", None)
 
 
-def test_ls_lists_packaged_and_own_recipes():
-    rows = {row["name"]: row for row in json.loads(recipe("ls", "--json").stdout)}
+def test_ls_lists_packaged_and_own_recipes(listed: Listed):
+    rows = {row["name"]: row for row in listed.rows}
     assert rows["nvfp4"]["weight"] == "nvfp4+2d" and rows["mine"]["input"] == "mxfp8"
-    assert "nvfp4+rht+sr" in recipe("ls").stdout
+    assert "nvfp4+rht+sr" in listed.text
 
 
-def test_ls_shows_what_tells_recipes_apart(folder: Path):
-    rows = {row["name"]: row for row in json.loads(recipe("ls", "--json").stdout)}
+def test_ls_shows_what_tells_recipes_apart(listed: Listed):
+    rows = {row["name"]: row for row in listed.rows}
     told = [json.dumps(row["parts"]) for row in rows.values() if row["same_as"] is None]
     assert len(set(told)) == len(told) and {row["same_as"] for row in rows.values()} == {None, "bf16"}
     assert rows["high_precision"]["same_as"] == "bf16" and rows["mxfp8"]["parts"] == {"linear": "mxfp8"}
@@ -67,12 +91,11 @@ def test_ls_shows_what_tells_recipes_apart(folder: Path):
     }
 
 
-def test_ls_breaks_no_word_at_any_width(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    rows = json.loads(recipe("ls", "--json").stdout)
+def test_ls_breaks_no_word_at_any_width(listed: Listed):
+    rows = listed.rows
     words = " ".join(w for row in rows for w in (row["name"], *row["parts"].values())).replace(",", " ").split()
     texts = {width: _listed(rows, width) for width in (200, 100, 80, 46, 30)}
-    assert texts[80] in recipe("ls").stdout
+    assert texts[80] in listed.text
     for width, listed in texts.items():
         same = [w for row in rows if row["same_as"] for w in row["parts"].values()]
         assert set(words) - set(same) <= set(listed.replace(",", " ").replace(":", " ").split())

@@ -42,6 +42,7 @@ def measured(folder: Path, **changes: object) -> None:
     (folder / "runs/noise.jsonl").write_bytes(encode_rows([row | changes]))
 
 
+@pytest.mark.slow
 def test_a_plan_is_a_table_and_a_document(folder: Path) -> None:
     measured(folder)
     document = json.loads(hqsweep(*WORDS, "--resolve", "1.5%", "--json").stdout)

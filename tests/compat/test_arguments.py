@@ -9,7 +9,7 @@ from support.compat.te_signatures import SIGNATURES
 from torch.distributed import ProcessGroup
 
 from hqsweep import compat
-from hqsweep.compat import DType, Format, autocast, signatures
+from hqsweep.compat import DType, Format, arguments, autocast
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 
@@ -27,12 +27,12 @@ def theirs() -> dict[str, inspect.Signature]:
 
 THEIRS = theirs()
 MODULES = {
-    "Linear": ((64, 96), signatures.LINEAR, signatures.OF_LINEAR_CALL),
-    "LayerNormLinear": ((64, 96), signatures.LAYERNORM_LINEAR, signatures.OF_LINEAR_CALL),
-    "LayerNormMLP": ((64, 96), signatures.LAYERNORM_MLP, signatures.OF_MLP_CALL),
-    "GroupedLinear": ((2, 64, 96), signatures.GROUPED_LINEAR, signatures.OF_GROUPED_CALL),
-    "MultiheadAttention": ((64, 4), signatures.MULTIHEAD_ATTENTION, signatures.OF_ATTENTION_CALL),
-    "TransformerLayer": ((64, 96, 4), signatures.TRANSFORMER_LAYER, signatures.OF_LAYER_CALL),
+    "Linear": ((64, 96), arguments.LINEAR, arguments.OF_LINEAR_CALL),
+    "LayerNormLinear": ((64, 96), arguments.LAYERNORM_LINEAR, arguments.OF_LINEAR_CALL),
+    "LayerNormMLP": ((64, 96), arguments.LAYERNORM_MLP, arguments.OF_MLP_CALL),
+    "GroupedLinear": ((2, 64, 96), arguments.GROUPED_LINEAR, arguments.OF_GROUPED_CALL),
+    "MultiheadAttention": ((64, 4), arguments.MULTIHEAD_ATTENTION, arguments.OF_ATTENTION_CALL),
+    "TransformerLayer": ((64, 96, 4), arguments.TRANSFORMER_LAYER, arguments.OF_LAYER_CALL),
 }
 """Module -> its sizes, and the signatures of its constructor and its call."""
 DROPOUT = ("hidden_dropout", "attention_dropout")

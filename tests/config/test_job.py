@@ -1,15 +1,23 @@
 """The typed config: defaults agree with the YAML, every recipe of the zoo builds, every fault is told in one line."""
 
+import sys
 from importlib import resources
 
 import pytest
 from pydantic import ValidationError
 
 from hqsweep.config import engine as config_engine
-from hqsweep.config.data import TOKENS_VOCAB
-from hqsweep.config.errors import leaves, sections
+from hqsweep.config import job
 from hqsweep.config.job import ConvergenceConfig, ParityConfig, parse
+from hqsweep.config.section import leaves, sections
+from hqsweep.config.train import TOKENS_VOCAB
 from hqsweep.errors import UserError
+from hqsweep.jobs import convergence
+from hqsweep.jobs.sink import ListSink
+from hqsweep.recipe.factories import factory_name
+from hqsweep.recipe.schedule import parse_recipe
+from hqsweep.recipe.sectioned import Recipe
+from hqsweep.sweep.engine.launch import plan
 from hqsweep.sweep.grid.compose import expand
 
 # TransformerEngine's factory of the same name (high_precision is bf16), as its documentation states it: input, weight,
@@ -95,6 +103,7 @@ def test_yaml_states_every_leaf_with_the_default_of_the_model() -> None:
     assert point.config | {"recipe": None, "fork": None} == default | {"recipe": None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("conf", ["quickstart", "stdlib", "markov", "moe", "parity", "calibrate", "fork"])
 def test_packaged_sweeps_are_valid(conf: str) -> None:
     assert all(parse(point.config).sweep == conf for point in expand(conf).points)
@@ -255,3 +264,76 @@ def test_wrong_config(extra: dict, message: str) -> None:
 def test_wrong_parity_config(override: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse(expand("parity", [override]).points[0].config)
+
+
+WORDS = ["conf=convergence", "track=none", "recipe=mxfp8", "model.layers=1", "model.dim=32", "model.heads=2"]
+WORDS += ["train.steps=1", "train.batch=2", "train.context=32", "train.eval_batches=1"]
+WORDS += ["data=markov", "data.markov.length=2000"]
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """The `linear` sections of the recipes that were made of text since the test began."""
+    sections, from_config = [], Recipe.from_config.__func__
+
+    def counted(cls, config, where="recipe"):
+        sections.append(config["linear"])
+        return from_config(cls, config, where)
+
+    monkeypatch.setattr(Recipe, "from_config", classmethod(counted))
+    job._parsed_text.cache_clear()
+    return sections
+
+
+@pytest.mark.parametrize("held", ["false", "true"])
+def test_the_text_of_a_recipe_is_parsed_once_for_all_points_of_a_grid(parsed, held):
+    words = [*WORDS, f"model.quantized_weights={held}", "seed=0,1,2", "train.lr=1e-3,2e-3"]
+    assert len(plan(words).points) == 6
+    assert len(parsed) == 1
+
+
+def test_the_text_of_a_recipe_is_parsed_once_in_a_run(parsed, tmp_path):
+    (point,) = plan(WORDS).points
+    parsed.clear()
+    job._parsed_text.cache_clear()  # a run has a process of its own
+    convergence.run(parse(point.config), ListSink(), tmp_path)
+    assert len(parsed) == 1
+
+
+def test_a_recipe_of_a_python_factory_is_made_for_each_config():
+    made, text = [], {"name": "r", "qfactory": "my_module.recipe"}
+
+    def find(path, where):
+        made.append(path)
+        return factory_name(path, where)
+
+    for _ in range(2):
+        parse({"job": "convergence", "sweep": "s", "recipe": text}, find)
+    assert made == ["my_module.recipe"] * 2
+
+
+def test_a_plan_of_six_points_walks_few_functions():
+    """Calls of our functions: 17,600 where every point parsed and checked its recipe anew."""
+    words = [*WORDS, "recipe.linear.input=nvfp4,mxfp8", "seed=0,1,2"]
+    job._parsed_text.cache_clear()
+    job._check_gpt.cache_clear()
+    calls = 0
+
+    def count(frame, event, _):
+        nonlocal calls
+        ours = event == "call" and "/hqsweep/" in (name := frame.f_code.co_filename)
+        calls += ours and not name.endswith(("train/markov.py", "train/corpus.py"))
+
+    sys.setprofile(count)
+    try:
+        assert len(plan(words).points) == 6
+    finally:
+        sys.setprofile(None)
+    assert calls < 8_800
+
+
+def test_a_kept_recipe_is_the_one_that_its_dump_gives():
+    text = {"name": "r", "linear": "nvfp4|mxfp8", "schedule": [{"at": 0.5, "fprop": "bf16"}]}
+    section = parse({"job": "convergence", "sweep": "s", "recipe": text}).recipe
+    assert section.build() == parse_recipe(section.model_dump()) == parse_recipe(text)
+    assert section.model_copy().build() is section.build()

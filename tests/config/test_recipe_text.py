@@ -7,10 +7,10 @@ import sys
 import pytest
 from cases import BASES, HIGH, first
 
-from hqsweep.config.format_text import FormatText, directions
 from hqsweep.config.recipe_text import check_pairs, check_texts
 from hqsweep.errors import UserError
 from hqsweep.formats import FORMATS, parse, spellings
+from hqsweep.formats.spec import FormatText, directions
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe import Recipe
 from hqsweep.recipe.validate import linear_module, validate

@@ -114,6 +114,7 @@ def test_e8m0_up_is_the_smallest_power_not_below():
     assert e8m0_up(edges.view(np.float32)).tolist() == [0, 0, 1, 1, 2, 0xFE, 0xFE, 0xFE, 0xFF]
 
 
+@pytest.mark.slow
 @elements
 def test_scale_from_reciprocal_equals_scale_from_division(element):
     """e8m0_up(amax * fl(1/max)) == e8m0_up(amax / max) for every mantissa, in a normal and in the lowest binades."""

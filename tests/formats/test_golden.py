@@ -26,12 +26,11 @@ from support.golden.golden_cases import (
 )
 
 from hqsweep.formats import Format, parse
+from hqsweep.formats.base import FLT_MAX, fp8_scale
 from hqsweep.formats.elements import ELEMENTS, e8m0_decode, e8m0_up
 from hqsweep.formats.fp8 import end_step
-from hqsweep.formats.hadamard import SIGNS
+from hqsweep.formats.nvfp4 import SIGNS, stochastic_e2m1
 from hqsweep.formats.random import philox
-from hqsweep.formats.stochastic import stochastic_e2m1
-from hqsweep.formats.tiles import FLT_MAX, fp8_scale
 from hqsweep.ops.quantize.dequantize import dequantize
 from hqsweep.ops.quantize.quantize import quantize
 

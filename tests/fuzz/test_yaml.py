@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from hqsweep.config.safe_yaml import LOADER, parse_yaml
+from hqsweep.config.safe import LOADER, parse_yaml
 from hqsweep.errors import UserError
 from hqsweep.sweep.grid.compose import expand
 

@@ -8,7 +8,7 @@ from hqsweep.formats import ExactOperand, RngKey, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.gemm.exact import matrix_product, mm_t
 from hqsweep.gemm.plan import gemm_plan
-from hqsweep.parallel.overlap.overlapped_gemm import rows_of
+from hqsweep.nn.linear.gemms import rows_of
 from hqsweep.quant import HybridQuantizer
 
 KEY = RngKey(seed=0, slot="t", step=0)
@@ -122,7 +122,7 @@ def test_gpu_large_gemms_round_the_same_accumulator(shape):
 @pytest.mark.parametrize("format", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("shape", [(16384, 3072, 2048), (16384, 2048, 2752), (32768, 768, 384), (32768, 2048, 768)])
 def test_gpu_rows_of_a_product_are_products_of_rows(format, shape):
-    """What nn.rank_rows rests on."""
+    """What hqsweep.parallel.overlap.rank_rows rests on."""
     m, n, k = shape
     generator = torch.Generator("cuda").manual_seed(0)
     a, b = (torch.randn(r, k, generator=generator, device="cuda").bfloat16() for r in (m, n))

@@ -8,11 +8,10 @@ from cases import EVERY_OPTION
 
 from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand, parse
+from hqsweep.formats.base import expand_tiles
 from hqsweep.formats.inputs import draw
-from hqsweep.formats.tiles import expand_tiles
 from hqsweep.gemm.exact import mm_t
-from hqsweep.gemm.native import _ARRANGED, fault, mm_t_native, plan_text, shape_fault
-from hqsweep.ops.gemm.swizzle import swizzle
+from hqsweep.gemm.native import _ARRANGED, fault, mm_t_native, plan_text, shape_fault, swizzle
 from hqsweep.quant import HybridQuantizer
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)

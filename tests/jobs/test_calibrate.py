@@ -11,10 +11,8 @@ from hqsweep.errors import UserError
 from hqsweep.formats import parse, spellings
 from hqsweep.jobs.calibrate import job as calibrate
 from hqsweep.jobs.calibrate import teacher as calibrate_teacher
-from hqsweep.jobs.calibrate.densities import DENSITIES
-from hqsweep.jobs.calibrate.sqnr import draw, sqnr_rows
-from hqsweep.jobs.calibrate.sqnr_tables import EMULATED, published_db
-from hqsweep.jobs.calibrate.sqnr_theory import theoretical_sqnr_db
+from hqsweep.jobs.calibrate.sqnr import EMULATED, draw, published_db, sqnr_rows
+from hqsweep.jobs.calibrate.sqnr_theory import DENSITIES, theoretical_sqnr_db
 from hqsweep.jobs.sink import ListSink
 from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import LinearQuantizers

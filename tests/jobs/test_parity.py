@@ -5,9 +5,10 @@ import torch
 from cases import BASES, HIGH
 
 from hqsweep.config.job import parse
-from hqsweep.jobs.parity import causality as parity_causality
+from hqsweep.gemm import grouped
 from hqsweep.jobs.parity import grouped as parity_grouped
 from hqsweep.jobs.parity import job as parity
+from hqsweep.jobs.parity import modules as parity_causality
 from hqsweep.jobs.parity import training as parity_training
 from hqsweep.jobs.parity.compare_bytes import row
 from hqsweep.jobs.sink import ListSink
@@ -168,7 +169,7 @@ def test_the_kernel_of_a_gpu_is_compared_with_the_loop(tmp_path, monkeypatch):
     """torch._grouped_mm runs on a CPU too, under the plans of a GPU."""
     real = torch._grouped_mm
     for scale, status in ((1, "PASS"), (1.02, "FAIL")):
-        monkeypatch.setattr(torch, "_grouped_mm", lambda *args, _=scale, **options: real(*args, **options) * _)
+        monkeypatch.setattr(grouped, "grouped_mm", lambda *args, _=scale, **options: real(*args, **options) * _)
         rows = list(parity_grouped.kernel_rows(config("grouped"), torch.device("cpu"), (9, 0)))
         assert [(r["subject"], r["status"]) for r in rows] == [(text, status) for text in FORMATS]
 

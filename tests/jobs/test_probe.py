@@ -8,14 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hqsweep.config.gemms import gemm_modules
+from hqsweep.config.job import gemm_modules
 from hqsweep.config.model import ModelConfig
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.jobs.probe import tensor_files
 from hqsweep.jobs.probe.job import parse_quantizers, probe
-from hqsweep.jobs.probe.recipe import foreign_modules, recipe_of
-from hqsweep.jobs.probe.suggest import Suggestion, choose, suggest
+from hqsweep.jobs.probe.suggest import Suggestion, choose, foreign_modules, recipe_of, suggest
 from hqsweep.jobs.probe.tensor_files import find_matrices
 from hqsweep.jobs.probe.together import Choice
 from hqsweep.nn import set_recipe

@@ -1,4 +1,4 @@
-"""Converted modules that computed nothing are named once, at the end of the first backward pass of anybody's loop."""
+"""Converted modules know that they were called, in compiled graphs too; those that were not are named once."""
 
 import copy
 import pickle
@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hqsweep
 from hqsweep.models.first_step import _WAITING
@@ -80,3 +81,22 @@ def test_a_compiled_call_counts(model):
         conversion.reset()
         compiled(torch.randn(4, 32)).sum().backward()
         assert conversion.unused() == ["branch", "head"]
+
+
+class Block(nn.Module):
+    def __init__(self, recomputed):
+        super().__init__()
+        self.recomputed, self.a, self.never = recomputed, nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return checkpoint(self.a, x, use_reentrant=False) if self.recomputed else self.a(x)
+
+
+def test_a_graph_with_activation_checkpointing_counts_its_calls():
+    torch.compiler.reset()
+    model = nn.Sequential(Block(True), Block(True), Block(False))
+    conversion = hqsweep.convert(model, "mxfp8")
+    call = torch.compile(model, backend="aot_eager", fullgraph=True)
+    call(torch.ones(32, 32, requires_grad=True)).sum().backward()
+    assert conversion.unused() == ["0.never", "1.never", "2.never"]
+    torch.compiler.reset()

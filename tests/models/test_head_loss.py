@@ -10,8 +10,7 @@ from torch import nn
 import hqsweep
 from hqsweep.models import head_loss as module
 from hqsweep.models.first_step import _WAITING
-from hqsweep.models.head_loss import BETWEEN, HeadLoss, why_whole
-from hqsweep.models.losses import model_loss
+from hqsweep.models.head_loss import BETWEEN, HeadLoss, model_loss, why_whole
 from hqsweep.nn import Probe, quantization
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

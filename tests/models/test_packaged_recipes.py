@@ -11,7 +11,7 @@ from torch import nn
 import hqsweep
 from hqsweep.config.job import parse
 from hqsweep.errors import UserError
-from hqsweep.jobs.parity.rank_operands import reading
+from hqsweep.jobs.parity.rank_cases import reading
 from hqsweep.nn import Linear, autocast, quantization, quantized_model_init, set_recipe
 from hqsweep.nn.core.module import quantized_modules
 from hqsweep.quant import HybridQuantizedTensor
@@ -54,6 +54,7 @@ def gpt_step(model):
     return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PACKAGED)
 def test_a_converted_model_has_the_operands_of_a_run(name, runs):
     """Of experts, attention, linears and the head, whose weight is the embedding's."""

@@ -9,9 +9,8 @@ from transformers import masking_utils
 
 import hqsweep
 from hqsweep.errors import UserError
-from hqsweep.models import unpacked
-from hqsweep.models.hf import causal_lm_loss
-from hqsweep.models.unpacked import EXPORTS, FIND
+from hqsweep.models import hf
+from hqsweep.models.hf import EXPORTS, FIND, causal_lm_loss
 
 
 @pytest.fixture
@@ -45,13 +44,13 @@ def test_a_capture_has_no_mask_as_an_eager_step_has_none(masks, captured):
 def test_a_capture_has_no_mask_with_older_transformers(masks, captured, monkeypatch):
     """Before 5.18, which asks whether anything is traced, a mask or none."""
     monkeypatch.delattr(masking_utils, EXPORTS)
-    unpacked._replacements.cache_clear()
+    hf._replacements.cache_clear()
     monkeypatch.setattr(masking_utils, "_ignore_causal_mask_sdpa", lambda mask, *_: not masking_utils.is_tracing(mask))
     try:
         with hqsweep.unpacked():
             results(llama(layers=1))
     finally:
-        unpacked._replacements.cache_clear()
+        hf._replacements.cache_clear()
     assert masks == [None]
 
 

@@ -33,8 +33,13 @@ def trained(recipe, folder, **options):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"bf16": True}, {"bf16": True, "gradient_accumulation_steps": 2, "gradient_checkpointing": True}],
-    ids=["float32", "bf16", "bf16 in microbatches, computed again"],
+    [
+        {},
+        pytest.param(
+            {"bf16": True, "gradient_accumulation_steps": 2, "gradient_checkpointing": True}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["float32", "bf16 in microbatches, computed again"],
 )
 def test_it_trains_a_converted_model(options, tmp_path):
     """Also in bf16, for which it puts a forward of its own on the whole model: an identity recipe of the same dtype
@@ -48,6 +53,7 @@ def test_it_trains_a_converted_model(options, tmp_path):
     assert not hqsweep.conversion_of(model).unused()
 
 
+@pytest.mark.slow
 def test_what_it_saves_is_the_plain_model(tmp_path):
     _, model = trained("mxfp8", tmp_path)
     model.save_pretrained(tmp_path / "saved")

@@ -316,6 +316,7 @@ class Pair(torch.nn.Module):
         return self.two(self.one(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("text", ["fp8_current", "nvfp4", "nvfp4|mxfp8", "mxfp8"])
 def test_rows_that_torch_compile_does_not_know(text, marked):

@@ -8,7 +8,7 @@ from support.nn.experts import EXPERTS, GPU, SECTIONS, K, N, gradients, grouped,
 from hqsweep.formats import parse
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, quantization
-from hqsweep.ops.members.padding import PaddedSplits
+from hqsweep.ops.members.splits import PaddedSplits
 from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import CustomRecipe
 
@@ -22,7 +22,7 @@ KERNELS = [*WHOLE_BLOCKS, "nvfp4+row_scaled|nvfp4", "fp8_block|nvfp4", ROWS_IN_B
 def plan(request, monkeypatch):
     """Products of a CPU, those of a GPU, and quantization by the reference."""
     if request.param == "reference":
-        for module in ("splits", "request", "dequantize"):
+        for module in ("members.splits", "quantize.request", "quantize.dequantize"):
             monkeypatch.setattr(f"hqsweep.ops.{module}.has_kernels", lambda device: False)
     return request.param
 

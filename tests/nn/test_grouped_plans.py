@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hqsweep.errors import UserError
 from hqsweep.formats import parse
 from hqsweep.formats.inputs import draw
+from hqsweep.gemm import grouped as products
 from hqsweep.gemm.exact import mm_t
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, autocast, quantization, quantized_model_init
 
@@ -35,7 +36,7 @@ def used(monkeypatch):
         seen.append("bmm")
         return real_bmm(a, b)
 
-    monkeypatch.setattr(torch, "_grouped_mm", spy)
+    monkeypatch.setattr(products, "grouped_mm", spy)
     monkeypatch.setattr(torch, "bmm", spy_bmm)
     return seen
 
@@ -54,7 +55,7 @@ def native(monkeypatch):
         return y.to(torch.bfloat16)
 
     monkeypatch.setattr("hqsweep.gemm.native.mm_t_native", mm_t)
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled)
+    monkeypatch.setattr(products, "scaled_grouped_mm", scaled)
     return seen
 
 

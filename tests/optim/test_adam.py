@@ -248,6 +248,7 @@ def test_a_rate_is_that_of_every_group():
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_compile_never_imports_the_compiler():
     """torch's own optimizer does, which takes about as long as importing torch."""
     code = (

@@ -10,6 +10,7 @@ def ranks(request):
     return run_ranks(request.param, all_cases, request.param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*(f"shards {cut}" for cut in CUTS[2]), "columns", "one_direction"])
 def test_shards_equal_the_whole(ranks, case):
     assert [rank[case] for rank in ranks] == [{}] * len(ranks)

@@ -6,11 +6,13 @@ import pytest
 import torch
 from support.ranks import run_ranks
 
-from hqsweep.config.parallel import ParallelConfig
+from hqsweep.config.train import ParallelConfig
 from hqsweep.errors import UserError
-from hqsweep.parallel.handshake import Disagreement, agree
 from hqsweep.parallel.mesh import Ranks, build_mesh, check_devices, join
-from hqsweep.parallel.wire.devices import stand_apart
+from hqsweep.parallel.wire.objects import Disagreement, agree
+from hqsweep.parallel.wire.spawn import stand_apart
+
+CPU = torch.device("cpu")
 
 
 def _ranks(rank: int, cases: list[dict[str, int]]) -> list[tuple]:
@@ -39,12 +41,12 @@ def test_axes():
 
 def _disagree(rank: int) -> list[str]:
     dims = ParallelConfig(dp_shard=4)
-    ranks = Ranks(dims=dims, mesh=build_mesh(dims, "cpu"), device=torch.device("cpu"))
-    agree(ranks, {"recipe": {"linear": "mxfp8"}, "seed": 0})
+    build_mesh(dims, "cpu")
+    agree({"recipe": {"linear": "mxfp8"}, "seed": 0})
     said = []
     for settings in ({"recipe": 1, "seed": int(rank == 2)}, {"recipe": 1, "data": "ab" if rank else "cd"}):
         with pytest.raises(Disagreement) as refused:
-            agree(ranks, settings)
+            agree(settings)
         said.append(str(refused.value))
     return said
 
@@ -89,8 +91,27 @@ def test_ranks_of_one_gpu_are_of_several_machines_to_nccl(monkeypatch):
 def test_one_process_alone_is_no_rank(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(UserError, match=r"asks for 2 ranks, and this is one process; `hqsweep run` starts them"):
-        join(ParallelConfig(dp_shard=2), "cpu")
+        join(ParallelConfig(dp_shard=2), CPU)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UserError, match=r"the launcher gives 4 ranks, but .* is 2"):
-        join(ParallelConfig(dp_shard=2), "cpu")
+        join(ParallelConfig(dp_shard=2), CPU)
+
+
+def test_a_rank_alone_exchanges_nothing_and_copies_nothing():
+    ranks, x, unused = join(ParallelConfig(), CPU), torch.arange(3.0), lambda: 1 / 0
+    state = {"model": {"weight": x}, "optimizer": {}, "step": 1}
+    assert not torch.distributed.is_initialized()
+    assert (ranks.rank, ranks.size, ranks.data_rank, ranks.data_size, ranks.is_first) == (0, 1, 0, 1, True)
+    assert ranks.gather(x) == [x]
+    assert ranks.gather_to_first(x) == [x]
+    assert ranks.first(x) is x
+    assert ranks.in_order(x).shape == (1, 3)
+    assert ranks.in_order(x).data_ptr() == x.data_ptr()
+    assert ranks.whole(state) is state
+    assert ranks.parts_of(state, None, None) == state
+    assert ranks.whole_model(("own", "optimizer"), unused) == ("own", "optimizer")
+    ranks.agree(unused)
+    ranks.barrier()
+    ranks.largest(x)
+    assert x.tolist() == [0, 1, 2]

@@ -15,6 +15,7 @@ def staged():
     return run_ranks(WORLD, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_stages_compute_what_one_process_does(staged, name):
     whole, parts = in_one_process(name), [rank[name] for rank in staged]

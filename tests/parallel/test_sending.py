@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hqsweep.parallel.wire import p2p_copy
-from hqsweep.parallel.wire.p2p_slots import Exchange
+from hqsweep.parallel.wire.p2p_copy import Exchange
 
 SIZE = 32
 

@@ -8,6 +8,7 @@ from torch.multiprocessing import ProcessExitedException
 from hqsweep.checkpoints.save import save_model
 
 
+@pytest.mark.slow
 def test_a_resumed_training_is_the_one_without_a_break(tmp_path):
     run_ranks(2, resumed, tmp_path, RESUMED)
     assert sorted(path.name for path in (tmp_path / "mxfp8_bf16").iterdir())[0] == ".metadata"
@@ -17,6 +18,7 @@ def test_a_resumed_training_is_the_one_without_a_break(tmp_path):
     assert whole.read_bytes() == one.read_bytes()
 
 
+@pytest.mark.slow
 def test_any_number_of_ranks_loads_what_any_other_saved(tmp_path):
     ones = {}
     for recipe, kind in RESHARDED:

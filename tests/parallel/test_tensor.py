@@ -37,6 +37,7 @@ def held_by_two_ranks(both):
     return list(zip(*(held for _, held in both), strict=True))
 
 
+@pytest.mark.slow
 def test_linears_over_two_ranks_are_those_of_one_process(of_two_ranks):
     assert of_two_ranks[0] == ([], [])
 
@@ -142,10 +143,12 @@ UNSHARED = [
 ]
 
 
+@pytest.mark.slow
 def test_models_over_two_ranks_have_the_bytes_of_sums_that_are_split():
     assert run_ranks(2, shared_models.everything, 2, MODELS) == [([], UNSHARED, [])] * 2
 
 
+@pytest.mark.slow
 def test_mixtures_over_two_ranks_have_the_bytes_of_sums_that_are_split():
     assert run_ranks(2, shared_models.mixtures, 2, [{"experts": 4} | case for case in MIXTURES]) == [([], True)] * 2
 

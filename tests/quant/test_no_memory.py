@@ -75,6 +75,7 @@ def _doubled(model):
         model[0].weight.mul_(2.0)
 
 
+@pytest.mark.slow
 def test_processes_share_the_operands():
     model = held().share_memory()
     before = model[0].weight.dequantize().detach().clone()

@@ -11,7 +11,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.formats.inputs import draw
 from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
-from hqsweep.quant.tensor_dispatch import dispatch
+from hqsweep.quant.tensor_protocol import dispatch
 
 KEY = RngKey(seed=3, slot="layer/linear/weight", step=5)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hqsweep.config.gemms import gemm_modules
+from hqsweep.config.job import gemm_modules
 from hqsweep.config.model import ModelConfig
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.applied import TABLES, applied, asks, why_nothing

@@ -2,8 +2,7 @@
 
 import pytest
 
-from hqsweep.config.gemms import gemm_modules
-from hqsweep.config.job import parse
+from hqsweep.config.job import gemm_modules, parse
 from hqsweep.config.model import ModelConfig
 from hqsweep.errors import UserError
 from hqsweep.recipe import Recipe

@@ -52,6 +52,7 @@ def page(make_sweep, fake, tmp_path):
     return write(compare(make_sweep([*runs, *null], nasty[1]), "bf16"), tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_report_in_a_browser(page, tmp_path):
     """One start for all, as a start takes seconds."""
     observed = observe(Path(shutil.copy(HARNESS, page.parent)), tmp_path / "profile")
@@ -95,6 +96,7 @@ def test_the_light_page_in_a_browser_fits_both_widths_without_a_script(page, tmp
     assert observed["keyboard"]["outlines"] == ["solid"] and observed["keyboard"]["broken"] == 0
 
 
+@pytest.mark.slow
 def test_the_page_may_not_fetch_and_the_console_would_tell(page, tmp_path):
     leaky = tmp_path / "leaky.html"
     leaky.write_text(page.read_text().replace("</body>", '<img src="http://127.0.0.1:9/x.png"></body>'))

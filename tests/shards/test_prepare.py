@@ -14,7 +14,6 @@ from support.shards.texts import END, byte_level, documents, of_letters, write
 from tokenizers import Tokenizer
 
 from hqsweep.errors import UserError
-from hqsweep.shards import manifest as manifests
 from hqsweep.shards import prepare as preparing
 from hqsweep.shards import sources
 from hqsweep.shards.prepare import prepare
@@ -150,6 +149,7 @@ prepare(*sys.argv[1:], val_fraction=0.2, workers=2, progress=progress)
 """
 
 
+@pytest.mark.slow
 def test_killed_prepare_goes_on_to_the_same_bytes(tmp_path: Path, tokenizer: Path, small_pieces: None) -> None:
     source = write(tmp_path / "in/a.jsonl", TEXTS * 3).parent
     write(source / "b.jsonl.gz", TEXTS * 3)
@@ -384,14 +384,16 @@ def test_half_of_a_pair_in_json_does_not_stop_it(tmp_path: Path, tokenizer: Path
 
 def test_a_record_is_written_after_its_shards_are_on_the_disk(tokenizer, tmp_path, monkeypatch):
     """The workers do not wait for the disk; whoever writes the record does, of each file, before it."""
-    order, fsync, write = [], os.fsync, manifests.write_whole
+    order, fsync, write = [], os.fsync, preparing.write_whole
 
     def noted(number):
         order.append(Path(os.readlink(f"/proc/self/fd/{number}")).name)
         fsync(number)
 
     monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr(manifests, "write_whole", lambda path, data: order.append(path.name) or write(path, data))
+    monkeypatch.setattr(
+        preparing, "write_whole", lambda path, data, **how: order.append(path.name) or write(path, data, **how)
+    )
     source = tmp_path / "source.txt"
     source.write_text("\n".join(f"line {i}" for i in range(2000)))
     prepare(source, tokenizer, tmp_path / "out", format="lines", val_fraction=0.5, workers=1)

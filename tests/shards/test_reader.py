@@ -12,7 +12,7 @@ from support.shards.written import write_llm_c, write_manifest, write_megatron, 
 
 from hqsweep.errors import Damaged, UserError
 from hqsweep.shards import reader
-from hqsweep.shards.index import encode_index
+from hqsweep.shards.manifest import encode_index
 from hqsweep.shards.reader import Shards
 
 PARTS = {"train": [range(100), range(100, 180)], "val": [range(180, 200)]}

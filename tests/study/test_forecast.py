@@ -89,6 +89,7 @@ FAR = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("changes", "why"), FAR)
 def test_a_study_that_is_not_comparable_is_said_and_not_used(laboratory, row, changes, why):
     plan, far = laboratory.plan(*WORDS), row(sd_pct=0.01, sweeps=["toy"], **changes)

@@ -10,8 +10,7 @@ from hqsweep.study.forecast import forecasts, pace, registry
 from hqsweep.sweep.engine import launch
 from hqsweep.sweep.engine.launch import plan
 from hqsweep.sweep.store.files import read_rows
-from hqsweep.train.adapter import DTYPES
-from hqsweep.train.model import GPT
+from hqsweep.train.model import DTYPES, GPT
 
 ARMS = ("recipe=bf16,mxfp8,nvfp4", "null_arm=true")
 

@@ -14,6 +14,7 @@ def seeds(batch: list[str], arm: str) -> list[int]:
     return [int(name.rpartition("-s")[2]) for name in batch if name.rpartition("-s")[0] == arm]
 
 
+@pytest.mark.slow
 def test_seeds_are_added_until_every_arm_has_a_verdict(laboratory):
     laboratory.gaps = {"mxfp8": (0.0, 1e-4), "nvfp4": (0.1, 0.02), "null": (0.0, 1e-4)}
     growth = laboratory.grow(*GROW, "seed=0,1")
@@ -131,6 +132,7 @@ def test_fewer_seeds_than_are_there_are_refused(laboratory):
 FORKS = ("fork.at=40,80", "fork.steps=10", "fork.decay=10", "fork.warmup=5", "train.log_every=10")
 
 
+@pytest.mark.slow
 def test_a_fork_study_begins_with_three_trunks_and_grows_by_trunks(laboratory):
     laboratory.gaps = {"mxfp8": (0.0, 1e-4), "nvfp4": (0.1, 0.05), "null": (0.0, 1e-5)}
     growth = laboratory.grow(*GROW, *FORKS, "seed=0")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hqsweep.config.data import DataConfig
+from hqsweep.config.train import DataConfig
 from hqsweep.errors import UserError
 from hqsweep.train import data
 from hqsweep.train.data import load
@@ -76,6 +76,7 @@ class TestSite:
         with pytest.raises(UserError, match=r"data.source: site found no package with \*.py files; .* data=stdlib"):
             site()
 
+    @pytest.mark.slow
     def test_of_this_machine_is_english_and_code(self):
         dataset = site(max_bytes=2 * MIB)
         assert dataset.facts["bytes"] == 2 * MIB and dataset.facts["packages"] > 10

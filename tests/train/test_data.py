@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.shards.written import write_llm_c, write_megatron, write_ours
 
-from hqsweep.config.data import DataConfig
+from hqsweep.config.train import DataConfig
 from hqsweep.errors import UserError
 from hqsweep.train import data
 from hqsweep.train.data import Dataset, load, unigram_entropy

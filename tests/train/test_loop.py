@@ -9,20 +9,21 @@ from cases import DELAYED_IN_PARTS, LINEARS
 
 from hqsweep.config.job import parse
 from hqsweep.errors import UserError
+from hqsweep.formats.spec import FINGERPRINT
 from hqsweep.jobs import convergence
+from hqsweep.jobs.convergence import Throughput
 from hqsweep.jobs.sink import Diverged, ListSink
 from hqsweep.nn import quantization
 from hqsweep.nn.linear.linear_call import LinearCall
-from hqsweep.ops import fingerprint
 from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.recipe.factories import find_factory
 from hqsweep.sweep.grid.compose import load_recipe
-from hqsweep.train import data, loop
+from hqsweep.train import data, microbatches
+from hqsweep.train.build import learning_rate
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 from hqsweep.train.loop import Trainer
 from hqsweep.train.model import build_model
-from hqsweep.train.pace import Throughput, learning_rate
 
 DELAYED = DELAYED_IN_PARTS
 CURRENT_BACKWARD = {
@@ -67,7 +68,7 @@ def test_a_weight_is_read_once_a_step_where_its_codes_are_multiplied(gemm, monke
         asked.append(options["cache_weights"])
         return quantization(**options)
 
-    monkeypatch.setattr(loop, "quantization", recorded)
+    monkeypatch.setattr(microbatches, "quantization", recorded)
     with suppress(UserError):
         next(trainer(cfg).steps())
     assert asked[0] == (gemm == "native")
@@ -260,7 +261,7 @@ def test_manifest_facts(tmp_path):
     assert sink.facts["steps"] == {"run": "eager", "reason": "there are no graphs on the CPU"}
     assert sink.facts["gemm_plan"]["layers.0.mlp.fc2"]["fprop"] == "nvfp4 x nvfp4: exact: bf16 operands, float32 GEMM"
     assert sink.facts["gemm_plan"]["head"]["wgrad"].startswith("bf16 x bf16")
-    assert sink.facts["kernel_digest"] == fingerprint.EXPECTED
+    assert sink.facts["kernel_digest"] == FINGERPRINT
     assert sink.facts["device"] == "cpu" and len(sink.facts["data_hash"]) == 64
 
 

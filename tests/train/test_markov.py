@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hqsweep.errors import UserError
-from hqsweep.train.markov import BURN_IN, MarkovSource
+from hqsweep.train.corpus import BURN_IN, MarkovSource
 
 
 def binary_entropy(p: float) -> float:

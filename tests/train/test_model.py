@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hqsweep.config.gemms import linear_shapes
+from hqsweep.config.job import linear_shapes
 from hqsweep.config.model import ModelConfig, ffn_width
 from hqsweep.nn import quantization
 from hqsweep.nn.attention.rope import rotate

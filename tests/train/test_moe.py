@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from hqsweep.config.gemms import gemm_modules, grouped_shapes, linear_shapes
-from hqsweep.config.job import parse
+from hqsweep.config.job import gemm_modules, grouped_shapes, linear_shapes, parse
 from hqsweep.config.model import ModelConfig, expert_width
 from hqsweep.errors import UserError
 from hqsweep.jobs import convergence

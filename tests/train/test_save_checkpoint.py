@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from hqsweep.errors import Damaged
+from hqsweep.parallel.mesh import Ranks
 from hqsweep.train import checkpoint
 from hqsweep.train.checkpoint import load_checkpoint, newest, read_state, save_checkpoint
 from hqsweep.train.record import NotAsWritten, check_recorded, checkpoints, mark_of, read_record
 
 CPU = torch.device("cpu")
+ALONE = Ranks.alone(CPU)
 
 
 @dataclass
@@ -23,7 +25,7 @@ class Counter:
     step: int = 0
     kept: tuple[int, ...] = ()
     device: torch.device = CPU
-    ranks: None = None
+    ranks: Ranks = ALONE
     loaded: dict = field(default_factory=dict)
 
     def state(self) -> dict:

@@ -24,6 +24,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_over_ranks_is_the_one_without_a_break(tmp_path):
     run_ranks(2, resumed, tmp_path, CASES)
     folder = tmp_path / "0"

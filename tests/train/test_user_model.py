@@ -18,10 +18,9 @@ from hqsweep.config.job import parse
 from hqsweep.errors import UserError
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
-from hqsweep.models.code import code_of
-from hqsweep.models.head_loss import HeadLoss
+from hqsweep.models.build import code_of
+from hqsweep.models.head_loss import HeadLoss, model_loss
 from hqsweep.models.linear import ConvertedLinear
-from hqsweep.models.losses import model_loss
 from hqsweep.recipe.factories import find_factory
 from hqsweep.train import data, user_model
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
@@ -317,6 +316,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 def test_a_state_of_other_code_is_refused_and_comments_are_none(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)

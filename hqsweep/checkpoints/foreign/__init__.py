@@ -1,1 +1,1 @@
-"""Checkpoints of other programs: what they hold, and how a model takes it."""
+"""Checkpoints of other programs: descriptions, and loading into a model."""

@@ -20,9 +20,9 @@ class Checkpoint:
     """A checkpoint as its files describe it; no tensor was read.
 
     kind: "safetensors" (a Hugging Face folder, or a file), "torch" (a file of torch.save), "dcp" (a folder of
-    torch.distributed.checkpoint, such as torchtitan's), "hqsweep" (step_N.pt of a run). tensors: those of the model, by
-    their names without what wrappers added. optimizer: whether moments are there, and whether by names or by indices.
-    problems: why it cannot be loaded, one sentence each; notes: which parts of it are not read.
+    torch.distributed.checkpoint, such as torchtitan's), "hqsweep" (step_N.pt of a run). tensors: the model's, by their
+    names without wrappers. optimizer: whether it has moments, by names or by indices. problems: why it cannot be
+    loaded, one sentence each. notes: which parts of it are not read.
     """
 
     path: Path
@@ -34,7 +34,7 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     moments: tuple[Path, ...] = ()
     """The paths of the optimizer's state, if it lies beside the weights: a file of torch.save, a folder of
-    torch.distributed.checkpoint, or the files of DeepSpeed's ranks in their order."""
+    torch.distributed.checkpoint, or the files of DeepSpeed's ranks, in order."""
     weights: tuple[Path, ...] = ()
     """The files of torch.save in a folder that hold the weights; empty where path is such a file, or the weights are of
     another kind."""
@@ -56,7 +56,7 @@ class Checkpoint:
 
     @cached_property
     def sha256(self) -> str:
-        """The hash of its files: a single file's own, or that of the names and hashes of several. It reads them all."""
+        """The hash of its only file, or of several files' names and hashes. It reads them all."""
         digests = {self._name(path): _sha256(path) for path in self.files}
         if len(digests) == 1:
             return next(iter(digests.values()))
@@ -72,7 +72,7 @@ class Checkpoint:
         return file.name
 
     def check(self) -> None:
-        """UserError with the first problem, and the number of others."""
+        """UserError with the first problem, and how many others there are."""
         if self.problems:
             more = f" (and {len(self.problems) - 1} more faults)" if len(self.problems) > 1 else ""
             raise UserError(f"{self.path}: {self.problems[0]}{more}")

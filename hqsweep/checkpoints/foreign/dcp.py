@@ -9,7 +9,7 @@ from typing import Any
 
 from hqsweep.checkpoints.foreign.checkpoint import Checkpoint, first_names, step_in_name
 from hqsweep.checkpoints.foreign.dcp_metadata import METADATA, Chunk, Place, Stored, count_of, tensors_of
-from hqsweep.checkpoints.foreign.weights_only import load
+from hqsweep.checkpoints.foreign.torch_file import load
 from hqsweep.errors import UserError
 from hqsweep.models.names import clean_name
 
@@ -62,7 +62,7 @@ def inspect_tensors(folder: Path) -> tuple[Checkpoint, dict[str, Stored]]:
 
 
 def _missing_bytes(folder: Path, stored: dict[str, Stored]) -> list[str]:
-    """The faults of the files of chunks."""
+    """Why the files of chunks cannot be read; empty where they can."""
     ends: dict[str, int] = {}
     for tensor in stored.values():
         for chunk in tensor.chunks:
@@ -75,7 +75,7 @@ def _missing_bytes(folder: Path, stored: dict[str, Stored]) -> list[str]:
 
 
 def _weights(stored: dict[str, Stored]) -> dict[str, str]:
-    """Clean name of a tensor of the model -> its saved name; tied ones once, where marks say so."""
+    """Clean name of a model's tensor -> its saved name; tied ones once, where marks say so."""
     by_name = {}
     for saved, tensor in stored.items():
         first, *rest = tensor.path
@@ -87,7 +87,7 @@ def _weights(stored: dict[str, Stored]) -> dict[str, str]:
 
 
 def _moment(tensor: Stored) -> tuple[str, str] | None:
-    """(clean name of a parameter, "exp_avg") of a tensor of the optimizer's state; None for any other tensor."""
+    """(clean name of a parameter, "exp_avg") for a tensor of the optimizer; None for any other tensor."""
     if tensor.path[0] not in ("optimizer", "optim"):
         return None
     words = ".".join(tensor.path[1:]).removeprefix("state.")
@@ -96,7 +96,7 @@ def _moment(tensor: Stored) -> tuple[str, str] | None:
 
 
 def read(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The tensors of the model on the CPU, by their clean names. UserError for bytes that are no tensor."""
+    """The model's tensors on the CPU, by their clean names. UserError for bytes that are not a tensor."""
     stored = tensors_of(checkpoint.path)
     return {name: read_part(checkpoint.path, saved, stored[saved]) for name, saved in _weights(stored).items()}
 
@@ -120,7 +120,7 @@ class Box:
 
 def read_part(folder: Path, name: str, stored: Stored, box: Box | None = None) -> Any:
     """A part of a tensor on the CPU, by default all of it, from the chunks that overlap it. UserError for bytes that
-    are no such tensor."""
+    are not such a tensor."""
     import torch
 
     dtype = getattr(torch, stored.dtype)
@@ -147,8 +147,7 @@ def _slices(ranges: list[tuple[int, int]], offsets: tuple[int, ...]) -> tuple[sl
 
 
 def read_object(folder: Path, name: str, place: Place) -> Any:
-    """An object that is no tensor, made of numbers, texts, tuples and the like. UserError for bytes of any other, whose
-    code is not run."""
+    """An object made of numbers, texts, tuples and the like. UserError for any other bytes; their code is not run."""
     return _read(folder, name, place, "number and no text")
 
 
@@ -157,7 +156,7 @@ def _read_chunk(folder: Path, name: str, chunk: Chunk) -> Any:
 
 
 def _read(folder: Path, name: str, place: Place, what: str) -> Any:
-    """What the bytes at a place are, by torch.load(weights_only=True); of a chunk, of its shape."""
+    """Read the bytes at a place by torch.load(weights_only=True); a chunk must have its shape."""
     with (folder / place.file).open("rb") as file:
         file.seek(place.start)
         content = file.read(place.length)
@@ -166,6 +165,6 @@ def _read(folder: Path, name: str, place: Place, what: str) -> Any:
         if isinstance(place, Chunk) and tuple(value.shape) != place.shape:
             raise ValueError(f"it has the shape {tuple(value.shape)}, not {place.shape}")
         return value
-    except Exception as error:  # bytes of others make torch.load raise anything
+    except Exception as error:  # foreign bytes make torch.load raise anything
         why = (str(error) or type(error).__name__).splitlines()[0][:200]
         raise UserError(f"{folder / place.file}: the bytes of {name} are no {what} ({why})") from None

@@ -1,12 +1,11 @@
-"""Adam's moments in the checkpoints of DeepSpeed's ZeRO, stages 1 to 3, of data-parallel ranks.
+"""Adam's moments in the checkpoints of DeepSpeed's ZeRO, stages 1 to 3, by data-parallel ranks.
 
-The file `latest` names a folder with one file of each rank, *zero_pp_rank_R_mp_rank_00_optim_states.pt. There each
-group of parameters is one flat tensor. In stages 1 and 2 a rank has a range of it, and param_slice_mappings says where
-in that which part of a parameter lies. In stage 3 a rank has the R-th part of every parameter, rounded up, in the order
-of param_shapes, which the model's files have (deepspeed/checkpoint/ds_to_universal.py reads them alike).
-
-They are read by torch's weights_only unpickler, in which every class of deepspeed is one that keeps what it is given
-and does nothing.
+The file `latest` names a folder with one file for each rank, *zero_pp_rank_R_mp_rank_00_optim_states.pt. There each
+group of parameters is one flat tensor. In stages 1 and 2 a rank has a range of it; param_slice_mappings says where each
+parameter lies in that range. In stage 3 a rank has the R-th part of every parameter, rounded up, in the order of
+param_shapes. The model's files have param_shapes (deepspeed/checkpoint/ds_to_universal.py reads them alike). torch's
+weights_only unpickler reads the files; every class of deepspeed is replaced by one that keeps its arguments and does
+nothing.
 """
 
 import math
@@ -25,7 +24,7 @@ STATES = ("exp_avg", "exp_avg_sq")
 
 
 class Inert:
-    """The substitute of an object of deepspeed."""
+    """The substitute of deepspeed's objects."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -53,7 +52,7 @@ def state_files(folder: Path) -> tuple[tuple[Path, ...], str | None]:
 
 def read_moments(files: Sequence[Path], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, Any]]:
     """Clean name of a parameter -> its "step", "exp_avg" and "exp_avg_sq", in the shape that `shapes` gives it.
-    UserError for files of another layout, or of fewer ranks than have written them."""
+    UserError for files in another layout, or from fewer ranks than wrote them."""
     import torch
 
     states = [_state(file) for file in files]

@@ -1,17 +1,20 @@
-"""Safetensors files and Hugging Face folders: what their headers describe, and their tensors.
+"""Safetensors files and Hugging Face folders: their headers and tensors, and the optimizer's state beside weights.
 
 The header of a safetensors file is its length, 8 bytes, and JSON of that length; offsets of tensors count from its end
 (https://github.com/huggingface/safetensors#format). A folder of several such files has an index, whose weight_map says
-in which file a tensor is. What is half written is found from headers and sizes alone.
+in which file a tensor is. Headers and sizes alone show whether a folder is half written.
 """
 
+import zipfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hqsweep.checkpoints.foreign import deepspeed
 from hqsweep.checkpoints.foreign.checkpoint import Checkpoint, Tensors, first_names, step_in_name
-from hqsweep.checkpoints.foreign.state_beside import NO_STATE, state_beside
-from hqsweep.config.safe_json import loads
+from hqsweep.checkpoints.foreign.dcp_metadata import METADATA
+from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
 from hqsweep.models.names import clean_name
 
@@ -27,11 +30,11 @@ DTYPES = {
 
 
 class Damage(Exception):
-    """Why a file is no whole safetensors file or index; a part of a sentence."""
+    """Why a safetensors file or index is not whole; a part of a sentence."""
 
 
 def inspect_file(path: Path) -> Checkpoint:
-    """The description of a file of safetensors."""
+    """The description of a safetensors file."""
     return _inspected(path, [path], [])
 
 
@@ -89,7 +92,7 @@ def _inspected(path: Path, files: list[Path], problems: list[str]) -> Checkpoint
 
 
 def header(file: Path) -> Tensors:
-    """The tensors of a file, by its header. Raises Damage where the file is cut short or is no such file."""
+    """The tensors of a file, by its header. Raises Damage where the file is cut short, or of another kind."""
     document, start = _document(file)
     tensors, ends = {}, [0]
     try:
@@ -189,3 +192,49 @@ def read(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _weights(checkpoint: Checkpoint) -> Iterator[Path]:
     return (file for file in checkpoint.files if file.suffix == ".safetensors")
+
+
+FILES = ("optimizer.pt", "optimizer.bin")
+"""The files of Hugging Face's Trainer, and of accelerate: a plain optimizer's state_dict, or FSDP's whole one, by
+names."""
+SHARDED = "optimizer_0"
+"""The folder in which accelerate keeps FSDP's sharded state."""
+RANKS = "optimizer_0_rank*.bin"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBeside:
+    """The optimizer's state beside weights. kind: as Checkpoint.optimizer; paths: as Checkpoint.moments; hashed: its
+    files; problems and notes: as in Checkpoint."""
+
+    kind: str = "none"
+    paths: tuple[Path, ...] = ()
+    hashed: tuple[Path, ...] = ()
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+NO_STATE = StateBeside()
+
+
+def state_beside(folder: Path) -> StateBeside:
+    """The state beside the weights of a folder; no tensor is read."""
+    for name in FILES:
+        if (file := folder / name).is_file():
+            if not zipfile.is_zipfile(file):
+                fault = f"{name} is cut short, or no file of torch.save: copy it again, or take it out of the folder"
+                return StateBeside(problems=(fault,))
+            return StateBeside(kind="indexed" if name == FILES[0] else "named", paths=(file,), hashed=(file,))
+    sharded = folder / SHARDED
+    if (sharded / METADATA).is_file():
+        files = (sharded / METADATA, *sorted(sharded.glob("*.distcp")))
+        return StateBeside(kind="named", paths=(sharded,), hashed=files)
+    if any(folder.glob(RANKS)):
+        note = "the optimizer's state of FSDP is a file of each rank, which is not read; save it with use_dcp=True"
+        return StateBeside(notes=(note,))
+    if (folder / deepspeed.LATEST).is_file():
+        files, fault = deepspeed.state_files(folder)
+        if fault:
+            return StateBeside(notes=(f"the optimizer's state of DeepSpeed is not read: {fault}",))
+        return StateBeside(kind="named", paths=files, hashed=files)
+    return NO_STATE

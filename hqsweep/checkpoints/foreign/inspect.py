@@ -1,11 +1,18 @@
-"""inspect_checkpoint: the kind and the contents of a checkpoint, from its headers alone."""
+"""inspect_checkpoint: the kind and the contents of a checkpoint, from its headers alone.
+
+Folders with weights of torch.save are one pytorch_model.bin, several with an index, or accelerate's under FSDP: whole
+(pytorch_model_fsdp.bin), or sharded (pytorch_model_fsdp_0, of torch.distributed.checkpoint).
+"""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
-from hqsweep.checkpoints.foreign import dcp, deepspeed, huggingface, torch_file, torch_folder
+from hqsweep.checkpoints.foreign import dcp, deepspeed, huggingface, torch_file
 from hqsweep.checkpoints.foreign.checkpoint import Checkpoint, first_names, step_in_name
-from hqsweep.config.safe_json import loads
+from hqsweep.checkpoints.foreign.dcp_metadata import METADATA
+from hqsweep.checkpoints.foreign.huggingface import state_beside
+from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
 
 KINDS = (
@@ -22,11 +29,12 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """The description of a checkpoint. No tensor is read and no code of it is run.
 
     path: a Hugging Face folder (config.json beside model.safetensors, pytorch_model.bin or their index; also
-    pytorch_model_fsdp* of accelerate), a .safetensors file, a file of torch.save with a state_dict, bare or under
-    "model", "state_dict" or "module", or a folder of torch.distributed.checkpoint (.metadata beside *.distcp).
+    accelerate's pytorch_model_fsdp*), a .safetensors file, or a folder of torch.distributed.checkpoint (.metadata
+    beside *.distcp). It may also be a file of torch.save with a state_dict, bare or under "model", "state_dict" or
+    "module".
 
-    A checkpoint that is half written, or cannot be loaded for another reason, has this in .problems, and check() raises
-    it. UserError for what is no checkpoint at all.
+    A checkpoint that is half written, or cannot be loaded for another reason, says so in .problems; check() raises it.
+    UserError for a path that is not a checkpoint at all.
     """
     path = Path(path)
     if path.is_file():
@@ -37,7 +45,7 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise UserError(f"'{path}' is {reason}")
     if (path / dcp.METADATA).is_file() or any(path.glob("*.distcp")):
         return dcp.inspect_folder(path)
-    checkpoint = huggingface.inspect_folder(path) or torch_folder.inspect_folder(path)
+    checkpoint = huggingface.inspect_folder(path) or _torch_folder(path)
     if checkpoint is not None:
         return checkpoint
     raise UserError(f"'{path}' is no checkpoint: {_instead(path)}")
@@ -66,7 +74,7 @@ def _file(path: Path) -> Checkpoint:
 
 
 def _instead(folder: Path) -> str:
-    """What a folder holds that is no checkpoint, and what to give instead."""
+    """The content of a folder without a checkpoint, and which path to give instead."""
     steps = sorted(path.name for path in folder.iterdir() if path.is_dir() and step_in_name(path) is not None)
     if steps:
         return f"it holds {first_names(steps)}; give one of them"
@@ -87,3 +95,44 @@ def _instead(folder: Path) -> str:
     if runs:
         return f"it is the folder of a run; give one of its checkpoints, such as {runs[-1]}"
     return f"give {KINDS}"
+
+
+INDEX = "pytorch_model.bin.index.json"
+WHOLE = ("pytorch_model.bin", "pytorch_model_fsdp.bin")
+SHARDED = "pytorch_model_fsdp_0"
+
+
+def _torch_folder(folder: Path) -> Checkpoint | None:
+    """The description of such a folder; None for any other. Its moments and its step are those that lie beside the
+    weights."""
+    weights = _weights(folder)
+    if weights is None:
+        return None
+    state, config = state_beside(folder), folder / "config.json"
+    files = (*weights.files, *([config] if config.is_file() else ()), *state.hashed)
+    own = {"optimizer": state.kind, "moments": state.paths} if state.paths else {}
+    return replace(
+        weights,
+        step=weights.step if weights.step is not None else huggingface.trainer_step(folder),
+        problems=(*weights.problems, *state.problems),
+        notes=(*weights.notes, *state.notes),
+        files=files,
+        **own,
+    )
+
+
+def _weights(folder: Path) -> Checkpoint | None:
+    if (folder / INDEX).is_file():
+        try:
+            files = huggingface.indexed(folder / INDEX)
+        except huggingface.Damage as damage:
+            return Checkpoint(
+                path=folder, kind="torch", step=None, tensors={}, problems=(str(damage),), files=(), saved_as={}
+            )
+        return torch_file.inspect_files(folder, files)
+    for name in WHOLE:
+        if (folder / name).is_file():
+            return torch_file.inspect_files(folder, [folder / name])
+    if (folder / SHARDED / METADATA).is_file():
+        return dcp.inspect_folder(folder / SHARDED)
+    return None

@@ -1,10 +1,12 @@
 """load_checkpoint: put the weights of another program's checkpoint into a model, and the moments where it has some.
 
-Everything is checked before anything is written: a model that a checkpoint does not fit is not changed.
+Everything is checked before anything is written: a model that a checkpoint does not fit is not changed. The error names
+the tensor that does not fit.
 """
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from hqsweep.checkpoints.foreign import dcp, huggingface, torch_file
-from hqsweep.checkpoints.foreign.checkpoint import Checkpoint
-from hqsweep.checkpoints.foreign.fit import COMPUTED, check_model, check_tensors, refuse_shape, refuse_strange
+from hqsweep.checkpoints.foreign.checkpoint import Checkpoint, first_names
 from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
 from hqsweep.checkpoints.foreign.moments import load_moments
 from hqsweep.checkpoints.foreign.names import Names, Pieces, joined, pieces_of, unused
-from hqsweep.errors import UserError
+from hqsweep.errors import UserError, nearest
 from hqsweep.models.hf import quietly
 from hqsweep.models.names import clean_name
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.torch_private import COMPILED_FROM
 
 READERS = {
     "safetensors": huggingface.read, "torch": torch_file.read, "hqsweep": torch_file.read, "dcp": dcp.read,
@@ -30,7 +32,7 @@ READERS = {
 
 PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 STATES = (".history", ".amax", "._extra_state")
-"""The ends of names of the states of delayed scaling, in the state of a run."""
+"""The ends of names in the state of a run that belong to delayed scaling."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +58,12 @@ def load_checkpoint(
 ) -> Loaded:
     """Copy a checkpoint into a model, in place: parameters, ties, devices and dtypes do not change.
 
-    path: what inspect_checkpoint takes, or what it returned. optimizer: gets exp_avg, exp_avg_sq and step of each
-    parameter that it holds, where the checkpoint has them; its learning rates and betas do not change. names: how the
-    checkpoint names tensors: "hf", "torchtitan", or a mapping of its names to the model's; None finds out.
+    path: a path for inspect_checkpoint, or its result. optimizer: gets exp_avg, exp_avg_sq and step of each parameter
+    that it holds, where the checkpoint has them; its learning rates and betas do not change. names: how the checkpoint
+    names tensors: "hf", "torchtitan", or a mapping of its names to the model's; None finds out.
 
-    Raises UserError before anything is written: for half a checkpoint, other names or shapes than the model's, tensors
-    that the model ties and the checkpoint has twice, moments that are not Adam's or cannot be told apart.
+    Raises UserError before anything is written: for half a checkpoint; for other names or shapes than the model's; for
+    tensors that the model ties and the checkpoint has twice; for moments that are not Adam's or are ambiguous.
     """
     checkpoint = path if isinstance(path, Checkpoint) else inspect_checkpoint(path)
     checkpoint.check()
@@ -95,9 +97,9 @@ def load_checkpoint(
 
 
 def check_fits(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """UserError for the names, shapes and dtypes for which load_checkpoint would refuse a checkpoint; no tensor is
-    read, and the model may be on the meta device. Names that only transformers knows, such as those of experts that are
-    saved one by one, are taken as right."""
+    """UserError where load_checkpoint would refuse the names, shapes or dtypes of a checkpoint. No tensor is read, and
+    the model may be on the meta device. Names that only transformers knows, such as names of experts saved one by one,
+    pass."""
     checkpoint.check()
     dtypes = {name: getattr(torch, dtype, torch.float32) for name, (_, dtype) in checkpoint.tensors.items()}
     tensors = {
@@ -119,13 +121,13 @@ def check_fits(checkpoint: Checkpoint, model: nn.Module) -> None:
 
 
 def _config(model: nn.Module) -> Any:
-    """The config of a Hugging Face model; None of other models."""
+    """The config of a Hugging Face model; None for other models."""
     return getattr(model, "config", None) if hasattr(model, "from_pretrained") else None
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside the wrappers of torch.compile, DistributedDataParallel and DataParallel."""
-    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module) or isinstance(model, PARALLEL):
+    while isinstance(inner := getattr(model, COMPILED_FROM, None), nn.Module) or isinstance(model, PARALLEL):
         model = inner if isinstance(inner, nn.Module) else model.module
     return model
 
@@ -154,12 +156,13 @@ def _all_joined(pieces: Pieces, tensors: Mapping[str, Tensor], checkpoint: Check
 
 
 def _strange(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
-    """Whether some names are not those of a model's state_dict; a Hugging Face model may be saved by other ones."""
+    """Whether a state has names that are not in the model's state_dict; a Hugging Face model may be saved by other
+    ones."""
     return any(name not in wanted and not name.endswith(COMPUTED) for name in state)
 
 
 def _through_transformers(model: nn.Module, state: dict[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The state_dict that transformers makes of saved names, such as those of experts that are saved one by one."""
+    """The state_dict that transformers makes from saved names, such as names of experts saved one by one."""
     with quietly():
         loaded, told = type(model).from_pretrained(
             None, config=model.config, state_dict=dict(state), dtype=torch.float32, output_loading_info=True
@@ -171,3 +174,85 @@ def _through_transformers(model: nn.Module, state: dict[str, Tensor], checkpoint
         refuse_shape(checkpoint, name, tuple(theirs), tuple(ours))
     lacking = set(told["missing_keys"])
     return {name: value for name, value in loaded.state_dict().items() if name not in lacking}
+
+
+COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", "freqs_cis", "rope.cache")
+"""Ends of names that earlier versions of models saved, and that are computed."""
+
+
+def check_model(model: nn.Module) -> None:
+    """UserError for a model into which nothing can be copied."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise UserError(
+                f"load_checkpoint: {name} is on the meta device, without memory; build the model on a device"
+            )
+        if (distributed and isinstance(parameter, distributed.DTensor)) or hasattr(parameter, "ds_id"):
+            raise UserError(f"load_checkpoint: {name} is sharded; load the checkpoint first, then shard")
+
+
+def _is_quantized(value: Tensor, wanted: Tensor) -> bool:
+    return wanted.is_floating_point() and not (value.is_floating_point() and value.itemsize >= 2)
+
+
+def check_tensors(
+    checkpoint: Checkpoint, state: Mapping[str, Tensor], wanted: Mapping[str, Tensor], model: nn.Module
+) -> list:
+    """UserError unless the tensors are the model's. Returns the missing ones, each tied to another that is there."""
+    strange = [name for name in state if name not in wanted and not name.endswith(COMPUTED)]
+    if strange:
+        refuse_strange(checkpoint, strange, wanted)
+    held_otherwise = [name for name, value in state.items() if name in wanted and _is_quantized(value, wanted[name])]
+    if held_otherwise:
+        name = held_otherwise[0]
+        raise UserError(
+            f"{checkpoint.path}: {name} is held as {str(state[name].dtype).removeprefix('torch.')}, by the quantization"
+            " of another library; give the checkpoint in float32 or bf16"
+        )
+    groups = _tied(model, wanted)
+    missing = [name for name in wanted if name not in state]
+    lacking = [name for name in missing if not any(other in state for other in groups[name])]
+    if lacking:
+        raise UserError(
+            f"{checkpoint.path}: it lacks {len(lacking)} of the {len(wanted)} tensors of the model:"
+            f" {first_names(lacking)}; give the checkpoint of this model"
+        )
+    for name, value in state.items():
+        if name in wanted and value.shape != wanted[name].shape:
+            refuse_shape(checkpoint, name, tuple(value.shape), tuple(wanted[name].shape))
+    for name in state:
+        for other in groups.get(name, ()):
+            if other in state and other != name and not _equal(state[name], state[other]):
+                raise UserError(
+                    f"{checkpoint.path}: the model ties {name} and {other}, and the checkpoint has two that differ;"
+                    " give tie_word_embeddings: false in the model's config.json"
+                )
+    return missing
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same; of the meta device they may."""
+    return a.is_meta or torch.equal(a, b)
+
+
+def _tied(model: nn.Module, wanted: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """Name -> the names of all that are one parameter with it."""
+    by_parameter: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_parameter.setdefault(id(parameter), []).append(clean_name(name))
+    groups = {name: group for group in by_parameter.values() for name in group}
+    return {name: groups.get(name, [name]) for name in wanted}
+
+
+def refuse_strange(checkpoint: Checkpoint, strange: list[str], wanted: Mapping[str, Tensor]) -> None:
+    raise UserError(
+        f"{checkpoint.path}: {len(strange)} of its tensors are none of the model: {first_names(strange)}"
+        f"{nearest(strange[0], wanted)}; give the checkpoint of this model"
+    )
+
+
+def refuse_shape(checkpoint: Checkpoint, name: str, theirs: tuple[int, ...], ours: tuple[int, ...]) -> None:
+    vocabulary = "embed" in name or "lm_head" in name or name.startswith("head.")
+    why = "it has another vocabulary" if vocabulary and theirs[1:] == ours[1:] else "it is one of another model"
+    raise UserError(f"{checkpoint.path}: {name} is {list(theirs)} there and {list(ours)} in the model: {why}")

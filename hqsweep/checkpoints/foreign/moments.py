@@ -1,8 +1,8 @@
 """Adam's moments of a checkpoint in an optimizer.
 
 They are stored by names (torchtitan, torch.distributed.checkpoint) or by indices. An index is the place of a parameter
-among those of all groups, in the order of the optimizer that was saved. The usual orders are tried, and the one is
-taken in which every shape fits.
+among all groups, in the order of the saved optimizer. The usual orders are tried, and the first in which every shape
+fits is taken.
 """
 
 import re
@@ -135,8 +135,8 @@ def _as_saved(checkpoint: Checkpoint, params: Mapping[str, Tensor], pieces: Piec
 def _orders(
     checkpoint: Checkpoint, saved: Mapping[str, Tensor], params: Mapping[str, Tensor], optimizer: Any
 ) -> Iterator[Order]:
-    """The usual orders of parameters: those of the given optimizer, of one group, of Hugging Face's Trainer (what
-    decays, then the rest), and of matrices before vectors."""
+    """The usual orders of parameters: as in the given optimizer; one group; as Hugging Face's Trainer (those with
+    decay, then the rest); matrices before vectors."""
     names = {id(p): name for name, p in params.items()}
     own = [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
     trainer = _split(saved, lambda name, p: not NO_DECAY.search(name.lower()))
@@ -159,8 +159,8 @@ def _of_one(piece: Piece | None, values: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def _by_names(checkpoint: Checkpoint, named: Moments, params: Mapping[str, Tensor], pieces: Pieces) -> Moments:
-    """Moments by the names of the model, or of the checkpoint's weights. In a family whose weights are saved by other
-    names than its own, optimizers know the model's own."""
+    """Moments by names of the model, or of the checkpoint's weights. A family may save weights by other names; its
+    optimizers still use the model's own."""
     if named.keys() >= params.keys() and not any(name in pieces and pieces[name].permuted for name in params):
         for name in params:
             _check_adam(checkpoint, name, named[name])
@@ -169,7 +169,7 @@ def _by_names(checkpoint: Checkpoint, named: Moments, params: Mapping[str, Tenso
 
 
 def _by_pieces(checkpoint: Checkpoint, named: Moments, pieces: Pieces) -> Moments:
-    """Moments by the names of the model; those of parameters that the model does not have are left out."""
+    """Moments by names of the model, without parameters that the model does not have."""
     moments: Moments = {}
     for name, piece in pieces.items():
         if not all(source in named for source in piece.sources):

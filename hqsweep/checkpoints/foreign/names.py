@@ -1,6 +1,6 @@
-"""The tensors of a checkpoint that a tensor of a model is made of.
+"""The tensors of a checkpoint from which a tensor of a model is made.
 
-Names of torchtitan differ from those of Hugging Face, and the rows of Llama's q and k projections are in another order:
+torchtitan and Hugging Face have different names. The rows of Llama's q and k projections are in another order, too:
 torchtitan rotates pairs of neighbours, Hugging Face the two halves of a head
 (torchtitan/models/llama3/state_dict_adapter.py). Moments are made from the optimizer's state in the same way.
 """
@@ -37,7 +37,7 @@ LAYER = {
     "moe.router.gate.weight": "mlp.gate.weight",
     "moe.experts.w2": "mlp.experts.down_proj",
 }
-"""torchtitan's names in a layer -> those of Hugging Face's state_dict."""
+"""torchtitan's names in a layer -> names in Hugging Face's state_dict."""
 GATE_UP = ("moe.experts.w1", "moe.experts.w3"), "mlp.experts.gate_up_proj"
 FUSED_QKV = "attention.wqkv.weight"
 """torchtitan's name of q, k and v in one weight: for each k/v head its q heads, then k, then v."""
@@ -48,7 +48,7 @@ others."""
 
 @dataclass(frozen=True)
 class Piece:
-    """The tensors of the checkpoint that a tensor of a model is made of, and how."""
+    """The tensors of the checkpoint from which a tensor of a model is made, and how."""
 
     sources: tuple[str, ...]
     make: Callable[..., Tensor] = lambda tensor: tensor
@@ -62,7 +62,7 @@ def pieces_of(names: Names, there: Collection[str], wanted: Collection[str], con
     """Name in a model -> its Piece, for the tensors that the names reach.
 
     there: names in the checkpoint. wanted: names in the model. config: the config of a Hugging Face model, for
-    torchtitan's names. names: None for those of the model, or torchtitan's where the checkpoint has such.
+    torchtitan's names. names: None for the model's own, or torchtitan's where the checkpoint has such.
     """
     if isinstance(names, Mapping):
         if strange := [name for name in names if name not in there]:
@@ -77,8 +77,8 @@ def pieces_of(names: Names, there: Collection[str], wanted: Collection[str], con
 
 
 def _lead(there: Collection[str], wanted: Collection[str]) -> str:
-    """A prefix that all names in the checkpoint share and without which they are those of the model, such as "model."
-    of a LightningModule; "" where there is none."""
+    """The prefix that all names in the checkpoint share, and without which they are the model's, such as "model." of a
+    LightningModule; else ""."""
     first = next(iter(there), "")
     parts = first.split(".")
     for count in range(1, len(parts)):
@@ -122,8 +122,7 @@ def _piece(name: str, rest: str, config: Any) -> Piece:
 
 
 def halves_of_pairs(rows: Tensor, heads: int) -> Tensor:
-    """The rows of q or k [heads * D, K] in the order of Hugging Face: in each head first those of even, then those of
-    odd index."""
+    """The rows of q or k [heads * D, K] in Hugging Face's order: in each head even rows first, then odd ones."""
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 

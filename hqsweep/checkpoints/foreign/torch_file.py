@@ -1,24 +1,62 @@
-"""Files of torch.save: a state_dict, bare or as training scripts wrap it. They are read by torch's weights_only
-unpickler, which builds tensors and plain containers and calls nothing else; tensors are mapped, not read."""
+"""Files of torch.save: a state_dict, bare or as training scripts wrap it; tensors are mapped, not read.
 
+Files are read by torch's weights_only unpickler, which builds tensors and plain containers, and calls nothing else.
+torch's warnings, and its advice on how to run the rest, are not shown.
+"""
+
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hqsweep.checkpoints.foreign.checkpoint import Checkpoint, Kind, Optimizer, step_in_name
-from hqsweep.checkpoints.foreign.weights_only import Refused, load
 from hqsweep.errors import UserError
 from hqsweep.models.names import clean_name
+
+NO_SUCH = "it is no file of torch.save with tensors and plain containers alone; save the state_dict of the model"
+
+
+def load(file: Path | IO[bytes], *, device: Any = "cpu", mmap: bool = False) -> Any:
+    """The content of a file of torch.save. Raises OSError, and Refused for every other error of torch."""
+    import torch
+
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return torch.load(file, map_location=device, weights_only=True, mmap=mmap)
+    except OSError:
+        raise
+    except Exception as error:  # foreign bytes make torch.load raise anything
+        raise Refused(_why(error)) from None
+
+
+class Refused(ValueError):
+    """Why torch does not load a file, in a sentence without the file's name."""
+
+
+def _why(error: Exception) -> str:
+    """The reason that torch gave, in a sentence of ours where it is one of the usual four."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if "GLOBAL " in text:
+        needed = text.split("GLOBAL ", 1)[1].split(" ")[0]
+        return f"it holds an object of Python, {needed}, which is not loaded; save the state_dict of the model alone"
+    if "TorchScript" in text:
+        return "it is a TorchScript archive; save the state_dict of the model"
+    if "central directory" in text or "PytorchStreamReader" in text or isinstance(error, EOFError):
+        return "it is cut short, or no file of torch.save; copy it again"
+    if "weights_only" in text or "Weights only" in text or "safe_globals" in text:  # it says how to run refused code
+        return NO_SUCH
+    return f"torch cannot load it ({text[:200]})"
+
 
 MODELS = ("model", "state_dict", "module", "model_state_dict", "model_state", "network", "weights")
 OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states", "optimizer_state")
 STEPS = ("step", "global_step", "iter_num", "iteration", "iter")
 OURS = {"loss_sum", "loss_count", "trunk", "optimizer", "model", "step"}
-"""The keys of the state of a run of hqsweep."""
+"""The keys in the state of hqsweep's runs."""
 
 
 def inspect_file(path: Path) -> Checkpoint:
-    """The description of a file of torch.save. What torch refuses is its problem."""
+    """The description of a file of torch.save. A refusal by torch is its problem."""
     tensors, saved_as, step, kind, optimizer, problems = {}, {}, None, "torch", "none", []
     try:
         document = read_file(path)
@@ -43,7 +81,7 @@ def inspect_file(path: Path) -> Checkpoint:
 
 
 def inspect_files(folder: Path, files: Sequence[Path]) -> Checkpoint:
-    """The description of a folder of such files, each of which has a part of the weights."""
+    """The description of a folder of such files, each with a part of the weights."""
     parts = [inspect_file(file) for file in files]
     return Checkpoint(
         path=folder,
@@ -58,7 +96,7 @@ def inspect_files(folder: Path, files: Sequence[Path]) -> Checkpoint:
 
 
 def read_file(path: Path) -> Any:
-    """The content of a file of torch.save, its tensors mapped from the file. UserError for a file that is not one, or
+    """The content of a file of torch.save, its tensors mapped from the file. UserError for another file, or one that
     needs more than tensors and plain containers."""
     try:
         try:
@@ -94,7 +132,7 @@ def state_dict(document: Any, path: Path) -> dict[str, Any]:
 
 
 def optimizer_state(document: Any) -> Mapping[str, Any] | None:
-    """The state_dict of the optimizer in a document, or of the first of several."""
+    """The state_dict of the first optimizer in a document."""
     if not isinstance(document, Mapping):
         return None
     for key in OPTIMIZERS:

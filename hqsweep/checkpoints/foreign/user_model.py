@@ -1,4 +1,4 @@
-"""What is known of a user's model before torch is imported: whether its files are there, whole, and fit the data."""
+"""Checks of a user's model before torch is imported: its files are there, whole, and fit the data."""
 
 import hashlib
 from collections.abc import Collection, Mapping
@@ -7,24 +7,23 @@ from typing import Any
 
 from hqsweep.checkpoints.foreign.checkpoint import Checkpoint, first_names
 from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
-from hqsweep.config.data import DataConfig
-from hqsweep.config.train import TrainConfig
-from hqsweep.config.user_model import HFModelConfig
+from hqsweep.config.model import HFModelConfig
+from hqsweep.config.train import DataConfig, TrainConfig
 from hqsweep.errors import UserError
 from hqsweep.models.hf_config import HFConfig, read_hf_config
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
-"""How names of embeddings end, by families of models."""
+"""The ends of embeddings' names, by families of models."""
 HEADS = ("lm_head.weight", "embed_out.weight")
 """How names of output projections end."""
 KNOWN_VOCABULARY = ("stdlib", "site", "text", "markov")
-"""Sources of data whose number of tokens is known before they are read."""
+"""Sources of data that know their number of tokens before they are read."""
 _HASHES: dict[tuple[Any, ...], str] = {}
 
 
 def check_model_files(config: Mapping[str, Any]) -> None:
-    """UserError for a Hugging Face model whose files are not there or are half written, or that takes fewer positions
-    or tokens than the data needs; `config` has passed check_keys. Nothing of torch is imported for it."""
+    """UserError for a Hugging Face model whose files are missing or half written. UserError, too, for one that takes
+    fewer positions or tokens than the data needs. `config` has passed check_keys. torch is not imported."""
     section = config.get("model")
     if not isinstance(section, Mapping) or section.get("kind") != "hf":
         return
@@ -50,7 +49,7 @@ def check_files(model: HFModelConfig) -> HFConfig:
 
 
 def weights_of(model: HFModelConfig) -> Checkpoint:
-    """The weights of a model. UserError where there are none, or half of them."""
+    """The weights of a model. UserError where they are missing or incomplete."""
     try:
         checkpoint = inspect_checkpoint(model.path)
         checkpoint.check()
@@ -97,9 +96,8 @@ def check_fits(config: HFConfig, context: int, vocab_size: int | None) -> None:
 
 
 def check_weights(model: HFModelConfig, shapes: Mapping[str, tuple[int, ...]], tied: Collection[str]) -> None:
-    """UserError where the weights that are read are not those of a model with tensors of these names and shapes; `tied`
-    are names that another one stands for. A family whose saved names are not its state_dict's is checked when it is
-    loaded."""
+    """UserError where the weights are not a model's with tensors of these names and shapes; another name stands for
+    each in `tied`. A family that saves other names than its state_dict's is checked when it is loaded."""
     checkpoint = weights_of(model)
     for name, (shape, _) in checkpoint.tensors.items():
         if name in shapes and shapes[name] != shape:
@@ -116,8 +114,8 @@ def check_weights(model: HFModelConfig, shapes: Mapping[str, tuple[int, ...]], t
 
 
 def _check_vocabulary(config: HFConfig, checkpoint: Checkpoint) -> None:
-    """UserError where the weights have another vocabulary than config.json says, or no output projection of their own
-    though it says that they have one, or the reverse."""
+    """UserError where weights and config.json differ: in the vocabulary, or in whether there is an output projection
+    apart from the embedding."""
     tensors: Mapping[str, tuple[tuple[int, ...], str]] = checkpoint.tensors
     heads = [name for name in tensors if name.endswith(HEADS)]
     for name in [name for name in tensors if name.endswith(EMBEDDINGS)] + heads:

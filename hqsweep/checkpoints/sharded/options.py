@@ -1,10 +1,10 @@
 """The options of an optimizer's groups in a checkpoint over ranks: learning rates, betas, decay and so on.
 
-A group's options are written twice. hqsweep's own text has their numbers once a group, and load_sharded goes on with
-these. Under optimizer they stand as torch.distributed.checkpoint.state_dict flattens them, by which torchtitan saves
-and loads: param_groups.NAME.lr and so on, each option of each parameter, with None and texts too. What is no tensor of
-these is an object, which torch stores as a pickle. In a folder of another program it is read by
-torch.load(weights_only=True), which runs no code, and taken if it is a number.
+A group's options are written twice. hqsweep's own text has their numbers once a group, and load_sharded uses these.
+Under optimizer they stand as torch.distributed.checkpoint.state_dict flattens them, by which torchtitan saves and
+loads: param_groups.NAME.lr and so on, each option of each parameter, with None and texts too. An option other than a
+tensor is an object, which torch stores as a pickle. From another program's folder torch.load(weights_only=True) reads
+it, which runs no code; it is taken if it is a number.
 """
 
 import warnings
@@ -48,7 +48,7 @@ def flat_options(params: Params, optimizer: Optimizer | None) -> dict[str, Any]:
 
 
 def groups_of(params: Params, optimizer: Optimizer | None) -> list[dict[str, Any]]:
-    """The names of the parameters, and the options that are numbers, of each group of the optimizer."""
+    """For each group of the optimizer the names of its parameters, and the options that are numbers."""
     names = {id(p): name for name, p in params.items()}
     return [
         {
@@ -69,9 +69,9 @@ def one_group(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
 def saved_groups(
     folder: Path, stored: Mapping[str, Stored], params: Params, optimizer: Optimizer | None
 ) -> list[dict[str, Any]]:
-    """The groups of a folder of another program, with one parameter each: for every group of the optimizer the first
-    of its own parameters that the folder has options of. Options that choose kernels are left out, as are those that
-    the optimizer does not have. A warning for bytes that are no number."""
+    """The groups in another program's folder, with one parameter each: for every group of the optimizer its first
+    parameter that has options in the folder. Left out are options that choose kernels, and options that the optimizer
+    does not have. A warning for bytes that are not a number."""
     if optimizer is None:
         return []
     names, saved = {id(p): name for name, p in params.items()}, _saved_options(folder, stored)
@@ -86,7 +86,7 @@ def saved_groups(
 
 
 def load_options(groups: list[dict[str, Any]], params: Params, optimizer: Optimizer | None) -> None:
-    """Give each group of the optimizer the options of the saved group with the same parameters."""
+    """Give each group of the optimizer the options from the saved group that has the same parameters."""
     names = {id(p): name for name, p in params.items()}
     options = {name: group["options"] for group in groups for name in group["params"]}
     for group in optimizer.param_groups if optimizer else ():
@@ -136,7 +136,7 @@ def _stored(value: Any) -> Any:
 
 
 def _number(value: Any, kind: type = list) -> Any:
-    """A value without tensors; its tuples and lists become those of a kind."""
+    """A value without tensors; its tuples and lists become instances of `kind`."""
     if isinstance(value, tuple | list):
         return kind(_number(entry, kind) for entry in value)
     return value.item() if isinstance(value, Tensor) else value

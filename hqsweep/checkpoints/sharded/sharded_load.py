@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from hqsweep.checkpoints.foreign.checkpoint import Checkpoint, first_names
 from hqsweep.checkpoints.foreign.dcp import Box, inspect_tensors, read_part
 from hqsweep.checkpoints.foreign.dcp_metadata import Stored
-from hqsweep.checkpoints.foreign.fit import refuse_shape, refuse_strange
+from hqsweep.checkpoints.foreign.load import refuse_shape, refuse_strange
 from hqsweep.checkpoints.sharded.options import load_options, saved_groups
-from hqsweep.checkpoints.sharded.planes import take_, whole_of
 from hqsweep.checkpoints.sharded.sharded_state import (
     DELAYED,
     EXTRA,
@@ -32,29 +31,31 @@ from hqsweep.checkpoints.sharded.sharded_state import (
     key_of,
     local_leads,
     parameters_of,
+    take_,
     tied_names,
+    whole_of,
 )
-from hqsweep.config.safe_json import loads
+from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.models.names import clean_name
-from hqsweep.nn.experts.grouped_linear import link_held
+from hqsweep.nn.core.workspace import note_update
 from hqsweep.optim.adam import MASTER, OWN_MASTERS, FusedAdam
-from hqsweep.parallel.wire.all_or_none import count_in, gathered, rank_in, together
-from hqsweep.parallel.wire.local import is_in_pieces, is_spread, local, note_update, spread_like, spread_out, write_held
+from hqsweep.parallel.shared.held_experts import link_held
+from hqsweep.parallel.wire.local import is_in_pieces, is_spread, local, spread_like, spread_out, write_held
+from hqsweep.parallel.wire.objects import count_in, gathered, rank_in, together
 from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.torch_private import local_box
 
 Optimizer = torch.optim.Optimizer | None
 
 
 def box_of(tensor: Tensor) -> Box:
-    """The part that this rank holds of a DTensor, whatever its placements; all of a plain tensor."""
+    """This rank's part of a DTensor, whatever its placements; all of a plain tensor."""
     if not is_spread(tensor):
         return Box(offsets=(0,) * tensor.dim(), shape=tuple(tensor.shape))
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Box(offsets=tuple(offsets), shape=tuple(shape))
+    shape, offsets = local_box(tensor)
+    return Box(offsets=offsets, shape=shape)
 
 
 @torch.no_grad()
@@ -62,15 +63,15 @@ def load_sharded(
     model: nn.Module, optimizer: Optimizer, folder: str | os.PathLike[str], *, group: Any = None
 ) -> dict[str, Any]:
     """Give a training the state that save_sharded wrote, in place, and return its `extra`; all ranks of `group` call
-    it. Every rank reads what it holds: the number of ranks, the mesh and the placements may have changed.
+    it. Every rank reads its own part: the number of ranks, the mesh and the placements may have changed.
 
-    Training goes on with the bytes that it would have had. torch's generators go on on ranks that were there. A folder
-    of torchtitan with the model's own names is read too: weights, moments, and options such as rates, betas and decay,
-    of which one that is no number is left with a warning; all else begins anew. optimizer: None for the weights alone.
+    Training continues with the same bytes, and with torch's generators on ranks that were there. A folder of torchtitan
+    with the model's own names is read too: weights, moments, and options such as rates, betas and decay. An option that
+    is not a number is left with a warning; everything else begins anew. optimizer: None for the weights alone.
 
-    Raises UserError on all ranks: before anything is written for names and shapes that are not the model's, for an
-    incomplete checkpoint, and for histories of +local_amax that another number of ranks wrote; afterwards for bytes
-    that are no tensor, and then the model must be loaded again.
+    Raises UserError on all ranks, before anything is written: for names and shapes that are not the model's, for an
+    incomplete checkpoint, and for histories of +local_amax from another number of ranks. It raises UserError later for
+    bytes that are not a tensor; the model must then be loaded again.
     """
     extra, held = load_but_codes(model, optimizer, folder, group=group)
     for weight in held:
@@ -110,7 +111,7 @@ def load_but_codes(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Content:
-    """A folder of torch.distributed.checkpoint, of which only small tensors were read."""
+    """A folder of torch.distributed.checkpoint, with its small tensors read."""
 
     checkpoint: Checkpoint
     stored: Mapping[str, Stored]
@@ -119,7 +120,7 @@ class Content:
 
     @classmethod
     def of(cls, folder: Path) -> "Content":
-        """The content of a folder; UserError for what is no whole checkpoint."""
+        """The content of a folder; UserError for an incomplete checkpoint."""
         if not folder.is_dir():
             raise UserError(f"load_sharded: '{folder}' is not there; give a folder of torch.distributed.checkpoint")
         checkpoint, stored = inspect_tensors(folder)
@@ -133,7 +134,7 @@ class Content:
         return cls(checkpoint=checkpoint, stored=stored, facts=facts)
 
     def check(self, wanted: Mapping[str, Tensor], everywhere: set[str]) -> None:
-        """UserError unless the tensors of the model, of which `wanted` are this rank's, are those of the checkpoint."""
+        """UserError unless the checkpoint has the model's tensors; `wanted` are this rank's."""
         there, path = self.checkpoint.tensors, self.checkpoint.path
         if lacking := [name for name in wanted if name not in there]:
             raise UserError(
@@ -147,7 +148,7 @@ class Content:
                 refuse_shape(self.checkpoint, name, there[name][0], tuple(value.shape))
 
     def check_tied(self, tied: Mapping[str, str], params: Mapping[str, Tensor]) -> None:
-        """UserError where another program wrote two values of what the model ties."""
+        """UserError where another program wrote two values for tensors that the model ties."""
         there = self.checkpoint.tensors
         for name, first in tied.items() if self.facts is None else ():
             both = [self.weight(each, params[first]) for each in (name, first) if there.get(each) == there[first]]
@@ -155,8 +156,7 @@ class Content:
                 raise UserError(f"{self.checkpoint.path}: the model ties {name} and {first}, which differ there")
 
     def check_ranks(self, own: tuple[str, ...], ranks: int) -> None:
-        """UserError where states of the model of which every rank has its own were those of another number of
-        ranks."""
+        """UserError where each rank has states of its own, and another number of ranks wrote them."""
         stored, saved = f"{OWN}.{LOCAL_DELAYED}.", self._saved_by
         names = (n.removeprefix(stored).partition(".")[2] for n in self.stored if n.startswith(stored))
         if saved != ranks and any(name.startswith(own) for name in names):
@@ -166,14 +166,14 @@ class Content:
             )
 
     def part(self, saved: str, like: Tensor) -> Tensor:
-        """This rank's part of a tensor that is cut as `like` is, on its device."""
+        """This rank's part of a model's tensor."""
         if is_in_pieces(like):
             whole = read_part(self.checkpoint.path, saved, self.stored[saved]).to(like.device)
             return local(spread_out(whole, like))
         return read_part(self.checkpoint.path, saved, self.stored[saved], box_of(like)).to(like.device)
 
     def weight(self, name: str, like: Tensor) -> Tensor:
-        """This rank's part of a tensor of the model."""
+        """This rank's part of a model's tensor."""
         return self.part(self.checkpoint.saved_as[name], like)
 
     def beside(self, lead: str) -> dict[str, Tensor]:
@@ -251,8 +251,7 @@ def _load_held(content: Content, name: str, p: nn.Parameter, value: Tensor) -> l
 
 
 def encode_again(held: Held) -> None:
-    """Quantize a held weight as it was quantized last: under the amaxes of its states of delayed scaling, which do not
-    change."""
+    """Quantize a held weight as the last time: under the amaxes of its delayed scaling, which do not change."""
     own = local(held.parameter)
     slots = own.states if isinstance(own.states, list) else [own.states]
     states = [state for slot in slots if slot for state in slot.states.values()]

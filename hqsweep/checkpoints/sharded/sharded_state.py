@@ -1,12 +1,15 @@
 """The tensors, by name, that make up a checkpoint of a training over any number of ranks.
 
 Weights stand under the names of the plain model, each as its FP32 master where it has one, and tied ones under each of
-their names; moments and options stand under optimizer, as torchtitan names them. The rest, under hqsweep, is small and
-equal on all ranks: the histories of delayed scaling, and one text of numbers: keys of random bits, options of the
-optimizer's groups, and what the caller adds. Histories of +local_amax and states of generators are those of each rank,
-under its number. All that is read again are tensors, as any other object is a pickle; such are the options under
-optimizer, which torch reads. Codes of held weights are made again from their masters; only weights without a master are
-stored as codes.
+their names. Moments and options stand under optimizer, as torchtitan names them. The rest stands under hqsweep, is
+small, and is equal on all ranks: histories of delayed scaling, and one text of numbers, with the keys of random bits,
+the options of the optimizer's groups, and the caller's own. Histories of +local_amax and states of generators belong to
+a rank, and stand under its number. Everything that is read again is a tensor, because any other object is a pickle.
+Such are the options under optimizer, which torch reads.
+
+Codes of held weights are made again from their masters. Weights without a master are stored as codes and scales,
+unchanged, in tensors of bytes. Each rank of a sharding gives the bytes that it would send for a gather. All ranks give
+equally many: together they are a tensor uint8 [ranks * bytes] that any number of ranks reads.
 """
 
 import json
@@ -19,7 +22,6 @@ from torch import Tensor, nn
 
 from hqsweep.checkpoints.foreign.dcp import TIED
 from hqsweep.checkpoints.sharded.options import flat_options, groups_of, one_group
-from hqsweep.checkpoints.sharded.planes import planes_of
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.models.held import held_parts
@@ -28,11 +30,13 @@ from hqsweep.nn.core.delayed import DelayedStates, ExpertStates
 from hqsweep.nn.core.module import PARTS
 from hqsweep.nn.experts.grouped_linear import GroupedLinear
 from hqsweep.optim import MASTER
-from hqsweep.parallel.wire.all_or_none import gathered
-from hqsweep.parallel.wire.local import is_in_pieces, local, spread_like, whole_tensor
+from hqsweep.parallel.shards.shard import Cut, buffer_cuts
+from hqsweep.parallel.wire.local import is_in_pieces, is_spread, local, spread_like, type_of_spread, whole_tensor
+from hqsweep.parallel.wire.objects import gathered
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.quant.grouped import GroupedTensor
-from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.quant.metadata import Metadata
+from hqsweep.quant.tensor import KINDS, HybridQuantizedTensor
 
 Optimizer = torch.optim.Optimizer
 
@@ -40,9 +44,9 @@ OWN = "hqsweep"
 """The top name of what stands beside weights and moments: "facts", and tensors under the other names."""
 FACTS, DELAYED, RANDOM, EXTRA, PLANES = "facts", "delayed", "random", "extra", "planes"
 LOCAL_DELAYED = "local_delayed"
-"""The name before the number of a rank, of the histories that are its own."""
+"""The name of histories that belong to one rank; the rank's number follows."""
 RANKS = "ranks"
-"""The key of the number of ranks in the text."""
+"""The text's key for the number of ranks."""
 TENSOR = "tensor"
 """The key of a tensor in the text of extra: {"tensor": "extra.a.b"} stands for a tensor by its name under hqsweep."""
 
@@ -69,10 +73,10 @@ class Collected:
     weights: dict[str, Tensor]
     moments: dict[str, Tensor]
     options: dict[str, Any]
-    """Those of the optimizer's groups, flattened."""
+    """The options of the optimizer's groups, flattened."""
     beside: dict[str, Tensor]
     facts: dict[str, Any]
-    """The numbers and texts; parameters and keys are those of this rank."""
+    """The numbers and texts; parameters and keys are this rank's."""
 
 
 def collect(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any], rank: int) -> Collected:
@@ -104,7 +108,7 @@ def collect(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, A
 
 
 def joined(own: Collected, group: Any) -> dict[str, Any]:
-    """The state for torch.distributed.checkpoint: this rank's tensors, and a text of the facts of all ranks."""
+    """The state for torch.distributed.checkpoint: this rank's tensors, and a text with the facts of all ranks."""
     of_ranks = gathered(own.facts, group)
     facts = own.facts | {
         "held": {name: told for rank in of_ranks for name, told in rank["held"].items()},
@@ -128,7 +132,8 @@ def generators() -> dict[str, Tensor]:
 
 
 def _value(p: nn.Parameter, master: Tensor | None) -> Tensor:
-    """The value from which a weight is made again, cut as it is: its master, or what a master would start from."""
+    """The value from which a weight is made again, sharded as the weight: its master, or the value from which a master
+    would start."""
     own = local(p)
     if master is not None or not isinstance(own, HybridQuantizedTensor):
         return p.detach() if master is None else master
@@ -158,7 +163,7 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def delayed_owners(model: nn.Module) -> dict[str, DelayedStates | ExpertStates]:
-    """Name -> the states of delayed scaling of a module, or of a part of a converted one."""
+    """Name -> the states of delayed scaling in a module, or in a part of a converted one."""
     owners: dict[str, DelayedStates | ExpertStates] = {}
     for name, module in model.named_modules():
         if isinstance(module, DelayedStates):
@@ -169,15 +174,15 @@ def delayed_owners(model: nn.Module) -> dict[str, DelayedStates | ExpertStates]:
 
 
 def delayed_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The states of delayed scaling: "NAME.states.input_rowwise.history" and so on. Those of held weights of experts
-    that another rank writes are left out: only that rank has them complete."""
+    """The states of delayed scaling: "NAME.states.input_rowwise.history" and so on. Left out are held weights of
+    experts that another rank writes: only that rank has their states complete."""
     owners, elsewhere = delayed_owners(model), _written_elsewhere(model)
     every = {f"{name}.{key}": value for name, states in owners.items() for key, value in states.state_dict().items()}
     return {name: value for name, value in every.items() if not (elsewhere and name.startswith(elsewhere))}
 
 
 def delayed_leads(model: nn.Module) -> dict[str, DelayedState]:
-    """The beginnings of the names of the tensors of a state, "NAME.states.input_rowwise." -> the state."""
+    """Prefix of the names of a state's tensors, "NAME.states.input_rowwise." -> the state."""
     return {
         f"{owner}.{name}.": state
         for owner, states in delayed_owners(model).items()
@@ -187,12 +192,12 @@ def delayed_leads(model: nn.Module) -> dict[str, DelayedState]:
 
 
 def local_leads(model: nn.Module, *, local: bool = True) -> tuple[str, ...]:
-    """delayed_leads of the states of which every rank has its own, or of the others."""
+    """Prefixes (delayed_leads) of the states that every rank has for itself, or of the others."""
     return tuple(lead for lead, state in delayed_leads(model).items() if state.is_local == local)
 
 
 def _written_elsewhere(model: nn.Module) -> tuple[str, ...]:
-    """The beginnings of the names of states that another rank writes."""
+    """Prefixes of the states that another rank writes."""
     leads, named = [], list(model.named_modules())
     owners = [(clean_name(name), own.states, own.weights[0]) for name, own in named if isinstance(own, GroupedLinear)]
     owners += [(part.name, part.states, weight) for _, part, weight in held_parts(model)]
@@ -242,3 +247,60 @@ def key_numbers(key: RngKey | None) -> list[Any] | None:
 def key_of(numbers: list[Any] | None) -> RngKey | None:
     """The inverse of key_numbers."""
     return numbers and RngKey(seed=numbers[0], slot=numbers[1], step=numbers[2])
+
+
+def planes_of(p: nn.Parameter) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A description of the whole tensor and its cut, in texts and numbers, and "rowwise_q" and so on -> its bytes.
+
+    UserError for a cut that fully_shard alone does not make.
+    """
+    own, (cut, axis) = local(p), _cut_of(p)
+    ranks, rank = (p.device_mesh.size(axis), p.device_mesh.get_local_rank(axis)) if axis is not None else (1, 0)
+    cuts = buffer_cuts(cut, ranks)
+    planes = {name: buffer_cut.pack(own.buffers[name], rank) for name, buffer_cut in cuts.items()}
+    if axis is not None:
+        options = {"run_check": False}
+        placements = [type(each)(0) if i == axis else each for i, each in enumerate(p.placements)]
+        planes = {n: type_of_spread().from_local(x, p.device_mesh, placements, **options) for n, x in planes.items()}
+    described = {"metadata": cut.metadata.describe(), "kind": type(own).__name__, "dim": cut.dim}
+    return described | {"shape": list(cut.shape), "each": cut.each, "ranks": ranks}, planes
+
+
+def _cut_of(p: nn.Parameter) -> tuple[Cut, int | None]:
+    """The cut of a parameter, and the axis of its mesh along which it is cut; None for one that is whole."""
+    own = local(p)
+    axes = [i for i, cut in enumerate(p.placements) if not cut.is_replicate()] if is_spread(p) else []
+    if not axes:
+        return Cut.of(own.metadata, own.shape, max(own.shape[0], 1)), None
+    if len(axes) > 1 or own.sharding is None or own.part is not None:
+        raise UserError(
+            f"save_sharded: a weight in {own.quantizer} without a master, of which ranks of tp or ep have parts, is"
+            " not saved as codes; give the optimizer that has its master, or build the model with"
+            " quantized_model_init(preserve_high_precision_init_val=True)"
+        )
+    return own.sharding.cut, axes[0]
+
+
+def whole_of(described: Mapping[str, Any], planes: Mapping[str, Tensor], device: torch.device) -> HybridQuantizedTensor:
+    """The whole tensor from this description and these bytes. UserError for bytes that do not fit its formats."""
+    metadata, shape = Metadata.parse(described["metadata"]), tuple(described["shape"])
+    dim = described.get("dim", described.get("axis", 0) * (len(shape) - 1))  # older files have the matrix's axis
+    cuts = buffer_cuts(Cut(metadata, shape, described["each"], dim), described["ranks"])
+    buffers = metadata.empty(device)
+    for name, buffer in buffers.items():
+        plane = planes.get(name)
+        if plane is None or plane.numel() != described["ranks"] * cuts[name].nbytes:
+            raise UserError(f"{name} of a weight in {metadata.quantizer} has another size than its format says")
+        cuts[name].unpack(plane.to(device), buffer)
+    return KINDS[described["kind"]](buffers, metadata, shape)
+
+
+def take_(p: nn.Parameter, whole: HybridQuantizedTensor) -> None:
+    """Give a parameter of the same formats this rank's part of the whole. UserError for other formats."""
+    own, (cut, axis) = local(p), _cut_of(p)
+    if whole.quantizer != own.quantizer or not set(own.metadata.directions) <= set(whole.metadata.directions):
+        raise UserError(f"the checkpoint holds a weight in {whole.quantizer}, and the model in {own.quantizer}")
+    rank = 0 if axis is None else p.device_mesh.get_local_rank(axis)
+    if own.numel():
+        own.write_(whole if axis is None else whole.split(cut.each, cut.dim)[rank])
+    own.set_key(whole.metadata.key)

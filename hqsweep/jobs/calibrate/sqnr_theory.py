@@ -11,27 +11,84 @@ of elements and rules of scales are written down here again, from their specific
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
+from scipy import stats
 
 from hqsweep.formats import MX, Format
-from hqsweep.jobs.calibrate.densities import DENSITIES, Array, Density
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Density:
+    """A symmetric density: partial moments of |x|, its quantile function, and E[x^2]."""
+
+    moments: Callable[[Array], tuple[Array, Array, Array]]
+    quantile: Callable[[Array], Array]
+    """x with M_0(x) = 1 - p, for the tail p of |x|. The largest magnitudes need tails for which 1 - p rounds to 1."""
+    power: float
+
+
+def _normal_moments(x: Array) -> tuple[Array, Array, Array]:
+    """Moments of the normal: 2 Phi - 1, 2 (phi(0) - phi(x)), M_0 - 2 x phi(x)."""
+    m0, f = 1 - 2 * stats.norm.sf(x), 2 * stats.norm.pdf(x)
+    return m0, 2 * stats.norm.pdf(0) - f, m0 - x * f
+
+
+def _laplace_moments(x: Array) -> tuple[Array, Array, Array]:
+    """Moments of f = exp(-x): 1 - e, 1 - (1 + x) e, 2 - (x^2 + 2 x + 2) e, with e = exp(-x)."""
+    e = np.exp(-x)
+    return -np.expm1(-x), 1 - (1 + x) * e, 2 - (x * x + 2 * x + 2) * e
+
+
+def _student_moments(nu: int) -> Callable[[Array], tuple[Array, Array, Array]]:
+    """Moments of Student's t. Since x^2 = nu (1 + x^2 / nu) - nu, M_2 is an integral over the density with nu - 2
+    degrees of freedom."""
+
+    def moments(x: Array) -> tuple[Array, Array, Array]:
+        m0, top = 1 - 2 * stats.t.sf(x, nu), 2 * stats.t.pdf(0, nu)
+        m1 = top * nu / (nu - 1) * (1 - (1 + x * x / nu) ** (-(nu - 1) / 2))
+        wide = np.sqrt(nu / (nu - 2))
+        below = stats.t.cdf(x / wide, nu - 2) - 0.5
+        return m0, m1, nu * (top / stats.t.pdf(0, nu - 2) * wide * below - m0)
+
+    return moments
+
+
+def _student(nu: int) -> Density:
+    return Density(moments=_student_moments(nu), quantile=lambda p: stats.t.isf(p / 2, nu), power=nu / (nu - 2))
+
+
+DENSITIES: dict[str, Density] = {
+    "normal": Density(moments=_normal_moments, quantile=lambda p: stats.norm.isf(p / 2), power=1.0),
+    "laplace": Density(moments=_laplace_moments, quantile=lambda p: -np.log(p), power=2.0),
+    "t5": _student(5),
+    "t3": _student(3),
+}
+
 
 ELEMENTS = {"e4m3": (3, -6, 448.0), "e5m2": (2, -14, 57344.0), "e2m3": (3, 0, 7.5), "e3m2": (2, -2, 28.0),
             "e2m1": (1, 0, 6.0), "bf16": (7, -24, 2.0**16), "fp16": (10, -14, 65504.0)}  # fmt: skip
-"""Mantissa bits, exponent of the smallest normal value, largest value: OCP OFP8 and MX v1.0, IEEE 754 binary16."""
+"""Element -> (mantissa bits, exponent of the smallest normal value, largest value), from OCP OFP8, OCP MX v1.0 and IEEE
+754 binary16."""
 TAIL = np.append(np.linspace(1, 0.004, 1024), np.geomspace(0.004, 1e-8, 513)[1:])
-"""Shares of blocks with a larger a, between which MSE(a) is taken: by ratios in the tail, where heavy densities err."""
+"""Shares of blocks with a larger a, between which MSE(a) is taken. In the tail they are ratios, as heavy densities err
+there."""
 
 
 def theoretical_sqnr_db(
     format: Format, distribution: str, rows: int, cols: int, amax: float | None = None
 ) -> float | None:
-    """dB for a matrix [rows, cols]; None for a density or a format without a closed form (4over6 chooses by block;
-    the Hadamard transform keeps the normal density only; fp32 has no error to speak of).
+    """The SQNR in dB of a matrix [rows, cols]; None for a density or a format without a closed form.
 
-    amax: the matrix's own (after the transform), where it is known: under one scale for all, a single value decides the
+    4over6 has none, as it chooses by block. The Hadamard transform keeps only the normal density, and fp32 has no error
+    worth the name.
+
+    amax: the matrix's own, after the transform, where it is known. Under one scale for all, a single value decides the
     error of 4-bit codes.
     """
     density = DENSITIES.get(distribution)
@@ -55,13 +112,13 @@ def largest(density: Density, count: int, share: Array) -> Array:
 
 
 def _block(format: Format, rows: int, cols: int) -> int:
-    """Elements that share a scale."""
+    """The number of elements that share a scale."""
     down, across = (0, 0) if format.high_precision else format.tile
     return (down or rows) * (across or cols)
 
 
 def _scales(format: Format, density: Density, amax: Array, rows: int, cols: int) -> Array:
-    """s of value = code * s, for blocks with this largest magnitude."""
+    """The scales s, value = code * s, of blocks with this largest magnitude."""
     match format.scaling:
         case None:
             return np.ones_like(amax)
@@ -100,7 +157,7 @@ def _grid(element: str) -> Array:
 
 
 def _round(x: Array, grid: Array) -> Array:
-    """The value closest to x >= 0; ties have no weight here."""
+    """The value closest to x >= 0. Ties have measure zero here."""
     return grid[np.searchsorted((grid[1:] + grid[:-1]) / 2, x)]
 
 
@@ -116,14 +173,15 @@ def _mean_squared_error(format: Format, density: Density, scale: Array, amax: Ar
 
 
 def _rounded(density: Density, values: Array, amax: Array) -> Array:
-    """Integral of (x - Q(x))^2 f up to amax: each value takes what lies between the midpoints to its neighbours."""
+    """The integral of (x - Q(x))^2 f up to amax. Each value takes the interval between the midpoints to its
+    neighbours."""
     edges = np.pad((values[:, 1:] + values[:, :-1]) / 2, ((0, 0), (1, 0)))
     m0, m1, m2 = _cells(density, np.append(edges, amax[:, None], axis=1), amax)
     return (m2 - 2 * values * m1 + values**2 * m0).sum(axis=1)
 
 
 def _stochastic(density: Density, values: Array, amax: Array) -> Array:
-    """Integral of (x - q-)(q+ - x) f up to the top value, and of (x - top)^2 f from there to amax."""
+    """The integral of (x - q-)(q+ - x) f up to the top value, and of (x - top)^2 f from there to amax."""
     m0, m1, m2 = _cells(density, np.append(values, amax[:, None], axis=1), amax)
     low, high, top = values[:, :-1], values[:, 1:], values[:, -1]
     between = ((low + high) * m1[:, :-1] - low * high * m0[:, :-1] - m2[:, :-1]).sum(axis=1)
@@ -137,5 +195,5 @@ def _stochastic_error(x: Array, grid: Array) -> Array:
 
 
 def _cells(density: Density, edges: Array, amax: Array) -> list[Array]:
-    """Partial moments between neighbouring edges, of which none lies beyond amax."""
+    """The partial moments between neighbouring edges. No edge may lie beyond amax."""
     return [np.diff(moment, axis=1) for moment in density.moments(np.minimum(edges, amax[:, None]))]

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.formats import Format, RngKey
-from hqsweep.jobs.calibrate.row import Expectation, calibration_row
-from hqsweep.jobs.calibrate.sqnr import draw, expectations
+from hqsweep.jobs.calibrate.sqnr import Expectation, calibration_row, draw, expectations
 from hqsweep.nn import Linear, quantization
 from hqsweep.ops.quantize.quantize import quantize
 from hqsweep.ops.quantize.request import Target
@@ -31,10 +30,9 @@ PARKING_DB = (0.8, 1.35)
 SPREAD_DB = 0.3
 """The spread of floors between seeds, in dB."""
 GEMM_DB = 0.15
-"""The tolerance, in dB, for what the sum leaves out: products of errors, and the correlation of rounding errors with
-the values."""
+"""The tolerance, in dB, for products of errors, and for the correlation of rounding errors with values."""
 EXACT_DB = 100.0
-"""The SQNR that FP32, whose prediction is infinite, must reach."""
+"""The SQNR that FP32 must reach; its prediction is infinite."""
 
 
 def teacher_row(name: str, section: dict[str, str], steps: int, seed: int, device: torch.device) -> dict[str, object]:
@@ -50,7 +48,7 @@ def teacher_row(name: str, section: dict[str, str], steps: int, seed: int, devic
 
 
 def loss_floor_db(quantizers: LinearQuantizers, steps: int, seed: int, device: torch.device) -> float:
-    """-10 log10 of the relative squared error that Adam, its rate falling linearly to 0, arrives at."""
+    """-10 log10 of the relative squared error that Adam reaches while its rate falls linearly to 0."""
     generator = torch.Generator().manual_seed(seed)
     teacher, first = (torch.randn(OUTPUTS, DIM, generator=generator) / math.sqrt(DIM) for _ in range(2))
     teacher, student = teacher.to(device), _linear(quantizers, first, device)
@@ -69,7 +67,7 @@ def loss_floor_db(quantizers: LinearQuantizers, steps: int, seed: int, device: t
 
 
 def gemm_rows(name: str, section: dict[str, str], seed: int, device: torch.device) -> Iterator[dict[str, object]]:
-    """y, dx and dw of a Linear [1024, 1024] against those of float64, for 1024 tokens."""
+    """The rows of y, dx and dw of a Linear [1024, 1024] against float64, for 1024 tokens."""
     quantizers = LinearQuantizers.parse(section, f"calibrate.students.{name}")
     x, w, dy = (draw("normal", GEMM_DIM, GEMM_DIM, seed + i).to(device) for i in range(3))
     module, x = _linear(quantizers, w, device), x.requires_grad_()
@@ -95,7 +93,7 @@ def gemm_rows(name: str, section: dict[str, str], seed: int, device: torch.devic
 
 
 def _linear(quantizers: LinearQuantizers, w: Tensor, device: torch.device) -> Linear:
-    """A linear of float32 inputs and outputs, so that nothing but the recipe rounds."""
+    """A linear with float32 inputs and outputs, so that only the recipe rounds."""
     module = Linear(w.shape[1], w.shape[0], name="student", recipe=quantizers, dtype=torch.float32).to(device)
     with torch.no_grad():
         module.weight.copy_(w)
@@ -103,7 +101,7 @@ def _linear(quantizers: LinearQuantizers, w: Tensor, device: torch.device) -> Li
 
 
 def _nsr(format: Format) -> float:
-    """10^(-SQNR / 10) on N(0, 1): the first known expectation, or for want of one what is measured."""
+    """10^(-SQNR / 10) on N(0, 1), from the first expectation, or measured where there is none."""
     if str(format) == "fp32":
         return 0.0
     known = next(expectations(format, "normal", (GEMM_DIM, GEMM_DIM)), None)
@@ -115,11 +113,11 @@ def _nsr(format: Format) -> float:
 
 
 def _column_nsr(quantizer: HybridQuantizer) -> float:
-    """The error of the columnwise operand, which carries the rowwise error as well when it is made from that one."""
+    """The error of the columnwise operand. Made from the rowwise operand, it has the rowwise error as well."""
     twice = quantizer.columnwise_source == "rowwise_dequantized"
     return _nsr(quantizer.columnwise) + (_nsr(quantizer.rowwise) if twice else 0.0)
 
 
 def _sum_db(*nsr: float) -> float:
-    """-10 log10 of the sum; inf for none."""
+    """-10 log10 of the sum; inf for an empty one."""
     return -10 * math.log10(sum(nsr)) if sum(nsr) else math.inf

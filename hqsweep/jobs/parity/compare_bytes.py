@@ -1,4 +1,4 @@
-"""A check of the parity job, and the byte comparison of tensors that its rows hold."""
+"""The byte comparison of tensors that the rows of the parity job hold, and the type of its checks."""
 
 from collections.abc import Callable, Iterator
 
@@ -9,13 +9,13 @@ from hqsweep.config.job import ParityConfig
 
 Rows = Iterator[dict[str, object]]
 Check = Callable[[ParityConfig, torch.device], Rows]
-"""A check of the parity job, and the rows that it gives."""
+"""A check of the parity job: config -> rows."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def row(check: str, subject: str, case: str, pairs: dict[str, tuple[Tensor, Tensor]]) -> dict[str, object]:
-    """One row for named (expected, actual) pairs; PASS when every bit of every pair is equal.
+    """A row for named (expected, actual) pairs, with PASS where every bit of every pair is equal.
 
     A mismatch gives the first differing index, the bits of both sides in hex, and the count over all pairs.
     """
@@ -48,7 +48,7 @@ def skip(check: str, subject: str, case: str, note: str) -> dict[str, object]:
 
 
 def named_pairs(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Pairs for row(), of every name that is expected."""
+    """Pairs for row(), one for every expected name."""
     return {name: (expected[name], actual[name]) for name in expected}
 
 

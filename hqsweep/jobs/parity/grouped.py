@@ -1,4 +1,4 @@
-"""Check `grouped` of the parity job: what a grouped linear and the router of a mixture of experts must be, to the byte.
+"""The check `grouped` of the parity job: a grouped linear, and the router of a mixture of experts, to the byte.
 
 list of Linears    y, dx, dw and db of every expert are those of a Linear of its own: each format in all slots, all
                    ordered pairs with both columnwise sources, and the recipes below, over uneven splits of which some
@@ -23,10 +23,10 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from hqsweep.config.format_text import SOURCES
 from hqsweep.config.job import ParityConfig
 from hqsweep.formats import Format, bases, parse
 from hqsweep.formats.inputs import draw
+from hqsweep.formats.spec import SOURCES
 from hqsweep.gemm.native import Capability, capability_of
 from hqsweep.gemm.plan import GroupGemm, gemm_plan
 from hqsweep.jobs.parity.compare_bytes import Check, Rows, named_pairs, row
@@ -41,7 +41,7 @@ from hqsweep.recipe.sections import LinearQuantizers
 K, N = 48, 32
 SPLITS = (48, 0, 16, 80)
 LONG_SPLITS = (288, 0, 32, 272)
-"""The rows of each expert: two experts have two whole blocks of 128 tokens, and a part of a third."""
+"""The rows of each expert. Two experts have two whole blocks of 128 tokens and a part of a third."""
 EXPERTS = len(SPLITS)
 RECIPES = {
     "nvfp4_row_scaled_fwd_mxfp8_bwd": {
@@ -59,14 +59,16 @@ HIGH = LinearQuantizers.parse("bf16", "parity")
 ORDER_OF_SUMS = 1e-4
 """The bound of the relative L2 between float32 sums of some hundred products in different orders."""
 STORED = 2.0**-7
-"""The bound of the relative L2 of results that torch._grouped_mm has rounded to bfloat16, twice where factors
+"""The bound of the relative L2 of results that torch._grouped_mm has rounded to bfloat16; twice that where factors
 follow."""
 Results = dict[str, Tensor]
 
 
 def everywhere(format: Format) -> LinearQuantizers:
-    """A format in both directions of all three tensors, without the options that a slot may not have: row_scaled
-    columnwise, and the Hadamard transform rowwise and on weights."""
+    """A format in both directions of all three tensors, without options that a slot may not have.
+
+    Left out are row_scaled columnwise, and the Hadamard transform rowwise and on weights.
+    """
     row, column = format.rowwise_form, format.columnwise_form
     quantizers = {t: f"{row}|{column}" for t in ("input", "grad_output")}
     return LinearQuantizers.parse(quantizers | {"weight": f"{row}|{column.rowwise_form}"}, "parity")
@@ -91,8 +93,8 @@ def grouped_check(config: ParityConfig, device: torch.device) -> Rows:
 
 
 def kernel_rows(config: ParityConfig, device: torch.device, capability: Capability = None) -> Rows:
-    """Rows of torch._grouped_mm for each format for which the device has it. capability: that of the device whose plans
-    are followed, if it is not this one."""
+    """Rows of torch._grouped_mm for each format that the device can multiply. capability: follow the plans of another
+    device."""
     capability = capability or capability_of(device)
     for text in config.parity.formats:
         quantizers = everywhere(parse(text))
@@ -102,15 +104,17 @@ def kernel_rows(config: ParityConfig, device: torch.device, capability: Capabili
 
 
 class _Expert(Linear):
-    """The Linear that one expert would be: it draws the random bits of that expert."""
+    """The Linear that equals one expert: it draws the expert's random bits."""
 
     module_type = "grouped_linear"
     expert = 0
 
 
 class _Problem:
-    """The weights, biases, tokens and gradients of a grouped linear. They have another magnitude for each expert, so
-    that the largest values, and the scales, differ."""
+    """The weights, biases, tokens and gradients of a grouped linear.
+
+    Each expert has another magnitude, so that the largest values, and the scales, differ.
+    """
 
     def __init__(self, quantizers: LinearQuantizers, splits: Sequence[int], device: torch.device, seed: int) -> None:
         self.quantizers, self.splits, self.device = quantizers, tuple(splits), device
@@ -148,7 +152,7 @@ class _Problem:
         return self._stepped(linear, x, dy)
 
     def _stepped(self, module: nn.Module, x: Tensor, dy: Tensor, *splits: list[int] | Splits) -> Results:
-        """The results of the first step, or of the second one where scales come from the step before."""
+        """The results of the first step, or of the second where scales come from the step before."""
         for step in range(1, 2 + any(format.delayed for format in _formats(self.quantizers))):
             module.zero_grad()
             x = x.detach().clone().requires_grad_()
@@ -162,7 +166,7 @@ class _Problem:
         return tokens.split(self.splits)
 
     def in_dtype(self, dtype: torch.dtype) -> "_Problem":
-        """The problem on a module of another dtype."""
+        """The problem for a module of another dtype."""
         self.dtype, self.x, self.dy = dtype, self.x.to(dtype), self.dy.to(dtype)
         return self
 
@@ -209,7 +213,7 @@ def _permutation_rows(subject: str, quantizers: LinearQuantizers, device: torch.
 
 
 def _token_rows(subject: str, case: str, problem: _Problem, expected: Results, block: int) -> Iterator[dict]:
-    """Rows of a problem in which the order of runs of `block` tokens is drawn anew: the results that must follow it."""
+    """Rows of a problem whose runs of `block` tokens are put in another order, for the results that must follow."""
     starts = (sum(problem.splits[:expert]) for expert in range(EXPERTS))
     order = torch.cat([start + _shuffled(size, block) for start, size in zip(starts, problem.splits, strict=True)])
     order = order.to(problem.device)
@@ -245,7 +249,7 @@ def _near_row(subject: str, case: str, errors: dict[str, float], bound: float, t
 
 
 def _router_row(subject: str, quantizers: LinearQuantizers, device: torch.device, seed: int) -> dict[str, object]:
-    """The row of weights, choices and balance of a mixture whose experts, and their neighbours, are quantized."""
+    """The row of weights, choices and balance of a mixture with quantized experts and neighbours."""
     routings: list[Results] = []
 
     def keep(router: nn.Module, inputs: tuple[Tensor], routing: Routing) -> None:
@@ -261,14 +265,14 @@ def _router_row(subject: str, quantizers: LinearQuantizers, device: torch.device
 
 
 def _has_kernel(quantizers: LinearQuantizers, capability: Capability) -> bool:
-    """Whether wgrad is one kernel; only where the other GEMMs are, too."""
+    """Whether wgrad is one kernel. That holds only where the other GEMMs are, too."""
     group = GroupGemm(gemm="wgrad", out_dtype=torch.float32, sizes=(K, N), host_splits=False)
     a, b = quantizers.grad_output.columnwise, quantizers.input.columnwise
     return gemm_plan(a, b, capability, group=group).one_kernel
 
 
 def _kernel_row(subject: str, problem: _Problem, capability: Capability) -> dict[str, object]:
-    """The row of the results for splits of the device against the loop's, by their relative L2."""
+    """The row that compares results for splits on the device with the loop's, by their relative L2."""
     problem, device = problem.in_dtype(torch.float32), problem.device
     expected, sizes = problem.run(), torch.tensor(SPLITS, device=device)
     unknown = Splits(rows=sum(SPLITS), count=EXPERTS, sizes=None, device_sizes=sizes)

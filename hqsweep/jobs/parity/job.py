@@ -1,15 +1,16 @@
-"""parity: is the arithmetic what it claims to be? Every check compares bytes, and a row holds the first that differs.
+"""The parity job: every check compares bytes of two implementations, and a row holds the first byte that differs.
 
-kernel   both directions in one call: codes, scales, amaxes (found and given), exact operands, decoded values. Its rows
-         are named cpu, for the kernel against the torch reference, and on a GPU reference and cuda, for the reference
-         and the kernel there against the same bytes
-statistics  what is gathered while quantizing: counts exactly, sums up to the rounding of float32
-pairs    every ordered pair of formats with both columnwise sources, against the reference in two steps
-vanilla  Linear with one format in both directions against its composition from the format reference
-routing  Linear with a|b: forward equals the run with a alone, gradients equal the run with b alone; and three formats
-and those of jobs/parity/modules.py, on whole modules, of jobs/parity/causality.py, on what a later token changes, of
-jobs/parity/grouped.py, on experts, and of jobs/parity/training.py, which train a small GPT; with parity.ranks those of
-jobs/parity/ranks.py, on what several processes compute together
+kernel      both directions in one call: codes, scales, amaxes (found and given), exact operands, decoded values. A row
+            named cpu compares the kernel with the torch reference. On a GPU, rows named reference and cuda compare the
+            reference and the kernel there with the same bytes
+statistics  sums and counts that are gathered while quantizing: counts exactly, sums up to the rounding of float32
+pairs       every ordered pair of formats with both columnwise sources, against the reference in two steps
+vanilla     Linear with one format in both directions against its composition from the format reference
+routing     Linear with a|b: forward equals the run with a alone, gradients equal the run with b alone; likewise with
+            three formats
+
+More checks are in modules.py (whole modules, and the effect of a later token on earlier ones), grouped.py (experts)
+and training.py (a small GPT). With parity.ranks, ranks.py compares several processes with one.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,17 +20,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hqsweep.config.checks import PARITY_CHECKS
-from hqsweep.config.format_text import SOURCES
-from hqsweep.config.job import ParityConfig
-from hqsweep.formats import Format, RngKey, parse
+from hqsweep.config.job import PARITY_CHECKS, ParityConfig
+from hqsweep.formats import ExactOperand, Format, RngKey, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.jobs.parity.causality import CAUSALITY_CHECKS
+from hqsweep.formats.spec import SOURCES
 from hqsweep.jobs.parity.compare_bytes import Check, Rows, named_pairs, row, skip
-from hqsweep.jobs.parity.composed import composed
 from hqsweep.jobs.parity.grouped import GROUPED_CHECKS, everywhere
-from hqsweep.jobs.parity.modules import MODULE_CHECKS
-from hqsweep.jobs.parity.outcomes import gathered, outcomes, same_up_to_rounding
+from hqsweep.jobs.parity.modules import CAUSALITY_CHECKS, MODULE_CHECKS, composed
 from hqsweep.jobs.parity.ranks import NAMES as RANK_CHECKS
 from hqsweep.jobs.parity.ranks import cases as rank_cases
 from hqsweep.jobs.parity.ranks import ranks_check
@@ -37,7 +34,11 @@ from hqsweep.jobs.parity.training import TRAINING_CHECKS
 from hqsweep.jobs.sink import Sink
 from hqsweep.nn import Linear
 from hqsweep.ops.fingerprint import kernel_digest
+from hqsweep.ops.quantize.dequantize import dequantize, exact_operand_of
 from hqsweep.ops.quantize.kernels import supports
+from hqsweep.ops.quantize.quantize import quantize
+from hqsweep.ops.quantize.request import Target
+from hqsweep.ops.stats import Statistics
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.sections import LinearQuantizers
 from hqsweep.train.build import pick_device
@@ -49,7 +50,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 def run(config: ParityConfig, sink: Sink, workspace: Path) -> None:
-    """Run the named checks in order; a mismatch is a row, not an exception."""
+    """Run the named checks in order. A mismatch is a row, not an exception."""
     device = pick_device(config.parity.device)
     sink.rewind({})
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -69,13 +70,16 @@ def run(config: ParityConfig, sink: Sink, workspace: Path) -> None:
 
 
 def checks_of(config: ParityConfig) -> list[str]:
-    """The named checks, and the check of ranks where their numbers are given."""
+    """The named checks, and the check of ranks where config.parity.ranks has numbers."""
     return [*config.parity.checks, *([RANKS] if config.parity.ranks else [])]
 
 
 def shares(config: ParityConfig) -> dict[str, float]:
-    """Check -> its part of the whole time: the checks of kernels and of ranks take the time of their cases, and any
-    other check that of about two kernel cases for each format."""
+    """Check -> its share of the whole time.
+
+    Checks of kernels and ranks take the time of their cases; any other check takes about two kernel cases for each
+    format.
+    """
     others = 2 * len(config.parity.formats)
     work = {name: COUNTED[name](config) if name in COUNTED else others for name in checks_of(config)}
     return {name: amount / sum(work.values()) for name, amount in work.items()}
@@ -88,8 +92,7 @@ def kernel_cases(config: ParityConfig) -> int:
 
 
 def _cases(rows: Sequence[dict]) -> int:
-    """The number of cases, as COUNTED counts them, that these rows belong to: on a GPU the kernels' cases have three
-    rows each."""
+    """The number of cases, as COUNTED counts them, that these rows belong to. On a GPU a kernel case has three rows."""
     return sum(result["check"] == "cpu" or result["check"] in RANK_CHECKS for result in rows)
 
 
@@ -143,8 +146,10 @@ def vanilla_check(config: ParityConfig, device: torch.device) -> Rows:
 
 
 def routing_check(config: ParityConfig, device: torch.device) -> Rows:
-    """Rows of all ordered pairs and triples of formats that can stand in both directions: y equals that of a alone, dx
-    that of b, dw that of c, where c is b for a pair."""
+    """Rows of all ordered pairs and triples (a, b, c) of formats that can stand in both directions; c is b for a pair.
+
+    y must equal that of a alone, dx that of b, dw that of c.
+    """
     problem = _problem(config, device)
     names = [str(f) for f in _formats(config) if not (f.rht or f.stochastic or f.row_scaled)]
     alone = {name: _linear(LinearQuantizers.parse(name, "parity"), *problem) for name in names}
@@ -217,4 +222,70 @@ CHECKS: dict[str, Check] = {
     **MODULE_CHECKS,
     **TRAINING_CHECKS,
 }
-assert tuple(CHECKS) == PARITY_CHECKS, "the names of the checks stand in config/checks.py, in this order"
+assert tuple(CHECKS) == PARITY_CHECKS, "the names of the checks stand in config/job.py, in this order"
+
+
+SUMS_RTOL = 1e-5
+"""The relative tolerance between the kernels' float32 sums of 128 x 128 elements and the reference's float64 sums."""
+SUMS_ATOL = 1e-33
+"""The absolute tolerance. Smaller squares are subnormal in float32, or zero."""
+
+
+def outcomes(format: Format, x: Tensor, key: RngKey, backend: str) -> dict[str, Tensor]:
+    """All results of quantizing: codes, scales, amaxes and exact matrices of both directions in one call, and decoded
+    codes.
+
+    Amaxes are found in one call and given in another.
+    """
+    codes, exact = (Target(format, output, key) for output in ("codes", "exact"))
+    encoded, exact = (quantize(x, target, target, backend=backend) for target in (codes, exact))
+    grids, name = (None, None), format.amax_name
+    if name:
+        grids = tuple({name: format.grid(matrix)[name] * 2} for matrix in (x, x.t()))
+    with_amax = quantize(x, *(codes._replace(grid=grid) for grid in grids), backend=backend)
+    results = {}
+    for direction, shape in (("rowwise", tuple(x.shape)), ("columnwise", tuple(x.shape)[::-1])):
+        buffers = getattr(encoded, direction)
+        results |= {f"{direction} {name}": tensor for name, tensor in buffers.items()}
+        results |= {f"{direction} {name}, given amax": t for name, t in getattr(with_amax, direction).items()}
+        decoded = dequantize(buffers, format, shape, x.dtype, backend)
+        again = exact_operand_of(buffers, format, shape, backend)
+        results[f"{direction} dequantized"] = one_nan(decoded)
+        results[f"{direction} exact operand"] = _exact_matrix(getattr(exact, direction), format)
+        results[f"{direction} exact operand of codes"] = _exact_matrix(again, format)
+    return results
+
+
+def gathered(format: Format, x: Tensor, key: RngKey, backend: str) -> dict[str, Tensor]:
+    """The sums and counts of every tile, and the sums of every row, in both directions, as float32."""
+    quantized = quantize(x, Target(format, key=key), Target(format, key=key), statistics=True, backend=backend)
+    rowwise, columnwise = _tensors(quantized.rowwise_statistics), _tensors(quantized.columnwise_statistics)
+    named = {f"rowwise {name}": t for name, t in rowwise.items()}
+    return named | {f"columnwise {name}": t for name, t in columnwise.items()}
+
+
+def same_up_to_rounding(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """(expected, actual) pairs for a comparison of bytes. Sums that are close enough are made equal before."""
+    pairs = {}
+    for name, e in expected.items():
+        a = actual[name].to(e.device)
+        if not name.endswith("counts"):
+            a = torch.where(torch.isclose(a, e, rtol=SUMS_RTOL, atol=SUMS_ATOL, equal_nan=True), e, a)
+        pairs[name] = (e, a)
+    return pairs
+
+
+def one_nan(x: Tensor) -> Tensor:
+    """x with one bit pattern for every NaN. torch's conversion to bfloat16 gives several, by device and vector
+    width."""
+    return torch.where(x.isnan(), torch.nan, x)
+
+
+def _exact_matrix(operand: ExactOperand, format: Format) -> Tensor:
+    """The exact matrix in float32, as on the CPU, or rounded to bfloat16, as elsewhere, where the format fits it."""
+    return one_nan(operand.matrix.bfloat16().float() if format.fits_bf16 else operand.matrix)
+
+
+def _tensors(statistics: Statistics) -> dict[str, Tensor]:
+    sums = statistics.sums.float()
+    return {"sums": sums[:, :3], "amax and counts": sums[:, 3:7], "row errors": statistics.row_errors.float()}

@@ -1,9 +1,11 @@
 """Checks of the parity job on whole modules: y, dx and the gradient of every parameter.
 
-modules   Linear, LayerNormLinear, LayerNormMLP and TransformerLayer under every ordered pair of base formats, against
-          their composition from format references (jobs/composed.py)
-switch    a module whose recipe is changed after a step against a fresh one under the new recipe
-export    a module under a recipe against the same under the TransformerEngine factory that the recipe is exported to
+modules    Linear, LayerNormLinear, LayerNormMLP and TransformerLayer under every ordered pair of base formats, against
+           their composition from format references (composed)
+switch     a module whose recipe is changed after a step against a fresh one under the new recipe
+export     a module under a recipe against the same under the TransformerEngine factory that the recipe is exported to
+causality  codes and outputs of earlier tokens when the last token changes: only formats whose scales stand for several
+           tokens may leak
 """
 
 import re
@@ -11,27 +13,106 @@ from collections.abc import Callable
 from itertools import pairwise, product
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hqsweep.compat.export import to_transformer_engine
 from hqsweep.config.job import ParityConfig
-from hqsweep.formats import bases
+from hqsweep.formats import ExactOperand, Format, RngKey, bases, parse
 from hqsweep.formats.inputs import draw
+from hqsweep.gemm.exact import mm_t
 from hqsweep.jobs.parity.compare_bytes import Check, Rows, named_pairs, row
-from hqsweep.jobs.parity.composed import composed
 from hqsweep.nn import (
     LayerNormLinear,
     LayerNormMLP,
     Linear,
     MLPOptions,
+    MultiheadAttention,
     TransformerLayer,
     TransformerOptions,
     quantization,
     set_recipe,
 )
+from hqsweep.nn.layers.norm import Norm
+from hqsweep.nn.linear.activation import ACTIVATIONS
+from hqsweep.ops.stats import output_error
+from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.custom import CustomRecipe
 from hqsweep.recipe.schedule import parse_recipe
 from hqsweep.recipe.sectioned import Recipe
+
+
+class _Linear(torch.autograd.Function):
+    """y = x w^T + b by formula, from x [M, K] in the module's dtype."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor, b: Tensor | None, module: Linear) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x, w)
+        y = mm_t(_row(module, "input", x), _row(module, "weight", w.to(module.dtype)), out_dtype=module.dtype)
+        return y if b is None else y + b.to(module.dtype)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+        module, (x, w) = ctx.module, ctx.saved_tensors
+        dx = mm_t(
+            _row(module, "grad_output", dy), _column(module, "weight", w.to(module.dtype)), out_dtype=module.dtype
+        )
+        dw = mm_t(_column(module, "grad_output", dy), _column(module, "input", x), out_dtype=w.dtype)
+        return dx, dw, dy.sum(0, dtype=torch.float32) if ctx.needs_input_grad[2] else None, None
+
+
+def composed(module: nn.Module, x: Tensor) -> Tensor:
+    """module(x) by formula, with its parameters and quantizers, for modules with linears. Attention is in high
+    precision."""
+    match module:
+        case LayerNormLinear():
+            return _linear(module, _norm(module.norm, x))
+        case Linear():
+            return _linear(module, x)
+        case LayerNormMLP():
+            return _linear(module.fc2, ACTIVATIONS[module.activation](composed(module.fc1, x).float()))
+        case MultiheadAttention():
+            b, t, d = x.shape
+            heads = composed(module.qkv, x).view(b, t, 3, module.heads, -1).permute(2, 0, 3, 1, 4)
+            q, k, v = heads if heads.is_cuda else heads.float()
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=module.is_causal)
+            return _linear(module.proj, o.transpose(1, 2).reshape(b, t, d))
+        case TransformerLayer():
+            x = x + composed(module.attn, x).to(x.dtype)
+            return x + composed(module.mlp, x).to(x.dtype)
+    raise TypeError(f"no composition of {type(module).__name__}")
+
+
+def _linear(module: Linear, x: Tensor) -> Tensor:
+    y = _Linear.apply(x.reshape(-1, x.shape[-1]).to(module.dtype), module.weight, module.bias, module)
+    return y.view(*x.shape[:-1], -1)
+
+
+def _norm(norm: Norm, x: Tensor) -> Tensor:
+    if norm.bias is None:
+        return F.rms_norm(x.float(), x.shape[-1:], norm.weight, norm.epsilon)
+    return F.layer_norm(x.float(), x.shape[-1:], norm.weight, norm.bias, norm.epsilon)
+
+
+def _row(module: Linear, tensor: str, x: Tensor) -> ExactOperand:
+    format = getattr(module.quantizers, tensor).rowwise
+    return format.operand(format.encode(x, None, _key(module, tensor, "rowwise")), tuple(x.shape))
+
+
+def _column(module: Linear, tensor: str, x: Tensor) -> ExactOperand:
+    quantizer: HybridQuantizer = getattr(module.quantizers, tensor)
+    if quantizer.columnwise_source == "rowwise_dequantized":
+        codes = quantizer.rowwise.encode(x, None, _key(module, tensor, "rowwise"))
+        x = quantizer.rowwise.decode(codes, tuple(x.shape)).to(x.dtype)
+    x, format = x.t(), quantizer.columnwise
+    return format.operand(format.encode(x, None, _key(module, tensor, "columnwise")), tuple(x.shape))
+
+
+def _key(module: Linear, tensor: str, direction: str) -> RngKey:
+    """The key outside of any quantization(): seed 0, step 0."""
+    return RngKey(seed=0, slot=f"{module.name}/linear/{tensor}/{direction}", step=0)
+
 
 BATCH, CONTEXT, DIM, FFN, HEADS = 2, 64, 64, 96, 2
 BASE_FORMATS = (*bases(), "fp8_current+e5m2")
@@ -62,7 +143,7 @@ def modules_check(config: ParityConfig, device: torch.device) -> Rows:
             for name in MODULES if source == "original" else ("LayerNormLinear",):
                 module = _initialised(MODULES[name](recipe), config.seed).to(device)
                 expected = _gradients(module, lambda x, module=module: composed(module, x), config.seed)
-                actual = _gradients(module, module, config.seed, kernels=False)  # whose sums are in torch's order
+                actual = _gradients(module, module, config.seed, kernels=False)  # their sums are in torch's order
                 yield row("modules", f"{a}|{b}" if source == "original" else pair, name, named_pairs(expected, actual))
 
 
@@ -80,7 +161,7 @@ def switch_check(config: ParityConfig, device: torch.device) -> Rows:
 
 
 def export_check(config: ParityConfig, device: torch.device) -> Rows:
-    """Rows of recipes whose exported text is executed with hqsweep.compat in the place of TransformerEngine."""
+    """Rows of recipes whose exported text runs with hqsweep.compat in place of TransformerEngine."""
     for name, sections in RECIPES.items():
         recipe = parse_recipe({"name": name, **sections})
         recipes = recipe, imported(to_transformer_engine(recipe, name))
@@ -89,7 +170,7 @@ def export_check(config: ParityConfig, device: torch.device) -> Rows:
 
 
 def imported(exported: str) -> CustomRecipe:
-    """The recipe of an exported module. Its imports of TransformerEngine are replaced, and nothing else."""
+    """The recipe of an exported module, in which only the imports of TransformerEngine are replaced."""
     names: dict[str, object] = {}
     text = re.sub(r"^from transformer_engine[\w.]* import", "from hqsweep.compat import", exported, flags=re.M)
     exec(compile(text, "exported.py", "exec"), names)
@@ -106,7 +187,7 @@ def _initialised(module: nn.Module, seed: int) -> nn.Module:
 def _gradients(
     module: nn.Module, function: Callable[[Tensor], Tensor], seed: int, *, kernels: bool = True
 ) -> dict[str, Tensor]:
-    """y and all gradients of function, which uses the parameters of the module."""
+    """y and all gradients of a function that uses the module's parameters."""
     device = next(module.parameters()).device
     x = draw("normal", BATCH * CONTEXT, DIM, seed).view(BATCH, CONTEXT, DIM).to(device).requires_grad_()
     module.zero_grad()
@@ -121,3 +202,55 @@ MODULE_CHECKS: dict[str, Check] = {
     "switch": switch_check,
     "export": export_check,
 }
+
+
+TOKENS, WIDTH, OUTPUTS = 64, 128, 96
+GROWTH = 3.0
+"""The ratio between the new last token's largest magnitude and that of all tokens before.
+
+It is no power of two, which would shift scales and hide the leak.
+"""
+KEY = RngKey(seed=1, slot="causality", step=3)
+
+
+def causality_check(config: ParityConfig, device: torch.device) -> Rows:
+    """Rows of each format on the input of a Linear: how a later token changes codes and outputs of earlier tokens."""
+    before = draw("heavy", TOKENS, WIDTH, config.seed).clamp(-1e3, 1e3).to(device)
+    after = before.clone()
+    after[-1] = GROWTH * before.abs().max()
+    for text in config.parity.formats:
+        format = parse(text).rowwise_form
+        expected, actual = (_earlier(format, x, config.seed) for x in (before, after))
+        for case in expected:
+            yield _verdict(text, case, shares_scales(format), expected[case], actual[case])
+
+
+def shares_scales(format: Format) -> bool:
+    """Whether a scale of the format stands for elements of more than one row."""
+    return any(buffer.rows != 1 for buffer in format.layout.values())
+
+
+def _earlier(format: Format, x: Tensor, seed: int) -> dict[str, Tensor]:
+    """The results of all tokens except the last: the operand's values, and y of a Linear with a bf16 weight."""
+    operand = HybridQuantizer(format, parse("bf16")).quantize(x, columnwise=None, key=KEY).rowwise
+    quantizers = {"input": f"{format}|bf16", "weight": "bf16", "grad_output": "bf16"}
+    module = Linear(WIDTH, OUTPUTS, name="causality", recipe=quantizers)
+    module = module.to(x.device)
+    with torch.no_grad():
+        module.weight.copy_(draw("normal", OUTPUTS, WIDTH, seed))
+        return {"operand": operand.dequantize()[:-1], "outputs of a Linear": module(x)[:-1]}
+
+
+def _verdict(subject: str, case: str, leaks: bool, expected: Tensor, actual: Tensor) -> dict[str, object]:
+    """A row of compared bytes. For a format that must leak, PASS where bytes differ, with their number and size."""
+    compared = row("causality", subject, case, named_pairs({"earlier tokens": expected}, {"earlier tokens": actual}))
+    if not leaks:
+        return compared | {"note": "expected: no leak, each row has its own scales"}
+    changed, total = compared["mismatches"], compared["total"]
+    error = output_error(expected.float(), actual.float())["rel_l2"]
+    note = f"expected: leak, rows share scales; {100 * changed / total:.1f} % of values change, relative L2 {error:.1e}"
+    status = "PASS" if changed else "FAIL"
+    return row("causality", subject, case, {}) | {"status": status, "total": total, "note": note}
+
+
+CAUSALITY_CHECKS: dict[str, Check] = {"causality": causality_check}

@@ -1,12 +1,12 @@
-"""What ranks and one process compute for the check of ranks: steps of a linear, each rank on its slice of the rows.
+"""Steps of a linear for the check of ranks: computed by ranks, each on its slice of the rows, and by one process.
 
-Both sides of a column give results of the same names: what a rank has, and what one process has for it that computes
-the slices one after the other, and adds in the ranks' order what ranks add.
+Both sides of a column give results of the same names. One process computes the slices one after the other, and adds in
+the ranks' order what ranks add. The operands that products have read are results, too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,19 +17,73 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from hqsweep.formats import WHOLE
 from hqsweep.formats.inputs import draw
-from hqsweep.jobs.parity.rank_operands import Read, reading
 from hqsweep.nn import Linear, quantization, quantized_model_init
+from hqsweep.nn.core.context import current, within
 from hqsweep.optim import FusedAdam
 from hqsweep.parallel.wire.collectives import gather_bytes, ordered_reduce_scatter
 from hqsweep.parallel.wire.local import whole_tensor
+from hqsweep.quant.operand import Operand
 from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.recipe.pairs import GEMMS
 from hqsweep.recipe.sections import LinearQuantizers
 
+PREFIX = "operand of "
+"""The beginning of the names of results that are operands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Read:
+    """An operand that a product has read."""
+
+    layer: str
+    """The name of the linear; for an expert it ends with the expert's number."""
+    tensor: str
+    direction: str
+    microbatch: int
+    operand: Operand
+
+    def results(self, step: int, ranks: int = 1, cut: int | None = None) -> list[dict[str, Tensor]]:
+        """For each rank: name -> buffer of the operand, or of the rank's part where the matrix is cut along `axis`."""
+        axis = None if cut is None else cut if self.direction == "rowwise" else 1 - cut
+        parts = [dict[str, Tensor]() for _ in range(ranks)]
+        for name, buffer in self.operand.format.layout.items():
+            tensor = self.operand.buffers[name]
+            is_cut = axis is not None and (buffer.rows, buffer.cols)[axis] != WHOLE
+            pieces = tensor.chunk(ranks, axis) if is_cut else [tensor] * ranks
+            text = f"{self.tensor} {self.direction} {name}, microbatch {self.microbatch}, step {step}"
+            for part, piece in zip(parts, pieces, strict=True):
+                part[f"{PREFIX}{self.layer}: {text}"] = piece
+        return parts
+
+
+@contextmanager
+def reading() -> Iterator[list[Read]]:
+    """The context that lists the operands of all products of linears, in forward and backward."""
+    reads: list[Read] = []
+    with within(replace(current(), reader=_reader(reads))):
+        yield reads
+
+
+def _reader(reads: list[Read]) -> Callable[[Any, str, Any, Any], None]:
+    def note(call: Any, gemm: str, *operands: Any) -> None:
+        for (tensor, direction), operand in zip(GEMMS[gemm], operands, strict=True):
+            members = [operand] if call.splits is None else operand.members
+            for single, member in zip(call.singles, members, strict=True):
+                # Copies, because fully_shard frees gathered memory, and a high-precision matrix is its own operand.
+                buffers = {name: buffer.clone() for name, buffer in member.buffers.items()}
+                names = {"layer": single.layer, "tensor": tensor, "direction": direction}
+                microbatch = call.context.microbatch
+                reads.append(Read(**names, microbatch=microbatch, operand=replace(member, buffers=buffers)))
+
+    return note
+
+
 ROWS, K, N = 64, 128, 96
-"""The rows of a rank, and the sizes of a weight whose halves and quarters cut blocks of 32 and 128 rows."""
+"""ROWS: the rows of a rank. K, N: sizes of a weight whose halves and quarters cut blocks of 32 and 128 rows."""
 SMALLER = 0.7
-"""The magnitude of a rank's part beside that of the rank before."""
+"""The ratio between the magnitudes of a rank's part and the part of the rank before."""
 FIRST = 1
 """The first step."""
 CPU = torch.device("cpu")
@@ -45,17 +99,19 @@ class Problem:
     ranks: int
     device: torch.device = CPU
     held: bool = False
-    """Whether the weight is held as operands."""
+    """Whether the weight is held quantized."""
 
     def draw(self, distribution: str, rows: int, cols: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """[rows, cols] on the device, of no more than 1,000 in magnitude, less in the parts of later ranks along either
-        axis, so that an amax of a part is not that of the whole."""
+        """[rows, cols] on the device, of at most 1,000 in magnitude.
+
+        Parts of later ranks are smaller along both axes, so that an amax of a part is not the amax of the whole.
+        """
         x = draw(distribution, rows, cols, seed, dtype).clamp(-1e3, 1e3)
         of_row, of_col = (SMALLER ** (torch.arange(size) * self.ranks // size) for size in (rows, cols))
         return (x * of_row[:, None] * of_col).to(self.device, dtype)
 
     def mesh(self, *names: str) -> DeviceMesh:
-        """All ranks along one axis."""
+        """The mesh with all ranks along one axis."""
         return init_device_mesh(self.device.type, (self.ranks,), mesh_dim_names=names or None)
 
     def linear(self) -> Linear:
@@ -68,15 +124,19 @@ class Problem:
 
     @property
     def steps(self) -> Sequence[int]:
-        """The steps: products take what they take in a run, and in the last step codes, so that these are seen. Scales
-        from the amaxes of earlier steps are there from the second step on."""
+        """The steps of a problem. Products take operands as in a run, and in the last step codes, so that codes are
+        compared.
+
+        Scales from the amaxes of earlier steps exist from the second step on.
+        """
         quantizers = self.quantizers
         delayed = any(q.delayed for q in (quantizers.input, quantizers.weight, quantizers.grad_output))
         return range(FIRST, FIRST + (3 if delayed else 2))
 
     @contextmanager
     def step(self, step: int, **options: Any) -> Iterator[list[Read]]:
-        """quantization() of a step, with the operands that products read in the last one, and in backward later."""
+        """The context of a step under quantization(). Gives the list of operands that products read in the last step;
+        those of backward follow later."""
         noting = reading() if step == self.steps[-1] else nullcontext([])
         with quantization(seed=self.seed, step=step, **options), noting as reads:
             yield reads
@@ -98,7 +158,7 @@ class Problem:
 
 
 def named(reads: Sequence[Read], step: int) -> Results:
-    """The operands that one process has read in a step, by name."""
+    """Name -> the operands that one process has read in a step."""
     return {name: tensor for read in reads for name, tensor in read.results(step)[0].items()}
 
 
@@ -108,7 +168,7 @@ def optimizer_of(module: torch.nn.Module) -> FusedAdam:
 
 @lru_cache(maxsize=2)
 def one_process(problem: Problem) -> list[Results]:
-    """The results of each rank, computed in one process: slice after slice, gradients added in the order of ranks."""
+    """The results of each rank, computed in one process slice by slice. Gradients are added in the order of ranks."""
     module, results = problem.linear(), [dict[str, Tensor]() for _ in range(problem.ranks)]
     optimizer = optimizer_of(module)
     for step in problem.steps:
@@ -125,7 +185,7 @@ def one_process(problem: Problem) -> list[Results]:
 
 
 def products(problem: Problem) -> list[Results]:
-    """The products of each rank with a weight that stays as it is, and their operands."""
+    """The products of each rank with a constant weight, and their operands."""
     module, results = problem.linear(), [dict[str, Tensor]() for _ in range(problem.ranks)]
     for step in problem.steps:
         for rank, result in enumerate(results):
@@ -134,7 +194,7 @@ def products(problem: Problem) -> list[Results]:
 
 
 def in_order(parts: Sequence[Tensor]) -> Tensor:
-    """The sum in float32, one part after the other."""
+    """The sum in float32, added one part after the other."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()
@@ -178,7 +238,7 @@ def _trained(problem: Problem, model: torch.nn.Module, module: Linear, rank: int
 
 
 def _state(module: Linear, optimizer: FusedAdam, step: int) -> Results:
-    """The gradients; after an update also masters, and the operands of a weight that is held."""
+    """The gradients; after an update also the masters, and the operands of a held weight."""
     results = {f"{name}.grad of step {step}": _whole(p.grad) for name, p in module.named_parameters()}
     optimizer.step()
     optimizer.zero_grad()
@@ -199,7 +259,7 @@ def _whole(x: Tensor) -> Tensor:
 
 
 def _in_rank_order(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A communication hook of DistributedDataParallel whose sums do not depend on the backend."""
+    """A communication hook of DistributedDataParallel that adds in the order of ranks, on any backend."""
     own = bucket.buffer()
     every = gather_bytes(own).view(own.dtype)
     done: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -208,7 +268,7 @@ def _in_rank_order(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tens
 
 
 class _InRankOrder:
-    """_in_rank_order as FSDP's reduction."""
+    """_in_rank_order as the reduction of FSDP."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

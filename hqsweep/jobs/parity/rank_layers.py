@@ -1,10 +1,10 @@
-"""Cases of the check of ranks that share a layer itself: linears by column and by row, and experts.
+"""Cases of the check of ranks in which ranks share layers: linears by column and by row, experts, and stages of a GPT.
 
-Expected results come from one process that has the whole layer and all tokens; sums over ranks are put together from
-its own operands, part by part, each rounded to the linear's dtype as it travels.
+Expected results come from one process that has the whole layer and all tokens. Sums over ranks are added from its own
+operands, part by part, each rounded to the linear's dtype in which it is sent.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,20 +12,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from hqsweep.jobs.parity.rank_cases import FIRST, Column, Problem, Results, named
-from hqsweep.jobs.parity.rank_operands import Read
+from hqsweep.config.model import ModelConfig
+from hqsweep.jobs.parity.rank_cases import FIRST, PREFIX, Column, Problem, Read, Results, named
 from hqsweep.jobs.parity.rank_sums import SplitSum
 from hqsweep.nn import LayerNormMoE, Linear, MoEOptions, quantization
 from hqsweep.nn.linear.linear_call import LinearCall
 from hqsweep.parallel.expert import expert_parallel
+from hqsweep.parallel.pipeline import Pipeline
 from hqsweep.parallel.tensor import ColwiseLinear, RowwiseLinear
 from hqsweep.parallel.wire.local import local
+from hqsweep.recipe.sectioned import Recipe
+from hqsweep.train.model import GPT
 
 TOKENS, PART = 128, 128
-"""The rows of all ranks together, and the features of a rank's part, which cuts no block."""
+"""TOKENS: the rows of all ranks together. PART: the features of a rank's part, which cuts no block."""
 EXPERTS, DIM, FFN = 8, 64, 96
 OF_RANK, OF_EACH = (40, 0, 24, 56), (28,) * 4
-"""The tokens of each rank for a mixture of experts; as many on every rank."""
+"""The tokens of each rank for a mixture of experts. With room, every rank has equally many."""
 
 
 def _linear(problem: Problem) -> Linear:
@@ -55,8 +58,8 @@ def _linear_pass(problem: Problem, module: Linear, x: Tensor, dy: Tensor, step: 
 
 @dataclass(frozen=True)
 class SharedLinear:
-    """A linear of which each rank has columns of y, or of x; with sequence, it also has a part of the tokens of the
-    other."""
+    """A linear whose ranks each have columns of y, or of x. With sequence, a rank also has a part of the other's
+    tokens."""
 
     mode: Literal["column", "row"]
     sequence: bool
@@ -75,8 +78,10 @@ class SharedLinear:
         return results
 
     def expected(self, problem: Problem) -> list[Results]:
-        """The results of each rank, computed in one process; what is summed over ranks is put together from their
-        parts. Of operands a rank has those of its part."""
+        """The results of each rank, computed in one process. Sums over ranks are put together from the ranks' parts.
+
+        A rank has the operands of its part.
+        """
         module, results = _linear(problem), [dict[str, Tensor]() for _ in range(problem.ranks)]
         for step in problem.steps:
             passed, reads = _linear_pass(problem, module, *_tensors(problem, step), step)
@@ -101,18 +106,18 @@ class SharedLinear:
 
     @property
     def _axes(self) -> dict[str, int | None]:
-        """The axis along which ranks have parts of a result; None: each has all of it."""
+        """Result -> the axis along which ranks have parts; None: each rank has all of it."""
         if self.mode == "column":
             return {"y": 1, "dx": self._tokens, "dw": 0, "db": 0}
         return {"y": self._tokens, "dx": 1, "dw": 1, "db": None}
 
     @property
     def _cuts(self) -> dict[str, int]:
-        """The axis along which ranks have parts of a tensor that products read; all others each has whole."""
+        """Tensor that products read -> the axis along which ranks have parts. Other tensors are whole on each rank."""
         return {"weight": 0, "grad_output": 1} if self.mode == "column" else {"input": 1, "weight": 1}
 
     def split_sum(self, problem: Problem, module: Linear, step: int) -> SplitSum:
-        """The sum over ranks of a step, after the step has been computed by the module."""
+        """The sum over ranks of a step, after the module has computed the step."""
         x, dy = _tensors(problem, step)
         with quantization(seed=problem.seed, step=step), torch.no_grad():
             call, weight = LinearCall(**module.linear_facts()), module.weight.to(torch.bfloat16)
@@ -139,8 +144,8 @@ def _mixture(problem: Problem) -> LayerNormMoE:
 def _mixture_pass(
     problem: Problem, module: LayerNormMoE, tokens: dict[int, int], step: int
 ) -> tuple[Results, list[Read]]:
-    """The y and dx of so many tokens of these ranks, and the gradients of the experts' weights; and the operands that
-    were read."""
+    """(results, operands): y and dx of so many tokens of these ranks, gradients of the experts' weights, and operands
+    read."""
     x, dy = (
         torch.cat(
             [
@@ -162,8 +167,10 @@ def _mixture_pass(
 
 @dataclass(frozen=True)
 class SharedExperts:
-    """A mixture of which each rank has a part of the experts, and tokens for all of them; with room, the host waits for
-    no numbers of rows."""
+    """A mixture whose ranks each have a part of the experts, and tokens for all of them.
+
+    With room, the host waits for no numbers of rows.
+    """
 
     of_rank: tuple[int, ...]
     room: bool
@@ -178,7 +185,7 @@ class SharedExperts:
         return results
 
     def expected(self, problem: Problem) -> list[Results]:
-        """The results of ranked() for each rank; gradients of weights are divided by the number of ranks."""
+        """The results of ranked() for each rank. Gradients of weights are divided by the number of ranks."""
         module, results = _mixture(problem), [dict[str, Tensor]() for _ in range(problem.ranks)]
         counts = self.of_rank[: problem.ranks]
         for step in problem.steps:
@@ -211,10 +218,93 @@ LAYER_COLUMNS = (
 
 
 def shared_sums(problem: Problem) -> Iterator[tuple[str, SplitSum, Tensor]]:
-    """(case, sum over ranks of the first step, the same product as one process has it)."""
+    """(case, sum over ranks of the first step, the same product in one process)."""
     for case, shared in SHARED.items():
         if not shared.sequence:
             module = _linear(problem)
             passed, _ = _linear_pass(problem, module, *_tensors(problem, FIRST), FIRST)
             split = shared.split_sum(problem, module, FIRST)
             yield f"{shared.summed} {case}", split, passed[f"{shared.summed} of step {FIRST}"]
+
+
+DIM, HEADS, FFN, VOCAB, TOKENS = 64, 2, 96, 32, 64
+LR = 0.1
+Step = Callable[[int, Tensor, Tensor], tuple[Tensor, list[Read]]]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A GPT with one layer in each stage, and one sequence in each microbatch; there are as many microbatches as
+    ranks."""
+
+    per_rank: int
+
+    def ranked(self, problem: Problem, rank: int) -> Results:
+        """The results of a rank with its stages."""
+        model = self._gpt(problem)
+        pipeline = Pipeline(model, problem.mesh(), problem.ranks, stages_per_rank=self.per_rank)
+
+        def step(index: int, tokens: Tensor, targets: Tensor) -> tuple[Tensor, list[Read]]:
+            with problem.step(index) as reads:
+                return pipeline.step(tokens, targets).total, reads
+
+        return _trained(problem, model, step)
+
+    def expected(self, problem: Problem) -> list[Results]:
+        """The results of each rank, computed in one process: the losses, and the results of its layers."""
+        model = self._gpt(problem)
+
+        def step(index: int, tokens: Tensor, targets: Tensor) -> tuple[Tensor, list[Read]]:
+            total, every = torch.zeros((), device=problem.device), []
+            for microbatch in range(problem.ranks):
+                own = slice(microbatch, microbatch + 1)
+                with problem.step(index, cache_weights=True, microbatch=microbatch) as reads:
+                    loss = model.loss(tokens[own], targets[own])[0] / problem.ranks
+                    loss.backward()
+                total += loss.detach()
+                every += reads
+            return total, every
+
+        results = _trained(problem, model, step)
+        return [
+            {name: t for name, t in results.items() if self._rank_of(name, problem.ranks) in (rank, None)}
+            for rank in range(problem.ranks)
+        ]
+
+    def _gpt(self, problem: Problem) -> GPT:
+        torch.manual_seed(problem.seed)
+        layers = self.per_rank * problem.ranks
+        config = ModelConfig(dim=DIM, layers=layers, heads=HEADS, ffn=FFN)
+        model = GPT(config, VOCAB, Recipe(linear=problem.quantizers), torch.bfloat16)
+        nn.init.normal_(model.head.weight, std=0.2)
+        return model.to(problem.device)
+
+    def _rank_of(self, name: str, ranks: int) -> int | None:
+        """The rank with the parameter, or linear, of a result's name; None: all ranks have the result."""
+        if name.startswith("loss"):
+            return None
+        part = name.removeprefix("d ").removeprefix(PREFIX).split(".")
+        if part[0] == "layers":
+            return int(part[1]) % ranks
+        return 0 if part[0] == "embedding" else ranks - 1
+
+
+def _trained(problem: Problem, model: GPT, step: Step) -> Results:
+    """The losses, gradients, weights and operands of all steps."""
+    results: Results = {}
+    for index in problem.steps:
+        generator = torch.Generator().manual_seed(problem.seed + index)
+        text = torch.randint(0, VOCAB, (problem.ranks, TOKENS + 1), generator=generator).to(problem.device)
+        results[f"loss of step {index}"], reads = step(index, text[:, :-1].contiguous(), text[:, 1:].contiguous())
+        results |= named(reads, index)
+        for name, parameter in model.named_parameters():
+            results[f"d {name} of step {index}"] = parameter.grad
+            with torch.no_grad():
+                parameter -= LR * parameter.grad
+            parameter.grad = None
+            results[f"{name} after step {index}"] = parameter.detach().clone()
+    return results
+
+
+STAGES = {"one stage a rank": Stages(1), "two stages a rank": Stages(2)}
+STAGE_COLUMNS = tuple(Column("pp", case, stages.ranked, stages.expected) for case, stages in STAGES.items())

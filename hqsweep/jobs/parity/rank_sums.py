@@ -1,9 +1,8 @@
-"""The bounds on how far sums that ranks split may be from those of one process, as they follow from the order of the
-sums.
+"""Bounds for sums that ranks split: how far they may be from one process, only because of the order of sums.
 
 A float32 sum of n products is off by at most n * 2^-24 * |a_i| |b_j|, in any order (Higham, Accuracy and Stability of
-Numerical Algorithms, section 3.1), and two such sums differ by at most twice that. What travels over ranks in bfloat16
-is rounded there, and rounding a value to bfloat16 takes at most 2^-8 of it.
+Numerical Algorithms, section 3.1), and two such sums differ by at most twice that. Ranks send values in bfloat16, which
+rounds them by at most 2^-8 of their size.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,8 +26,10 @@ TRAVEL = 2.0**-8 * (1 + 2.0**-6)
 
 
 class SplitSum:
-    """mm_t(a, b) by parts of the contracted axis, each rounded to bfloat16 as it travels, added in float32 in order and
-    rounded, plus a bias."""
+    """mm_t(a, b) by parts of the contracted axis, plus a bias.
+
+    Each part is rounded to bfloat16, as it is sent, and the parts are added in float32 in order and rounded.
+    """
 
     def __init__(self, a: ExactOperand, b: ExactOperand, ranks: int, bias: Tensor | None = None) -> None:
         self.operands, self.bias = (a, b), bias
@@ -41,9 +42,12 @@ class SplitSum:
 def order_of_sums(
     subject: str, problem: Problem, shared: Iterable[tuple[str, SplitSum, Tensor]]
 ) -> Iterator[dict[str, object]]:
-    """Rows of the sums that ranks split. Those are the gradients of a weight by slices of the rows, unless the slices'
-    operands differ from the whole's, as with scales of a whole tensor; and the sums of linears that ranks share, given
-    as case, sum and whole product."""
+    """Rows of the sums that ranks split: gradients of a weight by slices of the rows, and sums of linears that ranks
+    share.
+
+    Gradients are left out where the slices' operands differ from the whole's, as with scales of a whole tensor. The
+    sums are given as (case, sum, whole product).
+    """
     slices = _by_slices(problem)
     if slices is not None:
         yield _row(subject, f"{problem.ranks} ranks, wgrad of slices", *slices)
@@ -61,8 +65,8 @@ def _row(subject: str, case: str, error: Tensor, allowed: Tensor) -> dict[str, o
 
 
 def _allowed(split: SplitSum, whole: Tensor) -> Tensor:
-    """float64, of whole's shape: the allowed error of the sums, and of the roundings of each part, of both sums, and of
-    both again where a bias is added."""
+    """float64, of whole's shape: the allowed error. It covers the sums, and the roundings of each part and of both
+    sums, and of both again where a bias is added."""
     a, b = (_magnitudes(operand) for operand in split.operands)
     sums = 2 * split.operands[0].matrix.shape[1] * ROUNDING * a[:, None] * b[None, :]
     rounded = sum(part.double().abs() for part in split.parts) + 2 * (split.total.double().abs() + whole.double().abs())
@@ -76,8 +80,7 @@ def _magnitudes(operand: ExactOperand) -> Tensor:
 
 
 def _by_slices(problem: Problem) -> tuple[Tensor, Tensor] | None:
-    """The errors of the weight's gradient, and the errors allowed; None where the slices' operands differ from the
-    whole's."""
+    """(errors, allowed errors) of the weight's gradient; None where the slices' operands differ from the whole's."""
     step = FIRST
     split = one_process(problem)[0][f"weight.grad of step {step}"] * problem.ranks
     parts = [problem.slice(step, rank) for rank in range(problem.ranks)]
@@ -94,8 +97,7 @@ def _by_slices(problem: Problem) -> tuple[Tensor, Tensor] | None:
 
 
 def _same_by_slices(quantizer: HybridQuantizer, x: Tensor, slices: list[Tensor]) -> bool:
-    """Whether the columnwise operand of x is that of its slices, which it is not where a scale of all rows is a factor
-    of it."""
+    """Whether the columnwise operand of x consists of the operands of its slices. A scale of all rows prevents it."""
     if quantizer.quantize(x, rowwise=None, columnwise="exact").columnwise.factor is not None:
         return False
     return torch.equal(_values(quantizer, x), torch.cat([_values(quantizer, part) for part in slices], dim=1))

@@ -1,12 +1,13 @@
-"""Columns ddp, fsdp2, tp, ep and pp of the parity job: what ranks compute together, against one process, to the byte.
+"""Columns ddp, fsdp2, tp, ep and pp of the parity job: ranks together, against one process, to the byte.
 
-For each number in parity.ranks that many processes are started once, which exchange tensors by gloo, or on GPUs by
-NCCL (several share a GPU where there are fewer), and go through all formats, all ordered pairs of base formats with
-both columnwise sources, and recipes. What each rank has is compared with what one process has for it
-(jobs/parity/rank_cases.py, rank_layers.py, rank_stages.py): y and dx, whose sums no rank splits, and what ranks sum
-against the sum of as many parts in the order of ranks, with masters and held weights after each update. A row of its
-own has the operands of x, weight and dy that products read (jobs/parity/rank_operands.py). Further rows compare such a
-sum with that of one process, as far as the order of sums allows (jobs/parity/rank_sums.py).
+For each number in parity.ranks that many processes start once. They exchange tensors by gloo, or on GPUs by NCCL, and
+share GPUs where there are fewer. They go through all formats, all ordered pairs of base formats with both columnwise
+sources, and recipes.
+
+Each rank's results are compared with those of one process (rank_cases.py, rank_layers.py): y and dx, sums over ranks
+against the sum of as many parts in the order of ranks, and masters and held weights after each update. Another row
+compares the operands of x, weight and dy that products read. Further rows compare sums over ranks with one process's
+sums, within bounds for the order of sums (rank_sums.py).
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,17 +18,15 @@ from itertools import product
 import torch
 import torch.multiprocessing as mp
 
-from hqsweep.config.format_text import SOURCES
 from hqsweep.config.job import ParityConfig
 from hqsweep.errors import UserError
 from hqsweep.formats import bases, parse
+from hqsweep.formats.spec import SOURCES
 from hqsweep.jobs.isolation import make_deterministic
 from hqsweep.jobs.parity.compare_bytes import Rows, row
 from hqsweep.jobs.parity.grouped import RECIPES, everywhere
-from hqsweep.jobs.parity.rank_cases import DATA_COLUMNS, Column, Problem, Results
-from hqsweep.jobs.parity.rank_layers import LAYER_COLUMNS, shared_sums
-from hqsweep.jobs.parity.rank_operands import PREFIX
-from hqsweep.jobs.parity.rank_stages import STAGE_COLUMNS
+from hqsweep.jobs.parity.rank_cases import DATA_COLUMNS, PREFIX, Column, Problem, Results
+from hqsweep.jobs.parity.rank_layers import LAYER_COLUMNS, STAGE_COLUMNS, shared_sums
 from hqsweep.jobs.parity.rank_sums import order_of_sums
 from hqsweep.parallel.mesh import backend
 from hqsweep.parallel.wire.spawn import stream_ranks
@@ -36,11 +35,11 @@ from hqsweep.recipe.sections import LinearQuantizers
 COLUMNS: tuple[Column, ...] = (*DATA_COLUMNS, *LAYER_COLUMNS, *STAGE_COLUMNS)
 NAMES = frozenset(column.name for column in COLUMNS)
 RankResults = list[Results | str]
-"""What one rank has for one subject: the results of each column, or the sentence by which it was refused."""
+"""The results of one rank for one subject: for each column its results, or the sentence that refused it."""
 
 
 def ranks_check(config: ParityConfig, device: torch.device) -> Rows:
-    """The rows of every number of ranks, as the ranks go on."""
+    """The rows of every number of ranks, while the ranks go on."""
     if device.type == "cuda":
         make_deterministic()
     sections = subjects(config)
@@ -56,7 +55,7 @@ def ranks_check(config: ParityConfig, device: torch.device) -> Rows:
 
 
 def cases(config: ParityConfig) -> int:
-    """The number of rows of columns that the check has."""
+    """The number of rows of columns in the check."""
     return len(config.parity.ranks) * len(subjects(config)) * 2 * len(COLUMNS) if config.parity.ranks else 0
 
 
@@ -73,7 +72,7 @@ def subjects(config: ParityConfig) -> dict[str, LinearQuantizers]:
 def run_ranks(
     ranks: int, sections: Mapping[str, LinearQuantizers], seed: int, device_type: str
 ) -> Iterator[list[RankResults]]:
-    """The results of each rank, on the CPU, subject after subject. UserError where torch lacks NCCL for GPUs."""
+    """Yields the results of each rank, on the CPU, subject by subject. UserError where torch lacks NCCL for GPUs."""
     arguments = (ranks, list(sections.values()), seed, torch.device(device_type))
     return stream_ranks(ranks, _results, *arguments, backend=backend(device_type))
 
@@ -111,8 +110,8 @@ def _rows(subject: str, problem: Problem, every: list[RankResults]) -> Rows:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """A context that computes on one CPU thread, as each rank does: sums of a product in float32, where they are not
-    exact, may be in another order by more."""
+    """The context of one CPU thread, as each rank has. Inexact float32 sums of a product may otherwise have another
+    order."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -122,8 +121,10 @@ def one_thread() -> Iterator[None]:
 
 
 def compared(names: tuple[str, str, str], expected: list[Results], actual: list[Results]) -> Rows:
-    """The rows, under these names (check, subject, case), that compare what all ranks have: one of results, and one of
-    the operands that products read. What one side alone has is a failure."""
+    """Rows, under these names (check, subject, case), that compare all ranks: one of results, one of operands.
+
+    A result that only one side has is a failure.
+    """
     check, subject, case = names
     for ending, of_operands in (("", False), (", operands", True)):
         pairs, lone = {}, []

@@ -42,10 +42,13 @@ RECIPES = {
 GRAPH_STEPS = 12
 LOSS_STEPS = 100
 LOSS_BATCH = {"batch": 32, "context": 128}
-"""The batches of the training whose losses are compared: a mean over 4,096 tokens. Over the 128 of the other trainings
-it moves by up to 7e-3 in NVFP4 when sums have another order, as few tokens do not average what their roundings do."""
+"""The batches of the training whose losses are compared: a mean over 4,096 tokens.
+
+Over the 128 tokens of the other trainings the loss of NVFP4 moves by up to 7e-3 when sums have another order, because
+few tokens do not average the roundings.
+"""
 LOSS_RTOL = 2e-3
-"""The relative tolerance of losses whose sums have another order, over LOSS_STEPS steps of a training."""
+"""The relative tolerance of losses whose sums have another order, over LOSS_STEPS steps."""
 
 
 def repeat_check(config: ParityConfig, device: torch.device) -> Rows:
@@ -59,13 +62,13 @@ def repeat_check(config: ParityConfig, device: torch.device) -> Rows:
 
 
 def graph_row(config: ParityConfig, recipe: str, device: torch.device) -> dict[str, object]:
-    """The row of a training as it is by default against the same in which every step is sampled."""
+    """The row of a default training against the same training with every step sampled."""
     graph, eager = (_trained(config, recipe, device, sampled=sampled, steps=GRAPH_STEPS) for sampled in (False, True))
     return row("graph", recipe, "small GPT", named_pairs(eager, graph))
 
 
 def operators_row(config: ParityConfig, recipe: str, device: torch.device) -> dict[str, object]:
-    """A row with PASS where the loss of no step differs by more than LOSS_RTOL from the loss by torch's operators."""
+    """A row with PASS where the loss of every step is within LOSS_RTOL of the loss by torch's operators."""
     options = {"steps": LOSS_STEPS, "log_every": 1, **LOSS_BATCH}
     ours, torchs = (_losses(_trainer(config, recipe, device, compile=mode, **options)) for mode in ("auto", "off"))
     errors = (ours / torchs - 1).abs()
@@ -76,30 +79,31 @@ def operators_row(config: ParityConfig, recipe: str, device: torch.device) -> di
 
 
 def _losses(trainer: Trainer) -> Tensor:
-    """The loss of every step, float64."""
+    """float64 [steps]: the loss of every step."""
     return torch.tensor([done.loss for done in trainer.steps()], dtype=torch.float64)
 
 
 def resume_check(config: ParityConfig, device: torch.device) -> Rows:
-    """Rows of half the steps, a checkpoint on disk, a new process state and the other half, against all steps at
-    once."""
+    """Rows of an interrupted training, with a checkpoint on disk and a new process state, against all steps at once."""
     for name in RECIPES:
         whole, resumed = _trained(config, name, device), _resumed(config, name, device)
         yield row("resume", name, "small GPT", named_pairs({step: whole[step] for step in resumed}, resumed))
 
 
 def weights_check(config: ParityConfig, device: torch.device) -> Rows:
-    """Rows of both kinds of weights from the same config; then of held ones with and without an interruption."""
+    """Rows of both kinds of weights from the same config, then of held ones with and without an interruption."""
     for name in RECIPES:
         trained = _trained(config, name, device)
-        plain = {k: v for k, v in trained.items() if ".states.weight_" not in k}  # where held ones are a write ahead
+        plain = {
+            k: v for k, v in trained.items() if ".states.weight_" not in k
+        }  # the states of held weights are a write ahead
         held, resumed = (run(config, name, device, quantized_weights=True) for run in (_trained, _resumed))
         yield row("weights", name, "small GPT", named_pairs(plain, held))
         yield row("weights", name, "small GPT, resumed", named_pairs({step: held[step] for step in resumed}, resumed))
 
 
 def recompute_check(config: ParityConfig, device: torch.device) -> Rows:
-    """Rows of both parts that can be computed again."""
+    """Rows of each part that backward can compute again."""
     for name in RECIPES:
         plain = _trained(config, name, device)
         for part in ("layer", "attention"):
@@ -108,7 +112,7 @@ def recompute_check(config: ParityConfig, device: torch.device) -> Rows:
 
 
 def offload_check(config: ParityConfig, device: torch.device) -> Rows:
-    """Rows of offload alone, and with layers that are computed again and whose inputs wait."""
+    """Rows of offload alone, and together with layers that are computed again and whose inputs wait."""
     for name in RECIPES:
         plain = _trained(config, name, device)
         for case, options in (("small GPT", {}), ("small GPT, layers recomputed", {"recompute": "layer"})):
@@ -117,7 +121,7 @@ def offload_check(config: ParityConfig, device: torch.device) -> Rows:
 
 
 def _trained(config: ParityConfig, recipe: str, device: torch.device, **options: object) -> dict[str, Tensor]:
-    """The state after a training. options: those of config.training."""
+    """The state after a training. options: as config.training takes them."""
     return _finish(_trainer(config, recipe, device, **options))
 
 
@@ -139,8 +143,7 @@ def _trainer(config: ParityConfig, recipe: str, device: torch.device, **options:
 
 
 def _finish(trainer: Trainer) -> dict[str, Tensor]:
-    """Run every step that is left; returns the state of the model and the optimizer after them, and the losses that are
-    logged."""
+    """Run the remaining steps. Returns the state of model and optimizer, and the losses that are logged."""
     tensors: dict[str, Tensor] = {}
     for done in trainer.steps():
         losses = {name: torch.tensor(value, dtype=torch.float64) for name, value in done.metrics.items()}

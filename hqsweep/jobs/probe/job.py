@@ -1,7 +1,7 @@
-"""Which tensors can take which format? Error statistics of every matrix of a file, in both directions.
+"""Error statistics of every matrix of a file in many formats: which tensors can take which format?
 
-No job of a sweep: there is nothing to train, and the rows are of a file that somebody else made. They have the columns
-of stats.jsonl, and beside them the shape, the bits of the format, and a note where a format cannot hold the matrix.
+This is no job of a sweep: nothing is trained, and the file may come from anywhere. Rows have the columns of
+stats.jsonl, the shape, the bits of the format, and a note where a format cannot hold the matrix.
 """
 
 import math
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from hqsweep.config.format_text import NAMES
 from hqsweep.config.recipe_files import FORMAT, recipe_file
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
+from hqsweep.formats.spec import NAMES
 from hqsweep.jobs.probe.tensor_files import Matrix
 from hqsweep.ops.stats import finite_or_none
 from hqsweep.ops.stream import DIRECTIONS, stream_statistics
@@ -26,15 +26,15 @@ from hqsweep.track.tables import ERRORS
 
 Row = dict[str, Any]
 SAMPLE = (256, 1024)
-"""Rows and columns of what is timed to tell how long a probe takes."""
+"""Rows and columns of the matrix that is timed to predict how long a probe takes."""
 
 
 def parse_quantizers(texts: Sequence[str]) -> dict[str, HybridQuantizer]:
-    """Text -> quantizer, each once: a format for both directions ("mxfp8", "format:mxfp8"), or one for each
-    ("nvfp4|mxfp8"). A name that formats share with a recipe is the format.
+    """The quantizers of texts, each once: a format for both directions ("mxfp8", "format:mxfp8"), or one for each
+    ("nvfp4|mxfp8"). A name that a format and a recipe share means the format.
 
     Raises:
-        UserError: an unknown format, the name of a recipe, or a format whose error hangs on more than the matrix.
+        UserError: an unknown format, the name of a recipe, or a format whose error depends on more than the matrix.
     """
     quantizers = {}
     for text in filter(None, (text.strip() for text in texts)):
@@ -52,13 +52,13 @@ def parse_quantizers(texts: Sequence[str]) -> dict[str, HybridQuantizer]:
 
 
 def _formats_of(recipe: str) -> str:
-    """The quantizers that a recipe has for linears and experts, as `--formats` takes them."""
+    """The quantizers of a recipe for linears and experts, as `--formats` takes them."""
     listed = [slot for slot in slots(recipe_of(recipe)) if slot.part in ("linear", "grouped_linear") and not slot.stage]
     return ",".join(dict.fromkeys(str(replace(slot.quantizer, columnwise_source="original")) for slot in listed))
 
 
 def probe(matrix: Matrix, quantizers: dict[str, HybridQuantizer]) -> Iterator[Row]:
-    """Two rows for each quantizer: the statistics of ops.stats, or None for all of them and a note."""
+    """Two rows for each quantizer: the statistics of ops.stats, or None in all columns and a note."""
     finite = all(bool(x.isfinite().all()) for x in matrix.chunks())
     for text, quantizer in quantizers.items():
         statistics = {direction: dict.fromkeys(ERRORS) for direction in DIRECTIONS}
@@ -77,10 +77,11 @@ def probe(matrix: Matrix, quantizers: dict[str, HybridQuantizer]) -> Iterator[Ro
 
 
 def expected_seconds(matrices: Sequence[Matrix], quantizers: dict[str, HybridQuantizer]) -> float:
-    """What probe() of all of them will take, from timing each quantizer on random numbers; reading is left out."""
+    """The seconds that probe() will take for all matrices, without reading. Each quantizer is timed on random
+    numbers."""
     sample, seconds = torch.randn(SAMPLE), 0.0
     for quantizer in quantizers.values():
-        for _ in range(2):  # the first makes what later ones find
+        for _ in range(2):  # the first call fills caches
             start = time.perf_counter()
             stream_statistics(
                 lambda: [sample], quantizer.rowwise, quantizer.columnwise, RngKey(seed=0, slot="", step=0)
@@ -91,7 +92,7 @@ def expected_seconds(matrices: Sequence[Matrix], quantizers: dict[str, HybridQua
 
 
 def _fault(matrix: Matrix, quantizer: HybridQuantizer) -> str | None:
-    """Why the matrix does not fit the blocks of the formats, or None."""
+    """Why the matrix does not fit the blocks of the formats; None where it does."""
     try:
         quantizer.rowwise.check_shape(matrix.rows, matrix.cols)
         quantizer.columnwise.check_shape(matrix.cols, matrix.rows)

@@ -1,63 +1,68 @@
 """The recipe with the least error under a budget of bits, from the rows of a probe.
 
-error(tensor, quantizer) is the relative error power sum (x - Qx)^2 / sum x^2, averaged over both directions, as it
-enters the products of a linear; the total is the mean over all elements, and so are the bits. What is chosen for is a
-linear with all of its tensors (strict pairs: its three GEMMs must be ones that hardware has, see together.py), or each
-tensor by itself. Of each only the lower convex hull of (bits, error) can be optimal under a budget (Lagrange); from the
-cheapest quantizers on, the step that removes most error for a bit is taken as long as it fits.
+error(tensor, quantizer) is the relative error power sum (x - Qx)^2 / sum x^2, averaged over both directions. The total
+error and the total bits are means over all elements.
+
+A choice is for a linear with all of its tensors, so that hardware has its three GEMMs (strict pairs, together.py), or
+for one tensor. Under a budget, only choices on the lower convex hull of (bits, error) can be optimal (Lagrange). The
+search begins with the cheapest quantizers. It takes the step that removes most error for a bit while the budget allows.
 """
 
+import glob
 import heapq
 import math
 import re
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
+from hqsweep.config.job import grouped_shapes, linear_shapes
+from hqsweep.config.model import ModelConfig
 from hqsweep.errors import UserError
-from hqsweep.jobs.probe.together import Choice, Together, together
+from hqsweep.jobs.probe.together import SLOTS, Choice, Together, slot_of, together
 from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.schedule import parse_recipe
 
 Pairs = Literal["strict", "any"]
 Option = TypeVar("Option", Choice, Together)
 NO_LINEAR = re.compile(r"embed|\b(wte|wpe|head|lm_head|router)\b", re.IGNORECASE)
-"""Names of tables, routers and the last linear, which a recipe's `linear` is not for: they are measured, and nothing is
-chosen for them."""
+"""Names of tables, routers and the last linear. A recipe's `linear` does not apply to them, so they are measured but
+get no quantizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """A choice for every tensor, and what they come to."""
+    """A choice for every tensor, with its total bits and error."""
 
     choices: tuple[Choice, ...]
     left_out: tuple[str, ...]
-    """Tensors that no quantizer fits, with values that are not finite, or without a strict pair: they stay in bf16."""
+    """Tensors that stay in bf16: no quantizer fits, values are not finite, or no strict pair exists."""
     linears: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Strict pairs: linear -> quantizer of each of its three slots."""
+    """For strict pairs: linear -> the quantizer of each of its three slots."""
     grouped: frozenset[str] = frozenset()
-    """Tensors with a leading axis, whose module is a grouped linear."""
+    """Tensors with a leading axis, which belong to grouped linears."""
 
     @property
     def bits(self) -> float:
-        """Mean bits of an element."""
+        """The mean bits of an element."""
         return sum(c.bits * c.elements for c in self.choices) / sum(c.elements for c in self.choices)
 
     @property
     def sqnr_db(self) -> float:
-        """-10 log10 of the mean relative error of an element; inf without any."""
+        """-10 log10 of the mean relative error of an element; inf without elements."""
         error = sum(c.error * c.elements for c in self.choices) / sum(c.elements for c in self.choices)
         return -10 * math.log10(error) if error else math.inf
 
 
 def suggest(rows: Sequence[Mapping[str, Any]], bits: float, pairs: Pairs = "strict") -> Suggestion:
-    """The best choices whose mean bits are at most `bits`.
+    """The choices with the least error whose mean bits are at most `bits`.
 
-    pairs "strict": of every linear, operands that meet in a GEMM are scaled in one way, which hardware multiplies.
+    pairs "strict": hardware multiplies the operands of every linear, which share one kind of scaling in each GEMM.
 
     Raises:
-        UserError: even the cheapest choices take more bits; or nothing can be chosen.
+        UserError: even the cheapest choices take more bits, or nothing can be chosen.
     """
     options = _options(rows)
     if not options:
@@ -85,7 +90,7 @@ def suggest(rows: Sequence[Mapping[str, Any]], bits: float, pairs: Pairs = "stri
 
 
 def choose(options: Mapping[str, Sequence[Option]], bits: float) -> dict[str, Option]:
-    """Name -> choice. At most one name stands beside the optimum of the relaxed problem."""
+    """Name -> choice. At most one name differs from the optimum of the relaxed problem."""
     hulls = {name: _hull(choices) for name, choices in options.items()}
     chosen = {name: hull[0] for name, hull in hulls.items()}
     left = sum((bits - choice.bits) * choice.elements for choice in chosen.values())
@@ -109,8 +114,10 @@ def choose(options: Mapping[str, Sequence[Option]], bits: float) -> dict[str, Op
 
 
 def _options(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Choice]]:
-    """Tensor -> choices. The Hadamard transform stands on both operands of wgrad or on none, which no choice by tensor
-    can promise, so that quantizers with it are measured and not chosen."""
+    """Tensor -> choices. Quantizers with the Hadamard transform are measured but not chosen.
+
+    Both operands of wgrad must have the transform, or neither, which a choice by tensor cannot promise.
+    """
     pairs: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for row in (row for row in rows if not NO_LINEAR.search(row["tensor"])):
         column = HybridQuantizer.parse(row["quantizer"]).columnwise
@@ -128,14 +135,14 @@ def _options(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Choice]]:
 
 
 def _error(row: Mapping[str, Any]) -> float | None:
-    """rel_l2 squared; 0 for a matrix of zeros, None where there is none."""
+    """rel_l2 squared; 0 for a matrix of zeros, None without a measurement."""
     if row["rel_l2"] is not None:
         return row["rel_l2"] ** 2
     return 0.0 if row["note"] is None and row["amax"] == 0 else None
 
 
 def _hull(choices: Sequence[Option]) -> list[Option]:
-    """The lower convex hull by rising bits: each step removes less error for a bit than the one before."""
+    """The lower convex hull, by rising bits: each step removes less error for a bit than the step before."""
     hull: list[Option] = []
     for choice in sorted(choices, key=lambda c: (c.bits, c.error)):
         if hull and choice.error >= hull[-1].error:
@@ -147,5 +154,80 @@ def _hull(choices: Sequence[Option]) -> list[Option]:
 
 
 def _slope(a: Option, b: Option) -> float:
-    """Error removed for a bit."""
+    """The error removed for a bit."""
     return (a.error - b.error) / (b.bits - a.bits)
+
+
+HIGH_PRECISION = "bf16"
+
+
+def recipe_of(suggestion: Suggestion, name: str) -> dict[str, Any]:
+    """A `recipe` config: quantizers for all linears, and overrides for modules with others.
+
+    A slot that was not measured takes the quantizer of its module's weight, or for strict pairs one that makes all
+    three GEMMs strict. For strict pairs the recipe has gemm: strict, which refuses other formats later.
+    """
+    elements: Counter[str] = Counter()
+    own: dict[str, dict[str, str]] = defaultdict(dict)
+    for choice in suggestion.choices:
+        elements[choice.quantizer] += choice.elements
+        module, slot = slot_of(choice.tensor)
+        own[module][slot] = choice.quantizer
+    for tensor in suggestion.left_out:
+        module, slot = slot_of(tensor)
+        own[module][slot] = HIGH_PRECISION
+    strict = bool(suggestion.linears)
+    if strict:
+        linears = {module: suggestion.linears.get(module, dict.fromkeys(SLOTS, HIGH_PRECISION)) for module in own}
+        base = _base(suggestion)
+    else:
+        base = dict.fromkeys(SLOTS, max(elements, key=elements.__getitem__))
+        linears = {
+            module: {slot: slots.get(slot, slots.get("weight", base[slot])) for slot in SLOTS}
+            for module, slots in own.items()
+        }
+    grouped = {slot_of(tensor)[0] for tensor in suggestion.grouped}
+    overrides = [
+        {"name": glob.escape(module), ("grouped_linear" if module in grouped else "linear"): _shortest(linear)}
+        for module, linear in linears.items()
+        if linear != base
+    ]
+    config = {"name": name, "linear": _shortest(base), "overrides": overrides}
+    config |= {"gemm": "strict"} if strict else {}
+    parse_recipe(config)
+    return config
+
+
+def _base(suggestion: Suggestion) -> dict[str, str]:
+    """The quantizers of the linears with most elements."""
+    elements: Counter[tuple[str, ...]] = Counter()
+    for choice in suggestion.choices:
+        elements[tuple(suggestion.linears[slot_of(choice.tensor)[0]][slot] for slot in SLOTS)] += choice.elements
+    return dict(zip(SLOTS, max(elements, key=elements.__getitem__), strict=True))
+
+
+def _shortest(linear: Mapping[str, str]) -> str | dict[str, str]:
+    """One text where all slots have the same quantizer; else slot -> quantizer."""
+    texts = set(linear.values())
+    return texts.pop() if len(texts) == 1 else dict(linear)
+
+
+def foreign_modules(suggestion: Suggestion) -> list[str]:
+    """The modules of the suggestion that the GPT of `hqsweep run` does not have.
+
+    Its states and files in captured/ name its modules.
+    """
+    tensors = (*(choice.tensor for choice in suggestion.choices), *suggestion.left_out)
+    modules = list(dict.fromkeys(slot_of(tensor)[0] for tensor in tensors))
+    known = _gpt_modules(modules)
+    return [module for module in modules if module not in known]
+
+
+def _gpt_modules(names: Iterable[str]) -> set[str]:
+    """The linears of a GPT, with or without experts, whose layers have these names."""
+    matches = [re.match(r"layers\.(\d{1,4})\.", name) for name in names]
+    layers = 1 + max((int(match[1]) for match in matches if match), default=0)
+    dense = ModelConfig(layers=layers)
+    mixed = ModelConfig(layers=layers, experts=2, top_k=1, shared_expert=True)
+    shapes = [*linear_shapes(dense, 1), *linear_shapes(mixed, 1), *grouped_shapes(mixed)]
+    return {name for name, *_ in shapes}

@@ -1,4 +1,4 @@
-"""Matrices of safetensors files, read in parts: a checkpoint, or activations that were captured into one."""
+"""Matrices of safetensors files, read in parts: of checkpoints, or of activations that were captured."""
 
 import math
 import re
@@ -14,16 +14,16 @@ from hqsweep.errors import UserError, nearest
 from hqsweep.ops.stream import CHUNK_ROWS
 
 DTYPES = {"F64": torch.float32, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""dtype in a file -> the dtype in which its values are quantized; others are not read."""
+"""dtype in a file -> the dtype in which its values are quantized. Other dtypes are not read."""
 CHUNK_ELEMENTS = 2**24
-"""The elements in memory at a time, or 128 rows where these are more."""
+"""The most elements in memory at a time, unless 128 rows have more."""
 LEAST = 16
-"""The least number of rows and columns of a tensor that is taken for an operand of a GEMM."""
+"""The least rows and columns of a tensor that counts as an operand of a GEMM."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """A tensor [..., rows, cols] of a file, its leading axes folded to rows, as a linear folds them."""
+    """A tensor [..., rows, cols] of a file. Its leading axes are folded into rows, as a linear folds them."""
 
     file: Path
     name: str
@@ -40,7 +40,7 @@ class Matrix:
         return self.shape[-1]
 
     def chunks(self) -> Iterator[Tensor]:
-        """[rows, cols] parts from top to bottom, each a multiple of 128 rows but the last."""
+        """[rows, cols] parts from top to bottom. Each has a multiple of 128 rows, except the last."""
         inner = math.prod(self.shape[1:-1])
         unit = CHUNK_ROWS // math.gcd(CHUNK_ROWS, inner)
         step = max(1, CHUNK_ELEMENTS // (inner * self.cols * unit)) * unit
@@ -51,7 +51,8 @@ class Matrix:
 
 
 def find_matrices(path: Path) -> tuple[list[Matrix], list[tuple[str, str]]]:
-    """(matrices, (name, why not) of the other tensors) of a safetensors file, or of all in a folder.
+    """(matrices, others) of a safetensors file, or of all in a folder. others: (name, why not) of tensors that are no
+    matrices.
 
     Raises:
         UserError: nothing there, no safetensors file, a tensor in two of them, or no matrix.
@@ -96,7 +97,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _fault(shape: tuple[int, ...], dtype: str) -> str | None:
-    """Why a tensor is no operand; None: it is one."""
+    """Why a tensor is no operand; None where it is one."""
     if dtype not in DTYPES:
         return f"dtype {dtype}"
     if len(shape) < 2:

@@ -1,8 +1,9 @@
 """Quantizers for all tensors of a linear at once, so that hardware multiplies its operands in every GEMM (gemm=strict).
 
-fprop multiplies the rowwise operands of input and weight, dgrad the rowwise one of grad_output and the columnwise one
-of weight, wgrad the columnwise ones of grad_output and input (recipe/pairs.py). A checkpoint has weights alone; the
-other slots then get quantizers that make all three GEMMs strict: the weight's where it does so.
+fprop multiplies the rowwise operands of input and weight. dgrad multiplies the rowwise operand of grad_output and the
+columnwise one of weight. wgrad multiplies the columnwise operands of grad_output and input (recipe/pairs.py). A
+checkpoint has weights alone. The other slots then get the weight's quantizer if it makes all three GEMMs strict, else
+one that does.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,12 +18,12 @@ from hqsweep.recipe.sections import LinearQuantizers
 
 SLOTS = LinearQuantizers.tensors()
 Completion = Callable[[tuple[tuple[str, str], ...]], Mapping[str, str] | None]
-"""((slot, quantizer), ...) of what was measured -> the quantizers of all slots, or None."""
+"""Quantizers of the measured slots, ((slot, quantizer), ...) -> quantizers of all slots, or None."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One quantizer for one tensor; bits and error are for one element."""
+    """One quantizer for one tensor. bits and error are for one element."""
 
     tensor: str
     quantizer: str
@@ -33,7 +34,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Together:
-    """One choice for each measured tensor of a linear; bits and error are for one element of all of them."""
+    """One choice for each measured tensor of a linear. bits and error are for one element of all of them."""
 
     parts: tuple[Choice, ...]
     linear: Mapping[str, str]
@@ -44,15 +45,20 @@ class Together:
 
 
 def slot_of(tensor: str) -> tuple[str, str]:
-    """(module, slot): MODULE.weight, MODULE.input and MODULE.grad_output are slots of MODULE, any other name is a
-    module whose weight it is."""
+    """(module, slot) of a tensor's name.
+
+    MODULE.weight, MODULE.input and MODULE.grad_output are slots of MODULE; any other name is a module, and means its
+    weight.
+    """
     module, _, last = tensor.rpartition(".")
     return (module, last) if module and last in SLOTS else (tensor, "weight")
 
 
 def together(options: Mapping[str, Sequence[Choice]], tensors: Iterable[str]) -> dict[str, list[Together]]:
-    """Linear -> its strict choices, without linears that have none, or with a tensor that has no option. options: by
-    tensor; tensors: all that were measured."""
+    """Linear -> its strict choices. options: choices by tensor. tensors: all that were measured.
+
+    Left out are linears without strict choices, or with a tensor without options.
+    """
     quantizers = dict.fromkeys(choice.quantizer for choices in options.values() for choice in choices)
     modules: dict[str, list[str]] = {}
     for tensor in tensors:
@@ -82,8 +88,8 @@ def _of_linear(choices: Sequence[Sequence[Choice]], complete: Completion) -> Ite
 
 
 def _completion(texts: tuple[str, ...]) -> Completion:
-    """The Completion by quantizers with formats of `texts`. It gives None where no such quantizer makes the products
-    strict in the slots that were not measured."""
+    """The Completion with quantizers of the formats in `texts`. It gives None where none of them makes all GEMMs
+    strict."""
     parsed = [HybridQuantizer.parse(text) for text in texts]
     formats = dict.fromkeys(getattr(quantizer, direction) for quantizer in parsed for direction in DIRECTIONS)
     rows, columns = [f for f in formats if not f.rht], [f for f in formats if not f.row_scaled]
@@ -104,7 +110,7 @@ def _completion(texts: tuple[str, ...]) -> Completion:
 
 
 def is_strict(linear: Mapping[str, HybridQuantizer]) -> bool:
-    """Whether hardware multiplies the operands of all three GEMMs; linear: slot -> quantizer."""
+    """Whether hardware multiplies the operands of all three GEMMs. linear: slot -> quantizer."""
     return not any(
         _fault(*(getattr(linear[tensor], direction) for tensor, direction in operands)) for operands in GEMMS.values()
     )

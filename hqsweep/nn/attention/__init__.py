@@ -1,1 +1,1 @@
-"""Attention by recipe: six products, or the fastest kernels of high precision; rotary positions."""
+"""Attention: six products by recipe, or the fastest high-precision kernels; rotary positions."""

@@ -1,6 +1,6 @@
-"""DotProductAttention: softmax(q k^T) v with each of its six GEMMs on operands of the recipe's formats.
+"""DotProductAttention: softmax(q k^T) v, with the recipe's formats for each of its six GEMMs.
 
-T positions, E width of a head, S the softmax's output, dS the gradient of its input; a matrix for each batch and head:
+T positions, E the width of a head, S the softmax's output, dS the gradient of its input; a matrix per batch and head:
   scores = q k^T   qkv rowwise,  qkv rowwise      (blocks along E)
   o  = S v         s rowwise,    qkv columnwise   (blocks along T)
   dv = S^T do      s columnwise, do columnwise    (blocks along T)
@@ -8,17 +8,15 @@ T positions, E width of a head, S the softmax's output, dS the gradient of its i
   dq = dS k        dp rowwise,   qkv columnwise   (blocks along T)
   dk = dS^T q      dp columnwise, qkv columnwise  (blocks along T)
 
-Positions may be masked, and a sink may take part of each row's softmax: a logit of each head that has no value, whose
-gradient is -sum(S_sink sum_j(dS_j S_j)). Neither is an operand.
+A mask can hide positions. A sink takes part in each row's softmax: one logit per head without a value. Its gradient is
+-sum(S_sink sum_j(dS_j S_j)). Mask and sink are not operands.
 """
 
 import math
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hqsweep.errors import UserError
@@ -29,9 +27,9 @@ from hqsweep.nn.core.call import Call
 from hqsweep.nn.core.module import BOUNDARIES, Boundary, QuantizedModule
 from hqsweep.nn.core.products import once_differentiable, outside_autocast, returned
 from hqsweep.nn.core.recipe_argument import RecipeArgument, module_quantizers
+from hqsweep.nn.core.wire import AttentionRanks
 from hqsweep.ops.quantize.kernels import input_in
 from hqsweep.ops.quantize.request import Output
-from hqsweep.parallel.shards.shard_part import Part
 from hqsweep.quant.operand import HybridOperand, Operand, flatten, unflatten
 from hqsweep.recipe.roles import TENSOR_TYPES, QuantizerRole
 from hqsweep.recipe.sections import DpaQuantizers
@@ -48,24 +46,9 @@ class AttentionCall(Call):
     causal: bool
     scale: float | None = None
     """What scores are multiplied by; None: 1 / sqrt(E)."""
-    group: Any = None
-    """The ranks each of which has as many of the heads; None: this one has all."""
-    batch: int = 1
-    """Sequences, each with the matrices of all heads."""
-
-    def quantize(self, tensor: str, x: Tensor, **outputs: Any) -> HybridOperand:
-        """Call.quantize; where ranks have other heads, with the scales of all."""
-        part = self.part_of(tensor, x)
-        if part is None:
-            return super().quantize(tensor, x, **outputs)
-        return self.quantize_part(tensor, x, part, **outputs)
-
-    def part_of(self, tensor: str, x: Tensor) -> Part | None:
-        runs = self.batch * (3 if tensor in ("qkv", "grad_input") else 1)
-        return None if self.group is None else Part(group=self.group, axis=0, runs=runs)
 
     def fold(self, tensor: str, x: Tensor, **outputs: Output | None) -> HybridOperand:
-        """x [n, T, C], probed, folded to rows, so that one amax serves all matrices."""
+        """Probe x [n, T, C], fold it to rows, and quantize it: one amax serves all matrices."""
         rows = x.reshape(-1, x.shape[-1])
         self.probe_tensor(tensor, rows)
         return self.quantize(tensor, rows, **outputs)
@@ -76,30 +59,33 @@ def _exact(operand: Operand | ExactOperand) -> ExactOperand:
 
 
 def _rows(operand: Operand | ExactOperand, length: int) -> ExactOperand:
-    """Rowwise operand of folded rows -> matrices [n, length, C]."""
+    """Return matrices [n, length, C] from a rowwise operand of folded rows."""
     operand = _exact(operand)
     return replace(operand, matrix=operand.matrix.view(-1, length, operand.matrix.shape[1]))
 
 
 def _columns(operand: Operand | ExactOperand, length: int) -> ExactOperand:
-    """Columnwise operand [C, n * length] of folded rows -> matrices [n, C, length]."""
+    """Return matrices [n, C, length] from a columnwise operand [C, n * length] of folded rows."""
     operand = _exact(operand)
     return replace(operand, matrix=operand.matrix.view(operand.matrix.shape[0], -1, length).transpose(0, 1))
 
 
 def _third(operand: ExactOperand, index: int) -> ExactOperand:
-    """q, k or v of an operand that holds all three."""
+    """Return q, k or v of an operand that holds all three."""
     return replace(operand, matrix=operand.matrix.chunk(3)[index])
 
 
 def _bmm_t(a: ExactOperand, b: ExactOperand) -> Tensor:
-    """a [n, m, k], b [n, l, k] -> float32 [n, m, l]."""
+    """Return float32 [n, m, l] for a [n, m, k] and b [n, l, k]."""
     return mm_t(a, b, out_dtype=torch.float32)
 
 
 def _softmax(scores: Tensor, mask: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """float32 [n, T, T] with a mask [B, 1 or H, T, T] and sinks [H] -> the softmax of each row, and its part that the
-    sink has, [n, T, 1]. A row that attends to nothing is zero, as torch's scaled_dot_product_attention has it."""
+    """Return the softmax of each row of scores, and the sink's share of it, [n, T, 1] or None.
+
+    scores: float32 [n, T, T]; mask: [B, 1 or H, T, T]; sinks: [H]. A row that attends to nothing is zero, as in torch's
+    scaled_dot_product_attention.
+    """
     n, t, _ = scores.shape
     if mask is not None:
         by_heads = scores.view(mask.shape[0], -1, t, t)
@@ -116,8 +102,11 @@ def _softmax(scores: Tensor, mask: Tensor | None, sinks: Tensor | None) -> tuple
 
 
 class _AttentionFunction(torch.autograd.Function):
-    """Saves q, k and v in both directions and S columnwise, all as codes, S itself in the call's dtype, and of a sink
-    its part of each softmax."""
+    """Attention as an autograd function.
+
+    It saves as codes q, k and v in both directions and S columnwise. It also saves S in the call's dtype, and the
+    sink's share of each softmax.
+    """
 
     @staticmethod
     def forward(
@@ -167,10 +156,10 @@ class _AttentionFunction(torch.autograd.Function):
 def quantized_attention(
     q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, *, mask: Tensor | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """q, k, v [..., T, E] -> [..., T, E] in the call's dtype.
+    """Return attention of q, k, v [..., T, E] as [..., T, E] in the call's dtype.
 
-    mask: [B, 1 or H, T, T] for q [B, H, T, E]: bool, True where a position is attended to, or floats that are added to
-    scores. sinks: [H]. UserError, with the module's name, for a T that blocks do not divide.
+    mask: [B, 1 or H, T, T] for q [B, H, T, E]: bool, True for positions to attend to, or floats to add to the scores.
+    sinks: [H]. UserError, with the module's name, for a T that blocks do not divide.
     """
     faults = "; ".join(attention_faults({x: call.quantizer(x) for x in TENSORS}, q.shape[-2]))
     if faults:
@@ -180,7 +169,7 @@ def quantized_attention(
 
 
 class _RoundGradients(torch.autograd.Function):
-    """q, k and v as they are; backward rounds their gradients, together, as the boundary slot grad_input says."""
+    """Return q, k and v unchanged. Backward rounds their gradients together, as the boundary slot grad_input says."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -197,24 +186,22 @@ class _RoundGradients(torch.autograd.Function):
 class DotProductAttention(QuantizedModule):
     """softmax(q k^T / sqrt(E)) v for q, k, v [..., T, E] -> [..., T, E], in `dtype`.
 
-    recipe: a Recipe or CustomRecipe, DpaQuantizers, or the text or mapping of one, with a quantizer each for qkv (q, k
+    recipe: a Recipe or CustomRecipe, DpaQuantizers, or its text or mapping. It gives one quantizer each for qkv (q, k
     and v share it, and one amax), s (the softmax's output), do (the gradient of the output) and dp (the gradient of the
-    softmax's input). Where all four are the same high precision, torch's
-    scaled_dot_product_attention serves; otherwise the T x T matrices are formed. The leading axes are folded into
-    rows, so that T must be a multiple of the blocks that run along it. Roles: QuantizerRole("dpa", tensor, name);
-    boundary slots as those of Linear, grad_input being the gradients of q, k and v. UserError for a T that does not
-    fit, for +row_scaled, whose factor per row no batched product takes, and for gemm=native, which has no batched
-    product.
+    softmax's input). If all four have one high precision, torch's scaled_dot_product_attention runs. Otherwise the T x
+    T matrices are computed. Leading axes are folded into rows, so T must be a multiple of the blocks along it.
+    Roles: QuantizerRole("dpa", tensor, name). Boundary slots are as in Linear; grad_input is the gradients of q, k and
+    v.
+    UserError for a T that does not fit, for +row_scaled (no batched product takes a factor per row), and for
+    gemm=native (it has no batched product).
     """
 
     module_type = "dpa"
     BOUNDARIES = BOUNDARIES
     output_quantizer_role = Boundary("output")
     grad_input_quantizer_role = Boundary("grad_input")
-    group: Any = None
-    """The ranks each of which has as many of the heads; None: this one has all."""
-    tokens: Any = None
-    """The ranks each of which has as many of the tokens (hqsweep.parallel.context); None: this one has all."""
+    parallel: AttentionRanks | None = None
+    """How ranks share the heads, or the tokens; None: this rank has all."""
 
     def __init__(self, *, name: str, recipe: RecipeArgument, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -222,7 +209,7 @@ class DotProductAttention(QuantizedModule):
         self.quantizers, self.gemm = module_quantizers(recipe, self.module_type, name)
 
     def unread_boundaries(self) -> list[QuantizerRole | None]:
-        """Roles of a name alone, which TransformerEngine has for attention in place of None."""
+        """Roles with only a name, which TransformerEngine passes for attention in place of None."""
         unread = [slot for slot, role in self.boundary_roles().items() if role is None]
         return [QuantizerRole(name=f"{self.name}.dpa_{slot}") for slot in unread]
 
@@ -231,21 +218,28 @@ class DotProductAttention(QuantizedModule):
         """Whether nothing is quantized."""
         return is_high_precision(self.quantizers)
 
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether each rank has some of the tokens."""
+        return self.parallel is not None and self.parallel.tokens is not None
+
     def is_plain(self) -> bool:
-        """Whether a call now is attention of all tokens that quantizes nothing, and rounds no output or gradient."""
+        """Return whether a call now quantizes nothing, rounds no output or gradient, and has all tokens."""
         quantizers = self.active_quantizers()
         rounds = quantizers.output is not None or quantizers.grad_input is not None
-        return self.tokens is None and not rounds and is_high_precision(quantizers)
+        return not (self.splits_tokens or rounds) and is_high_precision(quantizers)
 
     @outside_autocast
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-        shared = {} if self.group is None else {"group": self.group, "batch": math.prod(q.shape[:-3])}
-        call = AttentionCall(**self.call_facts(), causal=is_causal, **shared)
+        facts = self.call_facts() | {"causal": is_causal}
+        shared = self.parallel is not None
+        call = self.parallel.call(facts, math.prod(q.shape[:-3])) if shared else AttentionCall(**facts)
         if is_high_precision(call.quantizers):
             if call.quantizers.grad_input is not None:
                 q, k, v = _RoundGradients.apply(q, k, v, call)
-            o = attend(q, k, v, is_causal=is_causal) if self.tokens is None else self._attend_own(q, k, v, is_causal)
-        elif self.tokens is not None:
+            attends = self.parallel.attend if self.splits_tokens else attend
+            o = attends(q, k, v, is_causal=is_causal)
+        elif self.splits_tokens:
             raise UserError(
                 f"{self.name}: tokens are spread over ranks, and attention in low precision reads whole sequences; give"
                 " recipe.dpa high precision"
@@ -256,23 +250,11 @@ class DotProductAttention(QuantizedModule):
             return o
         return call.rounded("output", o.to(self.dtype))
 
-    def _attend_own(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-        """attend() for this rank's tokens of q, which are at the same place of every rank's part of all of them."""
-        length = q.shape[-2] // self.tokens.size()
-        end = (self.tokens.rank() + 1) * length
-        q = q[..., end - length : end, :]
-        if not is_causal:
-            return F.scaled_dot_product_attention(q, k, v)
-        from torch.nn.attention.bias import causal_lower_right  # it imports torch._dynamo, which is slow
-
-        k, v = k[..., :end, :], v[..., :end, :]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(length, end))
-
     def extra_repr(self) -> str:
         return f"{self.name}: " + ", ".join(f"{tensor} {getattr(self.quantizers, tensor)}" for tensor in TENSORS)
 
 
 def is_high_precision(quantizers: DpaQuantizers) -> bool:
-    """Whether all four tensors have one high precision."""
+    """Return whether all four tensors have one high precision."""
     formats = {f for x in TENSORS for q in [getattr(quantizers, x)] for f in (q.rowwise, q.columnwise)}
     return len(formats) == 1 and formats.pop().high_precision

@@ -4,11 +4,9 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 
 from hqsweep.nn.attention.attention import DotProductAttention
-from hqsweep.nn.attention.joined_attention import attend_in_turn, attend_joined, takes_joined
+from hqsweep.nn.attention.joined_attention import attend_joined, takes_joined
 from hqsweep.nn.attention.rope import split_heads
 from hqsweep.nn.core.module import QuantizedModule
 from hqsweep.nn.core.options import AttentionOptions, LayerNormLinearOptions
@@ -17,29 +15,14 @@ from hqsweep.nn.core.recompute import recomputed
 from hqsweep.nn.core.residual import AddsBranch, Branch, is_observed, whole
 from hqsweep.nn.linear.layernorm_linear import LayerNormLinear
 from hqsweep.nn.linear.linear import Linear
-from hqsweep.parallel.wire.tokens import gather_rows, sum_rows
 from hqsweep.recipe.roles import QuantizerRole
-
-
-class WholeSequences(torch.autograd.Function):
-    """[B, t, C] of each of W ranks -> [B, W * t, C] on every rank; gradients are summed over ranks."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group, ctx.lead = group, len(x)
-        return gather_rows(x.flatten(0, 1), group, ctx.lead).unflatten(0, (ctx.lead, -1))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
-        return sum_rows(dy.flatten(0, 1), ctx.group, ctx.lead).unflatten(0, (ctx.lead, -1)), None
 
 
 class MultiheadAttention(AddsBranch):
     """Self-attention x [B, T, D] -> [B, T, D] over H heads of width E = D / H.
 
-    Its modules are named `name`.qkv, `name`.dpa and `name`.proj. A section, or its text, as recipe is for the linears;
-    dpa is then left in high precision.
+    Submodules are named `name`.qkv, `name`.dpa and `name`.proj. If recipe is a section, or its text, it applies to the
+    linears, and dpa stays in high precision.
     """
 
     def __init__(
@@ -64,7 +47,8 @@ class MultiheadAttention(AddsBranch):
         self.proj = Linear(dim, dim, name=f"{name}.proj", **shared)
 
     def forward(self, x: Tensor, checkpoint_core_attention: bool = False) -> Tensor:
-        """checkpoint_core_attention: compute what lies between the two linears again in backward."""
+        """Return the output [B, T, D]. checkpoint_core_attention: recompute everything between the two linears in
+        backward."""
         return whole(self._added(x, None, checkpoint_core_attention)[1])
 
     def _added(self, x: Tensor, branch: Branch, checkpoint_core_attention: bool = False) -> tuple[Tensor, Branch]:
@@ -74,17 +58,17 @@ class MultiheadAttention(AddsBranch):
         if checkpoint_core_attention:
             return total, self.proj.branch(recomputed(self._core, qkv))
         in_place = not is_observed(self.qkv)  # who observes the linear may keep its output
-        if in_place and self._is_joined(qkv):
-            turned = attend_in_turn(qkv, self.heads, self.rope_base, self.is_causal, self.proj)
-            if turned is not None:
-                return total, self.proj.branch(*turned)
+        if self.proj.parallel is not None and in_place and self._is_joined(qkv):
+            y = self.proj.parallel.attend(self.proj, qkv, self.heads, self.rope_base, self.is_causal)
+            if y is not None:
+                return total, y
         return total, self.proj.branch(self._core(qkv, in_place=in_place))
 
     def _core(self, qkv: Tensor, *, in_place: bool = False) -> Tensor:
-        """[B, T, 3 D] -> [B, T, D]. in_place: qkv is not read again."""
+        """Return attention [B, T, D] of qkv [B, T, 3 D]. in_place: qkv is not read again."""
         b, t = qkv.shape[:2]
-        if self.dpa.tokens is not None:
-            qkv, in_place = WholeSequences.apply(qkv, self.dpa.tokens), False
+        if self.dpa.splits_tokens:
+            qkv, in_place = self.dpa.parallel.whole_sequences(qkv), False
         if in_place and self._is_joined(qkv):
             return attend_joined(qkv, self.heads, self.rope_base, self.is_causal)
         qkv = qkv if qkv.is_cuda else qkv.float()  # CPUs have no fast attention in bfloat16
@@ -96,7 +80,7 @@ class MultiheadAttention(AddsBranch):
         return takes_joined(self.dpa, qkv, self.heads, self.rope_base, self.is_causal)
 
     def _wire_boundaries(self) -> None:
-        """Give each tensor between the modules the role of its reader, or None where that reads high precision."""
+        """Give each tensor between the modules its reader's role, or None if the reader uses high precision."""
         self._wire(self.dpa, "output", self.proj, "input")
         self._wire(self.proj, "grad_input", self.dpa, "do")
         if self.rope_base is None:

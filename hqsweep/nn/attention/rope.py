@@ -1,9 +1,8 @@
-"""Queries, keys and values out of one projection, the first two turned by their positions, and their gradients joined.
+"""Split a projection into queries, keys and values, rotate the first two by position, and join their gradients.
 
-On a GPU each way is one pass (rope): v is never copied, and the gradients of q, k and v become that of the
-projection without a concatenation. Elsewhere torch's operators compute it, which are the reference: they form the same
-products and sums in float32, but may contract a product and a sum into one rounding, so that on a GPU an element can
-differ in its last bit.
+On a GPU each direction is one pass (ops.model.rope): v is never copied, and the gradients of q, k and v are joined
+without a concatenation. torch's operators are the reference and serve other devices. They may fuse a product and a sum
+into one rounding, so a GPU's result can differ in an element's last bit.
 """
 
 import torch
@@ -19,11 +18,11 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 def split_heads(qkv: Tensor, heads: int, base: float | None, *, in_place: bool = False) -> Heads:
-    """qkv [B, T, 3 D] -> q, k and v [B, H, T, E]: its thirds by heads, q and k turned (see rotate) unless base is None.
+    """Return q, k and v [B, H, T, E] from qkv [B, T, 3 D], with q and k rotated (see rotate) unless base is None.
 
-    in_place: q and k may be turned where they are, in qkv, which nobody then may read, not even to compute again:
-    attention keeps one tensor for backward instead of qkv, for v, and of q and k. Where somebody saved qkv before,
-    backward raises torch's error of a change in place.
+    in_place: q and k may be rotated inside qkv, which must not be read afterwards, not even by a recomputation.
+    Attention then saves one tensor for backward instead of qkv (for v), q and k. If qkv itself is saved already,
+    backward raises torch's error about an in-place change.
     """
     b, t, d = *qkv.shape[:2], qkv.shape[2] // 3
     if qkv.dtype is torch.bfloat16 and use_kernels(qkv) and fits(d // heads, base):
@@ -35,7 +34,10 @@ def split_heads(qkv: Tensor, heads: int, base: float | None, *, in_place: bool =
 
 
 def rotate(x: Tensor, base: float) -> Tensor:
-    """Rotary embedding (Su et al., arXiv 2104.09864) of x [B, T, H, E]: pair (2i, 2i + 1) turns by t * base^(-2i/E)."""
+    """Return the rotary embedding (Su et al., arXiv 2104.09864) of x [B, T, H, E].
+
+    The pair (2i, 2i + 1) turns by t * base^(-2i/E).
+    """
     t, width = x.shape[1], x.shape[-1]
     angle = torch.arange(t, device=x.device, dtype=torch.float32)[:, None] * frequencies(width, base, x.device)
     turn = torch.polar(torch.ones_like(angle), angle)[:, None]
@@ -44,7 +46,7 @@ def rotate(x: Tensor, base: float) -> Tensor:
 
 
 class _SplitHeads(torch.autograd.Function):
-    """Saves nothing: the way back needs the positions alone."""
+    """Saves nothing: backward needs only positions."""
 
     @staticmethod
     def forward(ctx, qkv: Tensor, heads: int, base: float | None, in_place: bool) -> Heads:

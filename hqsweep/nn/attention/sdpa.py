@@ -1,13 +1,13 @@
-"""Attention in high precision by the fastest kernels that repeat to the bit, where that is asked for.
+"""High-precision attention by the fastest kernels, which repeat to the bit if torch uses deterministic algorithms.
 
-cuDNN's attention is the faster one on Hopper, and its forward pass repeats; its backward, as torch calls it, adds up
-the gradient of q in the order in which thread blocks come, so that torch leaves cuDNN out altogether under
-torch.use_deterministic_algorithms. Here forward is cuDNN's then, and backward is its one that repeats
-(attention). Without NVIDIA's nvidia-cudnn-frontend it is flash attention's deterministic one, which takes
-what cuDNN's forward saves: the output, and the logarithm of the sum of exponentials of each row.
+cuDNN's attention is the faster one on Hopper, and its forward pass repeats. Its backward, as torch calls it, adds up
+the gradient of q in the order in which thread blocks finish. So torch does not use cuDNN at all under
+torch.use_deterministic_algorithms. Here forward is then cuDNN's, and backward is cuDNN's deterministic one
+(ops.model.attention). Without nvidia-cudnn-frontend, backward is flash attention's deterministic one. It takes the
+tensors that cuDNN's forward saves: the output, and the logarithm of each row's sum of exponentials.
 
-torch promises nothing for its operators. All are therefore tried once for every width of a head, at some lengths, and
-torch chooses by itself where they do not agree with what it would have computed.
+torch guarantees nothing for its private operators. So each is tried once per head width, at several lengths. If one
+disagrees with torch's own attention, torch's own runs.
 """
 
 from collections.abc import Callable, Hashable
@@ -19,21 +19,27 @@ from torch.autograd.function import once_differentiable
 
 from hqsweep.memo import constant_result, memo
 from hqsweep.nn.core.context import use_kernels
-from hqsweep.ops.model.attention import attention_back, attention_forward, flash_back, has_cudnn
-from hqsweep.ops.model.attention_cpu import attention_on_cpu, attention_on_cpu_back
+from hqsweep.ops.model.attention import (
+    attention_back,
+    attention_forward,
+    attention_on_cpu,
+    attention_on_cpu_back,
+    flash_back,
+    has_cudnn,
+)
+from hqsweep.torch_private import cudnn_attention, flash_attention
 
-ATEN = torch.ops.aten
 MOST_WIDTH = 128
-"""The largest width of a head that both kernels take."""
+"""The largest head width that both kernels take."""
 AGREES = 0.02
-"""The largest relative distance of two attentions in bfloat16 that agree."""
+"""The largest relative distance between two bfloat16 attentions that agree."""
 CUDNN, FLASH = "cudnn", "flash"
 LENGTHS = (32, 37, 256)
-"""The lengths at which the kernels are tried; they are used from the shortest on."""
+"""The lengths at which kernels are tried. The shortest one is the least that they are used for."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
-    """softmax(q k^T / sqrt(E)) v for q, k, v [..., T, E] -> [..., T, E], as torch's scaled_dot_product_attention."""
+    """Return softmax(q k^T / sqrt(E)) v for q, k, v [..., T, E], like torch's scaled_dot_product_attention."""
     if torch.compiler.is_compiling() and _is_flash_on_cpu(q, k, v):
         return _OnCpu.apply(q, k, v, is_causal)
     way = way_back(q, k, v, is_causal) if torch.are_deterministic_algorithms_enabled() else None
@@ -43,7 +49,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
 
 
 def _is_flash_on_cpu(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether torch computes this by its flash attention on the CPU."""
+    """Return whether torch would use its flash attention on the CPU."""
     alike = q.dtype is k.dtype is v.dtype and q.shape == k.shape == v.shape
     dense = all(x.stride(-1) == 1 for x in (q, k, v))
     return q.is_cpu and alike and dense and q.dim() == 4 and q.numel() > 0 and _is_flash_allowed()
@@ -55,7 +61,7 @@ def _is_flash_allowed() -> bool:
 
 
 def way_back(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str | None:
-    """Which backward follows cuDNN's forward; None where torch chooses both."""
+    """Return the backward to combine with cuDNN's forward. None: torch chooses both passes."""
     alike = q.dtype is k.dtype is v.dtype is torch.bfloat16 and q.shape == k.shape == v.shape
     if not alike or q.dim() != 4 or not use_kernels(q):
         return None
@@ -66,19 +72,18 @@ def way_back(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str | None:
 
 @constant_result
 def _tried(*case: Hashable) -> str | None:
-    """_agreeing(), where that is known or can be tried; else None."""
+    """Return _agreeing() if it is known or can be tried; else None."""
     return _agreeing(*case) if _is_answered(_agreeing, case) else None
 
 
 def _is_answered(trial: Callable[..., Hashable], case: tuple[Hashable, ...]) -> bool:
-    """Whether a trial has an answer: while a CUDA graph is recorded nothing can be tried."""
+    """Return whether a trial has a result or can run. During the capture of a CUDA graph none can run."""
     return case in trial.results or not torch.cuda.is_current_stream_capturing()
 
 
 @memo
 def _agreeing(device: torch.device, width: int, is_causal: bool) -> str | None:
-    """The first way back with which, on a Hopper, output and gradients of one head are those of flash attention both
-    ways."""
+    """Return the first backward that agrees with flash attention on a Hopper, in output and gradients of one head."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         return None
     with torch.inference_mode(False), torch.no_grad():
@@ -86,8 +91,11 @@ def _agreeing(device: torch.device, width: int, is_causal: bool) -> str | None:
 
 
 def repeats_in_parts(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
-    """Whether the output of q, k, v [B, H, T, E], which cuDNN computes, has the same bits where attention_forward()
-    computes it, a part of the sequences at a time."""
+    """Return whether attention_forward() gives the bits of cudnn_forward() when it takes a part of the sequences at a
+    time.
+
+    q, k, v: [B, H, T, E].
+    """
     case = q.device, q.shape[3], is_causal
     return has_cudnn() and _is_answered(_same_in_parts, case) and _same_in_parts(*case)
 
@@ -128,20 +136,20 @@ def _agrees_at(way: str, device: torch.device, length: int, width: int, is_causa
     angles = torch.arange(4 * length * width, device=device, dtype=torch.float32).view(4, 1, 1, length, width)
     q, k, v, do = torch.sin(angles * angles.sqrt()).bfloat16().unbind(0)
     o, sums = cudnn_forward(q, k, v, is_causal)
-    expected, its_sums, *_ = ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)
+    expected, its_sums, *_ = flash_attention(q, k, v, 0.0, is_causal)
     ours = [o, sums, *_back(way, do, q, k, v, o, sums, is_causal)]
     theirs = [expected, its_sums, *flash_back(do, q, k, v, expected, its_sums, is_causal)]
     return all((a - b).float().norm() <= AGREES * b.float().norm() for a, b in zip(ours, theirs, strict=True))
 
 
 def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """The output, and float32 [B, H, T], the logarithm of each row's sum of exponentials."""
-    o, sums, *_ = ATEN._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal)
+    """Return the output, and float32 [B, H, T]: the logarithm of each row's sum of exponentials."""
+    o, sums, *_ = cudnn_attention(q, k, v, None, True, 0.0, is_causal)
     return o, sums.reshape(q.shape[:3])
 
 
 def _back(way: str, *operands: Tensor | bool) -> list[Tensor]:
-    """The gradients of q, k and v, [B, H, T, E] each, of do, q, k, v, o, sums, is_causal."""
+    """Return the gradients of q, k and v, [B, H, T, E] each. operands: do, q, k, v, o, sums, is_causal."""
     if way == FLASH:
         return flash_back(*operands)
     return [x.transpose(1, 2) for x in attention_back(*operands).unbind(2)]

@@ -15,13 +15,12 @@ from hqsweep.nn.core.delayed import DelayedStates, ExpertStates
 from hqsweep.nn.core.probe import Site
 from hqsweep.nn.core.rounding import rounded_by
 from hqsweep.nn.core.slot_numbers import SlotNumbers
+from hqsweep.nn.core.wire import Part
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.nonfinite import for_its_slot
 from hqsweep.ops.quantize.request import Output
-from hqsweep.parallel.shards.group_part import quantize_group_part
-from hqsweep.parallel.shards.shard_part import Part, quantize_part
 from hqsweep.quant.delayed import SlotStates
-from hqsweep.quant.group import Wanted, quantize_group
+from hqsweep.quant.group import quantize_group
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.operand import HybridOperand
 from hqsweep.recipe.roles import QuantizerRole
@@ -151,29 +150,6 @@ class Call:
         key = self.key(tensor) if quantizer.reads_key else None
         states = self.states_of(tensor, x) if quantizer.delayed else None
         return quantizer.quantize_under(x, amax, rowwise=rowwise, columnwise=columnwise, key=key, states=states)
-
-    @for_its_slot
-    def quantize_part(
-        self,
-        tensor: str,
-        x: Tensor,
-        part: Part,
-        *,
-        rowwise: Output | None = None,
-        columnwise: Output | None = None,
-        by_rows: bool = False,
-    ) -> HybridOperand:
-        """quantize() for one matrix, of which this rank has a part, or for a part of every expert's."""
-        quantizer, outputs = self.quantizer(tensor), {"rowwise": rowwise, "columnwise": columnwise}
-        key, states = self.key(tensor) if quantizer.reads_key else None, self.states_of(tensor, x)
-        splits = self.weight_splits if tensor == "weight" else self.splits
-        try:
-            if splits is None:
-                return quantize_part(quantizer, x, part, key=key, states=states, **outputs)
-            wanted = Wanted(**outputs, keys=key, states=states, by_rows=by_rows)
-            return quantize_group_part(quantizer, x, splits, part, wanted)
-        except UserError as error:
-            raise UserError(f"{self.layer}: {tensor}: {error}") from None
 
     @for_its_slot
     def quantize_activated(

@@ -1,11 +1,11 @@
-"""Parts of a model that run again within backward: a module has to compute there what it computed the first time.
+"""Check that a recomputation in backward computes what the first run computed.
 
-torch.utils.checkpoint and its like keep the inputs of a part and run it again, under the recipe, the quantization() and
-the quantizers of that moment. A first run therefore leaves a note with whoever has the part run again, and a second run
-is compared with it. The keeper of the note is a frame of torch.utils.checkpoint. For a first run without gradients it
-is the context of an autograd function: torch's use_reentrant=True, and the functions of TransformerEngine, Megatron and
-DeepSpeed. Each second run finds the note of its own first run, in any order. Without a keeper, as for an unknown
-mechanism, the last call of the module stands in for the first run.
+torch.utils.checkpoint and similar tools keep a part's inputs and run it again in backward. Recipe, quantization() and
+quantizers of that moment apply then. So a first run leaves a note with its keeper, the object that will run it again,
+and a second run is compared with the note. The keeper is a frame of torch.utils.checkpoint. For a first run without
+gradients it is the context of an autograd function: torch's use_reentrant=True, and the functions of TransformerEngine,
+Megatron and DeepSpeed. So each second run finds the note of its first run, in any order. Without a keeper, as for an
+unknown mechanism, the module's last call counts as the first run.
 """
 
 import sys
@@ -19,30 +19,32 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from hqsweep.errors import UserError
-from hqsweep.parallel.fsdp.fsdp_state import in_backward
+from hqsweep.ops.library import in_backward
 from hqsweep.recipe.sections import Section, slots
+from hqsweep.torch_private import CHECKPOINT_FRAME, top_saved_tensors_hooks
 
 _NOTES = "_hqsweep_first_runs"
-"""The attribute of whoever has a part run again: id of a module -> its first runs."""
+"""Attribute of a keeper: id of a module -> its first runs."""
 
 
 class Run(NamedTuple):
-    """What the results of a call depend on beside its tensors."""
+    """Everything besides tensors that a call's results depend on."""
 
     quantizers: Section
     gemm: str
     in_autocast: bool
-    """Whether an autocast() gave the quantizers."""
+    """Whether autocast() gave the quantizers."""
     key: tuple[int, int | None, int]
-    """The seed, the step and the microbatch."""
+    """Seed, step and microbatch."""
     counter: tuple[int, int] | None
-    """The counter that stands for the step, and how often it was written."""
+    """The counter that replaces the step, and how often it was written."""
     kernels: bool
     epoch: int
-    """How often the module has given up states of delayed scaling."""
+    """How often the module has dropped states of delayed scaling."""
 
     def lost_by(self, other: "Run") -> list[str]:
-        """What of this call another one lacks, where it computes something else without."""
+        """Return what another run lacks of this one, if that changes its results: "autocast()", "recipe",
+        "quantization()"."""
         delayed = any(quantizer is not None and quantizer.delayed for quantizer in slots(self.quantizers).values())
         same = self.quantizers == other.quantizers and self.gemm == other.gemm
         same = same and not (delayed and self.epoch != other.epoch)
@@ -52,8 +54,8 @@ class Run(NamedTuple):
 
 
 def top_hooks() -> tuple[Any, Any] | None:
-    """The innermost hooks of saved tensors, which take what autograd saves now."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    """Return the innermost saved-tensor hooks, which now receive the tensors that autograd saves."""
+    return top_saved_tensors_hooks(True)
 
 
 class Runs:
@@ -61,12 +63,12 @@ class Runs:
 
     def __init__(self) -> None:
         self.last: tuple | None = None
-        """The fields of the Run of the last call outside of a backward pass."""
+        """The Run fields of the last call outside a backward pass."""
         self._keepers: WeakSet[Any] = WeakSet()
 
     def note(self, module: object, fields: tuple) -> list[str]:
-        """Leave a note of a run with whoever will have it run again. Returns what a second run, which this is within a
-        backward pass, has lost of the first: nothing where it computes the same."""
+        """Leave a note of a run with its keepers. In backward, return what this run has lost of its first run, [] for
+        nothing."""
         run, lost = Run(*fields), []
         if in_backward():
             first = [run for notes in _notes_of_second_run() for run in notes.get(id(module), ())]
@@ -83,16 +85,16 @@ class Runs:
         return lost
 
     def __reduce__(self) -> tuple[type["Runs"], tuple[()]]:
-        """Copies and pickles of a module begin without runs."""
+        """Copies and pickles of a module start without runs."""
         return Runs, ()
 
     def are_awaited(self) -> bool:
-        """Whether somebody is there who may have the module run again."""
+        """Return whether a keeper exists that may run the module again."""
         return len(self._keepers) > 0
 
 
 def refuse_second_runs(module: nn.Module, of: object, name: str, runs: Runs) -> None:
-    """Have a module, which computed as `of` and is plain now, refuse the second runs of what it computed then."""
+    """Make a module, which is plain now but was `of`, refuse recomputations of earlier quantized calls."""
     if not runs.are_awaited():
         return
 
@@ -106,7 +108,7 @@ def refuse_second_runs(module: nn.Module, of: object, name: str, runs: Runs) -> 
 
 
 def refusal(name: str, lost: list[str]) -> UserError:
-    """The error for a second run that has lost something of the first."""
+    """Return the error for a second run that has lost something of its first run."""
     return UserError(
         f"{name}: called within a backward pass, as torch.utils.checkpoint does, but outside of the"
         f" {' and '.join(lost)} that its last call ran in; run backward inside of it, or compute again by"
@@ -115,17 +117,17 @@ def refusal(name: str, lost: list[str]) -> UserError:
 
 
 def _keepers() -> Iterator[Any]:
-    """Whoever will have the present call run again."""
+    """Yield the keepers of the present call."""
     hooks = top_hooks()
     for cell in getattr(hooks[0], "__closure__", None) or () if hooks is not None else ():
-        if type(cell.cell_contents).__name__ == "_CheckpointFrame":
+        if type(cell.cell_contents).__name__ == CHECKPOINT_FRAME:
             yield cell.cell_contents
     if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
         yield from _callers("forward")
 
 
 def _notes_of_second_run() -> Iterator[dict[int, list[Run]]]:
-    """The notes of whoever has the present call run again."""
+    """Yield the notes of the keepers that run the present call again."""
     for keeper in _callers("backward", "unpack_hook"):
         notes = keeper.__dict__.get(_NOTES)
         if notes is not None:
@@ -133,8 +135,7 @@ def _notes_of_second_run() -> Iterator[dict[int, list[Run]]]:
 
 
 def _callers(*functions: str) -> Iterator[Any]:
-    """The contexts of autograd functions, and the frames of torch.utils.checkpoint, whose functions of these names are
-    under way, the innermost first."""
+    """Yield the running autograd contexts and checkpoint frames whose functions have these names, innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -147,7 +148,7 @@ def _callers(*functions: str) -> Iterator[Any]:
 
 
 def _variable(code: CodeType) -> str | None:
-    """The variable of such a function that holds its context or frame; None for a function of something else."""
+    """Return the variable that holds a function's context or frame; None for unrelated functions."""
     if code.co_name == "unpack_hook":
         return "frame" if "frame" in code.co_freevars else None
     return code.co_varnames[0] if code.co_argcount and code.co_varnames[0] != "self" else None

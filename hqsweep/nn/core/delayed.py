@@ -1,4 +1,4 @@
-"""The states of delayed scaling that a module holds, which its state_dict carries."""
+"""The states of delayed scaling that a module holds, and its state_dict contains."""
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,27 +13,27 @@ from hqsweep.quant.delayed import DelayedState, SlotStates
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 
 EPOCHS = 4
-"""The number of changes of recipe for which states that were given up are kept."""
+"""Dropped states are kept for this many changes of recipe."""
 Quantizers = Mapping[str, HybridQuantizer | None]
-"""Slot -> its quantizer, None for a slot without one."""
+"""Slot -> its quantizer, or None."""
 
 
 class DelayedStates(nn.ModuleDict):
     """ "input_rowwise" -> DelayedState, for each slot and direction in fp8_delayed.
 
-    A module makes the states of its own quantizers when it is built or given a recipe, so that a state_dict of a fresh
-    module has them: torch.distributed.checkpoint loads only what it finds there. A state lives through changes of
-    recipe for as long as its slot and direction stay fp8_delayed with a history of the same length, and is given up by
-    keep(). The states of a recipe under autocast are made at the first call, or by a state_dict() inside that autocast;
-    an autocast under which a slot is not delayed leaves its states alone.
+    A module creates the states of its own quantizers when it is built or given a recipe. So the state_dict of a fresh
+    module has them; torch.distributed.checkpoint only loads keys that it finds there. A state survives changes of
+    recipe while its slot and direction stay fp8_delayed with an equally long history; else keep() drops it. States of a
+    recipe under autocast are created at the first call, or by state_dict() inside that autocast. An autocast in which a
+    slot is not delayed leaves its states unchanged.
     """
 
     epoch = 0
-    """How often states were given up. A call notes it in forward, and its backward has the states of then."""
+    """How often states were dropped. A call notes it in forward, so that backward uses the states of that time."""
     _given_up: tuple[tuple[str, int, DelayedState], ...] = ()
-    """Name, the epoch that began without it, and state, of the last EPOCHS, the earliest first."""
+    """(name, the epoch that began without it, state) of the last EPOCHS, earliest first."""
     _is_loaded = False
-    """Whether a checkpoint was loaded, and a state that is made from now on was not in it."""
+    """Whether a checkpoint was loaded; a state created from now on was not in it."""
 
     def of(
         self,
@@ -43,14 +43,14 @@ class DelayedStates(nn.ModuleDict):
         device: torch.device,
         **call: Any,
     ) -> SlotStates | None:
-        """The states of a slot for one call, whose step, record and group are those of SlotStates; None where no
-        direction is delayed."""
+        """Return a slot's states for one call, or None if no direction is delayed. call: step, record and group of
+        SlotStates."""
         if quantizer is None or not quantizer.delayed:
             return None
         return slots_of([self], slot, quantizer, device=device, **call)[0]
 
     def add(self, quantizers: Quantizers) -> None:
-        """Make the states that these quantizers need and that are not there, on torch's default device."""
+        """Create the missing states of these quantizers on torch's default device."""
         needed = _formats(quantizers)
         missing = {n: f for n, f in needed.items() if n not in self or not _fits(self[n], f.history)}
         self._give_up(name for name in missing if name in self)
@@ -61,13 +61,13 @@ class DelayedStates(nn.ModuleDict):
             self[name].is_local = _is_local(name, format)
 
     def keep(self, quantizers: Quantizers) -> None:
-        """Keep the states that these quantizers need, make those that are missing, and give up all others."""
+        """Keep the states that these quantizers need, create missing ones, and drop all others."""
         needed = _formats(quantizers)
         self._give_up([name for name in self if name not in needed])
         self.add(quantizers)
 
     def _give_up(self, names: Iterable[str]) -> None:
-        """Drop states, but for a backward pass whose forward had them."""
+        """Drop states, but keep them for backward passes of earlier forwards."""
         dropped = [(name, self._modules.pop(name)) for name in names]
         if not dropped:
             return
@@ -76,8 +76,10 @@ class DelayedStates(nn.ModuleDict):
         self._given_up = (*recent, *((name, self.epoch, state) for name, state in dropped))
 
     def state(self, name: str, format: Fp8Delayed, device: torch.device, epoch: int | None = None) -> DelayedState:
-        """The state of that name in an epoch, None for now; made if it is not there or has another length. UserError
-        for an epoch whose states are gone."""
+        """Return the state of that name in an epoch (None: now), created if missing or of another length.
+
+        UserError for an epoch whose states are gone.
+        """
         state = self._modules.get(name)
         if epoch is not None and epoch != self.epoch:
             if epoch < self.epoch - EPOCHS:
@@ -104,7 +106,7 @@ class DelayedStates(nn.ModuleDict):
         return self[name]
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        """Make the states that only the checkpoint has; those that it has not begin anew (see DelayedState)."""
+        """Load states, and create those that only the checkpoint has. Missing ones are reset (see DelayedState)."""
         histories = {
             key.removeprefix(prefix).removesuffix(".history"): tensor
             for key, tensor in state_dict.items()
@@ -118,14 +120,14 @@ class DelayedStates(nn.ModuleDict):
 
 
 class ExpertStates(nn.ModuleList):
-    """The states of delayed scaling of each expert: "3.input_rowwise" in a state_dict is one of expert 3."""
+    """The states of delayed scaling per expert: "3.input_rowwise" in a state_dict belongs to expert 3."""
 
     def __init__(self, experts: int) -> None:
         super().__init__(DelayedStates() for _ in range(experts))
 
     @property
     def epoch(self) -> int:
-        """DelayedStates.epoch, which is the same for all experts."""
+        """DelayedStates.epoch, equal for all experts."""
         return next((states.epoch for states in self), 0)  # a part of the experts begins with another number
 
     def of(
@@ -136,29 +138,29 @@ class ExpertStates(nn.ModuleList):
         device: torch.device,
         **call: Any,
     ) -> list[SlotStates] | None:
-        """DelayedStates.of for every expert."""
+        """Return DelayedStates.of() for every expert."""
         if quantizer is None or not quantizer.delayed:
             return None
         return slots_of(self, slot, quantizer, device=device, **call)
 
     def part(self, first: int, count: int) -> "ExpertStates":
-        """The states of the experts first to first + count, which keep their numbers in a state_dict."""
+        """Return the states of `count` experts from the given index on; they keep their numbers in a state_dict."""
         part, names = ExpertStates(0), list(self._modules)
         part._modules.update({name: self._modules[name] for name in names[first : first + count]})
         return part
 
     def numbered(self, first: int, count: int) -> "ExpertStates":
-        """The states of `count` experts, beginning with number `first`; self where these are all."""
+        """Return the states of `count` experts from expert number `first` on; self if these are all."""
         names = list(self._modules)
         return self if count == len(names) else self.part(first - int(names[0]), count)
 
     def add(self, quantizers: Quantizers) -> None:
-        """DelayedStates.add for every expert, which all have these quantizers."""
+        """Run DelayedStates.add() for every expert; all have these quantizers."""
         for states in self:
             states.add(quantizers)
 
     def keep(self, quantizers: Quantizers) -> None:
-        """DelayedStates.keep for every expert, which all have these quantizers."""
+        """Run DelayedStates.keep() for every expert; all have these quantizers."""
         for states in self:
             states.keep(quantizers)
 
@@ -178,20 +180,20 @@ def slots_of(
     epoch: int | None = None,
     **call: Any,
 ) -> list[SlotStates]:
-    """DelayedStates.of for each of several owners, such as experts, with one quantizer that is delayed."""
+    """Return DelayedStates.of() for several owners, such as experts, with one delayed quantizer."""
     formats = [(name, name.rpartition("_")[2], f) for name, f in _formats({slot: quantizer}).items()]
     by_owner = [{direction: own.state(name, f, device, epoch) for name, direction, f in formats} for own in owners]
     return [SlotStates(states=states, **call) for states in by_owner]
 
 
 def _formats(quantizers: Quantizers) -> dict[str, Fp8Delayed]:
-    """Name of a state -> the format that it serves."""
+    """Return state name -> its delayed format."""
     formats = {f"{slot}_{d}": getattr(q, d) for slot, q in quantizers.items() if q for d in DIRECTIONS}
     return {name: format for name, format in formats.items() if format.delayed}
 
 
 def _is_local(name: str, format: Fp8Delayed) -> bool:
-    """Whether ranks differ in a state; all that have a weight have the same one."""
+    """Return whether ranks differ in a state; ranks that have a weight share its state."""
     return format.local_amax and not name.startswith("weight_")
 
 

@@ -1,7 +1,7 @@
-"""QuantizedModule: a module with a quantizer for each of its tensors; set_recipe gives a whole model its quantizers.
+"""QuantizedModule: a module with a quantizer per tensor. set_recipe() gives a whole model its quantizers.
 
-Quantizers are values. A module holds one frozen section of them; another recipe replaces it where a slot differs by
-value and leaves everything else as it is, so that what is keyed by a quantizer (a cached weight, a history) survives.
+Quantizers are values. A module holds one frozen section of them. A new recipe replaces only slots that differ by value,
+so that state keyed by a quantizer (a cached weight, a history) survives.
 """
 
 from collections import Counter
@@ -26,27 +26,30 @@ from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import GRADIENTS, TENSOR_TYPES, QuantizerRole
 from hqsweep.recipe.sections import Faults, Section, slots
 from hqsweep.recipe.validate import check_products, section_faults, unread_overrides
+from hqsweep.torch_private import current_graph_task_id, top_saved_tensors_hooks, transforms
 
 BOUNDARIES = MappingProxyType({"output": "output_quantizer_role", "grad_input": "grad_input_quantizer_role"})
 """QuantizedModule.BOUNDARIES of linears and attention."""
 
 _PRODUCTS = ("linear", "grouped_linear", "dpa")
-"""Types of modules whose traces leave the name out, where nothing depends on it."""
+"""Module types whose traces leave out the name if nothing depends on it."""
 _NUMBERED = ("linear", "dpa")
-"""Types of modules whose random bits can be keyed by the numbers of their slots instead."""
+"""Module types whose random bits can be keyed by slot numbers instead of names."""
 _IN_A_TRACE = "a module under torch.compile (without it this message has its name)"
 
 
 class QuantizedModule(nn.Module):
-    """The base of hqsweep's modules: a subclass sets module_type, name and quantizers, and reads its quantizers from
-    active_quantizers()."""
+    """The base of hqsweep's modules.
+
+    A subclass sets module_type, name and quantizers, and reads its quantizers from active_quantizers().
+    """
 
     module_type: str
     gemm: str = "exact"
-    """The mode of its GEMMs outside of autocast."""
+    """The mode of its GEMMs outside autocast."""
 
     expert: int | None = None
-    """The expert of a grouped linear whose slots it has; None: it is no expert."""
+    """The expert of a grouped linear that this module stands for; None: no expert."""
 
     BOUNDARIES: Mapping[str, str] = MappingProxyType({})
     """Boundary slot -> the attribute that holds its role."""
@@ -59,7 +62,7 @@ class QuantizedModule(nn.Module):
 
     @property
     def name(self) -> str:
-        """The fully qualified name, which its roles and its slots of random bits have."""
+        """The fully qualified name, used in roles and random-bit slots."""
         return self._name
 
     @name.setter
@@ -69,7 +72,7 @@ class QuantizedModule(nn.Module):
 
     @property
     def quantizers(self) -> Section:
-        """The quantizers outside of autocast: a field for each slot. Setting them makes their states."""
+        """The quantizers outside autocast, one field per slot. Setting them creates their states."""
         return self._quantizers
 
     @quantizers.setter
@@ -78,29 +81,29 @@ class QuantizedModule(nn.Module):
         self.states.add(slots(quantizers))
 
     def slot_roles(self) -> dict[str, QuantizerRole | None]:
-        """Slot -> role: the module's own tensors, then the boundary slots, whose role is None without a reader."""
+        """Return slot -> role: the module's own tensors, then boundary slots, whose role is None without a reader."""
         own = {t: QuantizerRole(self.module_type, t, self.name) for t in TENSOR_TYPES[self.module_type]}
         return own | self.boundary_roles()
 
     def boundary_roles(self) -> dict[str, QuantizerRole | None]:
-        """Boundary slot -> the role of its reader."""
+        """Return boundary slot -> its reader's role."""
         return {slot: getattr(self, attribute) for slot, attribute in self.BOUNDARIES.items()}
 
     def get_quantizer_roles(self, *, fwd: bool) -> list[QuantizerRole | None]:
-        """The roles of the forward slots, or of the backward ones, in order, the boundary slot last."""
+        """Return the roles of the forward or backward slots in order, the boundary slot last."""
         return [role for slot, role in self.slot_roles().items() if (slot in (*GRADIENTS, "grad_input")) != fwd]
 
     def chosen(self, resolved: Mapping[QuantizerRole, HybridQuantizer]) -> dict[str, HybridQuantizer | None]:
-        """The fields of the section: the quantizer of each slot's role."""
+        """Return the fields of the section: slot -> its role's quantizer."""
         return {slot: None if role is None else resolved[role] for slot, role in self.slot_roles().items()}
 
     def section_of(self, resolved: Mapping[QuantizerRole, HybridQuantizer]) -> Section:
-        """The section with the quantizers of these roles; slots that are equal keep the objects that they have."""
+        """Return the section with these roles' quantizers. Equal slots keep their present objects."""
         changed = {slot: q for slot, q in self.chosen(resolved).items() if getattr(self.quantizers, slot) != q}
         return replace(self.quantizers, **changed) if changed else self.quantizers
 
     def rebuild(self, quantizers: Section, gemm: str) -> int:
-        """Take these quantizers and a mode; returns how many slots have changed by value."""
+        """Set quantizers and GEMM mode, and return the number of slots that changed by value."""
         self.gemm = gemm
         old, new = slots(self.quantizers), slots(quantizers)
         changed = sum(old[slot] != new[slot] for slot in new)
@@ -110,10 +113,10 @@ class QuantizedModule(nn.Module):
         return changed
 
     def active_quantizers(self) -> Section:
-        """The quantizers of this call: those of the innermost autocast, else the module's own.
+        """Return the quantizers of this call: from the innermost autocast, else the module's own.
 
-        Under autocast each slot is resolved once for a recipe, or once in each autocast for a CustomRecipe, at the
-        first call, which raises as check_products does.
+        Under autocast each slot is resolved at the first call: once per Recipe, or once per autocast for a
+        CustomRecipe. It raises as check_products() does.
         """
         recipe = autocast_recipe()
         return self._quantizers if recipe is None else self._quantizers_under(recipe)
@@ -135,17 +138,21 @@ class QuantizedModule(nn.Module):
         return self._autocast[1]
 
     def unread_boundaries(self) -> list[QuantizerRole | None]:
-        """The roles by which a factory is asked for boundary slots without a reader: None, as in TransformerEngine."""
+        """Return the roles with which a factory is asked for boundary slots without a reader: None, as in
+        TransformerEngine."""
         return [role for role in self.boundary_roles().values() if role is None]
 
     def call_facts(self) -> dict[str, Any]:
-        """The fields of a Call, as they are now. A trace leaves the name out where nothing depends on it, so that one
-        trace serves all blocks of a model that are compiled one by one."""
+        """Return the present fields of a Call.
+
+        A trace leaves out the name if nothing depends on it. One trace then serves all blocks of a model that are
+        compiled separately.
+        """
         recipe, context = autocast_recipe(), current()
         quantizers = self._quantizers if recipe is None else self._quantizers_under(recipe)
         self.check_scope(quantizers, recipe, context)
         traced = torch.compiler.is_compiling()  # a trace may be within a transform, and must not read the name for it
-        if not traced and (torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0):
+        if not traced and (transforms() is not None or forward_ad._current_level >= 0):
             refuse_transforms(self.name)
         if quantizers.stochastic:
             self.claim_bits(context)
@@ -165,8 +172,8 @@ class QuantizedModule(nn.Module):
         }
 
     def _is_nameless(self, quantizers: Section, context: Context) -> bool:
-        """Whether a call needs the name of its module for messages alone: random bits, if any are drawn, are keyed by
-        the numbers of its slots."""
+        """Return whether a call needs its module's name only for messages. Random bits are then keyed by slot
+        numbers."""
         own = [quantizer for quantizer in slots(quantizers).values() if quantizer is not None]
         if self.module_type not in _PRODUCTS or any(type(q) is not HybridQuantizer or q.delayed for q in own):
             return False
@@ -175,29 +182,35 @@ class QuantizedModule(nn.Module):
         return alone and (keyed or not quantizers.stochastic)
 
     def claim_bits(self, context: Context) -> None:
-        """UserError where another module draws the same random bits in this step. Outside of any step nothing is known
-        of other modules, and a compiled call is not checked."""
+        """Raise UserError if another module draws the same random bits in this step.
+
+        Outside a step, other modules are unknown; compiled calls are not checked.
+        """
         if context.step is not None and not torch.compiler.is_compiling():
             context.claim((self.module_type, self.name, self.expert), self)
 
     def check_scope(self, quantizers: Section, recipe: AnyRecipe | None, context: Context) -> None:
-        """UserError for a call within a backward pass that would compute something else than the call that it repeats:
-        outside of the autocast() or the quantization() of that one, in those of another, or on another recipe."""
+        """Raise UserError for a recomputation that would compute other values than the call that it repeats.
+
+        That is so outside that call's autocast() or quantization(), inside other ones, or with another recipe.
+        """
         if torch.compiler.is_dynamo_compiling():
             return
         counter, gemm = context.counter, self.gemm if recipe is None else recipe.gemm
         writes = None if counter is None else (id(counter), counter._version)
         key = (context.seed, context.step, context.microbatch)
         run = (quantizers, gemm, recipe is not None, key, writes, context.kernels, self.states.epoch)
-        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True)  # no calls of ours: each takes half a us
-        if hooked is None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        hooked = top_saved_tensors_hooks(True)  # no calls of ours: each takes half a us
+        if hooked is None and torch.is_grad_enabled() and current_graph_task_id() == -1:
             self.runs.last = run  # this is surely neither a first nor a second run of a part that runs again
         elif lost := self.runs.note(self, run):
             raise refusal(self.name, lost)
 
     def identity(self) -> Format | None:
-        """The high-precision format of all slots in this call, which is then as good as the plain module's; None where
-        something is quantized."""
+        """Return the high-precision format that all slots have in this call, or None if something is quantized.
+
+        With an identity the call may run as the plain module.
+        """
         recipe = autocast_recipe()
         quantizers = self._quantizers if recipe is None else self._quantizers_under(recipe)
         if quantizers.identity is not None:
@@ -213,8 +226,12 @@ class QuantizedModule(nn.Module):
 
 
 class Boundary:
-    """The role of a boundary slot. Setting another one gives up what autocast has resolved, and the slot waits, without
-    a quantizer, for the next set_recipe; setting the same one does nothing."""
+    """The role of a boundary slot, as a descriptor.
+
+    Setting another role drops autocast's resolved quantizers, and the slot has no quantizer until the next
+    set_recipe().
+    Setting the same role does nothing.
+    """
 
     def __init__(self, slot: str) -> None:
         self.slot = slot
@@ -233,13 +250,11 @@ class Boundary:
 
 
 PARTS = "_hqsweep_parts"
-"""The attribute of a converted module that holds the QuantizedModules by which it computes, which are not in its
-tree."""
+"""Attribute of a converted module: the QuantizedModules that compute for it, which are not in its module tree."""
 
 
 def quantized_modules(model: nn.Module) -> list[QuantizedModule]:
-    """All modules of a model that have quantizers, each once, in order; a converted module's PARTS stand in its
-    place."""
+    """Return all modules of a model that have quantizers, once each, in order. PARTS stand in for converted modules."""
     modules = []
     for module in model.modules():
         modules += [module] if isinstance(module, QuantizedModule) else getattr(module, PARTS, ())
@@ -247,13 +262,12 @@ def quantized_modules(model: nn.Module) -> list[QuantizedModule]:
 
 
 WHOLE_ROLES = "_hqsweep_whole_roles"
-"""The attribute of a part of a model, whose other modules are on other ranks, that holds the roles of the whole in
-order."""
+"""Attribute of a part of a model, whose other modules are on other ranks: the whole model's roles, in order."""
 
 
 def roles_of(model: nn.Module) -> list[QuantizerRole]:
-    """The roles of all modules of a model in order, over which a recipe counts layers; for a part, those of the
-    whole."""
+    """Return the roles of all modules in order; for a part of a model, the whole model's. A recipe counts layers over
+    them."""
     whole = getattr(model, WHOLE_ROLES, None)
     return _roles(quantized_modules(model)) if whole is None else whole
 
@@ -263,16 +277,16 @@ def _roles(modules: Sequence[QuantizedModule]) -> list[QuantizerRole]:
 
 
 def set_recipe(model: nn.Module, recipe: AnyRecipe | Section | HybridQuantizer | str | Mapping[str, Any]) -> int:
-    """Give every slot of the model the recipe's quantizer, and every module its mode of GEMMs; returns how many slots
-    have changed by value. A text is the name of a recipe, a path, or a format ("format:nvfp4"), which is for all
-    products, as is the section of a linear.
+    """Give every slot the recipe's quantizer, and every module its GEMM mode. Return how many slots changed by value.
 
-    Each role is resolved once, and layers are counted over the whole model. A schedule is not followed here.
+    recipe: also a recipe's name, a path, or a format ("format:nvfp4"), which applies to all products, as does a section
+    of linears. Each role is resolved once, and layers are counted over the whole model. A schedule is not followed.
 
     Raises:
-        UserError: as recipe.resolve does; for products whose operands cannot meet, overrides that match no module, two
-            modules of one name that would draw the same random bits, and a model without modules of hqsweep.nn. The
-            model is then as it was.
+        UserError: as recipe.resolve() does; for products whose operands cannot meet, overrides that match no module,
+          two
+            modules with one name that would draw the same random bits, and a model without modules of hqsweep.nn. The
+            model is unchanged then.
     """
     from hqsweep.nn.core.recipe_argument import whole_recipe  # the parser of recipes is not for every module
 
@@ -288,7 +302,7 @@ def set_recipe(model: nn.Module, recipe: AnyRecipe | Section | HybridQuantizer |
 def set_recipe_of(
     modules: Sequence[QuantizedModule], recipe: AnyRecipe, whole: Sequence[QuantizerRole] | None = None
 ) -> int:
-    """set_recipe for a model that has these modules. whole: the roles of the model of which they are a part."""
+    """Run set_recipe() for a model with these modules. whole: the roles of the whole model, if these are a part."""
     roles = _roles(modules) if whole is None else whole
     faults = Faults()
     faults.texts += unread_overrides(recipe, roles)
@@ -302,7 +316,7 @@ def set_recipe_of(
 
 
 def _shared_bits(modules: Sequence[QuantizedModule], sections: Sequence[Section]) -> Iterator[str]:
-    """The names of modules that would draw the same random bits as others."""
+    """Yield a fault for each name whose modules would draw the same random bits."""
     drawing = [m for m, section in zip(modules, sections, strict=True) if section.stochastic]
     for (module_type, name, _), count in Counter((m.module_type, m.name, m.expert) for m in drawing).items():
         if count > 1:

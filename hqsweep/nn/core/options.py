@@ -1,13 +1,13 @@
-"""Options of the modules' constructors: what is seldom set, as one frozen value for each kind of module.
+"""Rarely used constructor options, one frozen class per kind of module.
 
-Sizes, name, recipe and dtype are arguments of every constructor, and so is bias where no more than two sizes stand
-before it; `options=` takes the rest.
+Sizes, name, recipe and dtype are arguments of every constructor. bias is one too, if at most two sizes come before it.
+`options=` takes the rest.
 """
 
 from dataclasses import dataclass
 
 EPSILON = 1e-5
-"""The number that is added to the mean square, or the variance, of a norm."""
+"""Added to the mean square, or variance, of a norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,10 +15,12 @@ class LinearOptions:
     """Options of Linear."""
 
     save_original_input: bool = False
-    """A hint to keep x for backward instead of its columnwise operand, for an x that somebody else keeps anyway; a
-    quantizer that does not make that operand from x alone vetoes it."""
+    """A hint to save x for backward instead of its columnwise operand, for an x that is kept elsewhere anyway.
+
+    It is ignored for quantizers that do not compute that operand from x alone.
+    """
     fuse_wgrad_accumulation: bool = False
-    """Add dw in FP32 to weight.main_grad, and give autograd none."""
+    """Add dw in FP32 to weight.main_grad, and give autograd no gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +33,7 @@ class GroupedLinearOptions(LinearOptions):
     single_grouped_bias: bool = False
     """One parameter `bias` [E, N] instead of bias0, bias1, ..."""
     plan_capability: tuple[int, int] | None = None
-    """The compute capability whose plans are followed, if not that of x's device; torch has their kernels for a CPU,
-    too."""
+    """The compute capability whose plans are used; None: of x's device. torch has their kernels for CPUs, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +52,14 @@ class AttentionOptions:
     normalization: str = "RMSNorm"
     """"RMSNorm" or "LayerNorm"."""
     rope_base: float | None = None
-    """The base of the rotary positions of queries and keys; None: no positions."""
+    """The base of rotary positions; None: no positions."""
     is_causal: bool = True
     quantize_boundaries: bool = False
-    """Round what dpa and proj, and in backward dpa and qkv, quantize to their format where it is made, as
-    TransformerEngine's fp8_mha does; queries and keys that are turned afterwards are left as they are."""
+    """Round tensors to their reader's format at the source, as TransformerEngine's fp8_mha does.
+
+    This covers inputs of dpa and proj, and in backward of dpa and qkv. Queries and keys that are rotated afterwards are
+    not rounded.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +74,7 @@ class MLPOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerOptions(AttentionOptions, MLPOptions):
-    """Options of TransformerLayer: those of its attention and of its MLP."""
+    """Options of TransformerLayer: of its attention and its MLP."""
 
     bias: bool = False
 
@@ -81,11 +85,11 @@ class MoEOptions:
 
     experts: int
     top_k: int
-    """The number of experts that a token goes to."""
+    """Experts per token."""
     shared_expert: bool = False
-    """Whether a SwiGLU of all tokens is added."""
+    """Whether to add a SwiGLU over all tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoELayerOptions(AttentionOptions, MoEOptions):
-    """Options of MoELayer: those of its attention and of its mixture."""
+    """Options of MoELayer: of its attention and its mixture."""

@@ -19,9 +19,8 @@ from hqsweep.gemm.grouped import Group, Members
 from hqsweep.nn.core.context import as_recipe, current
 from hqsweep.nn.core.delayed import DelayedStates, ExpertStates
 from hqsweep.ops.quantize.kernels import in_dtype
-from hqsweep.parallel.fsdp.fsdp_state import unsharded_sum
-from hqsweep.parallel.fsdp.gathered_weight import GatheredWeight
 from hqsweep.quant.delayed import SlotStates
+from hqsweep.quant.gathered_weight import GatheredWeight
 from hqsweep.quant.grouped import GroupedTensor
 from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
 from hqsweep.quant.operand import Operand, Skeleton, flatten, unflatten
@@ -29,6 +28,7 @@ from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import QuantizerRole
 from hqsweep.recipe.sections import Section
+from hqsweep.torch_private import foreach_copy_
 
 AnyOperand = Operand | ExactOperand | Group
 Weights = Sequence[Tensor]
@@ -148,7 +148,7 @@ def weight_matrix(weights: Weights, dtype: torch.dtype) -> Tensor:
         return weight.flatten(0, 1)
     (rows, width), first = weights[0].shape, weights[0]
     joined = torch.empty(len(weights) * rows, width, dtype=dtype, device=first.device)
-    torch._foreach_copy_(joined.split(rows), list(weights))
+    foreach_copy_(joined.split(rows), list(weights))
     return joined
 
 
@@ -222,10 +222,16 @@ def unflatten_weights(tensors: Sequence[Tensor], skeletons: Sequence[Skeleton]) 
     return _joined([unflatten(part, skeleton) for part, skeleton in zip(parts, skeletons, strict=True)])
 
 
+SUMS: list[Callable[[Tensor], Tensor | None]] = []
+"""What finds the sum of the gradients of a weight without a main_grad; None for a weight that it does not know."""
+
+
 def main_grad_of(weight: Tensor) -> Tensor | None:
     """What dw is added to: weight.main_grad, or the FP32 sum of a weight under fully_shard that FSDP reduces next."""
     main_grad = getattr(weight, "main_grad", None)
-    return unsharded_sum(weight) if main_grad is None else main_grad
+    if main_grad is not None:
+        return main_grad
+    return next((total for total in (sum_of(weight) for sum_of in SUMS) if total is not None), None)
 
 
 def summed_main_grad(weight: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Probe: collects error statistics of every tensor, direction and GEMM while one training step runs.
+"""Probe: error statistics of every tensor, direction and GEMM in one training step.
 
-A row is about all that the step puts through one slot: the tensors of all microbatches as if they lay one below the
-other, each quantized as it is. The outputs of a GEMM likewise; that of wgrad is a product for each microbatch, of which
-the row has the errors, and not that of their sum. Weights are the same in every microbatch, and counted once.
+A row covers everything that a step puts through one slot. The tensors of all microbatches count as one matrix, each
+quantized by itself. The same holds for outputs of a GEMM; for wgrad, a row has the errors of each microbatch's product,
+not of their sum. Weights are the same in every microbatch and count once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hqsweep.formats import RngKey
-from hqsweep.ops.stats import OutputSums, Sums, finite_or_none, output_sums
-from hqsweep.parallel.shards.shard_part import Part, is_below, part_sums
+from hqsweep.nn.core.wire import Part
+from hqsweep.ops.stats import OutputSums, Sums, finite_or_none, is_below, output_sums
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.roles import TENSOR_TYPES
@@ -22,60 +22,60 @@ from hqsweep.track.tables import ERRORS, LOADS
 
 SLOTS = TENSOR_TYPES["linear"]
 ROUTED = "routed"
-"""The `tensor` of rows that say how many tokens an expert got."""
+"""The `tensor` of rows with an expert's token count."""
 
 Key = tuple[str, str, str]
-"""What a row is about: the layer, the tensor or the GEMM, and the direction."""
+"""(layer, tensor or GEMM, direction) of a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Where a report comes from: a tensor, or a product, of one call."""
+    """The source of a report: a tensor, or a product, of one call."""
 
     layer: str
     name: str
     microbatch: int = 0
     part: Part | None = None
-    """Where the tensor lies in a matrix that ranks share; None: it is all of it."""
+    """The tensor's part of a matrix that ranks share; None: it is the whole."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """How many tokens an expert got, and all experts of its mixture together."""
+    """The token count of an expert, and of all experts of its mixture."""
 
     own: int
     total: int
     experts: int
 
     def joined(self, other: "Tokens", *, below: bool = True) -> "Tokens":
-        """The tokens of this call and of another together."""
+        """Return the tokens of this call and another one."""
         return Tokens(self.own + other.own, self.total + other.total, self.experts)
 
     def to(self, device: torch.device | str) -> "Tokens":
-        """self: the numbers are on no device."""
+        """Return self: plain numbers are on no device."""
         return self
 
     def row(self) -> dict[str, float | None]:
-        """The columns tokens, and load: tokens over the mean of all experts."""
+        """Return the columns tokens, and load: tokens over the mean of all experts."""
         mean = self.total / self.experts
         return {"tokens": float(self.own), "load": self.own / mean if mean else None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """All that is known for one row."""
+    """The data of one row."""
 
     sums: Sums | OutputSums | Tokens
     format: str | None = None
     cut: int | None = None
-    """The axis of the matrix along which ranks that share it have parts; None: each has seen all of it."""
+    """The axis along which ranks share the matrix; None: every rank has seen the whole."""
 
     def joined(self, other: "Sample", direction: str, axis: int = 0) -> "Sample":
-        """This and another of the same row, which follows it along an axis of the matrix."""
+        """Return this sample joined with another of the same row, which follows it along an axis of the matrix."""
         return replace(self, sums=self.sums.joined(other.sums, below=is_below(axis, direction)))
 
     def to(self, device: torch.device | str) -> "Sample":
-        """The sample on another device."""
+        """Return the sample on another device."""
         return replace(self, sums=self.sums.to(device))
 
 
@@ -84,17 +84,18 @@ class Captured(NamedTuple):
 
     matrix: Tensor
     part: tuple[int, int] | None
-    """How a rank's part is cut from the operand: along which axis, and into how many pieces; None: it is all of it."""
+    """(axis, pieces) of a rank's part of the operand; None: the whole."""
 
 
 class Probe:
-    """Rows of one sampled step. `gemms` also compares each product with the one of unquantized FP32 tensors.
+    """Collects the rows of one sampled step. `gemms` also compares each product with the product of unquantized FP32
+    tensors.
 
-    What a microbatch reports again under a name is passed over. That is a forward that is computed again in backward,
-    so that the rows are those without recomputation.
-    originals: layer name -> the high-precision weight that a quantized one was made from, such as its FP32 master.
-    capture: also keep the operands of linears [rows, cols] themselves, those of microbatch 0, in CPU memory, as
-    "LAYER.input", "LAYER.weight" and "LAYER.grad_output" in `captured`.
+    A repeated report of a microbatch under one name is skipped: it is a recomputation in backward, so rows equal those
+    without recomputation.
+    originals: layer name -> the high-precision source of a quantized weight, such as its FP32 master.
+    capture: also keep the operands [rows, cols] of linears in microbatch 0 in CPU memory, as "LAYER.input",
+    "LAYER.weight" and "LAYER.grad_output" in `captured`.
     """
 
     def __init__(
@@ -110,24 +111,22 @@ class Probe:
 
     @property
     def rows(self) -> list[dict[str, object]]:
-        """The rows of what has been reported; waits for the device."""
+        """The rows of all reports; waits for the device."""
         return rows_of(self.step, self.samples)
 
     @property
     def captured(self) -> dict[str, Tensor]:
-        """The operands that are kept, or this rank's parts of them."""
+        """The kept operands, or this rank's parts of them."""
         return {name: operand.matrix for name, operand in self.operands.items()}
 
     def tensor(self, site: Site, x: Tensor, quantizer: HybridQuantizer, key: RngKey, states: SlotStates | None) -> None:
         """Report x [rows, cols] in both directions, quantized again as the module quantizes it.
 
-        Errors are against the original values, also with columnwise_source rowwise_dequantized.
+        Errors are relative to the original values, also with columnwise_source rowwise_dequantized.
         """
         if self._is_first(site):
             x = x.detach()
-            both = (
-                quantizer.sums(x, key, states) if site.part is None else part_sums(quantizer, x, site.part, key, states)
-            )
+            both = quantizer.sums(x, key, states) if site.part is None else site.part.sums(quantizer, x, key, states)
             for direction, sums in both.items():
                 self._add(site, direction, sums, str(getattr(quantizer, direction)))
             if self.capture and site.name in SLOTS and site.microbatch == 0:
@@ -137,14 +136,16 @@ class Probe:
     def gemm(
         self, site: Site, a: Tensor, b: Tensor, actual: Tensor, summed: Callable[[Tensor], Tensor] = lambda x: x
     ) -> None:
-        """Report how actual [m, n] differs from summed(a [m, k] @ b [n, k].T), computed from the unquantized tensors in
-        FP32. summed: what `actual` went through since the product, where ranks have parts of k."""
+        """Report how actual [m, n] differs from summed(a [m, k] @ b [n, k].T) of the unquantized tensors in FP32.
+
+        summed: what happened to `actual` after the product, if ranks have parts of k.
+        """
         if self.gemms and self._is_first(site):
             expected = summed(a.detach().float() @ b.detach().float().t())
             self._add(site, "output", output_sums(expected, actual.detach()))
 
     def experts(self, layer: str, tokens: Sequence[int], microbatch: int = 0) -> None:
-        """Report how many tokens each expert of a mixture got: a row for each, named "LAYER.0" and so on."""
+        """Report the token count of each expert of a mixture: one row each, named "LAYER.0" and so on."""
         if self._is_first(Site(layer=layer, name=ROUTED, microbatch=microbatch)):
             for expert, own in enumerate(tokens):
                 counts = Tokens(own, sum(tokens), len(tokens))
@@ -164,12 +165,12 @@ class Probe:
 
 
 def is_of_step(name: str) -> bool:
-    """Whether a tensor is the same in all microbatches of a step."""
+    """Return whether a tensor is the same in all microbatches of a step."""
     return name == "weight"
 
 
 def rows_of(step: int, samples: Mapping[Key, Sample]) -> list[dict[str, object]]:
-    """A row for each sample, with the columns of the table "stats"."""
+    """Return one row per sample, with the columns of the table "stats"."""
     rows = []
     for (layer, tensor, direction), sample in samples.items():
         row = {"step": step, "layer": layer, "tensor": tensor, "direction": direction, "format": sample.format}

@@ -1,12 +1,12 @@
-"""What forms products: torch's autocast does not reach them, gradients of gradients are refused, and traces are whole.
+"""Guards around products: torch's autocast is off, second derivatives are refused, and traces give right gradients.
 
-torch.autocast would give a float32 product of exact operands to bfloat16, in forward, and in backward where that is
-called inside of it. A backward whose operands are quantized is no differentiable function: autograd would take its
-tensors for constants, and second derivatives would be wrong.
+torch.autocast would turn a float32 product of exact operands into bfloat16, in forward, and in a backward that runs
+inside it. A backward with quantized operands is not differentiable: autograd would treat its tensors as constants, and
+second derivatives would be wrong.
 
-torch.compile of torch 2.11 gives the inputs of an autograd function zeros for gradients, in silence, where the tensor
-that its forward returns was changed in place, or given back by .to() as it was: one tensor is then two nodes of its
-graph. `returned` makes it one of its own.
+torch.compile of torch 2.11 silently gives zero gradients to the inputs of an autograd function in one case: the tensor
+that forward returns was changed in place, or returned unchanged by .to(), so that one tensor is two nodes of the graph.
+`returned` makes it a node of its own.
 """
 
 from collections.abc import Callable
@@ -18,17 +18,18 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.memo import constant_result
+from hqsweep.torch_private import is_legacy_batched
 
 Result = TypeVar("Result")
 
 
 def in_autocast(device: torch.device) -> bool:
-    """Whether torch.autocast is on there; the meta device has none."""
+    """Return whether torch.autocast is on for this device; the meta device has none."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def outside_autocast(forward: Callable[..., Result]) -> Callable[..., Result]:
-    """forward(module, x, ...) with torch's autocast disabled on x's device."""
+    """Decorate forward(module, x, ...) so that torch's autocast is off on x's device."""
 
     @wraps(forward)
     def run(module: Any, *args: Any, **kwargs: Any) -> Result:
@@ -42,8 +43,11 @@ def outside_autocast(forward: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def untraced(function: Callable[..., Result]) -> Callable[..., Result]:
-    """The function, which runs eagerly where torch.compile meets it. torch.compiler.disable would import torch._dynamo
-    at once, which takes a second; it is imported by the time of a trace."""
+    """Decorate a function so that it runs eagerly under torch.compile.
+
+    torch.compiler.disable would import torch._dynamo at once, which takes a second. During a trace it is imported
+    already.
+    """
     name = f"{function.__module__}.{function.__qualname__}"
 
     @constant_result
@@ -65,7 +69,8 @@ _UNTRACED: dict[str, Callable[..., Any]] = {}
 
 
 def refuse_transforms(name: str) -> None:
-    """UserError for what looks into products that read memory by address; a trace may be within such a transform."""
+    """Raise UserError for transforms that look into products, which read memory by address. A trace may be inside
+    one."""
     if not torch.compiler.is_compiling():
         raise UserError(
             f"{name}: torch.func (grad, vjp, jvp, vmap, jacrev), forward-mode AD and is_grads_batched=True cannot look"
@@ -74,17 +79,17 @@ def refuse_transforms(name: str) -> None:
 
 
 def returned(y: Tensor) -> Tensor:
-    """y as the forward of an autograd function returns it: in a trace a view."""
+    """Return y as the forward of an autograd function should: as a view in a trace, else as it is."""
     return y.view_as(y) if torch.compiler.is_compiling() else y
 
 
 def once_differentiable(backward: Callable[[Any, Tensor], Result]) -> Callable[[Any, Tensor], Result]:
-    """backward(ctx, gradient) of a function with ctx.call, with torch's autocast disabled; UserError where autograd
-    records it, for create_graph=True."""
+    """Decorate backward(ctx, gradient) of a function with ctx.call: autocast is off, and create_graph=True raises
+    UserError."""
 
     @wraps(backward)
     def run(ctx: Any, gradient: Tensor) -> Result:
-        if not torch.compiler.is_dynamo_compiling() and torch._C._functorch.is_legacy_batchedtensor(gradient):
+        if not torch.compiler.is_dynamo_compiling() and is_legacy_batched(gradient):
             refuse_transforms(ctx.call.name)
         if torch.is_grad_enabled():
             raise UserError(

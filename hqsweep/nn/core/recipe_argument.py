@@ -1,10 +1,9 @@
-"""What `recipe=` of a module takes, and the quantizers that it gives to that module.
+"""The argument `recipe=` of modules, and the quantizers that it yields.
 
-A Recipe or CustomRecipe gives a module what its name and type are due, and so does the text of a recipe's name or path
+A Recipe or CustomRecipe gives a module the quantizers for its name and type. So does a recipe's name or path
 (hqsweep.recipe.named). A section (LinearQuantizers, DpaQuantizers), a quantizer, its text ("format:nvfp4",
-"nvfp4|mxfp8@rowwise_dequantized"), or a mapping from tensors to them says it for this module alone; a mapping with
-`linear` or `qfactory` is the config of a recipe. Modules that are made of others take the same, and give it to all of
-their linears.
+"nvfp4|mxfp8@rowwise_dequantized"), or a mapping from tensors to quantizers applies to this module alone. A mapping with
+`linear` or `qfactory` is the config of a recipe. Composite modules take the same and pass it to all of their linears.
 """
 
 import os
@@ -24,12 +23,14 @@ from hqsweep.recipe.validate import check_products
 
 RecipeArgument = AnyRecipe | Section | HybridQuantizer | str | os.PathLike | Mapping[str, Any]
 RECIPE_KEYS = ("linear", "qfactory", "_target_")
-"""Keys of which the config of a recipe has one, and a section none."""
+"""A recipe's config has one of these keys; a section has none."""
 
 
 def recipe_or_section(recipe: RecipeArgument, module_type: str, name: str) -> AnyRecipe | Section:
-    """A recipe as it is, from its name or from its config; all else as the section of the module; UserError with the
-    module's name for what is neither."""
+    """Return a recipe (given, by name, or from its config), or else the module's section.
+
+    UserError, with the module's name, for anything else.
+    """
     if isinstance(recipe, str | os.PathLike):
         recipe = first_stage(recipe, name)
     if isinstance(recipe, Recipe | CustomRecipe):
@@ -49,8 +50,7 @@ def recipe_or_section(recipe: RecipeArgument, module_type: str, name: str) -> An
 
 
 def module_quantizers(recipe: RecipeArgument, module_type: str, name: str) -> tuple[Section, str]:
-    """The quantizers of the module of that type and name, and the mode of its GEMMs; raises as recipe.resolve and
-    check_products do."""
+    """Return the quantizers of a module, and its GEMM mode. Raises as recipe.resolve() and check_products() do."""
     section, gemm = recipe_or_section(recipe, module_type, name), "exact"
     if not isinstance(section, Section):
         recipe, roles = section, module_roles(module_type, name)
@@ -61,7 +61,7 @@ def module_quantizers(recipe: RecipeArgument, module_type: str, name: str) -> tu
 
 
 def whole_recipe(recipe: RecipeArgument, name: str) -> AnyRecipe:
-    """The recipe of a module that is made of others: a section becomes that of all of its linears."""
+    """Return the recipe of a composite module. A section becomes the section of all of its linears."""
     chosen = recipe_or_section(recipe, "linear", name)
     if not isinstance(chosen, LinearQuantizers):
         return chosen

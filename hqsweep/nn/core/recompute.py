@@ -1,10 +1,10 @@
-"""Recomputation: a part of a model keeps its inputs only, and runs again in backward to make what backward reads.
+"""Recomputation: a part of a model keeps only its inputs, and runs again in backward.
 
-torch.utils.checkpoint, reentrant or not, gives the same bytes as no checkpoint for every module here: nothing is drawn
-from a generator's state (random bits are keyed by seed, slot, step and index), saving is pure, and modules keep nothing
-between calls that a second run would find changed. Those of torch compute again under the autocast() and the
-quantization() of the backward pass, which has to run inside of them; a module refuses a second run outside of those of
-the first where that would give other bytes.
+torch.utils.checkpoint, reentrant or not, gives the same bytes as no checkpoint for every module here. Nothing draws
+from a generator's state, since random bits are keyed by seed, slot, step and index. Saving has no side effects, and
+modules keep no state between calls that would change a second run. torch's functions recompute under the autocast() and
+quantization() of the backward pass, which therefore must run inside them. A module refuses a second run elsewhere if it
+would give other bytes.
 """
 
 from collections.abc import Callable
@@ -21,10 +21,11 @@ Outputs = TypeVar("Outputs", Tensor, tuple[Tensor, ...])
 
 
 def recomputed(function: Callable[..., Outputs], *args: object) -> Outputs:
-    """function(*args) by torch.utils.checkpoint without reentry, under the quantization() and autocast() of this call.
+    """Return function(*args) by torch.utils.checkpoint without reentry, under this call's quantization() and
+    autocast().
 
-    Backward may therefore run outside of both. function: a module or a closure over modules, which draws nothing from
-    torch's generators; tensors in args are kept until backward.
+    So backward may run outside both. function: a module or a closure over modules that does not draw from torch's
+    generators. Tensors in args are kept until backward.
     """
     if torch.compiler.is_compiling():  # which takes no context_fn, and knows both as it traces the function
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)

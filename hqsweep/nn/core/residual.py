@@ -6,17 +6,18 @@ ranks that share that module the branch may be a sum that is left to the same no
 
 from typing import Any
 
-import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from hqsweep.nn.core.wire import Summands
 from hqsweep.ops.quantize.kernels import in_dtype
-from hqsweep.parallel.fsdp.fsdp_state import hook_ids
-from hqsweep.parallel.wire.tokens import Summands
+from hqsweep.torch_private import has_global_hooks, hook_tables, is_compiled
 
 RESIDUAL = "_residual"
 """The name of the method by which layers hand on (x, branch)."""
+KNOWN_HOOKS = "_hqsweep_known_hooks"
+"""The attribute of a layer for the ids of hooks that run around RESIDUAL as they do around its forward."""
 OWN = "hqsweep."
 """What the modules begin with whose classes have such a method beside their forward."""
 
@@ -39,7 +40,7 @@ class _Sum(Function):
 
 def whole(branch: Branch) -> Tensor | None:
     """The branch as one tensor."""
-    return _Sum.apply(branch.own, branch) if isinstance(branch, Summands) else branch
+    return branch if branch is None or isinstance(branch, Tensor) else _Sum.apply(branch.own, branch)
 
 
 def add_branch(x: Tensor, branch: Branch) -> Tensor:
@@ -50,22 +51,12 @@ def add_branch(x: Tensor, branch: Branch) -> Tensor:
 
 def is_observed(module: nn.Module) -> bool:
     """Whether a call of the module is more than the forward of its class in hqsweep: it has hooks, as FSDP2 sets them,
-    is compiled by module.compile(), or has another forward, of its own or of a class derived elsewhere. Hooks of FSDP2
-    that residual_under_fsdp() puts around another method, too, do not count."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    known = hook_ids(module) if RESIDUAL in module.__dict__ else ()
-    wrapped = module._compiled_call_impl is not None or "forward" in module.__dict__
+    is compiled by module.compile(), or has another forward, of its own or of a class derived elsewhere. KNOWN_HOOKS
+    do not count."""
+    known = module.__dict__.get(KNOWN_HOOKS, ())
+    wrapped = is_compiled(module) or "forward" in module.__dict__
     wrapped = wrapped or not type(module).forward.__module__.startswith(OWN)
-    return wrapped or any(key not in known for table in hooks for key in table) or torch_module._has_any_global_hook()
-
-
-def residual_under_fsdp(layer: nn.Module) -> None:
-    """Have the hooks of fully_shard, whose unit a layer is, run around its residual(x, branch), too, so that the sum of
-    a branch is left to the next norm there as well."""
-    from torch.distributed.fsdp import register_fsdp_forward_method
-
-    if hasattr(layer, RESIDUAL):
-        register_fsdp_forward_method(layer, RESIDUAL)
+    return wrapped or any(key not in known for table in hook_tables(module) for key in table) or has_global_hooks()
 
 
 class AddsBranch(nn.Module):

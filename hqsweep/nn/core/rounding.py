@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from hqsweep.formats import Identity, RngKey
-from hqsweep.parallel.shards.shard_part import Part, quantize_part
+from hqsweep.nn.core.wire import Part
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.operand import Operand
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Forward: dequantize(quantize(x)); backward: the gradient passes unchanged (Bengio et al., arXiv 1308.3432)."""
+    """Forward: dequantize(quantize(x)). Backward: the gradient unchanged (Bengio et al., arXiv 1308.3432)."""
 
     @staticmethod
     def forward(ctx, x: Tensor, quantize: Callable[[Tensor], Operand]) -> Tensor:
@@ -33,17 +33,19 @@ class _StraightThrough(torch.autograd.Function):
 def rounded(
     x: Tensor, quantizer: HybridQuantizer, key: RngKey, states: SlotStates | None = None, part: Part | None = None
 ) -> Tensor:
-    """x [..., n] in the values of the quantizer's rowwise format, same dtype; x itself for fp32. part: where x lies
-    over ranks."""
+    """Return x [..., n] rounded to the quantizer's rowwise format, in x's dtype; x itself for fp32.
+
+    part: how ranks share x.
+    """
 
     def quantize(rows: Tensor) -> Operand:
         if part is not None:
-            return quantize_part(quantizer, rows, part, rowwise="codes", key=key, states=states).rowwise
+            return part.quantize(quantizer, rows, rowwise="codes", key=key, states=states).rowwise
         return quantizer.quantize(rows, columnwise=None, key=key, states=states).rowwise
 
     return rounded_by(x, quantizer, quantize)
 
 
 def rounded_by(x: Tensor, quantizer: HybridQuantizer, quantize: Callable[[Tensor], Operand]) -> Tensor:
-    """rounded, where quantize gives the rowwise operand of x as a matrix, or that of each expert's rows."""
+    """Return rounded() with a given function that returns the rowwise operand of x, as a matrix or per expert."""
     return x if quantizer.rowwise == Identity(name="fp32") else _StraightThrough.apply(x, quantize)

@@ -1,8 +1,8 @@
-"""Scoped: a value of the innermost `with`, which autograd's own threads see too.
+"""Scoped: a value for the innermost `with`, visible to autograd's own threads.
 
-On CUDA backward runs in threads of the autograd engine, and with it what torch.utils.checkpoint computes again. A
-thread without a value of its own therefore reads the value that was entered last in any thread; with one training in a
-process, that is the one of the thread that called backward.
+On CUDA, backward and the recomputations of torch.utils.checkpoint run in threads of the autograd engine. A thread
+without a value of its own therefore reads the value entered last in any thread. With one training per process, that is
+the value of the thread that called backward.
 """
 
 from contextlib import ContextDecorator
@@ -17,22 +17,27 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, eq=False)
 class _Entry(Generic[Value]):
-    """One `with`; two of them are equal only if they are the same."""
+    """One `with`. Entries are compared by identity."""
 
     value: Value
 
 
 class _Own(local):
-    """The innermost entry of each thread. torch.compile traces the attribute of a thread, but no context variable; an
-    attribute of the class would hide the thread's from that of torch 2.11."""
+    """The innermost entry of each thread.
+
+    torch.compile can trace an attribute of a thread-local, but not a context variable. torch 2.11 would read a class
+    attribute instead of the thread's, so there is none.
+    """
 
     def __init__(self) -> None:
         self.entry: _Entry | None = None
 
 
 class Scoped(Generic[Value]):
-    """A value for a `with`; `outside` is the value where no thread has entered any. Leaving restores the value before,
-    also after an exception."""
+    """A value for a `with`; `outside` is the value if no thread has entered one.
+
+    Leaving restores the previous value, also after an exception.
+    """
 
     def __init__(self, outside: Value) -> None:
         self.outside = outside
@@ -41,18 +46,19 @@ class Scoped(Generic[Value]):
         self._lock = Lock()
 
     def get(self) -> Value:
-        """The value of this thread's innermost `with`, else the last one entered anywhere, else `outside`."""
+        """Return the value of this thread's innermost `with`, else the last one entered in any thread, else
+        `outside`."""
         own, entered = self._own.entry, self._entered
         if own is not None:
             return own.value
         return entered[-1].value if entered else self.outside
 
     def entered(self, value: Value) -> "Entered[Value]":
-        """A context, or a decorator, inside which get() gives this value."""
+        """Return a context, or decorator, inside which get() returns this value."""
         return Entered(self, value)
 
     def enter(self, value: Value) -> tuple[_Entry[Value], _Entry[Value] | None]:
-        """Begin a `with`; returns the arguments of leave(): its entry and this thread's entry before."""
+        """Begin a `with`, and return leave()'s arguments: its entry, and this thread's previous entry."""
         entry, before = _Entry(value), self._own.entry
         self._own.entry = entry
         if not torch.compiler.is_compiling():  # a trace has one thread
@@ -61,7 +67,7 @@ class Scoped(Generic[Value]):
         return entry, before
 
     def leave(self, entry: _Entry[Value], before: _Entry[Value] | None) -> None:
-        """End a `with`: restore what was before enter()."""
+        """End a `with`: restore the state before enter()."""
         self._own.entry = before
         if not torch.compiler.is_compiling():
             with self._lock:
@@ -69,7 +75,7 @@ class Scoped(Generic[Value]):
 
 
 class Entered(ContextDecorator, Generic[Value]):
-    """One `with`, or one function, each of whose calls is a `with` of its own."""
+    """One `with`, or one decorated function, each of whose calls is a `with` of its own."""
 
     def __init__(self, scoped: Scoped[Value], value: Value) -> None:
         self._scoped, self._value = scoped, value

@@ -7,9 +7,15 @@ import torch
 from torch import Tensor
 
 from hqsweep.formats import RngKey
-from hqsweep.parallel.wire.local import updates
 from hqsweep.quant.hybrid import Direction, HybridQuantizer
 from hqsweep.quant.operand import HybridOperand
+
+_UPDATES = [0]
+
+
+def note_update() -> None:
+    """Count an update of DTensors. FSDP gathers weights anew after it into tensors that keep their version counters."""
+    _UPDATES[0] += 1
 
 
 class WeightWorkspace:
@@ -50,7 +56,7 @@ class WeightWorkspace:
             return getattr(make([wanted]), wanted)
         step = None if torch.compiler.is_compiling() else key.step  # one trace serves all steps
         written = tuple((None if together else w.data_ptr(), w._version) for w in weights)
-        bits = (written, updates(), quantizer, key if quantizer.stochastic else step, period)
+        bits = (written, _UPDATES[0], quantizer, key if quantizer.stochastic else step, period)
         if self._cached and period is None and not self._are_copies(weights):
             self.clear()
         if not self._has(wanted, (bits, forms[wanted])):

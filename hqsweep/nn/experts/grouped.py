@@ -12,21 +12,18 @@ from hqsweep.errors import UserError
 from hqsweep.formats import Format
 from hqsweep.gemm.native import capability_of
 from hqsweep.gemm.plan import GemmPlan, GroupGemm, gemm_plan
-from hqsweep.nn.core.context import current
 from hqsweep.nn.core.delayed import ExpertStates
 from hqsweep.nn.core.options import GroupedLinearOptions
 from hqsweep.nn.core.parameter import is_held
 from hqsweep.nn.core.products import outside_autocast, untraced
 from hqsweep.nn.core.recipe_argument import RecipeArgument, recipe_or_section
+from hqsweep.nn.core.wire import Codes, ExpertRanks
 from hqsweep.nn.experts.grouped_rows import place_rows, take_rows
-from hqsweep.nn.experts.token_codes import sends_codes
 from hqsweep.nn.linear.linear import LinearBase, as_rows
-from hqsweep.nn.linear.linear_call import Codes, LinearCall
+from hqsweep.nn.linear.linear_call import NOTHING, LinearCall
 from hqsweep.nn.linear.linear_function import LinearFunction
-from hqsweep.ops.members.padding import PaddedSplits
-from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.members.splits import PaddedSplits, Splits
 from hqsweep.ops.quantize.kernels import input_in
-from hqsweep.parallel.overlap.shared_linear import TensorParallel
 from hqsweep.quant.group import homogeneous
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.pairs import GEMMS
@@ -61,6 +58,7 @@ class GroupedBase(LinearBase):
     """
 
     module_type = GROUPED
+    parallel: ExpertRanks | None = None
 
     def __init__(
         self,
@@ -76,7 +74,7 @@ class GroupedBase(LinearBase):
         quantizers, gemm = _quantizers(recipe, name, sizes.experts)
         super().__init__(name, quantizers, gemm, dtype, options)
         self.num_experts, self.in_features, self.out_features = sizes
-        self.all_experts, self.first_expert, self.mean_over = sizes.experts, 0, 1
+        self.all_experts, self.first_expert = sizes.experts, 0
         self.states = ExpertStates(sizes.experts)
         self.states.add(slots(quantizers))
         self._weight_splits = Splits.uniform(sizes.experts, sizes.out_features)
@@ -104,30 +102,20 @@ class GroupedBase(LinearBase):
         boundaries = {slot: None if role is None else resolved[role] for slot, role in self.boundary_roles().items()}
         return {tensor: getattr(section, tensor) for tensor in TENSOR_TYPES[self.module_type]} | boundaries
 
-    def hold_experts(self, first: int, count: int, mean_over: int) -> None:
-        """Be the experts first to first + count alone, with the rows that all ranks have for them: gradients of
-        parameters are divided by mean_over. Names of slots and states stay those of the whole."""
-        self.first_expert, self.num_experts, self.mean_over = first, count, mean_over
+    def hold_experts(self, first: int, count: int) -> None:
+        """Be the experts first to first + count alone. Names of slots and states stay those of the whole."""
+        self.first_expert, self.num_experts = first, count
         self.states = self.states.part(first, count)
-        self._weight_splits = Splits.uniform(count, self.out_features)
+        self.resize()
+
+    def resize(self) -> None:
+        """Take the number of experts and of features as they are now."""
+        self._weight_splits = Splits.uniform(self.num_experts, self.out_features)
         self._last_splits, self._plans = None, (None, "", {})
         self.workspace.clear()
 
-    def share_features(self, parallel: TensorParallel) -> None:
-        """Compute with this rank's part of every expert: of its output features ("column"), or of its input features
-        ("row"). Every rank has all rows; what ranks sum has the sums of all."""
-        ranks = parallel.group.size()
-        if parallel.mode == "column":
-            self.out_features //= ranks
-        else:
-            self.in_features //= ranks
-        self.parallel = parallel
-        self._weight_splits = Splits.uniform(self.num_experts, self.out_features)
-        self._plans = (None, "", {})
-        self.workspace.clear()
-
     def linear_facts(self) -> dict[str, Any]:
-        return super().linear_facts() | {"first_expert": self.first_expert, "mean_over": self.mean_over}
+        return super().linear_facts() | {"first_expert": self.first_expert}
 
     @property
     def quantization_alignment(self) -> int:
@@ -135,13 +123,6 @@ class GroupedBase(LinearBase):
         quantizers = self.active_quantizers()
         native = NATIVE_MULTIPLE if self.gemm == "native" else 1
         return math.lcm(native, quantizers.input.row_multiple, quantizers.grad_output.row_multiple)
-
-    def sends_codes(self, tensor: str, weight: Tensor) -> Format | None:
-        """The format in which the rows of "input" or "grad_output" can come from other ranks as codes, in a call now:
-        that of their rowwise operand, where nothing else is made of their values. There are no biases."""
-        quantizer = getattr(self.active_quantizers(), tensor)
-        columnwise = torch.is_grad_enabled() and weight.requires_grad
-        return quantizer.rowwise if sends_codes(quantizer, columnwise) and not current().probe else None
 
     @property
     def filling_multiple(self) -> int:
@@ -156,8 +137,8 @@ class GroupedBase(LinearBase):
         parameters: ExpertParameters,
         codes: Codes | None = None,
     ) -> Tensor:
-        """y [..., N] of x [..., K], of which m_splits says how many rows each expert has. codes: see LinearCall; splits
-        are filled up then."""
+        """y [..., N] of x [..., K], of which m_splits says how many rows each expert has. codes: of x and of the
+        gradient of y, where rows come as codes from other ranks; splits are filled up then."""
         if torch.compiler.is_compiling() and is_held(parameters.weights):
             return self._product_untraced(x, m_splits, parameters, codes)
         if x.shape[-1] != self.in_features:
@@ -212,13 +193,17 @@ class GroupedBase(LinearBase):
     def _apply_experts(
         self, x: Tensor, splits: Splits, parameters: ExpertParameters, codes: Codes | None = None
     ) -> Tensor:
-        fields = self.linear_facts() | ({} if codes is None else {"codes": codes})
         if self.parallel is not None:
-            fields["exchange"] = self.parallel.exchange(x.shape[:-1])
-        plans = self._plans_of(fields["quantizers"], fields["gemm"], splits, x.device)
-        call = LinearCall(**fields, splits=splits, weight_splits=self._weight_splits, plans=plans)
+            return self.parallel.product(self, x, splits, parameters, codes)
         weights, biases = parameters
-        return LinearFunction.apply(x, call, len(weights), None, *weights, *biases)
+        call = LinearCall(**self.expert_facts(splits, x.device))
+        return LinearFunction.apply(x, call, NOTHING, len(weights), *weights, *biases)
+
+    def expert_facts(self, splits: Splits, device: torch.device) -> dict[str, Any]:
+        """The fields of a LinearCall for rows on a device."""
+        facts = self.linear_facts()
+        plans = self._plans_of(facts["quantizers"], facts["gemm"], splits, device)
+        return facts | {"splits": splits, "weight_splits": self._weight_splits, "plans": plans}
 
     def _plans_of(
         self, quantizers: LinearQuantizers, gemm_mode: str, splits: Splits, device: torch.device

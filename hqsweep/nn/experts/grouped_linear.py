@@ -1,28 +1,21 @@
 """GroupedLinear: E linears, each for the rows of its own expert, whose GEMMs run together."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hqsweep.errors import UserError
-from hqsweep.nn.core.delayed import DelayedStates, ExpertStates
-from hqsweep.nn.core.module import PARTS, quantized_modules
 from hqsweep.nn.core.options import GroupedLinearOptions
 from hqsweep.nn.core.parameter import expert_parameters, expert_weights, gemm_weight, link_states, regroup
 from hqsweep.nn.core.recipe_argument import RecipeArgument
+from hqsweep.nn.core.wire import Codes
 from hqsweep.nn.experts.grouped import ExpertParameters, ExpertSizes, GroupedBase
-from hqsweep.nn.linear.linear import Linear
-from hqsweep.nn.linear.linear_call import Codes
 from hqsweep.ops.members.splits import Splits
-from hqsweep.parallel.overlap.shared_linear import local
-from hqsweep.parallel.wire.collectives import maximum_
-from hqsweep.parallel.wire.local import group_of_shards, is_spread
-from hqsweep.parallel.wire.local import local as stored
-from hqsweep.quant.grouped import GroupedTensor
 from hqsweep.recipe.roles import QuantizerRole
+from hqsweep.torch_private import local_tensor
 
 
 class GroupedLinear(GroupedBase):
@@ -112,16 +105,14 @@ class GroupedLinear(GroupedBase):
         return self.weights[0].dtype
 
     def forward(self, x: Tensor, m_splits: Sequence[int] | Tensor | Splits, codes: Codes | None = None) -> Tensor:
-        if is_spread(self.weights[0]):
-            link_held(self)
-        weights, biases = ([local(p) for p in of_kind] for of_kind in (self.weights, self.biases))
-        return self.product(x, m_splits, ExpertParameters(weights, biases), codes)
+        own = (self.weights, self.biases) if self.parallel is None else self.parallel.own(self)
+        return self.product(x, m_splits, ExpertParameters(*own), codes)
 
     def expert_weights(self) -> list[Tensor]:
         """The weight of each expert [N, K]: parameters, or views of the one that they are in."""
-        return expert_weights([local(weight) for weight in self.weights])
+        return expert_weights(list(map(local_tensor, self.weights)))
 
-    def hold_experts(self, first: int, count: int, mean_over: int) -> None:
+    def hold_experts(self, first: int, count: int) -> None:
         """GroupedBase.hold_experts, which drops the parameters of all other experts: what is held shares no memory with
         theirs. Parameters of single experts keep their names."""
         for name in ("weight", "bias") if self.has_bias else ("weight",):
@@ -132,7 +123,7 @@ class GroupedLinear(GroupedBase):
                 continue
             for expert in set(self._numbers) - set(range(first, first + count)):
                 delattr(self, f"{name}{expert}")
-        super().hold_experts(first, count, mean_over)
+        super().hold_experts(first, count)
 
     def _drawn(self, weight: Tensor) -> Tensor:
         return nn.init.normal_(weight, std=1 / math.sqrt(self.in_features))
@@ -140,7 +131,7 @@ class GroupedLinear(GroupedBase):
     def reset_parameters(self) -> None:
         """Draw the weights again, and zero the biases."""
         self.states.reset_parameters()
-        link_states([local(weight) for weight in self.weights], self.states)
+        link_states(list(map(local_tensor, self.weights)), self.states)
         for weight in self.weights:
             self._drawn(weight)
         for bias in self.biases:
@@ -168,39 +159,3 @@ def _set_parallel(parameter: Tensor, dim: int | None) -> None:
     parameter.tensor_model_parallel = dim is not None
     parameter.partition_dim = -1 if dim is None else parameter.dim() + dim
     parameter.partition_stride = 1
-
-
-def link_held(model: nn.Module) -> None:
-    """Have weights that are held quantized, and shards of such, use the states that their modules have now."""
-    for weights, states in _weights_and_states(model):
-        link_states([stored(weight) for weight in weights], states)  # and not a view of the part
-
-
-@torch.no_grad()
-def share_amaxes(model: nn.Module) -> None:
-    """Give every rank the amaxes by which held experts are scaled that another rank of fully_shard writes, and whose
-    histories it alone has; statistics of the whole read them. All ranks call it, once after each write."""
-    amaxes: dict[Any, list[Tensor]] = {}
-    for weights, states in _weights_and_states(model):
-        own = stored(weights[0])
-        if not (isinstance(own, GroupedTensor) and own.quantizer.delayed and is_spread(weights[0])):
-            continue
-        written = range(own.metadata.content.first, own.metadata.content.first + own.experts)
-        for expert, of_expert in states.named_children():
-            slot = [state.amax for name, state in of_expert.items() if name.startswith("weight_")]
-            if int(expert) not in written:
-                torch._foreach_zero_(slot)
-            amaxes.setdefault(group_of_shards(weights[0]), []).extend(slot)
-    for group, every in amaxes.items():
-        maximum_(every, group)
-
-
-def _weights_and_states(model: nn.Module) -> Iterator[tuple[Sequence[Tensor], DelayedStates | ExpertStates]]:
-    """The weights of each linear and of experts, of a converted model too, with the states of their module."""
-    for module in quantized_modules(model):
-        if isinstance(module, Linear | GroupedLinear):
-            yield [module.weight] if isinstance(module, Linear) else module.weights, module.states
-    for module in model.modules():
-        for part in module.__dict__.get(PARTS, ()):
-            if getattr(part, "weight_name", None):
-                yield [getattr(module, part.weight_name)], part.states

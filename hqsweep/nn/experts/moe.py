@@ -8,18 +8,15 @@ from hqsweep.nn.core.context import current
 from hqsweep.nn.core.options import GroupedLinearOptions, MoELayerOptions, MoEOptions
 from hqsweep.nn.core.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.nn.core.residual import AddsBranch, Branch
-from hqsweep.nn.experts.dispatch import Dispatcher
+from hqsweep.nn.core.wire import MixtureRanks, SplitTokens
 from hqsweep.nn.experts.grouped_linear import GroupedLinear
 from hqsweep.nn.experts.router import Router, Routing, moves_by_kernels
 from hqsweep.nn.layers.norm import Norm
 from hqsweep.nn.layers.stream_layer import StreamLayer
 from hqsweep.nn.linear.activation import activate
 from hqsweep.nn.linear.linear import Linear
-from hqsweep.nn.linear.linear_call import Codes
 from hqsweep.nn.linear.mlp_function import joined, joins
-from hqsweep.ops.members.padding import PaddedSplits
-from hqsweep.ops.members.splits import Splits
-from hqsweep.parallel.overlap.shared_linear import SplitTokens
+from hqsweep.ops.members.splits import PaddedSplits, Splits
 
 Routed = tuple[Tensor, Tensor, Tensor]
 """y, then of the routing `balance` float32 [], and `tokens` int64 [E]."""
@@ -70,7 +67,7 @@ class LayerNormMoE(AddsBranch):
         self.fc1 = GroupedLinear(experts, dim, 2 * ffn, name=f"{name}.fc1", options=single, **shared)
         self.fc2 = GroupedLinear(experts, ffn, dim, name=f"{name}.fc2", options=single, **shared)
         self.shared = SharedExpert(dim, ffn, name=f"{name}.shared", **shared) if options.shared_expert else None
-        self.dispatcher: Dispatcher | None = None
+        self.dispatcher: MixtureRanks | None = None
         """How tokens reach experts that are spread over ranks (hqsweep.parallel.expert)."""
         self.tokens: SplitTokens | None = None
         """How tokens lie split over the ranks that share every expert (hqsweep.parallel.tensor); None: each rank has
@@ -87,7 +84,7 @@ class LayerNormMoE(AddsBranch):
         routing = self.router(h)
         if probe := current().probe:
             probe.experts(self.name, routing.tokens.tolist(), current().microbatch)
-        y = self._mixed(routing, h) if self.dispatcher is None else self._mixed_over_ranks(routing, h, self.dispatcher)
+        y = self._mixed(routing, h) if self.dispatcher is None else self.dispatcher.mixed(self, routing, h)
         y = y.view(shape)
         return total, y if self.tokens is None else self.tokens.own(y), routing.balance, routing.tokens
 
@@ -96,21 +93,6 @@ class LayerNormMoE(AddsBranch):
         rows = routing.dispatch(h, self.fc1.dtype, splits)
         rows = self.fc2(activate(self.fc1(rows, splits), "swiglu"), splits)
         return routing.combine(rows, None if self.shared is None else self.shared(h), splits)
-
-    def _mixed_over_ranks(self, routing: Routing, h: Tensor, dispatcher: Dispatcher) -> Tensor:
-        fc1, fc2, multiples = self.fc1, self.fc2, {self.fc1.filling_multiple, self.fc2.filling_multiple}
-        formats, fills = (fc1.sends_codes("input", fc1.weight), fc2.sends_codes("grad_output", fc2.weight)), 1
-        if len(multiples) == 1:
-            (fills,) = multiples
-        else:  # each fills up its rows by itself, which takes values
-            formats = None, None
-        route = dispatcher.send_counts(routing.tokens, routing.chosen.numel(), fills)
-        routing, codes = route.marked(routing), [None if f is None else Codes() for f in formats]
-        rows = route.go(routing.dispatch(h, fc1.dtype), formats[0], codes[0])
-        with route.context():
-            hidden = activate(fc1(rows, route.splits, codes[0]), "swiglu", route.end)
-            rows = route.come_back(fc2(hidden, route.splits, codes[1]), formats[1], codes[1])
-        return routing.combine(rows, None if self.shared is None else self.shared(h))
 
     def _splits(self, routing: Routing, h: Tensor) -> Splits:
         """One for both linears, so that a device is waited for once at most; where both fill up experts that only a
@@ -122,15 +104,6 @@ class LayerNormMoE(AddsBranch):
         if not moves_by_kernels(h, self.fc1.dtype):
             return splits
         return PaddedSplits.over(splits, multiples.pop(), h.device)
-
-
-def check_room(model: nn.Module, where: str = "") -> None:
-    """UserError where, since the last check, rows of the model's experts found no room, or ranks had unlike numbers of
-    tokens: results were NaN. Waits for the device. where: what stands before the name of the option."""
-    dispatchers = [module.dispatcher for module in model.modules() if isinstance(module, LayerNormMoE)]
-    for room in dict.fromkeys(dispatcher.room for dispatcher in dispatchers if dispatcher is not None):
-        if room is not None:
-            room.check(where)
 
 
 class MoELayer(StreamLayer):

@@ -13,12 +13,19 @@ from torch.autograd.function import once_differentiable
 
 from hqsweep.memo import cached_property
 from hqsweep.nn.core.context import use_kernels
-from hqsweep.ops.members.padding import PaddedSplits
-from hqsweep.ops.members.splits import Splits
-from hqsweep.ops.model.experts import combine_rows, combine_rows_backward, dispatch_rows, sum_rows, takes
-from hqsweep.ops.model.route import route, route_backward, routes
+from hqsweep.nn.core.wire import WeightRanks
+from hqsweep.ops.members.splits import PaddedSplits, Splits
+from hqsweep.ops.model.experts import (
+    combine_rows,
+    combine_rows_backward,
+    dispatch_rows,
+    route,
+    route_backward,
+    routes,
+    sum_rows,
+    takes,
+)
 from hqsweep.ops.quantize.kernels import in_dtype
-from hqsweep.parallel.overlap.shared_linear import local
 
 ROUTER_STD = 0.02
 """Standard deviation of the initial weights: small, so that a training starts with nearly equal loads."""
@@ -100,13 +107,17 @@ class Router(nn.Module):
     No recipe quantizes it: a token that changes experts for a rounding error would change the model.
     """
 
+    parallel: WeightRanks | None = None
+    """How ranks share the weight; None: this rank has all of it."""
+
     def __init__(self, dim: int, experts: int, top_k: int) -> None:
         super().__init__()
         self.experts, self.top_k = experts, top_k
         self.weight = nn.Parameter(nn.init.normal_(torch.empty(experts, dim), std=ROUTER_STD))
 
     def forward(self, x: Tensor) -> Routing:
-        logits = _Logits.apply(x.float(), local(self.weight).float())
+        weight = self.weight if self.parallel is None else self.parallel.own(self.weight)
+        logits = _Logits.apply(x.float(), weight.float())
         if use_kernels(logits) and routes(logits, self.top_k):
             weights, balance, chosen, order, places, tokens = _Route.apply(logits, self.top_k)
             return Routing(chosen=chosen, weights=weights, tokens=tokens, balance=balance, placed=(order, places))

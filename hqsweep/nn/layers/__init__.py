@@ -1,1 +1,1 @@
-"""Layers of a transformer, and modules whose weight is no GEMM operand: norms and embeddings."""
+"""Layers of a transformer, and modules whose weight is not a GEMM operand: norms and embeddings."""

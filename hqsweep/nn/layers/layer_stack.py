@@ -1,4 +1,4 @@
-"""Layers of a transformer one after the other, as a whole model runs them and each stage of a pipeline its own."""
+"""A stack of transformer layers: a whole model's, or those of one pipeline stage."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,13 +8,14 @@ from torch import Tensor, nn
 
 from hqsweep.nn.core.residual import Branch, add_branch
 from hqsweep.nn.layers.stream_layer import StreamLayer, with_sum
-from hqsweep.parallel.overlap.summed_gains import gains_summed_together
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stream:
-    """The residual stream x + branch [B, T, D], whose last sum is left to whoever reads it, and what layers with
-    experts said of their routing: `balances` float32 [] and `tokens` int64 [E] of each."""
+    """The residual stream x + branch [B, T, D], whose last sum is left to the reader, and the routing of expert layers.
+
+    balances: float32 [] per layer with experts; tokens: int64 [E] per layer with experts.
+    """
 
     x: Tensor
     branch: Branch
@@ -23,8 +24,11 @@ class Stream:
 
 
 def _after(layer: nn.Module, x: Tensor, branch: Branch) -> tuple[Any, ...]:
-    """(x, branch) after a layer, and what it says of its routing. A module around one, as torch's checkpoint_wrapper
-    and torch.compile make it, has the layer's methods, but they would leave out what it adds."""
+    """Return (x, branch, *routing) after a layer.
+
+    A wrapper around a layer (torch's checkpoint_wrapper, torch.compile) also has the layer's methods. They would skip
+    the wrapper, so it is called instead.
+    """
     if isinstance(layer, StreamLayer):
         return layer.residual(x, branch)
     return with_sum(layer(add_branch(x, branch)))
@@ -32,11 +36,10 @@ def _after(layer: nn.Module, x: Tensor, branch: Branch) -> tuple[Any, ...]:
 
 def through(layers: Iterable[nn.Module], x: Tensor) -> Stream:
     """x [B, T, D] through TransformerLayers and MoELayers."""
-    branch, balances, tokens, layers = None, [], [], list(layers)
-    with gains_summed_together(layers):
-        for layer in layers:
-            x, branch, *routed = _after(layer, x, branch)
-            if routed:
-                balances.append(routed[0])
-                tokens.append(routed[1])
+    branch, balances, tokens = None, [], []
+    for layer in layers:
+        x, branch, *routed = _after(layer, x, branch)
+        if routed:
+            balances.append(routed[0])
+            tokens.append(routed[1])
     return Stream(x=x, branch=branch, balances=balances, tokens=tokens)

@@ -1,4 +1,4 @@
-"""Norm: LayerNorm or RMSNorm in float32, with a gain in the values of the recipe's `norm` quantizer."""
+"""Norm: LayerNorm or RMSNorm in float32, whose gain is rounded by the recipe's `norm` quantizer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,13 +14,11 @@ from hqsweep.nn.core.context import use_kernels
 from hqsweep.nn.core.options import EPSILON
 from hqsweep.nn.core.recipe_argument import RecipeArgument, module_quantizers
 from hqsweep.nn.core.residual import Branch, add_branch, is_observed, whole
+from hqsweep.nn.core.wire import DeferredGradient, GradientReader, Summands
 from hqsweep.nn.layers.weight import QuantizedWeight
 from hqsweep.ops.model import norm
+from hqsweep.ops.quantize.fused import Normed, takes_normed
 from hqsweep.ops.quantize.kernels import in_dtype, input_in
-from hqsweep.ops.quantize.quantize_normed import Normed
-from hqsweep.ops.quantize.quantize_normed import takes as takes_normed
-from hqsweep.parallel.overlap.deferred_reduce import LeftGradient
-from hqsweep.parallel.wire.tokens import Summands, TakesGradient
 
 NORMALIZATIONS = ("RMSNorm", "LayerNorm")
 
@@ -35,17 +33,17 @@ class _NormCall:
     signs: bool | None = None
     of_branch: Summands | None = None
     """The summands of a branch that is a sum over ranks."""
-    gradient: LeftGradient | None = None
+    gradient: DeferredGradient | None = None
     """Where the gradient of the norm may be left as its summands."""
     copies: Sequence[Tensor] = ()
-    """Memory, elsewhere, that gets the norm, too."""
+    """Further tensors that receive the norm."""
 
 
 class _NormFunction(torch.autograd.Function):
-    """x and branch [..., D], gain and bias [D] -> x + branch, its norm, and the amaxes that are wanted. The branch is
-    this rank's summand where the call has all.
+    """Return x + branch, its norm, and the wanted amaxes. x, branch: [..., D]; gain, bias: [D].
 
-    It saves the sum, which is the residual stream, and one or two numbers a row.
+    With call.of_branch, branch is this rank's summand. Saved are the sum, which is the residual stream, and one or two
+    numbers per row.
     """
 
     @staticmethod
@@ -82,10 +80,13 @@ def _gradients(
     dh: Tensor | None,
     received: Tensor | None = None,
     rank: int = 0,
-    writer: TakesGradient | None = None,
+    writer: GradientReader | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of x, branch, gain and bias. The stream's gradient is added in the pass that makes the norm's; both
-    are rounded to the stream's dtype. received and rank: of a dh that ranks sum. writer: of the branch."""
+    """Return the gradients of x, branch, gain and bias.
+
+    The stream's gradient is added in the norm's backward pass; both are rounded to the stream's dtype. received, rank:
+    for a dh that ranks sum. writer: of the branch.
+    """
     total, gain, statistics = ctx.saved_tensors
     branch_dtype = ctx.branch_dtype
     if dh is None:
@@ -103,8 +104,11 @@ def _gradients(
 
 
 class _NormedFunction(torch.autograd.Function):
-    """_NormFunction without the output: -> x + branch; a tensor of the output's shape and dtype, which is one element,
-    expanded, that nobody reads, and whose gradient is the output's; and the statistics."""
+    """_NormFunction without the output. It returns x + branch, a placeholder for the output, and the statistics.
+
+    The placeholder has the output's shape and dtype, but is one expanded element that is never read. Its gradient is
+    the output's.
+    """
 
     @staticmethod
     def forward(
@@ -125,12 +129,12 @@ class _NormedFunction(torch.autograd.Function):
 
 
 class Norm(QuantizedWeight):
-    """x [..., D] -> float32 [..., D], normalized over the last axis, times the gain [D] (LayerNorm: plus a bias [D]).
+    """Normalize x [..., D] over the last axis and multiply by the gain [D] (LayerNorm: plus a bias [D]); float32 [...,
+    D].
 
     RMSNorm: x / sqrt(mean(x^2) + epsilon) (Zhang and Sennrich, arXiv 1910.07467). LayerNorm: (x - mean(x)) /
-    sqrt(var(x) + epsilon) (Ba et al., arXiv 1607.06450). Role: QuantizerRole("norm", "weight", name). On CUDA, kernels
-    compute it whose sums are in another order than torch's, where quantization(kernels=True) and the width is a
-    multiple of 4 up to 6144.
+    sqrt(var(x) + epsilon) (Ba et al., arXiv 1607.06450). Role: QuantizerRole("norm", "weight", name). On CUDA, own
+    kernels run if quantization(kernels=True) and D is a multiple of 4 up to 6144. They add in another order than torch.
     """
 
     module_type = "norm"
@@ -150,10 +154,12 @@ class Norm(QuantizedWeight):
         return self._normed(x, None, torch.float32)[1]
 
     def added(
-        self, x: Tensor, branch: Branch, dtype: torch.dtype = torch.float32, gradient: LeftGradient | None = None
+        self, x: Tensor, branch: Branch, dtype: torch.dtype = torch.float32, gradient: DeferredGradient | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(x + branch, its norm rounded to `dtype`), with the sum as add_branch gives it, in one pass on CUDA.
-        gradient: of the one who alone reads the norm; the norm may be sent as it is computed."""
+        """Return (x + branch, its norm in `dtype`), in one pass on CUDA. The sum is as in add_branch().
+
+        gradient: of the norm's only reader; the norm may then be sent while it is computed.
+        """
         if is_observed(self):
             total = add_branch(x, branch)
             return total, in_dtype(self(total), dtype)
@@ -162,16 +168,18 @@ class Norm(QuantizedWeight):
     def measured(
         self, x: Tensor, branch: Branch, dtype: torch.dtype, amax: bool, signs: bool | None
     ) -> tuple[Tensor, ...]:
-        """added(), then the amaxes of the output that are wanted (HybridQuantizer.takes_amaxes), or none of them."""
+        """Return added(), then the wanted amaxes of the output (HybridQuantizer.takes_amaxes), or none of them."""
         if is_observed(self):
             return self.added(x, branch, dtype)
         return self._normed(x, whole(branch) if amax else branch, dtype, amax, signs)
 
     def described(self, x: Tensor, branch: Branch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Normed] | None:
-        """added(), with the norm only described, for a quantizer that takes_normed(): its tensor holds no values. None
-        where no kernel takes that, or the branch is a sum that is left."""
+        """Return added() with a placeholder for the norm, and its description, for a quantizer that takes_normed().
+
+        None if no kernel takes it, or if the branch is a deferred sum.
+        """
         weight = self.quantized_weight()
-        if isinstance(branch, Summands):
+        if not (branch is None or isinstance(branch, Tensor)):
             return None
         taken = dtype is torch.bfloat16 and norm.takes(x, branch, weight, dtype) and takes_normed(x)
         if is_observed(self) or not (taken and use_kernels(x)):
@@ -188,10 +196,11 @@ class Norm(QuantizedWeight):
         dtype: torch.dtype,
         amax: bool = False,
         signs: bool | None = None,
-        gradient: LeftGradient | None = None,
+        gradient: DeferredGradient | None = None,
     ) -> tuple[Tensor, ...]:
         weight, bias = self.quantized_weight(), self._own_bias()
-        summands, own = (branch, branch.own) if isinstance(branch, Summands) else (None, branch)
+        is_whole = branch is None or isinstance(branch, Tensor)
+        summands, own = (None, branch) if is_whole else (branch, branch.own)
         if use_kernels(x) and norm.takes(x, own, weight, dtype):
             wanted = {"amax": amax, "signs": signs} if norm.measures(x, dtype) else {}
             call = _NormCall(epsilon=self.epsilon, dtype=dtype, of_branch=summands, gradient=gradient, **wanted)
@@ -214,7 +223,7 @@ class Norm(QuantizedWeight):
         return None if self.bias is None else self.own(self.bias)
 
     def reset_parameters(self) -> None:
-        """Gain one, bias zero."""
+        """Set the gain to one, the bias to zero."""
         nn.init.ones_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)

@@ -1,13 +1,13 @@
-"""ActivationOffload: what autograd saves for backward waits in CPU memory.
+"""ActivationOffload: tensors that autograd saves for backward wait in CPU memory.
 
-torch.autograd.graph.save_on_cpu copies on the stream that computes, which stands still for every byte, and takes all
-that is saved, parameters and operands of held weights too, which frees nothing. Here copies run on two streams of
-their own, in both directions at once, and what would not be freed stays. Bytes come back as they left.
+torch.autograd.graph.save_on_cpu copies on the computing stream, which stalls for every byte. It also copies parameters
+and operands of held weights, which frees nothing. Here copies run on two streams of their own, in both directions at
+once, and tensors whose copy would free nothing stay on the device. The bytes come back unchanged.
 
-Memory is handed over in the order of the computing stream: a tensor that leaves is dropped behind an event of its copy,
-one that comes back is written behind the kernels that used its memory before. Nothing waits on the host. Were tensors
-only marked (Tensor.record_stream), their memory could not serve again until the GPU had caught up with the host, which
-runs ahead by whole layers, and the peak would not fall.
+Memory is handed over in the order of the computing stream. A tensor that leaves is dropped after its copy's event. A
+tensor that returns is written after the kernels that used its memory before. The host never waits. With
+Tensor.record_stream instead, memory would be reusable only when the GPU has caught up with the host, which runs whole
+layers ahead, and the peak would not fall.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,16 +20,16 @@ from torch import Tensor, nn
 
 from hqsweep.nn.layers.saved_memory import memory_of, tensors_of
 from hqsweep.parallel.fsdp.fsdp_state import gathered_storages, parameters_of
+from hqsweep.torch_private import storage_id
 
 MIN_BYTES = 4096
-"""Smaller tensors stay: their copy is latency alone."""
+"""Smaller tensors stay, since latency dominates their copy."""
 WINDOW_BYTES = 64 * 2**20
-"""Bytes of tensors on the device in each direction while their copies run: a millisecond of PCIe 5, a hundred times its
-latency."""
+"""Bytes on the device per direction while their copies run: a millisecond of PCIe 5, a hundred times its latency."""
 
 
 class _Saved:
-    """One tensor [...] in host memory, always contiguous, with its strides and device, from which it is made again."""
+    """One tensor [...] in contiguous host memory, with the strides and device to restore it."""
 
     def __init__(self, number: int, tensor: Tensor) -> None:
         self.number, self.nbytes, self.was_read = number, tensor.nbytes, False
@@ -38,9 +38,9 @@ class _Saved:
 
 
 class _Lane:
-    """Copies in one direction, on a stream of their own, with the device tensors of the copies not yet waited for.
+    """Copies in one direction on their own stream, with the device tensors of copies that are not awaited yet.
 
-    There are at most `limit` bytes of these, or a single tensor. On the CPU a copy is over when the call returns.
+    These have at most `limit` bytes, or are a single tensor. On the CPU a copy is finished when the call returns.
     """
 
     def __init__(self, device: torch.device, limit: int) -> None:
@@ -49,7 +49,7 @@ class _Lane:
         self.held: dict[_Saved, tuple[Tensor, torch.cuda.Event | None]] = {}
 
     def copy(self, saved: _Saved, target: Tensor, source: Tensor, on_device: Tensor) -> None:
-        """Copy after all that is enqueued now, and hold on_device, which is the target or the source, until take()."""
+        """Copy after all work enqueued so far. Hold on_device, which is the target or the source, until take()."""
         event = None
         if self.stream is None:
             target.copy_(source)
@@ -62,7 +62,7 @@ class _Lane:
         self.nbytes += saved.nbytes
 
     def take(self, saved: _Saved) -> Tensor:
-        """The device tensor of a copy. What is enqueued from now on may use it, or overwrite its memory once it is
+        """Return the device tensor of a copy. Work enqueued from now on may use it, or overwrite its memory once it is
         dropped."""
         tensor, event = self.held.pop(saved)
         self.nbytes -= saved.nbytes
@@ -84,20 +84,21 @@ class _Lane:
 
 
 class ActivationOffload:
-    """What autograd saves of one model on one device waits in CPU memory:
+    """Keeps the tensors that autograd saves for one model on one device in CPU memory:
 
         offload = ActivationOffload(model)
         with offload.saving():
             loss = model(x)
-        loss.backward()  # outside: what is computed again in backward need not leave the device
+        loss.backward()  # outside: recomputed tensors need not leave the device
 
-    It leaves alone parameters and buffers of the model, operands of its quantized weights, what fully_shard gathers
-    (torch frees that memory itself, and waits for no copy of it), and tensors that are on other devices, smaller than
-    min_bytes, sparse, of a subclass, expanded (stride 0), or conjugated lazily. Backward reads the same bytes under the
-    same strides. It meets tensors in about the reverse order of forward, and those
-    before the one that it reads are brought back ahead of it, window_bytes of them. Host memory is pinned; torch's
-    caching allocator keeps it, rounded up to powers of two, and hands it out again in the next step. On the CPU tensors
-    are copied too, which frees nothing but shows the same path.
+    These stay on the device: the model's parameters and buffers, operands of its quantized weights, and memory that
+    fully_shard gathers into (torch frees it, and waits for no copy of it). So do tensors that are on other devices,
+    smaller than min_bytes, sparse, of a subclass, expanded (stride 0), or lazily conjugated.
+
+    Backward reads the same bytes with the same strides. It reads tensors in about the reverse order of forward, so
+    earlier tensors are prefetched, window_bytes at a time. Host memory is pinned. torch's caching allocator keeps it,
+    rounded up to powers of two, for the next step. On the CPU tensors are copied too, which frees nothing but runs the
+    same code.
     """
 
     def __init__(self, model: nn.Module, *, min_bytes: int = MIN_BYTES, window_bytes: int = WINDOW_BYTES) -> None:
@@ -110,11 +111,11 @@ class ActivationOffload:
         self._gathered: frozenset[int] = frozenset()
         """The storages that fully_shard gathers into."""
         self._ungathered: list[Any] = []
-        """torch's FSDPParams that have no such storage yet."""
+        """torch's FSDPParams without such a storage yet."""
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Enter this around forward. What an earlier forward saved and backward has not read stays good."""
+        """Offload inside this context, which is entered around forward. Tensors of earlier forwards stay valid."""
         self.leaving.clear()
         self.arriving.clear()
         self._count = max(self._saved.keys(), default=-1) + 1
@@ -126,7 +127,7 @@ class ActivationOffload:
 
     @property
     def host_bytes(self) -> int:
-        """The bytes in host memory that backward has still to read."""
+        """Bytes in host memory that backward has yet to read."""
         return sum(saved.nbytes for saved in self._saved.values())
 
     def _pack(self, tensor: Tensor) -> Tensor | _Saved:
@@ -153,7 +154,7 @@ class ActivationOffload:
         return tensor
 
     def _prefetch(self, number: int) -> None:
-        """Start to bring back what was saved before tensor `number`, the latest first."""
+        """Start to bring back tensors saved before tensor `number`, the latest first."""
         for earlier in range(number - 1, -1, -1):
             saved = self._saved.get(earlier)
             if saved is None or saved.was_read or saved in self.leaving.held or saved in self.arriving.held:
@@ -171,10 +172,10 @@ class ActivationOffload:
         self._ungathered = [parameter for parameter in parameters if not parameter.all_gather_outputs]
 
     def _is_gathered(self, tensor: Tensor) -> bool:
-        """Whether the memory is what fully_shard gathers into."""
+        """Return whether fully_shard gathers into the tensor's memory."""
         if self._ungathered:
             self._note_gathered(self._ungathered)
-        return tensor.untyped_storage()._cdata in self._gathered
+        return storage_id(tensor) in self._gathered
 
     def _is_worth_it(self, tensor: Tensor) -> bool:
         return (

@@ -1,4 +1,4 @@
-"""What autograd keeps for backward: whose memory it is, and how much."""
+"""Memory that autograd keeps for backward: its owner and its size."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,20 +8,20 @@ from torch import Tensor, nn
 
 from hqsweep.nn.experts.grouped_linear import GroupedLinear
 from hqsweep.nn.linear.linear import Linear, LinearBase
-from hqsweep.parallel.fsdp.gathered_weight import GatheredWeight
-from hqsweep.parallel.wire.local import local
+from hqsweep.quant.gathered_weight import GatheredWeight
 from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.torch_private import local_tensor
 
 
 def memory_of(tensor: Tensor) -> int:
-    """The address of the tensor's storage: equal for views of one tensor."""
+    """Return the address of the tensor's storage, equal for all views of a tensor."""
     return tensor.untyped_storage().data_ptr()
 
 
 def tensors_of(model: nn.Module) -> Iterator[Tensor]:
     """The parameters and buffers, the operands of quantized ones, and this rank's parts of those that ranks share:
     saving them keeps nothing alive that would be freed."""
-    for part in map(local, model.parameters()):
+    for part in map(local_tensor, model.parameters()):
         if isinstance(part, HybridQuantizedTensor):
             yield from part.buffers.values()
         else:
@@ -30,14 +30,14 @@ def tensors_of(model: nn.Module) -> Iterator[Tensor]:
 
 
 class SavedBytes:
-    """Counts the bytes that a forward keeps for backward, beside the model itself; shared memory counts once."""
+    """Counts the bytes that a forward keeps for backward besides the model. Shared memory counts once."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.nbytes = model, 0
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Enter this around forward."""
+        """Count inside this context, which is entered around forward."""
         counted = {memory_of(tensor) for tensor in tensors_of(self.model)}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -51,14 +51,17 @@ class SavedBytes:
 
 
 def saved_input_bytes(linear: Linear | GroupedLinear, rows: int) -> float:
-    """The bytes an element that a linear keeps of its input x [rows, K]: codes and scales of the columnwise operand, or
-    x itself under save_original_input. For a grouped linear, rows are those of one expert, 1 or more."""
+    """Return the bytes per element that a linear keeps of its input x [rows, K].
+
+    These are codes and scales of the columnwise operand, or x itself with save_original_input. For a grouped linear,
+    rows are those of one expert, at least 1.
+    """
     weight = linear.weights[0] if isinstance(linear, GroupedLinear) else linear.weight
     return input_bytes(linear, weight.shape[-1], rows)
 
 
 def input_bytes(linear: LinearBase, columns: int, rows: int) -> float:
-    """saved_input_bytes of a linear that need not hold its weight, for x [rows, columns]."""
+    """Return saved_input_bytes() for x [rows, columns], for a linear that may lack its weight."""
     quantizer = linear.quantizers.input
     if linear.save_original_input and quantizer.may_save_original:
         return float(linear.dtype.itemsize)

@@ -1,4 +1,4 @@
-"""StreamLayer: what the layers of a transformer have in common: the residual stream, and computing a layer again."""
+"""StreamLayer: the residual stream and the recomputation that all transformer layers share."""
 
 from typing import Any
 
@@ -12,24 +12,26 @@ RECOMPUTES = ("none", "layer", "attention")
 
 
 def with_sum(outputs: Any) -> tuple[Any, ...]:
-    """What a layer's forward returned, as residual() does: the stream, no branch, then what else it says."""
+    """Return a layer's forward outputs in the form of residual(): the stream, no branch, then the rest."""
     x, *others = outputs if isinstance(outputs, tuple) else (outputs,)
     return x, None, *others
 
 
 class StreamLayer(nn.Module):
-    """A layer x [B, T, D] -> its stream, and what else it says of itself. A subclass has
-    _residual(x, branch, checkpoint_core_attention) -> (x, branch, ...), whose stream is x + branch."""
+    """A layer x [B, T, D] -> its stream, and further outputs.
+
+    A subclass defines _residual(x, branch, checkpoint_core_attention) -> (x, branch, ...); its stream is x + branch.
+    """
 
     _recompute = "none"
 
     @property
     def recompute(self) -> str:
-        """What backward computes again instead of keeping it: "none", all of the "layer", of which the sum of the
-        stream alone is kept, or the core of "attention".
+        """The part that backward recomputes: "none", the whole "layer", or the core of "attention".
 
-        It is part of the layer's forward, and so within what compiles the layer or cuts it: a unit of fully_shard is
-        gathered once in backward, for what is computed again and for gradients. UserError for another word.
+        "layer" keeps only the stream's sum. Recomputation belongs to the layer's forward, inside anything that compiles
+        or shards the layer. So a unit of fully_shard is gathered once in backward, for recomputation and gradients.
+        UserError for another word.
         """
         return self._recompute
 
@@ -46,8 +48,10 @@ class StreamLayer(nn.Module):
         return self._forward(x, checkpoint_core_attention)
 
     def residual(self, x: Tensor, branch: Branch, checkpoint_core_attention: bool = False) -> tuple[Any, ...]:
-        """forward(x + branch) with its last sum left to the reader: (x, branch) again, then what else it says. An
-        observed layer, and one that is computed again as a whole, make that sum themselves: branch is None."""
+        """Return forward(x + branch) with the last sum left to the reader: (x, branch), then further outputs.
+
+        An observed layer, and a layer recomputed as a whole, compute that sum themselves; branch is then None.
+        """
         if is_observed(self) or self.recompute == "layer":
             call = self if is_observed(self) else self.forward
             return with_sum(call(add_branch(x, branch), *([True] if checkpoint_core_attention else [])))

@@ -1,7 +1,6 @@
 """TransformerLayer: attention and MLP, each added to the residual stream."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -12,13 +11,13 @@ from hqsweep.nn.core.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.nn.core.residual import Branch
 from hqsweep.nn.layers.stream_layer import StreamLayer
 from hqsweep.nn.linear.layernorm_mlp import LayerNormMLP
-from hqsweep.parallel.overlap.prefetch import early_weights
 
 
 class TransformerLayer(StreamLayer):
-    """x [B, T, D] -> x + attn(x), then x + mlp(x), where both begin with a norm; the residual stream keeps x's dtype.
+    """x [B, T, D] -> x + attn(x), then x + mlp(x), both starting with a norm. The residual stream keeps x's dtype.
 
-    Its modules are named `name`.attn and `name`.mlp. A section, or its text, as recipe is for the linears of both.
+    Submodules are named `name`.attn and `name`.mlp. If recipe is a section, or its text, it applies to the linears of
+    both.
     """
 
     def __init__(
@@ -38,14 +37,7 @@ class TransformerLayer(StreamLayer):
         self.mlp = LayerNormMLP(dim, ffn, name=f"{name}.mlp", **shared)
 
     def _residual(self, x: Tensor, branch: Branch, checkpoint_core_attention: bool) -> tuple[Tensor, Branch]:
-        with self._early_weights(x.shape[:-1]):
+        ranks = self.attn.qkv.parallel
+        with nullcontext() if ranks is None else ranks.layer_call(self, x.shape[:-1]):
             x, branch = self.attn.added(x, branch, checkpoint_core_attention)
             return self.mlp.added(x, branch)
-
-    def _early_weights(self, shape: Sequence[int]) -> AbstractContextManager:
-        """A context for a call of x [*shape, D], in which weights that ranks share may be made operands early."""
-        exchange = None if torch.compiler.is_compiling() else self.attn.qkv.exchange(shape)
-        if exchange is None:
-            return nullcontext()
-        whole = exchange.shape(shape)
-        return early_weights([(self.attn.proj, whole), (self.mlp.fc1, shape), (self.mlp.fc2, whole)])

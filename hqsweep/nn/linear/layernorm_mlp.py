@@ -50,8 +50,6 @@ class LayerNormMLP(AddsBranch):
     def _added(self, x: Tensor, branch: Branch) -> tuple[Tensor, Branch]:
         if joins(self.fc1, self.fc2, self.activation, x):
             total, h, known = self.fc1.normed(x, branch)
-            left = self.fc2.sum_left(h)
-            y = joined(self.fc1, h, self.fc2, self.activation, known, left)
-            return total, y if left is None else left.take(y)
+            return total, joined(self.fc1, h, self.fc2, self.activation, known)
         total, z = self.fc1.added(x, branch)
         return total, self.fc2.branch(activate(z, self.activation))

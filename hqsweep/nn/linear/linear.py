@@ -1,34 +1,24 @@
 """Linear: y = x @ w.T + b with each of its three GEMMs on operands of the recipe's formats."""
 
 import math
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hqsweep.nn.core.context import current, use_kernels
 from hqsweep.nn.core.module import BOUNDARIES, Boundary, QuantizedModule
 from hqsweep.nn.core.options import LinearOptions
-from hqsweep.nn.core.parameter import AnyOperand, gemm_weight, is_held, link_states
+from hqsweep.nn.core.parameter import gemm_weight, is_held, link_states
 from hqsweep.nn.core.products import outside_autocast, untraced
 from hqsweep.nn.core.recipe_argument import RecipeArgument, module_quantizers
-from hqsweep.nn.core.residual import is_observed
+from hqsweep.nn.core.residual import Branch
+from hqsweep.nn.core.wire import LinearRanks
 from hqsweep.nn.core.workspace import WeightWorkspace
-from hqsweep.nn.linear.linear_call import LinearCall
+from hqsweep.nn.linear.linear_call import NOTHING, KnownInput, LinearCall
 from hqsweep.nn.linear.linear_function import LinearFunction
 from hqsweep.ops.quantize.kernels import input_in
-from hqsweep.parallel.overlap.chunked_input import Turns
-from hqsweep.parallel.overlap.deferred_reduce import LeftOutput
-from hqsweep.parallel.overlap.prefetch import early_operand
-from hqsweep.parallel.overlap.shared_linear import Exchange, TensorParallel, local
-from hqsweep.parallel.wire.local import local as stored
-from hqsweep.parallel.wire.tokens import Summands
 from hqsweep.recipe.roles import QuantizerRole
 from hqsweep.recipe.sections import LinearQuantizers
-
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -38,17 +28,14 @@ def as_rows(x: Tensor) -> Tensor:
 
 @outside_autocast
 def linear_product(
-    call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor | None = None
+    call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | None, known: KnownInput = NOTHING
 ) -> Tensor:
-    """y [..., N] of x [..., K], weight [N, K] and bias [N], in the dtype and by the quantizers of the call. With a
-    ticket the gradient of the weight comes late (nn.left_sums)."""
+    """y [..., N] of x [..., K], weight [N, K] and bias [N], in the dtype and by the quantizers of the call. known: of
+    x, before it is quantized."""
     biases = () if bias is None else (bias,)
     rows = input_in(as_rows(x), call.dtype, call.name)
-    y = call.rounded("output", LinearFunction.apply(rows, call, 1, ticket, weight, *biases))
-    if x.dim() == 2:
-        return y
-    shape = x.shape[:-1]
-    return y.view(*(call.exchange.shape(shape) if call.exchange else shape), y.shape[-1])
+    y = call.rounded("output", LinearFunction.apply(rows, call, known, 1, weight, *biases))
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
 class LinearBase(QuantizedModule):
@@ -57,8 +44,8 @@ class LinearBase(QuantizedModule):
     BOUNDARIES = BOUNDARIES
     output_quantizer_role = Boundary("output")
     grad_input_quantizer_role = Boundary("grad_input")
-    parallel: TensorParallel | None = None
-    """How the ranks of a group share the linear; None: each has all of it."""
+    parallel: LinearRanks | None = None
+    """How ranks share the linear, and compute it; None: this rank has all of it."""
     weight_name: str | None = None
     """The attribute of a converted module that is the weight of this part of it; None for other linears."""
 
@@ -141,56 +128,17 @@ class Linear(LinearBase):
     def forward(self, x: Tensor) -> Tensor:
         return self._product(x)
 
-    def branch(self, x: Tensor, turns: Turns | None = None) -> Tensor | Summands:
-        """forward(x) for a norm that reads it next: Summands where it is a sum over ranks of rows of tokens. turns: how
-        x is written, where there is a sum_left(), and part_in_turn() says so."""
-        left = self.sum_left(x)
-        if left is None:
-            return self(x)
-        known = {"left": left, "turns": [turns] if turns else [], "early": early_operand(self)}
-        return left.take(self._product(x, known))
+    def branch(self, x: Tensor) -> Branch:
+        """forward(x) for a norm that reads it next: where ranks sum it, the sum may be left to that norm."""
+        return self(x) if self.parallel is None else self.parallel.branch(self, x)
 
-    def sum_left(self, x: Tensor) -> LeftOutput | None:
-        """Where a call leaves the sum over ranks of its output; None where that is more than a sum, or is read by
-        others than the caller."""
-        plain = type(self).forward is Linear.forward and self.bias is None and not is_observed(self)
-        shared = self.parallel is not None and self.parallel.sequence is not None
-        if not (plain and shared and use_kernels(x)) or torch.compiler.is_compiling():
-            return None
-        return None if current().probe or self.active_quantizers().output is not None else LeftOutput()
-
-    def _product(self, x: Tensor, known: Mapping[str, Any] = NOTHING) -> Tensor:
-        """forward(x); `known` has the fields of a LinearCall that are known of its input."""
+    def _product(self, x: Tensor, known: KnownInput = NOTHING) -> Tensor:
+        """forward(x). known: of x, before it is quantized."""
         if torch.compiler.is_compiling() and is_held([self.weight]):
             return self._product_untraced(x, known)
-        call = LinearCall(**self.linear_facts(), exchange=self.exchange(x.shape[:-1]), **known)
-        weight, ticket = self.own_weight(call)
-        return linear_product(call, x, weight, self.own(self.bias), ticket)
-
-    def exchange(self, shape: Sequence[int]) -> Exchange | None:
-        """What ranks that share this linear exchange in a call with an input [*shape, K]; None where this rank has all
-        of it."""
-        if self.parallel is None:
-            return None
-        link_states([stored(self.weight)], self.states)  # and not a view of the part
-        return self.parallel.exchange(shape)
-
-    def early_operand(self, shape: Sequence[int]) -> AnyOperand | None:
-        """The rowwise operand of the weight for a call with an input [*shape, K], before it is asked for; None where
-        it is made of more than the weight, or somebody observes the call."""
-        if is_observed(self):
-            return None
-        call = LinearCall(**self.linear_facts(), exchange=self.exchange(shape))
-        call.make_early([self.own(self.weight)], "rowwise")
-        return call.early.get("rowwise")
-
-    def own_weight(self, call: LinearCall) -> tuple[Tensor, Tensor | None]:
-        """This rank's part of the weight for a call, and a ticket if its gradient is to come late."""
-        return (self.own(self.weight), None) if call.gradient is None else call.gradient.ticket()
-
-    def own(self, parameter: Tensor | None) -> Tensor | None:
-        """This rank's part of a parameter of this linear, as its products take it."""
-        return parameter if self.parallel is None or parameter is None else local(parameter)
+        if self.parallel is not None:
+            return self.parallel.product(self, x, known)
+        return linear_product(LinearCall(**self.linear_facts()), x, self.weight, self.bias, known)
 
     _product_untraced = untraced(_product)
     """A trace cannot take operands out of a weight that is held in them."""

@@ -1,1 +1,1 @@
-"""Products of bfloat16 matrices, and the scales of native products."""
+"""Products of bfloat16 matrices."""

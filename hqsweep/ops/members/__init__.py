@@ -1,1 +1,1 @@
-"""Groups of matrices in one memory: layout, splits, padding."""
+"""Groups of matrices (members) in one memory: layout, splits, padding."""

@@ -1,6 +1,11 @@
-"""How the operands of many matrices (members) lie in packed buffers."""
+"""Layout of many matrices' operands (members) in packed buffers, also of members [m_e, k_e] with different shapes.
+
+Members of one width are rows of a matrix, and Splits of this matrix apply. Otherwise no kernel takes them in one call,
+unless Shapes.folded finds a matrix.
+"""
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +16,7 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import WHOLE, Buffer, Format
+from hqsweep.memo import cached_property
 from hqsweep.ops.members.splits import Splits, offsets_of
 
 
@@ -22,11 +28,11 @@ class Layout:
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """The shapes of the members, as they are encoded."""
+        """The members' shapes as encoded."""
         raise NotImplementedError
 
     def check(self, format: Format) -> None:
-        """UserError, naming the member, for one that the format cannot hold."""
+        """Raise UserError, naming the member, if the format cannot hold a member."""
         for member, shape in enumerate(self.shapes):
             try:
                 format.check_shape(*shape)
@@ -34,7 +40,8 @@ class Layout:
                 raise UserError(f"expert {member}: {error}") from None
 
     def views(self, flat: Tensor, shapes: Sequence[tuple[int, int]], *, by_rows: bool = False) -> list[Tensor]:
-        """Members of a packed buffer, which may have room to spare; by_rows: they lie there transposed."""
+        """Return views of the members in a packed buffer, which may have spare room. by_rows: members are stored
+        transposed."""
         sizes = [math.prod(shape) for shape in shapes]
         parts = flat[: sum(sizes)].split_with_sizes(sizes)
         if by_rows:
@@ -42,11 +49,12 @@ class Layout:
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def buffer_shapes(self, format: Format, name: str) -> list[tuple[int, int]]:
-        """The shapes of one buffer of every member."""
+        """Return the shapes of one buffer, member by member."""
         return [format.layout[name].shape(*shape) for shape in self.shapes]
 
     def least(self, buffer: Buffer | None) -> int:
-        """The fewest entries that a packed buffer can have (None: of elements), those of rows left over included."""
+        """Return the fewest entries of a packed buffer, trailing padding rows included. None: a buffer with one entry
+        an element."""
         return 0
 
 
@@ -61,7 +69,7 @@ class GroupLayout(Layout):
 
     @classmethod
     def of(cls, splits: Splits, width: int, *, columnwise: bool) -> "GroupLayout":
-        """The layout of the members of a matrix [rows, width]. Made once."""
+        """Return the layout of the members of a matrix [rows, width], made once."""
         return splits.cached("layout", partial(cls._of, splits), width, columnwise)
 
     @classmethod
@@ -70,12 +78,12 @@ class GroupLayout(Layout):
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """The shapes of the members; waits as Splits.host does."""
+        """The members' shapes; waits as Splits.host does."""
         return [(self.width, m) if self.columnwise else (m, self.width) for m in self.splits.host]
 
     @property
     def one_shape(self) -> tuple[int, int]:
-        """The shape of all members; UserError, naming one that has another. Waits as Splits.host does."""
+        """The common shape of all members; waits as Splits.host does. UserError names a member with another shape."""
         rows = self.splits.equal
         if not rows and any(self.splits.host):
             refuse_unlike(self.shapes, "this operand of a grouped product")
@@ -88,8 +96,11 @@ class GroupLayout(Layout):
         return math.prod(buffer.shape(*((width, rows) if self.columnwise else (rows, width))))
 
     def starts(self, format: Format, device: torch.device) -> dict[str, Tensor]:
-        """Buffer -> int64 [E + 1] on the device: the first entry of each member in the packed buffer, and the end of
-        the last. One launch for all buffers; nothing waits for splits that the device has."""
+        """Return buffer -> int64 [E + 1]: each member's first entry in the packed buffer, and the end of the last
+        member.
+
+        One launch serves all buffers, on the device; nothing waits for splits.
+        """
         divisors, strides = [], []
         for buffer in format.layout.values():
             ragged, other = (buffer.cols, buffer.rows) if self.columnwise else (buffer.rows, buffer.cols)
@@ -100,7 +111,7 @@ class GroupLayout(Layout):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShapesLayout(Layout):
-    """Members of unlike widths, which no matrix [rows, width] holds."""
+    """Members of different widths, which do not form a matrix [rows, width]."""
 
     members: tuple[tuple[int, int], ...]
     """The shape [m_e, k_e] of each member."""
@@ -108,26 +119,107 @@ class ShapesLayout(Layout):
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """The shapes of the members, as they are encoded."""
+        """The members' shapes as encoded."""
         return [(k, m) if self.columnwise else (m, k) for m, k in self.members]
 
     @property
     def splits(self) -> NoReturn:
-        """Asked for by what multiplies all members at once."""
+        """UserError: products of all members at once ask for splits, and there are none."""
         self.refuse_product()
 
     def refuse_product(self) -> NoReturn:
-        """UserError that names a member."""
+        """Raise UserError that names a member."""
         refuse_unlike(self.members, "a grouped product", one_width=True)
 
 
 def refuse_unlike(
     shapes: Sequence[tuple[int, int]], what: str, *, one_width: bool = False, instead: str = ""
 ) -> NoReturn:
-    """UserError of what takes members of one shape, or of one width; it names the first that has another."""
+    """Raise UserError for members that differ in shape, or in width; it names the first one that differs."""
     first = shapes[0]
     other = next(e for e, (m, k) in enumerate(shapes) if k != first[1] or (m != first[0] and not one_width))
     raise UserError(
         f"{what} takes members of one {'width' if one_width else 'shape'}, and member {other} is"
         f" {list(shapes[other])}, member 0 {list(first)}{instead}"
     )
+
+
+WIDEST = 4096
+"""The most columns of a folded matrix. Kernels work in tiles; fewer rows would leave tiles partly empty."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Shapes of members in a flat buffer, as Splits has sizes of members in a matrix; hashable."""
+
+    members: tuple[tuple[int, int], ...]
+    """The shape [m_e, k_e] of each member."""
+
+    @classmethod
+    def of(cls, shapes: Sequence[Sequence[int]]) -> "Shapes":
+        """Return the Shapes of at least one member. UserError for a shape other than [rows, columns]."""
+        members = tuple(tuple(map(operator.index, shape)) for shape in shapes)
+        for member, shape in enumerate(members):
+            if len(shape) != 2 or min(shape) < 0:
+                raise UserError(f"member {member} of a group has the shape {list(shape)}; it takes [rows, columns]")
+        if not members:
+            raise UserError("a group has one member or more, and no shapes were given")
+        return cls(members)
+
+    @property
+    def count(self) -> int:
+        """Number of members."""
+        return len(self.members)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Elements of each member."""
+        return [math.prod(shape) for shape in self.members]
+
+    @cached_property
+    def total(self) -> int:
+        """Elements of all members."""
+        return sum(self.sizes)
+
+    @cached_property
+    def width(self) -> int | None:
+        """The common number of columns, or None."""
+        widths = {k for _, k in self.members}
+        return widths.pop() if len(widths) == 1 else None
+
+    @cached_property
+    def equal(self) -> tuple[int, int] | None:
+        """The common shape, or None."""
+        return self.members[0] if len(set(self.members)) == 1 else None
+
+    @cached_property
+    def splits(self) -> Splits:
+        """The splits of the matrix [rows, width] that members of one width form."""
+        rows = tuple(m for m, _ in self.members)
+        return Splits(rows=sum(rows), count=self.count, sizes=rows)
+
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """Return views [m_e, k_e] of a flat buffer, which may have spare room."""
+        pieces = flat[: self.total].split_with_sizes(self.sizes)
+        return [piece.view(shape) for piece, shape in zip(pieces, self.members, strict=True)]
+
+    def layout(self, *, columnwise: bool) -> Layout:
+        """Return the layout of the operands: a GroupLayout for members of one width."""
+        if self.width is not None:
+            return GroupLayout.of(self.splits, self.width, columnwise=columnwise)
+        return ShapesLayout(members=self.members, columnwise=columnwise)
+
+    def folded(self, format: Format) -> tuple[int, Splits] | None:
+        """Return (width, splits) of a matrix over the same elements whose members have the same packed operands, or
+        None.
+
+        It exists for formats whose blocks lie within a row and fill it, so that row ends do not matter.
+        """
+        columns, width = math.gcd(*(k for _, k in self.members)), math.gcd(*self.sizes, WIDEST)
+        for buffer in format.layout.values():
+            if (buffer.rows, buffer.cols) == (WHOLE, WHOLE):
+                continue
+            if buffer.rows != 1 or buffer.cols == WHOLE or columns % buffer.cols or width % buffer.cols:
+                return None
+        sizes = tuple(size // width for size in self.sizes)
+        return width, Splits(rows=sum(sizes), count=self.count, sizes=sizes)

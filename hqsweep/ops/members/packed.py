@@ -1,9 +1,8 @@
-"""Operands of many matrices in one memory: one packed buffer for each buffer of the format.
+"""Operands of many matrices in one memory: one packed buffer per buffer of the format.
 
-A packed buffer is the concatenation, in the members' order, of the flattened compact buffers that the members would
-have by themselves. So a member is an operand like any other, whose buffers are views; the rules of every format apply
-to it unchanged, and blocks along the ragged axis start again at each member. Sizes are exact where the splits are known
-to the host; otherwise ops.outputs.allocations bounds them.
+A packed buffer concatenates the members' flattened compact buffers in member order. So each member is an ordinary
+operand whose buffers are views. Every format's rules apply unchanged, and blocks along the ragged axis start anew at
+each member. Sizes are exact if the host knows the splits; else ops.quantize.outputs.allocations bounds them.
 """
 
 from collections.abc import Sequence
@@ -18,22 +17,25 @@ from hqsweep.ops.members.layout import Layout
 from hqsweep.ops.quantize.kernels import KernelSpec
 
 Result = dict[str, Tensor] | ExactOperand
-"""One direction of quantize(): the format's buffers, or what gemm=exact multiplies."""
+"""One direction of quantize(): the format's buffers, or the exact operand that gemm=exact multiplies."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedExact(ExactOperand):
-    """The ExactOperand of every member in one memory. matrix: flat, one member's after the other's; factor: float32,
-    flat, one entry for each member or, with per_row, for each row of each member."""
+    """The members' ExactOperands in one memory.
+
+    matrix: flat, members concatenated. factor: float32, flat, one entry per member, or per row of each member if
+    per_row.
+    """
 
     layout: Layout
     by_rows: bool
-    """Whether columnwise members lie as [m_e, width], to be read transposed."""
+    """Whether columnwise members are stored as [m_e, width] and read transposed."""
     per_row: bool
 
     @cached_property
     def members(self) -> list[ExactOperand]:
-        """One for each member, as views; waits as Splits.host does."""
+        """One ExactOperand per member, as views; waits as Splits.host does."""
         shapes = self.layout.shapes
         matrices = self.layout.views(self.matrix, shapes, by_rows=self.by_rows)
         factors: Sequence[Tensor | None] = [None] * len(matrices)
@@ -43,17 +45,17 @@ class PackedExact(ExactOperand):
         return [ExactOperand(m, f, self.divisor) for m, f in zip(matrices, factors, strict=True)]
 
     def stacked(self) -> Tensor:
-        """[E, r, c] of members that all have the shape [r, c], as a view; waits as `members` does."""
+        """Return [E, r, c], a view, for members of one shape [r, c]; waits as `members` does."""
         count, (r, c) = self.layout.splits.count, self.layout.one_shape
         return self.matrix.view(count, c, r).mT if self.by_rows else self.matrix.view(count, r, c)
 
     def stacked_turned(self) -> Tensor:
-        """stacked().mT, [E, c, r]."""
+        """Return stacked().mT, [E, c, r]."""
         count, (r, c) = self.layout.splits.count, self.layout.one_shape
         return self.matrix.view(count, c, r) if self.by_rows else self.matrix.view(count, r, c).mT
 
     def rows(self) -> Tensor:
-        """[rows, width]: the members of a columnwise group, transposed, one below the other."""
+        """Return [rows, width]: the members of a columnwise group, transposed and concatenated along rows."""
         if self.by_rows or not self.layout.columnwise:
             return self.matrix.view(self.layout.splits.rows, self.layout.width)
         return torch.cat([member.matrix.t() for member in self.members])
@@ -67,7 +69,7 @@ def take(
     layout: Layout | None = None,
     by_rows: bool = False,
 ) -> tuple[Result, list[Tensor]]:
-    """One direction's result from the operator's outputs, and the outputs that are left. amax: what was given."""
+    """Return one direction's result from the operator's outputs, and the remaining outputs. amax: the given amax."""
     held = amax if spec.amax_name == "g" else None
     if held is not None and layout is None and held.dim() != 2:
         held = held.view(-1, 1)
@@ -86,20 +88,22 @@ def take(
 
 
 def stored_by_rows(format: Format, columnwise: bool) -> bool:
-    """Whether members lie in memory as their rows [m, width], and columnwise ones are read transposed: an identity
-    holds the matrix that it is given, and so both directions of it in one memory."""
+    """Return whether columnwise members are stored as their rows [m, width] and read transposed.
+
+    An identity keeps the given matrix, so both directions share one memory.
+    """
     return columnwise and format.high_precision
 
 
 def held_exact(held: Tensor, format: Format, layout: Layout) -> PackedExact:
-    """The exact operands of an identity, which lie by rows in both directions."""
+    """Return the exact operands of an identity, stored by rows in both directions."""
     held = held if format.fits_bf16 else held.float()
     by_rows = stored_by_rows(format, layout.columnwise)
     return PackedExact(held, layout=layout, by_rows=by_rows, per_row=False)
 
 
 def member_buffers(buffers: Buffers, format: Format, layout: Layout) -> list[dict[str, Tensor]]:
-    """The buffers of each member, as views; waits as Splits.host does."""
+    """Return the buffers of each member, as views; waits as Splits.host does."""
     by_rows, views = stored_by_rows(format, layout.columnwise), {}
     for name in format.layout:
         views[name] = layout.views(buffers[name], layout.buffer_shapes(format, name), by_rows=by_rows)
@@ -109,8 +113,10 @@ def member_buffers(buffers: Buffers, format: Format, layout: Layout) -> list[dic
 def pack(
     members: Sequence[Result | None], format: Format | None, layout: Layout, *, by_rows: bool = False
 ) -> Result | None:
-    """Results of one direction, in one memory, zeros behind them where splits leave rows over; None for none. by_rows:
-    exact columnwise ones as [m_e, width]."""
+    """Return the members' results of one direction in one memory, zero-padded to the splits' rows. None for None.
+
+    by_rows: store exact columnwise members as [m_e, width].
+    """
     if format is None or members[0] is None:
         return None
     by_rows = by_rows and isinstance(members[0], ExactOperand) and layout.columnwise
@@ -129,7 +135,7 @@ def pack(
 
 
 def _flat(tensors: list[Tensor], by_rows: bool, least: int) -> Tensor:
-    """One after the other, then zeros up to the least number of entries."""
+    """Return the concatenated entries, zero-padded to `least` entries."""
     count, start = sum(t.numel() for t in tensors), 0
     if not by_rows:
         alike = count >= least and len({t.shape[1:] for t in tensors}) == 1  # then strides cost no launch each

@@ -1,9 +1,15 @@
-"""Splits: which rows of a matrix belong to each of its members, and where these begin."""
+"""Splits: the rows of a matrix that belong to each member, and where they begin; PaddedSplits, with whole blocks of
+rows.
+
+PaddedSplits are computed on the device, and nothing waits. Only the device knows how many rows they take. So the matrix
+has as many rows as any splits could need. Rows after the last member are unused, and kernels skip them.
+"""
 
 import math
 import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
@@ -22,10 +28,10 @@ INTEGERS = (torch.int64, torch.int32)
 
 
 def splits_to_offsets(splits: Sequence[int] | Tensor, stride: int = 1, *, check: bool = False) -> Tensor:
-    """Sizes [E] -> int64 [E + 1] on their device: 0, then stride times the sum of the first, the first two and so on.
+    """Return int64 [E + 1] on the sizes' device: 0, then stride times the running sum of the sizes [E].
 
-    Sizes may be negative. UserError where a value leaves int64: always on the CPU; on a GPU with `check`, which waits
-    for it, and otherwise values wrap. One launch.
+    Sizes may be negative. UserError for values outside int64: always on the CPU; on a GPU only with `check`, which
+    waits for it. Without, values wrap. One launch.
     """
     if isinstance(splits, Tensor) and (splits.dtype not in INTEGERS or splits.dim() != 1):
         raise UserError(f"splits are {splits.dtype} {tuple(splits.shape)}; they take int32 or int64 with one axis")
@@ -48,10 +54,11 @@ def splits_to_offsets(splits: Sequence[int] | Tensor, stride: int = 1, *, check:
     ),
 )
 def split_offsets(splits: Tensor, divisors: list[int], strides: list[int], check: bool = False) -> Tensor:
-    """int32 or int64 [n] -> int64 [rules, n + 1] in one launch: row r begins with 0 and has strides[r] times the sums
-    of ceil(splits / divisors[r]), where divisor 0 counts 1 for every split. At most 8 rules.
+    """Return int64 [rules, n + 1] in one launch. splits: int32 or int64 [n]. At most 8 rules.
 
-    OverflowError where an offset leaves int64: always on the CPU; on a GPU with `check`, which waits, else values wrap.
+    Row r is 0, then strides[r] times the running sum of ceil(splits / divisors[r]). Divisor 0 counts 1 for every split.
+    OverflowError for an offset outside int64: always on the CPU; on a GPU only with `check`, which waits. Without,
+    values wrap.
     """
     if splits.dtype not in INTEGERS or splits.dim() != 1:
         raise ValueError(f"splits are {described(splits)}; they take int32 or int64 with one axis")
@@ -69,7 +76,7 @@ def split_offsets(splits: Tensor, divisors: list[int], strides: list[int], check
 
 
 def offsets_of(splits: Tensor, divisors: list[int], strides: list[int], check: bool = False) -> Tensor:
-    """split_offsets, or the same computed by torch where there is no kernel."""
+    """Return split_offsets(), computed by torch if there is no kernel."""
     if has_kernels(splits.device.type):
         return split_offsets(splits, divisors, strides, check)
     rules = zip(divisors, strides, strict=True)
@@ -79,7 +86,7 @@ def offsets_of(splits: Tensor, divisors: list[int], strides: list[int], check: b
 
 
 def _sent(numbers: Iterable[int], device: torch.device) -> Tensor:
-    """The numbers as an int64 tensor on a device; nothing waits."""
+    """Return the numbers as an int64 tensor on a device; nothing waits."""
     if device.type == "cpu" or torch.compiler.is_compiling():  # for a trace they are constants
         return torch.tensor(list(numbers), dtype=torch.int64, device=device)
     return torch.tensor(list(numbers), dtype=torch.int64).pin_memory().to(device, non_blocking=True)
@@ -87,24 +94,24 @@ def _sent(numbers: Iterable[int], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Splits:
-    """Which rows of a matrix belong to each member (expert): its first ones to the first, and so on."""
+    """The rows of a matrix that belong to each member (expert): consecutive rows, in member order."""
 
     rows: int
     """Rows of the matrix."""
     count: int
     """Number of members."""
     sizes: tuple[int, ...] | None
-    """The rows of each member; None where only the device knows them."""
+    """The rows of each member; None if only the device knows them."""
     device_sizes: Tensor | None = None
     for_plans: bool = True
-    """Whether products may be computed in a way that takes the sizes from the host."""
+    """Whether products may use an algorithm that takes the sizes from the host."""
 
     @classmethod
     def of(cls, splits: "Sequence[int] | Tensor | Splits", rows: int, *, experts: int | None = None) -> "Splits":
-        """The splits of a list or a tensor of integers; a tensor on a device is not waited for.
+        """Return the Splits of a list or an integer tensor, without waiting for a device tensor.
 
-        UserError for anything else, for another number of splits than `experts`, and for values that the host knows and
-        that are negative or do not add up to `rows`.
+        UserError for anything else, and if there are not `experts` splits. Host values must not be negative and add up
+        to `rows`.
         """
         result = splits if isinstance(splits, Splits) else cls._of(splits, rows)
         if experts is not None and result.count != experts:
@@ -134,7 +141,7 @@ class Splits:
 
     @classmethod
     def uniform(cls, count: int, size: int) -> "Splits":
-        """The same number of rows for each member."""
+        """Return splits with equally many rows for each member."""
         return cls(rows=count * size, count=count, sizes=(size,) * count)
 
     def _check(self, sizes: Sequence[int]) -> None:
@@ -146,8 +153,10 @@ class Splits:
 
     @cached_property
     def host(self) -> tuple[int, ...]:
-        """The sizes; waits for the device where only that knows them. RuntimeError while a CUDA graph is captured, in
-        which nothing can wait."""
+        """The sizes; waits for the device if only it knows them.
+
+        RuntimeError during the capture of a CUDA graph, where nothing can wait.
+        """
         if self.sizes is not None:
             return self.sizes
         on_gpu = self.device_sizes.is_cuda and not torch.compiler.is_compiling()
@@ -164,19 +173,22 @@ class Splits:
 
     @cached_property
     def equal(self) -> int:
-        """The rows of each member where the host knows that all have equally many; otherwise, and without rows, 0."""
+        """The rows per member if the host knows that all are equal; otherwise, and without rows, 0."""
         sizes = self.sizes
         return sizes[0] if sizes and sizes.count(sizes[0]) == len(sizes) else 0
 
     def padded(self, multiple: int) -> "Splits":
-        """Every size rounded up to a multiple; self where that changes none. Waits as `host` does, but not for 1."""
+        """Return splits with every size rounded up to a multiple, or self if nothing changes.
+
+        Waits as `host` does, except for multiple 1.
+        """
         if multiple == 1 or self.divisor % multiple == 0:
             return self
         sizes = tuple(-(-size // multiple) * multiple for size in self.host)
         return Splits(rows=sum(sizes), count=self.count, sizes=sizes, for_plans=self.for_plans)
 
     def on(self, device: torch.device) -> Tensor:
-        """The sizes as an int64 tensor on that device; nothing waits. It is made once."""
+        """Return the sizes as an int64 tensor on a device, made once; nothing waits."""
         return self.cached("sizes", self._make_sizes, device)
 
     def _make_sizes(self, device: torch.device) -> Tensor:
@@ -185,17 +197,16 @@ class Splits:
         return _sent(self.sizes, device)
 
     def spread(self, values: Tensor) -> Tensor:
-        """values [E, ...] -> [rows, ...]: for every row its member's value, on the device of the values; nothing
-        waits."""
+        """Return [rows, ...]: for every row its member's entry of values [E, ...], on their device; nothing waits."""
         sizes = self.equal or self.on(values.device)
         return values.repeat_interleave(sizes, dim=0, output_size=self.rows)
 
     def offsets(self, device: torch.device) -> Tensor:
-        """splits_to_offsets of the sizes, int64 [E + 1] on a device; nothing waits. It is made once."""
+        """Return splits_to_offsets of the sizes, int64 [E + 1] on a device, made once; nothing waits."""
         return self.cached("offsets", self._make_offsets, device)
 
     def ends(self, device: torch.device) -> Tensor:
-        """The offsets but the first, int32 [E], as torch._grouped_mm takes them. It is made once."""
+        """Return the offsets without the first, int32 [E], as torch._grouped_mm takes them. Made once."""
         return self.cached("ends", lambda device: self.offsets(device)[1:].int(), device)
 
     def _make_offsets(self, device: torch.device) -> Tensor:
@@ -204,8 +215,10 @@ class Splits:
         return _sent(accumulate(self.sizes, initial=0), device)
 
     def cached(self, name: str, make: Callable[..., T], *arguments: Hashable) -> T:
-        """make(*arguments), made once where the result can be kept. A trace keeps nothing, for it may not write to what
-        it did not make."""
+        """Return make(*arguments), made once if the result can be kept.
+
+        A trace keeps nothing, since it must not write to objects made outside.
+        """
         if torch.compiler.is_compiling():
             return make(*arguments)
         cache = self.__dict__.setdefault("_cache", {})
@@ -217,8 +230,11 @@ class Splits:
         return result
 
     def _lasts(self, result: object) -> bool:
-        """Whether the result may be kept: no tensor of a dispatch mode may, nor one made from the host's sizes while a
-        CUDA graph is captured, which is only filled on replay."""
+        """Return whether a result may be kept.
+
+        Tensors of a dispatch mode may not. Nor may tensors made from host sizes while a CUDA graph is captured, since
+        only replay fills them.
+        """
         if not isinstance(result, Tensor):
             return True
         captured = self.sizes is not None and result.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -229,5 +245,50 @@ class Splits:
 
     @cached_property
     def divisor(self) -> int:
-        """The largest number that divides every size, 0 where all are 0; waits as `host` does."""
+        """The greatest common divisor of all sizes, 0 if all are 0; waits as `host` does."""
         return math.gcd(*self.host)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PaddedSplits(Splits):
+    """`base` with every size rounded up to a multiple. `rows` counts all rows of the matrix, unused ones included."""
+
+    base: Splits
+    multiple: int
+    starts: Tensor
+    """int64 [2, E + 1]: the offsets of base, and the padded offsets."""
+
+    @classmethod
+    def over(cls, base: Splits, multiple: int, device: torch.device) -> "PaddedSplits":
+        """Return padded splits on a device, for splits whose sizes the host does not know. Made once."""
+        return base.cached("padded", partial(cls._over, base), multiple, device)
+
+    @classmethod
+    def _over(cls, base: Splits, multiple: int, device: torch.device) -> "PaddedSplits":
+        most = base.rows + min(base.count, base.rows) * (multiple - 1)
+        starts = offsets_of(base.on(device), [1, multiple], [1, multiple])
+        fields = {"rows": most // multiple * multiple, "count": base.count, "sizes": None}
+        return cls(**fields, device_sizes=starts[1].diff(), base=base, multiple=multiple, starts=starts)
+
+    @cached_property
+    def host(self) -> tuple[int, ...]:
+        """The sizes; waits as base.host does, and base.host checks them."""
+        return tuple(-(-size // self.multiple) * self.multiple for size in self.base.host)
+
+    @cached_property
+    def places(self) -> Tensor:
+        """int64 [base.rows]: the padded position of each row of base."""
+        moved = self.base.spread(self.starts[1, :-1] - self.starts[0, :-1])
+        return moved + torch.arange(self.base.rows, device=moved.device)
+
+    @cached_property
+    def _members(self) -> Tensor:
+        """int64 [rows]: the member of each row; unused rows count as the last member's."""
+        rows = torch.arange(self.rows, device=self.starts.device)
+        return torch.bucketize(rows, self.starts[1, 1:], right=True).clamp(max=self.count - 1)
+
+    def spread(self, values: Tensor) -> Tensor:
+        return values.index_select(0, self._members)
+
+    def _make_offsets(self, device: torch.device) -> Tensor:
+        return self.starts[1].to(device)

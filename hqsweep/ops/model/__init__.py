@@ -1,1 +1,1 @@
-"""Operators of a model that are no quantization: norms, activations, rotary positions, experts, losses, AdamW."""
+"""Operators of a model other than quantization: norms, activations, rotary positions, experts, losses, AdamW."""

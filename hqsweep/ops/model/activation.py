@@ -1,8 +1,8 @@
 """Activations of an MLP on CUDA as torch operators: hqsweep::activation and activation_backward.
 
-Float32 inside, each output rounded once to bfloat16 (formulas: csrc/cuda/activation.cuh); every element by itself, so
-that results depend on nothing else. The exponential is the GPU's instruction, whose relative error is below 2^-20;
-torch's operators are the reference.
+They compute in float32 and round each output once to bfloat16 (formulas: csrc/cuda/activation.cuh). Each element
+depends on its own inputs only. The exponential is the GPU's instruction, with a relative error below 2^-20. torch's
+operators are the reference.
 """
 
 import torch
@@ -12,11 +12,11 @@ from hqsweep.ops.addresses import described, empty
 from hqsweep.ops.library import extension, operator, where
 
 INPUTS = {"swiglu": 2, "gelu": 1}
-"""Activation -> the width of its input over that of its output."""
+"""Activation -> input width divided by output width."""
 
 
 def takes(z: Tensor, kind: str) -> bool:
-    """Whether the kernels compute `kind` of z [..., W]: bfloat16, of whole units of 8 elements for each input."""
+    """Return whether the kernels compute `kind` of z [..., W]: bfloat16, with W a multiple of 8 elements per input."""
     return z.dtype is torch.bfloat16 and z.dim() > 0 and z.shape[-1] % (8 * INPUTS[kind]) == 0
 
 
@@ -25,7 +25,7 @@ def _outputs(out: Tensor, amax: bool, signs: bool | None) -> list[Tensor]:
 
 
 def _count(amax: bool, signs: bool | None) -> int:
-    """How many amaxes are found."""
+    """Return the number of amaxes to find."""
     return amax + (signs is not None)
 
 
@@ -41,20 +41,21 @@ def _forward_fake(z, kind, amax=False, signs=None, end=None):
 def activation(
     z: Tensor, kind: str, amax: bool = False, signs: bool | None = None, end: Tensor | None = None
 ) -> list[Tensor]:
-    """z bfloat16 [M, W] -> [h], then the amaxes that are wanted, float32 [1, 1] each: the largest magnitude, NaN aside,
-    of h; and, unless signs is None, that of its columns after the random Hadamard transform with those signs. end:
-    int64 [1], from which row on all are nobody's, and are left out.
+    """Return [h], followed by the wanted amaxes, float32 [1, 1] each. NaN is ignored. z: bfloat16 [M, W].
 
     "swiglu": h = silu(g) * u [M, W / 2] with [g, u] = z. "gelu": its tanh approximation, [M, W].
-    ValueError for a z that is not contiguous bfloat16 with two axes at a multiple of 16 bytes, for a W that is no
-    multiple of 8 (swiglu: 16), and for signs without amax, with end, or with an M that is no multiple of 16.
+    amax: find the largest magnitude of h. signs, unless None: also find the amax of h's columns after the random
+    Hadamard transform with these signs. end: int64 [1]; rows from this index on are padding and are skipped.
+    ValueError for a z that is not contiguous bfloat16 with two axes at a multiple of 16 bytes, or whose W is not a
+    multiple of 8 (swiglu: 16). ValueError also for signs without amax, with end, or with an M that is not a multiple of
+    16.
     """
     check_input(z, kind)
     return _run(z, None, kind, amax, signs, end=end)
 
 
 def activation_into(out: Tensor, z: Tensor, kind: str) -> None:
-    """activation() of z, written to out. ValueError as activation() raises it, and for an out that is not as h is."""
+    """Write activation() of z to out. ValueError as activation() raises it, and for an out unlike h."""
     check_input(z, kind)
     check_gradient(out, z, kind, "out")
     _run(z, None, kind, False, None, out)
@@ -73,7 +74,10 @@ def _backward_fake(dh, z, kind, amax=False, signs=None, end=None):
 def activation_backward(
     dh: Tensor, z: Tensor, kind: str, amax: bool = False, signs: bool | None = None, end: Tensor | None = None
 ) -> list[Tensor]:
-    """The gradient dz bfloat16 [M, W] of z, from that of h; amaxes, end and ValueError as of activation()."""
+    """Return [dz], followed by the wanted amaxes. dh: the gradient of h. dz: bfloat16 [M, W].
+
+    Amaxes, end and ValueError are as for activation().
+    """
     check_input(z, kind)
     check_gradient(dh, z, kind)
     return _run(z, dh, kind, amax, signs, end=end)
@@ -84,7 +88,7 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def check_input(z: Tensor, kind: str) -> None:
-    """ValueError for what the kernels cannot read."""
+    """Raise ValueError for a z or an activation that the kernels do not take."""
     if kind not in INPUTS:
         raise ValueError(f"activation is {kind!r}; allowed: {', '.join(INPUTS)}")
     if z.dim() != 2 or not takes(z, kind) or not _is_plain(z):
@@ -95,7 +99,7 @@ def check_input(z: Tensor, kind: str) -> None:
 
 
 def check_gradient(dh: Tensor, z: Tensor, kind: str, name: str = "dh") -> None:
-    """ValueError for a gradient of h, or a place for it, that does not belong to z, or that the kernels cannot take."""
+    """Raise ValueError for a gradient (or output) that does not fit z, or that the kernels cannot access."""
     shape = (z.shape[0], z.shape[1] // INPUTS[kind])
     if dh.dtype is not z.dtype or dh.shape != shape or dh.device != z.device or not _is_plain(dh):
         raise ValueError(f"{name} is {described(dh)}; it takes contiguous bfloat16 {shape} at a multiple of 16 bytes")

@@ -1,4 +1,4 @@
-"""AdamW on float32 parameters on CUDA, all in one pass: hqsweep::adamw_."""
+"""AdamW on float32 parameters on CUDA in one pass: hqsweep::adamw_."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ def _adamw(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """adamw_ by the kernel."""
+    """Run adamw_ by the kernel."""
     for p, *others, step in zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
         for tensor in (p, *others):
             if not takes(tensor) or tensor.shape != p.shape or tensor.device != params[0].device:
@@ -51,7 +51,7 @@ def _check_one(tensor: Tensor, name: str, dtype: torch.dtype, device: torch.devi
 
 
 def takes(tensor: Tensor) -> bool:
-    """Whether the kernel takes a tensor of CUDA: float32 without gaps, whose memory has its own signs."""
+    """Return whether the kernel takes a CUDA tensor: float32, contiguous, without the negative bit."""
     return tensor.dtype == torch.float32 and tensor.is_contiguous() and not tensor.is_neg()
 
 
@@ -68,15 +68,15 @@ def adamw_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """AdamW of all parameters in place; all tensors are float32, contiguous, on one GPU, and steps [] count this step.
+    """Update all parameters by AdamW in place. Tensors are float32, contiguous, on one GPU; steps [] count this step.
 
         g = grad * factor;  p = param * (1 - lr * weight_decay)
         exp_avg = exp_avg + (1 - beta1) * (g - exp_avg);  exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g * g
         param = p - lr / (1 - beta1^step) * exp_avg / (sqrt(exp_avg_sq) / sqrt(1 - beta2^step) + eps)
 
     lr: float64 []; factor: float32 [], or None for 1. Scalars are computed in float64 and rounded once, elements in
-    float32 as torch.optim.AdamW does on a CPU (foreach=False), whose averages this has to the bit, and whose parameters
-    but for its square root, which is not always the nearest. ValueError for tensors that it does not take.
+    float32. The averages equal torch.optim.AdamW on a CPU (foreach=False) to the bit. Parameters can differ, since
+    torch's square root is not always correctly rounded. ValueError for tensors that the kernel does not take.
     """
     plain = [p.detach() for p in params]
     _adamw(plain, list(grads), list(exp_avgs), list(exp_avg_sqs), list(steps), lr, factor, *betas, eps, weight_decay)

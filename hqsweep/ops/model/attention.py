@@ -1,11 +1,15 @@
-"""Attention by cuDNN's frontend: its gradients by the backward that repeats to the bit, as a torch operator,
-hqsweep::attention_back; and forward, written where its caller wants it.
+"""Attention: cuDNN's deterministic backward (hqsweep::attention_back), its forward into given memory, and torch's flash
+attention on the CPU (hqsweep::attention_on_cpu).
 
-torch calls cuDNN's other backward, which adds up the gradient of q in the order in which thread blocks come. This one
-writes the gradients of the scores to memory instead, 2 bytes each, and multiplies them by k (NVIDIA's
-nvidia-cudnn-frontend, use_deterministic_algorithm; half the time of flash attention's on a Hopper). Where they would
-take too much memory, batch and heads come in parts, whose bits are those of the whole; a head that has too many for
-itself is left to flash attention.
+torch calls cuDNN's other backward, which adds up the gradient of q in the order in which thread blocks finish. The
+deterministic one writes the gradients of scores to memory, 2 bytes each, and multiplies them by k
+(nvidia-cudnn-frontend, use_deterministic_algorithm). On a Hopper it takes half the time of flash attention's backward.
+If the scores need too much memory, batch and heads are split into parts, which does not change bits. If a single head
+needs too much, flash attention computes the gradients.
+
+On the CPU, traced graphs need an operator of ours. torch tags its own operator as random, although there is no dropout
+here. For a random operator that backward recomputes, torch.compile keeps the generator's state. torch 2.13 confuses
+this state with the DeviceMesh that backward needs if parameters are DTensors.
 """
 
 import importlib
@@ -20,33 +24,39 @@ import torch
 from torch import Tensor
 
 from hqsweep.memo import constant_result, memo
-from hqsweep.ops.addresses import empty
+from hqsweep.ops.addresses import described, empty
 from hqsweep.ops.library import operator
 from hqsweep.ops.model.rope import readable
+from hqsweep.ops.quantize.kernels import DTYPES
+from hqsweep.torch_private import (
+    current_raw_stream,
+    flash_attention_backward,
+    flash_attention_on_cpu,
+    flash_attention_on_cpu_backward,
+)
 
-ATEN = torch.ops.aten
 CUDNN_FRONTEND = "nvidia-cudnn-frontend"
 MOST_SCORES = 1 << 29
-"""Gradients of scores that are in memory at once: 1 GiB."""
+"""Gradients of scores in memory at once: 1 GiB."""
 _PADDED = 128
-"""The lengths of rows and columns of scores are multiples of it."""
+"""Rows and columns of scores are padded to a multiple of this."""
 Sizes = tuple[int, ...]
 SUMS = 5
-"""The number of the sums among a plan's tensors: do, q, k, v, o, sums, and the gradients of q, k and v."""
+"""The index of `sums` among a plan's tensors: do, q, k, v, o, sums, then the gradients of q, k and v."""
 
 
 def flash_back(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, sums: Tensor, is_causal: bool) -> list[Tensor]:
-    """The gradients of q, k and v by flash attention, which repeats where torch is asked for deterministic kernels."""
+    """Return the gradients of q, k and v by flash attention. They repeat if torch uses deterministic algorithms."""
     unused = q.new_empty(0, dtype=torch.int64)  # the state of dropout
     length = q.shape[2]
-    gradients = ATEN._scaled_dot_product_flash_attention_backward(
+    gradients = flash_attention_backward(
         do, q, k, v, o, sums, None, None, length, length, 0.0, is_causal, unused, unused
     )
     return list(gradients)
 
 
 def frontend_version() -> str | None:
-    """The version of CUDNN_FRONTEND, on which bits of gradients depend; None where it is not installed."""
+    """Return the version of CUDNN_FRONTEND, or None if it is not installed. Gradients' bits depend on it."""
     try:
         return version(CUDNN_FRONTEND)
     except PackageNotFoundError:
@@ -55,7 +65,7 @@ def frontend_version() -> str | None:
 
 @constant_result
 def has_cudnn() -> bool:
-    """Whether cuDNN can be asked for by its frontend."""
+    """Return whether cuDNN's frontend can be imported."""
     return _cudnn() is not None
 
 
@@ -78,8 +88,11 @@ def _joined(do: Tensor, q: Tensor, *others: Any) -> Tensor:
     devices=("CUDA",),
 )
 def attention_back(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, sums: Tensor, is_causal: bool) -> Tensor:
-    """do, q, k, v, o bfloat16 [B, H, T, E] of any strides, sums float32 [B, H, T] (the logarithm of each row's sum of
-    exponentials) -> the gradients of q, k and v, bfloat16 [B, T, 3, H, E]. For scores q k^T / sqrt(E)."""
+    """Return the gradients of q, k and v, bfloat16 [B, T, 3, H, E], for scores q k^T / sqrt(E).
+
+    do, q, k, v, o: bfloat16 [B, H, T, E] with any strides. sums: float32 [B, H, T], the logarithm of each row's sum of
+    exponentials.
+    """
     inputs = (_readable(do), q, k, v, o, sums)
     sequences, heads, length, width = q.shape
     row = 3 * heads * width
@@ -99,8 +112,10 @@ def attention_back(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, sums:
 
 
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, o: Tensor, sums: Tensor) -> bool:
-    """Write the output and the sums of q, k, v to o and sums, all as attention_back() reads them; False where cuDNN
-    does not take them so, and nothing is written. On CUDA, where has_cudnn() says so."""
+    """Write the output and the sums to o and sums, in the form that attention_back() reads. Return whether it could.
+
+    False, and nothing is written, if cuDNN does not take these tensors. On CUDA; requires has_cudnn().
+    """
     tensors = dict(enumerate((q, k, v, o, sums), start=1))
     strides = tuple(x.stride() for x in tensors.values())
     read = all(map(readable, (q, o))) and not (k.is_neg() or v.is_neg())
@@ -111,13 +126,13 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, o: Tenso
 
 
 def _readable(x: Tensor) -> Tensor:
-    """x, or a copy of one whose rows have gaps, or that repeats values."""
+    """Return x, or a contiguous copy if its rows have gaps or repeat values."""
     strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
     return x if readable(x) and all(strides) else x.resolve_neg().contiguous()
 
 
 def _part(shape: Sizes) -> Sizes | None:
-    """The largest part of [B, H, T, E] whose scores fit in memory; None where those of one head do not."""
+    """Return the largest part of [B, H, T, E] whose scores fit in memory. None if a single head does not fit."""
     sequences, heads, length, width = shape
     fitting = MOST_SCORES // (-(-length // _PADDED) * _PADDED) ** 2
     if fitting >= heads:
@@ -126,36 +141,36 @@ def _part(shape: Sizes) -> Sizes | None:
 
 
 def _divisor(number: int, most: int) -> int:
-    """The largest divisor of a number that is at most `most`."""
+    """Return the largest divisor of a number that is at most `most`."""
     return next(n for n in range(min(number, most), 0, -1) if number % n == 0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """A graph of cuDNN's for tensors of one shape and of their strides, which have numbers."""
+    """A cuDNN graph for numbered tensors of one shape and one set of strides."""
 
     graph: Any
     workspace: int
-    """Bytes."""
+    """Size in bytes."""
 
     def run(self, tensors: Mapping[int, Tensor], workspace: Tensor) -> None:
-        """Compute on the current stream. A tensor says where its first element lies."""
+        """Run the graph on the current stream. Each tensor gives the address of its first element."""
         device = workspace.get_device()
         handle = _handle(device, threading.get_ident())
-        _cudnn().set_stream(handle, torch._C._cuda_getCurrentRawStream(device))
+        _cudnn().set_stream(handle, current_raw_stream(device))
         addresses = {number: x.data_ptr() for number, x in tensors.items()}
         self.graph.execute(addresses, workspace.data_ptr(), handle)
 
 
 @memo
 def _handle(device: int, thread: int) -> Any:
-    """A thread's on the device, which is the current one: threads must not share a handle."""
+    """Return cuDNN's handle for a thread on the current device. Threads must not share a handle."""
     return _cudnn().create_handle()
 
 
 @memo
 def _plan(device: int, sizes: Sizes, strides: tuple[Sizes, ...], is_causal: bool) -> Plan | None:
-    """The graph for do, q, k, v, o, sums and the gradients of q, k and v; None where cuDNN has none."""
+    """Return the plan for do, q, k, v, o, sums and the gradients of q, k and v. None if cuDNN has none."""
     graph, described = _graph(device, sizes, dict(enumerate(strides)))
     do, q, k, v, o, stats = (graph.tensor(**described(number)) for number in range(SUMS + 1))
     gradients = graph.sdpa_backward(
@@ -167,7 +182,7 @@ def _plan(device: int, sizes: Sizes, strides: tuple[Sizes, ...], is_causal: bool
 
 @memo
 def _plan_forward(device: int, sizes: Sizes, strides: tuple[Sizes, ...], is_causal: bool) -> Plan | None:
-    """The graph for q, k, v, o and sums; None where cuDNN has none."""
+    """Return the plan for q, k, v, o and sums. None if cuDNN has none."""
     graph, described = _graph(device, sizes, dict(enumerate(strides, start=1)))
     q, k, v = (graph.tensor(**described(number)) for number in range(1, 4))
     scale = sizes[3] ** -0.5
@@ -176,7 +191,7 @@ def _plan_forward(device: int, sizes: Sizes, strides: tuple[Sizes, ...], is_caus
 
 
 def _graph(device: int, sizes: Sizes, strides: Mapping[int, Sizes]) -> tuple[Any, Callable[[int], dict[str, Any]]]:
-    """An empty graph, and what describes its tensors by their numbers."""
+    """Return an empty graph, and a function that describes its tensors by number."""
     cudnn = _cudnn()
     handle = _handle(device, threading.get_ident())
     half, single = cudnn.data_type.BFLOAT16, cudnn.data_type.FLOAT
@@ -191,7 +206,7 @@ def _graph(device: int, sizes: Sizes, strides: Mapping[int, Sizes]) -> tuple[Any
 
 
 def _built(graph: Any, outputs: Mapping[int, dict[str, Any]], tensors: Sequence[Any]) -> Plan | None:
-    """The plan of a graph with these outputs, described by their numbers."""
+    """Return the plan of a graph with these outputs (number -> description). None if cuDNN does not support it."""
     cudnn = _cudnn()
     for (number, facts), tensor in zip(outputs.items(), tensors, strict=True):
         tensor.set_output(True).set_dim(facts["dim"]).set_stride(facts["stride"]).set_data_type(facts["data_type"])
@@ -205,3 +220,35 @@ def _built(graph: Any, outputs: Mapping[int, dict[str, Any]], tensors: Sequence[
     except cudnn.cudnnGraphNotSupportedError:
         return None
     return Plan(graph=graph, workspace=max(1, graph.get_workspace_size()))
+
+
+AXES = 4
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    return flash_attention_on_cpu(q, k, v, 0.0, is_causal)
+
+
+@operator(
+    "attention_on_cpu(Tensor q, Tensor k, Tensor v, bool is_causal) -> (Tensor, Tensor)", fake=_flash, devices=("CPU",)
+)
+def attention_on_cpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Return softmax(q k^T / sqrt(E)) v [B, H, T, E], and the logarithm of each row's sum of exponentials.
+
+    q, k, v: [B, H, T, E] of one dtype. Results have the layouts that attention_on_cpu_back() reads. ValueError for
+    others.
+    """
+    alike = q.shape == k.shape == v.shape and q.dtype is k.dtype is v.dtype in DTYPES and q.dim() == AXES
+    if not alike or not all(x.numel() and x.untyped_storage().nbytes() and x.stride(-1) == 1 for x in (q, k, v)):
+        got = ", ".join(described(x) for x in (q, k, v))
+        raise ValueError(
+            f"attention_on_cpu: q, k and v are {got}; it takes [B, H, T, E] with elements, of one shape and dtype"
+            f" ({', '.join(map(str, DTYPES))}), whose last axis has no gaps"
+        )
+    return _flash(q, k, v, is_causal)
+
+
+def attention_on_cpu_back(do: Tensor, *saved: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k and v. do: the gradient of the output; saved: q, k, v and both results of the
+    forward pass."""
+    return flash_attention_on_cpu_backward(do, *saved, 0.0, is_causal)

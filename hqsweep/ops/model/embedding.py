@@ -1,7 +1,7 @@
-"""Rows of a table by tokens, and the table's gradient, by the kernels of csrc/embedding.h, on CUDA.
+"""Rows of an embedding table by token, and the table's gradient, by the CUDA kernels of csrc/embedding.h.
 
-The entries of a table may lie over W ranks, of which rank r has [r * V, (r + 1) * V). A rank then writes the rows of
-its entries to other ranks' memory, and takes from them those that it lacks; gradients go the other way.
+W ranks may share a table: rank r holds the entries [r * V, (r + 1) * V). A rank then writes the rows of its entries to
+other ranks' memory, and receives the rows that it lacks. Gradients travel the other way.
 """
 
 import torch
@@ -13,13 +13,13 @@ from hqsweep.ops.model.experts import checked
 from hqsweep.ops.quantize.kernels import DTYPES
 
 WORD = 16
-"""Bytes of one load of the kernels; rows are whole words."""
+"""Bytes that the kernels load at once; rows are whole words."""
 ROWS = (torch.float32, torch.bfloat16)
-"""The dtypes of rows whose gradients are added."""
+"""dtypes of row gradients."""
 
 
 def takes(table: Tensor, tokens: Tensor) -> bool:
-    """Whether the kernels take rows of this table, and give its gradient."""
+    """Return whether the kernels take rows of this table, and compute its gradient."""
     shaped = table.dim() == 2 and table.is_contiguous() and table.shape[1] * table.itemsize % WORD == 0
     usable = table.is_cuda and tokens.is_cuda and has_kernels("cuda")
     # A trace takes its rows by torch.
@@ -37,9 +37,12 @@ def embed(
     received: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """tokens int64 [M], table [V, D] -> rows [M, D] of the whole table [W * V, D]: this rank's from `table`, those of
-    others from received [W - 1, M, D], which has what the other ranks, in their order, have of them. A token of no rank
-    has a row of NaN. out: gets the rows; without received, those of this rank's entries alone."""
+    """Return the rows [M, D] of the whole table [W * V, D] for tokens int64 [M].
+
+    This rank's rows come from `table` [V, D]. The others come from received [W - 1, M, D], which holds the rows that
+    the other ranks sent, in rank order. A token outside the whole table gets NaN.
+    out: receives the rows; without `received`, only the rows of this rank's entries.
+    """
     out = table.new_empty(len(tokens), table.shape[1]) if out is None else out
     tokens = tokens.contiguous()
     call = (tokens.data_ptr(), table.data_ptr(), 0 if received is None else received.data_ptr(), out.data_ptr())
@@ -50,16 +53,20 @@ def embed(
 
 @on_its_device
 def rows_of_rank(tokens: Tensor, rows: Tensor, entries: int, rank: int, out: Tensor) -> None:
-    """Copy those of rows [M, D] whose tokens int64 [M] have an entry of a rank, each of which has so many, to `out` as
-    [M, D]."""
+    """Copy the rows [M, D] whose tokens belong to a rank's entries to the same rows of `out` [M, D].
+
+    tokens: int64 [M]. entries: the number of entries per rank.
+    """
     tokens = tokens.contiguous()
     call = (tokens.data_ptr(), rows.data_ptr(), out.data_ptr(), len(rows), entries, rows.shape[1] * rows.itemsize)
     extension().rows_of_rank_cuda(*call, rank, *where(rows))
 
 
 def by_entry(tokens: Tensor, entries: int, rank: int = 0) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [N] in the order of this rank's entries, those of an entry in their order, and others behind them:
-    int64 [N]; and where each entry's begin in it: int64 [entries + 1]."""
+    """Return (order, starts): tokens int64 [N] sorted by this rank's entries, stably; and each entry's first position.
+
+    order: int64 [N]; tokens of other ranks come last. starts: int64 [entries + 1].
+    """
     own = tokens - rank * entries
     entry = own.where((own >= 0) & (own < entries), entries).to(torch.int32)
     ordered, order = entry.sort(stable=True)
@@ -78,9 +85,12 @@ def table_gradient(
     rank: int = 0,
     received: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of a table, float32 [V, D], from those of the rows of tokens int64 [W * M], of which each rank has
-    the gradients of M: rows [M, D] in float32 or bfloat16, and received [W - 1, M, D], that of the other ranks. order,
-    starts: by_entry() of the tokens. Rows of an entry are added in float32, in an order that their number decides."""
+    """Return the gradient of a table, float32 [V, D], from the gradients of token rows.
+
+    tokens: int64 [W * M]. rows [M, D]: this rank's gradients, float32 or bfloat16. received [W - 1, M, D]: the other
+    ranks' gradients. order, starts: by_entry() of the tokens. Rows of an entry are added in float32; their number fixes
+    the order.
+    """
     entries, width = len(starts) - 1, rows.shape[1]
     table = rows.new_empty(entries, width, dtype=torch.float32)
     rows, tokens = rows.resolve_neg().contiguous(), tokens.contiguous()
@@ -97,7 +107,7 @@ def table_gradient(
     devices=("CUDA",),
 )
 def embedding_gradient(rows: Tensor, tokens: Tensor, entries: int) -> Tensor:
-    """table_gradient() of a whole table of so many entries, from the rows [M, D] of tokens int64 [M]."""
+    """Return the gradient of a whole table with this many entries. rows: [M, D]; tokens: int64 [M]."""
     if rows.dim() != 2 or rows.dtype not in ROWS or rows.shape[1] * rows.itemsize % WORD:
         raise ValueError(
             f"rows are {described(rows)}; they take float32 or bfloat16 [M, D] of whole words of {WORD} bytes"

@@ -1,32 +1,41 @@
-"""Tokens on their way to the experts of a mixture and back, as torch operators on CUDA: hqsweep::dispatch_rows,
-sum_rows, combine_rows and combine_rows_backward.
+"""Operators around the experts of a mixture: routing of tokens, their dispatch and combination, exchange between ranks.
 
-M tokens of D elements choose k of E experts each. Choice c = token * k + rank has its row at places[c] of the M * k
-rows that go by expert. Arithmetic is float32, with one order of every sum (formulas: csrc/experts.h); router
-has the reference in torch's operators. places is a permutation: the caller's promise, for nobody waits to look.
+Each of M tokens of D elements chooses k of E experts. Choice c = token * k + rank has its row at places[c] among the M
+* k rows, which are sorted by expert. The caller guarantees that places is a permutation: checking would wait for the
+device. Arithmetic is float32, with a fixed order of sums (formulas: csrc/experts.h, csrc/cuda/route.cu). On CUDA these
+are hqsweep::route, route_backward, place_choices, dispatch_rows, sum_rows, combine_rows and combine_rows_backward. nn's
+router has the reference by torch's operators.
 
-Where experts are filled up to whole blocks of rows (ops.padding), `starts` is int64 [2, E + 1], where experts begin
-without and with those rows; places then are the ones with them, in a matrix of more rows. Rows that fill up are written
-as zeros; what stands behind the last expert is left open.
+If experts are padded to whole blocks of rows (PaddedSplits), `starts` is int64 [2, E + 1]: where experts begin without
+padding and with it. places then count padding rows. Padding rows are zero, and rows after the last expert are
+undefined.
+
+W ranks can share the experts while only the device knows how many rows go where (copy_rows, expert_places). All ranks
+have equally many rows, sorted by expert, and hold e = E / W experts, in rank order. At an expert, rows are sorted by
+rank, then by their order at that rank. On CUDA the kernels of csrc/expert_rows.h do this work, elsewhere torch's
+operators, which are the reference. Nothing waits.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hqsweep.ops.addresses import described, empty
-from hqsweep.ops.library import extension, operator, where
+from hqsweep.ops.library import extension, has_kernels, on_its_device, operator, where
 from hqsweep.ops.quantize.kernels import DTYPES
 
 _SOURCES = (torch.float32, torch.bfloat16)
 
 
 def takes(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernels move tokens x [M, D] as rows of this dtype."""
+    """Return whether the kernels move tokens x [M, D] as rows of this dtype."""
     return dtype is torch.bfloat16 and x.dtype in _SOURCES and x.dim() == 2 and x.shape[1] % 8 == 0
 
 
 def checked(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """x without gaps, at a multiple of 16 bytes; ValueError for another dtype, shape or device than these."""
+    """Return x contiguous at a multiple of 16 bytes. ValueError unless it has one of the dtypes, the shape and like's
+    device."""
     if x.dtype not in dtypes or x.shape != shape or x.device != like.device:
         takes = f"it takes {' or '.join(map(str, dtypes))} {tuple(shape)} on {like.device}"
         raise ValueError(f"{name} is {described(x)}; {takes}")
@@ -38,7 +47,7 @@ def checked(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[
 
 
 def _sizes(places: Tensor, choices: int, dim: int, like: Tensor) -> tuple[Tensor, int]:
-    """places, and how many tokens they are of; ValueError for what the kernels cannot take."""
+    """Return checked places, and the number of tokens. ValueError for sizes that the kernels do not take."""
     if choices < 1 or places.numel() % choices or dim % 8:
         takes = "they take int64 [M * k], and elements by 8"
         raise ValueError(f"places are {described(places)} for {choices} choices of tokens of {dim} elements; {takes}")
@@ -50,7 +59,7 @@ def rows_of(like: Tensor, rows: int, dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def _starts(starts: Tensor | None, like: Tensor) -> tuple[int, int]:
-    """Their address and the number of experts."""
+    """Return the address of starts and the number of experts; zeros for None."""
     if starts is None:
         return 0, 0
     if starts.dim() != 2 or starts.shape[1] < 2 or not starts.is_contiguous():
@@ -66,8 +75,10 @@ def _starts(starts: Tensor | None, like: Tensor) -> tuple[int, int]:
     devices=("CUDA",),
 )
 def dispatch_rows(x: Tensor, places: Tensor, choices: int, starts: Tensor | None = None, count: int = 0) -> Tensor:
-    """x float32 or bfloat16 [M, D] -> bfloat16 [M * k, D], or with starts [count, D]: each token, rounded, at the
-    places of its choices."""
+    """Return bfloat16 rows [M * k, D], or [count, D] with starts: each token, rounded, at the places of its choices.
+
+    x: float32 or bfloat16 [M, D].
+    """
     dim = x.shape[-1]
     places, tokens = _sizes(places, choices, dim, x)
     x = checked("x", x, _SOURCES, (tokens, dim), x)
@@ -85,8 +96,10 @@ def dispatch_rows(x: Tensor, places: Tensor, choices: int, starts: Tensor | None
     devices=("CUDA",),
 )
 def sum_rows(rows: Tensor, places: Tensor, choices: int, dtype: torch.dtype) -> Tensor:
-    """rows bfloat16 [M * k or more, D] -> [M, D] in dtype, float32 or bfloat16: the sum of each token's rows in
-    float32, the first choice first, rounded to bfloat16."""
+    """Return [M, D] in dtype, float32 or bfloat16: each token's rows summed in float32 by choice, rounded to bfloat16.
+
+    rows: bfloat16 [M * k or more, D].
+    """
     dim = rows.shape[-1]
     places, tokens = _sizes(places, choices, dim, rows)
     rows = _checked_rows(rows, places)
@@ -108,8 +121,10 @@ def _combined(rows, places, weights, added=None):
     devices=("CUDA",),
 )
 def combine_rows(rows: Tensor, places: Tensor, weights: Tensor, added: Tensor | None = None) -> Tensor:
-    """rows bfloat16 [M * k or more, D], weights float32 [M, k] -> float32 [M, D]: for each token the sum over its
-    choices, the first one first, of weight * row; then plus added, bfloat16 [M, D]."""
+    """Return float32 [M, D]: for each token the sum of weight * row over its choices, in order, plus `added`.
+
+    rows: bfloat16 [M * k or more, D]. weights: float32 [M, k]. added: bfloat16 [M, D].
+    """
     rows, places, weights = _checked_parts(rows, places, weights)
     (tokens, choices), dim = weights.shape, rows.shape[1]
     if added is not None:
@@ -133,7 +148,10 @@ def _gradients(dy, rows, places, weights, added, starts=None):
 def combine_rows_backward(
     dy: Tensor, rows: Tensor, places: Tensor, weights: Tensor, added: bool, starts: Tensor | None = None
 ) -> list[Tensor]:
-    """dy float32 [M, D] -> the gradients of rows, bfloat16, of weights, float32, and of what was added, bfloat16."""
+    """Return the gradients of rows (bfloat16), of weights (float32) and, if added, of `added` (bfloat16).
+
+    dy: float32 [M, D].
+    """
     rows, places, weights = _checked_parts(rows, places, weights)
     (tokens, choices), (count, dim) = weights.shape, rows.shape
     if starts is None and count != places.numel():
@@ -148,7 +166,7 @@ def combine_rows_backward(
 
 
 def _checked_rows(rows: Tensor, places: Tensor) -> Tensor:
-    """checked, of as many rows as places or more."""
+    """Return checked rows: at least as many as places."""
     return checked("rows", rows, (torch.bfloat16,), (max(len(rows), places.numel()), rows.shape[-1]), rows)
 
 
@@ -158,3 +176,199 @@ def _checked_parts(rows: Tensor, places: Tensor, weights: Tensor) -> tuple[Tenso
     places, tokens = _sizes(places, weights.shape[1], rows.shape[1], rows)
     weights = checked("weights", weights, (torch.float32,), (tokens, weights.shape[1]), rows)
     return _checked_rows(rows, places), places, weights
+
+
+WORD = 16
+"""Bytes that the kernels load at once; copied rows are whole words."""
+
+
+def copy_rows(rows: Tensor, index: Tensor, out: Tensor) -> None:
+    """Copy rows[index[i]] to out[i]. A negative index leaves out[i] unchanged.
+
+    rows [R, D], index int64 [N], out [N, D], all contiguous; rows and out have one dtype.
+    """
+    if 0 in (*rows.shape, *out.shape):
+        return
+    if rows.is_cuda and has_kernels("cuda") and _whole_words(rows) and _whole_words(out):
+        _copy_by_kernel(rows, index, out)
+    else:
+        out.copy_(torch.where((index < 0)[:, None], out, rows.index_select(0, index.clamp(min=0))))
+
+
+def _whole_words(x: Tensor) -> bool:
+    return x.shape[1] * x.itemsize % WORD == 0 and x.data_ptr() % WORD == 0 and not x.is_neg()
+
+
+@on_its_device
+def _copy_by_kernel(rows: Tensor, index: Tensor, out: Tensor) -> None:
+    addresses = (index.data_ptr(), rows.data_ptr(), out.data_ptr())
+    extension().copy_rows_cuda(*addresses, len(out), out.shape[1] * out.itemsize, *where(rows))
+
+
+class ExpertPlaces(NamedTuple):
+    """Index tables for the exchange, int64; -1 for none."""
+
+    own: Tensor
+    """[places]: the row of this rank that goes to each place of its experts. A place has at most one of own, sent,
+    filling."""
+    sent: Tensor
+    """[places]: the received row that goes to each place, as an index into [W - 1, rows]."""
+    filling: Tensor
+    """[places]: the expert that each padding place belongs to."""
+    there: Tensor
+    """[W, rows]: for each row of each rank, its place at this rank's experts."""
+    leaving: Tensor
+    """[W, rows]: this rank's rows that go to each rank's experts, as their own index."""
+    returning: Tensor
+    """[rows]: for each row of this rank that went to another rank, its index in the returned [W - 1, rows]."""
+
+
+def expert_places(counts: Tensor, here: Tensor, offsets: Tensor, rank: int, rows: int, places: int) -> ExpertPlaces:
+    """Return the index tables of one exchange.
+
+    counts int64 [W, E]: rows of each rank for each expert. here int64 [W, e]: rows for this rank's experts, summed over
+    the ranks up to each. offsets int64 [e + 1]: where these experts begin, possibly padded. places: the number of
+    places.
+    """
+    ends = counts.cumsum(dim=1)
+    if counts.is_cuda and has_kernels("cuda"):
+        return _places_by_kernel(ends, here.contiguous(), offsets.contiguous(), rank, rows, places)
+    return _places_by_torch(counts, ends, here, offsets, rank, rows, places)
+
+
+@on_its_device
+def _places_by_kernel(ends: Tensor, here: Tensor, offsets: Tensor, rank: int, rows: int, places: int) -> ExpertPlaces:
+    ranks, experts = ends.shape
+    shapes = ((places,), (places,), (places,), (ranks, rows), (ranks, rows), (rows,))
+    results = ExpertPlaces(*(ends.new_empty(shape) for shape in shapes))
+    tables = (ends.data_ptr(), here.data_ptr(), offsets.data_ptr())
+    addresses = [result.data_ptr() for result in results]
+    extension().expert_places_cuda(*tables, ranks, experts, rank, rows, places, addresses, *where(ends))
+    return results
+
+
+def _places_by_torch(
+    counts: Tensor, ends: Tensor, here: Tensor, offsets: Tensor, rank: int, rows: int, places: int
+) -> ExpertPlaces:
+    ranks, held = here.shape
+    first, order = rank * held, torch.arange(rows, device=counts.device)
+    starts, before = ends - counts, here - counts[:, first : first + held]
+
+    def among_others(other: Tensor) -> Tensor:
+        return other - (other > rank).long()
+
+    place = torch.arange(places, device=counts.device)
+    expert = torch.bucketize(place, offsets[1:], right=True)
+    some, expert = expert < held, expert.clamp(max=held - 1)
+    number = place - offsets[expert]
+    source = (number[:, None] >= here.t()[expert]).sum(dim=1)
+    real, source = some & (source < ranks), source.clamp(max=ranks - 1)
+    row = starts[source, first + expert] + number - before[source, expert]
+    is_own = real & (source == rank)
+    own = row.where(is_own, -1)
+    sent = (among_others(source) * rows + row).where(real & ~is_own, -1)
+    filling = expert.where(some & ~real, -1)
+
+    expert_of = torch.searchsorted(ends, order.expand(ranks, -1).contiguous(), right=True)
+    mine = (expert_of >= first) & (expert_of < first + held)
+    expert = (expert_of - first).clamp(0, held - 1)
+    begin = starts[:, first : first + held].gather(1, expert)
+    there = (offsets[expert] + before.gather(1, expert) + order - begin).where(mine, -1)
+    to = expert_of[rank] // held
+    leaving = torch.stack([order.where(to == other, -1) for other in range(ranks)])
+    returning = (among_others(to) * rows + order).where((to != rank) & (to < ranks), -1)
+    return ExpertPlaces(own, sent, filling, there, leaving, returning)
+
+
+MOST_EXPERTS = 256
+MOST_CHOICES = 32
+"""The largest number of experts that a token can choose."""
+_CHOICES_OF_BLOCK, _TOKENS_OF_BLOCK = 1024, 64
+
+
+@operator(
+    "place_choices(Tensor chosen, SymInt experts) -> Tensor[]",
+    fake=lambda chosen, experts: [*(chosen.new_empty(chosen.numel()) for _ in range(2)), chosen.new_empty(experts)],
+    devices=("CUDA",),
+)
+def place_choices(chosen: Tensor, experts: int) -> list[Tensor]:
+    """Return [order, places, tokens] for chosen int64 [M, k] with entries 0 to E - 1.
+
+    order [M * k]: choices sorted by expert, stably. places [M * k]: its inverse. tokens int64 [E]: choices per expert.
+    ValueError for other dtypes, and for more than 256 experts.
+    """
+    if not 1 <= experts <= MOST_EXPERTS:
+        raise ValueError(f"experts are {experts}; the kernels place 1 to {MOST_EXPERTS}")
+    chosen = checked("chosen", chosen, (torch.int64,), tuple(chosen.shape), chosen)
+    count = chosen.numel()
+    order, places = (empty(chosen, (count,), (1,), torch.int64) for _ in range(2))
+    tokens = empty(chosen, (experts,), (1,), torch.int64)
+    counts = empty(chosen, (experts * -(-count // _CHOICES_OF_BLOCK),), (1,), torch.int32)
+    addresses = (counts.data_ptr(), order.data_ptr(), places.data_ptr(), tokens.data_ptr())
+    extension().place_choices_cuda(chosen.data_ptr(), count, experts, *addresses, *where(chosen))
+    return [order, places, tokens]
+
+
+def routes(logits: Tensor, choices: int) -> bool:
+    """Return whether the kernels take logits [M, E]."""
+    tokens, experts = logits.shape
+    return logits.dtype is torch.float32 and tokens > 0 and experts <= MOST_EXPERTS and choices <= MOST_CHOICES
+
+
+def _routed(logits, choices):
+    tokens, experts = logits.shape
+    chosen = logits.new_empty((tokens, choices), dtype=torch.int64)
+    placed = (chosen.new_empty(tokens * choices) for _ in range(2))
+    weights = logits.new_empty((tokens, choices))
+    return [torch.empty_like(logits), chosen, weights, logits.new_empty(()), *placed, chosen.new_empty(experts)]
+
+
+@operator("route(Tensor logits, SymInt choices) -> Tensor[]", fake=_routed, devices=("CUDA",))
+def route(logits: Tensor, choices: int) -> list[Tensor]:
+    """Return [probabilities, chosen, weights, balance, order, places, tokens] for logits float32 [M, E].
+
+    probabilities [M, E]: softmax of the logits. chosen int64 [M, k]: the `choices` largest entries of each row; NaN
+    comes first, and among equals the lower index. weights float32 [M, k]: these entries divided by their sum.
+    balance float32 []: E * sum over e of tokens_e / (M k) * mean of p_e. The rest as in place_choices().
+    """
+    logits = checked("logits", logits, (torch.float32,), tuple(logits.shape), logits)
+    if logits.dim() != 2 or not routes(logits, choices) or not 1 <= choices <= logits.shape[1]:
+        takes = f"they take [M, E], M above 0, E and k up to {MOST_EXPERTS} and {MOST_CHOICES}, k up to E"
+        raise ValueError(f"logits are {described(logits)} for {choices} choices; {takes}")
+    tokens, experts = logits.shape
+    probabilities, balance = torch.empty_like(logits), empty(logits, (), (), torch.float32)
+    chosen = empty(logits, (tokens, choices), (choices, 1), torch.int64)
+    weights = empty(logits, (tokens, choices), (choices, 1), torch.float32)
+    sums = rows_of(logits, -(-tokens // _TOKENS_OF_BLOCK), experts, torch.float32)
+    arrays = [x.data_ptr() for x in (logits, probabilities, chosen, weights, sums)]
+    extension().route_cuda(tokens, experts, choices, *arrays, *where(logits))
+    order, places, counts = place_choices(chosen, experts)
+    ends = (counts.data_ptr(), balance.data_ptr())
+    extension().balance_cuda(tokens, experts, choices, *arrays, *ends, *where(logits))
+    return [probabilities, chosen, weights, balance, order, places, counts]
+
+
+@operator(
+    "route_backward(Tensor probabilities, Tensor chosen, Tensor weights, Tensor counts, Tensor? dweights, "
+    "Tensor? dbalance) -> Tensor",
+    fake=lambda probabilities, *_: torch.empty_like(probabilities),
+    devices=("CUDA",),
+)
+def route_backward(probabilities, chosen, weights, counts, dweights, dbalance):
+    """Return the gradient of the logits, float32 [M, E], from route()'s results and the gradients of weights and
+    balance."""
+    shape, experts = tuple(chosen.shape), probabilities.shape[-1]
+    probabilities = checked("probabilities", probabilities, (torch.float32,), (shape[0], experts), probabilities)
+    weights = checked("weights", weights, (torch.float32,), shape, probabilities)
+    chosen = checked("chosen", chosen, (torch.int64,), shape, probabilities)
+    counts = checked("counts", counts, (torch.int64,), (experts,), probabilities)
+    gradients = [
+        None if x is None else checked(name, x, (torch.float32,), expected, probabilities)
+        for name, x, expected in (("dweights", dweights, shape), ("dbalance", dbalance, ()))
+    ]
+    dlogits = torch.empty_like(probabilities)
+    arrays = (0, probabilities.data_ptr(), chosen.data_ptr(), weights.data_ptr(), 0)
+    addresses = (0 if x is None else x.data_ptr() for x in gradients)
+    call = (shape[0], experts, shape[1], *arrays, counts.data_ptr(), *addresses, dlogits.data_ptr())
+    extension().route_back_cuda(*call, *where(probabilities))
+    return dlogits

@@ -1,22 +1,29 @@
-"""The loss over a vocabulary: hqsweep::cross_entropy_, whose gradient takes the place of the logits, and scale_values_.
+"""Cross entropy over a vocabulary: hqsweep::cross_entropy_ and scale_values_. The gradient overwrites the logits.
 
-On CUDA one kernel reads a row of logits once and writes its gradient; torch's operators are the reference, and compute
-what the kernel does not take, in float32 copies of the logits that they are given.
+On CUDA one kernel reads a row of logits once and writes its gradient. torch's operators are the reference. They also
+compute inputs that the kernel does not take, in float32 copies of the logits.
+
+Ranks can share the vocabulary (hqsweep::loss_parts, hqsweep::shared_cross_entropy_). Each rank has the logits of the
+entries [first, first + V). For each row it sends four numbers, its part. From all ranks' parts it computes the loss,
+and the gradient of its own logits. On CUDA each of these two steps is one kernel. If ranks can write to each other's
+memory, a single kernel does both steps and reads the logits once (joint_cross_entropy_).
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hqsweep.ops.addresses import described
-from hqsweep.ops.library import extension, has_kernels, operator, where
+from hqsweep.ops.library import extension, has_kernels, on_its_device, operator, where
 from hqsweep.ops.quantize.kernels import DTYPES
 
 MULTIPLE = 8
-"""The logits of one load of the kernel, 16 bytes: the vocabulary is a multiple of it."""
+"""Logits that the kernel loads at once, 16 bytes. The vocabulary must be a multiple of it."""
 IGNORED = -100
-"""The target of a row that has no loss, as torch's cross_entropy has it (csrc/loss.h)."""
+"""The target of a row without a loss, as in torch's cross_entropy (csrc/loss.h)."""
 SCALED = (torch.float32, torch.bfloat16)
-"""The dtypes that scale_values_ takes."""
+"""dtypes that scale_values_ takes."""
 
 
 @operator(
@@ -27,8 +34,11 @@ SCALED = (torch.float32, torch.bfloat16)
 def _cross_entropy(
     logits: Tensor, targets: Tensor, scale: Tensor, gradient: bool, amax: Tensor | None = None
 ) -> Tensor:
-    """cross_entropy_ by the kernel. logits bfloat16 [M, V], contiguous, at a multiple of 16 bytes, V a multiple of 8;
-    targets int64 [M], contiguous; scale and amax one float32 each; ValueError for others."""
+    """Run cross_entropy_ by the kernel; ValueError for inputs that it does not take.
+
+    logits: bfloat16 [M, V], contiguous, at a multiple of 16 bytes, V a multiple of 8. targets: int64 [M], contiguous.
+    scale, amax: one float32 each.
+    """
     check_loss(logits, targets, scale)
     rows, vocabulary = logits.shape
     if amax is not None:
@@ -41,7 +51,7 @@ def _cross_entropy(
 
 
 def check_loss(logits: Tensor, targets: Tensor, scale: Tensor | None = None) -> None:
-    """ValueError for logits, targets and a scale that the kernels do not take."""
+    """Raise ValueError for logits, targets or a scale that the kernels do not take."""
     if not takes(logits):
         wanted = f"it takes bfloat16 [M, V], contiguous, at a multiple of 16 bytes, V a multiple of {MULTIPLE}"
         raise ValueError(f"logits are {described(logits)}; {wanted}")
@@ -59,8 +69,10 @@ def _check_one(name: str, value: Tensor, logits: Tensor) -> None:
 
 
 def takes(logits: Tensor) -> bool:
-    """Whether logits have a dtype, shape and place that the kernel takes; it runs on CUDA. A trace knows no place, and
-    what it allocates begins at a multiple of 16 bytes."""
+    """Return whether the CUDA kernel takes logits of this dtype, shape and alignment.
+
+    A trace knows no address; its allocations start at multiples of 16 bytes.
+    """
     whole = logits.dtype == torch.bfloat16 and logits.dim() == 2 and logits.is_contiguous()
     return whole and logits.shape[1] % MULTIPLE == 0 and (torch.compiler.is_compiling() or logits.data_ptr() % 16 == 0)
 
@@ -68,15 +80,16 @@ def takes(logits: Tensor) -> bool:
 def cross_entropy_(
     logits: Tensor, targets: Tensor, scale: Tensor, *, gradient: bool, amax: Tensor | None = None
 ) -> Tensor:
-    """logits [M, V], targets int64 [M] -> the cross entropy of each row, float32 [M]: log(sum_v exp(x_v)) - x_target.
+    """Return the cross entropy of each row, float32 [M]: log(sum_v exp(x_v)) - x_target.
 
-    gradient: each row of the logits is overwritten by (softmax(x)_v - [v = target]) * scale, computed in float32 and
-    rounded to their dtype. scale: float32 [], on their device. amax, float32 [1, 1]: becomes the largest magnitude of
-    the gradient, if it is larger, NaN aside. A row whose target is IGNORED has a loss and a gradient of 0.
+    logits: [M, V]. targets: int64 [M]; a row with target IGNORED has loss and gradient 0.
+    gradient: overwrite each row of logits by (softmax(x)_v - [v = target]) * scale, computed in float32 and rounded
+    once.
+    scale: float32 [] on the logits' device. amax: float32 [1, 1], raised to the gradient's largest magnitude without
+    NaN.
 
-    On CUDA a kernel reads and writes them once where `takes` says that it can; its sums are in another order than
-    those of torch's operators, and always in the same one. Other targets that are no index of the vocabulary give a
-    loss and a gradient of NaN there; torch's operators refuse them.
+    On CUDA, one kernel call reads and writes logits that `takes` accepts. Its sums have a fixed order that differs from
+    torch's. There, a target outside the vocabulary gives NaN as loss and gradient; torch's operators refuse it.
     """
     if logits.is_cuda and has_kernels("cuda") and takes(logits):
         return _cross_entropy(logits, targets, scale, gradient, amax)
@@ -98,7 +111,7 @@ def cross_entropy_(
     devices=("CUDA",),
 )
 def _scale_values(values: Tensor, factor: Tensor) -> None:
-    """scale_ by the kernel; ValueError for what it does not take."""
+    """Run scale_ by the kernel; ValueError for inputs that it does not take."""
     if values.dtype not in SCALED or not values.is_contiguous():
         raise ValueError(f"values are {described(values)}; it takes float32 or bfloat16, contiguous")
     if factor.dtype != torch.float32 or factor.numel() != 1 or factor.device != values.device:
@@ -108,9 +121,140 @@ def _scale_values(values: Tensor, factor: Tensor) -> None:
 
 
 def scale_(values: Tensor, factor: Tensor) -> Tensor:
-    """values *= factor in place; factor float32 []. On CUDA nothing is read or written where the factor is 1, and
-    nothing waits to know whether it is."""
+    """Multiply values by factor, float32 [], in place, and return them.
+
+    On CUDA a factor of 1 costs no memory traffic, and nothing waits to read it.
+    """
     if values.is_cuda and has_kernels("cuda") and values.is_contiguous() and values.dtype in SCALED:
         _scale_values(values, factor)
         return values
     return values.mul_(factor)
+
+
+NUMBERS = 4
+"""Numbers in a part: the largest logit, sum(exp(x - largest)), the target's logit if it is here, and whether it is."""
+
+
+@operator(
+    "loss_parts(Tensor logits, Tensor targets, int first) -> Tensor",
+    fake=lambda logits, targets, first: logits.new_empty((logits.shape[0], NUMBERS), dtype=torch.float32),
+    devices=("CUDA",),
+)
+def _loss_parts(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    """Run loss_parts by the kernel; ValueError for inputs that check_loss refuses."""
+    check_loss(logits, targets)
+    rows, vocabulary = logits.shape
+    parts = logits.new_empty((rows, NUMBERS), dtype=torch.float32)
+    call = (logits.data_ptr(), targets.data_ptr(), parts.data_ptr(), rows, vocabulary, first)
+    extension().loss_parts_cuda(*call, *where(logits))
+    return parts
+
+
+def loss_parts(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    """Return float32 [M, 4]: max(x), sum(exp(x - max(x))), the target's logit or 0, and 1 if this rank has the target,
+    else 0.
+
+    logits [M, V]: the entries [first, first + V). targets int64 [M]: indices into the whole vocabulary.
+    A NaN enters the sum but is never the maximum. A row with only -inf has a sum of 0.
+    """
+    if logits.is_cuda and has_kernels("cuda") and takes(logits):
+        return _loss_parts(logits, targets, first)
+    x, own = logits.float(), targets - first
+    largest = x.masked_fill(x.isnan(), -torch.inf).amax(1)
+    total = (x - _base(largest)[:, None]).exp().sum(1)
+    has = (own >= 0) & (own < x.shape[1])
+    rows = torch.arange(len(x), device=x.device)
+    of_target = x[rows, own.where(has, 0)].where(has, 0.0)
+    return torch.stack([largest, total, of_target, has.float()], dim=1)
+
+
+@operator(
+    "shared_cross_entropy_(Tensor(a!) logits, Tensor targets, Tensor parts, int first, Tensor scale, bool gradient)"
+    " -> Tensor",
+    fake=lambda logits, *_: logits.new_empty(logits.shape[0], dtype=torch.float32),
+    devices=("CUDA",),
+)
+def _shared(logits: Tensor, targets: Tensor, parts: Tensor, first: int, scale: Tensor, gradient: bool) -> Tensor:
+    """Run shared_cross_entropy_ by the kernel. ValueError for non-contiguous parts, and for what check_loss refuses."""
+    check_loss(logits, targets, scale)
+    rows, vocabulary = logits.shape
+    shaped = parts.dim() == 3 and parts.shape[1:] == (rows, NUMBERS) and len(parts) > 0
+    if parts.dtype != torch.float32 or not shaped or not parts.is_contiguous() or parts.device != logits.device:
+        wanted = f"float32 [ranks, {rows}, {NUMBERS}], contiguous, on {logits.device}"
+        raise ValueError(f"parts are {described(parts)}; they are {wanted}")
+    losses = logits.new_empty(rows, dtype=torch.float32)
+    call = (logits.data_ptr(), targets.data_ptr(), parts.data_ptr(), losses.data_ptr(), rows, vocabulary, first)
+    extension().shared_cross_entropy_cuda(*call, len(parts), scale.data_ptr(), gradient, *where(logits))
+    return losses
+
+
+def shared_cross_entropy_(
+    logits: Tensor, targets: Tensor, parts: Tensor, first: int, scale: Tensor, *, gradient: bool
+) -> Tensor:
+    """Return the cross entropy of each row over the whole vocabulary, float32 [M], equal on all ranks.
+
+    logits [M, V]: this rank's entries. parts [W, M, 4]: loss_parts() of all W ranks, summed in rank order.
+    gradient: overwrite each row of logits by (softmax(x)_v - [v = target]) * scale, with the whole softmax. A row with
+    target IGNORED has loss and gradient 0. A target that no rank has gives NaN for both.
+    """
+    if logits.is_cuda and has_kernels("cuda") and takes(logits):
+        return _shared(logits, targets, parts.contiguous(), first, scale, gradient)
+    largest = parts[..., 0].amax(0)
+    total = torch.zeros_like(largest)
+    for part in parts:
+        same = part[:, 0] == largest
+        total += part[:, 1].where(same, part[:, 1] * (part[:, 0] - largest).exp())
+    of_target = torch.full_like(largest, torch.nan)
+    for part in parts:
+        of_target = part[:, 2].where(part[:, 3] != 0, of_target)
+    counted = targets != IGNORED
+    if gradient:
+        softmax = (logits.float() - _base(largest)[:, None]).exp_().div_(total[:, None])
+        own = targets - first
+        has = (own >= 0) & (own < logits.shape[1])
+        rows = torch.arange(len(own), device=own.device)
+        own = own.where(has, 0)
+        softmax[rows, own] -= has.float()  # torch.use_deterministic_algorithms lets it pass
+        scale = scale.where(~of_target.isnan(), torch.nan).where(counted, 0.0)
+        logits.copy_(softmax.mul_(scale[:, None]))
+    return (total.log() + (largest - of_target)).where(counted, 0.0)
+
+
+MOST_RANKS = 16
+"""Ranks of a joint cross entropy (csrc/loss.h)."""
+
+
+class Boxes(NamedTuple):
+    """Memory on all ranks' GPUs through which kernels exchange parts (csrc/loss.h, loss_mailbox)."""
+
+    address: int
+    """The address, on this rank's device, of a table with the addresses of the ranks' boxes."""
+    state: Tensor
+    """uint32 [3]."""
+    rows: int
+    """The number of rows that fit in a box."""
+    ranks: int
+    rank: int
+
+
+@on_its_device
+def joint_cross_entropy_(logits: Tensor, targets: Tensor, boxes: Boxes, scale: Tensor) -> Tensor | None:
+    """Return shared_cross_entropy_ with its gradient, to the bit, by one kernel on every rank that exchanges parts
+    itself.
+
+    Rank r has the entries [r * V, (r + 1) * V). None, and nothing is done, if the kernel does not take the logits.
+    """
+    if not (has_kernels("cuda") and takes(logits)):
+        return None
+    check_loss(logits, targets, scale)
+    rows, vocabulary = logits.shape
+    losses = logits.new_empty(rows, dtype=torch.float32)
+    told = (boxes.address, boxes.state.data_ptr(), rows, vocabulary)
+    call = (logits.data_ptr(), targets.data_ptr(), losses.data_ptr(), *told)
+    options = (boxes.rank * vocabulary, boxes.rows, boxes.ranks, boxes.rank, scale.data_ptr())
+    return losses if extension().joint_cross_entropy_cuda(*call, *options, *where(logits)) else None
+
+
+def _base(largest: Tensor) -> Tensor:
+    """Return the value to subtract from logits: the maximum, or 0 if all are -inf, since -inf - -inf is NaN."""
+    return largest.masked_fill(largest == -torch.inf, 0.0)

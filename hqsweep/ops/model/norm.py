@@ -1,11 +1,11 @@
-"""The norms of csrc/norm.h as torch operators: hqsweep::norm and hqsweep::norm_backward, on CUDA alone.
+"""The norms of csrc/norm.h as torch operators on CUDA: hqsweep::norm and hqsweep::norm_backward.
 
-sum = x + branch; h = (sum - mean) * rstd * gain + bias, without mean and bias for RMSNorm. Sums over a row are float32,
-in an order of their own; h is rounded once. Rows are those of the last axis; inputs of any strides.
+sum = x + branch; h = (sum - mean) * rstd * gain + bias, without mean and bias for RMSNorm. Sums over a row are float32
+with an order of their own; h is rounded once. A row is the last axis. Inputs may have any strides.
 
-A branch, or the gradient of h, may be a sum over W ranks whose summands are here, in bfloat16: in its place that of
-this rank, whose number is `rank`, and `received`, [W - 1, ...] of its shape, of the other ranks in their order. They
-are added as ops.sum_parts adds them.
+A branch, or the gradient of h, may be a sum over W ranks whose bfloat16 summands are all here. The argument then is
+this rank's summand, `rank` its number, and `received` [W - 1, ...] the other ranks' summands in rank order. They are
+added as in ops.sum_parts.
 """
 
 from collections.abc import Sequence
@@ -21,30 +21,30 @@ from hqsweep.ops.quantize.kernels import DTYPES
 
 UNIT = 4
 MOST_COLS = 6144
-"""The largest width of a row, which is a multiple of UNIT (csrc/norm.h)."""
+"""The largest row width, a multiple of UNIT (csrc/norm.h)."""
 STRIP = 16
 MOST_MEASURED = 3072
-"""The largest width of rows, in a multiple of STRIP, whose norm has its amaxes found."""
+"""The largest row width for which amaxes are found, with a multiple of STRIP rows."""
 STREAMS = (torch.float32, torch.bfloat16)
-"""The dtypes of x, of a branch and of h."""
+"""dtypes of x, branch and h."""
 BLOCKS_EACH = 2
-"""Thread blocks of the backward pass for each multiprocessor, which has room for them together."""
+"""Thread blocks of the backward pass per multiprocessor; they all run at once."""
 
 
 def takes(x: Tensor, branch: Tensor | None, gain: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the operators take these tensors, with h in dtype."""
+    """Return whether the operators take these tensors, with h in dtype."""
     fits = x.dim() > 0 and 0 < x.shape[-1] <= MOST_COLS and x.shape[-1] % UNIT == 0
     types = x.dtype in STREAMS and dtype in STREAMS and gain.dtype == torch.float32
     return fits and types and (branch is None or (branch.dtype in STREAMS and branch.shape == x.shape))
 
 
 def measures(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `norm` finds amaxes of the norm of x in dtype; takes() must say that it computes that."""
+    """Return whether `norm` can find amaxes for x in dtype. takes() must hold."""
     return dtype is torch.bfloat16 and x.shape[-1] <= MOST_MEASURED and x.numel() // x.shape[-1] % STRIP == 0
 
 
 def _check(name: str, tensor: Tensor | None, like: Tensor, shape: tuple[int, ...], dtypes: tuple) -> None:
-    """ValueError for what the kernels cannot read."""
+    """Raise ValueError for a tensor that the kernels cannot read."""
     if tensor is None:
         return
     if tensor.dtype not in dtypes or tensor.shape != shape or tensor.device != like.device:
@@ -53,7 +53,7 @@ def _check(name: str, tensor: Tensor | None, like: Tensor, shape: tuple[int, ...
 
 
 def _check_summands(name: str, own: Tensor | None, received: Tensor | None, rank: int) -> None:
-    """ValueError for summands of other ranks that are not as the own one."""
+    """Raise ValueError if other ranks' summands do not fit this rank's own."""
     if received is None:
         return
     if own is None:
@@ -66,7 +66,7 @@ def _check_summands(name: str, own: Tensor | None, received: Tensor | None, rank
 
 
 def _check_place(name: str, tensor: Tensor, like: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    """ValueError for what a kernel cannot write as a tensor of that shape and of these dtypes."""
+    """Raise ValueError unless a kernel can write a tensor of like's shape, in one of the dtypes, to this place."""
     _check(name, tensor, like, like.shape, dtypes)
     if not tensor.is_contiguous() or tensor.data_ptr() % 16:
         raise ValueError(f"{name} is {described(tensor)}; it is contiguous, at a multiple of 16 bytes")
@@ -80,18 +80,18 @@ def _check_rows(x: Tensor) -> None:
 
 
 def ready(tensor: Tensor) -> Tensor:
-    """The tensor, compact, at an address that whole units are read from."""
+    """Return the tensor compact and aligned to 16 bytes."""
     tensor = tensor.resolve_neg().contiguous()
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def _address(tensor: Tensor | None = None) -> tuple[int, int]:
-    """The address and the number of the dtype; zeros for None."""
+    """Return the address and the dtype's number; zeros for None."""
     return (0, 0) if tensor is None else (tensor.data_ptr(), DTYPES[tensor.dtype])
 
 
 def _ranks(received: Tensor | None, rank: int) -> tuple[int, int, int]:
-    """The address of the other ranks' summands, the number of ranks and this one's; that of a whole without any."""
+    """Return the address of the other ranks' summands, the number of ranks, and this rank; (0, 1, 0) for None."""
     return (0, 1, 0) if received is None else (received.data_ptr(), 1 + len(received), rank)
 
 
@@ -131,15 +131,18 @@ def norm(
     received: Tensor | None = None,
     rank: int = 0,
 ) -> list[Tensor]:
-    """x [..., D] float32 or bfloat16, branch alike, gain and bias float32 [D] -> h [..., D] in dtype; float32 [1, rows]
-    rstd, with a bias (LayerNorm) [2, rows] rstd and mean; and with a branch the sum in x's dtype. With amax float32 [1,
-    1] follows: the largest magnitude of h, NaN aside. With signs, too, follows the amax of the columns of h [rows, D]
-    after the random Hadamard transform of each 16 rows, with the fixed signs or without, rounded to bfloat16. received
-    and rank: of a branch that is a sum over ranks.
+    """Return [h, statistics], then the sum in x's dtype if there is a branch, then the wanted amaxes.
+
+    x: [..., D] float32 or bfloat16; branch alike. gain, bias: float32 [D]. h: [..., D] in dtype. statistics: float32
+    [1, rows] rstd, or with a bias (LayerNorm) [2, rows] rstd and mean.
+    amax: find the largest magnitude of h, float32 [1, 1]; NaN is ignored. signs, unless None: also find the amax of h's
+    columns [rows, D] after the random Hadamard transform of each 16 rows, rounded to bfloat16. True: with the fixed
+    signs.
+    received, rank: for a branch that is a sum over ranks.
 
     Raises:
-        ValueError: for other shapes, dtypes and devices, for a D that is no multiple of 4 or above 6144, for amaxes
-            that measures() does not tell of, and for amaxes with received.
+        ValueError: for other shapes, dtypes and devices, a D that is no multiple of 4 or above 6144, amaxes that
+            measures() does not allow, and amaxes with received.
     """
     _check_rows(x)
     if dtype not in STREAMS:
@@ -154,15 +157,17 @@ def norm(
 
 @on_its_device
 def norm_copied(x: Tensor, *of_norm: Any, copies: Sequence[Tensor]) -> list[Tensor]:
-    """norm(x, *of_norm) without amaxes, whose output up to 15 tensors of its shape and dtype get, too, which may be
-    memory of other GPUs. No operator: a trace knows of no other ranks."""
+    """Return norm(x, *of_norm) without amaxes, and also write h to up to 15 tensors of its shape and dtype.
+
+    The copies may be memory of other GPUs. This is no operator: a trace knows no other ranks.
+    """
     return _run(x, *of_norm, copies=copies)
 
 
 def _run(
     x, branch, gain, bias, epsilon, dtype, amax=False, signs=None, received=None, rank=0, copies=()
 ) -> list[Tensor]:
-    """dtype: None where h is not wanted."""
+    """dtype: None if h is not wanted."""
     _check_rows(x)
     _check("branch", branch, x, x.shape, STREAMS)
     _check_summands("branch", branch, received, rank)
@@ -193,12 +198,12 @@ def _run(
 def norm_statistics(
     x: Tensor, branch: Tensor | None, gain: Tensor, bias: Tensor | None, epsilon: float
 ) -> list[Tensor]:
-    """`norm` without its output h: the statistics, and with a branch the sum."""
+    """Return the outputs of `norm` without h: the statistics, and with a branch the sum."""
     return _run(x, branch, gain, bias, epsilon, None)
 
 
 def check_normed(total: Tensor, gain: Tensor, bias: Tensor | None, statistics: Tensor) -> None:
-    """ValueError for what the kernels cannot read of a sum [rows, D] in bfloat16, and of its norm."""
+    """Raise ValueError for a bfloat16 sum [rows, D], gain, bias or statistics that the kernels cannot read."""
     _check_rows(total)
     if total.dim() != 2 or total.dtype is not torch.bfloat16:
         raise ValueError(f"total is {described(total)}; it takes bfloat16 with two axes")
@@ -238,19 +243,23 @@ def norm_backward(
     received: Tensor | None = None,
     rank: int = 0,
 ) -> list[Tensor]:
-    """The gradients of `norm`, from those of h and of the sum (None without one), the sum `total` (x, without a branch)
-    and the statistics -> dx in total's dtype; float32 [1, D] of the gain, or [2, D] of gain and bias where there are
-    two statistics; and dx again in branch_dtype unless that is None. Sums over rows have an order that depends on the
-    number of rows and of the GPU's multiprocessors. received and rank: of a dh that is a sum over ranks. It raises
-    ValueError as `norm` does.
+    """Return the gradients of `norm`: dx in total's dtype, parameter gradients, and dx in branch_dtype unless that is
+    None.
+
+    dh: the gradient of h. total: the sum (x without a branch). dtotal: the gradient of the sum, or None.
+    Parameter gradients are float32 [1, D] for the gain; with two statistics [2, D] for gain and bias. The order of sums
+    over rows depends on the number of rows and of multiprocessors. received, rank: for a dh that is a sum over ranks.
+    ValueError as for `norm`.
     """
     return _run_backward(dh, total, dtotal, gain, statistics, branch_dtype, received, rank)
 
 
 @on_its_device
 def norm_backward_to(dh: Tensor, *of_norm: Any, place: Tensor) -> list[Tensor]:
-    """norm_backward(dh, *of_norm) with branch_dtype=None, whose dx another tensor of its shape gets, too, in its own
-    dtype. No operator, as norm_copied."""
+    """Return norm_backward(dh, *of_norm) with branch_dtype=None, and also write dx to `place`, in place's dtype.
+
+    `place` has the shape of dx. This is no operator, like norm_copied.
+    """
     return _run_backward(dh, *of_norm, place=place)
 
 

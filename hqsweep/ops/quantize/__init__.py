@@ -1,1 +1,1 @@
-"""Quantization and its inverse: the operators, their requests and outputs, and the reference beside them."""
+"""Quantization and its inverse: operators, requests, outputs, and the reference."""

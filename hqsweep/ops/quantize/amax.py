@@ -1,4 +1,4 @@
-"""Find global amaxes without quantizing: what delayed scaling remembers of a step, and what ranks agree on."""
+"""Find global amaxes without quantizing. Delayed scaling remembers them, and ranks agree on them."""
 
 from typing import NamedTuple
 
@@ -28,16 +28,18 @@ from hqsweep.ops.quantize.request import (
 
 
 class Search(NamedTuple):
-    """One direction of find_amax(): the format whose global amax it finds, and what that takes. With splits, tensors
-    are flat and packed: one entry for each member, or for +row_scaled one for each row of each operand."""
+    """One direction of find_amax(): a format, and the tensors that finding its global amax takes.
+
+    With splits, tensors are flat and packed: one entry per member, or per operand row of each member for +row_scaled.
+    """
 
     format: Format | None
     out: Tensor | None = None
-    """The tensor that takes the amax; None: there is nothing to find."""
+    """The tensor that receives the amax. None: no amax is wanted."""
     amax: Tensor | None = None
-    """The known amax of the rows, where the columns are those of the decoded rows."""
+    """The known amax of the rows, needed if columns are made from decoded rows."""
     key: object = None
-    """The RngKey by which the rows are decoded; with splits, that of each member."""
+    """The RngKey with which rows are decoded; with splits, one key per member."""
 
 
 NO_SEARCH = Search(None)
@@ -52,13 +54,16 @@ def find_amax(
     splits: Splits | None = None,
     backend: Backend = "auto",
 ) -> None:
-    """out = max(out, global amax) in place: float32 [1, 1], or [operand rows, 1] for +row_scaled; NaN is ignored.
+    """Set out = max(out, global amax) in place: float32 [1, 1], or [operand rows, 1] for +row_scaled. NaN is ignored.
 
-    Only directions with an `out` are scanned. With rowwise_dequantized the columnwise amax is that of the decoded
-    rowwise operand, whose own global amax is known or found in rowwise.out (fp8_delayed: known).
+    Only directions with an `out` are scanned. With rowwise_dequantized, the columnwise amax belongs to the decoded
+    rowwise operand. The rowwise amax is then given, or found in rowwise.out (fp8_delayed: must be given).
 
-    splits: find each member's own amax, to the byte what this finds of its rows alone. One call of the kernel serves
-    all and does not wait for splits that only the device knows; without a kernel each member has a call, which waits.
+    splits: find each member's own amax, with the bytes that a call on its rows alone gives. A kernel serves all members
+    in one call and does not wait for splits on the device. Without a kernel, each member takes a call, which waits.
+
+    Raises:
+        UserError: for splits or outputs that do not fit x, a format without global amax, or a missing rowwise amax.
     """
     x = as_matrix(x)
     if splits is not None:
@@ -82,8 +87,7 @@ def find_amax(
 
 
 def _check(request: Request, x: Tensor, rowwise: Search, columnwise: Search, splits: Splits | None) -> None:
-    """UserError where an amax is wanted of a format that has none, or where rows are decoded whose amax is not
-    known."""
+    """Raise UserError if a format has no amax to find, or if rows must be decoded and their amax is unknown."""
     matrices = Matrices(*x.shape, None if splits is None else splits.count)
     for name, spec, out, is_column in (
         ("rowwise", request.row, rowwise.out, False),
@@ -143,7 +147,7 @@ def _members(
 
 
 def _own(amaxes: Tensor | None, spec: KernelSpec, lines: tuple[int, int], member: int) -> Tensor | None:
-    """The amaxes of one member, whose operand has these lines among those of all members."""
+    """Return one member's amaxes. lines: the member's rows among the operand rows of all members."""
     if amaxes is None:
         return None
     return amaxes[slice(*lines)] if spec.row_scaled else amaxes[member : member + 1]

@@ -1,4 +1,4 @@
-"""Decode operands: to their values, or to the exact matrices that gemm=exact multiplies."""
+"""Decode operands to values, or to the exact matrices that gemm=exact multiplies."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,8 +24,11 @@ def dequantize(
     dtype: torch.dtype | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Buffers of an operand -> its values [rows, cols] in TransformerEngine's order of operations, rounded to dtype
-    (default float32). UserError for buffers of other shapes or types than the format's."""
+    """Return the values [rows, cols] of an operand, decoded in TransformerEngine's order of operations, in dtype
+    (float32).
+
+    UserError for buffers whose shapes or types differ from the format's layout.
+    """
     dtype, spec = dtype or torch.float32, spec_named(format.text)
     tensors = _tensors(buffers, spec, shape)
     if _by_kernel(tensors, spec, backend, dtype):
@@ -36,10 +39,10 @@ def dequantize(
 def exact_operand_of(
     buffers: Buffers, format: Format, layout: tuple[int, int] | Layout, backend: Backend = "auto"
 ) -> ExactOperand:
-    """Buffers of an operand [rows, cols] -> what gemm=exact multiplies, as quantize() to output "exact" gives it.
+    """Return the ExactOperand of buffers, with the bytes that quantize() gives for output "exact".
 
-    With a layout, packed buffers -> those of all members, to the byte, which lie by rows. One call decodes all where
-    there is a kernel and members have one width; nothing waits for splits then.
+    layout: the operand's [rows, cols], or the Layout of packed buffers. With a Layout the result is the PackedExact of
+    all members, stored by rows. One kernel call decodes all members of one width and waits for no splits.
     """
     if isinstance(layout, Layout):
         return _exact_members(buffers, format, layout)
@@ -53,8 +56,10 @@ def exact_operand_of(
 
 
 def dequantize_members(buffers: Buffers, format: Format, layout: GroupLayout, dtype: torch.dtype) -> Tensor:
-    """Packed rowwise buffers of a group -> the values of all members [rows, width] in dtype, each as dequantize() has
-    it. Nothing waits for splits where a kernel decodes; rows that are nobody's are left open then."""
+    """Return the values [rows, width] of all members from their packed rowwise buffers, in dtype.
+
+    Each member has the bytes of dequantize(). A kernel waits for no splits, and leaves trailing padding rows undefined.
+    """
     spec, rows, first = spec_named(format.text), layout.splits.rows, next(iter(buffers.values()))
     if spec.compiled is None or not has_kernels(first.device.type):
         members = zip(member_buffers(buffers, format, layout), layout.shapes, strict=True)
@@ -66,8 +71,11 @@ def dequantize_members(buffers: Buffers, format: Format, layout: GroupLayout, dt
 
 
 def exact_operand_of_parts(parts: Sequence[Buffers], format: Format, shape: tuple[int, int]) -> ExactOperand:
-    """exact_operand_of() an operand whose columns are those of the parts, one after the other: the buffers of operands
-    [rows, cols] of one shape, whose blocks end where they end; entries that cover a row are alike in all."""
+    """Return the ExactOperand of a matrix whose columns are split into parts.
+
+    parts: buffers of operands [rows, cols] of one shape, from left to right. Blocks end where parts end. Entries that
+    cover a whole row are equal in all parts.
+    """
     whole = ExactParts(len(parts), format, shape)
     for number, buffers in enumerate(parts):
         whole.decode(number, buffers)
@@ -75,16 +83,16 @@ def exact_operand_of_parts(parts: Sequence[Buffers], format: Format, shape: tupl
 
 
 class ExactParts:
-    """exact_operand_of_parts() of so many parts that are decoded one by one, in any order."""
+    """Incremental exact_operand_of_parts(): `count` parts, decoded one by one in any order."""
 
     def __init__(self, count: int, format: Format, shape: tuple[int, int]) -> None:
         self.count, self.format, self.shape = count, format, shape
         self.exact: dict[int, ExactOperand] = {}
-        """The parts that are decoded: views of the whole, where a kernel decodes."""
+        """Part number -> decoded part: a view into the whole matrix if a kernel decodes."""
         self._matrix: Tensor | None = None
 
     def decode(self, number: int, buffers: Buffers) -> None:
-        """Decode a part, if it is not."""
+        """Decode a part unless it is decoded already."""
         if number in self.exact:
             return
         spec = spec_named(self.format.text)
@@ -101,7 +109,7 @@ class ExactParts:
         self.exact[number] = ExactOperand(columns, factor, spec.divisor)
 
     def operand(self) -> ExactOperand:
-        """The whole, when all parts are decoded."""
+        """Return the whole operand. All parts must be decoded."""
         parts = [self.exact[number] for number in range(self.count)]
         whole = torch.cat([part.matrix for part in parts], dim=1) if self._matrix is None else self._matrix
         return replace(parts[0], matrix=whole)
@@ -125,7 +133,7 @@ def _exact_members(buffers: Buffers, format: Format, layout: Layout) -> PackedEx
 
 
 def _tensors(buffers: Buffers, spec: KernelSpec, shape: tuple[int, int]) -> list[Tensor]:
-    """The buffers in layout order, contiguous, after a check against the layout."""
+    """Return the buffers in layout order, contiguous. UserError if they do not fit the layout."""
     rows, cols = shape
     tensors = []
     for name, down, across, dtype in spec.buffers:

@@ -1,4 +1,4 @@
-"""KernelSpec: what the compiled extension needs to know about a format, worked out once."""
+"""KernelSpec: the facts about a format that the compiled extension needs, computed once."""
 
 from dataclasses import dataclass
 
@@ -11,18 +11,20 @@ from hqsweep.memo import memo
 from hqsweep.ops.library import extension, has_kernels
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Types of elements, by the extension's numbers."""
+"""Element dtypes and their numbers in the extension."""
 TILE = 128
 """Side of the tiles of X over which statistics are summed."""
 SUMS = 8
 """Sums per tile (csrc/quantize.h, TileSums)."""
 NO_KEY = [0, 0, 0]
-"""Philox key words and step where nothing is random."""
+"""Philox key words and step of a call without random bits."""
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x.to(dtype), skipping the call when the dtype already matches; UserError for values that are no floats, whose
-    imaginary parts would be lost."""
+    """Return x.to(dtype), or x itself if its dtype already matches.
+
+    UserError for dtypes that are not floating: a complex number would lose its imaginary part.
+    """
     if x.dtype is dtype:
         return x
     if not x.dtype.is_floating_point:
@@ -31,8 +33,10 @@ def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def input_in(x: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """in_dtype() of the input of the module of that name; UserError for dtypes that DTYPES lacks, which torch's modules
-    refuse too: integers, complex numbers, float64 and FP8."""
+    """Return a module's input in dtype. UserError for dtypes outside DTYPES, naming the module.
+
+    torch's modules refuse them too: integers, complex numbers, float64 and FP8.
+    """
     if x.dtype is dtype:
         return x
     if x.dtype not in DTYPES:
@@ -43,40 +47,42 @@ def input_in(x: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KernelSpec:
-    """Everything that calls of the kernels for one format share.
+    """Facts shared by all kernel calls for one format.
 
-    It has no methods, because torch.compile cannot guard bound methods of objects that a constant_result returns.
+    It has no methods: torch.compile cannot guard bound methods of objects that a constant_result returns.
     """
 
     format: Format
     text: str
-    """The canonical text, by which operators name the format."""
+    """The canonical text. Operators name the format by it."""
     compiled: object | None
     """The extension's Spec, or None without a kernel."""
     names: tuple[str, ...]
-    """The format's buffers in the order of its layout, which is that of the operators."""
+    """The buffers' names in layout order, which is also the operators' order."""
     buffers: tuple[tuple[str, int, int, torch.dtype], ...]
-    """Name, rows and columns per entry, dtype (plain values, which graphs can be traced through)."""
+    """Name, rows and columns per entry, and dtype. Graphs can be traced through these plain values."""
     amax_name: str | None
-    """The buffer of a grid that is a global amax: the only one that kernels take."""
+    """The buffer of a grid that holds a global amax: the only one that kernels take."""
     delayed: bool
-    """Whether that amax must be given, because the format's comes from earlier steps."""
+    """Whether that amax comes from earlier steps and must be given."""
     multiple: int
-    """The number that the length of the contracted axis must be a multiple of."""
+    """The contracted axis must be a multiple of this."""
     row_scaled: bool
     stochastic: bool
     divisor: float
     """The divisor of the exact operand."""
     cpu_exact_dtype: torch.dtype
-    """The dtype of the matrix that gemm=exact multiplies on the CPU."""
+    """dtype of the exact matrix on the CPU."""
     gpu_exact_dtype: torch.dtype
-    """The dtype of that matrix on a GPU."""
+    """dtype of the exact matrix on a GPU."""
 
 
 @memo
 def spec_named(text: str) -> KernelSpec:
-    """The kernel spec of a format's text, made once. By text, as operators know formats too: of a function whose result
-    is constant, torch.compile of torch 2.11 takes no frozen dataclass as an argument."""
+    """Return the KernelSpec of a format's text, made once.
+
+    It takes a text, since torch.compile of torch 2.11 accepts no frozen dataclass as argument of a constant function.
+    """
     format = parse(text)
     fields, compiled = format.kernel_fields, None
     if fields and extension():
@@ -99,7 +105,7 @@ def spec_named(text: str) -> KernelSpec:
 
 
 def kernel_of(text: str) -> KernelSpec:
-    """spec_named of a format that has a kernel; ValueError for any other."""
+    """Return spec_named(text). ValueError for a format without a kernel."""
     spec = spec_named(text)
     if spec.compiled is None:
         raise ValueError(f"{spec.text} has no kernel in this build; the operators take formats that have")
@@ -107,6 +113,6 @@ def kernel_of(text: str) -> KernelSpec:
 
 
 def supports(x: Tensor, *formats: Format) -> bool:
-    """Whether the kernels take this input in these formats: all but Identity, on CPU and on CUDA."""
+    """Return whether the kernels take this input in these formats: all but Identity, on CPU and CUDA."""
     known = all(spec_named(format.text).compiled is not None for format in formats)
     return x.dtype in DTYPES and has_kernels(x.device.type) and known

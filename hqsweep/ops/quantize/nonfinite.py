@@ -1,13 +1,14 @@
-"""NaN and inf that quantization meets, by slot: in the values that it encodes, and inf among amaxes.
+"""NaN and inf that quantization meets, recorded per slot and direction.
 
-TransformerEngine's arithmetic goes on as if nothing had been: a format without a NaN makes a number of one, all formats
-saturate, and an inf holds the scale of delayed scaling. So kernels note what they see, in three words for each slot and
-direction. They write only where there is something, always the same, and nothing waits: CUDA graphs and recomputation
-note what the first call noted. On the CPU a slot is warned about at once; elsewhere when hqsweep.nn.quantization is
-called next, or after some hundred calls, as the words have come to the host by then. A training run counts them itself
-(train/nonfinite.py).
+TransformerEngine's arithmetic continues silently: a format without NaN encodes it as a number, all formats saturate,
+and an inf keeps the scale of delayed scaling. So kernels record what they see in three words per slot and direction:
+NaN values, inf values, an inf amax. A kernel only ever writes the same value, and never waits. Hence CUDA graphs and
+recomputation record what the first call recorded.
 
-Who quantizes for a slot says so (for_slot). A traced graph does not know the slot: it has the words of TRACED.
+On the CPU a slot's warning comes at once. On a GPU it comes with the next hqsweep.nn.quantization(), or after some
+hundred calls, when the words have reached the host. A training run counts the words itself (train/nonfinite.py).
+
+The caller names the slot (for_slot). A traced graph does not know its slot and uses the words of TRACED.
 """
 
 import threading
@@ -25,35 +26,38 @@ from torch import Tensor
 from hqsweep.formats import Format
 
 CAPACITY = 1 << 15
-"""Entries of a table: two for each slot, rowwise and columnwise. Slots beyond have none, and are not noted."""
+"""Entries of a table: two per slot, rowwise and columnwise. Slots beyond it are not recorded."""
 NAN, INF, AMAX = range(3)
-"""The words of an entry: what was encoded has a NaN, or an inf; an amax that was found is inf."""
+"""Words of an entry: an encoded value is NaN; an encoded value is inf; a found amax is inf."""
 KINDS = ("nan", "inf", "amax")
 WORDS = len(KINDS)
 DIRECTIONS = ("rowwise", "columnwise")
 NOBODY, TRACED, NAMED = 0, 1, 5
-"""Numbers of slots: none; modules under torch.compile, four by whether their formats keep NaN and inf; the first slot
-with a name."""
+"""Slot numbers: no slot; modules under torch.compile, four by whether their formats keep NaN and inf; the first named
+slot."""
 POLL_EVERY = 256
-"""The number of calls on a GPU after which the host asks for the words."""
+"""Calls on a GPU between two requests for the words."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a slot has met in one direction."""
+    """A NaN or inf that a slot met in one direction."""
 
     slot: str
     """LAYER.TENSOR.DIRECTION."""
     kind: str
-    """ "nan", "inf", or "amax" for an inf that a history of delayed scaling took."""
+    """ "nan", "inf", or "amax" for an inf that entered the history of delayed scaling."""
     format: str | None
-    """None where it is not known, as under torch.compile."""
+    """None if unknown, as under torch.compile."""
     lost: bool
-    """Whether it became a number: a NaN in a format without one, an inf that saturates. An amax: whether it holds the
-    scale."""
+    """Whether it became a number: a NaN in a format without NaN, or an inf that saturates. For an amax: whether it
+    keeps the scale."""
 
     def sentence(self, when: str = "", until: int | None = None) -> str:
-        """In words. when: such as " at step 12"; until: the last step whose scale an amax holds, where it is known."""
+        """Return the finding as a sentence.
+
+        when: text such as " at step 12". until: the last step whose scale an amax keeps, if known.
+        """
         subject = f"{self.slot}{f' ({self.format})' if self.format else ''}"
         if self.kind == "amax" and self.lost:
             held = "for as long as it is there" if until is None else f"up to step {until}"
@@ -70,13 +74,14 @@ class Seen:
 
 
 class _Slot:
-    """A slot and the formats that it is quantized to; without formats, what these keep."""
+    """A slot and its formats; without formats, the words that its formats keep."""
 
     def __init__(self, name: str, formats: Sequence[Format | None], keeps: Sequence[bool] = ()) -> None:
         self.name, self.formats, self.keeps = name, formats, keeps
 
     def seen(self, column: int, word: int) -> Seen | None:
-        """What a word of the entry says; None where it says nothing, as the amax of a scale that is found anew."""
+        """Return the finding that a set word means. None if it means nothing, as for an amax whose scale is
+        recomputed."""
         format = self.formats[column]
         if format is None:
             return Seen(self.name, KINDS[word], None, not self.keeps[word])
@@ -93,12 +98,12 @@ _slots = [
 ]
 _numbers: dict[tuple[str, ...], int] = {}
 _last: dict[tuple[str, int | None, str], tuple[Any, int]] = {}
-"""Module, expert and tensor -> the quantizer of the last call, and its number: the same object needs no look at its
-formats."""
+"""(module, expert, tensor) -> the quantizer of the last call, and its slot number. A known quantizer needs no
+lookup."""
 
 
 def slot_number(layer: str, tensor: str, quantizer: Any) -> int:
-    """The number of a slot under this quantizer; NOBODY where tables are full. layer "": it is not known."""
+    """Return the number of a slot under this quantizer; NOBODY if tables are full. layer "": the layer is unknown."""
     last = _last.get((layer, None, tensor))
     if last is not None and last[0] is quantizer:
         return last[1]
@@ -113,17 +118,17 @@ def slot_number(layer: str, tensor: str, quantizer: Any) -> int:
 
 
 def entries() -> int:
-    """The number of entries that slots have by now."""
+    """Return the number of entries in use."""
     return 2 * len(_slots)
 
 
 def format_at(entry: int) -> Format | None:
-    """The format of an entry."""
+    """Return the format of an entry."""
     return _slots[entry // 2].formats[entry % 2]
 
 
 def seen_at(entry: int, word: int) -> Seen | None:
-    """What a word of a table says where it is set; None where that is nothing to tell."""
+    """Return the finding that a set word of a table means, or None if it means nothing."""
     number, column = divmod(entry, 2)
     return _slots[number].seen(column, word)
 
@@ -132,8 +137,10 @@ def seen_at(entry: int, word: int) -> Seen | None:
 
 
 class Table:
-    """The words of all slots on one device: int32 [CAPACITY, WORDS], which live as long as the process, since CUDA
-    graphs have their addresses."""
+    """The words of all slots on one device: int32 [CAPACITY, WORDS].
+
+    A table lives as long as the process, since CUDA graphs hold its addresses.
+    """
 
     def __init__(self, device: torch.device) -> None:
         with torch.inference_mode(False):
@@ -145,7 +152,7 @@ class Table:
         self.at_once = (c_int32 * (CAPACITY * WORDS)).from_address(self.address) if self._host is None else None
 
     def poll(self) -> None:
-        """Warn about the words that have arrived from the device, and ask for the present ones; nothing waits."""
+        """Warn about words that have arrived from the device, and request the present ones; never waits."""
         if torch.cuda.is_current_stream_capturing():
             return
         with torch.cuda.device(self.device):
@@ -161,11 +168,11 @@ class Table:
 
 _tables: dict[torch.device, Table] = {}
 _cpu_words: Sequence[int] = ()
-"""The words of the CPU's table, () before there is one."""
+"""The words of the CPU's table; () before there is one."""
 
 
 def table_of(device: torch.device) -> Table:
-    """The table of a device, made if it is not there; a capture of a CUDA graph must find it there."""
+    """Return the table of a device, created on first use. It must exist before a CUDA graph is captured."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     global _cpu_words
@@ -176,7 +183,7 @@ def table_of(device: torch.device) -> Table:
 
 
 def address_of(x: Tensor, slot: int, columnwise: bool, format: Format) -> int:
-    """The address at which a kernel notes what it sees of one direction of x in a format; 0 for none."""
+    """Return the address at which a kernel records findings for one direction of x; 0 for none."""
     if slot == NOBODY:
         return 0
     table = _tables.get(x.device)
@@ -190,7 +197,7 @@ def address_of(x: Tensor, slot: int, columnwise: bool, format: Format) -> int:
 
 
 def see(x: Tensor, columnwise: bool) -> None:
-    """Note NaN and inf in x for the current slot, where no kernel quantizes x."""
+    """Record NaN and inf of x for the current slot, for calls without a kernel."""
     if x.device.type not in ("cpu", "cuda"):
         return
     words = table_of(x.device).words[2 * current() + columnwise]
@@ -202,25 +209,25 @@ def see(x: Tensor, columnwise: bool) -> None:
 
 
 class _Now(threading.local):
-    """The slot for which this thread quantizes, and the calls on a GPU since the host asked last."""
+    """This thread's current slot, and its GPU calls since the last poll."""
 
     def __init__(self) -> None:
         self.slot, self.calls = NOBODY, 0
 
 
 now = _Now()
-"""What this thread quantizes for."""
+"""This thread's state."""
 _counted = 0
 
 
 def current() -> int:
-    """The number of the slot for which quantization is called now."""
+    """Return the number of the current slot."""
     return TRACED if torch.compiler.is_compiling() else now.slot
 
 
 @contextmanager
 def for_slot(layer: str, tensor: str, quantizer: Any, x: Tensor) -> Iterator[None]:
-    """Inside, this quantizer quantizes x, or values made from x, for this slot (slot_number)."""
+    """Make this slot (see slot_number) current while the quantizer quantizes x or values made from x."""
     if torch.compiler.is_compiling():
         yield
         return
@@ -235,9 +242,10 @@ def for_slot(layer: str, tensor: str, quantizer: Any, x: Tensor) -> Iterator[Non
 
 
 def for_its_slot(quantize: Any) -> Any:
-    """A decorator of a Call's method of a tensor and x: all that it quantizes is quantized for the tensor's slot.
+    """Decorate a Call's method (tensor, x): its quantizations are recorded for the tensor's slot.
 
-    The host runs this for each quantization of a step, so that a slot that is known costs no call."""
+    The host runs this for each quantization of a step, so a known slot costs no call.
+    """
 
     @wraps(quantize)
     def noted(call: Any, tensor: str, x: Tensor, *others: Any, **options: Any) -> Any:
@@ -263,14 +271,14 @@ def for_its_slot(quantize: Any) -> Any:
 # ---- warnings --------------------------------------------------------------------------------------------------
 
 MOST_TOLD = 20
-"""Slots that are warned about; the list of nonfinite() has all."""
+"""Warnings are given for this many slots; nonfinite() lists all."""
 _told: set[tuple[int, int]] = set()
-"""The slots that were warned about, and the words."""
+"""(slot, word) pairs that have had their warning."""
 
 
 @contextmanager
 def counted() -> Iterator[None]:
-    """Inside, the caller counts NaN and inf itself, and no warning is given."""
+    """Suppress warnings while the caller counts NaN and inf itself."""
     global _counted
     _counted += 1
     try:
@@ -280,7 +288,7 @@ def counted() -> Iterator[None]:
 
 
 def look(slot: int, x: Tensor) -> None:
-    """Warn of what a slot has met in a call with x that just ended; on a GPU now and then."""
+    """Warn about findings of a slot after a call with x; on a GPU only every POLL_EVERY calls."""
     if _counted:
         return
     if x.is_cpu:
@@ -297,14 +305,14 @@ def look(slot: int, x: Tensor) -> None:
 
 
 def look_at_trace(slot: int, x: Tensor) -> None:
-    """look(), where an operator was called for TRACED."""
+    """Call look() after an operator ran for TRACED."""
     if slot == TRACED and x.is_cpu:
         for number in range(TRACED, NAMED):
             look(number, x)
 
 
 def boundary() -> None:
-    """Have the words of all GPUs come, and warn of those that came since the last call; nothing waits."""
+    """Request the words of all GPUs, and warn about words that have arrived; never waits."""
     now.calls = 0
     if not _counted:
         for table in _tables.values():
@@ -313,7 +321,7 @@ def boundary() -> None:
 
 
 def tell(words: Tensor) -> None:
-    """Warn about the set words of a table, [entries, WORDS] on the CPU, that were not warned about before."""
+    """Warn about set words that have not had a warning. words: [entries, WORDS] on the CPU."""
     for entry in words.any(dim=1).nonzero().flatten().tolist():
         _tell_entry(entry, words[entry].tolist())
 
@@ -333,9 +341,9 @@ def _tell_entry(entry: int, words: Sequence[int]) -> None:
 
 
 def nonfinite(*, forget: bool = False) -> list[Seen]:
-    """The NaN and inf that quantization has met, in order of slots and directions; waits for the devices.
+    """Return all NaN and inf that quantization has met, by slot and direction; waits for the devices.
 
-    forget: clear the list, so that later ones are listed and warned about again.
+    forget: clear the list, so that later findings are listed and warned about again.
     """
     found: dict[Seen, None] = {}
     for table in _tables.values():

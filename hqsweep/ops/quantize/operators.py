@@ -1,21 +1,21 @@
 """The compiled extension as torch operators: hqsweep::quantize, find_amax_, dequantize, scale_product.
 
-Each operator is one function here: its schema, its result in traced graphs, what it runs, and how it is called. Bytes
-equal the reference's; tests and the parity job hold that. Formats travel as their canonical text, "" where a direction
-is not wanted. Work is enqueued on the current stream and nothing waits for it. Autograd is left to the modules.
+Each operator is one function: its schema, its outputs in traced graphs, and the kernel that it calls. Bytes equal the
+reference's, which tests and the parity job check. Formats are passed as canonical text, "" for an unwanted direction.
+Work is enqueued on the current stream, and nothing waits for it. Modules provide the gradients.
 
-offsets: None for one matrix. Otherwise int64 [members + 1], the first rows of the matrices (members) that own the rows
-of X, and the end of the last; each is quantized by itself, in one call. The offsets stay where they are: on CUDA
-nothing waits for them, and a graph serves any splits of as many rows. Outputs are packed then (ops.packed): exact sizes
-where the host gives `sizes`, room for any where it does not; what stands behind the last member is left open. Offsets
-begin with 0, do not decrease, end within X and fit `sizes`. The CPU refuses others; on a GPU, which nobody waits for,
-they are the caller's promise: with others, outputs may be written past their ends.
+offsets: None for one matrix. Otherwise int64 [members + 1]: the first row of each matrix (member) among the rows of X,
+and the end of the last one. Each member is quantized by itself, in one call. On CUDA nothing waits for offsets, and a
+graph serves any splits of as many rows. Outputs are packed (ops.members.packed): with exact sizes if the host gives
+`sizes`, else with room for any sizes. Entries after the last member are undefined. Offsets begin with 0, do not
+decrease, end within X and agree with `sizes`. The CPU checks this. On a GPU the caller guarantees it: wrong offsets can
+make kernels write out of bounds.
 
-step: int64 [1] on X's device, from which all keys of a call take their step when the kernel runs; None: the steps are
-in the keys.
+step: int64 [1] on X's device. When the kernel runs, all keys of the call take their step from it. None: keys have
+steps.
 
-What else the kernels would read or write through an address is checked here before they get it: dtypes, devices,
-shapes, gaps, numbers of entries, keys. ValueError names what is wrong. Who calls hqsweep._C itself answers for them.
+Everything else that kernels access by address is checked here: dtypes, devices, shapes, gaps, numbers of entries, keys.
+ValueError names the fault. Direct callers of hqsweep._C must check by themselves.
 """
 
 import math
@@ -44,7 +44,7 @@ from hqsweep.ops.quantize.outputs import (
 
 
 def _dtype_of(x: Tensor) -> int:
-    """The extension's number of X's dtype; ValueError for what is no matrix that the kernels can read."""
+    """Return the extension's number for X's dtype. ValueError unless X is a matrix that the kernels can read."""
     dtype = DTYPES.get(x.dtype)
     if dtype is None or x.dim() != 2:
         raise ValueError(f"x is {described(x)}; it takes float32, bfloat16 or float16 with two axes")
@@ -75,8 +75,10 @@ def _quantize_fake(x, rowwise, columnwise, dequantized, row_exact, column_exact,
 def quantize(x, rowwise, columnwise, dequantized, row_exact, column_exact, row_key, column_key, row_amax, column_amax,
              statistics, offsets=None, sizes=None, row_keys=None, column_keys=None, by_rows=False,
              step=None, seen=0):  # fmt: skip
-    """X -> the outputs of its rows, then of its columns (ops.outputs.allocations). seen: the number of the slot for
-    which kernels note what is not finite (ops.nonfinite)."""
+    """Return the outputs for the rows of X, then for its columns (ops.quantize.outputs.allocations).
+
+    seen: the slot number for which kernels record NaN and inf (ops.quantize.nonfinite).
+    """
     dtype, on_gpu = _dtype_of(x), x.is_cuda
     rows, cols = x.shape
     if offsets is not None:
@@ -119,7 +121,7 @@ def quantize(x, rowwise, columnwise, dequantized, row_exact, column_exact, row_k
 )
 def find_amax(x, rowwise, columnwise, dequantized, row_key, row_amax, row_found, column_found, offsets=None,
               row_keys=None, step=None, seen=0):  # fmt: skip
-    """found = max(found, global amaxes) in place, of the rows of X and of its columns."""
+    """Set found = max(found, global amaxes) in place, for the rows and for the columns of X."""
     dtype, row, column, members = _dtype_of(x), None, None, None
     rows, cols = x.shape
     if offsets is not None:
@@ -153,11 +155,11 @@ def _dequantize_fake(buffers, format, rows, cols, exact, dtype, offsets=None, co
     fake=_dequantize_fake,
 )
 def dequantize(buffers, format, rows, cols, exact, dtype, offsets=None, columnwise=False):
-    """Buffers in layout order -> values in dtype, or exact: codes times block scales.
+    """Return the values of buffers, in layout order, in dtype. exact: codes times block scales.
 
-    One operand [rows, cols] gives its matrix. Packed buffers of the members of X [rows, cols] give flat [rows * cols],
-    by rows of X, also where they are columnwise; bytes are those of each member by itself.
-    ValueError for offsets and packed buffers of other types, and for too few entries.
+    One operand [rows, cols] gives a matrix. Packed buffers of the members of X [rows, cols] give flat [rows * cols],
+    stored by rows of X even if columnwise. The bytes equal a call per member.
+    ValueError for offsets or packed buffers with wrong types, and for too few entries.
     """
     if not buffers:  # beside offsets, which have a device
         raise ValueError("there are no buffers to decode")
@@ -183,8 +185,10 @@ def dequantize(buffers, format, rows, cols, exact, dtype, offsets=None, columnwi
 
 
 def decode_into(out: Tensor, buffers: list[Tensor], format: str) -> None:
-    """dequantize() of one operand, exactly, on CUDA, to out [rows, cols], whose rows may lie apart. ValueError for
-    another out, and as dequantize raises it."""
+    """Decode one operand exactly, on CUDA, into out [rows, cols], whose rows may lie apart.
+
+    ValueError for an unfit out, and as dequantize() raises it.
+    """
     (rows, cols), first = out.shape, buffers[0]
     spec, least = _least_entries(format, rows, cols, False, None)
     _check_buffers(spec, buffers, least)
@@ -196,7 +200,7 @@ def decode_into(out: Tensor, buffers: list[Tensor], format: str) -> None:
 
 
 def _check_buffers(spec: KernelSpec, buffers: list[Tensor], least: list[int]) -> None:
-    """ValueError for buffers that the kernels cannot read, or with fewer entries than these."""
+    """Raise ValueError for buffers that the kernels cannot read, or with fewer entries than `least`."""
     if len(buffers) != len(least):
         raise ValueError(f"{len(buffers)} buffers for {spec.text}; it has {len(least)}: {', '.join(spec.names)}")
     device = buffers[0].get_device()
@@ -211,8 +215,10 @@ def _check_buffers(spec: KernelSpec, buffers: list[Tensor], least: list[int]) ->
 def _least_entries(
     text: str, rows: int, cols: int, columnwise: bool, members: int | None
 ) -> tuple[KernelSpec, list[int]]:
-    """The format, and the fewest entries that each buffer can have for X [rows, cols]: of one operand; or of members,
-    where one has all rows, codes alone where there may be none. ValueError for a size below 0."""
+    """Return the KernelSpec, and the fewest entries that each buffer needs for X [rows, cols].
+
+    With members, the minimum is that of one member with all rows. ValueError for a negative size.
+    """
     spec = kernel_of(text)
     if rows < 0 or cols < 0:
         raise ValueError(f"an operand cannot have the shape {(rows, cols)}")
@@ -226,8 +232,10 @@ def _least_entries(
 
 
 def _entries(spec: KernelSpec, rows: int, cols: int, columnwise: bool, offsets: Tensor) -> list[int]:
-    """The entries of each packed buffer up to the end of the last member, or of the last before a wrong offset.
-    offsets: on the CPU."""
+    """Return the entries of each packed buffer up to the end of the last member. offsets: on the CPU.
+
+    Wrong offsets are clamped, so that the result never exceeds the rows of X.
+    """
     ends = [min(end, rows) for end in integers(offsets)]
     matrices = Matrices(rows, cols, len(ends) - 1, tuple(max(end - start, 0) for start, end in pairwise(ends)))
     return [packed_entries(matrices, columnwise, down, across) for _, down, across, _ in spec.buffers]
@@ -239,8 +247,10 @@ def _entries(spec: KernelSpec, rows: int, cols: int, columnwise: bool, offsets: 
     devices=("CUDA",),
 )
 def scale_product(product: Tensor, factor: Tensor, dtype: torch.dtype, before: float = 1.0) -> Tensor:
-    """fl(fl(product * before) * factor) in float32, rounded to dtype; product float32 or bfloat16 [m, n], contiguous,
-    factor float32 [1, 1], [m, 1] or [1, n]."""
+    """Return fl(fl(product * before) * factor) in float32, rounded to dtype.
+
+    product: float32 or bfloat16 [m, n], contiguous. factor: float32 [1, 1], [m, 1] or [1, n].
+    """
     if product.dtype not in (torch.float32, torch.bfloat16) or product.dim() != 2 or not product.is_contiguous():
         raise ValueError(f"product is {described(product)}; it takes float32 or bfloat16 with two axes, contiguous")
     rows, cols = product.shape

@@ -1,4 +1,4 @@
-"""Which tensors the quantize operator returns, and the extension's Direction that is made of their addresses."""
+"""The tensors that the quantize operator returns, and the extension's Direction made from their addresses."""
 
 from typing import NamedTuple, NoReturn
 
@@ -14,60 +14,63 @@ from hqsweep.ops.quantize.nonfinite import NOBODY, address_of
 
 Allocation = tuple[tuple[int, ...], torch.dtype]
 ADDRESSES = ("amax", "found", "codes", "scales", "global", "exact", "exact_dtype", "sums", "row_errors")
-"""The arguments of the extension's Direction, from its fifth on."""
+"""The arguments of the extension's Direction, from the fifth on."""
 
 
 class Matrices(NamedTuple):
-    """The size of X, and which matrices own its rows. Without members X is one matrix."""
+    """The size of X, and the matrices that own its rows. Without members, X is one matrix."""
 
     rows: int
     cols: int
     members: int | None = None
     """The number of matrices that own the rows, one after the other."""
     sizes: tuple[int, ...] | None = None
-    """The rows of each member where the host knows them."""
+    """The rows of each member, if the host knows them."""
 
 
 class Wanted(NamedTuple):
-    """The result that is wanted of one direction."""
+    """The wanted result of one direction."""
 
     text: str
     columnwise: bool
     exact: bool
     amax_given: bool
-    """Whether its global amaxes are given."""
+    """Whether the global amaxes are given."""
     statistics: bool = False
     by_rows: bool = False
-    """Whether exact values of columnwise members stand where the elements of X stand that they come from."""
+    """Whether exact values of columnwise members are stored in the element order of X."""
     decoded: bool = False
-    """Whether the exact matrix of codes of one matrix is wanted behind them. All buffers are then in one memory, one
-    behind the other, each from a multiple of 16 bytes on."""
+    """Whether the exact matrix is wanted after the codes of one matrix.
+
+    All buffers then share one memory; each starts at a multiple of 16 bytes.
+    """
 
 
 class Outputs(NamedTuple):
-    """The tensors of one direction, for all calls of one shape."""
+    """The tensors of one direction, equal for all calls of one shape."""
 
     spec: KernelSpec
     tensors: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
     """Shape, stride and dtype of each tensor: the operator's outputs in order, then scratch."""
     scratch: int
-    """How many tensors at the end are no outputs, and only needed until the call has run."""
+    """The number of trailing tensors that are scratch, needed only until the call has run."""
     places: list[tuple[int, int]]
-    """Pairs of a tensor and its place in ADDRESSES."""
+    """Pairs of a tensor's index and its place in ADDRESSES."""
     exact_dtype: int
     amaxes: int
-    """How many global amaxes there are."""
+    """The number of global amaxes."""
     by_rows: bool
     columnwise: bool
     together: int = 0
-    """How many of the first tensors are in one memory."""
+    """The number of leading tensors that share one memory."""
 
 
 def allocations(x: Matrices, wanted: Wanted, on_gpu: bool) -> list[Allocation]:
-    """The shapes and dtypes of the operator's outputs in one direction: the format's buffers, or the exact matrix and
-    its factor; then sums and row errors. A given global amax that is itself a buffer is not among them.
+    """Return shape and dtype of each output of one direction: buffers, or exact matrix and factor; then sums and row
+    errors.
 
-    Members are packed, flat: exactly where the host knows the sizes, otherwise with room for any.
+    A given global amax that is itself a buffer is left out. Members are packed and flat: with exact sizes if the host
+    knows them, else with room for any sizes.
     """
     spec = spec_named(wanted.text)
     held = "g" if wanted.amax_given and spec.amax_name == "g" else None
@@ -93,8 +96,10 @@ def allocations(x: Matrices, wanted: Wanted, on_gpu: bool) -> list[Allocation]:
 
 
 def packed_entries(x: Matrices, columnwise: bool, down: int, across: int) -> int:
-    """The entries of a packed buffer, each of which covers `down` x `across` elements of a member's operand (0: all):
-    their number, or room for any sizes."""
+    """Return the number of entries of a packed buffer, or an upper bound if the sizes are unknown.
+
+    Each entry covers `down` x `across` elements of a member's operand; 0 covers the whole axis.
+    """
     ragged, other = (across, down) if columnwise else (down, across)
     if x.sizes is not None:
         along = sum(-(-size // ragged) if ragged else 1 for size in x.sizes)
@@ -104,7 +109,7 @@ def packed_entries(x: Matrices, columnwise: bool, down: int, across: int) -> int
 
 
 def amax_count(spec: KernelSpec, x: Matrices, columnwise: bool) -> int:
-    """How many global amaxes a direction of X has: one for each matrix, or one for each row of its operands."""
+    """Return the number of global amaxes of a direction: one per matrix, or per operand row with +row_scaled."""
     members = 1 if x.members is None else x.members
     if not spec.row_scaled:
         return members
@@ -113,8 +118,10 @@ def amax_count(spec: KernelSpec, x: Matrices, columnwise: bool) -> int:
 
 @memo
 def outputs_of(x: tuple, rowwise: tuple | None, columnwise: tuple | None, on_gpu: bool) -> tuple[Outputs | None, ...]:
-    """The Outputs of both directions; the arguments are Matrices, Wanted and Wanted as plain tuples, which cost less to
-    make. Made once, because a training repeats its shapes."""
+    """Return the Outputs of both directions, made once per shape.
+
+    The arguments are Matrices, Wanted and Wanted as plain tuples, which are cheaper to make.
+    """
     x = Matrices(*x)
     if x.sizes is not None and (len(x.sizes) != x.members or sum(x.sizes) != x.rows):
         got = f"{len(x.sizes)} sizes of {sum(x.sizes)} rows"
@@ -153,20 +160,20 @@ class Stream(NamedTuple):
     """The random bits of one direction, as the extension takes them."""
 
     key: list[int]
-    """Two words and the step, which stream_of has checked."""
+    """Two words and the step, checked by stream_of."""
     place: list[int]
-    """The first segment of a part of an operand, and how many segments lie between its rows; [] for a whole operand."""
+    """For a part of an operand: its first segment, and the segments between its rows. [] for a whole operand."""
     table: int
     """The address of the members' words, or 0."""
     step_at: int
-    """The address of the step that stands for the key's, or 0."""
+    """The address of a step that replaces the key's step, or 0."""
 
 
 NO_STREAM = Stream(NO_KEY, [], 0, 0)
 
 
 def stream_of(key: list[int], keys: Tensor | None, step_at: int) -> Stream:
-    """The stream of a key; keys: the table of the members. ValueError for a key that is none."""
+    """Return the Stream of a key. keys: the members' key table. ValueError for an invalid key."""
     if len(key) not in (3, 5) or (len(key) == 5 and keys is not None):
         refuse_key(key)
     return Stream(key[:3], key[3:], 0 if keys is None else keys.data_ptr(), step_at)
@@ -181,8 +188,11 @@ def direction(
     amax: Tensor | None,
     slot: int = NOBODY,
 ):
-    """The extension's Direction that fills new outputs, which are appended to `tensors`; `scratch` takes those that
-    must live until the call has run. The amaxes of members stand one after the other. slot: see ops.nonfinite."""
+    """Return the extension's Direction that fills new outputs, which are appended to `tensors`.
+
+    scratch: receives tensors that must live until the call has run. amax: the members' amaxes, concatenated. slot: see
+    ops.quantize.nonfinite.
+    """
     allocate = empty_strided_cuda if x.is_cuda else empty_strided_cpu
     allocated = in_one_memory(x, outputs.tensors[: outputs.together]) if outputs.together else []
     allocated += [allocate(*wanted) for wanted in outputs.tensors[outputs.together :]]
@@ -214,7 +224,7 @@ def finder(
     amax_out: Tensor | None,
     seen: int = 0,
 ):
-    """The Direction that only finds `count` global amaxes, in amax_out. seen: address_of() the direction."""
+    """Return a Direction that only finds `count` global amaxes and writes them to amax_out. seen: from address_of()."""
     if spec.amax_name is None and (amax is not None or amax_out is not None):
         raise ValueError(f"{spec.text} has no global amax to give or to find")
     check_amax(spec, "given amax", amax, count, x)
@@ -229,7 +239,7 @@ def finder(
 
 
 def refuse_key(key: list[int]) -> NoReturn:
-    """Raise ValueError for a key that is none."""
+    """Raise ValueError for an invalid key."""
     raise ValueError(
         f"a key is {key}; it takes two words of 32 bits and a step, and of a part of an operand the first segment and"
         " the segments between rows, none of them negative"
@@ -237,7 +247,7 @@ def refuse_key(key: list[int]) -> NoReturn:
 
 
 def check_amax(spec: KernelSpec, name: str, amax: Tensor | None, count: int, x: Tensor) -> None:
-    """UserError unless `amax` holds the `count` numbers that the kernels read through its address."""
+    """Raise UserError unless `amax` holds the `count` numbers that kernels read by address."""
     if amax is None:
         return
     if amax.numel() == count and amax.dtype is torch.float32 and amax.is_contiguous() and amax.device == x.device:

@@ -1,24 +1,35 @@
-"""Quantize one matrix along its rows, its columns, or both in one read; or many, whose rows follow each other."""
+"""Quantize one matrix along rows, columns, or both in one pass; or many matrices whose rows follow each other.
+
+quantize_plain() serves tensors that need no keys and no amaxes, by one kernel call. Most calls of a training are of
+this kind. Everything that depends on the size alone is computed once, so that the host only allocates and launches.
+quantize() handles all other calls, and gives the same bytes.
+"""
 
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, ExactOperand, Format, RngKey
+from hqsweep.memo import memo
+from hqsweep.ops.library import direct, extension, has_kernels, where
 from hqsweep.ops.members.layout import GroupLayout
 from hqsweep.ops.members.packed import Result, held_exact, pack, take
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize import operators
 from hqsweep.ops.quantize.dequantize import dequantize, exact_operand_of
-from hqsweep.ops.quantize.inputs import NO_INPUTS, Inputs, matrix_inputs, member_inputs, of_member
-from hqsweep.ops.quantize.kernels import KernelSpec
-from hqsweep.ops.quantize.nonfinite import NOBODY, TRACED, current, see
+from hqsweep.ops.quantize.kernels import DTYPES, KernelSpec
+from hqsweep.ops.quantize.nonfinite import NOBODY, TRACED, current, now, see
+from hqsweep.ops.quantize.outputs import NO_STREAM, Outputs, direction, outputs_of
 from hqsweep.ops.quantize.reference import by_reference
 from hqsweep.ops.quantize.request import (
+    NO_INPUTS,
     NO_TARGET,
     Backend,
+    Inputs,
+    Output,
     Request,
     Source,
     Target,
@@ -28,6 +39,9 @@ from hqsweep.ops.quantize.request import (
     check_given,
     check_shape,
     kernel_takes,
+    matrix_inputs,
+    member_inputs,
+    of_member,
     request_of,
     text_of,
     use_kernel,
@@ -36,7 +50,7 @@ from hqsweep.ops.stats import Statistics
 
 
 class Quantized(NamedTuple):
-    """The results of quantize(); None for what was not asked for. The columnwise results are those of x.T."""
+    """Results of quantize(); None for unwanted ones. Columnwise results encode x.T."""
 
     rowwise: Result | None = None
     columnwise: Result | None = None
@@ -54,23 +68,28 @@ def quantize(
     statistics: bool = False,
     backend: Backend = "auto",
 ) -> Quantized:
-    """bf16, fp16 or fp32 [..., cols], leading axes folded to rows -> operands of the directions that have a format.
+    """Quantize bf16, fp16 or fp32 [..., cols] in each direction that has a format. Leading axes are folded to rows.
 
-    Rowwise blocks run along cols; the columnwise operand encodes x.T [cols, rows]. columnwise_source
-    "rowwise_dequantized" makes it from the decoded rowwise operand, rounded to x's dtype (rowwise is needed then).
-    A Target asks for more than a format's codes. Its output "codes": the format's buffers; "exact": what gemm=exact
-    multiplies, format.operand(codes), with a float32 matrix from the CPU kernel and a bfloat16 one from CUDA and the
-    reference (fp8_block+fp32_scale: always float32). Its grid: amaxes agreed on elsewhere (another rank, an earlier
-    pass), of the tensor ({"g": ...}, or {"s": ...} of fp8_current and fp8_delayed, which must have one) or of the
-    blocks; the kernels take those of the tensor, the reference all. A given "g" becomes part of the operand as it is,
-    so it must not change afterwards.
-    statistics: sums of ops.stats, gathered while quantizing. backend "auto": the kernel where there is one, with the
-    same bytes. Nothing waits for the device. UserError for a shape that a format cannot hold and for unknown names.
+    Rowwise blocks run along cols; the columnwise operand encodes x.T [cols, rows]. With columnwise_source
+    "rowwise_dequantized" it encodes the decoded rowwise operand, rounded to x's dtype; rowwise is then required.
 
-    splits: the rows belong to many matrices, the members. Each is quantized as x[a:b] by itself would be, to the byte,
-    under its own key and grid, and results are packed (ops.packed). One call of the kernel serves all, where there is
-    one for the formats: it does not wait for splits that only the device knows, whose sizes nobody checks then.
-    Otherwise there is a call for each member, which waits; UserError names the member. No statistics.
+    A Target says more than a format. output "codes": the format's buffers. output "exact": the matrix that gemm=exact
+    multiplies, format.operand(codes). Its dtype is float32 from the CPU kernel, bfloat16 from CUDA and the reference,
+    and always float32 for fp8_block+fp32_scale. grid: amaxes found elsewhere (another rank, an earlier pass), for the
+    tensor ({"g": ...}, or {"s": ...} for fp8_current and fp8_delayed, which needs one) or for the blocks. Kernels take
+    tensor amaxes only, the reference takes all. A given "g" becomes part of the operand, so it must not change
+    afterwards.
+
+    statistics: also gather the sums of ops.stats. backend "auto": the kernel if there is one; the bytes are the same.
+    Nothing waits for the device.
+
+    splits: the rows belong to many matrices, the members. Each member is quantized, to the byte, as x[a:b] alone, under
+    its own key and grid. Results are packed (ops.members.packed). If the formats have a kernel, one call serves all. It
+    does not wait for splits on the device, and does not check their sizes. Otherwise each member takes a call, which
+    waits.
+
+    Raises:
+        UserError: for a shape that a format cannot hold, unknown names, or statistics with splits; it names the member.
     """
     row = rowwise if type(rowwise) is Target else as_target(rowwise)
     column = columnwise if type(columnwise) is Target else as_target(columnwise) if columnwise else NO_TARGET
@@ -98,12 +117,12 @@ def quantize(
 def encode(
     x: Tensor, format: Format, *, grid: Buffers | None = None, key: RngKey | None = None, backend: Backend = "auto"
 ) -> dict[str, Tensor]:
-    """quantize() to the codes of one rowwise format."""
+    """Return the codes of x in one rowwise format, by quantize()."""
     return quantize(x, Target(format, key=key, grid=grid), backend=backend).rowwise
 
 
 def exact_operand(x: Tensor, format: Format, *, key: RngKey | None = None, backend: Backend = "auto") -> ExactOperand:
-    """quantize() to the exact operand of one rowwise format."""
+    """Return the exact operand of x in one rowwise format, by quantize()."""
     return quantize(x, Target(format, "exact", key), backend=backend).rowwise
 
 
@@ -119,7 +138,7 @@ def _by_kernel(request: Request, x: Tensor, inputs: Inputs, statistics: bool) ->
 def quantized_of(
     request: Request, outputs: list[Tensor], inputs: Inputs = NO_INPUTS, x: Tensor | None = None
 ) -> Quantized:
-    """The operator's outputs of one matrix; with x, which was quantized, also its statistics."""
+    """Return the results of one matrix from the operator's outputs. x: the quantized matrix, for statistics."""
     row, column, statistics = request.row, request.column, x is not None
     first = second = first_sums = second_sums = None
     if row is not None:
@@ -136,14 +155,14 @@ def quantized_of(
 def _statistics(
     outputs: list[Tensor], spec: KernelSpec, result: Result, x: Tensor, source: Tensor | None
 ) -> tuple[Statistics, list[Tensor]]:
-    """One direction's statistics from the operator's outputs, and the outputs that are left."""
+    """Return one direction's statistics, and the remaining outputs."""
     buffers = None if isinstance(result, ExactOperand) else result
     fields = {"elements": x.numel(), "x": source, "format": spec.format, "buffers": buffers}
     return Statistics(sums=outputs[0], row_errors=outputs[1], **fields), outputs[2:]
 
 
 def _one_by_one(request: Request, x: Tensor, row: Target, column: Target, statistics: bool) -> Quantized:
-    """Each direction by itself, so that one without a kernel does not cost the other its own."""
+    """Quantize each direction by itself: a direction without a kernel does not keep the other from using one."""
     shape = tuple(x.shape)
     first = quantize(x, row._replace(output="codes") if request.dequantized else row, statistics=statistics)
     result = first.rowwise
@@ -168,7 +187,7 @@ def _members(
     statistics: bool,
     backend: Backend,
 ) -> Quantized:
-    """quantize() with splits."""
+    """Run quantize() with splits."""
     if splits.rows != x.shape[0] or not splits.count:
         got = f"splits of {splits.rows} rows over {splits.count} experts"
         raise UserError(f"quantize: {got} for a matrix of shape {tuple(x.shape)}")
@@ -216,7 +235,8 @@ def _members_by_kernel(request: Request, x: Tensor, splits: Splits, inputs: Inpu
 def _with_identity(
     request: Request, x: Tensor, splits: Splits, row: Target, column: Target, backend: Backend
 ) -> Quantized:
-    """Each direction by itself: an identity holds the matrix, whatever the splits, and the other may have a kernel."""
+    """Quantize each direction by itself. An identity keeps the matrix whatever the splits; the other may use a
+    kernel."""
     source = x.to(row.format.dtype).to(x.dtype) if request.dequantized else x
     results = []
     for columnwise, target, matrix in ((False, row, x), (True, column, source)):
@@ -230,3 +250,106 @@ def _with_identity(
             held = matrix.to(target.format.dtype).reshape(-1)
             results.append(held_exact(held, target.format, layout) if target.output == "exact" else {"q": held})
     return Quantized(*results)
+
+
+class Pair(NamedTuple):
+    """The wanted results of both directions of a tensor."""
+
+    rowwise: str
+    """The format's text."""
+    columnwise: str
+    source: Source
+    row_output: Output | None
+    column_output: Output | None
+    by_rows: bool = False
+    decoded: bool = False
+    """Whether the exact operand of the rowwise codes is wanted too, if the same pass can write it."""
+
+
+class _Plan(NamedTuple):
+    """A kernel call without its tensors."""
+
+    row: Outputs | None
+    column: Outputs | None
+    dequantized: bool
+    dtype: int
+
+
+@memo
+def _plan(
+    pair: Pair,
+    dtype: torch.dtype,
+    size: tuple[int, int, int | None, tuple[int, ...] | None],
+    device_type: str,
+) -> _Plan | None:
+    """Return the plan for matrices of a size (the fields of Matrices). None: fall back to quantize()."""
+    row_text, column_text, source, row_output, column_output, by_rows, decoded = pair
+    rows, cols, members, sizes = size
+    by_rows = by_rows and members is not None
+    dequantized = column_output is not None and source == "rowwise_dequantized"
+    row_text, column_text = row_text if row_output or dequantized else "", column_text if column_output else ""
+    source = source if column_output else "original"
+    request = request_of(row_text, column_text, source, row_output or "codes", column_output or "codes")
+    down, across = request.multiples
+    blocks_fit = cols % across == 0 and all(own % down == 0 for own in ((rows,) if members is None else sizes or ()))
+    takes_x_alone = not (request.stochastic or request.delayed or request.holds)
+    has_one_call = request.kernels and dtype in DTYPES and has_kernels(device_type)
+    if not (row_text or column_text) or members == 0 or not (blocks_fit and takes_x_alone and has_one_call):
+        return None
+    decoded = decoded and row_output == "codes" and members is None and request.row.amax_name is None
+    row, column = outputs_of(
+        size,
+        (row_text, False, row_output == "exact", False, False, False, decoded) if row_text else None,
+        (column_text, True, column_output == "exact", False, False, by_rows) if column_text else None,
+        device_type == "cuda",
+    )
+    return _Plan(row, column, dequantized, DTYPES[dtype])
+
+
+def quantize_plain(
+    x: Tensor, splits: Splits | None, pair: Pair
+) -> tuple[Result | None, Result | None, ExactOperand | None] | None:
+    """Return both results of x [rows, cols], or of its members, packed; and the exact operand of the rowwise codes, if
+    made.
+
+    None: fall back to quantize().
+    """
+    if not direct(x) or x.dim() != 2:
+        return None
+    on_gpu, (rows, cols) = x.is_cuda, x.shape
+    if (splits is not None and splits.rows != rows) or (on_gpu and x.get_device() != torch.cuda.current_device()):
+        return None
+    size = (rows, cols, None, None) if splits is None else (rows, cols, splits.count, splits.sizes)
+    plan = _plan(pair, x.dtype, size, "cuda" if on_gpu else "cpu")
+    if plan is None:
+        return None
+    row, column, of_row, of_column, scratch, slot = None, None, [], [], [], now.slot
+    if plan.row is not None:
+        row = direction(plan.row, x, of_row, scratch, NO_STREAM, None, slot)
+    if plan.column is not None:
+        column = direction(plan.column, x, of_column, scratch, NO_STREAM, None, slot)
+    call = (x.data_ptr(), plan.dtype, rows, cols, *x.stride(), row, column, plan.dequantized, *where(x))
+    run = extension().quantize_cuda if on_gpu else extension().quantize_cpu
+    if splits is None:
+        run(*call)
+    else:
+        run(*call, splits.offsets(x.device).data_ptr(), splits.count)
+    return (
+        _result(plan.row, of_row, pair.row_output, cols, splits, False),
+        _result(plan.column, of_column, pair.column_output, cols, splits, True),
+        ExactOperand(of_row[-1], None, plan.row.spec.divisor) if plan.row is not None and plan.row.together else None,
+    )
+
+
+def _result(
+    outputs: Outputs | None,
+    tensors: list[Tensor],
+    output: Output | None,
+    cols: int,
+    splits: Splits | None,
+    columnwise: bool,
+) -> Result | None:
+    if output is None:
+        return None
+    layout = None if splits is None else GroupLayout.of(splits, cols, columnwise=columnwise)
+    return take(tensors, outputs.spec, output == "exact", None, layout, outputs.by_rows)[0]

@@ -1,4 +1,4 @@
-"""What the kernels compute, by the formats in torch: the bytes to compare with, and the way of identities."""
+"""The reference of the kernels, by the formats in torch: it defines the bytes, and serves identities."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ from hqsweep.ops.stats import gather, gather_by_row
 
 
 def by_reference(request: Request, x: Tensor, row: Target, column: Target, statistics: bool) -> tuple:
-    """The fields of Quantized for one matrix."""
+    """Return the fields of Quantized for one matrix."""
     results, sums = [None, None], [None, None]
     for i, (spec, exact, target) in enumerate(
         ((request.row, request.row_exact, row), (request.column, request.column_exact, column))
@@ -34,14 +34,14 @@ def by_reference(request: Request, x: Tensor, row: Target, column: Target, stati
 
 
 def _full_grid(format: Format, x: Tensor, grid: Buffers | None) -> Mapping[str, Tensor] | None:
-    """A given grid, with the amaxes that it leaves out."""
+    """Return a given grid, completed by the amaxes that it lacks."""
     return grid if grid is None else format.grid(x) | dict(grid)
 
 
 def amax_by_reference(
     request: Request, x: Tensor, key: RngKey | None, amax: Tensor | None, outs: tuple[Tensor | None, Tensor | None]
 ) -> None:
-    """find_amax of one matrix; key and amax: those of its rows."""
+    """Run find_amax() for one matrix. key, amax: of its rows."""
     for i, (spec, out) in enumerate(zip((request.row, request.column), outs, strict=True)):
         if spec is None:
             continue

@@ -1,18 +1,22 @@
-"""What a call asks for. Formats, source and outputs are checked once and remembered; each tensor is checked when it
-comes."""
+"""Checked options of a call, and the inputs that it takes beside X: keys of random bits, and amaxes.
+
+Formats, source and outputs are checked once; each tensor is checked on every call.
+"""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
-from hqsweep.config.format_text import SOURCES
 from hqsweep.errors import UserError, nearest
-from hqsweep.formats import Buffers, Format, RngKey
+from hqsweep.formats import Buffers, Format, RngKey, RngKeys
 from hqsweep.formats.random import PlacedKey
+from hqsweep.formats.spec import SOURCES
 from hqsweep.memo import memo
+from hqsweep.ops.addresses import key_table
 from hqsweep.ops.library import has_kernels
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.kernels import DTYPES, NO_KEY, KernelSpec, spec_named
@@ -25,24 +29,24 @@ BACKENDS = ("auto", "reference", "kernel")
 
 
 class Target(NamedTuple):
-    """One direction of quantize(): the result that is wanted, and what that takes beside X."""
+    """One direction of quantize(): the wanted result, and its inputs beside X."""
 
     format: Format | None
     output: Output = "codes"
-    """ "codes": the format's buffers; "exact": what gemm=exact multiplies."""
+    """ "codes": the format's buffers; "exact": the matrix that gemm=exact multiplies."""
     key: RngKey | Sequence[RngKey | None] | None = None
-    """The stream of random bits of +sr; with splits, that of each member."""
+    """The stream of random bits for +sr; with splits, one per member."""
     grid: Buffers | Sequence[Buffers | None] | None = None
-    """Amaxes agreed on elsewhere; with splits, those of each member."""
+    """Amaxes found elsewhere; with splits, one grid per member."""
     by_rows: bool = False
-    """Whether, with splits, exact columnwise members lie as [m_e, width], which torch._grouped_mm takes."""
+    """Whether, with splits, exact columnwise members are stored as [m_e, width], which torch._grouped_mm takes."""
 
 
 NO_TARGET = Target(None)
 
 
 def as_target(wanted: Format | Target | None) -> Target:
-    """The target that is wanted; a format stands for its codes."""
+    """Return the target. A format alone asks for its codes."""
     if wanted is None:
         return NO_TARGET
     return wanted if type(wanted) is Target else Target(wanted)
@@ -50,7 +54,7 @@ def as_target(wanted: Format | Target | None) -> Target:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """The options of a call without its tensors: checked once, and laid out so that a call has little left to do."""
+    """Checked options of a call, without its tensors."""
 
     row: KernelSpec | None
     column: KernelSpec | None
@@ -61,25 +65,25 @@ class Request:
     """The rowwise format as operators name it; "" for none."""
     column_text: str
     multiples: tuple[int, int]
-    """The numbers that X's rows and columns must be multiples of."""
+    """X's rows and columns must be multiples of these."""
     stochastic: bool
     delayed: bool
     kernels: bool
     """Whether all formats have a kernel."""
     some_kernel: bool
-    """Whether one of the formats has a kernel."""
+    """Whether at least one format has a kernel."""
     holds: bool
-    """Whether an operand is the matrix itself, as it is with an identity format."""
+    """Whether an operand is the matrix itself, as with an identity format."""
 
 
 def text_of(format: Format | None) -> str:
-    """The canonical text of a format; "" for none."""
+    """Return the canonical text of a format; "" for none."""
     return "" if format is None else format.text
 
 
 @memo
 def request_of(rowwise: str, columnwise: str, source: str, row_output: str, column_output: str) -> Request:
-    """The request, made and checked once; formats by their text_of."""
+    """Return the checked request, made once. rowwise, columnwise: the formats' text_of. UserError for unknown names."""
     words = {
         "columnwise_source": (source, SOURCES),
         "rowwise output": (row_output, OUTPUTS),
@@ -113,7 +117,7 @@ def request_of(rowwise: str, columnwise: str, source: str, row_output: str, colu
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """x with its leading axes folded, without a copy where its strides allow that."""
+    """Return x with its leading axes folded, without a copy if its strides allow. UserError for other dtypes."""
     if x.dtype not in DTYPES:
         raise UserError(f"quantize: input is {x.dtype}; it takes float32, bfloat16 and float16")
     if x.dim() == 2:
@@ -124,7 +128,7 @@ def as_matrix(x: Tensor) -> Tensor:
 
 
 def check_shape(request: Request, shape: Sequence[int]) -> None:
-    """UserError for a matrix of this shape that one of the formats cannot hold."""
+    """Raise UserError if one of the formats cannot hold a matrix of this shape."""
     (rows, cols), (down, across) = shape, request.multiples
     if rows % down or cols % across:
         wrong = (request.row, "rowwise", "columns") if cols % across else (request.column, "columnwise", "rows")
@@ -137,7 +141,7 @@ def check_shape(request: Request, shape: Sequence[int]) -> None:
 
 
 def check_given(request: Request, row_grid: Buffers | None, column_grid: Buffers | None) -> None:
-    """UserError for a format with delayed scaling whose amax is not given."""
+    """Raise UserError if a format with delayed scaling lacks its amax."""
     for direction, spec, grid in (
         ("rowwise", request.row, row_grid),
         ("columnwise", request.column, column_grid),
@@ -150,7 +154,7 @@ def check_given(request: Request, row_grid: Buffers | None, column_grid: Buffers
 
 
 def check_backend(backend: str) -> None:
-    """UserError for an unknown backend."""
+    """Raise UserError for an unknown backend."""
     if backend not in BACKENDS:
         raise UserError(f"backend is '{backend}'{nearest(backend, BACKENDS)}; allowed: {', '.join(BACKENDS)}")
 
@@ -158,7 +162,7 @@ def check_backend(backend: str) -> None:
 def use_kernel(
     request: Request, x: Tensor, backend: Backend, row_grid: Buffers | None = None, column_grid: Buffers | None = None
 ) -> bool:
-    """Whether the kernels take one matrix; UserError where backend="kernel" insists on them."""
+    """Return whether the kernels take this matrix. UserError if they do not and backend is "kernel"."""
     if backend != "auto":
         check_backend(backend)
         if backend == "reference":
@@ -175,8 +179,7 @@ def use_kernel(
 
 
 def key_words(spec: KernelSpec | None, key: RngKey | PlacedKey | None) -> list[int]:
-    """The words of a Philox key and the step, and for a part of an operand its place; NO_KEY where nothing is
-    random."""
+    """Return the words of a Philox key and its step, and the place of a part; NO_KEY without random bits."""
     if spec is None or not spec.stochastic:
         return NO_KEY
     if key is None:
@@ -185,9 +188,95 @@ def key_words(spec: KernelSpec | None, key: RngKey | PlacedKey | None) -> list[i
 
 
 def kernel_takes(request: Request, x: Tensor, splits: Splits) -> bool:
-    """Whether one kernel takes all members at once: blocks go into the matrix, and into each member's rows where the
-    host knows them."""
+    """Return whether one kernel call takes all members.
+
+    Blocks must divide the matrix, and each member's rows if the host knows them.
+    """
     if not (request.kernels and (request.row or request.column) and has_kernels(x.device.type)):
         return False
     down, across = request.multiples
     return x.shape[1] % across == 0 and (down == 1 or splits.sizes is None or splits.divisor % down == 0)
+
+
+class Inputs(NamedTuple):
+    """Keys and amaxes of one matrix, or of all members, for the operator."""
+
+    row_key: list[int]
+    column_key: list[int]
+    row_amax: Tensor | None
+    column_amax: Tensor | None
+    row_keys: Tensor | None = None
+    column_keys: Tensor | None = None
+    step: Tensor | None = None
+    """The tensor that holds the step for all keys, in place of the keys' own step."""
+
+
+NO_INPUTS = Inputs(NO_KEY, NO_KEY, None, None)
+
+
+def matrix_inputs(request: Request, row: Target, column: Target) -> Inputs:
+    """Return the inputs of one matrix."""
+    row_key, column_key, step = NO_KEY, NO_KEY, None
+    if request.stochastic:
+        row_key, column_key = key_words(request.row, row.key), key_words(request.column, column.key)
+        step = _counter_of([key for key in (row.key, column.key) if key is not None])
+    elif row.grid is None and column.grid is None:
+        return NO_INPUTS
+    row_amax = None if row.grid is None or request.row is None else row.grid[request.row.amax_name]
+    column_amax = None if column.grid is None or request.column is None else column.grid[request.column.amax_name]
+    return Inputs(row_key, column_key, row_amax, column_amax, step=step)
+
+
+def _counter_of(keys: Sequence[RngKey | RngKeys]) -> Tensor | None:
+    """Return the counter that all keys share. ValueError if they have several."""
+    counter = keys[0].counter
+    if any(key.counter is not counter for key in keys):
+        raise ValueError("the keys of one call have several counters; give all the same one, or none")
+    return counter
+
+
+def of_member(target: Target, member: int) -> Target:
+    """Return the target of a single member."""
+    key, grid = (values and values[member] for values in (target.key, target.grid))
+    return target._replace(key=key, grid=grid)
+
+
+def member_inputs(request: Request, row: Target, column: Target, device: torch.device) -> Inputs | None:
+    """Return the inputs of all members, or None if each member needs a call of its own.
+
+    That is so for inputs that one kernel call does not take, and for inputs that a member's own call refuses.
+    """
+    if not (request.stochastic or request.delayed or row.grid is not None or column.grid is not None):
+        return NO_INPUTS
+    step, counters, tables, amaxes = None, [], [], []
+    for spec, target in ((request.row, row), (request.column, column)):
+        try:
+            amaxes.append(_amaxes(spec, target.grid))
+        except LookupError:
+            return None
+        if spec is None or not spec.stochastic:
+            tables.append(None)
+            continue
+        keys = target.key
+        if keys is None or (not isinstance(keys, RngKeys) and None in keys):
+            return None
+        # Compared, never hashed: torch.compile would make a graph for each number of a step.
+        steps = [keys.step] if isinstance(keys, RngKeys) else [key.step for key in keys]
+        step = steps[0] if step is None else step
+        if any(other != step for other in steps):
+            return None
+        counters += [keys] if isinstance(keys, RngKeys) else keys
+        tables.append(key_table(keys, device))
+    key = [0, 0, step or 0]
+    return Inputs(key, key, *amaxes, *tables, _counter_of(counters) if counters else None)
+
+
+def _amaxes(spec: KernelSpec | None, grids: Sequence[Buffers | None] | None) -> Tensor | None:
+    """Return the given global amaxes of all members, concatenated. LookupError for grids that the kernel refuses."""
+    if spec is None or grids is None or all(grid is None for grid in grids):
+        if spec is not None and spec.delayed:
+            raise LookupError
+        return None
+    if any(grid is None or set(grid) != {spec.amax_name} for grid in grids):
+        raise LookupError
+    return torch.cat([grid[spec.amax_name].reshape(-1) for grid in grids])

@@ -1,1 +1,1 @@
-"""The use of torch's fully_shard: what it gathers, in which dtype, and how gradients are summed."""
+"""How hqsweep uses torch's fully_shard: dtypes of gathers, their memory, and sums of gradients."""

@@ -1,9 +1,10 @@
-"""What torch's fully_shard keeps of a model: its groups, what a gather serves, and FP32 gradients of what it gathers.
+"""The state that torch's fully_shard keeps of a model: its groups, its gathers, and FP32 sums of gradients.
 
-A weight that is gathered in bfloat16 takes no other gradient from autograd. FSDP has a sum of its own for microbatches
-that are not reduced, in the dtype of the reduction: what is written there is reduced in the place of the grad. Since
-torch 2.15 that sum is the grad of the gathered weight, which may have another dtype than the weight.
-Attributes of torch's that are not public are read here alone; FSDP of torch 2.11 to 2.15 has them.
+Autograd takes only bfloat16 gradients for a weight that is gathered in bfloat16. So backward adds float32 gradients to
+FSDP's own sum over microbatches, which FSDP reduces in place of the grad. Since torch 2.15 that sum is the grad of the
+gathered weight, which may have another dtype than the weight.
+
+No other file reads private attributes of FSDP. They are those of torch 2.11 to 2.15.
 """
 
 from collections.abc import Iterable
@@ -13,58 +14,65 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from hqsweep.ops.library import in_backward
+from hqsweep.torch_private import (
+    fsdp_drop_pass,
+    fsdp_groups,
+    fsdp_hook_ids,
+    fsdp_inner_tensors,
+    fsdp_phase,
+    fsdp_reshards,
+    fsdp_state,
+    fsdp_whole,
+    storage_id,
+)
+
 _UNITS: WeakSet[Any] = WeakSet()
-"""torch's FSDPParam of each parameter whose gradient is summed in FP32."""
+"""Parameter -> torch's FSDPParam, for parameters whose gradient is summed in FP32."""
 _OF_WEIGHT = "_hqsweep_fsdp_param"
 DIRECTIONS = ("rowwise", "columnwise")
 
 
 def sum_in_fp32(module: nn.Module) -> None:
-    """Have unsharded_sum know the parameters of every unit of fully_shard in the module. All gradients of a unit are
-    summed in FP32 once it was asked for one of its weights."""
+    """Register the parameters of every unit of fully_shard in the module for unsharded_sum.
+
+    All gradients of a unit are summed in FP32 from the first call for one of its weights on.
+    """
     _UNITS.update(parameters_of(module))
 
 
 def parameters_of(module: nn.Module) -> list[Any]:
-    """torch's FSDPParam of each parameter of every unit of fully_shard in the module."""
+    """The FSDPParams of all units of fully_shard in the module."""
     return [parameter for part in module.modules() for group in groups_of(part) for parameter in group.fsdp_params]
 
 
 def gathered_storages(parameters: Iterable[Any]) -> frozenset[int]:
-    """The storages into which torch gathers FSDPParams, by the addresses of these objects, which stay when torch frees
-    the memory and fills it anew. A parameter has none before its first gather."""
-    tensors = (
-        t for parameter in parameters for t in (*parameter.all_gather_outputs, *parameter._unsharded_inner_tensors)
-    )
-    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
+    """The addresses of the storage objects into which torch gathers FSDPParams.
+
+    The objects stay when torch frees and refills their memory. A parameter has none before its first gather.
+    """
+    tensors = (t for parameter in parameters for t in (*parameter.all_gather_outputs, *fsdp_inner_tensors(parameter)))
+    return frozenset(storage_id(tensor) for tensor in tensors)
 
 
 def groups_of(module: nn.Module) -> list[Any]:
-    """torch's FSDPParamGroup of each group of parameters of a unit that fully_shard was called on; [] for others."""
-    state = getattr(module, "_get_fsdp_state", None)
-    if state is None:
-        return []
-    state = state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # before torch had several for a unit
-        group = getattr(state, "_fsdp_param_group", None)
-        groups = [] if group is None else [group]
-    return list(groups)
+    """The FSDPParamGroups of a unit of fully_shard; [] for other modules."""
+    return fsdp_groups(fsdp_state(module))
 
 
 def hook_ids(module: nn.Module) -> set[int]:
-    """The ids of the hooks that fully_shard has put around the forward of a module."""
-    state = getattr(module, "_get_fsdp_state", None)
-    if state is None:
-        return set()
-    state = state()
-    return {state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id}
+    """The ids of the hooks that fully_shard has put around a module's forward."""
+    state = fsdp_state(module)
+    return set() if state is None else fsdp_hook_ids(state)
 
 
 def served(group: Any, *, repeats: bool, recomputes: bool) -> tuple[str, ...]:
-    """The directions of weights that are read before torch gathers a group again; both where a forward or a backward
-    may follow without a gather. repeats: a forward reads more than once, recomputes: backward runs forward again."""
-    state, reshards = group._training_state.name, bool(group._reshard_after_forward)
+    """The directions of a weight that are read before torch gathers its group again.
+
+    Both, where a forward or a backward may follow without a gather. repeats: a forward reads more than once.
+    recomputes: backward runs forward again.
+    """
+    state, reshards = fsdp_phase(group), fsdp_reshards(group)
     if state == "FORWARD" and reshards and not in_backward() and not repeats:
         return DIRECTIONS[:1]
     if state == "PRE_BACKWARD" and reshards and group.reshard_after_backward and not recomputes:
@@ -73,39 +81,26 @@ def served(group: Any, *, repeats: bool, recomputes: bool) -> tuple[str, ...]:
 
 
 def drop_pass(module: nn.Module) -> None:
-    """Have every unit of fully_shard in the module begin anew, where an error has ended a forward or a backward: its
-    shards are the parameters, nothing is on its way, and there are no gradients."""
+    """Reset every unit of fully_shard in the module, after an error in a forward or a backward.
+
+    Afterwards the shards are the parameters, no exchange is on its way, and there are no gradients.
+    """
     for part in module.modules():
         for group in groups_of(part):
-            state, engine = part._get_fsdp_state(), group.comm_ctx
-            state._state_ctx.iter_forward_root = None
-            state._state_ctx.post_backward_final_callback_queued = False
-            engine.all_gather_state = None
-            if hasattr(engine, "reduce_scatter_states"):  # since torch 2.13
-                engine.reduce_scatter_states.clear()
-                engine._last_post_reduce_events.clear()
-            else:
-                engine.reduce_scatter_state = None
-            engine.post_forward_order.clear()
-            group._post_forward_indices.clear()
-            group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
-            state._training_state = group._training_state = type(group._training_state).IDLE
-            group._to_sharded()
+            fsdp_drop_pass(fsdp_state(part), group)
             for unit in group.fsdp_params:
                 if not _sums_in_grad(unit):
                     unit.unsharded_accumulated_grad = None
-                if hasattr(unit, "_unsharded_param"):
-                    unit._unsharded_param.grad = None
-
-
-def in_backward() -> bool:
-    """Whether autograd runs a backward in this thread."""
-    return torch._C._current_graph_task_id() != -1
+                if (whole := fsdp_whole(unit)) is not None:
+                    whole.grad = None
 
 
 def unsharded_sum(weight: Tensor) -> Tensor | None:
-    """float32, of the shape of a weight that fully_shard has gathered: the sum of its gradients that FSDP reduces next.
-    A backward adds to it in place of giving autograd a gradient. None for a weight that sum_in_fp32 does not know."""
+    """float32, with the shape of a gathered weight: the sum of its gradients that FSDP reduces next. None for a weight
+    that sum_in_fp32 has not registered.
+
+    A backward adds to it, and gives autograd no gradient.
+    """
     unit = _unit_of(weight)
     if unit is None:
         return None
@@ -120,7 +115,7 @@ def unsharded_sum(weight: Tensor) -> Tensor | None:
 
 
 def _sums_in_grad(unit: Any) -> bool:
-    """Whether FSDP sums over microbatches in the grad of what it gathers, as it does since torch 2.15."""
+    """Whether FSDP sums over microbatches in the grad of the gathered parameter, as it does since torch 2.15."""
     return isinstance(getattr(type(unit), "unsharded_accumulated_grad", None), property)
 
 
@@ -130,20 +125,38 @@ def _unit_of(weight: Tensor) -> Any:
     unit = getattr(weight, _OF_WEIGHT, None)
     if unit is not None:
         return unit
-    units = [candidate for candidate in _UNITS if hasattr(candidate, "_unsharded_param") and not candidate.is_dtensor]
-    known = {id(candidate._unsharded_param): candidate for candidate in units}
+    found = [(candidate, fsdp_whole(candidate)) for candidate in _UNITS if not candidate.is_dtensor]
+    known = {id(whole): (candidate, whole) for candidate, whole in found if whole is not None}
     if id(weight) not in known:
         return None
-    for candidate in known.values():
-        if not hasattr(candidate._unsharded_param, _OF_WEIGHT):
-            setattr(candidate._unsharded_param, _OF_WEIGHT, candidate)
-            candidate._unsharded_param.register_post_accumulate_grad_hook(_to_fp32)
-    return known[id(weight)]
+    for candidate, whole in known.values():
+        if not hasattr(whole, _OF_WEIGHT):
+            setattr(whole, _OF_WEIGHT, candidate)
+            whole.register_post_accumulate_grad_hook(_to_fp32)
+    return known[id(weight)][0]
 
 
 def _to_fp32(weight: Tensor) -> None:
-    """Add the gradient that autograd gave a gathered parameter to its sum: one reduction takes gradients of one
+    """Add autograd's gradient of a gathered parameter to its FP32 sum, because a reduction takes gradients of one
     dtype."""
-    if weight.grad is not None and not _sums_in_grad(_unit_of(weight)):  # a module that adds to it gives autograd none
+    if weight.grad is not None and not _sums_in_grad(
+        _unit_of(weight)
+    ):  # a backward that adds to the sum gives autograd no gradient
         unsharded_sum(weight).add_(weight.grad)
         weight.grad = None
+
+
+def is_free(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor with elements is freed."""
+    return tensor.numel() > 0 and tensor.untyped_storage().size() == 0
+
+
+def allocate(tensor: Tensor) -> None:
+    """Allocate the freed memory of a tensor again; its values are undefined."""
+    if is_free(tensor):
+        tensor.untyped_storage().resize_(tensor.nbytes)
+
+
+def free(tensor: Tensor) -> None:
+    """Free the memory of a tensor, and of all tensors that share it."""
+    tensor.untyped_storage().resize_(0)

@@ -1,38 +1,70 @@
-"""Gathering: how torch's fully_shard gathers a plain weight in a narrower dtype, and when its memory is given up.
+"""Gathering: makes fully_shard gather a plain weight in a narrower dtype, and frees the memory early.
 
-torch's engine makes the whole parameter in the first pass, and fills the same objects in all others. gather_in makes
-them before it does: a GatheredWeight over the memory that is filled. What is kept of the weight beside its values, its
-codes, is freed where torch frees these. Attributes of torch's that are not public are those of torch 2.11 to 2.15.
+In the first pass torch makes the whole parameter, and refills the same objects later. gather_in makes these objects
+before: a GatheredWeight over the memory that torch fills. Codes that are kept of a weight are freed together with its
+values. Private attributes of FSDP are those of torch 2.11 to 2.15.
+
+Each gather is quantized once, and its values are freed then. Where forward and backward share a gather, both operands
+are made at once, and kept as codes until torch shards the weight again: 2.06 bytes an element for mxfp8 and 1.13 for
+nvfp4 instead of 2. After a forward that nothing repeats, only the columnwise operand is kept: 1.03 and 0.56 bytes.
+Where backward gathers again, each pass makes the operand that it reads, of square tiles too: sharding again is there to
+keep nothing between the passes.
 """
 
 import math
 import weakref
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hqsweep.parallel.fsdp.fsdp_state import in_backward, served
-from hqsweep.parallel.fsdp.gathered_weight import GatheredWeight
-from hqsweep.parallel.fsdp.storage import allocate, free, is_free
+from hqsweep.ops.library import in_backward
+from hqsweep.parallel.fsdp.fsdp_state import allocate, free, is_free, served
 from hqsweep.parallel.wire.collectives import all_gather
+from hqsweep.quant.gathered_weight import GatheredWeight
+from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
+from hqsweep.quant.operand import HybridOperand
+from hqsweep.torch_private import (
+    fsdp_cuts_again,
+    fsdp_dtensor_spec,
+    fsdp_phase,
+    fsdp_set_inner_tensors,
+    fsdp_set_whole,
+    fsdp_shape,
+    fsdp_shard_data,
+    unsafe_preserve_version_counter,
+)
+
+
+class WeightCall(Protocol):
+    """A LinearCall, as a gather asks it."""
+
+    dtype: torch.dtype
+    grad: bool
+    context: Any
+
+    def quantizer(self, tensor: str) -> HybridQuantizer:
+        """The quantizer of a tensor."""
+
+    def key(self, tensor: str) -> Any:
+        """The key of the tensor's random bits."""
 
 
 class Gathering:
-    """How one weight is gathered: `parameter`, an FSDPParam of `group`, gathers it into `flat`."""
+    """The gathers of one weight: `parameter`, an FSDPParam of `group`, gathers it into `flat`."""
 
     def __init__(self, group: Any, parameter: Any, flat: Tensor) -> None:
         self._group, self._parameter, self._flat = weakref.ref(group), weakref.ref(parameter), flat
         self._operands: dict[str, tuple[Hashable, Any, Sequence[Tensor]]] = {}
         self._repeats = self._recomputes = False
-        """Whether a forward, and a backward, were seen to read again what they had read, or given up, before."""
+        """For forward and backward: whether it has read the weight again after reading or freeing it."""
         alone = type(parameter.mesh_info).__name__ == "DDPMeshInfo" or parameter.shard_mesh.size() == 1
         self._refillable = not alone and parameter.fsdp_placement.dim == 0
 
     def fill(self) -> None:
-        """Gather the values where they were given up; all ranks read the same weights in the same order."""
+        """Gather the values if they were freed. A collective: all ranks read the same weights in the same order."""
         if not is_free(self._flat):
             return
         if in_backward():
@@ -40,28 +72,28 @@ class Gathering:
         else:
             self._repeats = True
         parameter = self._parameter()
-        own = parameter._sharded_param_data.to(self._flat.device).to(self._flat.dtype)
+        own = fsdp_shard_data(parameter).to(self._flat.device).to(self._flat.dtype)
         allocate(self._flat)
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self._flat):
+        with torch.no_grad(), unsafe_preserve_version_counter(self._flat):
             all_gather(self._flat, own, group=parameter.shard_mesh.get_group())
 
     def give_up(self) -> None:
-        """Free the values; everything that this gather serves has been made of them."""
+        """Free the values. All operands that this gather serves are made."""
         group = self._group()
-        cut_again = group._use_post_forward_mesh and group._training_state.name == "FORWARD"
+        cut_again = fsdp_cuts_again(group) and fsdp_phase(group) == "FORWARD"
         if self._refillable and not cut_again:
             free(self._flat)
 
     def served(self, direction: str) -> tuple[str, ...]:
-        """The directions that are read of this gather, now that one of them is."""
+        """The directions that are read from this gather, when one of them is read."""
         if direction == "rowwise" and in_backward():
             self._recomputes = True
         return served(self._group(), repeats=self._repeats, recomputes=self._recomputes)
 
     def is_read_again(self, direction: str) -> bool:
-        """Whether a direction that has been read, of a gather that serves both, may be read once more."""
+        """Whether a direction may be read once more from a gather that serves both."""
         group = self._group()
-        once = group._training_state.name == "FORWARD" and group.reshard_after_backward and not in_backward()
+        once = fsdp_phase(group) == "FORWARD" and group.reshard_after_backward and not in_backward()
         return direction == "columnwise" or self._repeats or self._recomputes or not once
 
     def keep(self, direction: str, identity: Hashable, operand: Any) -> None:
@@ -70,20 +102,71 @@ class Gathering:
         entries = self._operands.items()
         others = {d: entry for d, entry in entries if d != direction and not any(map(is_free, entry[2]))}
         self._operands = others | {direction: (identity, operand, tensors)}
-        self._parameter()._unsharded_inner_tensors = [t for *_, own in self._operands.values() for t in own]
+        fsdp_set_inner_tensors(self._parameter(), [t for *_, own in self._operands.values() for t in own])
 
     def kept(self, direction: str, identity: Hashable) -> Any:
-        """The operand of that identity, if it is there."""
+        """The kept operand of that identity; None without one."""
         known, operand, tensors = self._operands.get(direction, (None, None, ()))
         return operand if known == identity and not any(map(is_free, tensors)) else None
 
+    def operand(
+        self,
+        call: WeightCall,
+        weights: Sequence[GatheredWeight],
+        direction: Direction,
+        make: Callable[..., HybridOperand],
+        *,
+        needs_column: bool,
+    ) -> Any:
+        """The operand of one direction of weights that are GatheredWeights, in a LinearCall.
+
+        make(directions[, output]) quantizes them; needs_column: whether the columnwise one is read, too."""
+        quantizer = call.quantizer("weight")
+        key = call.key("weight") if quantizer.reads_key else None
+        views = tuple((weight.shape, weight.value.stride(), weight.value.storage_offset()) for weight in weights)
+        identity = (quantizer, call.dtype, key, views)
+        cached = self.kept(direction, identity)
+        if cached is not None:
+            return cached
+        served = self.served(direction)
+        if len(served) > 1 and not _are_cacheable(call, quantizer, needs_column):
+            return getattr(make([direction]), direction)
+        if len(served) > 1:
+            wanted = DIRECTIONS if needs_column else [direction]
+            operands = make(wanted, "codes")
+            for name in wanted:
+                if name != direction or self.is_read_again(name):
+                    self.keep(name, identity, getattr(operands, name))
+        else:
+            operands = make([direction])
+        if type(quantizer) is HybridQuantizer and not (_are_values(quantizer, served) or call.context.probe):
+            for weight in weights:
+                weight.gathering.give_up()
+        return getattr(operands, direction)
+
+
+def _are_cacheable(call: WeightCall, quantizer: HybridQuantizer, needs_column: bool) -> bool:
+    """Whether operands may be kept between passes: those whose scales are functions of the values, and whose codes are
+    not the values themselves; and not in an evaluation, as the training forward that may follow it in the same gather
+    reads the columnwise one."""
+    of_values = type(quantizer) is HybridQuantizer and not quantizer.delayed
+    is_read = needs_column or call.grad
+    return is_read and of_values and not _are_values(quantizer, DIRECTIONS) and not call.context.probe
+
+
+def _are_values(quantizer: HybridQuantizer, directions: tuple[Direction, ...]) -> bool:
+    """Whether an operand may be the values themselves, in the memory that they have."""
+    return any(getattr(quantizer, direction).high_precision for direction in directions)
+
 
 def gather_in(group: Any, parameter: Any, dtype: torch.dtype) -> None:
-    """Have an FSDPParam of a group travel in a dtype that is narrower than its own, and be a GatheredWeight then. Where
-    the policy of the group has a dtype for parameters, that is both what travels and what the weight says."""
-    policy = (getattr(group, "mp_policy", None) or parameter.mp_policy).param_dtype  # the latter since torch 2.15
+    """Have an FSDPParam of a group gather in a dtype narrower than its own, into a GatheredWeight.
+
+    Where the group's policy has a dtype for parameters, the messages and the weight both have that dtype.
+    """
+    policy = (getattr(group, "mp_policy", None) or parameter.mp_policy).param_dtype  # on the parameter since torch 2.15
     own = parameter.sharded_param.dtype
-    device, shape = parameter.device, tuple(parameter._orig_size)
+    device, shape = parameter.device, fsdp_shape(parameter)
     alone = type(parameter.mesh_info).__name__ == "DDPMeshInfo"
     ranks = 1 if alone else parameter.shard_mesh.size()
     size = parameter.padded_sharded_param_size.numel() * ranks
@@ -91,19 +174,18 @@ def gather_in(group: Any, parameter: Any, dtype: torch.dtype) -> None:
     value = flat[: math.prod(shape)].view(shape)
     free(flat)
     weight: Tensor = GatheredWeight(value, policy or own, Gathering(group, parameter, flat))
-    sharded = getattr(parameter, "_unsharded_dtensor_spec", None) or getattr(parameter, "_tp_spec", None)
+    sharded = fsdp_dtensor_spec(parameter)
     if sharded is not None:
         options = {"run_check": False, "shape": sharded.shape, "stride": sharded.stride}
         weight = DTensor.from_local(weight, sharded.mesh, sharded.placements, **options)
     parameter.all_gather_outputs = [flat]
-    parameter._unsharded_param = nn.Parameter(weight, requires_grad=parameter.sharded_param.requires_grad)
+    fsdp_set_whole(parameter, nn.Parameter(weight, requires_grad=parameter.sharded_param.requires_grad))
     if policy is None:
         _set_dtype(parameter, dtype)
 
 
 def _set_dtype(parameter: Any, dtype: torch.dtype) -> None:
-    """Have torch note this dtype as the one in which the parameter travels, when it notes dtypes at the first
-    forward."""
+    """Have torch gather the parameter in this dtype from its first forward on."""
     init = parameter.init_dtype_attrs
 
     def init_dtype_attrs(policy: Any) -> None:

@@ -1,7 +1,7 @@
-"""What units of fully_shard exchange: by copy engines where ranks are neighbours (p2p_copy), else by collectives.
+"""The exchanges of units of fully_shard: by copy engines (p2p_copy) within a machine, else by collectives.
 
-torch calls these in streams of its own. A collective there takes multiprocessors from the GEMMs beside it for as long
-as it lasts; a copy takes none. Gradients are then added in the order of ranks, rounded once.
+torch calls these on its own streams. A collective there takes multiprocessors from the GEMMs beside it; a copy takes
+none. Gradients are added in the order of ranks and rounded once.
 """
 
 from typing import Any
@@ -10,19 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from hqsweep.ops.sum_parts import sum_parts
 from hqsweep.parallel.wire import p2p_copy
+from hqsweep.torch_private import fsdp_exchanges
 
+DefaultAllGather, DefaultReduceScatter = fsdp_exchanges()
 GATHERS = p2p_copy.Purpose("gather", slots=1, most=1 << 28)
 SUMS = p2p_copy.Purpose("sum", slots=1, most=1 << 28)
-"""What is on its way has come before the next exchange begins, and ranks wait for each other there as in a collective,
-so that one slot does."""
+"""One slot is enough: each exchange has arrived before the next begins, and ranks wait for each other as in a
+collective."""
 
 
 class Gather(DefaultAllGather):
-    """all_gather of the parameters of a unit."""
+    """The all_gather of a unit's parameters."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
@@ -41,7 +42,7 @@ class Gather(DefaultAllGather):
 
 
 class Sum(DefaultReduceScatter):
-    """reduce_scatter of the gradients of a unit."""
+    """The reduce_scatter of a unit's gradients."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
@@ -59,6 +60,6 @@ class Sum(DefaultReduceScatter):
 
 
 def exchange_by_copies(unit: Any) -> None:
-    """Have a unit of fully_shard exchange so."""
+    """Have a unit of fully_shard exchange by Gather and Sum."""
     unit.set_custom_all_gather(Gather())
     unit.set_custom_reduce_scatter(Sum())

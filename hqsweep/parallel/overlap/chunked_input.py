@@ -6,7 +6,6 @@ Where nothing of a matrix is scaled, or drawn, by more than blocks that no cut c
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +13,11 @@ from torch import Tensor
 from hqsweep.nn.core.call_marks import top_hooks
 from hqsweep.ops.model.activation import INPUTS, activation_into
 from hqsweep.ops.quantize.request import Output
-from hqsweep.parallel.overlap.overlapped_gemm import RankRows, hides, span
-from hqsweep.parallel.overlap.shared_linear import Exchange
+from hqsweep.parallel.overlap.overlapped_gemm import hides
+from hqsweep.parallel.overlap.rank_rows import OneOperand, RankRows, span
 from hqsweep.parallel.shards.shard_part import Part, is_alone
+from hqsweep.parallel.shared.call import SharedCall
+from hqsweep.parallel.shared.exchange import Exchange
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.operand import HybridOperand, Operand, OperandParts
 
@@ -30,7 +31,7 @@ class Turns:
     write: Callable[[int], None] | None = None
     """Writes the rows of one rank."""
     by_halves: bool = False
-    """As in nn.rank_rows.RankRows."""
+    """As in parallel.overlap.rank_rows.RankRows."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -61,7 +62,7 @@ class OperandsInTurn:
         parts = [self.columns[rank] for rank in sorted(self.columns)]
         return None if parts[0] is None else OperandParts(parts=parts)
 
-    def _of_rank(self, rank: int) -> Any:
+    def _of_rank(self, rank: int) -> OneOperand:
         operands = self.quantize(rank)
         self.columns[rank] = operands.columnwise
         return operands.rowwise
@@ -81,7 +82,7 @@ def part_in_turn(
     return part if part.runs == 1 and alone and hides(like[:rows]) else None
 
 
-def in_turn(call: Any, turns: Turns, x: Tensor, *, rowwise: Output, columnwise: Output | None) -> OperandsInTurn:
+def in_turn(call: SharedCall, turns: Turns, x: Tensor, *, rowwise: Output, columnwise: Output | None) -> OperandsInTurn:
     """The operands of the input x [M, K] of a call, which is written as its turns say."""
     rows = len(x) // turns.part.group.size()
     is_whole = columnwise is not None and call.quantizer("input").columnwise.high_precision  # x itself, and no parts
@@ -95,7 +96,9 @@ def in_turn(call: Any, turns: Turns, x: Tensor, *, rowwise: Output, columnwise: 
     return OperandsInTurn(part=turns.part, rows=rows, quantize=quantize, by_halves=turns.by_halves, whole=whole)
 
 
-def activated_in_turn(call: Any, z: Tensor, kind: str, *, rowwise: Output, columnwise: Output | None) -> Any:
+def activated_in_turn(
+    call: SharedCall, z: Tensor, kind: str, *, rowwise: Output, columnwise: Output | None
+) -> HybridOperand | OperandsInTurn:
     """The operands of activation(z) [M, K], the input of a call; in turn where they may come so (part_in_turn)."""
     quantizer, width = call.quantizer("input"), z.shape[1] // INPUTS[kind]
     part = part_in_turn(call.exchange, quantizer, call.gemm, z, width)

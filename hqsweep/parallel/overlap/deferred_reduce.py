@@ -54,7 +54,7 @@ class LeftOutput:
             work()
 
     def place(self, like: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Where the gradient had best be written (parallel.wire.tokens.TakesGradient)."""
+        """Where to write the gradient (nn.core.wire.GradientReader)."""
         return None if self.outgoing is None else self.outgoing.place(like, dtype)
 
     def tell(self, dy: Tensor) -> None:
@@ -80,8 +80,8 @@ class LeftGradient:
     """The linear's, for messages."""
     start: Callable[[Tensor, torch.dtype], Sending | None]
     """Begins to exchange the output, which has the shape of a tensor, where the norm is to send it as it is computed
-    (nn.rank_rows.start_values)."""
-    sent: list[Sending] = field(default_factory=list)
+    (parallel.overlap.overlapped_gemm.start_values)."""
+    sent: Sending | None = None
     """The exchange that has begun so, for the linear."""
     is_taken: bool = False
     """Whether the norm's backward takes what is left here."""
@@ -113,7 +113,7 @@ class LeftGradient:
             return
         yield [sending.place(other).view(dtype).view(x.shape) for other in sending.others]
         sending.written()
-        self.sent.append(sending)
+        self.sent = sending
 
     def before_norm(self, weight: Tensor) -> None:
         """Note that the norm runs next. Of what can run in backward, autograd takes first what forward ran last: the

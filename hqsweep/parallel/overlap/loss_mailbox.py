@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from hqsweep.ops.model.loss_parts import MOST_RANKS, NUMBERS, Boxes
+from hqsweep.ops.model.loss import MOST_RANKS, NUMBERS, Boxes
 from hqsweep.parallel.wire.shared_memory import all_say, shared_memory
 
 HALVES = 2

@@ -7,7 +7,6 @@ depend on the rows beside them (tests/gemm/test_exact.py holds that for cuBLAS),
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,58 +14,21 @@ from torch import Tensor
 from hqsweep.formats import ExactOperand
 from hqsweep.gemm.exact import mm_t
 from hqsweep.memo import cached_property
+from hqsweep.nn.linear.gemms import rows_of
 from hqsweep.ops.quantize.request import Output
-from hqsweep.parallel.overlap.prefetch import owe_weights
+from hqsweep.parallel.overlap.prefetch import LayerWeights
+from hqsweep.parallel.overlap.rank_rows import LEAST_ROWS, OneOperand, RankRows, decoded, span
 from hqsweep.parallel.shards.gather_operands import Gathering, sent_bytes
 from hqsweep.parallel.shards.shard_part import Part, is_alone, is_part
+from hqsweep.parallel.shared.call import SharedCall
 from hqsweep.parallel.wire import p2p_copy
 from hqsweep.parallel.wire.tokens import LentRows, Pending, start_lent_rows, start_sum_rows
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.operand import HybridOperand, Operand
 
-LEAST_ROWS = 2048
-"""Rows of a rank from which products are formed by ranks; of fewer a launch costs more than what it hides."""
 HIDING_FEATURES = 1600
 """Output features from which a product in bfloat16 takes longer than its input takes to another GPU: 2 K operations for
 each at 600 TFLOP/s, and 2 K bytes of a row at 370 GB/s."""
-OneOperand = Operand | ExactOperand
-Span = tuple[int, int]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RankRows:
-    """The rowwise operand of all tokens by the rows of each rank."""
-
-    part: Part
-    rows: int
-    """The rows of each rank."""
-    of_rank: Callable[[int], OneOperand]
-    """A rank's rows; those of another rank wait until they have arrived."""
-    by_halves: bool = False
-    """Whether a sum of the product sends another rank the first half of its rows while the second is formed. Where not,
-    what is computed for own rows takes longer than rows travel."""
-
-    @property
-    def pieces(self) -> int:
-        """The number of equal pieces of another rank's rows that leave one by one."""
-        return 2 if self.by_halves and self.rows % 2 == 0 and self.rows >= 2 * LEAST_ROWS else 1
-
-    @property
-    def order(self) -> list[tuple[int, Span]]:
-        """Each rank with its rows in the whole, in the order in which they are multiplied: this one first."""
-        rank, world = self.part.group.rank(), self.part.group.size()
-        ranks = [rank, *(other for other in range(world) if other != rank)]
-        return [(each, span(each, self.rows)) for each in ranks]
-
-    def product(self, b: OneOperand, out_dtype: torch.dtype) -> Tensor:
-        """mm_t of the whole and b."""
-        b, y = _decoded(b), None
-        for rank, (start, stop) in self.order:
-            a = _decoded(self.of_rank(rank))
-            if y is None:
-                y = a.matrix.new_empty((self.rows * self.part.group.size(), len(b.matrix)), dtype=out_dtype)
-            mm_t(a, b, out_dtype=out_dtype, out=y[start:stop])
-        return y
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,14 +60,33 @@ class LateOperands:
         return self.own if rank == self.part.group.rank() else rows_of(self.whole.rowwise, *span(rank, rows))
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Beside:
+    """What goes on beside the exchange of an input."""
+
+    sending: p2p_copy.Sending | None = None
+    """The exchange in which the rows were sent as they were computed, if they were."""
+    weights: LayerWeights | None = None
+    """The weights of the layer, whose operands are made before this rank waits for others."""
+
+    def owe_weights(self, part: Part, x: Tensor) -> None:
+        """Have the operands of the weights made before the stream next waits for the ranks that share x."""
+        if self.weights is not None:
+            self.weights.owe(part.group, x.device)
+
+
+NOTHING = Beside()
+
+
 def quantize_tokens(
-    call: Any,
+    call: SharedCall,
     tensor: str,
     x: Tensor,
     *,
     rowwise: Output | None = None,
     columnwise: Output | None = None,
-    **options: Any,
+    by_rows: bool = False,
+    beside: Beside = NOTHING,
 ) -> HybridOperand | LateOperands:
     """call.quantize() for a tensor of which each rank may have some of the tokens: the operands of all tokens, the
     rowwise one as RankRows where that is worth it.
@@ -115,29 +96,29 @@ def quantize_tokens(
     """
     outputs, part = {"rowwise": rowwise, "columnwise": columnwise}, call.tokens_of(tensor, x)
     if part is None:
-        return call.quantize(tensor, x, **outputs, **options)
+        return call.quantize(tensor, x, **outputs, by_rows=by_rows)
     by_ranks = rowwise is not None and multiplies_by_ranks(call, part, x)
     if _sends_codes(call.quantizer(tensor), tensor, x, part, rowwise, columnwise):
-        row, column, exact = _send_codes(call, tensor, x, part, outputs, decoded=by_ranks)
+        row, column, exact = _send_codes(call, tensor, x, part, outputs, decodes=by_ranks, beside=beside)
         if by_ranks:
             rank, of_codes = part.group.rank(), row.of_rank
             of_rank = of_codes if exact is None else lambda each: exact if each == rank else of_codes(each)
             row = RankRows(part=part, rows=len(x), of_rank=of_rank)
         return HybridOperand(rowwise=_whole(row), columnwise=_whole(column))
     if not by_ranks or not is_alone(call.quantizer(tensor), x.shape, part, rowwise, None):
-        return call.quantize(tensor, call.gathered(tensor, x), **outputs, **options)
+        return call.quantize(tensor, call.gathered(tensor, x), **outputs, by_rows=by_rows)
     arriving = call.exchange.begin_lent(tensor, x)
     own = call.quantize_part(tensor, x, part, rowwise=rowwise).rowwise
-    if tensor == "input":
-        owe_weights(part.group, x.device)
-    return LateOperands(part=part, own=own, arrive=lambda: call.quantize(tensor, arriving(), **outputs, **options))
+    beside.owe_weights(part, x)
+    outputs["by_rows"] = by_rows
+    return LateOperands(part=part, own=own, arrive=lambda: call.quantize(tensor, arriving(), **outputs))
 
 
 @dataclass(kw_only=True, eq=False)
 class Outgoing:
     """quantize_tokens() of a tensor that is sent as soon as its rows are known."""
 
-    call: Any
+    call: SharedCall
     tensor: str
     rowwise: Output | None
     columnwise: Output | None
@@ -189,19 +170,24 @@ def start_values(
 
 
 def _send_codes(
-    call: Any, tensor: str, x: Tensor, part: Part, outputs: Mapping[str, Output | None], *, decoded: bool = False
+    call: SharedCall,
+    tensor: str,
+    x: Tensor,
+    part: Part,
+    outputs: Mapping[str, Output | None],
+    *,
+    decodes: bool = False,
+    beside: Beside = NOTHING,
 ) -> tuple[Gathering | None, Gathering | Operand | None, ExactOperand | None]:
-    """The codes of this rank's tokens, on their way to the others; an input's columnwise ones stay. decoded: the exact
+    """The codes of this rank's tokens, on their way to the others; an input's columnwise ones stay. decodes: the exact
     operand of the rowwise ones is wanted, too, if it comes with them."""
     codes, quantizer = {name: output and "codes" for name, output in outputs.items()}, call.quantizer(tensor)
-    if decoded and is_alone(quantizer, x.shape, part, **codes):
+    if decodes and is_alone(quantizer, x.shape, part, **codes):
         own = quantizer.quantize_sent(x, codes["columnwise"])
     else:
         own = call.quantize_part(tensor, x, part, **codes)
-    if tensor == "input":
-        owe_weights(part.group, x.device)
-    sending = call.sent.pop() if tensor == "input" and call.sent else None
-    row, column = own.rowwise and Gathering(own.rowwise, 0, part, sending=sending), own.columnwise
+    beside.owe_weights(part, x)
+    row, column = own.rowwise and Gathering(own.rowwise, 0, part, sending=beside.sending), own.columnwise
     column = column if column is None or tensor == "input" else Gathering(column, 1, part)
     return row, column, own.rowwise_exact
 
@@ -210,12 +196,7 @@ def _whole(operand: Gathering | RankRows | Operand | None) -> RankRows | Operand
     return operand.whole() if isinstance(operand, Gathering) else operand
 
 
-def span(rank: int, rows: int) -> Span:
-    """The rows of a rank in the whole."""
-    return rank * rows, (rank + 1) * rows
-
-
-def multiplies_by_ranks(call: Any, part: Part, x: Tensor) -> bool:
+def multiplies_by_ranks(call: SharedCall, part: Part, x: Tensor) -> bool:
     """Whether the product of x, whose rows are a rank's, or are to be, is formed by the rows of each rank: these lie
     together, and are many. A trace waits for every collective at once, and native GEMMs take whole operands."""
     adjacent = part.axis == 0 and part.runs == 1 and call.splits is None and call.gemm != "native"
@@ -228,7 +209,7 @@ def hides(x: Tensor) -> bool:
     return x.is_cuda and len(x) >= LEAST_ROWS
 
 
-def begin_summed_product(call: Any, gemm: str, tensor: str, a: OneOperand | RankRows, b: OneOperand) -> Pending:
+def begin_summed_product(call: SharedCall, gemm: str, tensor: str, a: OneOperand | RankRows, b: OneOperand) -> Pending:
     """The product of a call, summed over ranks where each has a part of its sums: all of it, or this rank's tokens. It
     is begun (parallel.wire.tokens)."""
     splits = call.exchange is not None and call.exchange.splits_tokens(tensor)
@@ -236,21 +217,21 @@ def begin_summed_product(call: Any, gemm: str, tensor: str, a: OneOperand | Rank
     if not splits or not isinstance(a, RankRows):
         return call.begin_summed(tensor, call.product(gemm, a, b, call.dtype))
     (own, place), *others = a.order
-    b = _decoded(b)
+    b = decoded(b)
     y = b.matrix.new_empty((a.rows * (1 + len(others)), len(b.matrix)), dtype=call.dtype)
     total, pieces = start_sum_rows(y, a.part.group), a.pieces
     for other, (start, _) in others:
-        of_other = _decoded(a.of_rank(other))
+        of_other = decoded(a.of_rank(other))
         for piece in range(pieces):
             first, last = span(piece, a.rows // pieces)
             mm_t(rows_of(of_other, first, last), b, out_dtype=y.dtype, out=y[start + first : start + last])
             total.ready(start + first, start + last)
     pending = total.begun()
-    mm_t(_decoded(a.of_rank(own)), b, out_dtype=y.dtype, out=y[slice(*place)])
+    mm_t(decoded(a.of_rank(own)), b, out_dtype=y.dtype, out=y[slice(*place)])
     return pending
 
 
-def _by_ranks(call: Any, tensor: str, a: OneOperand | RankRows) -> OneOperand | RankRows:
+def _by_ranks(call: SharedCall, tensor: str, a: OneOperand | RankRows) -> OneOperand | RankRows:
     """a by the rows of each rank, where a product of which ranks keep their tokens is to be formed so."""
     if not isinstance(a, ExactOperand) or a.matrix.dim() != 2:
         return a
@@ -259,17 +240,6 @@ def _by_ranks(call: Any, tensor: str, a: OneOperand | RankRows) -> OneOperand | 
     if not multiplies_by_ranks(call, part, a.matrix[:rows]):
         return a
     return RankRows(part=part, rows=rows, of_rank=lambda rank: rows_of(a, *span(rank, rows)), by_halves=True)
-
-
-def rows_of(operand: ExactOperand, start: int, stop: int) -> ExactOperand:
-    """Rows of an exact operand, as views."""
-    factor = operand.factor
-    factor = factor if factor is None or factor.numel() == 1 else factor[start:stop]
-    return ExactOperand(operand.matrix[start:stop], factor, operand.divisor)
-
-
-def _decoded(operand: OneOperand) -> ExactOperand:
-    return operand.operand() if isinstance(operand, Operand) else operand
 
 
 def _sends_codes(

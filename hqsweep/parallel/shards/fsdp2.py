@@ -1,62 +1,73 @@
-"""Sharding: how torch's fully_shard gathers a held tensor, as codes and scales of the direction that the pass reads.
+"""Sharding: how torch's fully_shard gathers a held weight, as codes and scales of the direction that a pass reads.
 
-torch calls pre() on a rank's shard before it gathers, and post() with what all ranks sent. The whole tensor that
-post() gives at first is the parameter from then on: the same objects, whose memory torch frees when it shards again,
-and that are filled anew. Forward fills its rowwise buffers and saves its columnwise ones, still without memory, for the
-backward that fills them. What torch's engine keeps under private names (of torch 2.11 to 2.15) is read here alone.
+torch calls pre() on a rank's shard before it gathers, and post() with the messages of all ranks. The whole tensor that
+post() returns at first stays the parameter. torch frees its memory when it shards again, and later gathers fill it
+anew. Forward fills the rowwise buffers. It saves the columnwise buffers without memory, and backward fills them.
+
+Private attributes of torch's engine (2.11 to 2.15) are read only in this file and in fsdp/.
 """
 
 import inspect
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.memo import constant_result
-from hqsweep.parallel.fsdp.fsdp_state import DIRECTIONS, served
-from hqsweep.parallel.fsdp.storage import allocate, free, is_free
-from hqsweep.parallel.shards.fsdp2_param import take_over
+from hqsweep.memo import constant_result, memo
+from hqsweep.parallel.fsdp.fsdp_state import DIRECTIONS, allocate, free, is_free, served
 from hqsweep.parallel.shards.shard import Cut, buffer_cuts
 from hqsweep.parallel.wire import collectives
+from hqsweep.torch_private import (
+    fsdp_cuts_again,
+    fsdp_extensions,
+    fsdp_groups,
+    fsdp_inner_tensors,
+    fsdp_phase,
+    fsdp_set_inner_tensors,
+    fsdp_shard,
+    fsdp_states,
+    storage_id,
+    unsafe_preserve_version_counter,
+)
 
 ONE_ARGUMENT = inspect.signature(lambda mesh: None)
-"""A signature with one argument for pre(), which torch asks for in every pass."""
+"""A signature with one argument for pre(); torch asks for the signature in every pass."""
 _TRACED: list[bool] = []
 """Not empty once torch.compile has traced a read of a held weight."""
 
 
 @constant_result
 def note_trace() -> None:
-    """Note that torch.compile traces: it calls this while it traces, as it does with all functions of constants."""
+    """Note that torch.compile traces, which calls this function then, like every function of constants."""
     _TRACED[:] = [True]
 
 
 class Sharding:
-    """How a tensor is gathered: one Sharding serves all of its shards on a rank, and the whole tensor that is made of
-    them."""
+    """The gathers of a held weight. All of its shards on a rank, and its whole tensor, share one Sharding."""
 
     def __init__(self, cut: Cut) -> None:
         self.cut = cut
         self.recomputes = False
-        """Whether backward was seen to run forward again, which reads the rowwise operand."""
-        self._parameter: Any = lambda: None  # weak references: the engine's objects hold the tensors that hold this
+        """Whether backward has run forward again, which reads the rowwise operand."""
+        self._parameter: Any = lambda: None  # weak: the engine's objects hold tensors that hold this Sharding
         self._group: Any = lambda: None
         self._mesh: Any = None
         self._rank, self._cuts = 0, buffer_cuts(cut, 1)
         self._received: dict[str, Tensor] = {}
         self._bytes: dict[str, Tensor] = {}
-        """The memory of each buffer of the whole, uint8, of a size that the ranks divide."""
+        """The memory of each buffer of the whole, uint8, padded to a size that the ranks divide."""
         self._whole: dict[str, Tensor] = {}
-        # What every pass needs and none changes, noted by the first one: it takes the host long to work it out.
+        # The first pass notes what every pass needs, because the host takes long to derive it.
         self._passes: dict[tuple[str, ...], _Pass] = {}
         self._views: dict[str, tuple[Tensor, Tensor]] = {}
         self._sent: dict[str, tuple[Tensor, Tensor]] = {}
 
     def pre(self, shard: Any, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
-        """What this rank sends for the next pass, and what post() needs to know."""
+        """(messages, notes): what this rank sends for the next pass, and what post() needs to know."""
         if not self._has_engine():
             raise UserError(
                 f"fully_shard of torch {torch.__version__} keeps its parameters where hqsweep does not find them; it"
@@ -69,15 +80,16 @@ class Sharding:
         self._join(mesh)
         self._make_whole(shard.device)
         ahead, parameter = self._pass(self._directions()), self._parameter()
-        if self._group()._use_post_forward_mesh or self.cut.dim:
+        if fsdp_cuts_again(self._group()) or self.cut.dim:
             take_over(parameter)
         # torch makes its outputs once, in the sizes of the first pass; another pass needs other sizes.
-        parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [*ahead.received], [*ahead.own]
+        parameter.all_gather_outputs = [*ahead.received]
+        fsdp_set_inner_tensors(parameter, [*ahead.own])
         return tuple(_wide(own, own.numel()) for own in self._inputs(shard, ahead.names)), ahead
 
     def post(self, shard: Any, told: Any, dtype: torch.dtype, *, is_first: bool) -> tuple[Any, list[Tensor]] | None:
-        """Fill the buffers; returns, at torch's first gather, the whole tensor, and the memory that torch frees when it
-        shards again."""
+        """Fill the buffers. At torch's first gather, returns the whole tensor and the memory that torch frees when it
+        shards."""
         if isinstance(told, _Pass):
             if told.is_apart:
                 self._gather(told.names)
@@ -95,26 +107,31 @@ class Sharding:
         return self._tensor(shard, dtype), list(self._whole.values())
 
     def ready(self, direction: str) -> None:
-        """Gather, now, the buffers of a direction that a product is about to read and that the pass did not ask for:
-        forward runs again in backward, and will do so in later steps."""
+        """Gather now a direction that a product is about to read, but the pass did not gather.
+
+        This happens where backward runs forward again. Later steps then gather both directions.
+        """
         absent = [name for name in self._names(direction) if is_free(self._whole[name])]
         if absent:
             self.recomputes = True
             self._gather(absent)
 
     def pieces(self, rank: int, ranks: int) -> dict[str, Tensor]:
-        """The bytes that this one of so many ranks keeps, from forward, of each buffer that backward reads."""
+        """The piece, in bytes, that this rank keeps after forward of each buffer that backward reads."""
         both = self._recomputes or not self._group().reshard_after_backward
         names = self._pass(DIRECTIONS if both else DIRECTIONS[1:]).names
         sizes = {name: self._bytes[name].numel() // ranks for name in names if not is_free(self._bytes[name])}
         return {name: self._bytes[name].narrow(0, rank * size, size).clone() for name, size in sizes.items()}
 
     def pre_of_pieces(self, kept: Mapping[str, Tensor]) -> tuple[list[Tensor], "_Pass"]:
-        """What this rank sends of the pieces that it has kept, and what post() needs to know; where they are not what
-        the pass reads, as in another forward, nothing is sent here, and post() gathers the weight from its shards."""
+        """pre() from the pieces that this rank has kept.
+
+        Where the pass reads other buffers, as another forward does, nothing is sent here, and post() gathers from the
+        shards.
+        """
         ahead, parameter = self._pass(self._directions()), self._parameter()
-        parameter._unsharded_inner_tensors = []
-        if self._group()._training_state.name == "PRE_BACKWARD" and kept.keys() >= set(ahead.names):
+        fsdp_set_inner_tensors(parameter, [])
+        if fsdp_phase(self._group()) == "PRE_BACKWARD" and kept.keys() >= set(ahead.names):
             pieces = [kept[name] for name in ahead.names]
             sizes = [piece.numel() for piece in pieces]
             whole = [self._bytes[name] for name in ahead.names]
@@ -125,19 +142,19 @@ class Sharding:
         return [one], ahead._replace(is_apart=True)
 
     def _gather(self, names: Sequence[str]) -> None:
-        """Gather buffers from the shards now, beside what torch has gathered."""
+        """Gather buffers from the shards now, outside of torch's gather."""
         parameter = self._parameter()
-        inputs = self._inputs(parameter._sharded_local_tensor.to(self._whole[names[0]].device), names)
+        inputs = self._inputs(fsdp_shard(parameter).to(self._whole[names[0]].device), names)
         for name, own in zip(names, inputs, strict=True):
             allocate(self._received[name])
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self._received[name]):
+            with torch.no_grad(), unsafe_preserve_version_counter(self._received[name]):
                 collectives.all_gather(self._received[name], own, group=self.group)
         self._fill(names)
-        parameter._unsharded_inner_tensors += [self._received[name] for name in names] + self._own(names)
+        fsdp_inner_tensors(parameter).extend([self._received[name] for name in names] + self._own(names))
 
     @property
     def group(self) -> Any:
-        """The process group whose ranks hold the whole; None where one rank does, or fully_shard is not done."""
+        """The process group whose ranks hold the whole; None where one rank does, or before fully_shard."""
         if self._mesh is None and self._has_engine():
             mesh = self._parameter().shard_mesh
             if self._ranks(mesh) > 1:
@@ -145,15 +162,15 @@ class Sharding:
         return None if self._mesh is None else self._mesh.get_group()
 
     def _directions(self) -> tuple[str, ...]:
-        """The directions that the pass reads; both where a forward or a backward may follow without another gather."""
+        """The directions that the pass reads. Both, where a forward or a backward may follow without another gather."""
         group = self._group()
-        if group._use_post_forward_mesh and group._training_state.name == "FORWARD":
-            return DIRECTIONS  # of which pieces() keeps what backward reads
+        if fsdp_cuts_again(group) and fsdp_phase(group) == "FORWARD":
+            return DIRECTIONS  # pieces() keeps only the buffers that backward reads
         return served(group, repeats=False, recomputes=self._recomputes)
 
     @property
     def _recomputes(self) -> bool:
-        """Whether backward may run forward again, as a graph does that cannot ask."""
+        """Whether backward may run forward again. A graph cannot ask, so it always may."""
         return self.recomputes or bool(_TRACED)
 
     def _pass(self, directions: tuple[str, ...]) -> "_Pass":
@@ -164,19 +181,19 @@ class Sharding:
         return self._passes[directions]
 
     def _names(self, direction: str) -> list[str]:
-        """The buffers of a direction; an identity that is held once serves both."""
+        """The names of the buffers of a direction. An identity that is held once serves both directions."""
         stored = self.cut.metadata.stored
         held = direction if any(d == direction for d, _ in stored) else stored[0][0]
         return [f"{d}_{name}" for d, name in stored if d == held]
 
     def _join(self, mesh: Any) -> None:
-        """Note the ranks; a mesh takes long to say how many there are, and this is asked for in every pass."""
+        """Note the ranks, because a mesh takes long to give their number, and every pass needs it."""
         if mesh is not self._mesh:
             self._mesh, self._rank, self._cuts = mesh, mesh.get_local_rank(), buffer_cuts(self.cut, mesh.size())
 
     def link(self, states: Any) -> None:
-        """Have this rank's shard use the states of the whole; those of a group are one for each expert."""
-        shard = self._parameter()._sharded_local_tensor if self._has_engine() else None
+        """Have this rank's shard use the states of the whole; a group has states for each expert."""
+        shard = fsdp_shard(self._parameter()) if self._has_engine() else None
         if isinstance(states, list) and shard is not None:
             first = shard.metadata.content.first - self.cut.metadata.content.first
             states = states[first : first + shard.metadata.content.count]
@@ -187,18 +204,19 @@ class Sharding:
         return tuple(self._packed(name, getattr(shard, name)) for name in names)
 
     def _packed(self, name: str, buffer: Tensor) -> Tensor:
-        """The bytes of a buffer. It is noted where they are the buffer's own memory, which later writes reach."""
+        """The bytes of a buffer in order. It is noted where they are the buffer's own memory, which later writes
+        reach."""
         known, packed = self._sent.get(name, (None, None))
         if known is buffer:
             return packed
         packed = self._cuts[name].pack(buffer, self._rank)
-        if packed.untyped_storage()._cdata == buffer.untyped_storage()._cdata:
+        if storage_id(packed) == storage_id(buffer):
             self._sent[name] = buffer, packed
         return packed
 
     def _make_whole(self, device: torch.device) -> None:
-        """Make the buffers of the whole, without memory. What is received is such a buffer itself where it lies in
-        order."""
+        """Make the buffers of the whole, without memory. Where the received bytes are in order, they are such a
+        buffer."""
         if self._whole:
             return
         meta = self.cut.metadata
@@ -219,7 +237,7 @@ class Sharding:
             return
         for name in apart:
             allocate(self._bytes[name])
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self._whole[n] for n in apart)):
+        with torch.no_grad(), unsafe_preserve_version_counter(tuple(self._whole[n] for n in apart)):
             for name in apart:
                 self._unpack(name)
                 free(self._received[name])
@@ -235,7 +253,7 @@ class Sharding:
         ordered.copy_(arrived)
 
     def _own(self, names: Sequence[str]) -> list[Tensor]:
-        """The memory of buffers that is not what was received."""
+        """The memory of buffers that is not the received memory."""
         return [self._bytes[name] for name in names if not self._cuts[name].in_place]
 
     def _tensor(self, shard: Any, dtype: torch.dtype) -> Any:
@@ -244,56 +262,44 @@ class Sharding:
         return whole
 
     def _ranks(self, mesh: Any) -> int:
-        """The number of ranks that the tensor is cut over: torch also gives the mesh of ranks that have all of it."""
+        """The number of ranks that the tensor is cut over. torch may also give a mesh of ranks that all have the
+        whole."""
         kind = type(getattr(self._parameter(), "mesh_info", None)).__name__
         return 1 if kind == "DDPMeshInfo" else mesh.size()
 
     def _has_engine(self) -> bool:
-        """Whether the objects are known that torch's engine keeps of the tensor; they are looked for until they are
-        found once."""
+        """Whether the engine's objects of this tensor are known. They are searched until they are found once."""
         if self._parameter() is not None:
             return True
-        for group in _groups():
+        for group in chain.from_iterable(map(fsdp_groups, fsdp_states())):
             for parameter in group.fsdp_params:
-                local = getattr(parameter, "_sharded_local_tensor", None)
-                if getattr(local, "sharding", None) is self:
+                if getattr(fsdp_shard(parameter), "sharding", None) is self:
                     self._parameter, self._group = weakref.ref(parameter), weakref.ref(group)
                     return True
         return False
 
 
 class _Pass(NamedTuple):
-    """What a pass gathers: the names of buffers, what is received of each, and the memory that these become where it
-    does not lie in order."""
+    """The gather of one pass: the names of buffers, the memory received for each, and the buffers' own memory where the
+    received bytes are not in order."""
 
     names: list[str]
     received: list[Tensor]
     own: list[Tensor]
     is_apart: bool = False
-    """Whether post() gathers it, as torch does not."""
+    """Whether post() gathers it, because torch does not."""
 
 
 def with_sharding(x: Any, parts: list, cut: Cut) -> list:
-    """The parts of a tensor that torch's fully_shard cuts so, with how ranks gather them."""
+    """The parts into which torch's fully_shard cuts a tensor, with a common Sharding."""
     x.sharding = Sharding(cut)
     for part in parts:
         part.sharding = x.sharding
     return parts
 
 
-def _groups() -> Iterator[Any]:
-    """Every group of parameters that fully_shard has made in this process."""
-    from torch.distributed._composable_state import _module_state_mapping
-
-    for reference in list(_module_state_mapping.values()):
-        state = reference()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        one = None if groups is not None else getattr(state, "_fsdp_param_group", None)
-        yield from groups if groups is not None else ([] if one is None else [one])
-
-
 def _wide(tensor: Tensor, sent: int) -> Tensor:
-    """The bytes as float32 where each rank sends a multiple of four: torch copies what it gathers element by
+    """The bytes as float32, where each rank sends a multiple of four, because torch copies messages element by
     element."""
     if sent % 4:
         return tensor
@@ -301,6 +307,67 @@ def _wide(tensor: Tensor, sent: int) -> Tensor:
 
 
 def _write(tensor: Tensor, write: Any) -> None:
-    """Write without a new version: backward may hold the tensor, and is given what it had."""
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+    """Write to a buffer without a new version, because backward may hold the tensor and reads the same values."""
+    with torch.no_grad(), unsafe_preserve_version_counter(tensor):
         write(tensor)
+
+
+def take_over(parameter: Any) -> None:
+    """Turn torch's FSDPParam of a held weight, which is being gathered, into a HeldParam."""
+    if not isinstance(parameter, HeldParam):
+        parameter.__class__ = _held(type(parameter))
+    parameter.is_gathered = True
+
+
+class HeldParam:
+    """An FSDPParam that asks the Sharding of its weight. torch's own class would take the weight for a plain tensor."""
+
+    kept: Mapping[str, Tensor] = {}
+    """The name of a buffer -> this rank's piece of it, between forward and backward."""
+    is_gathered = False
+    """Whether a gather has begun that torch has not turned into the parameter yet."""
+
+    @property
+    def fsdp_placement(self) -> Any:
+        """The cut of the parameter. It is Shard(0) while torch copies gathered bytes, which lie along axis 0."""
+        own = self.__dict__["fsdp_placement"]
+        return type(own)(0) if self.is_gathered else own
+
+    def init_unsharded_param(self) -> None:
+        """Make the parameter from the gathered bytes."""
+        super().init_unsharded_param()
+        self.is_gathered = False
+
+    def to_sharded(self) -> None:
+        """Make the shard the parameter."""
+        self.kept = {}
+        super().to_sharded()
+
+    def to_unsharded(self) -> None:
+        """Make the gathered weight the parameter."""
+        self.kept = {}
+        super().to_unsharded()
+
+    def to_sharded_post_forward(self) -> None:
+        """Make the shard the parameter, and keep pieces for backward."""
+        mesh = self.post_forward_mesh_info
+        pieces = fsdp_shard(self).sharding.pieces(mesh.shard_mesh_rank, mesh.shard_mesh_size)
+        self.to_sharded()
+        self.kept, self.sharded_state = pieces, type(self.sharded_state).SHARDED_POST_FORWARD
+
+    @property
+    def all_gather_inputs(self) -> list[Tensor]:
+        """What this rank sends."""
+        if self.sharded_state is not type(self.sharded_state).SHARDED_POST_FORWARD:
+            return super().all_gather_inputs
+        self.is_gathered = True
+        inputs, told = fsdp_shard(self).sharding.pre_of_pieces(self.kept)
+        fsdp_extensions(self).all_gather_metadata = told
+        fsdp_extensions(self).all_gather_input_sizes = [sent.size() for sent in inputs]
+        return inputs
+
+
+@memo
+def _held(kind: type) -> type:
+    """The subclass of an FSDPParam class that is a HeldParam."""
+    return type(HeldParam.__name__, (HeldParam, kind), {})

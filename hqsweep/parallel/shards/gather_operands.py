@@ -1,4 +1,7 @@
-"""Gather the codes and scales of an operand whose parts lie over the ranks of a group, in one collective of bytes."""
+"""Operands that are gathered: the codes and scales of a matrix whose parts lie over ranks, in one collective of bytes.
+
+gathered_operand() does the same job for weights that fully_shard gathers as values (GatheredWeight).
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,16 +21,19 @@ from hqsweep.parallel.wire.collectives import begin_gather_bytes
 from hqsweep.quant.operand import Operand
 
 ALIGNED = 16
-"""Bytes at a multiple of which each buffer begins in a message."""
+"""Each buffer of a message begins at a multiple of so many bytes."""
 
 
 class Gathering:
-    """The operand of a whole, from those of every rank's part, cut along an axis of the operand, whose blocks no part
-    cuts. Entries that cover that axis are equal on all ranks, and do not travel. A collective, which goes on beside the
-    work that follows; results wait (parallel.wire.tokens).
+    """The operand of a whole matrix, gathered from the operands of every rank's part. A collective, which runs beside
+    the work that follows; results wait for it.
 
-    lent: whether exact() may be where it has arrived, good until ranks of the group begin to exchange other rows.
-    early: as in parallel.wire.p2p_copy.begin. sending: in which this rank's part, of one buffer, was sent before."""
+    Parts are cut along an axis of the operand, and cut no block. Entries that cover this axis are equal on all ranks,
+    and are not sent.
+
+    lent: exact() may return memory where messages arrive, good until ranks of the group begin to exchange other rows.
+    early: as p2p_copy.begin takes it. sending: this rank's part, of one buffer, was sent in it before.
+    """
 
     def __init__(
         self,
@@ -55,12 +61,12 @@ class Gathering:
 
     @cached_property
     def messages(self) -> Tensor:
-        """What has arrived, uint8 [W, bytes], or [W - 1, bytes] without this rank's."""
+        """The messages of all ranks, uint8 [W, bytes], or [W - 1, bytes] without this rank's."""
         return self._arriving()
 
     @cached_property
     def arrived(self) -> Mapping[int, Tensor]:
-        """The message of each rank, uint8 [bytes]; this one's may be left out."""
+        """The message of each rank, uint8 [bytes]; this rank's may be missing."""
         ranks = list(range(self.part.group.size()))
         if len(self.messages) < len(ranks):
             ranks.remove(self.part.group.rank())
@@ -74,14 +80,17 @@ class Gathering:
         return self._of(whole)
 
     def _of(self, buffers: Mapping[str, Tensor]) -> Operand:
-        """The operand of the whole, of these buffers."""
+        """The operand of the whole with these buffers."""
         shape = list(self.operand.shape)
         shape[self.axis] *= self.part.group.size()
         return replace(self.operand, buffers={**self.operand.buffers, **buffers}, shape=tuple(shape))
 
     def exact(self) -> ExactOperand:
-        """whole().operand(). Where ranks have columns that follow each other, each part is decoded where it is, and
-        values that may be lent are copied nowhere."""
+        """whole().operand(), with fewer copies.
+
+        Where ranks have columns that follow each other, each part is decoded in place. Values that may be lent are not
+        copied.
+        """
         if self._joins:
             return self._of({name: own.joined(self.messages) for name, own, _ in self.sent}).operand()
         if not self._decodes_parts:
@@ -99,13 +108,15 @@ class Gathering:
         self._parts.decode(self.part.group.rank(), self.operand.buffers)
 
     def _bytes(self, rank: int, own: "_Sent", start: int) -> Tensor:
-        """The bytes of a rank's buffer, of which this rank's begins at `start` of its message."""
+        """The bytes of one buffer in a rank's message. start: where the buffer begins."""
         arrived = self.arrived.get(rank)
         return own.buffer.view(torch.uint8).flatten() if arrived is None else arrived[start : start + own.buffer.nbytes]
 
     def of_rank(self, rank: int) -> Operand:
-        """The operand of one rank's part, as it has arrived, and copied nowhere: good until ranks of the group begin to
-        exchange other rows."""
+        """The operand of one rank's part, as it arrived, without a copy.
+
+        It is good until ranks of the group begin to exchange other rows.
+        """
         if rank == self.part.group.rank():
             return self.operand
         parts = {name: own.part(self._bytes(rank, own, start)) for name, own, start in self.sent}
@@ -113,15 +124,18 @@ class Gathering:
 
 
 def _begin_messages(pieces: Sequence[Tensor], group: ProcessGroup, *, own: bool, early: bool) -> Callable[[], Tensor]:
-    """The messages of all ranks, uint8 [W, bytes], where each sends all others its own, uint8 [bytes] in pieces. Where
-    this rank's may be left out (own=False) and copy engines carry them, [W - 1, bytes]."""
+    """Start to send this rank's message, uint8 [bytes] in pieces, to all others. The result gives all messages, uint8
+    [W, bytes].
+
+    With own=False, and where copy engines carry the messages, it gives [W - 1, bytes] without this rank's.
+    """
     others = [other for other in range(group.size()) if other != group.rank()]
     arriving = p2p_copy.begin(dict.fromkeys(others, pieces), group, own=pieces if own else (), early=early)
     return arriving or begin_gather_bytes(torch.cat(pieces) if len(pieces) > 1 else pieces[0], group)
 
 
 class _Sent(NamedTuple):
-    """A buffer as it travels: in the order of its memory, which for values of high precision is that of X."""
+    """A buffer as it is sent: in the order of its memory, which for high-precision values is the order of X."""
 
     buffer: Tensor
     axis: int
@@ -143,28 +157,28 @@ class _Sent(NamedTuple):
         return whole.t() if self.turned else whole
 
     def joined(self, messages: Tensor) -> Tensor:
-        """The operand's buffer, which the messages of all ranks are, one after the other."""
+        """The operand's buffer, as a view of the messages of all ranks, which follow each other."""
         whole = messages.view(self.buffer.dtype).view(-1, self.buffer.shape[1])
         return whole.t() if self.turned else whole
 
     def part(self, arrived: Tensor) -> Tensor:
-        """The operand's buffer of one rank, from its bytes."""
+        """The operand's buffer of one rank's part, from its bytes."""
         part = arrived.view(self.buffer.dtype).view(self.buffer.shape)
         return part.t() if self.turned else part
 
 
 def _follow(sent: Mapping[str, _Sent]) -> bool:
-    """Whether the messages of all ranks, one after the other, are the one buffer of the whole."""
+    """Whether the messages of all ranks, one after the other, are the buffer of the whole."""
     return all(own.axis == 0 and own.buffer.nbytes % ALIGNED == 0 for own in sent.values()) and len(sent) == 1
 
 
 def cut_buffers(format: Format, axis: int) -> list[str]:
-    """The buffers of which each rank has its own entries."""
+    """The names of the buffers in which each rank has its own entries."""
     return [name for name, buffer in format.layout.items() if (buffer.rows, buffer.cols)[axis] != WHOLE]
 
 
 def sent_bytes(format: Format, shape: tuple[int, int], axis: int) -> int:
-    """Bytes that a rank sends of its part of that shape, of an operand that is cut along the axis."""
+    """The bytes that a rank sends of its part, for an operand that is cut along this axis. shape: the part's."""
     layout = format.layout
     entries = {name: layout[name].shape(*shape) for name in cut_buffers(format, axis)}
     return sum(rows * cols * layout[name].dtype.itemsize for name, (rows, cols) in entries.items())
@@ -176,7 +190,8 @@ def _padded(flat: Tensor) -> Tensor:
 
 
 def _whole(parts: Sequence[Tensor], axis: int, runs: int) -> Tensor:
-    """uint8 [rows, bytes of a row] of every rank, which has `runs` pieces along the axis -> the whole."""
+    """The whole [rows, bytes of a row], from uint8 parts of every rank. runs: the pieces of each part along the
+    axis."""
     pieces = [part.unflatten(axis, (runs, -1)) for part in parts]
     first = pieces[0]
     whole = first.new_empty((*first.shape[: axis + 1], len(pieces), *first.shape[axis + 1 :]))

@@ -1,10 +1,9 @@
-"""Tensors that are held as their operands, of whose matrix each rank of a group has a part: one that is cut from a
-whole, which every rank has (hold_part), and one that a rank makes by itself (become_part)."""
+"""Held weights that are one rank's part of a matrix. hold_part cuts the part from a whole that every rank has;
+become_part takes a part that the rank has made by itself."""
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import WHOLE
@@ -15,9 +14,11 @@ from hqsweep.quant.tensor import INIT_VAL, HybridQuantizedTensor
 
 
 def hold_part(x: HybridQuantizedTensor, part: Part) -> HybridQuantizedTensor:
-    """This rank's part of a matrix x [rows, cols], or of each member of a group, that every rank has whole: codes and
-    scales with the bytes that they have there, in memory of their own. Later writes keep to that, and are collectives:
-    amaxes are those of all ranks, random bits those of the place in the whole. A preserved initial value is cut
+    """This rank's part of a held matrix x [rows, cols], or of each member of a group, in its own memory. Every rank has
+    the whole x.
+
+    Codes and scales have the bytes that they have in the whole. Later writes keep to this, and are collectives: amaxes
+    are the largest over all ranks, random bits are keyed by the place in the whole. A preserved initial value is cut
     likewise.
 
     UserError for parts that cut a block, and for pieces of a quantizer that both draws bits and counts steps.
@@ -38,22 +39,26 @@ def hold_part(x: HybridQuantizedTensor, part: Part) -> HybridQuantizedTensor:
             axis = part.axis if direction == "rowwise" else 1 - part.axis
             buffer, layout = getattr(x, direction).buffers[name], getattr(x.quantizer, direction).layout[name]
             cut = (layout.rows, layout.cols)[axis] != WHOLE
-            getattr(own, direction).buffers[name].copy_(own_part(buffer, part, axis) if cut else buffer)
+            getattr(own, direction).buffers[name].copy_(part.own(buffer, axis) if cut else buffer)
         if x.high_precision_init_val is not None:
-            setattr(own, INIT_VAL, own_part(x.high_precision_init_val, part, part.axis).clone())
+            setattr(own, INIT_VAL, part.own(x.high_precision_init_val, part.axis).clone())
     own.states, own.part = x.states, part
     return own
 
 
 def become_part(x: HybridQuantizedTensor, part: Part) -> None:
-    """Have x, of the shape of this rank's part of a matrix, or of each member's, be that part: later writes keep to
-    the bytes of the whole, as those of hold_part() do. What x has now is as it is. UserError as hold_part raises it."""
+    """Turn x, which has the shape of this rank's part, into that part of the whole matrix, or of each member of a
+    group.
+
+    Later writes keep to the bytes of the whole, like those of hold_part()'s result; the present bytes do not change.
+    UserError as hold_part raises it.
+    """
     _check(x, x.shape[-2:], part)
     x.part = part
 
 
 def _check(x: HybridQuantizedTensor, shape: Sequence[int], part: Part) -> None:
-    """UserError for a part of that shape that cannot be held in the quantizer of x."""
+    """UserError for a part of that shape that the quantizer of x cannot hold."""
     meta = x.metadata
     wanted = {d: "codes" if d in meta.directions else None for d in DIRECTIONS}
     check_part(x.quantizer, torch.empty(shape, device="meta"), part, **wanted)
@@ -62,9 +67,3 @@ def _check(x: HybridQuantizedTensor, shape: Sequence[int], part: Part) -> None:
             f"a weight held in {x.quantizer} draws bits and counts steps, and has {part.runs} pieces on each rank; take"
             " formats without one of these"
         )
-
-
-def own_part(whole: Tensor, part: Part, axis: int) -> Tensor:
-    """This rank's part of a whole tensor that is cut along this axis as `part` says."""
-    pieces = whole.unflatten(axis, (part.runs, part.group.size(), -1))
-    return pieces.select(axis + 1, part.group.rank()).flatten(axis, axis + 1)

@@ -1,4 +1,4 @@
-"""Quantized weights from FP32 masters that lie over ranks as flat fragments, as a distributed optimizer has them."""
+"""Quantized weights from FP32 masters that lie over ranks as flat fragments, as in a distributed optimizer."""
 
 import math
 from collections.abc import Sequence
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
-from hqsweep.parallel.shards.shard_agree import gather_sources, write_shards_
-from hqsweep.parallel.shards.shard_areas import is_group, own_area, source_area
+from hqsweep.parallel.shards.shard_agree import gather_sources, is_group, own_area, source_area, write_shards_
 from hqsweep.parallel.shards.shard_place import Place
 from hqsweep.parallel.wire.collectives import largest_bytes_
 from hqsweep.parallel.wire.exchange import areas_of_interval
@@ -21,7 +20,7 @@ from hqsweep.quant.tensor import HybridQuantizedTensor, check_quantized
 
 
 class _Source(NamedTuple):
-    """A weight, and this rank's fragment of its master."""
+    """A weight and this rank's fragment of its master."""
 
     weight: Any
     master: Tensor | None
@@ -38,26 +37,31 @@ def quantize_master_weights(
     keys: Sequence[RngKey | None] | None = None,
     manual_post_all_gather_processing: bool = False,
 ) -> None:
-    """Overwrite quantized weights, whole or shards, with their masters, of which every rank has a flat fragment.
+    """Overwrite quantized weights, or shards, with their masters, which lie over the ranks as flat fragments. A
+    collective.
 
-    weights: HybridQuantizedTensor or GroupedTensor in any formats and directions, the same on all ranks of the group
-    (or each rank's shards of them). masters: this rank's fragment of each, flat, of any floating dtype; None where it
-    has none. offsets: where that begins in the whole weight, counted in elements row by row; any number. Together the
-    fragments of all ranks are the whole weight. keys: streams of +sr, by default each weight's next.
+    weights: HybridQuantizedTensor or GroupedTensor in any formats and directions, the same on all ranks of the group,
+    or each rank's shards of them. masters: this rank's fragment of each master, flat, of any floating dtype; None where
+    it has no fragment. offsets: the element of the whole weight, counted row by row, where the fragment begins. The
+    fragments of all ranks together are the whole weight. keys: keys of +sr; default: each weight's next key. group
+    None: each fragment is all that its weight needs.
 
-    The bytes are those of weight.quantize_(the whole master) in one process: values are rounded to the source dtype
-    and sent to the ranks whose weights or cut blocks need them, in one all-to-all for all weights; amaxes of shards are
-    the largest over the ranks. group None: each fragment is what its weight needs. Replaces TransformerEngine's
-    quantize_master_weights (pytorch/tensor/utils.py:204 at d0067d0da6cb), which takes no MXFP8, NVFP4 or block scales
-    within hybrids. UserError for weights that are not held quantized, and for fragments that do not lie in their
-    weights, or leave elements out.
+    The weights get the bytes of weight.quantize_(the whole master) in one process. Values are rounded to the source
+    dtype, and sent in one all-to-all for all weights to ranks whose weights or cut blocks need them. Amaxes of shards
+    are the largest over the ranks.
 
-    manual_post_all_gather_processing: the caller gathers raw data, and then calls post_all_gather_processing().
-    Of weights for which takes_rows() says yes, each rank then writes the rowwise codes of the rows that its fragment
-    touches, and all rowwise scales; values travel only for rows and blocks that a fragment cuts. Its own raw data are
-    the bytes from offset * bits / 8 to before (offset + numel) * bits / 8 of the codes. A preserved initial value is
-    cleared, and no product, copy or file takes such a weight before the processing. Others are written whole, as
-    without this.
+    manual_post_all_gather_processing: the caller gathers raw data afterwards, and then calls
+    post_all_gather_processing(). Weights for which takes_rows() is true get only these bytes on each rank:
+    - the rowwise codes of the rows that its fragment touches, of which the bytes from offset * bits / 8 to before
+      (offset + numel) * bits / 8 are its own raw data,
+    - all rowwise scales.
+
+    Values are then sent only for rows and blocks that a fragment cuts. A preserved initial value is cleared. No
+    product, copy or file takes such a weight before the processing. Other weights are written whole.
+
+    Replaces TransformerEngine's quantize_master_weights (pytorch/tensor/utils.py:204 at d0067d0da6cb), which takes no
+    MXFP8, NVFP4 or block scales within hybrids. UserError for weights that are not held quantized, fragments that do
+    not lie in their weights, and elements without a fragment.
     """
     keys = keys or [None] * len(weights)
     counts = [len(each) for each in (weights, masters, offsets, keys)]
@@ -79,8 +83,11 @@ def quantize_master_weights(
 
 def takes_rows(weight: Any) -> bool:
     """Whether quantize_master_weights(manual_post_all_gather_processing=True) writes only the rows of this rank's
-    fragment: the columnwise operand follows from the rowwise one (or is not held), and of one whole matrix, of which no
-    other rank holds a part, no more than the codes was moved by replace_raw_data."""
+    fragment.
+
+    True for one whole matrix that no other rank holds a part of, if the columnwise operand follows from the rowwise one
+    or is not held. replace_raw_data must have moved no more than its codes.
+    """
     meta = weight.metadata
     whole = meta.place is None and meta.content.splits is None and weight.part is None and not meta.shares_scale
     follows = meta.directions == ("rowwise",) or follows_rowwise(weight)
@@ -119,7 +126,7 @@ def _is_cut_group(weight: Any) -> bool:
 
 
 def _matrices(source: _Source) -> list[_Source]:
-    """The source itself, or those of every expert's matrix, of which a shard has a part."""
+    """The source itself; for a shard of every expert's matrix, a source for each expert."""
     weight, master, offset, key = source
     if not _is_cut_group(weight):
         return [source]
@@ -145,7 +152,7 @@ def _write_rows(every: Sequence[_Source], group: Any) -> None:
         cover, operand = own.metadata.cover("rowwise"), weight.rowwise
         of_others = [buffer for name, buffer in operand.buffers.items() if name != "q"]
         for buffer in of_others:
-            buffer.zero_()  # the largest byte is that of a rank that has written it
+            buffer.zero_()  # the largest byte comes from the rank that has written it
         if cover.size:
             for name, buffer in narrow(operand, 0, cover.first_row, cover.last_row).buffers.items():
                 buffer.copy_(own.rowwise.buffers[name])
@@ -159,7 +166,7 @@ def _write_rows(every: Sequence[_Source], group: Any) -> None:
 
 
 def _rows(source: _Source) -> HybridQuantizedTensor:
-    """An empty shard of the rows that a fragment touches, in the rowwise direction."""
+    """An empty rowwise shard of the rows that a fragment touches."""
     (weight, master, offset, _), (rows, cols) = source, source.weight.metadata.matrix
     first = last = 0
     if master is not None and master.numel():
@@ -172,13 +179,13 @@ def _rows(source: _Source) -> HybridQuantizedTensor:
 
 
 def _whole(weight: Any) -> tuple[int, int]:
-    """The shape of the whole weight, or of every expert's."""
+    """The shape of the whole weight, or of each expert's whole weight."""
     place = weight.metadata.place
     return weight.metadata.matrix if place is None else place.whole
 
 
 def _check(index: int, source: _Source) -> None:
-    """UserError for a weight that is not held, and for a fragment that is none of its weight."""
+    """UserError for a weight that is not held, and for a fragment that does not lie in its weight."""
     weight, master, offset, _ = source
     check_quantized(weight, "quantize_master_weights")
     if master is None or not master.numel():
@@ -193,8 +200,7 @@ def _check(index: int, source: _Source) -> None:
 
 
 def _check_complete(every: Sequence[_Source], group: Any) -> None:
-    """UserError, the same on all ranks, for a weight of which no rank brings some elements: rows that nobody touches
-    would keep what they had."""
+    """UserError, the same on all ranks, for a weight with elements in no fragment. Their rows would keep old values."""
     own = [(offset or 0, 0 if master is None else master.numel()) for _, master, offset, _ in every]
     told: list[Any] = [own]
     if group is not None:

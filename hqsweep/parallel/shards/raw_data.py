@@ -1,8 +1,8 @@
-"""Raw data: the bytes of a held weight in a buffer of somebody else, such as that of a distributed optimizer.
+"""Raw data: the bytes of a held weight in memory that someone else owns, such as a distributed optimizer.
 
-Such an optimizer lays the weights of many layers in one flat buffer of bytes, of which each rank writes a part and
-gathers the others'. replace_raw_data puts a weight there, and post_all_gather_processing makes right what was not
-gathered. Both have TransformerEngine's names (pytorch/tensor/utils.py), where they take FP8 in one direction alone.
+Such an optimizer lays the weights of many layers in one flat buffer of bytes. Each rank writes a part of it and gathers
+the rest. replace_raw_data moves a weight into the buffer, and post_all_gather_processing makes what was not gathered.
+Both have TransformerEngine's names (pytorch/tensor/utils.py), where they only take FP8 in one direction.
 """
 
 from collections.abc import Iterable
@@ -15,22 +15,23 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.quant.columnwise import follows_rowwise, make_columnwise_
 from hqsweep.quant.tensor import HybridQuantizedTensor, check_quantized, described
+from hqsweep.torch_private import storage_id
 
 ALIGNED = 16
-"""Bytes at a multiple of which each buffer begins."""
+"""Each buffer begins at a multiple of so many bytes."""
 
 
 class RawSizes(NamedTuple):
     """The sizes in bytes of the raw data that replace_raw_data() takes for a weight."""
 
     codes: int
-    """The first buffer alone: the rowwise codes, or the columnwise ones where these alone are held."""
+    """The first buffer alone: the rowwise codes, or the columnwise codes where only these are held."""
     all: int
-    """Every buffer: rowwise codes and scales, then columnwise ones, each from a multiple of 16 bytes on."""
+    """All buffers: rowwise codes and scales, then columnwise ones, each padded to a multiple of 16 bytes."""
 
 
 def raw_data_sizes(weight: HybridQuantizedTensor) -> RawSizes:
-    """The sizes in bytes of a weight's raw data: of its codes [rows, cols * bits / 8], and of all that it holds.
+    """The sizes in bytes of a weight's raw data: its codes [rows, cols * bits / 8] alone, and all of its buffers.
 
     With buffers of b_1, b_2, ... bytes, in the order of weight.buffers, these are b_1, and the sum of the b_i, each
     rounded up to a multiple of 16. UserError for a tensor that is not held quantized.
@@ -41,18 +42,20 @@ def raw_data_sizes(weight: HybridQuantizedTensor) -> RawSizes:
 
 
 def replace_raw_data(tensor: HybridQuantizedTensor, new_raw_data: Tensor) -> None:
-    """Move a weight's bytes into other memory, which holds them from now on; values, key and states stay.
+    """Move a weight's bytes into other memory, which holds them from now on. Values, key and states stay.
 
     tensor: a HybridQuantizedTensor or GroupedTensor in any formats. new_raw_data: uint8, contiguous, of any shape, on
-    the weight's device, at an address that 16 divides. Its size says what moves (raw_data_sizes). It is the codes
-    alone, as in TransformerEngine, where row r begins at byte r * cols * bits / 8; scales and the other operand stay
-    where they are. Or it is all buffers, the i-th from byte padded(b_1) + ... + padded(b_(i-1)) on, so that equal bytes
-    are an equal weight. Later writes (quantize_, an optimizer's step) go to that memory, and what others write there is
-    the weight's.
+    the weight's device, at an address that 16 divides. Its size says what moves (raw_data_sizes):
+    - The codes alone, as in TransformerEngine: row r begins at byte r * cols * bits / 8. Scales and the other operand
+      stay.
+    - All buffers: the i-th begins at byte padded(b_1) + ... + padded(b_(i-1)), so equal bytes mean an equal weight.
 
-    Views that were made before, CUDA graphs and other tensors of the same memory keep the old one: call it on the
-    parameter itself, before a model is wrapped or captured. UserError for another dtype, size, device or address, for a
-    weight that fully_shard has cut or gathered, and for one without memory.
+    Later writes (quantize_, an optimizer's step) go to that memory, and whatever is written there becomes the weight's.
+    Earlier views, CUDA graphs and other tensors of the same memory keep the old memory. So call it on the parameter
+    itself, before a model is wrapped or captured.
+
+    UserError for another dtype, size, device or address, for a weight that fully_shard has cut or gathered, and for a
+    weight without memory.
     """
     check_quantized(tensor, "replace_raw_data")
     _check_memory(tensor)
@@ -60,7 +63,7 @@ def replace_raw_data(tensor: HybridQuantizedTensor, new_raw_data: Tensor) -> Non
     _check_buffer(tensor, new_raw_data, sizes)
     flat, held = new_raw_data.detach().view(-1), _held(tensor)
     moves = held if flat.numel() == sizes.all else held[:1]
-    if any(buffer.untyped_storage()._cdata == flat.untyped_storage()._cdata for _, buffer in moves):
+    if any(storage_id(buffer) == storage_id(flat) for _, buffer in moves):
         moves = [(name, buffer.clone()) for name, buffer in moves]  # the places may overlap
     starts, views = accumulate((_padded(_nbytes(buffer)) for _, buffer in moves), initial=0), {}
     with torch.no_grad():
@@ -72,20 +75,20 @@ def replace_raw_data(tensor: HybridQuantizedTensor, new_raw_data: Tensor) -> Non
 
 
 def post_all_gather_processing(weights: Iterable[HybridQuantizedTensor]) -> None:
-    """Make right what was not gathered, after the raw data of weights was: the columnwise operands, to the byte those
-    of a write of the whole. Members of groups are made one by one; a second call gives the same bytes.
+    """Make the columnwise operands of weights whose raw data was gathered, with the bytes of a write of the whole.
 
-    weights: any iterable of HybridQuantizedTensor or GroupedTensor.
-    Rowwise codes and scales are right when this is called: the codes were gathered, and quantize_master_weights has
-    written the scales on every rank. Where the columnwise operand follows from them it is made, by
+    weights: any iterable of HybridQuantizedTensor or GroupedTensor. Their rowwise codes were gathered, and
+    quantize_master_weights has written the rowwise scales on every rank. Where the columnwise operand follows from
+    these, it is made under the key of the last write:
 
         columnwise = encode(decode(rowwise).T)      for @rowwise_dequantized, and rowwise high precision
-        columnwise = rowwise codes and scales, turned      for one format per tensor or in square tiles
+        columnwise = rowwise codes and scales, transposed      for one format per tensor or in square tiles
 
-    under the key of the last write. Nothing is made where all raw data was moved, and gathered, and where one direction
-    is held. UserError, before anything is written, for another weight whose columnwise operand is made of the original
-    values (such as "nvfp4|mxfp8"), which its codes do not have: have all raw data gathered, or leave it to
-    quantize_master_weights, which writes it whole.
+    Members of groups are made one by one, and a second call gives the same bytes. Nothing is made where all raw data
+    was moved and gathered, and where one direction is held.
+
+    UserError, before anything is written, for a columnwise operand that is made from the original values, such as of
+    "nvfp4|mxfp8". Have all raw data of such a weight gathered, or let quantize_master_weights write it whole.
     """
     if isinstance(weights, Tensor) or not isinstance(weights, Iterable):
         raise UserError(f"post_all_gather_processing: got {described(weights)}; it takes a sequence of weights")
@@ -107,12 +110,12 @@ def post_all_gather_processing(weights: Iterable[HybridQuantizedTensor]) -> None
 
 
 def _is_complete(weight: HybridQuantizedTensor) -> bool:
-    """Whether raw data was all that the weight holds."""
+    """Whether the raw data was all that the weight holds."""
     return weight.shared.moved == "all" or len(weight.metadata.directions) == 1
 
 
 def _held(weight: HybridQuantizedTensor) -> list[tuple[str, Tensor]]:
-    """The name and the tensor of each buffer, codes of the first direction first."""
+    """(name, tensor) of each buffer, codes of the first direction first."""
     buffers = weight.buffers
     return [(name, buffers[name]) for name in (f"{direction}_{name}" for direction, name in weight.metadata.stored)]
 

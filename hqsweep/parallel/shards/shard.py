@@ -1,9 +1,9 @@
-"""Which bytes of a held tensor each rank of a sharding has, and how they become the whole: pack and unpack.
+"""The bytes of a held tensor that each rank of a sharding has: how they are cut, packed and put together again.
 
-A sharded tensor is cut along its first axis as torch.chunk does it, so that the last shards may be shorter, or empty,
-or along another into equal parts: the columns of a matrix, or the rows or columns of every expert's.
-It all follows from the layouts of the formats: a buffer has entries along the cut axis, of which a rank holds those
-that its rows read. Ranks whose rows share an entry all hold it, with the same bytes.
+A sharded tensor is cut along its first axis as by torch.chunk, so that the last shards may be shorter or empty. Or it
+is cut along another axis into equal parts: the columns of a matrix, or the rows or columns of every expert's matrix.
+Everything follows from the layouts of the formats. A buffer has entries along the cut axis, and a rank holds the
+entries that its rows read. Ranks whose rows share an entry all hold it, with the same bytes.
 """
 
 import math
@@ -23,7 +23,7 @@ from hqsweep.parallel.wire import wide_copy
 
 @dataclass(frozen=True)
 class Cut:
-    """How a tensor of `shape` and `metadata` is cut: into parts of `each` experts, rows or columns, along `dim`."""
+    """The cut of a tensor of `shape` and `metadata` into parts of `each` experts, rows or columns, along `dim`."""
 
     metadata: Any
     """The tensor's Metadata."""
@@ -34,8 +34,10 @@ class Cut:
 
     @classmethod
     def of(cls, metadata: Any, shape: Sequence[int], each: int, dim: int = 0) -> "Cut":
-        """The cut of a tensor with this metadata, without the key of random bits, which changes. IndexError for an axis
-        that the tensor has not, in torch's words."""
+        """The cut of a tensor with this metadata, leaving out the key of random bits, which changes with every write.
+
+        IndexError, in torch's words, for an axis that the tensor does not have.
+        """
         axes = len(shape)
         if not -axes <= dim < axes:
             raise IndexError(
@@ -50,7 +52,7 @@ class Cut:
 
     @property
     def axis(self) -> int:
-        """The axis of the matrix, or of every expert's, that is cut: 0 for rows, 1 for columns."""
+        """The axis of the matrix, or of every expert's matrix, that is cut: 0 for rows, 1 for columns."""
         return int(self.dim > 0 and self.dim == len(self.shape) - 1)
 
     def shape_of(self, size: int) -> tuple[int, ...]:
@@ -58,12 +60,12 @@ class Cut:
         return tuple(size if dim == self.dim else length for dim, length in enumerate(self.shape))
 
     def span(self, rank: int) -> tuple[int, int]:
-        """The first row, expert or column of a rank's part, and the one after its last."""
+        """(first, last + 1): the rows, experts or columns of a rank's part."""
         size = self.shape[self.dim]
         return min(rank * self.each, size), min((rank + 1) * self.each, size)
 
     def part(self, start: int, stop: int) -> Any:
-        """The Metadata of the part from start to stop, with its place, or its first expert."""
+        """The Metadata of the part from start to before stop, with its place in the whole, or its first expert."""
         meta = self.metadata
         if self.of_experts:
             return replace(meta, content=meta.content.part(start, stop))
@@ -77,7 +79,7 @@ class Cut:
 
     @property
     def factor(self) -> int:
-        """The rows, or columns, of the matrix for each entry of the axis that is cut."""
+        """The rows, or columns, of the matrix in each entry of the cut axis."""
         return self.metadata.content.each[self.axis] // self.shape[self.dim]
 
     def along(self, direction: str) -> int:
@@ -85,29 +87,28 @@ class Cut:
         return self.axis if direction == "rowwise" else 1 - self.axis
 
     def covered(self, metadata: Any, direction: str) -> tuple[int, int]:
-        """The first row, or column, of the whole that this direction's operand of a part encodes, and the one after the
-        last."""
+        """(first, last + 1): the rows, or columns, of the whole that a part's operand of this direction encodes."""
         cover = metadata.cover(direction)
         return cover[2 * self.axis], cover[2 * self.axis + 1]
 
 
 @dataclass(frozen=True)
 class BufferCut:
-    """How one buffer is cut. As entries it is a matrix `shape`, or one for every expert, cut along `axis`."""
+    """The cut of one buffer. Its entries form a matrix `shape`, or one for every expert, cut along `axis`."""
 
     shape: tuple[int, ...]
     axis: int
     spans: tuple[tuple[int, int], ...]
     """The entries of each rank along the axis."""
     skipped: tuple[int, ...]
-    """The number of entries of each rank's buffer before these: they belong to its cover, and others send them."""
+    """The number of entries at the start of each rank's buffer that other ranks send."""
     dtype: torch.dtype
     whole: bool
-    """Whether every rank has all entries, as of the scale of a tensor."""
+    """Whether every rank has all entries, such as the scale of a whole tensor."""
 
     @property
     def nbytes(self) -> int:
-        """The bytes that each rank sends: as many as the rank that has most."""
+        """The bytes that each rank sends, padded to the rank with most."""
         most = max(last - first for first, last in self.spans)
         return math.prod(self._part(most)) * self.dtype.itemsize
 
@@ -117,18 +118,20 @@ class BufferCut:
 
     @property
     def in_place(self) -> bool:
-        """Whether what all ranks send, one after the other, is the buffer itself, or starts with it."""
+        """Whether the messages of all ranks, one after the other, are the buffer itself, or begin with it."""
         return self.whole or (self.even and math.prod(self.shape[: self.axis]) == 1)
 
     @property
     def even(self) -> bool:
-        """Whether all ranks have the same number of entries, and no two the same ones."""
+        """Whether all ranks have equally many entries, and no two ranks the same entries."""
         size = self.spans[0][1]
         return all(span == (rank * size, (rank + 1) * size) for rank, span in enumerate(self.spans))
 
     def pack(self, shard: Tensor, rank: int) -> Tensor:
-        """The bytes of a rank's buffer, uint8 [nbytes]. They are a copy only if the buffer is shorter than another
-        rank's, or has more entries than are sent."""
+        """uint8 [nbytes]: the bytes that a rank sends of its buffer.
+
+        It is a copy only where the buffer is shorter than another rank's, or has entries that are not sent.
+        """
         if not self.whole:
             first, last = self.spans[rank]
             shard = shard.view(self._part(-1 if shard.numel() else 0))
@@ -137,7 +140,7 @@ class BufferCut:
         return own if own.numel() == self.nbytes else torch.cat([own, own.new_zeros(self.nbytes - own.numel())])
 
     def unpack(self, gathered: Tensor, buffer: Tensor) -> None:
-        """Write what all ranks sent, uint8 [ranks * nbytes], into the buffer of the whole."""
+        """Write the messages of all ranks, uint8 [ranks * nbytes], into the buffer of the whole."""
         parts, buffer = gathered.view(len(self.spans), -1), buffer.view(self.shape)
         if self.whole:
             buffer.copy_(parts[0].view(self.dtype).view(self.shape))
@@ -148,8 +151,11 @@ class BufferCut:
             self._unpack_each(parts, buffer)
 
     def turned(self, gathered: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
-        """Views, for an even cut, of the buffer of the whole and of what all ranks sent, in which entries lie alike, as
-        words (parallel.wire.wide_copy)."""
+        """(buffer, messages): views of the whole buffer and of all messages with the same order of entries, for an even
+        cut.
+
+        Entries are viewed in the units of parallel.wire.wide_copy.
+        """
         ranks = len(self.spans)
         parts = gathered.view(self.dtype).view(ranks, *self._part(self.shape[self.axis] // ranks))
         arrived = parts.movedim(0, self.axis)
@@ -164,7 +170,7 @@ class BufferCut:
 
 @memo
 def buffer_cuts(cut: Cut, ranks: int) -> Mapping[str, BufferCut]:
-    """The name of a buffer, such as "rowwise_q" -> how it is cut over this many ranks."""
+    """Name of a buffer, such as "rowwise_q" -> its cut over so many ranks."""
     return {f"{direction}_{name}": _buffer_cut(cut, ranks, direction, name) for direction, name in cut.metadata.stored}
 
 

@@ -1,8 +1,9 @@
-"""What ranks that hold parts of one whole agree on: amaxes of the whole, and the values of blocks that a cut divides.
+"""Quantize shards with the bytes of their whole: ranks exchange what a shard alone does not know.
 
-Then each rank quantizes its part by the ordinary kernels, and has the bytes that the whole has there. All weights of a
-step go through three collectives at most: the missing rows, the amaxes, and the amaxes of what is made from decoded
-rows. Weights of experts of which ranks have equal rows, or columns, go through those of group_part, each by itself.
+That is the amaxes of the whole, and the values of blocks that a cut divides. Each rank then quantizes its part by the
+ordinary kernels. All weights of a step need three collectives at most: for the missing rows, for the amaxes, and for
+the amaxes of decoded rows. Weights of experts whose rows or columns are shared out evenly use quantize_group_part, one
+weight at a time.
 """
 
 import weakref
@@ -18,28 +19,80 @@ from hqsweep.formats import Buffers, Format, RngKey
 from hqsweep.ops.quantize.amax import NO_SEARCH, Search, find_amax
 from hqsweep.ops.quantize.nonfinite import for_slot
 from hqsweep.ops.quantize.request import Output, Target
-from hqsweep.parallel.shards.shard_areas import Write, is_group, matrices_of, operands_of_covers, own_area, source_area
 from hqsweep.parallel.shards.shard_place import Place
 from hqsweep.parallel.wire import wide_copy
 from hqsweep.parallel.wire.collectives import maximum_
 from hqsweep.parallel.wire.exchange import Area, Exchange
 from hqsweep.quant.delayed import SlotStates, grids_of, note
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
-from hqsweep.quant.operand import HybridOperand, joined
+from hqsweep.quant.operand import HybridOperand, Operand, joined, narrow
+from hqsweep.torch_private import foreach_copy_
+
+Write = tuple[Any, Tensor, RngKey | None]
+"""A quantized tensor, its new values, and the key of their random bits."""
+
+
+def is_group(tensor: Any) -> bool:
+    """Whether a tensor is many matrices."""
+    return tensor.metadata.content.splits is not None
+
+
+def matrices_of(tensor: Any, x: Tensor, key: RngKey | None) -> list[Write]:
+    """The writes of the single matrices that a write of a shard consists of: one for each expert."""
+    if not is_group(tensor):
+        return [(tensor, x, key)]
+    content = tensor.metadata.content
+    return [(own, x[i], content.key_of(key, i)) for i, own in enumerate(tensor.members)]
+
+
+def own_area(tensor: Any) -> Area:
+    """The area of the whole that a tensor has."""
+    meta = tensor.metadata
+    return Area(0, meta.matrix[0], 0, meta.matrix[1]) if meta.place is None else meta.place.area(meta.matrix)
+
+
+def source_area(tensor: Any) -> Area:
+    """The area of the whole from whose values the operands of a tensor are made."""
+    meta = tensor.metadata
+    if meta.place is None:
+        return own_area(tensor)
+    decodes = "columnwise" in meta.directions and meta.quantizer.columnwise_source == "rowwise_dequantized"
+    directions = sorted({*meta.directions, *(["rowwise"] if decodes else [])})
+    return meta.place.sources([(getattr(meta.quantizer, name), name) for name in directions], meta.matrix)
+
+
+def operands_of_covers(tensor: Any, operands: HybridOperand) -> HybridOperand:
+    """The operands of a shard's covers, from the operands of its source_area()."""
+    area = source_area(tensor)
+    cut: dict[str, Operand | None] = {"rowwise": operands.rowwise, "columnwise": operands.columnwise}
+    for direction in tensor.metadata.directions:
+        cut[direction] = operand_of_area(cut[direction], direction, area, tensor.metadata.cover(direction))
+    return HybridOperand(**cut)
+
+
+def operand_of_area(operand: Operand, direction: str, area: Area, part: Area) -> Operand:
+    """The operand of a part of the area that an operand of this direction encodes, as views of its buffers. UserError
+    for a part that cuts blocks."""
+    if part == area:
+        return operand
+    rows, cols = (0, 1) if direction == "rowwise" else (1, 0)
+    operand = narrow(operand, rows, part.first_row - area.first_row, part.last_row - area.first_row)
+    return narrow(operand, cols, part.first_col - area.first_col, part.last_col - area.first_col)
+
 
 WORD = 4
-"""Bytes of a word in copies of many tensors: a thread block of torch's moves 65,536 words, and few of them would leave
+"""Bytes of a unit in copies of many tensors. torch's thread blocks move 65,536 units each, so wider units would leave
 most of a GPU idle."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """A matrix that is a part of a whole, and what is to be made of it (HybridQuantizer.quantize). It holds whole
+    """A matrix that is a part of a whole, and which operands to make of it (HybridQuantizer.quantize). It holds whole
     blocks of its formats."""
 
     pieces: Sequence[tuple[Tensor, Place]]
-    """Its values [rows, cols], and where they lie in the whole, which decides their random bits; several, one after the
-    other along an axis, where the part does not lie together there."""
+    """(values [rows, cols], place in the whole) of each piece; the place decides the random bits. A part that is apart
+    in the whole has several pieces, which follow each other along `axis`."""
     axis: int = 0
     """The axis along which pieces follow each other."""
     quantizer: HybridQuantizer
@@ -48,15 +101,15 @@ class Part:
     key: RngKey | None = None
     states: SlotStates | None = None
     layer: str = ""
-    """The layer whose weight it is, for messages (ops.nonfinite)."""
+    """The name of the weight's layer, for messages (ops.nonfinite)."""
     cut_rows: bool = False
-    """Whether the rows of the whole lie over several ranks, which then agree on amaxes of rows, too; the same on all
+    """Whether rows of the whole lie over several ranks, which then agree on amaxes of rows, too. The same on all
     ranks."""
     group: Any = None
-    """The process group whose ranks have other parts of the same whole, beside those that quantize this one together;
-    None: there are none."""
+    """The process group of ranks with other parts of the same whole, beside the ranks that quantize this part together;
+    None without such ranks."""
     grids: dict[str, Buffers] = field(default_factory=dict)
-    """Direction -> the amax of the whole, as far as it is known, or those of all rows of the whole."""
+    """Direction -> the amax of the whole, or the amaxes of all its rows, as far as they are known."""
 
     @property
     def dequantized(self) -> bool:
@@ -70,7 +123,7 @@ class Part:
         return self.cut_rows and row is not None and row.row_scaled
 
     def grids_of(self, x: Tensor, place: Place) -> dict[str, Buffers]:
-        """The grids of a piece."""
+        """The grids of one piece."""
         if not self.has_rows:
             return self.grids
         rows = {name: amaxes.narrow(0, place.first_row, len(x)) for name, amaxes in self.grids["rowwise"].items()}
@@ -78,17 +131,16 @@ class Part:
 
     @property
     def formats(self) -> dict[str, Format]:
-        """Direction -> the format that is encoded, because its operand is wanted or decoded for the other."""
+        """Direction -> the format that is encoded, because its operand is wanted or is decoded for the other."""
         wanted = {"rowwise": self.rowwise is not None or self.dequantized, "columnwise": self.columnwise is not None}
         return {direction: getattr(self.quantizer, direction) for direction, needed in wanted.items() if needed}
 
 
 def quantize_parts(parts: Sequence[Part], group: Any) -> list[HybridOperand]:
-    """The operands of every part under the amaxes of its whole, which lies over the ranks of the group, and those of
-    its own group.
+    """The operands of every part, under the amaxes of its whole. A collective of the ranks of the group.
 
-    All these ranks call this with their parts of the same matrices, in the same order. States of delayed scaling give
-    amaxes and take those of the whole. group None: no other rank has a part but those of the part's group.
+    All these ranks give their parts of the same matrices, in the same order. States of delayed scaling give amaxes, and
+    take those of the whole. group None: no ranks have parts except those of the parts' own groups.
     """
     for part in parts:
         if part.states:
@@ -102,7 +154,7 @@ def quantize_parts(parts: Sequence[Part], group: Any) -> list[HybridOperand]:
 
 
 def _agree(parts: Sequence[Part], find: Callable[[Part], list[Tensor]], group: Any) -> None:
-    """Make the amaxes that are found in each part the largest of its whole."""
+    """Replace the amaxes found in each part by the largest of its whole."""
     groups: dict[Any, list[Tensor]] = {group: []}
     for part in parts:
         amaxes = find(part)
@@ -128,7 +180,7 @@ def _has_one_amax(format: Format | None) -> bool:
 
 
 def _find(part: Part) -> list[Tensor]:
-    """The amaxes of x for the directions that are made from x, found for this part and noted in its grids."""
+    """Find the amaxes of x for the directions that are made from x, and note them in the part's grids. Returns them."""
     row = part.formats.get("rowwise")
     column = None if part.dequantized else part.formats.get("columnwise")
     (first, place), amaxes = part.pieces[0], dict[str, Tensor]()
@@ -165,7 +217,7 @@ def _find_decoded(part: Part) -> list[Tensor]:
 
 
 def _note(part: Part) -> list[Tensor]:
-    """The present amaxes of the states of a tensor that is held, into which those of x are merged."""
+    """Merge amaxes into the states of a held tensor, and return the states' present amaxes."""
     if not part.states:
         return []
     for x, place in part.pieces if part.pieces[0][0].numel() else ():
@@ -181,14 +233,15 @@ def _note(part: Part) -> list[Tensor]:
 def quantize_shards_(
     tensors: Sequence[Any], values: Sequence[Tensor], keys: Sequence[RngKey | None] | None = None, group: Any = None
 ) -> None:
-    """Overwrite quantized tensors, each of which is a shard of a whole (its metadata has a place), with these values.
-    Every rank gives the values of its own shard, in the shard's shape.
+    """Overwrite quantized shards with values, as if their wholes were quantized at once. A collective of the group.
 
-    The bytes are those of the whole quantized at once: rows of a block that a cut divides come from the ranks that have
-    them, amaxes are the largest over the ranks, and random bits are those of the element's place in the whole. All
-    ranks of the group call this with their shards of the same weights, in the same order; rows travel in the source
-    dtype. The first call with new places is slower, as ranks tell them to each other. Tensors without a place are
-    written as they are. keys: by default each tensor's next.
+    tensors: each is a shard of a whole, if its metadata has a place; tensors without a place are written as they are.
+    values: the values of this rank's shards, in the shards' shapes. keys: keys of random bits; default: each tensor's
+    next key. All ranks of the group give their shards of the same weights, in the same order.
+
+    Rows of a block that a cut divides come from the ranks that have them, in the source dtype. Amaxes are the largest
+    over the ranks, and random bits are keyed by the element's place in the whole. The first call with new places is
+    slower, because ranks tell each other these.
 
     group None: the shards cut no blocks and share no amaxes, else UserError. UserError as quantize_() raises it.
     """
@@ -225,12 +278,14 @@ def gather_sources(
     *,
     known_by: Sequence[Any] = (),
 ) -> list[tuple[Tensor, bool]]:
-    """Return for each tensor the values that its operands are made from, and whether rows of the whole lie over several
-    ranks. The values are [rows, cols] of source_area() in the source dtype; they come from the areas of the whole that
-    this rank holds, whose values are the pieces, and from the other ranks.
+    """For each tensor: the values from which its operands are made, and whether rows of the whole lie over several
+    ranks.
 
-    known_by: what all views of the tensors have in common, where these always bring the same areas: there the exchange
-    is remembered, so that ranks tell areas to each other once, and not at every call.
+    The values are [rows, cols] of source_area() in the source dtype. They come from the pieces, which are the areas of
+    the whole that this rank holds, and from other ranks.
+
+    known_by: an object that all views of the tensors share, if these always bring the same areas. It remembers the
+    exchange, so that ranks tell each other their areas only once.
     """
     if not tensors:
         return []
@@ -244,7 +299,7 @@ def gather_sources(
 
 
 def write_shards_(writes: Sequence[Write], sources: Sequence[tuple[Tensor, bool]], group: Any) -> None:
-    """Write shards of matrices, from the values of gather_sources()."""
+    """Write shards of matrices from the values of gather_sources()."""
     parts = [_part(tensor, *source, key) for (tensor, _, key), source in zip(writes, sources, strict=True)]
     copies: list[tuple[Tensor, Tensor]] = []
     for (tensor, *_), operands in zip(writes, quantize_parts(parts, group), strict=True):
@@ -264,15 +319,14 @@ def _rounded(values: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Te
 
 
 def _copy_(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second tensor of each pair into the first, in few launches for all of a kind, which move codes as
-    words."""
+    """Copy the second tensor of each pair into the first. All pairs of a kind take few launches, in wide units."""
     kinds: dict[Any, list[Sequence[Tensor]]] = {}
     for target, source in pairs:
         if target.dtype == source.dtype:
             target, source = wide_copy.as_words(target, source, most=WORD)
         kinds.setdefault((target.dtype, source.dtype, target.stride() == source.stride()), []).append((target, source))
     for alike in kinds.values():
-        torch._foreach_copy_(*map(list, zip(*alike, strict=True)))
+        foreach_copy_(*map(list, zip(*alike, strict=True)))
 
 
 def _part(tensor: Any, x: Tensor, cut_rows: bool, key: RngKey | None) -> Part:
@@ -281,8 +335,8 @@ def _part(tensor: Any, x: Tensor, cut_rows: bool, key: RngKey | None) -> Part:
     states = tensor.states and tensor.states.written()
     area, shared, options = source_area(tensor), tensor.part, {"quantizer": meta.quantizer, "key": key}
     pieces = [(x, Place.of(area, meta.place.whole))]
-    if shared is not None:  # the place is one in the part of the ranks that share the matrix
-        of_part = cut_rows and meta.quantizer.rowwise.row_scaled and shared.axis == 0  # whose rows are no other rank's
+    if shared is not None:  # its place is within the part of the ranks that share the matrix
+        of_part = cut_rows and meta.quantizer.rowwise.row_scaled and shared.axis == 0  # each row is on one rank
         cut_rows, options = cut_rows or shared.axis == 1, options | {"axis": shared.axis, "group": shared.group}
         if meta.quantizer.stochastic or of_part:
             pieces = [(own.of(x, area), place) for own, place in shared.placed(area, meta.place.whole)]
@@ -290,11 +344,11 @@ def _part(tensor: Any, x: Tensor, cut_rows: bool, key: RngKey | None) -> Part:
 
 
 def _remembered(known_by: Sequence[Any], held: tuple, needed: tuple, group: Any) -> Exchange:
-    """The exchange of shards, which the first of them remembers for as long as it is written together with the same
-    others.
+    """The exchange of shards. The first shard remembers it for as long as it is written together with the same others.
 
-    It is found by the tensors themselves and not by their areas: where a program makes tensors anew it does so on every
-    rank, and then all of them, or none, tell the others their areas. A rank's own areas may be those of another set.
+    The key is the set of tensors and not their areas. Where a program makes tensors anew, it does so on every rank, so
+    either all ranks or none tell the others their areas. Areas would not do: a rank's own may equal those of another
+    set.
     """
     first, *others = known_by
     same = (held, needed, group)
@@ -305,7 +359,7 @@ def _remembered(known_by: Sequence[Any], held: tuple, needed: tuple, group: Any)
 
 
 def _refuse_lonely(tensors: Sequence[Any], held: Sequence[Sequence[Area]], needed: Sequence[Area]) -> None:
-    """UserError for a tensor that needs other ranks, whose group is not given."""
+    """UserError for a tensor that needs other ranks, where no group is given."""
     for tensor, own, area in zip(tensors, held, needed, strict=True):
         meta = tensor.metadata
         whole = meta.matrix if meta.place is None else meta.place.whole

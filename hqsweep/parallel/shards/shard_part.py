@@ -1,12 +1,12 @@
-"""Quantize a matrix that is the part of one rank, with the bytes that it has in the whole.
+"""Quantize one rank's part of a matrix, with the bytes that the part has in the whole.
 
-The ranks of a group hold equal parts of a matrix, cut along one axis. Scales of blocks are those of the part, which no
-block crosses; amaxes of whole tensors, and of whole rows, are the largest over the group; random bits are those of the
-element's place in the whole.
+The ranks of a group hold equal parts of a matrix, cut along one axis. No block may cross a cut. Amaxes of whole
+tensors, and of whole rows, are the largest over the group. Random bits are keyed by the element's place in the whole.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -16,14 +16,16 @@ from torch.distributed import ProcessGroup
 
 from hqsweep.errors import UserError
 from hqsweep.formats import WHOLE, Format, RngKey
+from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.amax import NO_SEARCH, Search, find_amax
 from hqsweep.ops.quantize.request import Output
-from hqsweep.ops.stats import Sums
+from hqsweep.ops.stats import Sums, is_below
 from hqsweep.parallel.shards.shard_place import Place
 from hqsweep.parallel.wire.collectives import maximum_
 from hqsweep.parallel.wire.exchange import Area
 from hqsweep.quant.delayed import SlotStates, grids_of
-from hqsweep.quant.hybrid import Direction, HybridQuantizer
+from hqsweep.quant.group import Wanted, quantize_one_by_one
+from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
 from hqsweep.quant.operand import HybridOperand, joined
 
 Mode = Literal["column", "row"]
@@ -33,24 +35,26 @@ CUTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "row": {"input": 1, "weight": 1, "grad_input": 1},
     }
 )
-"""How ranks share a linear -> its tensor -> the axis along which they have parts of that matrix; of other tensors each
-has all, or some tokens."""
+"""How ranks share a linear -> tensor -> the axis along which ranks have parts of its matrix. Other tensors are whole on
+each rank, or split by tokens."""
 AXES = ("rows", "columns")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """How the ranks of `group` share a matrix: where each one's part lies."""
+    """How the ranks of `group` share a matrix, and so where this rank's part lies."""
 
     group: ProcessGroup
     axis: int
     """The axis of the matrix that is cut: 0 for rows, 1 for columns."""
     runs: int = 1
-    """The number of pieces of equal size, which do not follow each other in the whole, that a part consists of."""
+    """The number of equal pieces of each part, which are apart in the whole."""
 
     def placed(self, area: Area, shape: tuple[int, int]) -> list[tuple[Area, Place]]:
-        """The areas that an area of this rank's part, which is of this shape, consists of, each of which lies together
-        in the whole, with their places there; one for an area without elements."""
+        """The pieces of an area of this rank's part, each with its place in the whole. shape: the part's.
+
+        An area without elements is one piece.
+        """
         ranks, size = self.group.size(), shape[self.axis] // self.runs
         whole = [length * ranks if axis == self.axis else length for axis, length in enumerate(shape)]
         placed = []
@@ -63,6 +67,21 @@ class Part:
             if own.size:
                 placed.append((own, Place(*start, *whole)))
         return placed or [(area, Place(0, 0, *whole))]
+
+    def quantize(self, quantizer: HybridQuantizer, x: Tensor, **options: Any) -> HybridOperand:
+        """quantize_part() of this part x."""
+        return quantize_part(quantizer, x, self, **options)
+
+    def sums(
+        self, quantizer: HybridQuantizer, x: Tensor, key: RngKey | None = None, states: SlotStates | None = None
+    ) -> dict[Direction, Sums]:
+        """part_sums() of this part x."""
+        return part_sums(quantizer, x, self, key, states)
+
+    def own(self, whole: Tensor, axis: int) -> Tensor:
+        """This rank's part of a whole tensor that is cut along this axis as this says."""
+        pieces = whole.unflatten(axis, (self.runs, self.group.size(), -1))
+        return pieces.select(axis + 1, self.group.rank()).flatten(axis, axis + 1)
 
     def __deepcopy__(self, memo: Any) -> "Part":
         return self  # a group has no copies
@@ -78,9 +97,10 @@ def quantize_part(
     key: RngKey | None = None,
     states: SlotStates | None = None,
 ) -> HybridOperand:
-    """quantizer.quantize() for this rank's part x [rows, cols]: the operands have the bytes that their part has in the
-    operands of the whole. It is a collective where a format has an amax of the whole. UserError as check_part raises
-    it."""
+    """quantizer.quantize() for this rank's part x [rows, cols], with the bytes of the whole's operands.
+
+    A collective where a format has an amax of the whole. UserError as check_part raises it.
+    """
     check_part(quantizer, x, part, rowwise, columnwise)
     decodes = columnwise is not None and quantizer.columnwise_source == "rowwise_dequantized"
     row = quantizer.rowwise if rowwise or decodes else None
@@ -99,8 +119,10 @@ def quantize_part(
 def part_sums(
     quantizer: HybridQuantizer, x: Tensor, part: Part, key: RngKey | None = None, states: SlotStates | None = None
 ) -> dict[Direction, Sums]:
-    """quantizer.sums() for this rank's part x [rows, cols], quantized as quantize_part does. It is a collective where a
-    format has an amax of the whole. UserError as check_part raises it."""
+    """quantizer.sums() for this rank's part x [rows, cols], quantized as by quantize_part.
+
+    A collective where a format has an amax of the whole. UserError as check_part raises it.
+    """
     check_part(quantizer, x, part, "codes", "codes")
     states = states and replace(states, parts=part.group, record=False)
     pieces = _placed(x, part) if quantizer.stochastic else [(x, None)]
@@ -113,14 +135,8 @@ def part_sums(
     return totals
 
 
-def is_below(axis: int, direction: str) -> bool:
-    """Whether parts that follow each other along an axis of X have operand rows of their own in this direction, in
-    which an operand has the rows of X or of X.T; else they are parts of the same rows."""
-    return (axis == 0) == (direction != "columnwise")
-
-
 def _placed(x: Tensor, part: Part) -> list[tuple[Tensor, Place]]:
-    """The pieces of a part that each lie together in the whole, with their places."""
+    """The pieces of a part, each with its place in the whole."""
     rows, cols = x.shape
     own = Area(0, rows, 0, cols)
     return [(area.of(x, own), place) for area, place in part.placed(own, (rows, cols))]
@@ -129,8 +145,8 @@ def _placed(x: Tensor, part: Part) -> list[tuple[Tensor, Place]]:
 def check_part(
     quantizer: HybridQuantizer, x: Tensor, part: Part, rowwise: Output | None, columnwise: Output | None
 ) -> None:
-    """UserError for a part that cuts a block of a wanted operand, and for a quantizer whose bytes depend on more than
-    amaxes and blocks."""
+    """UserError for a part that cuts a block of a wanted operand, and for a class of quantizer other than
+    HybridQuantizer."""
     if type(quantizer) is not HybridQuantizer:
         raise UserError(f"{quantizer} is of a class of its own, which knows no parts over ranks; take HybridQuantizer")
     if cut := cut_block(quantizer, x.shape, part, rowwise, columnwise):
@@ -144,7 +160,8 @@ def check_part(
 def cut_block(
     quantizer: HybridQuantizer, shape: Sequence[int], part: Part, rowwise: Output | None, columnwise: Output | None
 ) -> tuple[Format, int] | None:
-    """The first format of the wanted operands whose blocks a part of that shape cuts, and their size along the cut."""
+    """(format, size): the first format whose blocks a part of that shape cuts, and the blocks' size along the cut; or
+    None."""
     size = shape[part.axis] // part.runs
     return next((each for each in _blocks(quantizer, part, rowwise, columnwise) if size % each[1]), None)
 
@@ -152,15 +169,17 @@ def cut_block(
 def is_part(
     quantizer: HybridQuantizer, shape: Sequence[int], part: Part, rowwise: Output | None, columnwise: Output | None
 ) -> bool:
-    """Whether check_part lets a part of that shape pass."""
+    """Whether check_part accepts a part of that shape."""
     return type(quantizer) is HybridQuantizer and not cut_block(quantizer, shape, part, rowwise, columnwise)
 
 
 def is_alone(
     quantizer: HybridQuantizer, shape: Sequence[int], part: Part, rowwise: Output | None, columnwise: Output | None
 ) -> bool:
-    """Whether quantize_part() of a part of that shape is quantizer.quantize(): all scales are those of blocks that no
-    cut crosses, and no random bits are drawn."""
+    """Whether quantize_part() of a part of that shape is quantizer.quantize().
+
+    It is if all scales belong to blocks that no cut crosses, and no random bits are drawn.
+    """
     if not is_part(quantizer, shape, part, rowwise, columnwise) or quantizer.stochastic:
         return False
     return all(format.amax_name is None for format, _ in _blocks(quantizer, part, rowwise, columnwise))
@@ -169,15 +188,15 @@ def is_alone(
 def _blocks(
     quantizer: HybridQuantizer, part: Part, rowwise: Output | None, columnwise: Output | None
 ) -> list[tuple[Format, int]]:
-    """The formats that are encoded, each with the number of elements along the cut axis that stay together."""
+    """(format, size) of each format that is encoded. size: how many elements along the cut must stay together."""
     row = rowwise or (columnwise and quantizer.columnwise_source == "rowwise_dequantized")
     wanted = ((quantizer.rowwise, row, part.axis), (quantizer.columnwise, columnwise, 1 - part.axis))
     return [(format, _block(format, axis)) for format, needed, axis in wanted if needed]
 
 
 def _block(format: Format, axis: int) -> int:
-    """The number of elements along an axis of the operand that share an entry of some buffer; entries of the whole axis
-    do not count."""
+    """The most elements along an axis of the operand that share an entry of some buffer. Entries of the whole axis do
+    not count."""
     sizes = [(buffer.rows, buffer.cols)[axis] for buffer in format.layout.values()]
     return max(size if size != WHOLE else 1 for size in sizes)
 
@@ -196,8 +215,11 @@ def _agreed(
     key: RngKey | None,
     states: SlotStates | None,
 ) -> list[dict[str, Tensor | None]]:
-    """Direction -> the amax of the whole, where its format has one, as each piece takes it: all pieces have one amax,
-    but for +row_scaled each has those of its own rows where rows are cut."""
+    """For each piece: direction -> the amax of the whole, where its format has one.
+
+    All pieces share one amax, except for +row_scaled where rows are cut: each piece then has the amaxes of its own
+    rows.
+    """
     first, count = pieces[0][0], len(pieces)
     has_own = row is not None and row.row_scaled and part.axis == 0  # a row is on one rank, and in one piece
     row_amaxes: Sequence[Tensor | None] = [None] * count
@@ -225,6 +247,58 @@ def _agreed(
 
 
 def largest(amaxes: list[Tensor], group: ProcessGroup) -> None:
-    """The largest of each over the group, in one collective."""
+    """Replace each amax by the largest over the group, in one collective."""
     if group.size() > 1:
         maximum_(amaxes, group)
+
+
+def quantize_group_part(
+    quantizer: HybridQuantizer, x: Tensor, splits: Splits, part: Part, wanted: Wanted
+) -> HybridOperand:
+    """quantize_group() for this rank's parts x [rows, cols] of the experts' matrices, each cut as `part` says.
+
+    Member e has the bytes of quantize_part() of its rows. Experts whose rows are cut have equally many rows.
+
+    Ranks agree on the amaxes of all experts at once. Formats that draw bits, and +row_scaled, take a call and a
+    collective for each expert; the host waits there if only the device knows the splits. UserError as check_part raises
+    it.
+    """
+    shape = (splits.equal, x.shape[1]) if part.axis == 0 else x.shape
+    rowwise, columnwise, _, states, by_rows = wanted
+    check_part(quantizer, torch.empty(shape, device="meta"), part, rowwise, columnwise)
+    if quantizer.stochastic:
+        return quantize_one_by_one(x, splits, quantizer, wanted, partial(quantize_part, quantizer, part=part))
+    states = states and [replace(own, parts=part.group) for own in states]
+    amaxes = _agreed_of_group(quantizer, x, splits, part, wanted)
+    outputs = {"rowwise": rowwise, "columnwise": columnwise, "states": states, "by_rows": by_rows}
+    return quantizer.quantize_members_under(x, amaxes, splits, **outputs)
+
+
+def _agreed_of_group(
+    quantizer: HybridQuantizer, x: Tensor, splits: Splits, part: Part, wanted: Wanted
+) -> dict[str, Tensor | None]:
+    """Direction -> the amaxes of every expert's whole matrix, where its format has one, as quantize_members_under()
+    takes them."""
+    column = quantizer.columnwise if wanted.columnwise else None
+    decodes = column is not None and quantizer.columnwise_source == "rowwise_dequantized"
+    row = quantizer.rowwise if wanted.rowwise or decodes else None
+    amaxes = dict.fromkeys(DIRECTIONS)
+    if has_amax(row):
+        amaxes["rowwise"] = x.new_zeros(len(x) if row.row_scaled else splits.count, dtype=torch.float32)
+    if has_amax(column):
+        amaxes["columnwise"] = x.new_zeros(splits.count, dtype=torch.float32)
+    rowwise = NO_SEARCH if amaxes["rowwise"] is None else Search(row, amaxes["rowwise"])
+    columnwise = NO_SEARCH if amaxes["columnwise"] is None else Search(column, amaxes["columnwise"])
+    decodes = decodes and columnwise is not NO_SEARCH
+    find_amax(x, rowwise, NO_SEARCH if decodes else columnwise, splits=splits)
+    whole_rows = row is not None and row.row_scaled and part.axis == 0
+    of_row = [] if rowwise is NO_SEARCH or whole_rows else [amaxes["rowwise"]]
+    of_column = [] if columnwise is NO_SEARCH else [amaxes["columnwise"]]
+    largest(of_row if decodes else of_row + of_column, part.group)
+    if decodes:
+        known = amaxes["rowwise"]
+        if row.delayed:
+            known = torch.cat([grid["s"].view(-1) for grid in grids_of(wanted.states, {"rowwise": row})["rowwise"]])
+        find_amax(x, Search(row, None, known), columnwise, columnwise_source="rowwise_dequantized", splits=splits)
+        largest(of_column, part.group)
+    return amaxes

@@ -1,8 +1,8 @@
-"""Place: where a shard lies in its whole weight, and the rows of the whole that its operands encode.
+"""Place: where a shard lies in its whole weight, and which rows of the whole its operands encode.
 
-A block of a format that a shard cuts is encoded whole by every rank that holds a part of it, from the values of all of
-its rows, so that the buffers of a shard are ordinary operands, with the bytes that the whole has there. The rows (and
-columns) of such an operand are the *cover* of the shard: it ends where blocks end, or the whole does.
+Where a cut divides a block, every rank with a part of the block encodes all of it, from the values of all its rows. So
+the buffers of a shard are ordinary operands, with the bytes of the whole. The rows (and columns) of such an operand are
+the *cover* of the shard. A cover ends where blocks end, or where the whole ends.
 """
 
 import math
@@ -25,7 +25,8 @@ class Place:
     cols_of_whole: int
 
     def area(self, shape: tuple[int, int]) -> Area:
-        """The rows and columns of the whole that a shard of this shape has; UserError for one that lies beyond it."""
+        """The rows and columns of the whole that a shard of this shape has. UserError for a shard that reaches beyond
+        the whole."""
         area = Area(self.first_row, self.first_row + shape[0], self.first_col, self.first_col + shape[1])
         if min(area) < 0 or area.last_row > self.rows_of_whole or area.last_col > self.cols_of_whole:
             raise UserError(
@@ -35,8 +36,11 @@ class Place:
         return area
 
     def cover(self, format: Format, direction: str, rows: int) -> tuple[int, int]:
-        """The first row of the whole, and the one after the last, that this direction's operand of a shard with so many
-        rows encodes: the shard's own where it cuts no block, and none of an empty shard."""
+        """(first, last + 1): the rows of the whole that this direction's operand of a shard encodes. rows: the shard's
+        number.
+
+        They are the shard's own rows where it cuts no block. An empty shard has an empty cover.
+        """
         return _widened(self.first_row, rows, blocks(format, direction)[0], self.rows_of_whole)
 
     def cover_columns(self, format: Format, direction: str, cols: int) -> tuple[int, int]:
@@ -49,8 +53,10 @@ class Place:
         return Area(*rows, *cols)
 
     def sources(self, formats: Sequence[tuple[Format, str]], shape: tuple[int, int]) -> Area:
-        """The rows and columns of the whole whose values all these operands, (format, direction), are made from: whole
-        blocks of each, also where one operand is made from the decoded values of another."""
+        """The rows and columns of the whole from whose values all these operands, (format, direction), are made.
+
+        They are whole blocks of every operand, also where one operand is made from the decoded values of another.
+        """
         down, across = (math.lcm(*(blocks(*pair)[axis] for pair in formats)) for axis in (0, 1))
         rows = _widened(self.first_row, shape[0], down, self.rows_of_whole)
         return Area(*rows, *_widened(self.first_col, shape[1], across, self.cols_of_whole))
@@ -66,15 +72,18 @@ class Place:
         return self.rows_of_whole, self.cols_of_whole
 
     def key(self, key: RngKey | RngNumber, direction: str) -> PlacedKey:
-        """The stream of this direction's operand, from which every element draws what it draws in the whole operand."""
+        """The key of this direction's operand. Each element draws the same bits as in the whole operand."""
         if direction == "rowwise":
             return PlacedKey(key, self.first_row, self.first_col, self.cols_of_whole)
         return PlacedKey(key, self.first_col, self.first_row, self.rows_of_whole)
 
 
 def blocks(format: Format, direction: str) -> tuple[int, int]:
-    """The numbers of rows and columns of a weight that the direction's operand encodes together: they share a scale, a
-    byte, a Hadamard group, or the random bytes of one draw. One entry for the whole axis binds none together."""
+    """(rows, columns) of a weight that this direction's operand encodes together.
+
+    They share a scale, a byte, a Hadamard group, or the random bytes of one draw. An entry for a whole axis does not
+    count.
+    """
     down = math.lcm(*(buffer.rows or 1 for buffer in format.layout.values()))
     across = math.lcm(format.column_multiple, *(buffer.cols or 1 for buffer in format.layout.values()))
     return (down, across) if direction == "rowwise" else (across, down)

@@ -1,8 +1,8 @@
-"""Areas of a matrix that ranks hold in parts, and the one exchange that gives every rank the area that it needs.
+"""Exchange: gives every rank the areas of matrices that it needs, from the areas that ranks hold.
 
 A rank may hold any areas: the rows of a shard, a block of rows and columns, or a flat interval, which is up to three
-areas. Who sends what follows from everybody's areas, which are told once; later runs send values alone, in one
-all-to-all for each dtype, or in none where nobody lacks anything.
+areas. Ranks tell each other their areas once, and derive who sends what. Each run then sends values alone, in one
+all-to-all for each dtype, or in none where no rank lacks anything.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from hqsweep.errors import UserError
 
 
 class Area(NamedTuple):
-    """A rectangle of a matrix: rows and columns from the first to before the last."""
+    """A rectangle of a matrix: rows first_row to before last_row, columns first_col to before last_col."""
 
     first_row: int
     last_row: int
@@ -35,7 +35,7 @@ class Area(NamedTuple):
         return rows * cols
 
     def common(self, other: "Area") -> Self:
-        """The elements of both; of size 0 where there are none."""
+        """The elements of both areas; an area of size 0 where there are none."""
         return Area(
             max(self.first_row, other.first_row),
             min(self.last_row, other.last_row),
@@ -44,7 +44,7 @@ class Area(NamedTuple):
         )
 
     def of(self, values: Tensor, whole: "Area") -> Tensor:
-        """The view of this area in the values [..., rows, cols] of the larger area `whole`."""
+        """The view of this area in `values` [..., rows, cols], which are the values of the larger area `whole`."""
         rows, cols = self.shape
         return values.narrow(-2, self.first_row - whole.first_row, rows).narrow(
             -1, self.first_col - whole.first_col, cols
@@ -52,7 +52,7 @@ class Area(NamedTuple):
 
 
 def areas_of_interval(start: int, stop: int, cols: int) -> list[Area]:
-    """The areas, at most three, of the elements from start to before stop of a matrix with these columns, row by
+    """The areas, at most three, of the elements from start to before stop of a matrix [rows, cols], counted row by
     row."""
     areas = []
     while start < stop:
@@ -66,25 +66,25 @@ def areas_of_interval(start: int, stop: int, cols: int) -> list[Area]:
 
 
 class _Message(NamedTuple):
-    """What goes from one rank to another: an area of a matrix, within one that the sender holds."""
+    """A message from one rank to another: an area of a matrix, within an area that the sender holds."""
 
     matrix: int
     piece: int
-    """The number of the sender's area."""
+    """The index of the sender's area."""
     held: Area
     area: Area
 
     def of(self, pieces: Sequence[Sequence[Tensor]]) -> Tensor:
-        """The view of what is sent in what the sender holds."""
+        """The view of the message in the sender's pieces."""
         return self.area.of(pieces[self.matrix][self.piece], self.held)
 
 
 class Exchange:
-    """The exchange of several matrices: each rank tells the areas that it holds, and the one that it needs, of each.
+    """The exchange of several matrices: each rank says which areas it holds of each matrix, and which area it needs.
 
-    held, needed: one entry for each matrix, the same matrices in the same order on all ranks of the group. Making it is
-    a collective call, as ranks tell each other their areas. An area that several ranks hold is sent by the first.
-    UserError, the same on all ranks, where some element that a rank needs is held by none.
+    held, needed: one entry for each matrix; all ranks of the group give the same matrices in the same order. The
+    constructor is a collective. Where several ranks hold an area, the first one sends it. UserError, the same on all
+    ranks, where no rank holds an element that a rank needs.
     """
 
     def __init__(self, held: Sequence[Sequence[Area]], needed: Sequence[Area], group: Any) -> None:
@@ -105,14 +105,17 @@ class Exchange:
         self.receives = [[m for sender, m in mine if sender == rank] for rank in range(self.world)]
         crossing = [m for to, wanted in enumerate(routes) for message in wanted for rank, m in message if rank != to]
         self.crossing = {message.matrix for message in crossing}
-        """The matrices of which some rank lacks a part."""
+        """The matrices that need a message between ranks."""
         wanted = [[Area(*areas[matrix]) for _, areas in told] for matrix in range(len(held))]
         self.cut_rows = [len({area[2:] for area in areas if area.size}) > 1 for areas in wanted]
-        """Whether ranks need different columns of a matrix, so that rows lie over several of them."""
+        """For each matrix: whether ranks need different columns, so that a row lies on several ranks."""
 
     def run(self, pieces: Sequence[Sequence[Tensor]], dtypes: Sequence[torch.dtype], device: Any) -> list[Tensor]:
-        """pieces: for each matrix the values of the areas held, [rows, cols] of its dtype on this device -> those of
-        the areas needed. What a rank holds as one piece comes back as a view of it; nothing waits."""
+        """The values of the areas needed, [rows, cols] for each matrix. The host does not wait.
+
+        pieces: for each matrix the values of the areas held, [rows, cols] of its dtype on this device. The result is a
+        view where a rank holds all that it needs as one piece.
+        """
         outputs: list[Tensor | None] = [None] * len(self.needed)
         for message in self.receives[self.rank]:
             if message.area == self.needed[message.matrix]:
@@ -128,7 +131,7 @@ class Exchange:
         return outputs
 
     def _send(self, pieces: Any, outputs: list[Tensor], matrices: set[int], dtype: torch.dtype, device: Any) -> None:
-        """One all-to-all, as bytes, for the matrices of one dtype."""
+        """Send the matrices of one dtype, as bytes, in one all-to-all."""
         others = [rank for rank in range(self.world) if rank != self.rank]
         sends, receives = (
             {rank: [m for m in table[rank] if m.matrix in matrices] for rank in others}
@@ -150,7 +153,7 @@ class Exchange:
 
 
 def _routes(told: Sequence[Any], matrix: int, receiver: int) -> list[tuple[int, _Message]]:
-    """The messages that bring a rank its area of a matrix, as (sender, message), in the order of senders, nothing
+    """(sender, message) of all messages that bring a rank its area of a matrix, in the order of senders, nothing
     twice."""
     needed, seen, routes = Area(*told[receiver][1][matrix]), set(), []
     for sender, (held, _) in enumerate(told):

@@ -1,6 +1,6 @@
-"""Tensors that ranks share, torch.distributed.tensor.DTensor: the part of this rank, and tensors that are spread alike.
+"""DTensors, the tensors that ranks share: this rank's part, the whole, and new DTensors with the same placements.
 
-Elementwise arithmetic is done on parts, which are plain tensors; only a sum over elements needs other ranks.
+Elementwise arithmetic runs on parts, which are plain tensors; only a sum over elements needs other ranks.
 """
 
 import math
@@ -13,45 +13,49 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hqsweep.parallel.wire.collectives import gather_bytes
+from hqsweep.torch_private import BROADCASTS_PARAMETERS, dtensor_like, foreach_norm, local_tensor
 
 
 def first_broadcast() -> tuple[Any, int] | None:
-    """The process group, and the rank in it whose parameters all ranks are to have, while DistributedDataParallel is
-    being built; None at any other time."""
+    """While DistributedDataParallel is being built: its process group, and the rank whose parameters all ranks get.
+
+    None at any other time.
+    """
     frame = sys._getframe(1) if dist.is_available() and dist.is_initialized() else None
     while frame is not None:
-        if frame.f_code.co_name == "_sync_params_and_buffers" and frame.f_globals["__name__"].startswith("torch."):
+        if frame.f_code.co_name == BROADCASTS_PARAMETERS and frame.f_globals["__name__"].startswith("torch."):
             return frame.f_locals["process_group"], frame.f_locals["src"]
         frame = frame.f_back
     return None
 
 
 def is_spread(x: Tensor) -> bool:
-    """Whether x is a DTensor; a process that has made one has imported its module."""
+    """Whether x is a DTensor. Does not import DTensor's module: a process that has made one has it."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's part of x, which writes reach; x itself where it is not spread."""
-    return x._local_tensor if is_spread(x) else x
+    """This rank's part of a DTensor, as a view that writes reach; x itself where x is no DTensor."""
+    return local_tensor(x) if is_spread(x) else x
 
 
 def spread_like(p: Tensor, part: Tensor) -> Tensor:
-    """The DTensor of p's shape, strides and placements of which `part` is this rank's part; `part` itself where p is
-    not spread."""
+    """The DTensor with p's shape, strides and placements whose part on this rank is `part`; `part` itself where p is no
+    DTensor."""
     if not is_spread(p):
         return part
     kind, mesh = type_of_spread(), p.device_mesh
-    if part.device.type != mesh.device_type and not part.is_meta:  # as torch offloads shards; from_local would move it
-        meta = p._spec.tensor_meta._replace(dtype=part.dtype)
-        return kind(part, type(p._spec)(mesh, p.placements, tensor_meta=meta), requires_grad=False)
+    if part.device.type != mesh.device_type and not part.is_meta:  # an offloaded shard: from_local would move it
+        return dtensor_like(p, part)
     return kind.from_local(part, mesh, p.placements, shape=p.shape, stride=p.stride(), run_check=False)
 
 
 def spread_out(whole: Tensor, like: Tensor) -> Tensor:
-    """A tensor that every rank has whole, as a DTensor of this rank's part that is spread as `like` is; `whole` itself
-    where `like` is not spread."""
+    """This rank's part of a tensor that every rank has whole, as a DTensor with the placements of `like`.
+
+    Returns `whole` itself where `like` is no DTensor.
+    """
     if not is_spread(like):
         return whole
     if not is_in_pieces(like):
@@ -67,9 +71,12 @@ def spread_out(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def is_in_pieces(x: Tensor) -> bool:
-    """Whether a rank's part is, or was before fully_shard cut it further, several pieces that do not follow each other
-    in the whole, as of q, k and v that are cut each for itself, or is one of unequal parts of a part, as of experts of
-    which fully_shard gives some ranks fewer; torch.distributed.checkpoint has no name for those."""
+    """Whether a rank's part is something that torch's placements cannot name.
+
+    Such a part consists of several pieces that are apart in the whole, such as the rows of q, k and v, or is one of
+    unequal parts of a part, such as experts that fully_shard cuts unevenly. torch.distributed.checkpoint has no name
+    for either.
+    """
     if not is_spread(x):
         return False
     cuts = _cuts(x)
@@ -79,12 +86,13 @@ def is_in_pieces(x: Tensor) -> bool:
 
 
 def _cuts(x: Tensor) -> list[tuple[int, int, int]]:
-    """(axis of the mesh, axis of x, number of pieces that are cut each for itself) of each cut of a DTensor, those that
-    are within others last.
+    """(axis of the mesh, axis of x, number of pieces that are cut separately) of each cut of a DTensor, outer cuts
+    first.
 
-    Of two along one axis of x, fully_shard made the one that the mesh has first, within the part of the other: it cuts
-    this as torch.chunk does. torch calls it a _StridedShard, as if pieces were cut, which names the same rows only
-    where the other's part has no pieces."""
+    Where two cuts are along one axis of x, fully_shard made the one that comes first in the mesh. It lies within the
+    other cut's part, and divides it as torch.chunk does. torch calls it a _StridedShard, which names the same rows only
+    where the other part has no pieces.
+    """
     cuts = [(axis, cut) for axis, cut in enumerate(x.placements) if not cut.is_replicate()]
     last = {cut.dim: axis for axis, cut in cuts}
     outer = [(axis, cut.dim, getattr(cut, "split_factor", 1)) for axis, cut in cuts if last[cut.dim] == axis]
@@ -92,9 +100,9 @@ def _cuts(x: Tensor) -> list[tuple[int, int, int]]:
 
 
 def whole_tensor(x: Tensor) -> Tensor:
-    """All of x, on every rank; x itself where it is not spread. A collective.
+    """All of x, on every rank; x itself where x is no DTensor. A collective.
 
-    DTensor.full_tensor() takes no pieces in torch 2.11, so these are joined here.
+    Parts in pieces are joined here, because DTensor.full_tensor() does not know them in torch 2.11.
     """
     if not is_spread(x):
         return x
@@ -115,61 +123,48 @@ def whole_tensor(x: Tensor) -> Tensor:
 
 
 def part_as(p: Tensor, x: Tensor) -> Tensor:
-    """This rank's part of x in the placements of p, where x may be a gradient of which every rank has a summand."""
+    """This rank's part of x with the placements of p. x may be a gradient to which every rank has a summand."""
     if is_spread(x) and is_spread(p) and x.placements != p.placements:
         x = x.redistribute(placements=p.placements)
     return local(x)
 
 
 def type_of_spread() -> Any:
-    """The class DTensor, in a process that has imported it."""
+    """The class DTensor. Only for a process that has imported it."""
     return sys.modules["torch.distributed.tensor"].DTensor
 
 
 def shard_groups(x: Tensor) -> tuple[Any, ...]:
-    """The process groups over which the elements of x are cut, one for each such axis of its mesh."""
+    """The process groups along the axes of the mesh that cut x; () where x is whole."""
     if not is_spread(x):
         return ()
     return tuple(x.device_mesh.get_group(i) for i, placement in enumerate(x.placements) if not placement.is_replicate())
 
 
 def group_of_shards(x: Tensor) -> Any:
-    """The process group along the first axis of a mesh over which x is cut, fully_shard's where that has cut it; None
-    where x is not cut."""
+    """The process group along the first axis of the mesh that cuts x, which is fully_shard's if it did; None where x is
+    whole."""
     return next(iter(shard_groups(x)), None)
 
 
 def write_held(p: Tensor, value: Tensor, key: Any) -> None:
-    """Quantize this rank's part of a weight that is held quantized from its values, under a key; the ranks that share
-    the weight call this together."""
+    """Quantize `value` into this rank's part of a held weight, under a key. A collective of the ranks that share the
+    weight."""
     own = local(p)
     own.quantize_(value.view(own.shape), key=key, group=group_of_shards(p))
 
 
-_UPDATES = [0]
-
-
-def note_update() -> None:
-    """Count an update of DTensors. FSDP gathers weights anew after it into tensors that keep their version counters."""
-    _UPDATES[0] += 1
-
-
-def updates() -> int:
-    """How many updates note_update() has counted in this process."""
-    return _UPDATES[0]
-
-
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """float32 []: the 2-norm of all elements of all tensors, equal on all ranks; each DTensor counts as a whole."""
+    """float32 []: the 2-norm of all elements of all tensors, equal on all ranks. DTensors count as wholes."""
     return squared_norms(tensors).sum().sqrt()
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """float32 [tensors]: the square of each tensor's 2-norm, equal on all ranks; of a DTensor the whole counts.
+    """float32 [tensors]: the square of each tensor's 2-norm, equal on all ranks. DTensors count as wholes.
 
-    Squares are summed within each part, then over ranks, in one collective for all tensors that are cut alike.
+    Squares are summed within each part, then over ranks, in one collective for all tensors with the same cuts.
     """
-    norms = torch._foreach_norm([local(x) for x in tensors], dtype=torch.float32)
+    norms = foreach_norm([local(x) for x in tensors], dtype=torch.float32)
     alike: dict[tuple[Any, ...], list[int]] = {}
     for index, x in enumerate(tensors):
         alike.setdefault(shard_groups(x), []).append(index)
@@ -181,5 +176,5 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
         if len(alike) == 1:
             return squares
         totals.update(zip(indices, squares.unbind(), strict=True))
-    # By slices, as indices would be a copy from the host, which no CUDA graph holds.
+    # By slices, because indices would be copied from the host, which no CUDA graph can hold.
     return torch.stack([totals[index] for index in range(len(totals))])

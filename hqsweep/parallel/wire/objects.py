@@ -1,17 +1,112 @@
-"""Objects with many tensors, sent from every rank to the first: the tensors travel as one."""
+"""Python objects that ranks exchange: gathered, checked to be equal, and errors that all ranks raise together.
 
+An error of one rank becomes an error of all ranks, so that no rank waits for it in vain. Without a process group the
+functions answer for one rank.
+"""
+
+import hashlib
 import io
+import json
 import math
 import pickle
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hqsweep.errors import UserError
+
+T = TypeVar("T")
+
+
+class Disagreement(UserError):
+    """The ranks of a run differ in what they are to do. Every rank raises the same sentence."""
+
+
+def is_many(group: ProcessGroup | None = None) -> bool:
+    """Whether the group has several ranks; None is all ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def rank_in(group: ProcessGroup | None = None) -> int:
+    """The rank of this process in the group; 0 without a group."""
+    return dist.get_rank(group) if is_many(group) else 0
+
+
+def count_in(group: ProcessGroup | None = None) -> int:
+    """The number of ranks in the group; 1 without a group."""
+    return dist.get_world_size(group) if is_many(group) else 1
+
+
+def gathered(value: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """The value of each rank, in order of ranks. Values may be any that pickle takes. A collective."""
+    if not is_many(group):
+        return [value]
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def together(function: Callable[[], T], group: ProcessGroup | None = None) -> T:
+    """The result of function() on each rank. A collective.
+
+    Where it raises on some ranks, all ranks raise: these ranks their own error, the others a UserError with the words
+    of the first.
+    """
+    result, error = None, None
+    try:
+        result = function()
+    except Exception as raised:  # any error at all, since the others have to know of it
+        error = raised
+    words = [None if error is None else str(error) or type(error).__name__]
+    failed = [(rank, theirs[0]) for rank, theirs in enumerate(gathered(words, group)) if theirs[0] is not None]
+    if error is not None:
+        raise error
+    if failed:
+        raise UserError(f"rank {failed[0][0]}: {failed[0][1]}")
+    return result
+
+
+def by_first(function: Callable[[], T], group: ProcessGroup | None = None) -> T:
+    """The result of function() on the first rank, which alone calls it, returned on all. Where it raises, all do."""
+    first = rank_in(group) == 0
+    result = together(lambda: function() if first else None, group)
+    return gathered(result, group)[0]
+
+
+def agree(values: Mapping[str, object]) -> None:
+    """Raise Disagreement on all ranks where the ranks' values differ. A collective of all ranks.
+
+    values: JSON values by name, the same names in the same order on all ranks. Only their hashes travel. The sentence
+    names the first value that differs, and the ranks.
+    """
+    own = {
+        name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() for name, value in values.items()
+    }
+    every = gathered(own)
+    for name in values:
+        digests = [theirs.get(name, "missing") for theirs in every]
+        if len(set(digests)) > 1:
+            raise Disagreement(_sentence(name, digests))
+
+
+def _sentence(name: str, digests: list[str]) -> str:
+    common = Counter(digests).most_common(1)[0][0]
+    odd = [rank for rank, value in enumerate(digests) if value != common]
+    listed = ", ".join(map(str, odd[:8])) + (f" and {len(odd) - 8} more" if len(odd) > 8 else "")
+    which = f"ranks {listed} have" if len(odd) > 1 else f"rank {listed} has"
+    return (
+        f"train.parallel: the ranks disagree in {name}: {which} {digests[odd[0]][:10]}, the others {common[:10]}"
+        " (hashes); give all nodes the same package, config and data"
+    )
 
 
 class _Apart(pickle.Pickler):
-    """Pickles an object without the values of its tensors, which it lists."""
+    """Pickles an object without the values of its tensors, and lists these tensors."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -25,7 +120,7 @@ class _Apart(pickle.Pickler):
 
 
 class _Together(pickle.Unpickler):
-    """Takes the values of tensors, in the order in which they were listed, from their bytes."""
+    """Unpickles such an object, and takes the values of its tensors from bytes in the order of the list."""
 
     def __init__(self, data: bytes, values: Tensor) -> None:
         super().__init__(io.BytesIO(data))
@@ -34,14 +129,14 @@ class _Together(pickle.Unpickler):
     def persistent_load(self, about: tuple[torch.dtype, tuple[int, ...]]) -> Tensor:
         dtype, shape = about
         own, self.values = self.values.tensor_split([math.prod(shape) * dtype.itemsize])
-        return own.clone().view(dtype).view(shape)  # a clone, because a view has to begin at a multiple of its items
+        return own.clone().view(dtype).view(shape)  # a view has to begin at a multiple of its items, a clone does
 
 
 def gather_to_first(value: Any) -> list[Any] | None:
     """The value of each rank, in order of ranks, on rank 0; None on others. A collective of all ranks.
 
-    value: any that pickle takes. Its tensors arrive on the CPU; those of a GPU are copied to the host at once. pickle
-    alone would take a tenth of a millisecond or more for each.
+    value: any that pickle takes. Its tensors arrive on the CPU. They leave a GPU in one copy, because pickle alone
+    takes 0.1 ms or more for each tensor.
     """
     first = dist.get_rank() == 0
     values: list[Any] | None = [None] * dist.get_world_size() if first else None
@@ -54,7 +149,7 @@ def _packed(value: Any) -> tuple[bytes, Any]:
     file = io.BytesIO()
     pickler = _Apart(file)
     pickler.dump(value)
-    # as_strided, because view() takes the stride of an axis of one element for a gap
+    # as_strided, because view() takes the stride of an axis with one element for a gap
     parts = [x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8) for x in pickler.tensors]
     joined = torch.cat([part.to(parts[0].device) for part in parts]) if parts else torch.empty(0, dtype=torch.uint8)
     return file.getvalue(), joined.cpu().numpy()

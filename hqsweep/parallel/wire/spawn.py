@@ -1,12 +1,19 @@
-"""A function in several processes of this machine that form a group: what each returns, or yields."""
+"""Processes that form a group of ranks: how they start, which GPU each has, and how they share CPU cores.
+
+spawn_ranks and stream_ranks run a function in new processes of this machine, for tests and jobs that compare ranks with
+one process. Trainings are started by a launcher and use the rest. Where a machine has fewer GPUs than ranks, ranks
+share them; they compute and exchange the same bytes, which is enough to try a mesh out.
+"""
 
 import gc
 import multiprocessing
 import os
+import socket
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
@@ -16,14 +23,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from hqsweep.parallel.wire.devices import stand_apart, take_gpu
-from hqsweep.parallel.wire.process_group import begin_process_group
-
 TIMEOUT_S = 120.0
 """Seconds that a rank waits for the others before it fails."""
 POLL_S = 0.05
 FORKED = "forkserver"
-"""How ranks are started that are forks of a server of this process."""
+"""The start method by which ranks are forks of a server of this process."""
 PRELOADED = (
     "hqsweep._C",
     "hqsweep.jobs.convergence",
@@ -34,18 +38,19 @@ PRELOADED = (
     "hqsweep.track.open",
     "hqsweep.track.rows",
 )
-"""The jobs with ranks, which import what ranks do, what these import when they need it, and what a worker imports."""
+"""The modules that the server imports: the jobs with ranks, their late imports, and the imports of a worker."""
 
 
 def spawn_ranks(
     world: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo", timeout_s: float = TIMEOUT_S
 ) -> list[Any]:
-    """function(rank, *arguments) in `world` new processes, each on one CPU thread, with "nccl" each on the GPU of its
-    rank, or several on one where there are fewer; returns what the ranks returned, in their order.
+    """Run function(rank, *arguments) in `world` new processes, and return the results in order of ranks.
 
-    function: one of a module's, as processes find it by its name; results: what torch.save takes. Raises
+    Each process has one CPU thread. With "nccl" each is on the GPU of its rank; ranks share GPUs where there are fewer.
+
+    function: a function of a module, since processes find it by name. Results: values that torch.save takes. Raises
     torch.multiprocessing.ProcessRaisedException with the traceback of a rank that raised, and ProcessExitedException
-    for one that was killed; the others are ended.
+    for a rank that was killed. The other ranks are ended.
     """
     [results] = stream_ranks(world, _once, function, *arguments, backend=backend, timeout_s=timeout_s)
     return results
@@ -54,8 +59,12 @@ def spawn_ranks(
 def stream_ranks(
     world: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo", timeout_s: float = TIMEOUT_S
 ) -> Iterator[list[Any]]:
-    """spawn_ranks of a generator function: the first values of all ranks as soon as every rank has yielded one, then
-    their second ones, and so on, while the ranks go on. Processes that are at work when the caller stops are ended."""
+    """spawn_ranks of a generator function: yields a list of the ranks' first values, then of their second values, and
+    so on.
+
+    A list comes as soon as every rank has yielded, and the ranks go on meanwhile. Ranks that still run when the caller
+    stops are ended.
+    """
     with tempfile.TemporaryDirectory(prefix="hqsweep-ranks-") as folder:
         start = {"nprocs": world, "join": False, "start_method": _start_method(backend)}
         call = (dict(os.environ), world, backend, timeout_s, folder, function, arguments)
@@ -69,7 +78,7 @@ def stream_ranks(
 
 
 def _start_method(backend: str) -> str:
-    """How ranks are started."""
+    """The start method of ranks with this backend."""
     if backend != "gloo":
         return "spawn"
     start_server()
@@ -77,15 +86,19 @@ def _start_method(backend: str) -> str:
 
 
 def start_server() -> None:
-    """Start the server whose forks are the ranks that this process starts as FORKED. It imports their modules, once for
-    all, which takes each of them seconds; it ends after this process and its ranks."""
-    multiprocessing.set_forkserver_preload(list(PRELOADED))  # what a server that is there already has imported, too
+    """Start the server that forks ranks. It imports PRELOADED once, which takes each rank seconds otherwise.
+
+    The server ends after this process and its ranks.
+    """
+    multiprocessing.set_forkserver_preload(list(PRELOADED))  # a running server has imported them already
     forkserver.ensure_running()
 
 
 def end_with_starter() -> None:
-    """End this process, which may be a server's fork, as soon as the one that asked for it is gone. The kernel does not
-    see to that, for it is no parent."""
+    """End this process as soon as the process that asked for it is gone.
+
+    A server's fork needs this: the kernel ends no process for one that is not its parent.
+    """
     starter = multiprocessing.parent_process()
 
     def watch() -> None:
@@ -96,9 +109,9 @@ def end_with_starter() -> None:
 
 
 def _started(rank: int, variables: dict[str, str], *arguments: Any) -> None:
-    """_rank with the environment of the process that asked for it, not the one of the server."""
+    """Run _rank with the environment of the process that asked for it, in place of the server's environment."""
     end_with_starter()
-    gc.freeze()  # what the server has imported stays: to look through it at each collection is what costs
+    gc.freeze()  # the server's modules stay, and looking through them costs time at each collection
     os.environ.clear()
     os.environ.update(variables)
     _rank(rank, *arguments)
@@ -120,7 +133,8 @@ def _as_they_come(started: mp.ProcessContext, folder: Path, world: int) -> Itera
 
 
 def _wait_for_all(path: Path, rank: int, world: int) -> None:
-    """Wait until every rank is at its end, by a file: what a rank has sent by sockets goes on from its memory."""
+    """Wait, by a file, until every rank is at its end. Messages by sockets still leave from a rank's memory until
+    then."""
     torch.cuda.synchronize()
     store = dist.FileStore(str(path), world)
     store.set(f"end {rank}", "")
@@ -160,3 +174,53 @@ def _rank(
     # A mesh that is still referred to keeps its groups, whose threads may free tensors while Python ends, which aborts
     # the process (github.com/pytorch/pytorch/pull/179291).
     os._exit(0)
+
+
+def begin_process_group(backend: str, **options: Any) -> None:
+    """torch.distributed.init_process_group(backend, **options). With gloo alone, this process's threads take turns on a
+    core."""
+    if backend == "gloo":
+        _take_turns()
+    dist.init_process_group(backend, **options)
+
+
+def _take_turns() -> None:
+    """Have this thread, and threads that it starts, keep a core until their time slice ends (SCHED_BATCH of sched(7)).
+
+    gloo's loop thread calls epoll_wait without a pause while another thread holds the lock of a connection with data.
+    Often the loop thread itself has interrupted that thread. An all-reduce of 64 values by 2 and 4 ranks of one thread
+    on 2 cores took 1.6 and 5.9 ms; under SCHED_BATCH it takes 0.3 and 1.5 ms.
+    """
+    if hasattr(os, "SCHED_BATCH"):  # Linux has it
+        with suppress(OSError):  # a container may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def take_gpu(local_rank: int) -> torch.device:
+    """Make the GPU of a rank the current one, and return it.
+
+    local_rank: the index of the rank on this machine, from 0; ranks go round the GPUs that this process sees.
+    """
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    torch.cuda.init()  # a DeviceMesh would otherwise make the GPU of LOCAL_RANK the current one
+    return device
+
+
+def stand_apart(index: int) -> None:
+    """Have NCCL take this rank for one of another machine, since it refuses two ranks on a GPU of one machine.
+
+    index: the index of this rank among the ranks of its GPU; 0 changes nothing. Such ranks exchange tensors by sockets.
+    Call it before NCCL's first collective.
+    """
+    if index:
+        machine = os.environ.get("NCCL_HOSTID") or socket.gethostname()
+        os.environ["NCCL_HOSTID"] = f"{machine}/{index}"
+
+
+def ranks_of_gpu(device: torch.device) -> list[int]:
+    """The ranks on this rank's GPU, itself included. A collective of all ranks, on their CPUs."""
+    own = (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid))
+    every: list[tuple[str, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    return [rank for rank, gpu in enumerate(every) if gpu == own]

@@ -1,17 +1,17 @@
-"""Rows of tokens over the ranks of a group: gathered, summed, and summed where each rank keeps its own.
+"""Rows of tokens over the ranks of a group: gathers, sums whose rows are scattered, and sums that every rank keeps.
 
-A token axis of `lead` sequences lies split over ranks: a rank has [lead * t, C] of a whole [lead * W * t, C], tokens
-[r * t, (r + 1) * t) of each sequence. Sums are of the values as they arrive, added in float32 in the order of ranks and
-rounded once; of sum_whole on GPUs under torch.use_deterministic_algorithms alone, otherwise the backend adds.
+A token axis of `lead` sequences is split over W ranks: each rank has [lead * t, C] of the whole [lead * W * t, C],
+namely the tokens [r * t, (r + 1) * t) of each sequence. Sums are added in float32 in the order of ranks, and rounded
+once. sum_whole does so on GPUs only under torch.use_deterministic_algorithms; otherwise the backend adds.
 
-What `begin_` starts goes on beside the work that follows; calling what it returns waits, and gives the result. All
-ranks begin the same collectives of a group in the same order.
+A function begin_X starts X beside the work that follows; calling its result waits and gives the result of X. All ranks
+begin the same collectives of a group in the same order.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,37 +24,28 @@ from hqsweep.parallel.wire import collectives, p2p_copy, wide_copy
 Pending = Callable[[], Tensor]
 
 
-class TakesGradient(Protocol):
-    def prepare(self) -> None:
-        """Do what needs no gradient, before others are waited for."""
-
-    def place(self, like: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Where the gradient had best be written, of the shape of `like` and of a dtype; None: anywhere."""
-
-    def tell(self, gradient: Tensor) -> None:
-        """Take the gradient."""
-
-
 class Summands(NamedTuple):
-    """A sum over ranks of rows [t, C] that is left to whoever reads it, in one pass with what it does."""
+    """A sum over ranks of rows [t, C] that is not added yet. A kernel that reads the sum adds it up on the way."""
 
     own: Tensor
-    """What this rank has computed of the rows, in the shape of the sum."""
+    """This rank's summand, in the shape of the sum."""
     arriving: Pending
-    """What the other ranks have, in their order. It is good until ranks of the group begin to exchange other rows, so
-    the sum is read at once, and never kept."""
+    """Waits for the summands of the other ranks, in order of ranks.
+
+    They are good until ranks of the group begin to exchange other rows, so read the sum at once and never keep it.
+    """
     parts: Tensor
-    """[1, W, n]: what this rank has computed of the rows of each, among them `own`."""
+    """[1, W, n]: this rank's summands of the rows of all ranks, `own` among them."""
     rank: int
-    writer: "TakesGradient | None" = None
-    """Who takes the gradient of the sum, as soon as its reader knows it."""
+    writer: Any = None
+    """The hqsweep.nn.core.wire.GradientReader that takes the gradient of the sum, as soon as its reader knows it."""
 
     def of(self, own: Tensor) -> "Summands":
-        """The same with `own` as autograd knows it, in any shape of its rows."""
+        """The same summands with `own` replaced by a tensor that autograd knows, in any shape of its rows."""
         return self._replace(own=own)
 
     def received(self) -> Tensor:
-        """[W - 1, *own.shape]: what the other ranks have, once it has come."""
+        """[W - 1, *own.shape]: the summands of the other ranks, after waiting for them."""
         return self.arriving().view(-1, *self.own.shape)
 
     def total(self) -> Tensor:
@@ -65,10 +56,10 @@ class Summands(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PendingSum:
-    """The sum of begin_sum_rows."""
+    """The result of begin_sum_rows: calling it waits and adds."""
 
     parts: Tensor
-    """[lead, W, n]: what this rank has computed of the rows of each."""
+    """[lead, W, n]: this rank's summands of the rows of all ranks."""
     shape: tuple[int, ...]
     """The shape of the sum."""
     rank: int
@@ -78,8 +69,8 @@ class PendingSum:
         return sum_parts(self.parts, self._received(), self.rank).view(self.shape)
 
     def summands(self) -> Summands | None:
-        """What is to be added; None for what a norm's kernel does not read so, such as rows of several sequences, which
-        lie apart."""
+        """The summands, for a kernel that adds them up itself. None where no kernel can, such as for rows of several
+        sequences, which are apart in memory."""
         if len(self.parts) > 1 or self.parts.dtype is not torch.bfloat16:
             return None
         own = self.parts[0, self.rank].view(self.shape)
@@ -91,17 +82,18 @@ class PendingSum:
 
 
 def left_by(pending: Pending) -> Summands | None:
-    """The summands of a sum that was begun, for who reads them at once; None where it is to be asked for as a whole."""
+    """The summands of a sum that was begun, for a reader that reads them at once; None where only the whole sum can be
+    had."""
     return pending.summands() if isinstance(pending, PendingSum) else None
 
 
 def gather_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Tensor:
-    """[lead * t, C] of each rank -> the whole [lead * W * t, C], of any dtype whose bytes travel."""
+    """[lead * W * t, C]: the rows [lead * t, C] of all ranks, of any dtype whose bytes can be sent."""
     return begin_gather_rows(x, group, lead)()
 
 
 def begin_gather_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Pending:
-    """gather_rows, begun."""
+    """Start gather_rows; the returned function waits and gives its result."""
     world = group.size()
     if world == 1:
         return lambda: x
@@ -119,7 +111,8 @@ def begin_gather_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Pending:
 
 
 def begin_lent_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Pending:
-    """begin_gather_rows(x, group, lead), whose result is good until ranks of the group begin to exchange other rows."""
+    """Start gather_rows without a copy of the result, which is good until ranks of the group begin to exchange other
+    rows."""
     world = group.size()
     x = x.contiguous()
     messages = {other: (x,) for other in range(world) if other != group.rank()}
@@ -131,14 +124,13 @@ def begin_lent_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Pending:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LentRows:
-    """begin_lent_rows(rows, group) of rows [t, C] that are about to be written: to their place among those of all
-    ranks."""
+    """A begin_lent_rows(rows, group) whose rows [t, C] are yet to be written, to their final place."""
 
     rows: Tensor
     sending: p2p_copy.Sending
 
     def begun(self) -> Pending:
-        """begin_lent_rows(), when the rows are written."""
+        """Start to send the rows, which are written now. See begin_lent_rows()."""
         for other in self.sending.others:
             self.sending.send(other, (self.rows,))
         return lambda: self.sending.received().view(self.rows.dtype).view(-1, *self.rows.shape[1:])
@@ -147,8 +139,10 @@ class LentRows:
 def start_lent_rows(
     shape: tuple[int, int], dtype: torch.dtype, group: ProcessGroup, device: torch.device
 ) -> LentRows | None:
-    """Rows of that shape and dtype, to be written by what reads what came last; None, on all ranks, where no memory
-    waits for them."""
+    """LentRows of that shape and dtype; None, on all ranks, where no shared memory is free.
+
+    The kernels that write the rows may read the last exchange.
+    """
     sending = p2p_copy.start(math.prod(shape) * dtype.itemsize, group, device, has_own=True, reading=True)
     if sending is None:
         return None
@@ -157,15 +151,15 @@ def start_lent_rows(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeptRows:
-    """The rows of all ranks, where they have arrived: good until release()."""
+    """The rows of all ranks in the memory where they arrive. They are good until release()."""
 
     received: Pending
     release: Callable[[], None]
-    """Says that the current stream has got all reads of them."""
+    """Notes that the current stream has got all reads of them."""
 
 
 def begin_kept_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> KeptRows:
-    """begin_gather_rows(x, group, lead), copied nowhere if copy engines carry it."""
+    """Start gather_rows(x, group, lead), without a copy of the result if copy engines carry it."""
     x = x.contiguous()
     sending = p2p_copy.start(x.nbytes, group, x.device, has_own=True) if lead == 1 else None
     if sending is None:
@@ -178,17 +172,20 @@ def begin_kept_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> KeptRows:
 
 
 def sum_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Tensor:
-    """[lead * W * t, C] of each rank -> this rank's rows [lead * t, C] of their sum."""
+    """[lead * t, C]: this rank's rows of the sum over ranks of x [lead * W * t, C]."""
     return begin_sum_rows(x, group, lead)()
 
 
 def begin_sum_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Pending:
-    """sum_rows, begun. Meanwhile nothing writes rows of x that are other ranks', and this rank's may be written."""
+    """Start sum_rows; the returned PendingSum waits and adds.
+
+    Meanwhile rows of x that belong to other ranks must not be written; this rank's own rows may be.
+    """
     world, rank = group.size(), group.rank()
     if world == 1:
         return lambda: x
     x = x.contiguous()
-    parts = x.view(lead, world, x.numel() // (lead * world))  # tokens of each rank, in each sequence
+    parts = x.view(lead, world, x.numel() // (lead * world))  # the tokens of each rank in each sequence
     others = [other for other in range(world) if other != rank]
     messages = {other: wide_copy.in_order(parts[:, other]) for other in others}
     arriving = p2p_copy.begin({other: (message,) for other, message in messages.items()}, group)
@@ -203,33 +200,35 @@ def _pending_sum(x: Tensor, group: ProcessGroup, lead: int, arriving: Pending) -
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SumOfRows:
-    """begin_sum_rows(x, group) of an x [W * t, C] whose rows are still being written: those of other ranks leave when
-    they are ready."""
+    """A begin_sum_rows(x, group) whose x [W * t, C] is still being written. Rows of other ranks leave when they are
+    ready."""
 
     x: Tensor
     group: ProcessGroup
     sending: p2p_copy.Sending | None
 
     def ready(self, first: int, last: int) -> None:
-        """Send these rows, of one other rank, which follow those that it was sent before."""
+        """Send the rows from first to before last, which belong to one other rank and follow the rows that it has got
+        before."""
         if self.sending is not None:
             other, row = divmod(first, len(self.x) // self.group.size())
             self.sending.send(other, (self.x[first:last],), row * self.x[0].nbytes)
 
     def begun(self) -> Pending:
-        """begin_sum_rows(), when the rows of all other ranks are ready."""
+        """The PendingSum. Call it when the rows of all other ranks are ready."""
         if self.sending is None:
             return begin_sum_rows(self.x, self.group)
         return _pending_sum(self.x, self.group, 1, self.sending.received)
 
 
 def start_sum_rows(x: Tensor, group: ProcessGroup) -> SumOfRows:
-    """The sum of an x that is contiguous, and about to be written."""
+    """The sum of a contiguous x that is yet to be written."""
     return SumOfRows(x=x, group=group, sending=p2p_copy.start(x.nbytes // group.size(), group, x.device))
 
 
 def _begin_all_to_all(messages: Mapping[int, Tensor], group: ProcessGroup) -> Pending:
-    """The messages of the other ranks to this one, in their order, by a collective."""
+    """Start to exchange messages, by a collective; the result is the other ranks' messages to this rank, in order of
+    ranks."""
     sent = torch.stack(list(messages.values())) if len(messages) > 1 else next(iter(messages.values()))[None]
     received, sizes = sent.new_empty(sent.shape), [int(rank in messages) for rank in range(group.size())]
     wait = collectives.begin(dist.all_to_all_single, received, sent, sizes, sizes, group=group)
@@ -242,7 +241,7 @@ def _begin_all_to_all(messages: Mapping[int, Tensor], group: ProcessGroup) -> Pe
 
 
 def sum_whole(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of the x of all ranks, on each; x may be written."""
+    """The sum of x over all ranks, on each rank. x may be overwritten."""
     world = group.size()
     if world == 1:
         return x

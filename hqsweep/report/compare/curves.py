@@ -12,7 +12,7 @@ import pandas as pd
 from pandas.api.typing import SeriesGroupBy
 from scipy import stats
 
-from hqsweep.config.data import LEARNT_NATS
+from hqsweep.config.train import LEARNT_NATS
 from hqsweep.report.compare.frames import FORK, Frames
 from hqsweep.verdicts.estimate import LEVEL
 

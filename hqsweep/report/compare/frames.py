@@ -25,13 +25,14 @@ import pandas as pd
 
 from hqsweep.errors import Damaged, UserError
 from hqsweep.report.compare.left_out import LeftOut, damaged, stranger
-from hqsweep.sweep.store.documents import REPAIRED, TRAINED, check_document
+from hqsweep.sweep.store.documents import Trained, check_document
+from hqsweep.sweep.store.files import REPAIRED
 from hqsweep.sweep.store.names import NOT_IN_ID, data_seen, run_id, without_data_hash
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.seal import Files
 from hqsweep.sweep.store.store import known as listed
 from hqsweep.track.tables import TABLES
-from hqsweep.train.content import SHOWN_DIGITS
+from hqsweep.train.corpus import SHOWN_DIGITS
 
 WHOLE, TRUNK, FORK = "whole run", "trunk", "fork"
 REPLICATE = ("trunk", "seed", "point")
@@ -181,7 +182,7 @@ def _row(run: RunDir, config: dict, manifest: dict, status: dict) -> dict[str, A
     """One row of `runs`."""
     progress = status["progress"] or {}
     if config["job"] == "convergence":
-        check_document(run.config_path, config["train"], TRAINED, TRAINED)
+        check_document(run.config_path, config["train"], Trained)
     recipe = (config.get("recipe") or {}).get("name", config["job"])
     row: dict[str, Any] = {
         "run": f"{run.sweep}/{run.name}",

@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from hqsweep.config.format_text import NAMES
+from hqsweep.formats.spec import NAMES
 from hqsweep.recipe.roles import IN_HIGH_PRECISION
 from hqsweep.report.compare.curves import curve_hash
 from hqsweep.report.compare.frames import REPLICATE, Frames, config_leaves
@@ -92,7 +92,7 @@ def _operands(plan: str, schedule: str) -> Operands | None:
         for how in gemms.values()
         for name in how.partition(": ")[0].split(" x ")
     }
-    high = all(name in NAMES and NAMES[name][0] == "identity" for name in names)
+    high = all(name in NAMES and NAMES[name].scaling is None for name in names)
     return (json.dumps([first, changes], sort_keys=True), high) if names else None
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import t
 
-from hqsweep.config.data import LEARNT_NATS
+from hqsweep.config.train import LEARNT_NATS
 from hqsweep.report.compare.arms import Comparison
 from hqsweep.report.compare.curves import ENTROPY
 from hqsweep.report.compare.families import Family

@@ -16,7 +16,7 @@ from hqsweep.report.compare.frames import FORK, Frames
 from hqsweep.report.compare.left_out import OTHER_DATA, UNKNOWN_DATA, LeftOut
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore
-from hqsweep.train.content import SHOWN_DIGITS
+from hqsweep.train.corpus import SHOWN_DIGITS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from typing import Any
 
 import pandas as pd
 
-from hqsweep.config.safe_json import loads
+from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
 from hqsweep.recipe.factories import factory_name
 from hqsweep.recipe.listing import described

@@ -29,7 +29,7 @@ from hqsweep.report.gate.change import difference, equal, recipe_changes
 from hqsweep.report.pages.text import Fitted, TextTable, number, to_rich
 from hqsweep.sweep.store.files import write_json
 from hqsweep.sweep.store.run_dir import RunDir
-from hqsweep.train.content import SHOWN_DIGITS
+from hqsweep.train.corpus import SHOWN_DIGITS
 
 
 @dataclass(frozen=True, kw_only=True)

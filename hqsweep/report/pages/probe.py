@@ -8,8 +8,7 @@ import pandas as pd
 import yaml
 
 from hqsweep.errors import visible
-from hqsweep.jobs.probe.recipe import foreign_modules
-from hqsweep.jobs.probe.suggest import Suggestion
+from hqsweep.jobs.probe.suggest import Suggestion, foreign_modules
 from hqsweep.report.figures.heatmaps import colour_range, heatmap
 from hqsweep.report.pages import folder, html
 from hqsweep.report.pages.text import TextTable, number

@@ -11,8 +11,8 @@ from rich.console import Group, RenderableType
 from rich.syntax import Syntax
 from rich.text import Text
 
-from hqsweep.config.fork import ForkConfig
 from hqsweep.config.jobs import CHECKED_TABLES
+from hqsweep.config.study import ForkConfig
 from hqsweep.errors import Damaged
 from hqsweep.report.pages.checks import job_tables
 from hqsweep.report.pages.gemm_plans import plan_lines

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from hqsweep.errors import EXIT_FAILED, Damaged
-from hqsweep.sweep.engine.task import end_without
+from hqsweep.host import Busy, holder_pid
+from hqsweep.sweep.engine.local import end_without
 from hqsweep.sweep.progress import Display, how_far
 from hqsweep.sweep.slurm.scheduler import Job, Unreachable, cancel_jobs, find_jobs
-from hqsweep.sweep.store.locks import RunBusy, holder_pid
 from hqsweep.sweep.store.run_dir import CANCELLED, UNUSABLE, RunDir, unusable
 from hqsweep.sweep.store.store import MOVE, RunStore
 
@@ -106,7 +106,7 @@ def _settle(run: RunDir, name: str, job: Job | None) -> dict[str, Any]:
                 state=state, reason=reason, ended=time.time(),
                 exit_code=None if job is None else job.exit_code or 128 + job.signal,
             )  # fmt: skip
-    except RunBusy:
+    except Busy:
         return status
 
 
@@ -203,7 +203,7 @@ def cancel(runs: Sequence[RunDir]) -> list[RunDir]:
         deadline = time.monotonic() + LAG_S
         while run.is_locked() and not _terminate(run) and time.monotonic() < deadline:
             time.sleep(LOOK_AGAIN_S)
-        with suppress(RunBusy), run.lock(wait_s=max(0.0, deadline - time.monotonic())):
+        with suppress(Busy), run.lock(wait_s=max(0.0, deadline - time.monotonic())):
             if run.seen()["state"] not in ENDS:
                 run.write_status(state="interrupted", reason=CANCELLED, ended=time.time())
     return cancelled

@@ -16,7 +16,6 @@ from hqsweep.config.job import Config, ConvergenceConfig, parse
 from hqsweep.config.jobs import CHECKED_TABLES
 from hqsweep.config.study import StudyConfig
 from hqsweep.errors import Damaged, UserError
-from hqsweep.jobs.native import check_native
 from hqsweep.parallel.mesh import check_devices
 from hqsweep.recipe.factories import Importer, factory_name
 from hqsweep.sweep.engine.local import Limits, run_local
@@ -24,7 +23,7 @@ from hqsweep.sweep.engine.trunks import check_twins, linked
 from hqsweep.sweep.grid import same_operands
 from hqsweep.sweep.grid.point import GridPoint
 from hqsweep.sweep.grid.run_words import Words, each, read
-from hqsweep.sweep.grid.stated_keys import check_stated
+from hqsweep.sweep.grid.study import check_stated
 from hqsweep.sweep.grid.user_models import check_recipes, check_vocabularies, hashed
 from hqsweep.sweep.progress import Display
 from hqsweep.sweep.slurm.slurm import check_slurm, run_slurm
@@ -34,7 +33,7 @@ from hqsweep.sweep.store.run_dir import RunDir, unusable
 from hqsweep.sweep.store.store import RunStore
 from hqsweep.sweep.store.sweep_file import Unsealed
 from hqsweep.train import data
-from hqsweep.train.build import pick_device
+from hqsweep.train.build import check_native, pick_device
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,17 +15,73 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from hqsweep.errors import EXIT_BUSY, Damaged, Missing
-from hqsweep.sweep.engine.process import DELETED, Attempt, Slot
-from hqsweep.sweep.engine.slots import cores, slots, thread_limits
-from hqsweep.sweep.engine.task import Task, end_without
+from hqsweep.host import NAMED_S, Busy, holder, usable_cpus
+from hqsweep.sweep.engine.process import DELETED, Attempt, Slot, slots, thread_limits
 from hqsweep.sweep.progress import Display
-from hqsweep.sweep.store.locks import NAMED_S, RunBusy, holder
 from hqsweep.sweep.store.run_dir import CANCELLED, PENDING, RunDir
 from hqsweep.train.record import is_point
+
+LOOK_S = 0.25
+"""Seconds between two looks at the status, the lock or the trunk of a run."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Task:
+    """A run to do.
+
+    reset: delete what it has put out before. trunk: the run of the same sweep that it is a fork of. needs: the file
+    that it starts from. ready: whether that is there, or it needs none. name_at: when to say which process keeps it.
+    """
+
+    run: RunDir
+    reset: bool
+    trunk: RunDir | None = None
+    needs: Path | None = None
+    ready: bool = True
+    failures: int = 0
+    look_at: float = 0.0
+    announced: bool = False
+    name_at: float = float("inf")
+
+    @classmethod
+    def of(cls, run: RunDir, *, reset: bool) -> "Task":
+        needs = run.trunk_state()
+        trunk = needs and run.trunk()
+        return cls(run=run, reset=reset, trunk=trunk, needs=needs, ready=trunk is None)
+
+    def due(self) -> bool:
+        """Whether to look at the run again; counts as the look."""
+        if time.monotonic() < self.look_at:
+            return False
+        self.look_at = time.monotonic() + LOOK_S
+        return True
+
+    def make_ready(self) -> None:
+        """What it waited for is there."""
+        self.ready, self.announced, self.look_at = True, False, 0.0
+
+
+def end_without(trunk: RunDir) -> tuple[str, str] | None:
+    """State and reason of a fork whose trunk has not come to the fork's point; None while somebody trains it."""
+    status = trunk.seen()
+    state, reason = status["state"], status["reason"]
+    if state == "running":
+        return None
+    if state == "failed":
+        return "failed", f"its trunk {trunk.name} failed: {reason}"
+    if state in ("missing", "damaged"):
+        return "failed", f"its trunk {trunk.name} is {state}: {reason}"
+    if state == "finished":
+        return "failed", f"its trunk {trunk.name} is finished, and its state at this point is gone; run again"
+    if reason == CANCELLED:
+        return "interrupted", f"its trunk {trunk.name} was cancelled"
+    return "interrupted", f"its trunk {trunk.name} is {state}" + (f": {reason}" if reason else "")
+
 
 POLL_S = 0.05
 """The seconds between two looks at the worker processes."""
@@ -45,7 +101,7 @@ class Limits:
     gpus_per_run: int | None = None
     """The GPUs of a run of several ranks; as slots() takes them."""
     threads: int | None = None
-    """The CPU threads per worker, which the ranks of a run share; None is cores // workers, at least 1."""
+    """The CPU threads per worker, which the ranks of a run share; None is usable_cpus() // workers, at least 1."""
     timeout_s: float | None = None
     """The seconds that one attempt may take."""
     retries: int = 0
@@ -71,7 +127,7 @@ def run_local(
     a second signal kills them at once. Call it from the main thread.
     """
     free = slots(limits.workers, limits.runs_per_gpu, limits.gpus_per_run)
-    each = limits.threads or max(1, cores() // len(free))
+    each = limits.threads or max(1, usable_cpus() // len(free))
     asked = os.environ.get("OMP_NUM_THREADS")
     if limits.threads is None and asked not in (None, str(each)):
         display.say(
@@ -256,7 +312,7 @@ class _Pool:
         states = ("running", state) if task.reset else ("running", state, "finished")
         if status["state"] in states or status["reason"] == CANCELLED:
             return status
-        with contextlib.suppress(RunBusy, OSError, Damaged), task.run.lock():
+        with contextlib.suppress(Busy, OSError, Damaged), task.run.lock():
             status = task.run.write_status(state=state, reason=reason)
         return status
 
@@ -272,7 +328,7 @@ class _Pool:
             slot = min(self.slots, key=lambda slot: slot.idle is None)
             status = self._prepare(task, phase="starting a worker" if slot.idle is None else None)
             attempt = Attempt(task.run, slot)
-        except RunBusy:
+        except Busy:
             self._leave_to_other(task, status)
             return
         except (OSError, Damaged) as error:

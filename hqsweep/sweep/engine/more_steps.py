@@ -18,7 +18,7 @@ from hqsweep.errors import UserError
 from hqsweep.recipe.stages import stages
 from hqsweep.sweep.store.names import data_seen, run_id
 from hqsweep.sweep.store.run_dir import RunDir
-from hqsweep.train.pace import learning_rate
+from hqsweep.train.build import learning_rate
 from hqsweep.train.record import NotAsWritten, check_recorded, checkpoints, write_record
 
 OPTION = "--more-steps"

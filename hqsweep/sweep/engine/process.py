@@ -1,22 +1,141 @@
-"""The parent's end of the local engine: a slot's worker process, and each attempt at a run in it, which is started,
-watched and stopped; its last status is written here if the worker died first. The worker's end is handover.py.
+"""Both ends of a worker process: its CPUs and GPUs, the runs that it takes from its parent, and what the parent does.
+
+The parent writes a run's folder to the worker's stdin, a socket, as a line of JSON; the worker answers with a line when
+the run is finished, and takes the next. A run that ends otherwise ends its process, so that no run starts in what a
+crash left, and the end of the file ends a worker that waits. The parent starts, watches and stops each attempt at a
+run, and writes its last status where the worker died first.
 """
 
+import ctypes
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from hqsweep.errors import EXIT_STORAGE, Damaged
-from hqsweep.sweep.engine.handover import GRACE_S, line_of
-from hqsweep.sweep.engine.memory import Memory, killed_for_memory
-from hqsweep.sweep.store.locks import NAMED_S, RunBusy, stopped_among
+from hqsweep.host import NAMED_S, Busy, stopped_among
+from hqsweep.sweep.engine.reasons import Memory, killed_for_memory
 from hqsweep.sweep.store.run_dir import CANCELLED, RunDir
+
+
+def slots(workers: int | None, runs_per_gpu: int | None, gpus_per_run: int | None = None) -> list[dict[str, str]]:
+    """One environment per run at a time: the GPUs it sees where there are several, {} where nothing is to be shared
+    out.
+
+    workers       runs at a time; None is runs_per_gpu times the GPUs, or 1 where either is missing
+    runs_per_gpu  the most runs on one GPU; None is any number. GPUs are dealt out in turn, so that they fill evenly.
+    gpus_per_run  of a run of several ranks, which no other run sees; workers None is as many as there are GPUs for.
+                  None is for runs of one process.
+    """
+    if gpus_per_run is not None:
+        return _groups(visible_gpus(), workers, gpus_per_run)
+    gpus = visible_gpus() if runs_per_gpu or (workers or 1) > 1 else []
+    room = len(gpus) * runs_per_gpu if runs_per_gpu and gpus else None
+    count = min(filter(None, (workers, room)), default=1)
+    return [{"CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]} if len(gpus) > 1 else {} for i in range(count)]
+
+
+def _groups(gpus: Sequence[str], workers: int | None, size: int) -> list[dict[str, str]]:
+    """Neighbouring GPUs for each run; where there are too few for one, all that is there."""
+    room = len(gpus) // size
+    if room == 0:
+        return [{}] * (workers or 1)
+    parts = [gpus[i * size : (i + 1) * size] for i in range(min(workers or room, room))]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]
+
+
+def visible_gpus() -> Sequence[str]:
+    """Names of the GPUs this process sees, without starting CUDA: CUDA_VISIBLE_DEVICES, else nvidia-smi."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in visible.split(",") if name]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout.splitlines()
+    return [str(index) for index in range(sum(line.startswith("GPU ") for line in listed))]
+
+
+def thread_limits(threads: int) -> dict[str, str]:
+    """Environment that holds torch, numpy and BLAS to so many threads."""
+    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
+
+
+ANSWER = b"finished\n"
+PARENT_LOOK_S = 0.5
+PR_SET_PDEATHSIG = 1
+"""The number of PR_SET_PDEATHSIG in Linux's prctl."""
+PR_SET_NAME = 15
+GRACE_S = 10.0
+"""The seconds from SIGTERM to SIGKILL, in which a worker writes its status."""
+
+
+def line_of(run: RunDir) -> bytes:
+    """The line that the parent writes for a run."""
+    return json.dumps(str(run.path)).encode() + b"\n"
+
+
+def serve(work: Callable[[RunDir], int | None]) -> int:
+    """Do the runs that come on stdin, each with its stdout and stderr in its own log, until no more come, or `work`
+    returns an exit code instead of None (which means that another run may follow). Returns the exit code.
+
+    Children of a run find /dev/null on stdin. Raises OSError where a log cannot be opened.
+    """
+    with socket.socket(fileno=os.dup(sys.stdin.fileno())) as channel, channel.makefile("rb") as lines:
+        _replace(sys.stdin.fileno(), os.open(os.devnull, os.O_RDONLY))
+        for line in lines:
+            run = RunDir(Path(json.loads(line)))
+            write_to(run.log)
+            if (exit_code := work(run)) is not None:
+                return exit_code
+            channel.sendall(ANSWER)
+    return 0
+
+
+def write_to(log: Path) -> None:
+    """Append stdout and stderr to the file, whoever writes there, C code and children too."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        _replace(stream.fileno(), os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644))
+
+
+def _replace(number: int, new: int) -> None:
+    """Give the open file `new` the number of another, in this process and its children."""
+    os.dup2(new, number)
+    os.close(new)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process as soon as its parent is gone, from now on, on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+
+
+def name_process(name: str) -> None:
+    """Give this process a name, of up to 15 bytes, that `ps` and `top` show, on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
+
+
+def stop_with_parent(parent: int) -> None:
+    """Stop this process when process `parent` is no longer its parent, from now on: SIGTERM, then SIGKILL."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_LOOK_S)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+        time.sleep(GRACE_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
 
 ENDED = ("finished", "failed", "interrupted")
 """The states that a worker writes when it stops."""
@@ -214,7 +333,7 @@ class Attempt:
                     **ours, pid=self.worker.pid, host=socket.gethostname(), ended=time.time(),
                     seconds=round(self._seconds_before + self.seconds, 3),
                 )  # fmt: skip
-        except RunBusy:
+        except Busy:
             return self.run.seen()
         except (OSError, Damaged) as error:
             return before | ours | {"reason": f"{why} (its status cannot be written: {error})"}

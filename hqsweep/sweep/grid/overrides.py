@@ -10,10 +10,9 @@ from hydra.core.override_parser.types import Override, RangeSweep
 from hydra.errors import HydraException
 
 from hqsweep.config.recipe_files import FORMAT, FORMAT_TEXTS
-from hqsweep.config.references import check_references
+from hqsweep.config.safe import check_references
 from hqsweep.config.study import StudyConfig
 from hqsweep.errors import UserError, nearest
-from hqsweep.sweep.grid.config_source import options
 from hqsweep.sweep.grid.point import check_size
 from hqsweep.sweep.store.names import NOT_IN_ID
 
@@ -30,6 +29,11 @@ def is_text(override: Override) -> bool:
 
 def _is_text(value: str) -> bool:
     return value.endswith((".yaml", ".yml")) or value.startswith(FORMAT)
+
+
+def options(loader: ConfigLoaderImpl, group: str) -> list[str]:
+    """Names that a config group offers; "" is the group of whole configs. Hydra's own start with an underscore."""
+    return [name for name in loader.get_group_options(group) if not name.startswith("_")]
 
 
 class Overrides:

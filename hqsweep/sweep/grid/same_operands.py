@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hqsweep.config.job import Config, ConvergenceConfig
-from hqsweep.config.model import ModelConfig
-from hqsweep.config.user_model import TARGET
+from hqsweep.config.model import TARGET, ModelConfig
 from hqsweep.recipe.applied import TABLES, Applied, applied, asks, why_nothing
 from hqsweep.recipe.validate import GemmModule
 from hqsweep.sweep.grid.point import GridPoint, is_trunk, section

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from hqsweep.checkpoints.foreign.user_model import KNOWN_VOCABULARY, check_weights, model_digest
 from hqsweep.config.job import Config, ConvergenceConfig
-from hqsweep.config.user_model import HFModelConfig, UserModel
+from hqsweep.config.model import HFModelConfig, UserModel
 from hqsweep.errors import UserError
 from hqsweep.sweep.grid.point import GridPoint
 from hqsweep.train.build import pick_device

@@ -1,74 +1,216 @@
-"""What may stand in the files of a run, type by type, so that what is read can be used without further checks.
+"""Types of the JSON and YAML documents of a run, so that readers use them without further checks.
 
-A file that another program wrote to, or of which only a part reached the disk, is named with its fault. Keys that are
-not named here may hold anything that JSON has.
+A file that another program wrote to, or of which only a part reached the disk, is named with its fault. Keys without a
+type here may hold anything that JSON has. Pydantic checks the types, and gives their JSON Schemas.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
+from typing_extensions import TypeAliasType
 
 from hqsweep.errors import Damaged
-from hqsweep.track.tables import NAMING, OPTIONAL
+from hqsweep.sweep.store.files import LARGEST, REPAIRED, shown, writable
 
-STATES = ("pending", "running", "finished", "failed", "interrupted")
-LARGEST = 2**63
-"""The bound of integers, as in every table that they go to."""
-REPAIRED = "the sweep's `hqsweep run` command writes it again, and repeats the run where it has to"
+Text = Annotated[str, Field(min_length=0)]
+"""Text that can be encoded: JSON may hold one half of a surrogate pair, which pydantic sees where it counts
+characters."""
+Integer = Annotated[int, Field(gt=-LARGEST, lt=LARGEST)]
+Number = Integer | InstanceOf[float]
+"""NaN, infinity and integers count as numbers."""
+Plain = TypeAliasType(
+    "Plain",
+    Annotated[
+        "Text | InstanceOf[bool] | Integer | InstanceOf[float] | list[Plain] | dict[Text, Plain] | None",
+        Field(union_mode="left_to_right"),
+    ],
+)
+"""Anything that JSON has. YAML's dates, sets, and keys other than text are faults."""
+Mapped = dict[Text, Plain]
+State = Literal["failed", "finished", "interrupted", "pending", "running"]
 
-Kind = Any
-"""A type (float takes integers and NaN too, no number is a bool); a mapping of keys to their kinds; a list of the kind
-of its elements; the words allowed; a tuple of kinds; None for null."""
 
-TEXT, COUNT, NUMBER = (str, None), (int, None), (float, None)
-PROGRESS = {"step": int, "steps": int, "part": NUMBER, "loss": NUMBER, "tokens_per_s": NUMBER, "eta_s": NUMBER}
-STATUS: dict[str, Kind] = {
-    "state": frozenset(STATES), "reason": TEXT, "exit_code": COUNT, "pid": COUNT, "host": TEXT, "attempt": int,
-    "started": NUMBER, "ended": NUMBER, "seconds": float, "progress": (PROGRESS, None), "phase": TEXT,
-}  # fmt: skip
-MET = {"slot": str, "lost": bool, "first": int, "order": int, "sentence": str}
-"""The keys that are read of a row of the manifest's "nonfinite" (train.nonfinite)."""
+class Document(BaseModel):
+    """A mapping of keys. A key with a default may be absent; other keys than those of the class hold anything plain."""
+
+    model_config = ConfigDict(extra="allow", strict=True, defer_build=True)
+    __pydantic_extra__: dict[Text, Plain]
+
+
+class Progress(Document):
+    """How far a run is. part: the part of the work that is done, from 0 to 1."""
+
+    step: Integer
+    steps: Integer
+    part: Number | None = None
+    loss: Number | None = None
+    tokens_per_s: Number | None = None
+    eta_s: Number | None = None
+
+
+class Status(Document):
+    """status.json"""
+
+    state: State = "pending"
+    reason: Text | None = None
+    exit_code: Integer | None = None
+    pid: Integer | None = None
+    host: Text | None = None
+    attempt: Integer = 0
+    started: Number | None = None
+    ended: Number | None = None
+    seconds: Number = 0
+    progress: Progress | None = None
+    phase: Text | None = None
+
+
+class Met(Document):
+    """A row of the manifest's "nonfinite" (train.nonfinite)."""
+
+    slot: Text
+    lost: bool
+    first: Integer
+    order: Integer
+    sentence: Text
+
+
+class Manifest(Document):
+    """manifest.json"""
+
+    run_id: Text = ""
+    sweep: Text = ""
+    arm: Text = ""
+    seed: Integer = 0
+    job: Text = ""
+    overrides: Annotated[list[Text], Field(default_factory=list)]
+    trunk: Text | None = None
+    point: Integer | None = None
+    warnings: Annotated[list[Text], Field(default_factory=list)]
+    repairs: Annotated[list[Text], Field(default_factory=list)]
+    gemm_plan: Annotated[Mapped, Field(default_factory=dict)]
+    recipe_schedule: Annotated[list[Mapped], Field(default_factory=list)]
+    data_hash: Text | None = None
+    kernel_digest: Text | None = None
+    versions: Annotated[Mapped, Field(default_factory=dict)]
+    device: Text = ""
+    host: Text | None = None
+    started: Number | None = None
+    params: Integer | None = None
+    tokens: Integer | None = None
+    epochs: Number | None = None
+    steps: Annotated[Mapped, Field(default_factory=dict)]
+    nonfinite: Annotated[list[Met], Field(default_factory=list)]
+
+
 MOST_MET = 8
-MANIFEST: dict[str, Kind] = {
-    "run_id": str, "sweep": str, "arm": str, "seed": int, "job": str, "overrides": [str], "trunk": TEXT,
-    "point": COUNT, "warnings": [str], "repairs": [str], "gemm_plan": dict, "recipe_schedule": [dict],
-    "data_hash": TEXT, "kernel_digest": TEXT, "versions": dict, "device": str, "host": TEXT, "started": NUMBER,
-    "params": COUNT, "tokens": COUNT, "epochs": NUMBER, "steps": dict,
-    "nonfinite": [MET],
-}  # fmt: skip
-PLANNED = ("run_id", "sweep", "arm", "seed", "job", "overrides")
-"""The keys that the manifest of every run has from the beginning."""
-TRACK = dict.fromkeys(("kind", "mode", "project", "entity"), TEXT) | {"init_timeout_s": NUMBER}
-SECTION = (dict.fromkeys(("input", "weight", "grad_output", "qkv", "s", "do", "dp"), TEXT), None)
-RECIPE = dict.fromkeys(("linear", "grouped_linear", "dpa", "head"), SECTION) | {
-    "name": TEXT, "qfactory": TEXT, "gemm": TEXT, "overrides": ([dict], None), "schedule": ([dict], None),
-}  # fmt: skip
-CONFIG: dict[str, Kind] = {
-    "job": str, "seed": int, "recipe": (RECIPE, None), "fork": ({"noise": NUMBER}, None), "data": (dict, None),
-    "model": ({"init_noise": NUMBER}, None), "train": (dict, None), "stats": ({"every": COUNT}, None),
-    "track": (TRACK, None), "engine": (dict, None),
-}  # fmt: skip
-TRAINED: dict[str, Kind] = dict.fromkeys(("steps", "batch", "context"), int)
-"""The keys of the section train that losses are counted over."""
-JOB = {"id": str}
+
+
+class Quantizers(Document):
+    """A section of a recipe: the canonical text of each tensor's quantizer."""
+
+    input: Text | None = None
+    weight: Text | None = None
+    grad_output: Text | None = None
+    qkv: Text | None = None
+    s: Text | None = None
+    do: Text | None = None
+    dp: Text | None = None
+
+
+class RecipeSection(Document):
+    """The section recipe of a config."""
+
+    name: Text | None = None
+    qfactory: Text | None = None
+    gemm: Text | None = None
+    linear: Quantizers | None = None
+    grouped_linear: Quantizers | None = None
+    dpa: Quantizers | None = None
+    head: Quantizers | None = None
+    overrides: list[Mapped] | None = None
+    schedule: list[Mapped] | None = None
+
+
+class Fork(Document):
+    """The section fork of a config, as far as it is read without its types."""
+
+    noise: Number | None = None
+
+
+class Model(Document):
+    """The section model of a config, as far as it is read without its types."""
+
+    init_noise: Number | None = None
+
+
+class Stats(Document):
+    """The section stats of a config."""
+
+    every: Integer | None = None
+
+
+class Track(Document):
+    """The section track of a config."""
+
+    kind: Text | None = None
+    mode: Text | None = None
+    project: Text | None = None
+    entity: Text | None = None
+    init_timeout_s: Number | None = None
+
+
+class Config(Document):
+    """config.yaml"""
+
+    job: Text = ""
+    seed: Integer = 0
+    recipe: RecipeSection | None = None
+    fork: Fork | None = None
+    data: Mapped | None = None
+    model: Model | None = None
+    train: Mapped | None = None
+    stats: Stats | None = None
+    track: Track | None = None
+    engine: Mapped | None = None
+
+
+class Trained(Document):
+    """The keys of the section train that losses are counted over."""
+
+    steps: Integer
+    batch: Integer
+    context: Integer
+
+
+class Job(Document):
+    """job.json: the id of the scheduler's job that has the run."""
+
+    id: Text
+
+
+SCHEMAS: dict[str, type[Document]] = {"status": Status, "manifest": Manifest, "config": Config, "job": Job}
+
+
+def schema(name: str) -> dict[str, Any]:
+    """The JSON Schema of a run's "status", "manifest", "config" or "job" document."""
+    return SCHEMAS[name].model_json_schema()
 
 
 def check_document(
-    path: Path, document: Any, fields: Mapping[str, Kind], required: Iterable[str] = (), remedy: str = REPAIRED
+    path: Path, document: Any, kind: type[Document], required: Iterable[str] = (), remedy: str = REPAIRED
 ) -> dict[str, Any]:
-    """The document, which was read from `path`. Raises Damaged where it is no mapping, lacks one of the `required`
-    keys, or has a value of another kind than `fields` says, at any depth."""
+    """Return the document, which was read from `path`, as it is. Raises Damaged where it is no mapping, lacks a key of
+    `required`, or has a value of another type than `kind` says, at any depth."""
     if not isinstance(document, dict):
-        raise Damaged(path, f"holds {_shown(document)} where a mapping of keys belongs", remedy)
-    odd = next((key for key in document if not (isinstance(key, str) and _writable(key))), None)
-    if odd is not None:
-        raise Damaged(path, f"has the key {_shown(odd)}, where text belongs", remedy)
+        raise Damaged(path, f"holds {shown(document)} where a mapping of keys belongs", remedy)
     if lacking := [key for key in required if key not in document]:
         raise Damaged(path, f"has no key '{lacking[0]}'", remedy)
-    for key, value in document.items():
-        if fault := _fault(key, value, fields.get(key, ...)):
-            raise Damaged(path, fault, remedy)
+    try:
+        kind.model_validate(document)
+    except ValidationError as error:
+        raise Damaged(path, _sentence(error, document), remedy) from None
     return document
 
 
@@ -79,122 +221,47 @@ def met_lines(manifest: Mapping[str, Any]) -> list[str]:
     return [row["sentence"] for row in rows[:MOST_MET]] + [f"{more} more slots have met NaN or inf"] * (more > 0)
 
 
-def check_rows(path: Path, rows: list[Any], columns: Mapping[str, type]) -> None:
-    """Raise Damaged, with the line, for a row that is no mapping, lacks a column that is not OPTIONAL, or has a value
-    of another kind than `columns` says. null stands for a value that a row does not have, except in a column of
-    NAMING."""
-    if any(type(row) is not dict for row in rows):
-        number = next(n for n, row in enumerate(rows, 1) if type(row) is not dict)
-        raise _row_fault(path, number, f"is {_shown(rows[number - 1])}, no row")
-    for name, kind in columns.items():
-        values = [row.get(name, ...) for row in rows]
-        odd = set(map(type, values)) - _types(name, kind)
-        if odd:
-            number = next(n for n, value in enumerate(values, 1) if type(value) in odd)
-            came = values[number - 1]
-            fault = f"has no '{name}'" if came is ... else f"has {_shown(came)} under '{name}'"
-            raise _row_fault(path, number, f"{fault}, where {_wanted(kind)} belongs")
-        if kind is str:
-            unfit = {value for value in set(values) if isinstance(value, str) and not _writable(value)}
-        else:
-            unfit = {value for value in values if type(value) is int and abs(value) >= LARGEST}
-        if unfit:
-            number = next(n for n, value in enumerate(values, 1) if value in unfit)
-            raise _row_fault(path, number, f"has {_shown(values[number - 1])} under '{name}', which no table can hold")
+WANTED = {
+    "int_type": "an integer", "less_than": "an integer", "greater_than": "an integer", "string_type": "text",
+    "string_unicode": "text", "bool_type": "true or false", "list_type": "a list", "dict_type": "a mapping",
+    "model_type": "a mapping",
+}  # fmt: skip
+"""Pydantic's type of a fault -> the kind of value that belongs there."""
 
 
-def _types(name: str, kind: type) -> set[type]:
-    allowed: set[type] = {float, int} if kind is float else {kind}
-    if name not in NAMING:
-        allowed.add(type(None))
-    if name in OPTIONAL:
-        allowed.add(type(...))
-    return allowed
+def _sentence(error: ValidationError, document: dict[Any, Any]) -> str:
+    """The deepest fault in words. A union has a fault for each of its types; the one of mappings comes last."""
+    placed = [(*_place(fault, document), fault) for fault in error.errors(include_url=False)]
+    path, value, fault = max(reversed(placed), key=lambda each: len(each[0]))
+    where, kind = ".".join(map(str, path)), fault["type"]
+    if kind == "missing":
+        return f"has no key '{'.'.join(map(str, fault['loc']))}'"
+    if isinstance(value, dict) and _is_of_key(fault):
+        odd = next(key for key in value if not (isinstance(key, str) and writable(key)))
+        inside = f" in '{where}'" if where else ""
+        return f"has {shown(odd)} as a key{inside}, where text belongs"
+    types = {each[2]["type"] for each in placed if each[0] == path}
+    wanted = f"one of {fault['ctx']['expected']}" if kind == "literal_error" else WANTED.get(kind, "another value")
+    if {"list_type", "dict_type"} <= types:
+        wanted = "text, a number or null"
+    elif "is_instance_of" in types:
+        wanted = "a number"
+    return f"has {shown(value)} under '{where}', where {wanted} belongs"
 
 
-def _row_fault(path: Path, number: int, fault: str) -> Damaged:
-    return Damaged(path, f"line {number} {fault}", "repeat the run with --force")
+def _is_of_key(fault: Mapping[str, Any]) -> bool:
+    """Whether a fault is of a key, and not of the value under it."""
+    return fault["type"] == "invalid_key" or fault["loc"][-1:] in ((), ("[key]",))
 
 
-def _fault(where: str, value: Any, kind: Any) -> str | None:
-    """The fault of a value, as a sentence's part; None where it has none. Kind ... is anything plain."""
-    if kind is ...:
-        return _plain_fault(where, value)
-    for option in kind if isinstance(kind, tuple) else (kind,):
-        if _is(value, option):
-            inner = _inner(where, value, option)
-            return next((fault for at, part, of in inner if (fault := _fault(at, part, of))), None) or (
-                None if inner else _plain_fault(where, value)
-            )
-    return f"has {_shown(value)} under '{where}', where {_wanted(kind)} belongs"
-
-
-def _is(value: Any, kind: Any) -> bool:
-    """Whether a value is of a kind, whatever is in it."""
-    if kind is None:
-        return value is None
-    if isinstance(kind, frozenset):
-        return isinstance(value, str) and value in kind
-    if isinstance(kind, Mapping):
-        return isinstance(value, dict) and kind.keys() <= value.keys() | _may_lack(kind)
-    if isinstance(kind, list):
-        return isinstance(value, list)
-    if kind in (int, float):
-        return not isinstance(value, bool) and isinstance(value, (int, kind))
-    return isinstance(kind, type) and isinstance(value, kind)
-
-
-def _may_lack(kind: Mapping[str, Any]) -> set[str]:
-    return {key for key, of_key in kind.items() if isinstance(of_key, tuple) and None in of_key}
-
-
-def _inner(where: str, value: Any, kind: Any) -> list[tuple[str, Any, Any]]:
-    """(name, value, kind) of what is in a value of the kind."""
-    if isinstance(kind, Mapping):
-        return [(f"{where}.{key}", part, kind.get(key, ...)) for key, part in value.items()]
-    if isinstance(kind, list):
-        return [(f"{where}.{index}", part, kind[0]) for index, part in enumerate(value)]
-    return []
-
-
-def _plain_fault(where: str, value: Any) -> str | None:
-    """The fault of a value that may be anything that JSON has: YAML's dates, sets and keys other than text are
-    faults."""
-    if isinstance(value, dict):
-        odd = next((key for key in value if not (isinstance(key, str) and _writable(key))), None)
-        if odd is not None:
-            return f"has {_shown(odd)} as a key in '{where}', where text belongs"
-        return next((f for key, part in value.items() if (f := _plain_fault(f"{where}.{key}", part))), None)
-    if isinstance(value, list):
-        return next((f for i, part in enumerate(value) if (f := _plain_fault(f"{where}.{i}", part))), None)
-    good = value is None or isinstance(value, bool | float)
-    good = good or (isinstance(value, str) and _writable(value)) or (isinstance(value, int) and abs(value) < LARGEST)
-    return None if good else f"has {_shown(value)} under '{where}', where text, a number or null belongs"
-
-
-def _writable(text: str) -> bool:
-    """Whether text can be encoded: JSON may hold one half of a surrogate pair."""
-    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _shown(value: Any) -> str:
-    """A value for a sentence, short and in plain characters."""
-    if isinstance(value, dict | list):
-        return f"{'a mapping' if isinstance(value, dict) else 'a list'} of {len(value)}"
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= LARGEST:
-        return "a number of more than 64 bits"
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    text = ascii(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def _wanted(kind: Any) -> str:
-    names = {int: "an integer", float: "a number", str: "text", dict: "a mapping", None: "null"}
-    if isinstance(kind, tuple):
-        return " or ".join(_wanted(option) for option in kind)
-    if isinstance(kind, frozenset):
-        return f"one of {', '.join(sorted(kind))}"
-    if isinstance(kind, Mapping):
-        return f"a mapping with {', '.join(key for key in kind if key not in _may_lack(kind))}"
-    return "a list" if isinstance(kind, list) else names.get(kind, "text")
+def _place(fault: Mapping[str, Any], document: Any) -> tuple[tuple[int | str, ...], Any]:
+    """(path of keys to the value at fault, the value). Names of types in the fault's place are no keys; of a key that
+    is at fault the value is the mapping."""
+    loc, path, value = fault["loc"], [], document
+    if _is_of_key(fault):
+        loc = loc[: -1 if fault["type"] == "invalid_key" else -2]
+    for part in loc:
+        inside = isinstance(value, dict) and part in value
+        if inside or (isinstance(value, list) and isinstance(part, int) and part < len(value)):
+            path, value = [*path, part], value[part]
+    return tuple(path), value

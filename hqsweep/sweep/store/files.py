@@ -6,38 +6,34 @@ NaN and infinity are written as JSON's NaN, Infinity and -Infinity, which Python
 """
 
 import json
+import math
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hqsweep.config.safe_json import loads
+from hqsweep.config.safe import loads
 from hqsweep.errors import Damaged
+from hqsweep.host import write_whole
+from hqsweep.track.tables import NAMING, OPTIONAL
 
 REPEAT = "repeat the run with --force"
+REPAIRED = "the sweep's `hqsweep run` command writes it again, and repeats the run where it has to"
+LARGEST = 2**63
+"""The bound of integers, as in every table that they go to."""
+KINDS = {int: "an integer", float: "a number", str: "text"}
 RESTORE = "restore it, or run the sweep's `hqsweep run` command again"
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Replace the file `path` by `data` atomically. The process id keeps two writers off each other's temporary
-    file."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
     """Replace `path` by `text` (UTF-8) atomically."""
-    write_bytes(path, text.encode())
+    write_whole(path, text.encode())
 
 
 def write_json(path: Path, document: Any) -> None:
     """Replace `path` by the indented JSON of `document` atomically."""
-    write_bytes(path, encode_json(document))
+    write_whole(path, encode_json(document))
 
 
 def encode_json(document: Any) -> bytes:
@@ -109,6 +105,60 @@ def _parse_line(path: Path, number: int, line: bytes, remedy: str) -> Any:
         return json.loads(line)
     except (ValueError, RecursionError):
         raise Damaged(path, f"line {number} is not JSON", remedy) from None
+
+
+def check_rows(path: Path, rows: list[Any], columns: Mapping[str, type]) -> None:
+    """Raise Damaged, with the line, for a row that is no mapping, lacks a column that is not OPTIONAL, or has a value
+    of another kind than `columns` says. null stands for a value that a row does not have, except in a column of
+    NAMING."""
+    if any(type(row) is not dict for row in rows):
+        number = next(n for n, row in enumerate(rows, 1) if type(row) is not dict)
+        raise _row_fault(path, number, f"is {shown(rows[number - 1])}, no row")
+    for name, kind in columns.items():
+        values = [row.get(name, ...) for row in rows]
+        odd = set(map(type, values)) - _types(name, kind)
+        if odd:
+            number = next(n for n, value in enumerate(values, 1) if type(value) in odd)
+            came = values[number - 1]
+            fault = f"has no '{name}'" if came is ... else f"has {shown(came)} under '{name}'"
+            raise _row_fault(path, number, f"{fault}, where {KINDS[kind]} belongs")
+        if kind is str:
+            unfit = {value for value in set(values) if isinstance(value, str) and not writable(value)}
+        else:
+            unfit = {value for value in values if type(value) is int and abs(value) >= LARGEST}
+        if unfit:
+            number = next(n for n, value in enumerate(values, 1) if value in unfit)
+            raise _row_fault(path, number, f"has {shown(values[number - 1])} under '{name}', which no table can hold")
+
+
+def _types(name: str, kind: type) -> set[type]:
+    allowed: set[type] = {float, int} if kind is float else {kind}
+    if name not in NAMING:
+        allowed.add(type(None))
+    if name in OPTIONAL:
+        allowed.add(type(...))
+    return allowed
+
+
+def _row_fault(path: Path, number: int, fault: str) -> Damaged:
+    return Damaged(path, f"line {number} {fault}", "repeat the run with --force")
+
+
+def writable(text: str) -> bool:
+    """Whether text can be encoded: JSON may hold one half of a surrogate pair."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def shown(value: Any) -> str:
+    """A value for a sentence, short and in plain characters."""
+    if isinstance(value, dict | list):
+        return f"{'a mapping' if isinstance(value, dict) else 'a list'} of {len(value)}"
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= LARGEST:
+        return "a number of more than 64 bits"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    text = ascii(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def drop_torn_tail(path: Path) -> None:

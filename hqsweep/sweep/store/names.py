@@ -33,7 +33,7 @@ def fork_of(config: Mapping[str, Any]) -> Any:
     section = config.get("fork")
     if section is None:
         return None
-    from hqsweep.config.fork import ForkConfig  # with pydantic, for which completion cannot wait
+    from hqsweep.config.study import ForkConfig  # with pydantic, for which completion cannot wait
 
     return ForkConfig.model_validate(section)
 
@@ -51,7 +51,7 @@ def ranks_of(config: Mapping[str, Any]) -> int:
     dims = (train or {}).get("parallel")
     if not dims:
         return 1
-    from hqsweep.config.parallel import ParallelConfig  # with pydantic
+    from hqsweep.config.train import ParallelConfig  # with pydantic
 
     return ParallelConfig.model_validate(dims).world
 

@@ -9,18 +9,33 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from hqsweep.errors import Damaged, UserError, nearest
-from hqsweep.sweep.store.documents import check_document
+from hqsweep.sweep.store.documents import Document, Mapped, Text, check_document
 from hqsweep.sweep.store.files import read_json, write_json
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore
 
 FILE = "notes.json"
-ENTRY = {"note": str, "tags": [str]}
 REMEDY = "delete it, or correct it by hand"
 TAG = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 LONGEST_TAG, LONGEST_NOTE = 40, 2000
+
+
+class Entry(Document):
+    """The note and the tags of a run, as JSON."""
+
+    note: Text = ""
+    tags: Annotated[list[Text], Field(default_factory=list)]
+
+
+class Entries(Entry):
+    """notes.json"""
+
+    runs: Annotated[Mapped, Field(default_factory=dict)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +63,10 @@ def read(folder: Path) -> dict[str, Note]:
     """Name of a run ("" for the sweep in `folder`) -> its Note. Raises Damaged for a file of another form."""
     path = folder / FILE
     document = read_json(path, {})
-    check_document(path, document, ENTRY | {"runs": dict}, remedy=REMEDY)
+    check_document(path, document, Entries, remedy=REMEDY)
     entries = {"": document, **document.get("runs", {})}
     for entry in entries.values():
-        check_document(path, entry, ENTRY, remedy=REMEDY)
+        check_document(path, entry, Entry, remedy=REMEDY)
     return {
         name: Note(note=entry.get("note", ""), tags=tuple(entry.get("tags", ()))) for name, entry in entries.items()
     }

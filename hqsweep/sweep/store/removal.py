@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hqsweep.errors import Damaged, UserError
+from hqsweep.host import Busy
 from hqsweep.sweep.store import notes
-from hqsweep.sweep.store.locks import RunBusy
 from hqsweep.sweep.store.run_dir import RunDir, remove
 from hqsweep.sweep.store.store import RunStore, sweep_file
 
@@ -126,7 +126,7 @@ def delete(removal: Removal) -> None:
             if run.path.is_dir() and not run.path.is_symlink():
                 try:
                     held.enter_context(run.lock())
-                except RunBusy:
+                except Busy:
                     raise _at_work(run) from None
         names = {run.name for run in removal.runs}
         if removal.whole:

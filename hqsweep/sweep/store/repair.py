@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from hqsweep.errors import Damaged
+from hqsweep.host import Busy
 from hqsweep.sweep.store import seal
 from hqsweep.sweep.store.files import put_aside
-from hqsweep.sweep.store.locks import RunBusy
 from hqsweep.sweep.store.run_dir import RunDir, remove
 from hqsweep.track.tables import TABLES
 from hqsweep.train.record import checkpoints
@@ -33,7 +33,7 @@ def repair(run: RunDir, say: Callable[[str], None]) -> None:
         say(f"{run.name}: {place}")
     if not run.path.is_dir():
         return
-    with suppress(RunBusy), run.lock():
+    with suppress(Busy), run.lock():
         if run.seen()["state"] == "finished":
             return
         said = list(_misplaced(run))

@@ -5,18 +5,17 @@ A folder belongs to one process at a time, by an flock on it, which the kernel r
 
 import shutil
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hqsweep.config.safe_yaml import parse_yaml
+from hqsweep.config.safe import parse_yaml
 from hqsweep.errors import Damaged, Missing, UserError
+from hqsweep.host import is_locked, locked, write_whole
 from hqsweep.sweep.store import seal
-from hqsweep.sweep.store.documents import CONFIG, MANIFEST, PLANNED, REPAIRED, STATUS, check_document, check_rows
-from hqsweep.sweep.store.files import encode_json, parse_json, parse_rows, read_bytes, write_bytes, write_json
-from hqsweep.sweep.store.locks import is_locked, locked
+from hqsweep.sweep.store.files import REPAIRED, check_rows, encode_json, parse_json, parse_rows, read_bytes, write_json
 from hqsweep.sweep.store.names import fork_of, trunk_path
 from hqsweep.track.tables import TABLES
 from hqsweep.train.record import NotAsWritten, checkpoints, misfit, read_record
@@ -30,6 +29,8 @@ PENDING: dict[str, Any] = {
 "loading data", and `progress` is {"step", "steps", "part", "loss", "tokens_per_s", "eta_s"}, part being how much of the
 work is done, from 0 to 1."""
 
+PLANNED = ("run_id", "sweep", "arm", "seed", "job", "overrides")
+"""The keys that the manifest of every run has from the beginning."""
 MADE = "the sweep's `hqsweep run` command makes it again"
 UNUSABLE = ("damaged", "missing")
 """The states of runs whose files cannot be trusted."""
@@ -129,11 +130,11 @@ class RunDir:
             config = parse_yaml(data)
         except UserError as error:
             raise Damaged(self.config_path, str(error), REPAIRED) from None
-        return check_document(self.config_path, config, CONFIG, ("job", "seed"))
+        return _checked(self.config_path, config, "config", ("job", "seed"))
 
     def manifest(self) -> dict[str, Any]:
         """The manifest of the run. Raises Damaged where it is missing, or not that of a run."""
-        manifest = self._json(self.manifest_path, MANIFEST, PLANNED)
+        manifest = self._json(self.manifest_path, "manifest", PLANNED)
         if manifest is None:
             raise Damaged(self.manifest_path, "is gone", REPAIRED)
         return manifest
@@ -141,7 +142,7 @@ class RunDir:
     def _known_entries(self) -> dict[str, Any]:
         """The entries of the manifest, as far as it can be read."""
         with suppress(Damaged):
-            return self._json(self.manifest_path, MANIFEST) or {}
+            return self._json(self.manifest_path, "manifest") or {}
         return {}
 
     def update_manifest(self, **entries: Any) -> None:
@@ -172,20 +173,20 @@ class RunDir:
 
     def job(self) -> str | None:
         """The id of the scheduler's job that has the run, None where there is none. Raises Damaged."""
-        document = self._json(self.job_path, {"id": str}, ("id",))
+        document = self._json(self.job_path, "job", ("id",))
         return document and document["id"]
 
-    def _json(self, path: Path, fields: Mapping[str, Any], required: Sequence[str] = ()) -> dict[str, Any] | None:
+    def _json(self, path: Path, name: str, required: Sequence[str] = ()) -> dict[str, Any] | None:
         """The document in one of the run's files, None where it is missing. Raises Damaged."""
         data = self.read(path)
         try:
-            return None if data is None else check_document(path, parse_json(path, data), fields, required)
+            return None if data is None else _checked(path, parse_json(path, data), name, required)
         except RecursionError:
             raise Damaged(path, "is nested too deep", REPAIRED) from None
 
     def written_status(self) -> dict[str, Any]:
         """The content of status.json, PENDING without one. Raises Damaged."""
-        return PENDING | (self._json(self.status_path, STATUS, ("state",)) or {})
+        return PENDING | (self._json(self.status_path, "status", ("state",)) or {})
 
     def status(self) -> dict[str, Any]:
         """The written_status(), but a run whose worker died on this machine without a report is interrupted, not
@@ -228,13 +229,13 @@ class RunDir:
         data = encode_json(status)
         if "state" in changes and status["state"] in seal.SEALED:
             seal.write(self.path, data)
-        write_bytes(self.status_path, data)
+        write_whole(self.status_path, data)
         if status["state"] not in seal.SEALED:
             seal.remove(self.path)
         return status
 
     def lock(self, wait_s: float = 0.0) -> AbstractContextManager[Callable[[], bool]]:
-        """Hold the folder, as locked() says. Raises RunBusy when another process still holds it after `wait_s` s."""
+        """Hold the folder, as locked() says. Raises Busy when another process still holds it after `wait_s` s."""
         return locked(self.lock_path, wait_s)
 
     def is_locked(self) -> bool:
@@ -270,7 +271,7 @@ class RunDir:
             config = self.config_path.read_bytes()
             self.path.unlink()
             self.path.mkdir()
-            write_bytes(self.config_path, config)
+            write_whole(self.config_path, config)
         if not self.status_path.is_file():
             remove(self.status_path)
         write_json(self.status_path, PENDING)
@@ -280,6 +281,13 @@ class RunDir:
                 remove(entry)
         planned = (*PLANNED, "trunk", "point")
         write_json(self.manifest_path, {key: manifest[key] for key in planned if key in manifest})
+
+
+def _checked(path: Path, document: Any, name: str, required: Sequence[str]) -> dict[str, Any]:
+    """check_document() of a document by its name in SCHEMAS."""
+    from hqsweep.sweep.store.documents import SCHEMAS, check_document  # pydantic: a TAB, which reads none, waits not
+
+    return check_document(path, document, SCHEMAS[name], required)
 
 
 def unusable(fault: Damaged) -> dict[str, Any]:

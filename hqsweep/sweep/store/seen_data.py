@@ -11,14 +11,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hqsweep.config.data import DataConfig
 from hqsweep.config.job import Config, ConvergenceConfig
+from hqsweep.config.train import DataConfig
 from hqsweep.errors import Damaged, UserError
 from hqsweep.sweep.store.names import data_seen, run_id, without_data_hash
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore
 from hqsweep.train import data
-from hqsweep.train.content import SHOWN_DIGITS, where
+from hqsweep.train.corpus import SHOWN_DIGITS, where
 from hqsweep.train.record import ID_DIGITS
 
 FEW_RUNS = 3

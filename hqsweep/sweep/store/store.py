@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import yaml
 
 from hqsweep.errors import Damaged, UserError, nearest
+from hqsweep.host import Busy, holder, locked
 from hqsweep.sweep.store import seal, sweep_file
 from hqsweep.sweep.store.files import write_text
-from hqsweep.sweep.store.locks import RunBusy, holder, locked
 from hqsweep.sweep.store.names import fork_of, id_in, run_id, run_name, trunk_path
 from hqsweep.sweep.store.repair import repair
 from hqsweep.sweep.store.run_dir import PENDING, RunDir
@@ -112,7 +112,7 @@ class RunStore:
         with ExitStack() as stack:
             try:
                 stack.enter_context(locked(path, LOCK_WAIT_S, say))
-            except RunBusy:
+            except Busy:
                 raise UserError(f"sweep '{sweep}': nothing can be added to its list of runs: {holder(path)}") from None
             yield
 
@@ -267,7 +267,7 @@ def _take_back_if_damaged(run: RunDir, say: Callable[[str], None]) -> None:
     """Make a run pending that has ended and has changed since."""
     if not run.path.is_dir():
         return
-    with suppress(RunBusy), run.lock():
+    with suppress(Busy), run.lock():
         try:
             run.check()
         except Damaged as fault:
@@ -283,7 +283,7 @@ def _create_run(run: RunDir, point: PlannedRun, arm: str, needed: Collection[Pat
     lacks one is pending again, and keeps the points that it has.
     """
     run.path.mkdir(exist_ok=True)
-    with suppress(RunBusy), run.lock():
+    with suppress(Busy), run.lock():
         config, fork = dict(point.config), fork_of(point.config)
         if fork and fork.is_trunk:
             config = _with_points_of(run, config)

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hqsweep.errors import Damaged
-from hqsweep.sweep.store.locks import RunBusy
+from hqsweep.host import Busy
 from hqsweep.sweep.store.names import id_in, run_id
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.seen_data import SeenData, seen_by
@@ -81,7 +81,7 @@ def _seal_as_it_is(run: RunDir) -> bool:
     """Seal a finished run that has no seal and no visible fault; returns whether it did."""
     if (run.path / seal.FILE).exists() or not run.config_path.is_file():
         return False
-    with suppress(Damaged, RunBusy), run.lock():
+    with suppress(Damaged, Busy), run.lock():
         if run.written_status()["state"] != "finished":
             return False
         run.write_status(state="finished")

@@ -1,6 +1,12 @@
-"""save_sharded and load_sharded in one process: what is on the disk when, who reads it, and what is refused. What ranks
-do with it is in tests/parallel/test_sharded.py."""
+"""save_sharded and load_sharded in one process: what is on the disk when, who reads it, and what is refused.
 
+Saves in the background fail in processes whose files may be 1 MiB. tests/parallel/test_sharded.py has several ranks.
+"""
+
+import errno
+import subprocess
+import sys
+import textwrap
 import warnings
 
 import pytest
@@ -10,9 +16,9 @@ from support.parallel.sharded_training import Training, assert_same
 from torch import nn
 
 from hqsweep import load_checkpoint
-from hqsweep.checkpoints.sharded.planes import whole_of
-from hqsweep.checkpoints.sharded.sharded import save_sharded, save_sharded_async
+from hqsweep.checkpoints.sharded.sharded import disk_fault, save_sharded, save_sharded_async, words_of
 from hqsweep.checkpoints.sharded.sharded_load import load_sharded
+from hqsweep.checkpoints.sharded.sharded_state import whole_of
 from hqsweep.errors import UserError
 from hqsweep.optim import FusedAdam
 from hqsweep.parallel.shards.shard import buffer_cuts
@@ -163,3 +169,66 @@ def test_codes_of_columns_are_those_of_the_whole(named, other):
     )
     with pytest.raises(UserError, match="has another size than its format says"):
         whole_of(described | other, planes, torch.device("cpu"))
+
+
+PROGRAM = """
+import resource, torch, hqsweep as hq
+m = torch.nn.Linear(1024, 1024)
+o = torch.optim.AdamW(m.parameters())
+m(torch.randn(2, 1024)).sum().backward()
+o.step()
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+def refused(call):
+    try:
+        call()
+    except Exception as error:
+        print(type(error).__name__, error)
+limit(1 << 20)
+saving = hq.save_sharded_async(m, o, "last")
+"""
+WHY = "a file is larger than the file system or `ulimit -f` allows"
+SAID = f"save_sharded_async: 'last' was not saved: {WHY}"
+
+
+def ended(program, folder):
+    command = [sys.executable, "-c", PROGRAM + textwrap.dedent(program)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit(3)"])
+def test_a_failure_that_nobody_asked_for_is_said_at_the_end(tmp_path, end):
+    result = ended(f"import atexit; atexit.register(print, 'called')\n{end}", tmp_path)
+    assert (result.returncode, result.stderr, result.stdout) == (120, f"hqsweep: {SAID}\n", "called\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_result_raises_the_reason_and_the_next_save_what_nobody_asked_for(tmp_path):
+    program = """
+        refused(saving.result)
+        refused(lambda: hq.save_sharded(m, o, "whole"))
+        saving = hq.save_sharded_async(m, o, "last")
+        while not saving.done():
+            pass
+        limit(hard)
+        refused(lambda: hq.save_sharded(m, o, "next"))
+        print(*__import__("os").listdir())
+        hq.save_sharded_async(m, o, "next").result()
+        hq.save_sharded_async(m, o, "more")
+    """
+    result = ended(program, tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    names = ("last", "whole")
+    refused = [f"OSError [Errno {errno.EFBIG}] {WHY}: '{name}'" for name in names]
+    assert result.stdout.splitlines() == [*refused, f"RuntimeError {SAID}", ""]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["more", "next"]
+
+
+def test_what_the_disk_refuses_is_told_in_plain_words(tmp_path, monkeypatch):
+    assert disk_fault(tmp_path / "none") is None and disk_fault(tmp_path) is None
+    (tmp_path / "0.distcp").symlink_to("/dev/full")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("builtins.open", lambda *_: (_ for _ in ()).throw(full))
+    assert words_of(disk_fault(tmp_path)) == "the disk is full"
+    assert words_of(ValueError("a\nb")) == "ValueError: a b"

@@ -8,7 +8,7 @@ import torch
 from cases import bare
 from torch import nn
 
-from hqsweep.config.gemms import linear_shapes
+from hqsweep.config.job import linear_shapes
 from hqsweep.config.model import ModelConfig
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
@@ -261,6 +261,7 @@ def test_what_backward_computes_again_has_the_answers_of_its_forward():
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+@pytest.mark.slow
 def test_a_trace_takes_the_new_answers_of_a_factory():
     torch.compiler.reset()
     factory, module, x = Changing(), linear(), draw("normal", 32, 64)

@@ -5,8 +5,7 @@ import pickle
 import pytest
 import torch
 
-from hqsweep.ops.members.padding import PaddedSplits
-from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.members.splits import PaddedSplits, Splits
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 

@@ -5,8 +5,7 @@ import torch
 
 from hqsweep.errors import UserError
 from hqsweep.formats import parse
-from hqsweep.ops.members.layout import GroupLayout, ShapesLayout
-from hqsweep.ops.members.shapes import Shapes
+from hqsweep.ops.members.layout import GroupLayout, Shapes, ShapesLayout
 
 
 def test_members_follow_each_other_and_leave_the_rest_alone():

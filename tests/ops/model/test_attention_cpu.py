@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hqsweep.ops.model.attention_cpu import attention_on_cpu, attention_on_cpu_back
+from hqsweep.ops.model.attention import attention_on_cpu, attention_on_cpu_back
 
 
 def drawn(shape=(2, 3, 37, 16)):

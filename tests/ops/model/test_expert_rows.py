@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hqsweep.ops.model.expert_rows import copy_rows, expert_places
+from hqsweep.ops.model.experts import copy_rows, expert_places
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 

@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hqsweep.ops.members.padding import PaddedSplits
-from hqsweep.ops.members.splits import Splits
-from hqsweep.ops.model.experts import combine_rows, combine_rows_backward, dispatch_rows, sum_rows
-from hqsweep.ops.model.route import place_choices
+from hqsweep.ops.members.splits import PaddedSplits, Splits
+from hqsweep.ops.model.experts import combine_rows, combine_rows_backward, dispatch_rows, place_choices, sum_rows
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(300, 2, 512), (1, 1, 8), (77, 3, 264), (4096, 8, 64), (0, 2, 16), (33, 2, 2048)]

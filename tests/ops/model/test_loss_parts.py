@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 from support.ops.loss_inputs import INFINITY, devices, inputs, one
 
-from hqsweep.ops.model import loss_parts as module
-from hqsweep.ops.model.loss import cross_entropy_
-from hqsweep.ops.model.loss_parts import Boxes, joint_cross_entropy_, loss_parts, shared_cross_entropy_
+from hqsweep.ops.model import loss as module
+from hqsweep.ops.model.loss import Boxes, cross_entropy_, joint_cross_entropy_, loss_parts, shared_cross_entropy_
 
 
 def shared(logits, targets, sizes, scale, gradient=True):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hqsweep.ops.model.route import place_choices, route, route_backward
+from hqsweep.ops.model.experts import place_choices, route, route_backward
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(1, 1, 1), (300, 8, 2), (64, 8, 8), (65, 60, 6), (1000, 256, 32), (7, 33, 3), (4097, 4, 1)]

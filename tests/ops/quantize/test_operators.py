@@ -57,6 +57,7 @@ def by_operators(x, row, column):
     return [*operands, value + 1]
 
 
+@pytest.mark.slow
 @pairs
 def test_the_operators_compile_without_a_break(pair):
     compiled = torch.compile(lambda x: by_operators(x, *pair), fullgraph=True, backend="aot_eager", dynamic=True)

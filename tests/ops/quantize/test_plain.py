@@ -11,8 +11,7 @@ from hqsweep.formats import ExactOperand
 from hqsweep.formats.inputs import draw
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.dequantize import exact_operand_of
-from hqsweep.ops.quantize.plain import Pair, quantize_plain
-from hqsweep.ops.quantize.quantize import quantize
+from hqsweep.ops.quantize.quantize import Pair, quantize, quantize_plain
 from hqsweep.ops.quantize.request import NO_TARGET, Target
 from hqsweep.quant import HybridQuantizer
 

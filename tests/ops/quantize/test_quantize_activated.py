@@ -5,11 +5,10 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from hqsweep.ops.model.activation import INPUTS, activation, activation_backward
+from hqsweep.ops.quantize import fused as module
 from hqsweep.ops.quantize import operators
-from hqsweep.ops.quantize import quantize_activated as module
-from hqsweep.ops.quantize.blocks import takes_formats
+from hqsweep.ops.quantize.fused import quantize_activated, takes_formats
 from hqsweep.ops.quantize.kernels import NO_KEY
-from hqsweep.ops.quantize.quantize_activated import quantize_activated
 from hqsweep.ops.quantize.request import request_of
 
 gpu = pytest.mark.gpu
@@ -104,7 +103,7 @@ def test_other_formats_are_refused(text):
 def test_outputs_are_said_of_both_directions():
     z = torch.zeros(32, 32, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"exact is \[True\]; it takes one for rows and one for columns"):
-        module._by_operator(z, None, "gelu", "mxfp8", "", False, [True])
+        module._activated(z, None, "gelu", "mxfp8", "", False, [True])
 
 
 def test_a_matrix_that_it_cannot_read_is_refused():

@@ -1,14 +1,12 @@
-"""Which rows a norm writes where they are to arrive, and which weights are made ready before others are waited for."""
+"""Which rows a norm writes where they are to arrive."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import bare
-from torch import nn
 
-from hqsweep.nn import Linear, quantization
-from hqsweep.nn.linear.linear_call import LinearCall
+from hqsweep.nn import Linear
 from hqsweep.parallel.overlap import overlapped_gemm as module
 from hqsweep.parallel.overlap.overlapped_gemm import HIDING_FEATURES, Outgoing, start_values
 from hqsweep.parallel.shards.shard_part import Part
@@ -26,7 +24,11 @@ def started(monkeypatch):
         started.append((shape, dtype))
         return SimpleNamespace(rows=torch.empty(shape, dtype=dtype, device="meta"))
 
-    monkeypatch.setattr(module.peers, "start", lambda size, *_, reading: started.append((size, reading)) or "sending")
+    def start(size, group, device, *, reading):
+        started.append((size, reading))
+        return "sending"
+
+    monkeypatch.setattr(module.p2p_copy, "start", start)
     monkeypatch.setattr(module, "start_lent_rows", start_lent_rows)
     return started
 
@@ -56,19 +58,3 @@ def test_a_gradient_has_a_place_unless_its_codes_are_fewer_bytes(recipe, placed,
     assert (place is not None) == placed and started == [((128, 128), torch.bfloat16)] * placed
     if placed:
         assert place.shape == X.shape and place.dtype is torch.bfloat16
-
-
-def test_operands_of_weights_that_may_change_are_not_made_early():
-    def early(recipe, weight=None, **options):
-        linear = Linear(64, 64, name="l", recipe=recipe)
-        with quantization(step=1, **options):
-            call = LinearCall(**linear.linear_facts())
-        call.make_early([linear.weight if weight is None else weight], "rowwise")
-        return call.early
-
-    operand = early("mxfp8")["rowwise"]
-    assert operand.matrix.shape == (64, 64) and not operand.matrix.requires_grad
-    assert early("fp8_delayed") == {}  # which histories are part of
-    freed = nn.Parameter(torch.zeros(64, 64))
-    freed.untyped_storage().resize_(0)
-    assert early("mxfp8", freed) == {}

@@ -1,22 +1,32 @@
 """Which operands of weights are made while ranks wait, and when: linears that note what is asked of them."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import nn
 
 from hqsweep.nn import Linear, TransformerLayer, quantization
-from hqsweep.parallel.overlap import prefetch
+from hqsweep.nn.linear.linear_call import LinearCall
+from hqsweep.parallel.overlap.prefetch import LayerWeights, Prefetched
+from hqsweep.parallel.shared import linear as shared_linear
+from hqsweep.parallel.shared.linear import TensorParallel
 from hqsweep.parallel.wire import p2p_copy
 
 CPU = torch.device("cpu")
+GROUP = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 
 
-class Noting:
+class Noting(nn.Module):
     """A linear that notes the inputs for which it makes operands, and makes none of width 0."""
 
     def __init__(self):
+        super().__init__()
         self.shapes = []
+        self.parallel = SimpleNamespace(layer=None)
 
-    def early_operand(self, shape):
+    def make(self, shape):
         self.shapes.append(shape)
         return f"operand {len(self.shapes)}" if shape[-1] else None
 
@@ -31,34 +41,32 @@ def owed(monkeypatch):
 
 def test_a_layer_makes_its_operands_in_one_wait_and_gives_each_once(owed):
     first, second = Noting(), Noting()
-    with prefetch.early_weights([(first, (8,)), (second, (8, 0))]):
-        assert prefetch.early_operand(first) == {}  # nobody has waited yet
-        prefetch.owe_weights(None, CPU)
-        owed.pop()()
-        prefetch.owe_weights(None, CPU)
-        assert owed == [] and (first.shapes, second.shapes) == ([(8,)], [(8, 0)])
-        assert prefetch.early_operand(first) == {"rowwise": "operand 1"}
-        assert prefetch.early_operand(first) == {} and prefetch.early_operand(second) == {}
+    weights = LayerWeights({first: partial(first.make, (8,)), second: partial(second.make, (8, 0))})
+    assert weights.take(first).take("rowwise") is None  # nobody has waited yet
+    weights.owe(None, CPU)
+    owed.pop()()
+    weights.owe(None, CPU)
+    assert owed == [] and (first.shapes, second.shapes) == ([(8,)], [(8, 0)])
+    assert weights.take(first).take("rowwise") == "operand 1"
+    assert weights.take(first).take("rowwise") is None and weights.take(second).take("rowwise") is None
 
 
-def test_operands_do_not_outlive_the_call_of_their_layer(owed):
-    linear = Noting()
-    with prefetch.early_weights([(linear, (8,))]):
-        prefetch.owe_weights(None, CPU)
-        owed.pop()()
-    assert prefetch.early_operand(linear) == {}
-    prefetch.owe_weights(None, CPU)
-    assert owed == []
+def test_linears_have_the_weights_of_their_layer_within_its_call_alone():
+    first, second = Noting(), Noting()
+    weights = LayerWeights({})
+    with pytest.raises(RuntimeError), weights.lent(first, second):
+        assert first.parallel.layer is weights and second.parallel.layer is weights
+        raise RuntimeError
+    assert first.parallel.layer is None and second.parallel.layer is None
 
 
 def test_backward_makes_what_it_multiplies_in_its_order():
     made = []
     makers = {name: (lambda name=name: made.append(name)) for name in ("qkv", "proj", "fc1", "fc2")}
-    assert prefetch.made_in_backward(makers["proj"]) == [makers["proj"]]  # outside of any layer each by itself
-    with prefetch.early_weights([]):
-        prefetch.made_in_backward(makers["qkv"])
-        of_proj = prefetch.made_in_backward(makers["proj"])
-        of_fc2 = prefetch.made_in_backward(makers["fc2"], makers["fc1"])
+    weights = LayerWeights({})
+    weights.made_in_backward(makers["qkv"])
+    of_proj = weights.made_in_backward(makers["proj"])
+    of_fc2 = weights.made_in_backward(makers["fc2"], makers["fc1"])
     for each in of_fc2:
         each()
     assert made == ["fc2", "fc1", "proj", "qkv"]
@@ -67,15 +75,35 @@ def test_backward_makes_what_it_multiplies_in_its_order():
 
 def test_the_operand_is_the_one_that_a_call_would_make_unless_somebody_observes_the_call():
     linear = Linear(64, 32, name="l", recipe="mxfp8")
+    linear.parallel = TensorParallel(group=GROUP, mode="column")
     with quantization(step=1), torch.no_grad():
-        operand = linear.early_operand((4, 8))
+        operand = linear.parallel.prefetch(linear, (4, 8))
         expected = linear.quantizers.weight.quantize(linear.weight.bfloat16(), rowwise="exact").rowwise
     assert torch.equal(operand.matrix, expected.matrix)
     linear.register_forward_pre_hook(lambda *_: None)
-    assert linear.early_operand((4, 8)) is None
+    assert linear.parallel.prefetch(linear, (4, 8)) is None
 
 
 def test_a_layer_of_one_rank_makes_nothing_early(monkeypatch):
-    monkeypatch.setattr(Linear, "early_operand", lambda *_: pytest.fail("made early"))
+    monkeypatch.setattr(shared_linear.TensorParallel, "prefetch", lambda *_: pytest.fail("made early"))
     layer = TransformerLayer(32, 64, 2, name="layer", recipe="bf16", dtype=torch.float32)
     layer(torch.randn(2, 4, 32)).sum().backward()
+
+
+def test_operands_of_weights_that_may_change_are_not_made_early():
+    def early(recipe, weight=None, **options):
+        linear = Linear(64, 64, name="l", recipe=recipe)
+        with quantization(step=1, **options):
+            call = LinearCall(**linear.linear_facts())
+        made = Prefetched()
+        made.make(call, [linear.weight if weight is None else weight], "rowwise")
+        return made
+
+    made = early("mxfp8")
+    operand = made.take("rowwise")
+    assert made.take("rowwise") is None  # it is given once
+    assert operand.matrix.shape == (64, 64) and not operand.matrix.requires_grad
+    assert early("fp8_delayed").take("rowwise") is None  # which histories are part of
+    freed = nn.Parameter(torch.zeros(64, 64))
+    freed.untyped_storage().resize_(0)
+    assert early("mxfp8", freed).take("rowwise") is None

@@ -7,7 +7,7 @@ from support.parallel import peer_ranks
 from support.ranks import run_ranks
 
 from hqsweep.parallel.wire import shared_memory
-from hqsweep.parallel.wire.p2p_slots import Slots
+from hqsweep.parallel.wire.p2p_copy import Slots
 
 COUNT = 4
 

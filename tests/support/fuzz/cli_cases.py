@@ -7,9 +7,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hqsweep.config.errors import leaves
 from hqsweep.config.job import config_class
 from hqsweep.config.jobs import JOBS
+from hqsweep.config.section import leaves
 from hqsweep.formats import FORMATS, options
 from hqsweep.sweep.grid.compose import known_confs, known_recipes
 

@@ -12,8 +12,8 @@ import torch
 from cases import KERNELS, LOW
 
 from hqsweep.formats import FORMATS, ExactOperand, Format, RngKey, parse, spellings
+from hqsweep.formats.base import expand_tiles
 from hqsweep.formats.elements import ELEMENTS
-from hqsweep.formats.tiles import expand_tiles
 
 NAMES = tuple(name for name in LOW if name in KERNELS)
 """Formats without options that a kernel quantizes without a history."""
@@ -50,7 +50,7 @@ cached_parse = functools.cache(parse)
 
 def texts(name: str) -> list[str]:
     """Every combination of a format's options, and two epsilons where it takes one."""
-    epsilons = [f"{name}+eps{e}" for e in ("1e-06", "16.0") if "eps" in FORMATS[name][0].NUMBERED]
+    epsilons = [f"{name}+eps{e}" for e in ("1e-06", "16.0") if "eps" in FORMATS[name][0].family.numbered]
     return sorted([*spellings(name), *epsilons])
 
 

@@ -30,4 +30,4 @@ def use(monkeypatch, isa: str) -> None:
     """hqsweep.ops runs that instruction set until the test ends."""
     bound = Bound(isa)
     for module in ("operators", "outputs"):
-        monkeypatch.setattr(f"hqsweep.ops.{module}.extension", lambda: bound)
+        monkeypatch.setattr(f"hqsweep.ops.quantize.{module}.extension", lambda: bound)

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 from hqsweep.formats import Format, parse
-from hqsweep.ops.gemm.swizzle import swizzle
+from hqsweep.gemm.native import swizzle
 
 COMMITTED = Path(__file__).parents[2] / "golden"
 ROOT = Path(os.environ.get("HQSWEEP_GOLDEN", COMMITTED))

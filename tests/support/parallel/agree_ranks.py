@@ -12,7 +12,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.parallel.shards.masters import takes_rows
-from hqsweep.parallel.shards.shard_areas import operand_of_area, own_area
+from hqsweep.parallel.shards.shard_agree import operand_of_area, own_area
 from hqsweep.parallel.wire.collectives import gather_bytes, maximum_, ordered_reduce_scatter
 from hqsweep.quant import (
     GroupedTensor,

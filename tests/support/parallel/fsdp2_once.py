@@ -11,7 +11,7 @@ from support.parallel.fsdp2_training import accumulate, batch, build, shard
 
 from hqsweep.nn import quantization
 from hqsweep.nn.linear.linear_call import LinearCall
-from hqsweep.parallel.wire.all_or_none import by_first
+from hqsweep.parallel.wire.objects import by_first
 from hqsweep.quant.operand import Operand
 
 SQUARE = ("nvfp4+2d", "mxfp8+2d", "fp8_block+2d", "fp8_current", "mxfp8+2d@rowwise_dequantized")

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from hqsweep.jobs.parity import ranks
 from hqsweep.jobs.parity.rank_cases import Column, Problem, Results
-from hqsweep.nn.experts import token_route
-from hqsweep.nn.experts.token_codes import Messages
 from hqsweep.parallel.shards import shard_part
 from hqsweep.parallel.shards.gather_operands import Gathering
 from hqsweep.parallel.shards.shard_place import Place
+from hqsweep.parallel.shared import token_route
+from hqsweep.parallel.shared.token_codes import Messages
 from hqsweep.quant.operand import Operand
 from hqsweep.recipe.sections import LinearQuantizers
 

@@ -19,25 +19,23 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hqsweep.config.model import ModelConfig
-from hqsweep.config.parallel import ParallelConfig
+from hqsweep.config.train import ParallelConfig
 from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand
 from hqsweep.gemm.exact import mm_t
 from hqsweep.nn import LayerNormMLP, Linear, Probe, linear_cross_entropy, quantization, quantized_model_init
-from hqsweep.nn.core.residual import residual_under_fsdp
 from hqsweep.nn.layers import norm
-from hqsweep.nn.layers.embedding import split_embedding
-from hqsweep.nn.linear import activation, layernorm_mlp, linear, linear_function, mlp_function
+from hqsweep.nn.linear import activation, layernorm_mlp, mlp_function
 from hqsweep.nn.linear.linear_call import LinearCall
-from hqsweep.nn.linear.linear_loss import vocabulary_group
-from hqsweep.nn.linear.vocabulary import cross_entropy
-from hqsweep.parallel.data import gather_in_linear_dtype
+from hqsweep.parallel.data import gather_in_linear_dtype, residual_under_fsdp
 from hqsweep.parallel.expert import expert_parallel
 from hqsweep.parallel.mesh import Ranks
 from hqsweep.parallel.overlap import chunked_input
 from hqsweep.parallel.overlap.chunked_input import OperandsInTurn
 from hqsweep.parallel.overlap.deferred_reduce import LeftGradient, LeftOutput
 from hqsweep.parallel.samples import captured_of_all, rows_of_all
+from hqsweep.parallel.shared import linear, linear_function
+from hqsweep.parallel.shared.vocabulary import cross_entropy, split_embedding, vocabulary_group
 from hqsweep.parallel.tensor import ColwiseLinear, fsdp_placement, tensor_parallel
 from hqsweep.parallel.wire.local import spread_out, whole_tensor
 from hqsweep.parallel.wire.tokens import PendingSum, Summands

@@ -9,8 +9,7 @@ from support.parallel.checkpointed import content
 from support.parallel.training_ranks import config, trainer
 
 from hqsweep.checkpoints.sharded.sharded import save_sharded
-from hqsweep.config.parallel import ONE_RANK
-from hqsweep.config.train import StatsConfig
+from hqsweep.config.train import ONE_RANK, StatsConfig
 from hqsweep.jobs.trainer_fields import saved_fields, trainer_fields
 from hqsweep.train.checkpoint import go_on_from, save_checkpoint
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hqsweep.shards.index import encode_index
-from hqsweep.shards.manifest import Manifest, sealed
+from hqsweep.shards.manifest import Manifest, encode_index, sealed
 
 
 def write_ours(folder: Path, splits: dict[str, list], *, vocab: int = 300, separator: int = 0) -> Path:

@@ -16,12 +16,12 @@ from pathlib import Path
 from rich.console import Console
 
 from hqsweep.errors import EXIT_BUSY
+from hqsweep.host import Busy
 from hqsweep.sweep.engine import process
-from hqsweep.sweep.engine.handover import serve, stop_with_parent
 from hqsweep.sweep.engine.local import Limits, run_local
+from hqsweep.sweep.engine.process import serve, stop_with_parent
 from hqsweep.sweep.progress import PlainDisplay
-from hqsweep.sweep.slurm import slurm_job
-from hqsweep.sweep.store.locks import RunBusy
+from hqsweep.sweep.slurm import slurm
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore
 from hqsweep.train.record import Record, write_record
@@ -32,9 +32,9 @@ def command() -> list[str]:
 
 
 def work_in_slurm(paths: list[Path], limit_s: float | None, options: dict) -> None:
-    """slurm_job.work with such workers."""
+    """slurm.work with such workers."""
     process.worker_command = command
-    slurm_job.work(paths, limit_s, options)
+    slurm.work(paths, limit_s, options)
 
 
 def terminated(number: int, frame: object) -> None:
@@ -126,7 +126,7 @@ def locked_work(run: RunDir) -> int | None:
     try:
         with run.lock(wait_s=1):
             return work(run) or None
-    except RunBusy:
+    except Busy:
         return EXIT_BUSY
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

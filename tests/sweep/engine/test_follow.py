@@ -11,10 +11,10 @@ import time
 import pytest
 from support.sweep import fake_worker
 
+from hqsweep.host import holder_pid
 from hqsweep.sweep.engine import follow
 from hqsweep.sweep.slurm.scheduler import Job, Unreachable
 from hqsweep.sweep.store.files import write_json
-from hqsweep.sweep.store.locks import holder_pid
 
 LONG_AGO = 1.0
 

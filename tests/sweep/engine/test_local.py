@@ -14,9 +14,9 @@ import pytest
 from support.sweep import fake_worker
 from support.sweep.shown import Shown
 
-from hqsweep.sweep.engine import local, process, slots
+from hqsweep.host import stopped_among
+from hqsweep.sweep.engine import local, process
 from hqsweep.sweep.engine.local import Limits, run_local
-from hqsweep.sweep.store.locks import stopped_among
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore
 
@@ -159,8 +159,8 @@ def test_time_out_ends_willing_and_stubborn_workers(make_runs):
 
 
 def test_threads_are_shared_out(make_runs, monkeypatch):
-    monkeypatch.setattr(local, "cores", lambda: 7)
-    monkeypatch.setattr(slots, "visible_gpus", list)
+    monkeypatch.setattr(local, "usable_cpus", lambda: 7)
+    monkeypatch.setattr(process, "visible_gpus", list)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     runs = make_runs("quick", "quick")
     run_local(runs[:1], display=Shown(), limits=Limits(workers=2))

@@ -15,8 +15,8 @@ from hqsweep.sweep.engine.more_steps import longer_words, starts
 from hqsweep.sweep.store.names import run_id
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.track.tables import TABLES
+from hqsweep.train.build import learning_rate
 from hqsweep.train.checkpoint import read_state
-from hqsweep.train.pace import learning_rate
 from hqsweep.train.record import Record, mark_of, write_record
 
 TINY = [

@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -21,6 +23,7 @@ from hqsweep.jobs.sink import ListSink
 from hqsweep.parallel.wire.spawn import FORKED, start_server
 from hqsweep.sweep.engine import ranks
 from hqsweep.sweep.engine.local import Limits, run_local
+from hqsweep.sweep.engine.ranks import Meeting, free_endpoint, nodes_arguments
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore
 from hqsweep.sweep.store.verify import verify
@@ -205,3 +208,28 @@ def test_damage_to_what_many_ranks_wrote_is_named_and_made_good(mended, tmp_path
     flip(run.jsonl("stats"))
     with pytest.raises(Damaged, match=r"stats.jsonl: is not what it was when the run ended"):
         run.rows("stats")
+
+
+def test_two_machines_share_a_run_and_name_the_rank_that_died_on_the_other(tmp_path):
+    run, display, endpoint = make_run(tmp_path), Shown(), free_endpoint("localhost")
+    meeting = Meeting(endpoint, serves=True)
+    code = f"from hqsweep.sweep.engine.ranks import help_out; help_out(2, '{endpoint}')"
+    other = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"OMP_NUM_THREADS": "1"})
+    killed = []
+
+    def kill():
+        wait_for(lambda: list(run.checkpoint.glob("step_*.json")))
+        rank, process = next((r, p) for r, p in ranks_of(run).items() if parent_of(parent_of(p)) == other.pid)
+        killed.append(rank)
+        os.kill(process, signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    limits = Limits(retries=1, backoff_s=0.1, threads=1, nodes=nodes_arguments(2, endpoint))
+    try:
+        (status,) = run_local([run], display=display, limits=limits)
+    finally:
+        meeting.finish()
+        said = other.wait(timeout=30)
+    assert any(f"rank {killed[0]}: killed by SIGKILL; trying again" in line for line in display.lines), display.lines
+    assert (status["state"], status["attempt"], said) == ("finished", 2, 0)
+    assert not ranks_of(run)

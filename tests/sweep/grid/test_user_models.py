@@ -192,6 +192,7 @@ def test_a_type_of_model_that_nobody_knows_is_refused(copy) -> None:
         plan(words(told(copy, model_type="mine")))
 
 
+@pytest.mark.slow
 def test_the_id_is_that_of_the_model_wherever_it_lies(llama, copy, tmp_path) -> None:
     def run(path, *more):
         return plan(words(path, *more)).rows()[0]["run"].rpartition("-")[2]
@@ -214,6 +215,7 @@ def test_a_grid_over_models_names_arms_by_their_folders(llama, copy) -> None:
     assert arms == ["bf16_path-llama", "mxfp8_path-llama", "bf16_path-copy", "mxfp8_path-copy"]
 
 
+@pytest.mark.slow
 def test_a_function_is_imported_by_run_alone(tmp_path, monkeypatch) -> None:
     (tmp_path / "mine_20.py").write_text(FACTORY)
     monkeypatch.chdir(tmp_path)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from hqsweep.errors import Damaged, Missing
-from hqsweep.sweep.store.documents import CONFIG, MANIFEST, PLANNED, STATUS, check_document, check_rows
-from hqsweep.sweep.store.run_dir import PENDING, RunDir
+from hqsweep.sweep.store.documents import SCHEMAS, Config, Manifest, Status, check_document, schema
+from hqsweep.sweep.store.files import check_rows
+from hqsweep.sweep.store.run_dir import PENDING, PLANNED, RunDir
 from hqsweep.track.tables import TABLES
 
 PATH = Path("runs/a/b/file")
@@ -19,54 +20,65 @@ ROW = {"step": 1, "metric": "val_loss", "value": 2.5}
 
 def test_what_the_tool_writes_may_stand_there(make_runs):
     (run,) = make_runs("quick")
-    assert check_document(PATH, PENDING, STATUS, ("state",)) == PENDING
-    assert check_document(PATH, run.manifest(), MANIFEST, PLANNED) == run.manifest()
-    assert check_document(PATH, run.config(), CONFIG, ("job", "seed")) == run.config()
+    assert check_document(PATH, PENDING, Status, ("state",)) == PENDING
+    assert check_document(PATH, run.manifest(), Manifest, PLANNED) == run.manifest()
+    assert check_document(PATH, run.config(), Config, ("job", "seed")) == run.config()
     progress = {"step": 1, "steps": 2, "part": None, "loss": math.nan, "tokens_per_s": 3, "eta_s": None}
-    check_document(PATH, PENDING | {"progress": progress, "of a later version": [1, {"a": None}]}, STATUS)
+    check_document(PATH, PENDING | {"progress": progress, "of a later version": [1, {"a": None}]}, Status)
 
 
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"state": "done"}, "has 'done' under 'state', where one of failed, finished, interrupted, pending, running"),
+        (
+            {"state": "done"},
+            "has 'done' under 'state', where one of 'failed', 'finished', 'interrupted', 'pending' or 'running'",
+        ),
         ({"state": None}, "has None under 'state'"),
-        ({"pid": "5"}, "has '5' under 'pid', where an integer or null belongs"),
+        ({"pid": "5"}, "has '5' under 'pid', where an integer belongs"),
         ({"attempt": True}, "has True under 'attempt', where an integer belongs"),
         ({"attempt": 2**63}, "has a number of more than 64 bits under 'attempt'"),
         ({"seconds": None}, "has None under 'seconds', where a number belongs"),
         ({"reason": "\ud800"}, r"has '\\ud800' under 'reason'"),
-        ({"reason": ["x"] * 9}, "has a list of 9 under 'reason', where text or null belongs"),
-        ({"progress": {"step": 1}}, "has a mapping of 1 under 'progress', where a mapping with step, steps or null"),
+        ({"reason": ["x"] * 9}, "has a list of 9 under 'reason', where text belongs"),
+        ({"progress": {"step": 1}}, "has no key 'progress.steps'"),
         ({"progress": {"step": 1, "steps": "2"}}, "has '2' under 'progress.steps', where an integer belongs"),
         ({"later": {"a": [1, datetime.date(2026, 1, 1)]}}, r"has datetime.date\(2026, 1, 1\) under 'later.a.1'"),
         ({"later": {3: 1}}, "has 3 as a key in 'later', where text belongs"),
-        ({3: 1}, "has the key 3, where text belongs"),
+        (
+            {"later": {"bool": 1, "x": {"a": {1, 2}}}},
+            r"has \{1, 2\} under 'later.x.a', where text, a number or null belongs",
+        ),
+        ({"later": {"a": -(2**63)}}, "has a number of more than 64 bits under 'later.a', where text, a number or null"),
+        ({"seconds": 2**70}, "has a number of more than 64 bits under 'seconds', where a number belongs"),
+        ({"later": {"a": {"\ud800": 1}}}, r"has '\\ud800' as a key in 'later.a', where text belongs"),
+        ({"\ud800": 1}, r"has '\\ud800' as a key, where text belongs"),
+        ({3: 1}, "has 3 as a key, where text belongs"),
     ],
 )
 def test_another_kind_of_value_is_named(changes, fault):
     with pytest.raises(Damaged, match=f"^runs/a/b/file: {fault}.*; the sweep's `hqsweep run` command writes it again"):
-        check_document(PATH, PENDING | changes, STATUS, ("state",))
+        check_document(PATH, PENDING | changes, Status, ("state",))
 
 
 def test_no_mapping_and_a_key_that_lacks_are_named():
     with pytest.raises(Damaged, match="holds a list of 0 where a mapping of keys belongs"):
-        check_document(PATH, [], STATUS)
+        check_document(PATH, [], Status)
     with pytest.raises(Damaged, match="has no key 'arm'"):
-        check_document(PATH, dict.fromkeys(("run_id", "sweep"), "x"), MANIFEST, PLANNED)
+        check_document(PATH, dict.fromkeys(("run_id", "sweep"), "x"), Manifest, PLANNED)
 
 
 @pytest.mark.parametrize(
     ("recipe", "fault"),
     [
         ({"linear": "mxfp8"}, "has 'mxfp8' under 'recipe.linear', where a mapping"),
-        ({"linear": {"input": 3}}, "has 3 under 'recipe.linear.input', where text or null belongs"),
+        ({"linear": {"input": 3}}, "has 3 under 'recipe.linear.input', where text belongs"),
         ({"schedule": ["x"]}, "has 'x' under 'recipe.schedule.0', where a mapping"),
     ],
 )
 def test_a_recipe_that_was_not_written_here_is_named(recipe, fault):
     with pytest.raises(Damaged, match=fault):
-        check_document(PATH, {"job": "convergence", "seed": 0, "recipe": {"name": "x"} | recipe}, CONFIG)
+        check_document(PATH, {"job": "convergence", "seed": 0, "recipe": {"name": "x"} | recipe}, Config)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +98,23 @@ def test_a_row_of_another_kind_is_named_with_its_line(row, fault):
     check_rows(PATH, good, TABLES["metrics"])
     with pytest.raises(Damaged, match=f"line 5 {fault}"):
         check_rows(PATH, [*good, row, *good], TABLES["metrics"])
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_schema_describes_what_the_tool_writes(name, make_runs):
+    """Without pydantic: the JSON of a run has the types that the schema states for each of its keys."""
+    (run,) = make_runs("quick")
+    run.job_path.write_text('{"id": "12_3"}')
+    documents = {"status": PENDING, "manifest": run.manifest(), "config": run.config(), "job": {"id": "12_3"}}
+    described, types = schema(name), {dict: "object", str: "string", int: "integer", list: "array", bool: "boolean"}
+    assert described["type"] == "object"
+    known = [key for key in documents[name] if key in described["properties"] and type(documents[name][key]) in types]
+    assert known
+    for key in known:
+        entry = described["properties"][key]
+        allowed = [each.get("type") or described["$defs"][each["$ref"].rpartition("/")[2]]["type"]
+                   for each in entry.get("anyOf", [entry])]  # fmt: skip
+        assert types[type(documents[name][key])] in allowed, key
 
 
 def test_columns_that_earlier_versions_did_not_write_may_lack():

@@ -20,7 +20,7 @@ from hqsweep.sweep.engine import launch
 from hqsweep.sweep.store.names import data_seen, run_id
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.verify import verify
-from hqsweep.train import content, corpus
+from hqsweep.train import corpus
 from hqsweep.train.record import checkpoints, read_record
 
 TINY = ("conf=convergence", "model.dim=32", "model.layers=1", "model.heads=2", "train.batch=2",
@@ -290,7 +290,7 @@ def test_files_are_hashed_anew_in_a_process_that_goes_on() -> None:
     first = launch.data.loaded(launch.plan([*TINY, *WORDS]).first.data)
     write_text(OTHER)
     assert launch.data.loaded(launch.plan([*TINY, *WORDS]).first.data).hash != first.hash
-    assert content.stamp_of(launch.plan([*TINY, *WORDS]).first.data)
+    assert corpus.stamp_of(launch.plan([*TINY, *WORDS]).first.data)
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import time
 import pytest
 import yaml
 
+from hqsweep import host
 from hqsweep.errors import UserError
-from hqsweep.sweep.store import locks
-from hqsweep.sweep.store.locks import RunBusy
+from hqsweep.host import Busy
 from hqsweep.sweep.store.names import NOT_IN_ID, run_id, run_name
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore
@@ -140,7 +140,7 @@ def test_the_lock_keeps_others_out_and_goes_with_its_process(make_runs):
     assert ready.wait(10)
     run.write_status(state="running", host=socket.gethostname())
     assert run.is_locked() and run.status()["state"] == "running"
-    with pytest.raises(RunBusy), run.lock(wait_s=0.05):
+    with pytest.raises(Busy), run.lock(wait_s=0.05):
         pass
     holder.kill()
     holder.join()
@@ -172,7 +172,7 @@ def test_reset_keeps_what_was_planned_and_nothing_else(make_runs):
 
 def test_a_stopped_process_that_holds_the_list_of_runs_is_named(store, planned, make_runs, monkeypatch):
     make_runs("quick")
-    monkeypatch.setattr(locks, "NAMED_S", 0.1)
+    monkeypatch.setattr(host, "NAMED_S", 0.1)
     context = multiprocessing.get_context("fork")
     ready, release = context.Event(), context.Event()
     holder = context.Process(target=hold, args=(store.root / "fakes", ready, release))

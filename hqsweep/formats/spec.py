@@ -1,0 +1,251 @@
+"""The formats that exist, as names and options, and the grammar of their texts; without torch.
+
+A format's text is a name and options joined by `+`: "nvfp4+2d", "fp8_block+fp32_scale". A quantizer's text is
+ROW|COL@SOURCE, or one format for both directions. Config checks texts here, before torch is imported. hqsweep.formats
+makes Formats from the same tables, and docs and tests list formats from them. So a new format is a Family here, and a
+class.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hqsweep.errors import UserError, nearest
+
+Fields = Mapping[str, object]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Family:
+    """One class of formats, as far as texts name it."""
+
+    module: str
+    """The module of hqsweep.formats that has the class."""
+    cls: str
+    """The name of the class."""
+    scaling: str | None
+    """How a tensor core scales the codes: "tensor", "block", "mx" or "nvfp4"; None in high precision."""
+    names: Mapping[str, Fields]
+    """Name -> the fields of the class that it fixes. A second word, as in "nvfp4+tensor", stands among the options."""
+    options: Mapping[str, Fields] = field(default_factory=dict)
+    """Option -> the fields that it sets. An option that sets a default, as +pow2 of fp8_block, is not canonical."""
+    numbered: Mapping[str, tuple[str, type]] = field(default_factory=dict)
+    """Option that a number follows, such as "eps" in "eps16.0" -> its field, and the field's type."""
+    fingerprint: tuple[str, ...] = ()
+    """Texts in the fingerprint of a build (hqsweep.ops.fingerprint); FINGERPRINT changes with them."""
+
+
+IDENTITY = Family(
+    module="identity", cls="Identity", scaling=None, names={name: {"name": name} for name in ("bf16", "fp16", "fp32")}
+)
+FP8_CURRENT = Family(
+    module="fp8", cls="Fp8Current", scaling="tensor", names={"fp8_current": {}},
+    options={"e5m2": {"element_name": "e5m2"}, "pow2": {"pow2": True}},
+    numbered={"eps": ("amax_epsilon", float)},
+    fingerprint=("fp8_current", "fp8_current+e5m2+pow2"),
+)  # fmt: skip
+FP8_DELAYED = Family(
+    module="fp8", cls="Fp8Delayed", scaling="tensor", names={"fp8_delayed": {}},
+    options={
+        "e5m2": {"element_name": "e5m2"},
+        "most_recent": {"most_recent": True},
+        "local_amax": {"local_amax": True},
+        "skip_nonfinite": {"skip_nonfinite": True},
+    },
+    numbered={"history": ("history", int)},
+)  # fmt: skip
+FP8_BLOCK = Family(
+    module="fp8", cls="Fp8Block", scaling="block", names={"fp8_block": {}},
+    options={
+        "e5m2": {"element_name": "e5m2"},
+        "2d": {"two_d": True},
+        "pow2": {"pow2": True},
+        "fp32_scale": {"pow2": False},
+    },
+    numbered={"eps": ("amax_epsilon", float)},
+    fingerprint=("fp8_block", "fp8_block+2d+fp32_scale"),
+)  # fmt: skip
+MX = Family(
+    module="mx", cls="MX", scaling="mx",
+    names={
+        "mxfp8": {"name": "mxfp8"},
+        "mxfp6_e2m3": {"name": "mxfp6_e2m3", "element_name": "e2m3"},
+        "mxfp6_e3m2": {"name": "mxfp6_e3m2", "element_name": "e3m2"},
+        "mxfp4": {"name": "mxfp4", "element_name": "e2m1"},
+    },
+    options={
+        "e5m2": {"element_name": "e5m2"},
+        "2d": {"two_d": True},
+        "floor": {"scale_rounding": "floor"},
+        "even": {"scale_rounding": "even"},
+    },
+    fingerprint=("mxfp8", "mxfp8+e5m2+2d", "mxfp8+floor", "mxfp6_e2m3", "mxfp6_e3m2+even", "mxfp4"),
+)  # fmt: skip
+NVFP4 = Family(
+    module="nvfp4", cls="NVFP4", scaling="nvfp4", names={"nvfp4": {}},
+    options={
+        "2d": {"two_d": True},
+        "rht": {"rht": True},
+        "nosign": {"rht_signed": False},
+        "sr": {"sr": True},
+        "row_scaled": {"row_scaled": True},
+        "4over6": {"four_over_six": True},
+        "mse": {"error_mode": "mse"},
+        "fast_error": {"fast_error": True},
+        "max448": {"e4m3_max": 448},
+    },
+    fingerprint=(
+        "nvfp4", "nvfp4+2d+sr", "nvfp4+rht+sr", "nvfp4+row_scaled", "nvfp4+4over6+fast_error", "nvfp4+2d+4over6+mse",
+    ),
+)  # fmt: skip
+NVFP4_TENSOR = Family(
+    module="nvfp4_tensor", cls="NVFP4Tensor", scaling="tensor", names={"nvfp4+tensor": {}},
+    options={"rht": {"rht": True}, "nosign": {"rht_signed": False}, "sr": {"sr": True}, "pow2": {"pow2": True}},
+    fingerprint=("nvfp4+tensor", "nvfp4+tensor+rht+sr"),
+)  # fmt: skip
+
+FAMILIES = (IDENTITY, FP8_CURRENT, FP8_DELAYED, FP8_BLOCK, MX, NVFP4, NVFP4_TENSOR)
+NAMES: dict[str, Family] = {name: family for family in FAMILIES for name in family.names}
+"""Name -> its family."""
+FINGERPRINT = "efe9481fa9da443f263ba55e89ae7d3fb70d8af9334c5095af96a6e9980a1110"
+"""The hash of the reference over the fingerprint texts. Every correct kernel has the same."""
+COLUMNWISE_ONLY = ("rht", "rht_signed")
+"""Fields of columnwise operands only. One text for both directions sets them for the columnwise operand."""
+QUANTIZER_FIELDS = ("rowwise", "columnwise", "columnwise_source")
+SOURCES = ("original", "rowwise_dequantized")
+
+
+@dataclass(frozen=True)
+class FormatText:
+    """The facts in a format's text that decide which operands may meet in a product (hqsweep.recipe.pairs)."""
+
+    text: str
+    scaling: str | None
+    two_d: bool
+    rht: bool
+    rht_signed: bool
+
+    @classmethod
+    def parse(cls, text: str) -> "FormatText":
+        """Return the facts of a text. UserError as for fields_of()."""
+        name, fields = fields_of(text)
+        said = {"two_d": False, "rht": False, "rht_signed": True} | fields
+        return cls(text.strip(), NAMES[name].scaling, said["two_d"], said["rht"], said["rht_signed"])
+
+    @property
+    def high_precision(self) -> bool:
+        return self.scaling is None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+# ---- formats -------------------------------------------------------------------------------------------------------
+
+_NUMBER = re.compile(r"([a-z]+)(\d+(\.\d*)?(e-?\d+)?)")
+
+
+def fields_of(text: str) -> tuple[str, dict[str, object]]:
+    """Return the name in a format's text, and the fields that name and options set.
+
+    Raises:
+        UserError: names the unknown part, the known one most like it, and what is allowed.
+    """
+    name, tokens = words_of(text)
+    if name not in NAMES:
+        raise UserError(f"format '{text}': unknown name '{name}'{nearest(name, NAMES)}; known: {', '.join(NAMES)}")
+    chosen: dict[str, object] = {}
+    for token in tokens:
+        for own, value in _fields(text, name, token).items():
+            if own in chosen:
+                raise UserError(f"format '{text}': option '+{token}' sets {own} a second time; give it once")
+            chosen[own] = value
+    return name, dict(NAMES[name].names[name]) | chosen
+
+
+def words_of(text: str) -> tuple[str, list[str]]:
+    """Return the name that a text begins with, known or not, second word included, and the options."""
+    name, *tokens = text.strip().split("+")
+    second = next((token for token in tokens if f"{name}+{token}" in NAMES), None)
+    if second is None:
+        return name, tokens
+    tokens.remove(second)
+    return f"{name}+{second}", tokens
+
+
+def options(name: str) -> list[str]:
+    """Return the options that a format name takes, without the `+`."""
+    family = NAMES[name]
+    return [option for option, fields in family.options.items() if not fields.keys() & family.names[name].keys()]
+
+
+def _fields(text: str, name: str, token: str) -> Fields:
+    family, allowed = NAMES[name], options(name)
+    if token in allowed:
+        return family.options[token]
+    number = _NUMBER.fullmatch(token)
+    if number and number[1] in family.numbered:
+        own, kind = family.numbered[number[1]]
+        if kind is float or number[2].isdigit():
+            return {own: kind(number[2])}
+    allowed += [known.removeprefix(f"{name}+") for known in NAMES if known.startswith(f"{name}+")]
+    takes = ", ".join([f"+{o}" for o in allowed] + [f"+{o}N" for o in family.numbered]) or "no options"
+    raise UserError(f"format '{text}': unknown option '+{token}'{nearest(token, allowed)}; {name} takes {takes}")
+
+
+# ---- quantizers ----------------------------------------------------------------------------------------------------
+
+
+def quantizer_texts(value: Any) -> tuple[str, str | None, str]:
+    """Return the texts of rowwise and columnwise format (None: one text for both), and the source, of a quantizer.
+
+    value: "ROW|COL@SOURCE", or {rowwise, columnwise, columnwise_source (optional)}.
+
+    Raises:
+        UserError: for anything else, and for an unknown source. fields_of() checks the formats' texts.
+    """
+    if isinstance(value, Mapping):
+        row, column, source = _of_mapping(value)
+    elif isinstance(value, str):
+        formats, _, source = value.partition("@")
+        row, bar, column = formats.partition("|")
+        column = column if bar else None
+    else:
+        raise UserError(f"quantizer {value!r}: expected text such as 'mxfp8' or 'nvfp4|mxfp8', or a mapping")
+    check_source(source or SOURCES[0])
+    return row, column, source or SOURCES[0]
+
+
+def directions(value: Any) -> tuple[str, str, str]:
+    """Return the texts of rowwise and columnwise format, and the source, of a quantizer (see quantizer_texts).
+
+    If one text is for both, options of columnwise operands only are left out of the rowwise text.
+
+    Raises:
+        UserError: as quantizer_texts() and fields_of() do.
+    """
+    row, column, source = quantizer_texts(value)
+    if column is not None:
+        return row.strip(), column.strip(), source
+    fields_of(row)
+    name, words = words_of(row)
+    said = NAMES[name].options
+    rowwise = [word for word in words if word not in said or not said[word].keys() <= set(COLUMNWISE_ONLY)]
+    return "+".join([name, *rowwise]), row.strip(), source
+
+
+def check_source(source: str) -> None:
+    """Raise UserError for an unknown columnwise_source."""
+    if source not in SOURCES:
+        raise UserError(f"columnwise_source is '{source}'{nearest(source, SOURCES)}; allowed: {', '.join(SOURCES)}")
+
+
+def _of_mapping(value: Mapping[str, Any]) -> tuple[str, str, str]:
+    unknown = [key for key in value if key not in QUANTIZER_FIELDS]
+    missing = [key for key in QUANTIZER_FIELDS[:2] if key not in value]
+    if unknown or missing:
+        wrong = f"unknown key '{unknown[0]}'{nearest(unknown[0], QUANTIZER_FIELDS)}" if unknown else ""
+        wrong = wrong or f"'{missing[0]}' is missing"
+        raise UserError(f"quantizer {dict(value)}: {wrong}; it takes rowwise, columnwise and columnwise_source")
+    return str(value["rowwise"]), str(value["columnwise"]), str(value.get("columnwise_source", SOURCES[0]))

@@ -1,0 +1,182 @@
+"""What the machine gives to every part: its CPUs, files that are written as a whole, and locks.
+
+A lock is an flock on a file, which the kernel releases however its holder dies. A holder that is stopped (SIGSTOP,
+Ctrl-Z) or hangs keeps it, so whoever waits gets its process id and its command line.
+
+Locks are written by hand: filelock cannot say whether a lock is held without taking it, nor that the lock's file was
+deleted under its holder, nor which process holds it.
+"""
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from hqsweep.errors import Damaged
+
+NAMED_S = 5.0
+"""The seconds of waiting after which the holder of a lock is named."""
+STOPPED = "which is stopped"
+
+
+def usable_cpus() -> int:
+    """The number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def write_whole(path: Path, data: bytes, *, synced: bool = False) -> None:
+    """Replace the file `path` by `data` atomically: a reader sees the old file or the new one.
+
+    synced: return when the data is on the disk, so that a power cut loses nothing. The temporary file carries the
+    process id, so that two writers do not share it.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            if synced:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Busy(Exception):
+    """Another process holds the lock of this folder."""
+
+
+@contextmanager
+def locked(
+    path: Path, wait_s: float = 0.0, say: Callable[[str], None] = lambda line: None
+) -> Iterator[Callable[[], bool]]:
+    """Hold the lock `path`, and get a function that says whether that is still so: deleting the folder deletes the lock
+    with it, and another process may hold a new one there. `say` is told after NAMED_S seconds who holds the lock.
+
+    Raises Busy when another process still holds it after `wait_s` seconds, or after NAMED_S if that process is
+    stopped, and Damaged where something else than a lock is there, which is deleted if nothing is lost by it.
+    """
+    descriptor = _open(path)
+    try:
+        began, named = time.monotonic(), False
+        while not _try_flock(descriptor, fcntl.LOCK_EX):
+            waited_s = time.monotonic() - began
+            if waited_s >= NAMED_S and not named:
+                named = True
+                say(sentence := holder(path))
+                wait_s = 0.0 if STOPPED in sentence else wait_s
+            if waited_s >= wait_s:
+                raise Busy(path.parent.name)
+            time.sleep(0.02)
+        yield lambda: _is_at(descriptor, path)
+    finally:
+        os.close(descriptor)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a live process holds the lock `path`."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        return not _try_flock(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
+
+
+def holder(path: Path) -> str:
+    """A sentence that says who holds the lock `path`, and what to do."""
+    pid = holder_pid(path)
+    if pid is None:
+        return f"{path} is held by a process that cannot be seen from here, on another machine or in another container"
+    who = f"{path} is held by process {pid} ({command_of(pid)})"
+    if is_stopped(pid):
+        return f"{who}, {STOPPED}: `kill -CONT {pid}` lets it go on, `kill -KILL {pid}` ends it and frees the lock"
+    return f"{who}; `kill {pid}` ends it, where it hangs"
+
+
+def holder_pid(path: Path) -> int | None:
+    """The process that holds the lock `path`; None where nobody does, or the kernel does not say."""
+    try:
+        inode, lines = os.stat(path).st_ino, Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        words = line.split()
+        if "FLOCK" in words and len(words) >= 6 and words[-3].rpartition(":")[2] == str(inode):
+            pid = int(words[-4])
+            if pid > 0 and pid != os.getpid():
+                return pid
+    return None
+
+
+def command_of(pid: int) -> str:
+    """The command line of a process, shortened."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return "command unknown"
+    text = "".join(character if character.isprintable() else "?" for character in " ".join(words).strip())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal, so that it does nothing until SIGCONT."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
+
+
+def stopped_among(pid: int) -> int | None:
+    """The first process that was stopped by a signal among a process and those that it has started, or that these
+    have, such as the ranks of a run."""
+    if is_stopped(pid):
+        return pid
+    with suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            for child in (thread / "children").read_text().split():
+                if stopped := stopped_among(int(child)):
+                    return stopped
+    return None
+
+
+def _open(path: Path) -> int:
+    """The lock's file, created where it is missing."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        return os.open(path, flags, 0o644)
+    except OSError as error:
+        if error.errno not in (errno.EISDIR, errno.ELOOP):
+            raise
+    try:
+        path.unlink() if path.is_symlink() else path.rmdir()
+    except OSError as error:
+        raise Damaged(path, f"is a folder, where a lock belongs ({error.strerror})", "delete it") from None
+    return os.open(path, flags, 0o644)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    with suppress(OSError):
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    return False
+
+
+def _try_flock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,161 @@
+"""SharedCall: a call of a linear that ranks share, which knows what they exchange."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hqsweep.errors import UserError
+from hqsweep.nn.core.call import Call
+from hqsweep.nn.core.parameter import AnyOperand
+from hqsweep.nn.linear.linear_call import LinearCall
+from hqsweep.ops.quantize.dequantize import dequantize_members
+from hqsweep.ops.quantize.nonfinite import for_its_slot
+from hqsweep.ops.quantize.request import Output
+from hqsweep.parallel.overlap.rank_rows import RankRows
+from hqsweep.parallel.shards.gather_operands import Gathering
+from hqsweep.parallel.shards.shard_part import Part, quantize_group_part, quantize_part
+from hqsweep.parallel.shared.exchange import Exchange
+from hqsweep.parallel.wire.tokens import Pending
+from hqsweep.quant.group import Wanted, quantize_group
+from hqsweep.quant.operand import HybridOperand, Operand, OperandParts, Skeleton, unflatten
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartCall(Call):
+    """A call of a module with matrices of which each rank has a part (part_of)."""
+
+    def quantize(
+        self,
+        tensor: str,
+        x: Tensor,
+        *,
+        rowwise: Output | None = None,
+        columnwise: Output | None = None,
+        by_rows: bool = False,
+        amaxes: Sequence[Tensor] = (),
+    ) -> HybridOperand:
+        """Call.quantize(); of a part with the bytes that it has in the whole."""
+        part = self.part_of(tensor, x)
+        outputs = {"rowwise": rowwise, "columnwise": columnwise, "by_rows": by_rows}
+        if part is None:
+            return super().quantize(tensor, x, **outputs, amaxes=amaxes)
+        return self.quantize_part(tensor, x, part, **outputs)
+
+    @for_its_slot
+    def quantize_part(
+        self,
+        tensor: str,
+        x: Tensor,
+        part: Part,
+        *,
+        rowwise: Output | None = None,
+        columnwise: Output | None = None,
+        by_rows: bool = False,
+    ) -> HybridOperand:
+        """quantize() for one matrix, of which this rank has a part, or for a part of every expert's."""
+        quantizer, outputs = self.quantizer(tensor), {"rowwise": rowwise, "columnwise": columnwise}
+        key, states = self.key(tensor) if quantizer.reads_key else None, self.states_of(tensor, x)
+        splits = self.weight_splits if tensor == "weight" else self.splits
+        try:
+            if splits is None:
+                return quantize_part(quantizer, x, part, key=key, states=states, **outputs)
+            wanted = Wanted(**outputs, keys=key, states=states, by_rows=by_rows)
+            return quantize_group_part(quantizer, x, splits, part, wanted)
+        except UserError as error:
+            raise UserError(f"{self.layer}: {tensor}: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedCall(PartCall, LinearCall):
+    """A call of a linear of which ranks have parts, of its features or of its experts."""
+
+    exchange: Exchange | None = None
+    """What ranks exchange; None: each has all features of its experts."""
+    mean_over: int = 1
+    """The number of data-parallel ranks whose rows are multiplied here: gradients of parameters are divided by it, as
+    those that are averaged over these ranks."""
+
+    @property
+    def made_together(self) -> bool:
+        """LinearCall.made_together."""
+        return self.exchange is not None
+
+    def part_of(self, tensor: str, x: Tensor) -> Part | None:
+        return None if self.exchange is None else self.exchange.parts.get(tensor)
+
+    def tokens_of(self, tensor: str, x: Tensor) -> Part | None:
+        """Where the rows of x lie among those of all ranks, if they are some of the tokens; None if they are all."""
+        return None if self.exchange is None else self.exchange.tokens(tensor, len(x))
+
+    def gathered(self, tensor: str, x: Tensor) -> Tensor:
+        """x [rows, C], or, where each rank has some of its tokens, the rows of all ranks."""
+        return x if self.exchange is None else self.exchange.gathered(tensor, x)
+
+    def summed(self, tensor: str, x: Tensor) -> Tensor:
+        """x [rows, C]; where each rank has a part of its sums, the whole sum, or this rank's tokens of it."""
+        return self.begin_summed(tensor, x)()
+
+    def begin_summed(self, tensor: str, x: Tensor) -> Pending:
+        """summed(), begun: it goes on beside the work that follows (parallel.wire.tokens)."""
+        return (lambda: x) if self.exchange is None else self.exchange.begin_summed(tensor, x)
+
+    def product(
+        self, gemm: str, a: AnyOperand | RankRows, b: AnyOperand, out_dtype: torch.dtype
+    ) -> Tensor | Sequence[Tensor]:
+        """LinearCall.product(), also by the rows of each rank."""
+        if not isinstance(a, RankRows):
+            return super().product(gemm, a, b, out_dtype)
+        if self.context.reader is not None:
+            self.context.reader(self, gemm, a, b)
+        return a.product(b, out_dtype)
+
+    @for_its_slot
+    def of_codes(
+        self,
+        tensor: str,
+        x: Tensor,
+        row: Operand,
+        *,
+        rowwise: Output | None,
+        columnwise: Output | None,
+        by_rows: bool = False,
+    ) -> HybridOperand:
+        """quantize() for a tensor whose rowwise operand is here: the columnwise one is made of its values."""
+        column, quantizer = None, self.quantizer(tensor)
+        if columnwise:
+            values = dequantize_members(row.buffers, row.format, row.layout, row.dtype)
+            of_values = replace(quantizer, columnwise_source="original")
+            fields = {"keys": self.key(tensor) if quantizer.reads_key else None, "by_rows": by_rows}
+            fields |= {"rowwise": None, "columnwise": columnwise}
+            column = quantize_group(values, self.splits, of_values, **fields).columnwise
+        return HybridOperand(rowwise=row.operand() if rowwise == "exact" else row, columnwise=column)
+
+    def begin_saved_input(
+        self, tensors: Sequence[Tensor], skeleton: Skeleton | None, *, early: bool
+    ) -> Callable[[], AnyOperand]:
+        """saved_input(), begun: what other ranks have of it arrives beside other work, and is good until ranks begin to
+        exchange other rows. early: it is where forward left it, so that it may leave before what was enqueued last
+        (parallel.wire.p2p_copy.begin)."""
+        if skeleton is not None:
+            return self.begin_whole_input(unflatten(tensors, skeleton), lent=True, early=early)
+        outputs = {"columnwise": self.product_takes, "by_rows": self.by_rows("wgrad")}
+        arriving = (lambda: tensors[0]) if self.exchange is None else self.exchange.begin_gathered("input", tensors[0])
+        return lambda: self.quantize("input", arriving(), **outputs).columnwise
+
+    def begin_whole_input(
+        self, column: AnyOperand, *, lent: bool = False, early: bool = False
+    ) -> Callable[[], AnyOperand]:
+        """A columnwise operand of x, of all tokens where it has this rank's, which are then gathered as
+        begin_saved_input() does. lent, early: as in parallel.shards.gather_operands.Gathering."""
+        if isinstance(column, OperandParts):
+            return column.operand
+        if self.exchange is None or self.splits is not None or not isinstance(column, Operand):
+            return lambda: column  # experts have all tokens, and so does what was made to be multiplied at once
+        part = self.exchange.tokens("input", column.shape[1])
+        if part is None:
+            return lambda: column
+        exact = self.product_takes == "exact"
+        gathering = Gathering(column, 1, part, lent=lent and exact, early=early)
+        return gathering.exact if exact else gathering.whole

@@ -1,0 +1,64 @@
+"""Grouped linears that ranks share: the features of each expert, or the experts; and what held experts share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hqsweep.nn.core.parameter import link_states
+from hqsweep.nn.core.wire import Codes
+from hqsweep.nn.experts.grouped import ExpertParameters, GroupedBase
+from hqsweep.nn.experts.grouped_linear import GroupedLinear
+from hqsweep.ops.members.splits import Splits
+from hqsweep.parallel.shared.call import SharedCall
+from hqsweep.parallel.shared.exchange import LinearShare
+from hqsweep.parallel.shared.linear_function import Handover, SharedLinearFunction
+from hqsweep.parallel.shared.tokens import local
+from hqsweep.parallel.wire.local import is_spread
+from hqsweep.parallel.wire.local import local as stored
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SharedExperts:
+    """How ranks share a grouped linear (hqsweep.nn.core.wire.ExpertRanks)."""
+
+    features: LinearShare | None = None
+    """How they share the features of each expert; None: each rank has all."""
+    mean_over: int = 1
+    """The number of ranks by which gradients of parameters are divided."""
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The ranks that share the features."""
+        return None if self.features is None else self.features.group
+
+    def own(self, grouped: GroupedLinear) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        weights = grouped.weights
+        if is_spread(weights[0]):
+            link_states(list(map(stored, weights)), grouped.states)  # and not a view of the part
+        return list(map(local, weights)), list(map(local, grouped.biases))
+
+    def product(
+        self, grouped: GroupedBase, x: Tensor, splits: Splits, parameters: ExpertParameters, codes: Codes | None
+    ) -> Tensor:
+        exchange = None if self.features is None else self.features.exchange(x.shape[:-1])
+        call = SharedCall(**grouped.expert_facts(splits, x.device), exchange=exchange, mean_over=self.mean_over)
+        weights, biases = parameters
+        return SharedLinearFunction.apply(x, call, Handover(codes=codes), len(weights), None, *weights, *biases)
+
+    def __deepcopy__(self, memo: Any) -> "SharedExperts":
+        return self  # a group has no copies
+
+
+def share_features(grouped: GroupedBase, share: LinearShare) -> None:
+    """Have a grouped linear compute with this rank's part of every expert: of its output features ("column"), or of its
+    input features ("row"). Every rank has all rows; what ranks sum has the sums of all."""
+    ranks = share.group.size()
+    if share.mode == "column":
+        grouped.out_features //= ranks
+    else:
+        grouped.in_features //= ranks
+    grouped.parallel = SharedExperts(features=share)
+    grouped.resize()

@@ -1,0 +1,54 @@
+"""Weights that are held quantized, after copies, moves and checkpoints, and what ranks of fully_shard share of them."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hqsweep.nn.core.delayed import DelayedStates, ExpertStates
+from hqsweep.nn.core.module import PARTS, quantized_modules
+from hqsweep.nn.core.parameter import link_states
+from hqsweep.nn.experts.grouped_linear import GroupedLinear
+from hqsweep.nn.linear.linear import Linear
+from hqsweep.parallel.wire.collectives import maximum_
+from hqsweep.parallel.wire.local import group_of_shards, is_spread
+from hqsweep.parallel.wire.local import local as stored
+from hqsweep.quant.grouped import GroupedTensor
+from hqsweep.torch_private import foreach_zero_
+
+
+def link_held(model: nn.Module) -> None:
+    """Have weights that are held quantized, and shards of such, use the states that their modules have now."""
+    for weights, states in _weights_and_states(model):
+        link_states(list(map(stored, weights)), states)  # and not a view of the part
+
+
+@torch.no_grad()
+def share_amaxes(model: nn.Module) -> None:
+    """Give every rank the amaxes by which held experts are scaled that another rank of fully_shard writes, and whose
+    histories it alone has; statistics of the whole read them. All ranks call it, once after each write."""
+    amaxes: dict[Any, list[Tensor]] = {}
+    for weights, states in _weights_and_states(model):
+        own = stored(weights[0])
+        if not (isinstance(own, GroupedTensor) and own.quantizer.delayed and is_spread(weights[0])):
+            continue
+        written = range(own.metadata.content.first, own.metadata.content.first + own.experts)
+        for expert, of_expert in states.named_children():
+            slot = [state.amax for name, state in of_expert.items() if name.startswith("weight_")]
+            if int(expert) not in written:
+                foreach_zero_(slot)
+            amaxes.setdefault(group_of_shards(weights[0]), []).extend(slot)
+    for group, every in amaxes.items():
+        maximum_(every, group)
+
+
+def _weights_and_states(model: nn.Module) -> Iterator[tuple[Sequence[Tensor], DelayedStates | ExpertStates]]:
+    """The weights of each linear and of experts, of a converted model too, with the states of their module."""
+    for module in quantized_modules(model):
+        if isinstance(module, Linear | GroupedLinear):
+            yield [module.weight] if isinstance(module, Linear) else module.weights, module.states
+    for module in model.modules():
+        for part in module.__dict__.get(PARTS, ()):
+            if getattr(part, "weight_name", None):
+                yield [getattr(module, part.weight_name)], part.states

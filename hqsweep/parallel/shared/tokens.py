@@ -1,0 +1,127 @@
+"""Tokens that lie split over the ranks of a group, and parameters that every rank has whole, as autograd sees them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from hqsweep.parallel.wire.local import is_spread
+from hqsweep.parallel.wire.tokens import gather_rows, sum_whole
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter that is a DTensor; any other parameter as it is. A part with a main_grad is a
+    leaf, since autograd gets no gradient of it: torch 2.11 would make one of zeros. Its `spread` is the parameter."""
+    if not is_spread(parameter):
+        return parameter
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is None:
+        return parameter.to_local()
+    part = parameter.to_local().detach().requires_grad_(parameter.requires_grad)
+    part.main_grad = main_grad.to_local() if hasattr(main_grad, "to_local") else main_grad
+    part.spread = parameter
+    return part
+
+
+class _SumGradients(torch.autograd.Function):
+    """Tensors themselves; their gradients are summed over ranks at once."""
+
+    @staticmethod
+    def forward(ctx, group: ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        present = [gradient for gradient in gradients if gradient is not None]
+        if not present:
+            return None, *gradients
+        total = sum_whole(torch.cat([gradient.flatten() for gradient in present]), ctx.group)
+        sums = iter(total.split([gradient.numel() for gradient in present]))
+        return None, *(None if g is None else next(sums).view(g.shape).to(g.dtype) for g in gradients)
+
+
+def sum_gradients(tensors: Sequence[Tensor], group: ProcessGroup) -> tuple[Tensor, ...]:
+    """The tensors themselves. Every rank has the part of their gradients that comes from its tokens, and receives the
+    sums, of all in one collective."""
+    return _SumGradients.apply(group, *tensors)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SplitTokens:
+    """How tokens lie split over the ranks of a group, where each rank computes all that follows with every token."""
+
+    group: ProcessGroup
+    axis: int
+    """The axis of x along which each rank has an equal part of the tokens."""
+
+    def whole(self, x: Tensor) -> Tensor:
+        """x of all ranks' tokens. Each rank has the whole gradient, and takes that of its own."""
+        return _WholeTokens.apply(x, self)
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's part of an x that all ranks have alike. Its gradient is gathered."""
+        return _OwnTokens.apply(x, self)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """x of all ranks."""
+        lead, shape = math.prod(x.shape[: self.axis]), list(x.shape)
+        shape[self.axis] *= self.group.size()
+        return gather_rows(x.flatten(0, self.axis), self.group, lead).view(shape)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """A copy of this rank's part of x."""
+        return x.chunk(self.group.size(), self.axis)[self.group.rank()].clone(memory_format=torch.contiguous_format)
+
+    def __deepcopy__(self, memo: Any) -> "SplitTokens":
+        return self  # a group has no copies
+
+
+class _WholeTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, tokens: SplitTokens) -> Tensor:
+        ctx.tokens = tokens
+        return tokens.gathered(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.tokens.cut(gradient), None
+
+
+class _OwnTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, tokens: SplitTokens) -> Tensor:
+        ctx.tokens = tokens
+        return tokens.cut(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.tokens.gathered(gradient), None
+
+
+class _WholeFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        rows = x.reshape(-1, x.shape[-1])
+        parts = gather_rows(rows, group).unflatten(0, (group.size(), -1))
+        return parts.transpose(0, 1).flatten(1).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.chunk(ctx.group.size(), -1)[ctx.group.rank()], None
+
+
+def whole_features(x: Tensor, group: ProcessGroup) -> Tensor:
+    """[..., C] of each rank -> [..., W * C], of which every rank then computes the same."""
+    return _WholeFeatures.apply(x, group)

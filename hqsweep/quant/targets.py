@@ -1,0 +1,98 @@
+"""Targets of a quantizer's call with known amaxes, and the operands of its results."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hqsweep.formats import Buffers, ExactOperand, Format
+from hqsweep.ops.members.layout import GroupLayout
+from hqsweep.ops.members.packed import Result
+from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.quantize.quantize import Quantized
+from hqsweep.ops.quantize.request import NO_TARGET, Output, Source, Target
+from hqsweep.quant.operand import HybridOperand, Operand
+
+
+def targets_of(
+    quantizer: Any, rowwise: Output | None, columnwise: Output | None, by_rows: bool = False
+) -> tuple[Target, Target]:
+    """Return the targets of the wanted outputs."""
+    needs_row = rowwise is not None or (columnwise and quantizer.columnwise_source == "rowwise_dequantized")
+    row = Target(quantizer.rowwise, rowwise or "codes") if needs_row else NO_TARGET
+    return row, Target(quantizer.columnwise, columnwise, by_rows=by_rows) if columnwise else NO_TARGET
+
+
+def operands_of(
+    quantizer: Any,
+    results: Quantized,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    splits: Splits | None,
+    rowwise: Output | None,
+) -> HybridOperand:
+    """Return the operands of a matrix with this shape; the rowwise operand only if wanted."""
+    row = operand_of(results.rowwise, quantizer.rowwise, shape, dtype, splits) if rowwise else None
+    column = operand_of(results.columnwise, quantizer.columnwise, shape[::-1], dtype, splits, columnwise=True)
+    return HybridOperand(rowwise=row, columnwise=column)
+
+
+def takes_amax_of_matrix(format: Format | None) -> bool:
+    """Return whether the format's only amax belongs to the whole matrix, as it is or after a transform."""
+    return format is not None and format.amax_name is not None and not (format.delayed or format.row_scaled)
+
+
+def signs_of(format: Format | None) -> bool | None:
+    """Return the transform's signs for a columnwise format whose amax belongs to transformed columns; else None."""
+    return format.rht_signed if takes_amax_of_matrix(format) and format.rht else None
+
+
+def with_amaxes(
+    row: Target, column: Target, amaxes: Mapping[str, Tensor | None], splits: Splits | None = None
+) -> tuple[Target, Target]:
+    """Return the targets with the known amaxes of each direction, or of every member."""
+    row_amax, column_amax = amaxes["rowwise"], amaxes["columnwise"]
+    row = row if row_amax is None else row._replace(grid=_grid(row.format, row_amax, splits))
+    return row, column if column_amax is None else column._replace(grid=_grid(column.format, column_amax, splits))
+
+
+def _grid(format: Format, amaxes: Tensor, splits: Splits | None) -> Buffers | list[Buffers]:
+    """Return the grid of one matrix, or a list with each member's grid."""
+    if splits is None:
+        return {format.amax_name: amaxes}
+    of_members = amaxes.view(-1, 1).split(list(splits.host) if format.row_scaled else 1)
+    return [{format.amax_name: own} for own in of_members]
+
+
+def under(target: Target, amax: Tensor) -> Target:
+    """Return the target with a grid of that amax, if its format takes one."""
+    return target._replace(grid={target.format.amax_name: amax}) if takes_amax_of_matrix(target.format) else target
+
+
+def operand_of(
+    result: Result | None,
+    format: Format,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    splits: Splits | None,
+    *,
+    columnwise: bool = False,
+) -> Operand | ExactOperand | None:
+    """Return the operand of a result. shape: of the operand; for packed operands of X, or of X.T."""
+    if result is None or isinstance(result, ExactOperand):
+        return result
+    if splits is not None:
+        layout = GroupLayout.of(splits, shape[0] if columnwise else shape[1], columnwise=columnwise)
+        return Operand(format=format, layout=layout, dtype=dtype, buffers=result)
+    return Operand(format=format, shape=shape, dtype=dtype, buffers=result)
+
+
+def found_under(row: Target, column: Target, amaxes: Sequence[Tensor], source: Source) -> tuple[Target, Target]:
+    """Return the targets with grids from the amaxes that takes_amaxes() names, for formats that take one."""
+    row = under(row, amaxes[0])
+    if source != "original":
+        return row, column
+    transformed = signs_of(column.format) is not None
+    place = 1 if transformed else 0  # no bool: a trace indexes with integers
+    return row, under(column, amaxes[place]) if len(amaxes) > place else column
