@@ -13,13 +13,12 @@ import plotly.graph_objects as go
 from hqsweep.errors import UserError
 from hqsweep.report.compare import arms
 from hqsweep.report.compare.compare import compare as judge
-from hqsweep.report.compare.compare import write
 from hqsweep.report.compare.left_out import LeftOut
 from hqsweep.report.compare.notes import headline
 from hqsweep.report.figures.forest import forest_of
-from hqsweep.report.figures.plots import plots
 from hqsweep.report.pages import html, tables
-from hqsweep.report.pages.paper import latex, paper_tables, write_figures, write_latex
+from hqsweep.report.pages.folder import write
+from hqsweep.report.pages.paper import latex, paper_tables, plots, write_figures, write_latex
 from hqsweep.report.pages.text import legal
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore
@@ -33,8 +32,8 @@ class OfRuns(Protocol):
 
 
 def folders_of(caller: str, words: Sequence[str | Path | OfRuns], runs_dir: str | Path) -> list[RunDir]:
-    """The folders of runs that words name, or that are those of sweeps and runs; UserError for anything else. caller:
-    what was called, for the sentence."""
+    """The folders of the runs that words name, and of Sweep and Run objects; UserError for anything else. caller: the
+    function's name, for the sentence."""
     other = next((word for word in words if not isinstance(word, str | Path) and not hasattr(word, "folders")), None)
     if other is not None:
         raise UserError(f"{caller}: takes names, folders, sweeps and runs, and got a {type(other).__name__}")

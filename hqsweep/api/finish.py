@@ -39,11 +39,11 @@ def finish(
     """Run all of the plan that is not finished, and grow the study where it says so.
 
     words   conf=NAME and overrides that the plan was made of; `replan` makes a plan of other words
-    say     takes what is to be known before a run starts: plan.lines
+    say     takes lines before a run starts: plan.lines
     look    takes a line a look of a study that grows
-    force   repeat what is finished
+    force   repeat finished runs
 
-    Raises UserError for what this machine has not, as launch.check, before anything starts.
+    Raises UserError for a missing part of this machine, as launch.check, before anything starts.
     """
     from hqsweep.sweep.engine import launch
     from hqsweep.track.destination import upload_line

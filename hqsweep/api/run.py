@@ -25,7 +25,7 @@ def run(
     no_import: bool = False,
     quiet: bool = False,
 ) -> Sweep:
-    """Run what is not finished of a sweep's grid, and return the sweep. Call it from the main thread.
+    """Run the unfinished runs of a sweep's grid, and return the sweep. Call it from the main thread.
 
     conf        a packaged sweep, one in ./conf or config_dir, or the path of a YAML file
     overrides   KEY=VALUE and KEY=V1,V2 as the command line takes them, without a shell's quotes
@@ -48,7 +48,7 @@ def run(
     if threading.current_thread() is not threading.main_thread():
         raise UserError("run: it stops its workers at a signal, which Python gives to the main thread; call it there")
     say = _silent if quiet else _say
-    request = read(words, config_dir=folder)  # a mistyped word is told before torch is imported
+    request = read(words, config_dir=folder)  # a mistyped word is refused before torch is imported
     from hqsweep.api.finish import after_failures, finish, warnings_of
     from hqsweep.recipe.factories import Importer
     from hqsweep.sweep.console import PlainDisplay, SafeConsole, open_display

@@ -51,7 +51,7 @@ def groups(folders: Sequence[Path]) -> list[str]:
 
 def keys(folders: Sequence[Path]) -> list[str]:
     """Dotted paths of all values of the jobs' configs and of the groups, sections left out."""
-    complete = (*JOBS, "fork")  # files that have all keys of a job, and those of a fork study
+    complete = (*JOBS, "fork")  # files with all keys of a job, and of a fork study
     named = [key for name in complete for key in _leaves(_read(PACKAGED / f"{name}.yaml"))]
     for group in groups(folders):
         for folder in folders:

@@ -50,9 +50,10 @@ def compare(
     """
     with waiting("reading the runs and writing the report"):
         from hqsweep.api.comparison import compared
-        from hqsweep.report.compare.compare import document, write
+        from hqsweep.report.compare.compare import document
         from hqsweep.report.compare.left_out import exit_code
         from hqsweep.report.gate.ci import checked, verdict_rows, write_junit
+        from hqsweep.report.pages.folder import write
         from hqsweep.report.pages.paper import check_kind, write_figures, write_latex
         from hqsweep.report.pages.tables import rich_table
         from hqsweep.sweep.store.store import RunStore

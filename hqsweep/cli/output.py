@@ -154,7 +154,7 @@ SPECS = {"val_loss": ".4f", "loss": ".4f", "tokens_per_s": ",.0f", "seconds": ".
 
 
 def rows_table(heading: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> Shown:
-    """Rows as a table; the keys of `columns` are those of a row, its values the headings."""
+    """Rows as a table; `columns` maps keys of a row to headings."""
     from hqsweep.report.pages.text import TextTable, number, text, to_rich
 
     def cell(key: str, value: Any) -> str:

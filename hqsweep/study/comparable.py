@@ -151,7 +151,7 @@ def _source(data: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _ratio(own: float, wanted: float, what: str) -> list[str]:
-    """How far a number is from what is planned, in words; [] within REACH."""
+    """The ratio of a number to the plan's, in words; [] within REACH."""
     ratio = own / wanted
     if 1 / REACH <= ratio <= REACH:
         return []

@@ -161,7 +161,7 @@ def not_used(plan: Plan, rows: Sequence[Row]) -> list[str]:
 
 
 def pace(plan: Plan, rows: Sequence[Row]) -> Pace | str:
-    """The pace of the plan's model by comparable studies on this kind of device; those of the other design only where
+    """The pace of the plan's model by comparable studies on this kind of device; studies of the other design only where
     there is none of its own. Without any, why there is none, in words."""
     wanted = wanted_of(plan)
     if wanted is None:
@@ -176,7 +176,7 @@ def pace(plan: Plan, rows: Sequence[Row]) -> Pace | str:
 
 
 def _asked(plan: Plan) -> Wanted:
-    """The study of a plan; UserError where it compares nothing, or nobody knows its size."""
+    """The study of a plan; UserError where it compares nothing, or its size is unknown."""
     wanted = wanted_of(plan)
     if wanted is None:
         raise UserError(
@@ -189,7 +189,7 @@ def _asked(plan: Plan) -> Wanted:
 
 
 def _forecast(wanted: Wanted, design: str, rows: Sequence[Row], resolve: float) -> Forecast:
-    """By the first of the rows; all of them give the range. Minutes are those of rows on this kind of device, where
+    """By the first of the rows; all of them give the range. Minutes come from rows on this kind of device, where
     there is one."""
     name, row = DESIGNS[design], rows[0]
     counts = [_replicates(wanted, design, each, resolve) for each in rows]
@@ -215,7 +215,7 @@ def _replicates(wanted: Wanted, design: str, row: Row, resolve: float) -> float:
 
 def _sd(wanted: Wanted, design: str, row: Row) -> float:
     """The standard deviation of one replicate's gap in %. Arms of whole runs differ little, and are taken together; the
-    loudest arm of forks has ten times that of the quietest, and decides. A gap of whole runs is to the mean of the
+    loudest arm of forks has ten times the noise of the quietest, and decides. A gap of whole runs is to the mean of the
     controls, one or two."""
     if design == FORK:
         tested = {arm: noise["sd_pct"] for arm, noise in row["arms"].items() if not noise["null"]}
@@ -225,7 +225,7 @@ def _sd(wanted: Wanted, design: str, row: Row) -> float:
 
 
 def _seconds(wanted: Wanted, design: str, row: Row) -> float:
-    """The seconds of one replicate: those of the row for as many tokens, times the ratio of parameters."""
+    """The seconds of one replicate: the row's seconds for as many tokens, times the ratio of parameters."""
     tokens = wanted.replicate.get(design) or row["trunk_tokens"] + len(wanted.names) * row["run_tokens"]
     return _a_token(row) * tokens * wanted.params / row["params"]
 
@@ -262,8 +262,8 @@ OF_A_STEP = ("batch", "microbatches", "context", "dtype", "device", "recompute",
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """rows: those of the plan, each with `state` (finished, running, or what is to be done) and the `minutes` that it
-    still needs (None: not known). minutes, most: those of all runs that are to be done, at as many at a time as the
+    """rows: the plan's, each with `state` (finished, running, or what is to be done) and the `minutes` that it
+    still needs (None: not known). minutes, most: of all runs to do, at as many at a time as the
     plan has workers, the least and the greatest that comparable studies say; None where nothing says how long they
     take. basis: the source of the minutes, in words."""
 

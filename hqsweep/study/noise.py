@@ -4,7 +4,7 @@ RUNS_DIR/noise.jsonl has one row for each (model, data, tokens, design), renewed
 A verdict never reads it: a study whose noise is assumed instead of measured claims falsely as soon as it is louder
 than the assumption (9 to 20 % of null studies at a variance 6 times as large).
 
-A row (parameters are those of matrices, tokens are tokens of training):
+A row (parameters count matrices, tokens are tokens of training):
     model, params     the section `model` of the baseline without its noise; parameters
     data, data_hash   the section `data`, and the hash of what it led to
     tokens            of a run from step 1, the trunk's included; of forks, the mean over points

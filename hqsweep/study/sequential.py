@@ -96,7 +96,7 @@ def grow(
     replan  the plan for other seeds
     start   brings the runs of a plan to an end, and repeats finished ones when asked: launch.start
     say     takes a line a look
-    force   repeat what is finished
+    force   repeat finished runs
 
     It starts with the seeds of the plan and those that the sweep has, at least FIRST_SEEDS or FIRST_TRUNKS. A run that
     fails, other than by divergence, ends it, and the same call resumes it.
@@ -154,7 +154,7 @@ def _checked(plan: Plan) -> int:
 
 
 def first_seeds(plan: P, replan: Callable[[Sequence[int]], P]) -> list[int]:
-    """The plan's seeds, those of its runs that the sweep has begun, and as many more as the first look needs. UserError
+    """The plan's seeds, the seeds that the sweep has begun, and as many more as the first look needs. UserError
     for a plan that cannot grow, and for more of them than seeds.max."""
     maximum = _checked(plan)
     store, sweep = RunStore(Path(plan.first.runs_dir)), plan.first.sweep

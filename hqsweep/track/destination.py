@@ -1,4 +1,4 @@
-"""Where W&B's rows go, without importing wandb: told before a sweep starts, and decided when a run does."""
+"""Where W&B's rows go, without importing wandb: said before a sweep starts, and decided when a run does."""
 
 import netrc
 import os

@@ -20,7 +20,7 @@ ISA_FLAGS = (
 
 def facts() -> dict[str, Any]:
     """The manifest's part that no job knows. `started` in seconds since 1970; `threads` per worker; a package that is
-    not installed has no version; commit and dirty are those of the current directory's repository, None outside one."""
+    not installed has no version; commit and dirty describe the current directory's repository, None outside one."""
     return {
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
         **git_state(),

@@ -43,7 +43,7 @@ def open_tracker(run: RunDir) -> Tracker:
 QUEUE = 100_000
 """Calls that may wait: days of training at one in ten steps."""
 FINISH_TIMEOUT_S = 120.0
-"""How long the end of a run waits for what is left, uploads included."""
+"""Seconds that the end of a run waits for pending calls, uploads included."""
 
 
 class BackgroundTracker:
@@ -94,7 +94,7 @@ class BackgroundTracker:
 
 def mirror_report(runs: Sequence[RunDir], report: Path, arms: Sequence[Mapping[str, Any]]) -> bool:
     """Show the verdicts beside runs that W&B or TensorBoard tracks, and keep the report folder in W&B; False when there
-    is none to keep it by. `arms` are those of `hqsweep compare --json`."""
+    is none to keep it by. `arms` come from `hqsweep compare --json`."""
     track = runs[0].config().get("track", {})
     kind = track.get("kind", "none")
     if kind == "none" or find_spec(kind) is None:

@@ -179,7 +179,7 @@ class RowSink:
         return next(filter(None, (*unknown, *faults)), None)
 
     def rewind(self, marks: Mapping[str, Mark], step: int = -1) -> None:
-        """Drop the rows after the marks, which are those of the checkpoint of `step` from which the job goes on; tables
+        """Drop the rows after the marks of the checkpoint at `step` from which the job goes on; tables
         without a mark are emptied."""
         for name, table in self._tables.items():
             table.rewind(marks.get(name, mark_of(b"")))

@@ -24,7 +24,7 @@ TABLES: dict[str, dict[str, type]] = {
         "row_sqnr_db_median": float, "row_sqnr_db_p5": float, "underflow_pct": float, "note": str,
     },
 }  # fmt: skip
-"""Table -> column -> type: SQNR in dB, underflow and saturation in % of the elements; what a row has not is null."""
+"""Table -> column -> type: SQNR in dB, underflow and saturation in % of the elements; a missing value is null."""
 
 NAMING = frozenset({"step", "metric", "layer", "tensor", "direction", *CHECKED})
 """Columns that say what a row is about, and so are never null."""

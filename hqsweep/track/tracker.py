@@ -49,7 +49,7 @@ class NullTracker:
 
 def curves(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Rows of the table "stats" -> SAMPLED by name, STATISTIC/LAYER/TENSOR/DIRECTION, as in
-    "sqnr_db/layers.0.attn.qkv/input/rowwise": the first word is the panel's. What a row has not is left out."""
+    "sqnr_db/layers.0.attn.qkv/input/rowwise": the first word names the panel. Missing values are left out."""
     return {
         f"{name}/{row['layer']}/{row['tensor']}/{row['direction']}": row[name]
         for name in SAMPLED

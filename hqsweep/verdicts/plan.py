@@ -81,9 +81,9 @@ def replicates(
     """The fewest seeds ("whole runs") or trunks ("forks") with which a study of `arms` arms reaches a verdict in 4 of 5
     studies: worse or better for a true `gap`, equivalent within `margin`; with both, whichever comes first.
 
-    sd is that of one replicate's gap as `judge` takes it, Estimate.se sqrt(n), in the unit of gap and margin. `null`:
-    the study has a null arm, which is the second control of whole runs. `maximum`: the study is sequential, and at most
-    so long; more than it means that the study is likely to end undecided.
+    sd is the standard deviation of one replicate's gap as `judge` takes it, Estimate.se sqrt(n), in the unit of gap and
+    margin. `null`: the study has a null arm, which is the second control of whole runs. `maximum`: the study is
+    sequential, and at most so long; more than it means that the study is likely to end undecided.
     """
     if margin is None and gap is None:
         raise ValueError("give the gap to find, or the margin")
@@ -99,8 +99,8 @@ def half_width(design: str, sd: float, arms: int, n: int, null: bool = True, max
 
 
 def smallest_gap(design: str, sd: float, arms: int, n: int, null: bool = True) -> float:
-    """The smallest true gap that n replicates call worse or better in 4 of 5 studies, in the unit of sd, that of one
-    replicate's gap; NaN for fewer than give a verdict, or an unknown sd."""
+    """The smallest true gap that n replicates call worse or better in 4 of 5 studies, in the unit of sd, the standard
+    deviation of one replicate's gap; NaN for fewer than give a verdict, or an unknown sd."""
     law = _design(design, arms, null, None)
     if n < law.first or math.isnan(sd):
         return math.nan

@@ -271,7 +271,7 @@ def end_of(run: RunDir) -> str | None:
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_damage_is_believed(part: int, origin: Origin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "hqsweep.report.compare.compare.write", lambda comparison, out: out / "report.html"
+        "hqsweep.report.pages.folder.write", lambda comparison, out: out / "report.html"
     )  # has own tests
     monkeypatch.setattr("hqsweep.study.noise.record", lambda *_: None)
     oracle, faults, damaged = Oracle(origin), [], {}

@@ -6,7 +6,8 @@ from xml.etree import ElementTree
 import pandas as pd
 import pytest
 
-from hqsweep.report.compare.compare import compare, write
+from hqsweep.report.compare.compare import compare
+from hqsweep.report.pages.folder import write
 from tests.report.pages.test_html import Tags
 
 IMG = '<img src=x onerror="injected=1">'

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hqsweep.report.compare.compare import compare, write
+from hqsweep.report.compare.compare import compare
+from hqsweep.report.pages.folder import write
 
 CHROMIUM = shutil.which("chromium")
 HARNESS = Path(__file__).with_name("harness.html")

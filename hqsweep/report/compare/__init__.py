@@ -1,1 +1,1 @@
-"""The comparison: which runs are paired, and what is said of each arm."""
+"""The comparison: pairs of runs, and the verdict on each arm."""

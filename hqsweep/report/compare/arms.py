@@ -113,7 +113,7 @@ def _partner(arm: str, named: str, ours: Sequence[str], settings: dict[str, tupl
 
 
 def _settings(runs: pd.DataFrame, *more: str) -> dict[str, tuple[str, ...]]:
-    """Arm -> the values of its config outside its recipe, without noise, and those of `more` columns."""
+    """Arm -> the values of its config outside its recipe, without noise, and of the columns `more`."""
     leaves = [name for name in config_leaves(runs) if name not in NOISE and not name.startswith("config.recipe.")]
     leaves += more
     first = runs.drop_duplicates("arm").set_index("arm")[leaves]
@@ -144,8 +144,8 @@ def gap_curve(comparison: Comparison, metric: str, smooth: int = 1) -> pd.DataFr
     """arm, step, gap (nats), low, high, n: the paired gap of `metric` at every step that both arms have; each run's gap
     is a rolling mean over `smooth` rows. The interval is the arm's own, 95 % over n seeds.
 
-    Forks: step is that of the fork (1 is its first), gaps are averaged within a trunk, and n counts trunks. An arm with
-    finished runs shows only those; the baseline itself is left out.
+    Forks: step counts from the fork (1 is its first), gaps are averaged within a trunk, and n counts trunks. An arm
+    with finished runs shows only those; the baseline itself is left out.
     """
     rows, finals = comparison.frames.metrics, comparison.finals
     done = finals["final_loss"].notna()

@@ -1,12 +1,10 @@
-"""Compare the arms of any set of runs with a baseline arm, and write the report folder.
+"""Compare the arms of any set of runs with a baseline arm.
 
 comparison = compare(RunStore(Path("runs")).resolve(["quickstart"]), margin="0.25%")
-write(comparison, Path("reports/quickstart"))
 """
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,9 +21,6 @@ from hqsweep.report.compare.left_out import note, without_result
 from hqsweep.report.compare.left_out import rows as rows_of
 from hqsweep.report.compare.notes import alike_notes, rewarm_notes, study_notes
 from hqsweep.report.compare.studies import Study, of_one_data, replicate_minutes, study_of
-from hqsweep.report.pages import html
-from hqsweep.report.pages.csv_files import write_csv
-from hqsweep.report.pages.markdown_page import report_markdown
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.verdicts.estimate import VERDICTS
 
@@ -176,33 +171,3 @@ def document(comparison: Comparison) -> dict[str, Any]:
         "notes": list(comparison.notes),
         "left_out": rows_of(comparison.left_out),
     }
-
-
-def write(comparison: Comparison, out_dir: Path) -> Path:
-    """Write report.html, report_light.html, report.md, compare.csv, points.csv, runs.csv, metrics.parquet,
-    stats.parquet, and under figures/ the rows of every figure as CSV and a picture of every section as SVG, into
-    `out_dir`; returns the path of report.html."""
-    (out_dir / "figures").mkdir(parents=True, exist_ok=True)
-    frames, drawn = comparison.frames, html.panels(comparison)
-    rows = {panel.name: panel.rows for panel in drawn.every()}
-    rows |= {"forest": drawn.forest.rows} if drawn.forest else {}
-    rows |= {"throughput": drawn.speed.rows} if drawn.speed else {}
-    for name, own in rows.items():
-        write_csv(own, out_dir / "figures" / f"{name}.csv")
-    pictures = drawn.pictures()
-    page = out_dir / "report.html"
-    texts = {f"figures/{name}.svg": picture for name, picture in pictures.items()} | {
-        "report.html": html.render(comparison, drawn),
-        "report_light.html": html.render_light(comparison, drawn),
-        "report.md": report_markdown(comparison, pictures),
-    }
-    for name, text in texts.items():
-        (out_dir / name).write_text(text, encoding="utf-8")
-    write_csv(comparison.arms, out_dir / "compare.csv")
-    write_csv(comparison.points, out_dir / "points.csv")
-    shared = [name for name in comparison.finals if name in frames.runs and name != "run"]
-    runs = frames.runs.merge(comparison.finals.drop(columns=shared), on="run")
-    write_csv(pd.concat([comparison.trunks.runs, runs]) if len(comparison.trunks.runs) else runs, out_dir / "runs.csv")
-    frames.metrics.to_parquet(out_dir / "metrics.parquet", index=False)
-    frames.stats.to_parquet(out_dir / "stats.parquet", index=False)
-    return page

@@ -43,7 +43,7 @@ class Family:
     """What came of a family.
 
     estimates  arm -> the estimate of the loss that decides, in % of the baseline's loss
-    beside     arm -> that of the other loss, which decides nothing
+    beside     arm -> the estimate by the other loss, which decides nothing
     these      arm -> 95 % interval in % that covers these trunks at these points alone (forks)
     points     one row per arm, replicate and point that entered: arm, trunk, seed, point, draw, then gap (nats) and
                gap_pct of the loss that decides, val_gap, val_gap_pct, train_gap, train_gap_pct
@@ -133,7 +133,7 @@ def _table(finals: pd.DataFrame, design: str) -> pd.DataFrame:
 def _entering(
     table: pd.DataFrame, finals: pd.DataFrame, baseline: str, arms: Sequence[str], rule: Rule
 ) -> tuple[pd.Index, list[str], tuple[str, ...]]:
-    """(rows of `table` that enter, arms that share none with the others, what is left out in words)."""
+    """(rows of `table` that enter, arms that share no row with the others, a sentence on rows left out)."""
     done = table[LOSSES[DECIDES[rule.design]]].reindex(columns=[baseline, *arms]).notna()
     together = list(arms)
     unpaired = [arm for arm in together if not (done[arm] & done[baseline]).any()]

@@ -17,6 +17,7 @@ with the seed where one trunk is forked with several.
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from hqsweep.sweep.store.documents import Trained, check_document
 from hqsweep.sweep.store.files import REPAIRED
 from hqsweep.sweep.store.names import NOT_IN_ID, data_seen, run_id, without_data_hash
 from hqsweep.sweep.store.run_dir import RunDir
+from hqsweep.sweep.store.seal import Files
 from hqsweep.sweep.store.store import known as listed
 from hqsweep.track.tables import TABLES
 from hqsweep.train.corpus import SHOWN_DIGITS
@@ -150,8 +152,20 @@ def _begun(read: Mapping[tuple[str, str | None], Any]) -> dict[tuple[str, str | 
     }
 
 
-def _read(run: RunDir) -> tuple[dict, list[dict], list[dict], list[dict]]:
+class _SealedOnce(RunDir):
+    """A run whose seal is read once, and then holds for all of its files."""
+
+    def sealed(self) -> Files | None:
+        return self._files
+
+    @cached_property
+    def _files(self) -> Files | None:
+        return super().sealed()
+
+
+def _read(folder: RunDir) -> tuple[dict, list[dict], list[dict], list[dict]]:
     """One row of `runs`, and the run's rows of metrics, stats and parity. Raises Damaged."""
+    run = _SealedOnce(folder.path)
     status, config, manifest = run.status(), run.config(), run.manifest()
     if run.sealed() is None and manifest["run_id"] != run_id(config):
         raise Damaged(run.config_path, "is the config of another run than the manifest beside it", REPAIRED)

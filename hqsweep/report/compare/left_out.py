@@ -1,8 +1,8 @@
 """Runs that a comparison cannot use: their names, the fault of which file, and the remedy.
 
-state is "missing", "damaged", "foreign" (a folder that its sweep does not list), OTHER_DATA or UNKNOWN_DATA (it has not
-read the data of its baseline), or that of a run without a result. A run whose loss diverged is not left out: that is
-its result.
+state is "missing", "damaged", "foreign" (a folder that its sweep does not list), OTHER_DATA or UNKNOWN_DATA (it did not
+read the data of its baseline), or the state of a run without a result. A run whose loss diverged is not left out: that
+is its result.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

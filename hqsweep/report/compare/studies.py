@@ -45,7 +45,7 @@ def study_of(runs: Iterable[RunDir], baseline: str | None = None, margin: float 
 
 def arms_of(runs: pd.DataFrame, baseline: str | None) -> dict[str, str]:
     """arm -> the arm that its gap is measured to by `baseline` (None: bf16, or else the first recipe): the arm of the
-    baseline's recipe at the same other values, or itself where there is none. `runs` are those of Frames.runs."""
+    baseline's recipe at the same other values, or itself where there is none. `runs`: rows of Frames.runs."""
     recipe_of = dict(zip(runs["arm"], runs["recipe"], strict=True))
     names = [*recipe_of, *recipe_of.values()]
     baseline = baseline or ("bf16" if "bf16" in names else recipe_of[next(iter(recipe_of))])
@@ -110,7 +110,7 @@ def other_data(run: tuple, known: str | None, whose: str) -> LeftOut:
 
 def _data_of(family: pd.DataFrame, baseline: str) -> str | None:
     """The hash of the data of most of the baseline's finished runs, of several the first; None where it is not known.
-    Where none has finished, that of most runs of the family."""
+    Where none has finished, the data of most runs of the family."""
     own = family[(family["arm"] == baseline) & (family["state"] == "finished")]
     known = list(map(seen, own.itertuples())) or [data for run in family.itertuples() if (data := seen(run))]
     return Counter(known).most_common(1)[0][0] if known else None

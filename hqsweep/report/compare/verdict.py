@@ -1,6 +1,6 @@
 """What a report says of an arm: one sentence in plain words, with its size, its interval and what would decide it.
 
-The verdict itself is that of hqsweep.verdicts; a margin makes "equivalent" mean something, an interval the rest.
+The verdict itself comes from hqsweep.verdicts; a margin makes "equivalent" mean something, an interval the rest.
 """
 
 import math
@@ -142,7 +142,7 @@ def _undecided(row: Row) -> str:
 
 
 def duration(minutes: float) -> str:
-    """ " (7 minutes here)", nothing where no run has told."""
+    """ " (7 minutes here)", "" where no run reports its time."""
     if math.isnan(minutes):
         return ""
     return f" ({_rounded(minutes)} here)"

@@ -103,15 +103,18 @@ def _load_cells(row: pd.Series) -> tuple[str, str, str, str]:
     )
 
 
-def error_heatmaps(comparison: Comparison) -> tuple[list[Panel], list[Panel]]:
-    """Figures, for each arm that quantizes its experts, of SQNR in dB and of underflow in % (for arms where some values
-    do), median over steps and seeds: grouped linear, tensor and direction by expert, with one colour scale each."""
+def sqnr_heatmaps(comparison: Comparison) -> Iterator[Panel]:
+    """Figures, for each arm that quantizes its experts, of SQNR in dB, median over steps and seeds: grouped linear,
+    tensor and direction by expert, with one colour scale."""
+    rows = error_rows(comparison)
+    return _panels(rows, "sqnr_db", colour_range(rows["sqnr_db"].to_numpy()), DECIBEL, "SQNR in dB", "lowest")
+
+
+def underflow_heatmaps(comparison: Comparison) -> Iterator[Panel]:
+    """The same figures of underflow in %, for arms where some values underflow."""
     rows = error_rows(comparison)
     highest = rows.groupby("arm")["underflow_pct"].transform("max")
-    return (
-        list(_panels(rows, "sqnr_db", colour_range(rows["sqnr_db"].to_numpy()), DECIBEL, "SQNR in dB", "lowest")),
-        list(_panels(rows[highest > 0], "underflow_pct", (0.0, highest.max()), PERCENT, "underflow in %", "highest")),
-    )
+    return _panels(rows[highest > 0], "underflow_pct", (0.0, highest.max()), PERCENT, "underflow in %", "highest")
 
 
 def error_rows(comparison: Comparison) -> pd.DataFrame:

@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from hqsweep.report.figures.axis import Axis, axis_of
-from hqsweep.report.figures.look import DASH_ARRAYS, MARKERS, Panel
+from hqsweep.report.figures.look import DASH_ARRAYS, MARKERS, Axis, Panel, axis_of
 
 WIDTH, SHRINK, COLUMNS = 410, 0.78, 2
-"""The width of a picture; its height relative to that of plotly's figure; the number of pictures side by side on a
+"""The width of a picture; its height relative to plotly's figure; the number of pictures side by side on a
 sheet."""
 LETTER, HEADING = 6.0, 7.4
-"""The widths of letters: those of ticks and of headings."""
+"""The widths of letters, of ticks and of headings."""
 MOST_POINTS = 150
 """The most points of a line: more cannot be seen at this width."""
 SHADES = 64
@@ -162,7 +161,7 @@ def _shapes(layout: dict[str, Any], x: Axis, y: Axis) -> Iterable[Markup]:
 
 
 def _ends(shape: dict[str, Any], name: str, axis: Axis) -> Sequence[float]:
-    """The two ends of a shape along an axis; those of the axis for a shape that spans it."""
+    """The two ends of a shape along an axis; the ends of the axis for a shape that spans it."""
     spans = str(shape.get(f"{name}ref", "")).endswith("domain")
     return (axis.start, axis.end) if spans else axis.at([shape[f"{name}0"], shape[f"{name}1"]])
 

@@ -114,7 +114,7 @@ def loss_of(entry: Entry) -> float:
 
 
 def recipes_of(runs: pd.DataFrame) -> dict[str, Description]:
-    """The recipe of each arm of Frames.runs, tensor by tensor; of a Python factory, which nobody imports here, its
+    """The recipe of each arm of Frames.runs, tensor by tensor; of a Python factory, which is not imported here, its
     name."""
     recipes = {}
     for arm, path in runs.drop_duplicates("arm").set_index("arm")["path"].items():

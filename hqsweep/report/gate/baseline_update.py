@@ -67,7 +67,7 @@ def update(run_dirs: Iterable[RunDir], path: Path, add: bool = False) -> Update:
     is no baseline counts as an empty one.
 
     Raises UserError for no convergence run, whole runs beside forks, and, with `add`, for no usable baseline, or runs
-    that it has not, or has with another config or on other data: a draw is the same training again.
+    that it lacks, or has with another config or on other data: a draw is the same training again.
     """
     run_dirs = list(run_dirs)
     frames, trunks = load(run_dirs).of_job("convergence").of_design()

@@ -4,8 +4,8 @@
     an arm                     D[arm] - D[baseline arm]: the change of its gap, judged by hqsweep.verdicts as a gap is
     the baseline arm itself    D[baseline arm]: the change of its loss; its own t over replicates
 
-Differences of one replicate share weights, batches and, in a fork study, the whole trunk. Their variance is that of
-this sweep's draw and of the stored ones, sigma^2 (1 + 1 / draws), and the spread over replicates measures both: a
+Differences of one replicate share weights, batches and, in a fork study, the whole trunk. Their variance has two
+parts, this sweep's draw and the stored ones, sigma^2 (1 + 1 / draws), and the spread over replicates measures both: a
 lucky stored draw widens the intervals of the sweeps that it is compared with, and weighs less the more are stored.
 
 A control (the baseline arm, the null arm) is judged in a family of its own, so that it takes no power from the arms.
@@ -31,12 +31,12 @@ Pair = tuple[Entry, Sequence[Entry]]
 
 
 def equal(new: Entry, stored: Sequence[Entry]) -> bool:
-    """Whether the curves are those of one of the draws, bit for bit."""
+    """Whether the curves equal the curves of a draw, bit for bit."""
     return any(new["curve_sha256"] == old["curve_sha256"] for old in stored)
 
 
 def broken(new: Entry, stored: Sequence[Entry]) -> bool:
-    """Whether the curves should be those of a draw, with equal config and machine, and are those of none."""
+    """Whether the curves differ from every draw, though config and machine equal a draw's."""
     return not equal(new, stored) and any(
         new["run_id"] == old["run_id"] and new["fingerprint"] == old["fingerprint"] for old in stored
     )
@@ -106,7 +106,7 @@ class Family:
 
 def changes(runs: pd.DataFrame, now: Entries, stored: Baseline) -> pd.DataFrame:
     """D in nats, and the stored loss in nats, of every run that is in both: columns arm, trunk, draw, change, stored.
-    `runs` are those of Frames.runs."""
+    `runs`: rows of Frames.runs."""
     rows = [
         {"arm": run.arm, "trunk": run.trunk, "draw": run.draw, "change": loss_of(now[key]) - old, "stored": old}
         for run in runs.itertuples()
@@ -117,8 +117,8 @@ def changes(runs: pd.DataFrame, now: Entries, stored: Baseline) -> pd.DataFrame:
 
 
 def judge(rows: pd.DataFrame, family: Family, design: str, margin: float) -> dict[str, Estimate]:
-    """arm -> the estimate of its change in %, of the arms, the null arm and the baseline; `rows` are those of
-    `changes`, margin is in %. An arm that has no replicate in common with the others of its family has no estimate."""
+    """arm -> the estimate of its change in %, of the arms, the null arm and the baseline; `rows` come from `changes`,
+    margin is in %. An arm that has no replicate in common with the others of its family has no estimate."""
     fork = design == FORK
     controls = [arm for arm in (family.baseline, family.null) if arm is not None]
     arrays = _percent(rows, [*controls, *family.arms], family.baseline, fork)

@@ -1,4 +1,4 @@
-"""The gate for CI: this sweep against a stored baseline (baseline.py). An arm is held against what is stored of it.
+"""The gate for CI: this sweep against a stored baseline (baseline.py). An arm is compared with its stored draws.
 
 1. Where config and machine are those of a stored draw, the curves must be its curves, bit for bit: they repeat there,
    so any difference is a regression, and equality is a pass whatever the statistics say.
@@ -176,7 +176,7 @@ def append(path: Path, text: str) -> None:
 
 
 def gate(run_dirs: Iterable[RunDir], baseline_file: Path, margin: float | str | None = None) -> Verdicts:
-    """Judge each arm; margin in %, None for that of the sweep. Raises UserError for no convergence run, whole runs and
+    """Judge each arm; margin in %, None for the sweep's. Raises UserError for no convergence run, whole runs and
     forks together, or a margin that is not above 0 and at most 100."""
     run_dirs = list(run_dirs)
     study = study_of(run_dirs, margin=None if margin is None else parse_margin(margin))

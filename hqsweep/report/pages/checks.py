@@ -23,7 +23,7 @@ Row = Mapping[str, Any]
 
 
 def matrix(rows: Sequence[Row]) -> RenderableType:
-    """The tables, the first mismatches, and a last line with the counts. `rows` are those of parity.jsonl."""
+    """The tables, the first mismatches, and a last line with the counts. `rows` come from parity.jsonl."""
     singles, pairs = _sorted(rows)
     tables = [_grid("format", "parity", singles)] if singles else []
     tables += [part for title, cells in pairs.items() for part in _pair_grid(title, cells)]
@@ -63,7 +63,7 @@ def summary(rows: Sequence[Row]) -> str:
 def _sorted(
     rows: Sequence[Row],
 ) -> tuple[dict[tuple[str, str], list[Row]], dict[str, dict[tuple[str, str], list[Row]]]]:
-    """Rows by (subject, check), and those of pairs by title and (row format, column format)."""
+    """Rows by (subject, check), and rows of pairs by title and (row format, column format)."""
     singles: dict[tuple[str, str], list[Row]] = {}
     pairs: dict[str, dict[tuple[str, str], list[Row]]] = {}
     for row in rows:

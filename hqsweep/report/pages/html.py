@@ -7,8 +7,6 @@ the files that they link to, under figures/: the rows of each figure as CSV, and
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +19,11 @@ from plotly.offline import get_plotlyjs
 from hqsweep.report.compare.arms import Comparison
 from hqsweep.report.compare.frames import FORK
 from hqsweep.report.compare.notes import headline
-from hqsweep.report.figures import experts, figures, heatmaps, points, svg
-from hqsweep.report.figures.forest import Forest, forest_of
-from hqsweep.report.figures.growth import growth_of
+from hqsweep.report.figures import svg
+from hqsweep.report.figures.forest import Forest
 from hqsweep.report.figures.look import DASH_ARRAYS, Panel, styles
-from hqsweep.report.figures.speed import Speed, speed_of
 from hqsweep.report.pages import checks, tables
+from hqsweep.report.pages.panels import Panels
 from hqsweep.report.pages.text import legal
 
 PAGE = "report.html.j2"
@@ -37,78 +34,14 @@ LIGHT_ROWS, LIGHT_ARMS = 60, 30
 """The rows of a table on a light page, and the arms whose throughput it draws."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Panels:
-    """The figures of a report, by section: the forest plot, the throughput, and those that plotly draws."""
-
-    forest: Forest | None
-    growth: list[Panel]
-    gaps: list[Panel]
-    curves: list[Panel]
-    sqnr: list[Panel]
-    underflow: list[Panel]
-    gradients: list[Panel]
-    expert_sqnr: list[Panel]
-    expert_underflow: list[Panel]
-    loads: list[Panel]
-    balance: list[Panel]
-    speed: Speed | None
-
-    def groups(self) -> dict[str, list[Panel]]:
-        """The figures of plotly by section, for the sections that have some."""
-        return {name: group for name, group in vars(self).items() if isinstance(group, list) and group}
-
-    def every(self) -> list[Panel]:
-        """The figures of plotly."""
-        return [panel for group in self.groups().values() for panel in group]
-
-    @cached_property
-    def drawings(self) -> dict[str, list[svg.Drawing]]:
-        """The figures of plotly as SVG, by section."""
-        return {name: [svg.drawing(panel) for panel in group] for name, group in self.groups().items()}
-
-    def pictures(self) -> dict[str, str]:
-        """The name of a file -> its SVG: the forest plot, the throughput, and one file for each section."""
-        drawn = {name: svg.sheet(group) for name, group in self.drawings.items()}
-        if self.forest:
-            drawn["forest"] = forest_svg(self.forest)
-        if self.speed:
-            drawn["speed"] = _template("speed.svg.j2").render(speed=self.speed)
-        return {name: legal(picture) for name, picture in drawn.items()}
-
-
-def panels(comparison: Comparison) -> Panels:
-    """Every figure that has something to draw."""
-    smooth = figures.smoothing(comparison)
-    rolling = f", rolling mean of {smooth} rows" if smooth > 1 else ""
-    gaps = [
-        figures.gap_curves(comparison, "Validation gap over steps", "val_loss"),
-        figures.gap_curves(comparison, f"Training gap over steps{rolling}", "train_loss", smooth),
-    ]
-    curves = [
-        figures.loss_curves(comparison, "Validation loss", "val_loss"),
-        figures.loss_curves(comparison, f"Training loss{rolling}", "train_loss", smooth),
-    ]
-    balance = [
-        figures.loss_curves(comparison, f"Greatest load of any expert{rolling}", "expert_load_max", smooth, unit=""),
-        figures.loss_curves(comparison, f"Load-balance loss{rolling}", "aux_loss", smooth, unit=""),
-    ]
-    expert_sqnr, expert_underflow = experts.error_heatmaps(comparison)
-    forked = comparison.design == FORK
-    return Panels(
-        forest=forest_of(comparison),
-        growth=growth_of(comparison, smooth) if forked else [],
-        gaps=[panel for panel in gaps if panel and not forked],
-        curves=[panel for panel in curves if panel],
-        sqnr=list(heatmaps.sqnr_heatmaps(comparison)),
-        underflow=list(heatmaps.underflow_heatmaps(comparison)),
-        gradients=points.gradient_cosines(comparison),
-        expert_sqnr=expert_sqnr,
-        expert_underflow=expert_underflow,
-        loads=list(experts.load_heatmaps(comparison)),
-        balance=[panel for panel in balance if panel],
-        speed=speed_of(comparison),
-    )
+def pictures(drawn: Panels) -> dict[str, str]:
+    """The name of a file -> its SVG: one file for each section, the forest plot and the throughput."""
+    named = {name: svg.sheet(group) for name, group in drawn.drawings.items()}
+    if drawn.forest:
+        named["forest"] = forest_svg(drawn.forest)
+    if drawn.speed:
+        named["speed"] = _template("speed.svg.j2").render(speed=drawn.speed)
+    return {name: legal(picture) for name, picture in named.items()}
 
 
 def render(comparison: Comparison, drawn: Panels) -> str:
@@ -154,9 +87,7 @@ def _values(comparison: Comparison, drawn: Panels) -> dict[str, Any]:
         training=tables.training_table(comparison),
         panels=drawn,
         lines=legend(comparison),
-        gemm_errors=tables.gemm_errors(frames.stats),
-        worst_experts=experts.worst_experts(comparison),
-        load_table=experts.load_table(comparison),
+        comparison=comparison,
         parity=checks.text_tables(frames.parity),
         sections=[
             ("GEMM plans", tables.gemm_plans(frames.runs)),

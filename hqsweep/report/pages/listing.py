@@ -19,7 +19,7 @@ STATES = ("finished", "running", "pending", "interrupted", "failed", "damaged", 
 
 def list_sweeps(store: RunStore, tag: str | None = None) -> tuple[RenderableType, list[dict[str, Any]]]:
     """(table, dicts): for each sweep its conf, when it was created, arms, runs (in a fork study trunks, which are no
-    arm, and forks), how many of them are in each state, its notes, and the faults of what is damaged, missing or
+    arm, and forks), how many of them are in each state, its notes, and the faults of runs that are damaged, missing or
     foreign; newest last. tag: only sweeps that have it, or runs that do. UserError where none has it."""
     sweeps = [entry_of(store.root / name) for name in store.sweeps()]
     if tag is not None:
@@ -105,7 +105,7 @@ def entry_of(folder: Path) -> dict[str, Any]:
 
 
 def _seen(run: RunDir) -> dict[str, Any]:
-    """RunDir.seen(), with a check of the config of a run that has not ended, which no seal covers."""
+    """RunDir.seen(), with a check of the config of a run in progress, which no seal covers."""
     status = run.seen()
     if status["state"] not in (*UNUSABLE, "finished"):
         try:

@@ -11,20 +11,66 @@ from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
+import plotly.graph_objects as go
 
 from hqsweep.errors import UserError, nearest, visible
 from hqsweep.report.compare.arms import Comparison
 from hqsweep.report.figures import experts, svg
-from hqsweep.report.figures.look import Panel
+from hqsweep.report.figures.forest import Forest
+from hqsweep.report.figures.look import MARGIN_BAND, Panel, figure, label
 from hqsweep.report.pages import html, tables
-from hqsweep.report.pages.html import Panels
+from hqsweep.report.pages.panels import SECTIONS, Panels, panels
 from hqsweep.report.pages.text import TextTable, legal
 
-SECTIONS = {
-    "sqnr": "Median SQNR in dB", "underflow": "Median underflow in %", "expert_sqnr": "Median SQNR in dB, by expert",
-    "expert_underflow": "Median underflow in %, by expert", "loads": "Tokens of an expert over the mean of all",
-}  # fmt: skip
-"""Section whose headings are names of arms -> what its figures show."""
+LINE = 34
+"""Pixels of an arm's line in the forest plot."""
+
+
+def plots(comparison: Comparison) -> dict[str, go.Figure]:
+    """Name -> figure, the forest plot first."""
+    found = panels(comparison)
+    drawn = {"forest": forest_plot(found.forest)} if found.forest else {}
+    for name, panel in named_panels(found).items():
+        whole = go.Figure(panel.figure)
+        legend = any(trace.type == "scatter" for trace in whole.data)
+        for trace in whole.data:
+            if trace.type == "scatter" and not trace.name:
+                trace.showlegend = False  # the edges of bands
+        whole.update_layout(title={"text": label(panel.heading)}, showlegend=legend, margin={"t": 48})
+        drawn[name] = whole
+    return drawn
+
+
+def forest_plot(forest: Forest) -> go.Figure:
+    """A line an arm: its gap with the 95 % interval, every replicate as a dot, and the margin as a band, in % of the
+    baseline's loss. The axis is linear and as long as the page's; intervals may go on beyond it."""
+    scale, lines = forest.scale, list(reversed(forest.lines))
+    order, rows = [label(line.arm) for line in lines], forest.rows
+    fig = figure("", "gap, % of the baseline's loss", height=110 + LINE * len(lines))
+    fig.add_vrect(x0=-scale.margin, x1=scale.margin, fillcolor=MARGIN_BAND, line={"width": 0}, layer="below")
+    fig.add_vline(x=0, line={"color": "#000", "width": 1})
+    for line in lines:
+        own = rows[rows["arm"] == line.arm]
+        mean, single = own[own["replicate"] == "mean"].iloc[0], own[own["replicate"] != "mean"]
+        place, colour = label(line.arm), line.colour
+        fig.add_scatter(
+            x=single["gap_pct"], y=[place] * len(single), mode="markers", text=single["replicate"], showlegend=False,
+            marker={"color": colour, "size": 5, "opacity": 0.45}, hovertemplate="%{text}: %{x:+.4f} %<extra></extra>",
+        )  # fmt: skip
+        fig.add_scatter(
+            x=[mean["gap_pct"]], y=[place], mode="markers", name=place, showlegend=False,
+            marker={"color": colour, "size": 10, "symbol": "diamond"}, hovertemplate=label(line.says),
+            error_x={
+                "type": "data", "symmetric": False, "color": colour, "thickness": 2,
+                "array": [mean["ci_high_pct"] - mean["gap_pct"]], "arrayminus": [mean["gap_pct"] - mean["ci_low_pct"]],
+            },
+        )  # fmt: skip
+    fig.update_yaxes(categoryorder="array", categoryarray=order, showgrid=False)
+    fig.update_xaxes(range=[scale.low, scale.high])
+    fig.update_layout(title={"text": label(forest.heading)}, margin={"t": 48, "l": 12})
+    return fig
+
+
 KINDS = ("svg", "png")
 ZOOM = 3
 """The pixels of a PNG for one of the SVG: 300 dots an inch where a figure of two columns is 4 inches wide."""
@@ -38,19 +84,18 @@ LETTER_SVG = (
 )
 
 
-def named_panels(panels: Panels) -> dict[str, Panel]:
-    """Name -> figure of plotly, each with a heading that stands alone. The name is that of its rows; where several have
+def named_panels(drawn: Panels) -> dict[str, Panel]:
+    """Name -> figure of plotly, each with a heading that stands alone. The name comes from its rows; where several have
     the same rows, it is made of the section and the heading."""
-    sectioned = [(section, panel) for section, group in panels.groups().items() for panel in group]
+    sectioned = [(section, panel) for section in SECTIONS for panel in drawn.groups.get(section.name, ())]
     often = Counter(panel.name for _, panel in sectioned)
     named: dict[str, Panel] = {}
     for section, panel in sectioned:
-        apart = f"{section}_{panel.heading}" if section in SECTIONS else panel.heading
+        apart = f"{section.name}_{panel.heading}" if section.shows else panel.heading
         name = panel.name if often[panel.name] == 1 else file_name(apart)
         while name in named:
             name += "_"
-        heading = f"{SECTIONS[section]}: {panel.heading}" if section in SECTIONS else panel.heading
-        named[name] = replace(panel, heading=heading)
+        named[name] = replace(panel, heading=f"{section.shows}: {panel.heading}" if section.shows else panel.heading)
     return named
 
 
@@ -61,9 +106,9 @@ def file_name(text: str) -> str:
 
 def pictures(comparison: Comparison) -> dict[str, str]:
     """Name -> SVG of every figure, the forest plot and the throughput among them."""
-    panels = html.panels(comparison)
-    single = {name: legal(svg.sheet([svg.drawing(panel)])) for name, panel in named_panels(panels).items()}
-    whole = panels.pictures()
+    drawn = panels(comparison)
+    single = {name: legal(svg.sheet([svg.drawing(panel)])) for name, panel in named_panels(drawn).items()}
+    whole = html.pictures(drawn)
     return {name: whole[name] for name in ("forest", "speed") if name in whole} | single
 
 

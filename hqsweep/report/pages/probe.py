@@ -10,7 +10,7 @@ import yaml
 from hqsweep.errors import visible
 from hqsweep.jobs.probe.suggest import Suggestion, foreign_modules
 from hqsweep.report.figures.heatmaps import colour_range, heatmap
-from hqsweep.report.pages import csv_files, html
+from hqsweep.report.pages import folder, html
 from hqsweep.report.pages.text import TextTable, number
 
 Row = Mapping[str, Any]
@@ -74,7 +74,7 @@ def recipe_text(recipe: Mapping[str, Any], *comments: str) -> str:
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
     """Write all rows, one line each."""
-    csv_files.write_csv(pd.DataFrame(rows).assign(shape=["x".join(map(str, row["shape"])) for row in rows]), path)
+    folder.write_csv(pd.DataFrame(rows).assign(shape=["x".join(map(str, row["shape"])) for row in rows]), path)
 
 
 def write_html(rows: Sequence[Row], path: Path, title: str, recipe: str | None, promise: str | None) -> None:

@@ -213,7 +213,7 @@ def show_sweep(folder: Path) -> tuple[RenderableType, dict[str, Any]]:
 
 
 def _row(run: RunDir) -> dict[str, Any]:
-    """run, arm, seed, point, state, step, steps, loss (nats), reason; None for what is unknown."""
+    """run, arm, seed, point, state, step, steps, loss (nats), reason; None for an unknown value."""
     status, manifest = run.seen(), dict[str, Any]()
     with suppress(Damaged):
         manifest = run.manifest()

@@ -5,7 +5,8 @@ import re
 import pandas as pd
 import pytest
 
-from hqsweep.report.compare.compare import compare, document, write
+from hqsweep.report.compare.compare import compare, document
+from hqsweep.report.pages.folder import write
 from hqsweep.track.tables import VERDICT_COLUMNS
 
 

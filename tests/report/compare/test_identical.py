@@ -2,10 +2,11 @@
 
 import pytest
 
-from hqsweep.report.compare.compare import compare, document, write
+from hqsweep.report.compare.compare import compare, document
 from hqsweep.report.compare.identical import NOTHING, SAME
 from hqsweep.report.compare.notes import headline
 from hqsweep.report.gate.ci import checked, verdict_rows
+from hqsweep.report.pages.folder import write
 from hqsweep.report.pages.tables import rich_table
 
 SAID = "identical to bf16: nothing was quantized"

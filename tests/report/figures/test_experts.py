@@ -10,17 +10,17 @@ import pytest
 from hqsweep.config.job import parse
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
-from hqsweep.report.compare.compare import compare, write
+from hqsweep.report.compare.compare import compare
 from hqsweep.report.compare.frames import by_module
-from hqsweep.report.figures import experts, heatmaps, points
+from hqsweep.report.figures import experts, heatmaps, lines
 from hqsweep.report.figures.experts import (
-    error_heatmaps,
     error_rows,
     load_heatmaps,
     load_rows,
     load_table,
     worst_experts,
 )
+from hqsweep.report.pages.folder import write
 
 COLUMNS = [
     "arm",
@@ -36,6 +36,11 @@ COLUMNS = [
     "tokens",
     "load",
 ]
+
+
+def drawn(compared):
+    """The heatmaps of SQNR and those of underflow."""
+    return list(experts.sqnr_heatmaps(compared)), list(experts.underflow_heatmaps(compared))
 
 
 def comparison(rows):
@@ -84,14 +89,14 @@ def test_an_idle_expert_of_one_seed_is_in_the_table_though_no_median_has_it():
 def test_dense_models_have_none():
     for rows in ([DENSE], []):
         compared = comparison(rows)
-        assert list(load_heatmaps(compared)) == [] and error_heatmaps(compared) == ([], [])
+        assert list(load_heatmaps(compared)) == [] and drawn(compared) == ([], [])
         assert worst_experts(compared).rows == load_table(compared).rows == ()
 
 
 def test_experts_in_high_precision_have_loads_and_no_errors():
     compared = comparison([routed(0, 1.0), *(operand(e, math.inf, format="bf16") for e in (0, 1))])
     assert len(list(load_heatmaps(compared))) == len(load_table(compared).rows) == 1
-    assert error_heatmaps(compared) == ([], []) and worst_experts(compared).rows == () and error_rows(compared).empty
+    assert drawn(compared) == ([], []) and worst_experts(compared).rows == () and error_rows(compared).empty
 
 
 def test_a_layer_that_ends_in_a_number_is_an_expert():
@@ -109,7 +114,7 @@ def test_errors_are_drawn_by_expert_with_lines_in_forward_order():
     rows += [operand(0, 31.0, layer="layers.0.mlp.fc2", format="mxfp8"), DENSE]
     rows += [operand(e, math.inf, arm="dense", format="bf16") for e in (0, 1)]
     compared = comparison([*rows, routed(0, 1.5), routed(1, 0.5)])
-    (sqnr,), (underflow,) = error_heatmaps(compared)
+    (sqnr,), (underflow,) = drawn(compared)
     compared = sqnr.figure.data[0]
     assert sqnr.heading == "moe" and list(compared.x) == ["0", "1"]
     assert list(compared.y) == ["layers.0.mlp.fc1 input row", "layers.0.mlp.fc1 grad col", "layers.0.mlp.fc2 input row"]
@@ -140,14 +145,14 @@ def test_heatmaps_and_cosines_of_layers_take_experts_together():
     compared = comparison([*rows, *outputs, routed(0, 1.0)])
     rows = heatmaps.error_rows(compared)
     assert rows[["layer", "sqnr_db"]].values.tolist() == [["head", 30.0], ["layers.0.mlp.fc1", 21.0]]
-    (wgrad,) = points.gradient_cosines(compared)
+    (wgrad,) = lines.gradient_cosines(compared)
     assert wgrad.rows["layer"].tolist() == ["layers.0.mlp.fc1"]
     assert wgrad.rows[["median_cosine", "lowest_cosine"]].values.tolist() == [[0.91, 0.9]]
 
 
 def test_many_experts_are_colours_without_numbers():
     rows = [operand(e, 20.0 + e) for e in range(40)] + [routed(e, 1.0) for e in range(40)]
-    (sqnr,), _ = error_heatmaps(comparison(rows))
+    (sqnr,), _ = drawn(comparison(rows))
     (load,) = load_heatmaps(comparison(rows))
     for panel in (sqnr, load):
         assert panel.figure.data[0].texttemplate is None and panel.figure.data[0].showscale

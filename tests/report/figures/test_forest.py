@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from hqsweep.report.compare.compare import compare
-from hqsweep.report.figures.forest import Scale, forest, forest_of, scale_of
+from hqsweep.report.figures.forest import Scale, forest, forest_of, scale_of, speed_of
 from hqsweep.report.pages.html import forest_svg
 
 NASTY = "<script>alert('arm')</script> & \"q\""
@@ -132,3 +132,16 @@ def test_whole_runs_are_drawn_by_seed(make_sweep, fake):
     plot = forest_of(compare(make_sweep(fake.three_arms()), "bf16"))
     assert [says.split(":")[0] for _, says in plot.lines[0].dots] == ["seed 0", "seed 1", "seed 2"]
     assert plot.heading == "Gap of the final validation loss, in % of the loss of bf16"
+
+
+def test_marks_stand_where_the_speeds_are_and_an_arm_without_one_has_no_line(make_sweep, fake):
+    comparison = compare(make_sweep(fake.three_arms()), "bf16")
+    comparison.frames.runs.loc[comparison.frames.runs["arm"] == "mxfp8", "tokens_per_s"] = float("nan")
+    speed = speed_of(comparison)
+    assert [(line.arm, line.value) for line in speed.lines] == [("bf16", "9,500"), ("nvfp4", "8,500")]
+    bf16, nvfp4 = speed.lines
+    assert bf16.mean == round(100 / 1.05, 2) and nvfp4.mean == round(100 * 8500 / 9975, 2)
+    assert nvfp4.dots[0] == (nvfp4.mean, "seed 0: 8,500 tokens/s") and len(nvfp4.dots) == 3
+    assert speed.ticks[0] == (0, "0") and speed.says == "Tokens a second. bf16 9,500; nvfp4 8,500."
+    comparison.frames.runs["tokens_per_s"] = float("nan")
+    assert speed_of(comparison) is None

@@ -4,10 +4,11 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from hqsweep.report.compare.compare import compare, write
+from hqsweep.report.compare.compare import compare
 from hqsweep.report.pages import html, tables
+from hqsweep.report.pages.folder import report_markdown, write
 from hqsweep.report.pages.gemm_plans import plan_lines
-from hqsweep.report.pages.markdown_page import report_markdown
+from hqsweep.report.pages.panels import panels
 from hqsweep.report.pages.show import show_run
 
 NATIVE = "native: tensor cores of sm_90"
@@ -47,7 +48,7 @@ def test_every_report_says_which_plans_computed_an_arm(runs, tmp_path):
         ("fp8", "fprop from step 3", "c x c: later (1)"),
     ]
     assert list(tables.gemm_plans(comparison.frames.runs).rows) == lines
-    page = html.render(comparison, html.panels(comparison)).replace("<wbr>", "")
+    page = html.render(comparison, panels(comparison)).replace("<wbr>", "")
     for shown in (page, report_markdown(comparison).replace("\\_", "_")):
         assert all(how in shown for _, _, how in lines)
     written = pd.read_csv(write(comparison, tmp_path / "out").parent / "compare.csv")

@@ -12,9 +12,10 @@ import yaml
 
 from hqsweep.report.compare.compare import compare
 from hqsweep.report.compare.notes import headline
-from hqsweep.report.figures import figures, heatmaps, look, points
+from hqsweep.report.figures import heatmaps, lines, look
 from hqsweep.report.pages import html
-from hqsweep.report.pages.markdown_page import report_markdown
+from hqsweep.report.pages.folder import report_markdown
+from hqsweep.report.pages.panels import panels
 from hqsweep.track.tables import TABLES
 
 NASTY = "</script><script>alert('arm')</script><img src=x onerror=alert(1)> & \"q\""
@@ -47,7 +48,7 @@ class Tags(HTMLParser):
 
 
 def rendered(comparison) -> str:
-    return html.render(comparison, html.panels(comparison))
+    return html.render(comparison, panels(comparison))
 
 
 @pytest.fixture
@@ -135,7 +136,7 @@ def test_plotly_is_inlined_once_and_dominates_the_size(comparison):
 
 
 def test_the_light_page_has_every_section_without_a_script_in_300_kb(comparison):
-    drawn = html.panels(comparison)
+    drawn = panels(comparison)
     whole, light = Tags(html.render(comparison, drawn)), Tags(page := html.render_light(comparison, drawn))
     assert len(page.encode()) < 300_000 and "script" not in {tag for tag, _ in light.tags}
     headings = [attributes["href"] for tag, attributes in light.tags if attributes.get("href", "").startswith("#")]
@@ -147,7 +148,7 @@ def test_the_light_page_has_every_section_without_a_script_in_300_kb(comparison)
 
 def test_a_light_page_stays_light_and_says_what_it_leaves_out(make_sweep, fake, monkeypatch):
     comparison = compare(make_sweep([*fake.three_arms(), fake.Run(seed=9)]), "bf16")
-    drawn = html.panels(comparison)
+    drawn = panels(comparison)
     monkeypatch.setattr(html, "LIGHT_BYTES", 45_000)
     monkeypatch.setattr(html, "LIGHT_ROWS", 5)
     page = Tags(html.render_light(comparison, drawn))
@@ -158,7 +159,7 @@ def test_a_light_page_stays_light_and_says_what_it_leaves_out(make_sweep, fake, 
 
 
 def test_curves_hold_the_finished_seeds_and_mark_the_broken_run(comparison, fake):
-    fig = figures.loss_curves(comparison, "Validation loss", "val_loss").figure
+    fig = lines.loss_curves(comparison, "Validation loss", "val_loss").figure
     by_name = {trace.name: trace for trace in fig.data if trace.name}
     rows = comparison.frames.metrics
     last = rows[(rows["metric"] == "val_loss") & (rows["arm"] == "nvfp4") & (rows["step"] == fake.steps)]["value"]
@@ -199,13 +200,13 @@ def test_keys_that_say_the_same_share_a_column(comparison):
 def test_the_band_of_gap_curves_is_the_margin_in_nats(make_sweep, fake):
     comparison = compare(make_sweep(fake.three_arms()), margin="0.5%")
     loss = comparison.arms.set_index("arm").at["bf16", "final_loss"]
-    band, *_ = figures.gap_curves(comparison, "Gap", "val_loss").figure.layout.shapes
+    band, *_ = lines.gap_curves(comparison, "Gap", "val_loss").figure.layout.shapes
     assert (band.type, band.y0, band.y1) == ("rect", pytest.approx(-0.005 * loss), pytest.approx(0.005 * loss))
 
 
 def test_loss_lines_of_forks_break_between_points_and_the_trunks_are_behind_them(make_sweep, fake):
     comparison = compare(make_sweep(fake.fork_study({"mxfp8": 0.004})))
-    panel = figures.loss_curves(comparison, "Training loss", "train_loss")
+    panel = lines.loss_curves(comparison, "Training loss", "train_loss")
     trunk, *arms = panel.figure.data
     assert trunk.name == "trunk" and len(trunk.x) == fake.steps and {line.name for line in arms} == {"bf16", "mxfp8"}
     steps = [[50, 60, 70, 80], [90, 100, 110, 120]]
@@ -216,7 +217,7 @@ def test_loss_lines_of_forks_break_between_points_and_the_trunks_are_behind_them
 
 
 def test_gradient_cosines_by_layer_in_forward_order(comparison):
-    dgrad, wgrad = points.gradient_cosines(comparison)
+    dgrad, wgrad = lines.gradient_cosines(comparison)
     assert dgrad.figure.layout.yaxis.categoryarray[0] == "layers.0.attn.qkv" and len(dgrad.rows) == 3 * 8 * 2
     line = next(line for line in wgrad.figure.data if line.name == "nvfp4")
     assert list(line.x) == pytest.approx([1 - 0.998] * 8) and wgrad.figure.layout.xaxis.type == "log"

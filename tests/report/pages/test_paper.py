@@ -10,7 +10,9 @@ import pytest
 
 from hqsweep.errors import UserError
 from hqsweep.report.compare.compare import compare
+from hqsweep.report.figures.forest import forest_of
 from hqsweep.report.pages import paper
+from hqsweep.report.pages.paper import forest_plot, plots
 from hqsweep.report.pages.tables import arms_table
 from hqsweep.report.pages.text import TextTable
 
@@ -89,3 +91,22 @@ def test_every_table_with_rows_is_a_file(comparison, tmp_path: Path) -> None:
 def test_the_page_does_not_import_resvg() -> None:
     code = "import hqsweep.report.pages.paper, sys; sys.exit('resvg_py' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_forest_plot_has_the_rows_of_the_pages(make_sweep, fake) -> None:
+    comparison = compare(make_sweep(fake.three_arms()))
+    fig, arms = forest_plot(forest_of(comparison)), comparison.arms.set_index("arm")
+    means = {trace.name: trace for trace in fig.data if trace.error_x.array is not None}
+    assert set(means) == {"mxfp8", "nvfp4"} and len(fig.data) == 4
+    for arm, trace in means.items():
+        assert trace.x[0] == arms.loc[arm, "gap_pct"]
+        assert trace.x[0] + trace.error_x.array[0] == pytest.approx(arms.loc[arm, "ci_high_pct"])
+        assert trace.x[0] - trace.error_x.arrayminus[0] == pytest.approx(arms.loc[arm, "ci_low_pct"])
+    singles = next(trace for trace in fig.data if trace.error_x.array is None)
+    assert len(singles.x) == 3 and fig.layout.shapes[0].x1 == 0.25
+
+
+def test_bands_have_no_line_in_the_legend(make_sweep, fake) -> None:
+    figures = plots(compare(make_sweep(fake.three_arms())))
+    bands = [trace for trace in figures["val_loss"].data if not trace.name]
+    assert next(iter(figures)) == "forest" and bands and not any(trace.showlegend is not False for trace in bands)

@@ -8,7 +8,8 @@ from rich.console import Console
 
 from hqsweep.report.compare.compare import compare
 from hqsweep.report.pages import html, tables
-from hqsweep.report.pages.markdown_page import report_markdown
+from hqsweep.report.pages.folder import report_markdown
+from hqsweep.report.pages.panels import panels
 
 NASTY = "<script>alert(1)</script> | [bold]\"q\" 'a' `c`\nnew"
 
@@ -97,7 +98,7 @@ def test_damaged_runs_are_listed_on_every_page_with_the_file_and_what_to_do(make
     comparison = compare(runs, "bf16")
     ((run, state, file, fault, remedy),) = tables.left_out_table(comparison).rows
     assert (run, state, file) == (f"sweep/{runs[4].name}", "damaged", "metrics.jsonl") and fault and "hqsweep" in remedy
-    drawn = html.panels(comparison)
+    drawn = panels(comparison)
     for page in (html.render_light(comparison, drawn).replace("<wbr>", ""), report_markdown(comparison)):
         text = unescape(page).replace("\\", "")
         assert "Runs left out" in text and remedy in text and "; 2 runs are left out." in text

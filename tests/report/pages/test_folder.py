@@ -6,8 +6,9 @@ import re
 import pandas as pd
 import pytest
 
-from hqsweep.report.compare.compare import compare, write
-from hqsweep.report.pages.csv_files import READ_AS_MISSING, read_csv, write_csv
+from hqsweep.report.compare.compare import compare
+from hqsweep.report.compare.notes import headline
+from hqsweep.report.pages.folder import READ_AS_MISSING, read_csv, report_markdown, write, write_csv
 
 NUMBER = re.compile(r"[+-][\d.e-]+")
 
@@ -48,3 +49,19 @@ def test_the_null_arm_has_its_name_in_every_csv_of_a_report(make_sweep, fake, tm
         assert "null arm" in set(rows["arm"]) and rows["arm"].notna().all(), name
     assert set(files["compare.csv"]["arm"]) == {"bf16", "mxfp8", "null arm"}
     assert files["runs.csv"]["recipe"].notna().all() and "trunk" in set(files["runs.csv"]["arm"])
+
+
+def test_the_verdict_is_first_and_every_picture_that_it_shows_is_a_file(make_sweep, fake, tmp_path):
+    comparison = compare(make_sweep(fake.three_arms()), "bf16")
+    folder = write(comparison, tmp_path / "out").parent
+    text = (folder / "report.md").read_text()
+    shown = re.findall(r"!\[[^\]]+\]\((figures/\w+\.svg)\)", text)
+    assert sorted(shown) == sorted(f"figures/{path.name}" for path in (folder / "figures").glob("*.svg"))
+    order = [headline(comparison).split(" (")[0], "figures/forest.svg", "- **bf16**", "## Result", "figures/gaps.svg",
+             "## Config", "figures/sqnr.svg", "## GEMM plans", "## Provenance"]  # fmt: skip
+    places = [text.index(words) for words in order]
+    assert places == sorted(places) and places[0] < 100
+
+
+def test_without_pictures_there_are_only_tables(make_sweep, fake):
+    assert "![" not in report_markdown(compare(make_sweep(fake.three_arms()), "bf16"))

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from hqsweep.report.figures.axis import Axis, axis_of, even_ticks
+from hqsweep.report.figures.look import Axis, axis_of, even_ticks
 
 
 def test_values_stand_between_the_ends_and_what_is_not_finite_nowhere():
