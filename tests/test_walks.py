@@ -10,7 +10,8 @@ from support.walk import Walk, held_weight, walk
 
 import hqsweep
 from hqsweep.nn import Linear
-from hqsweep.report.compare.compare import compare, write
+from hqsweep.report.compare.compare import compare
+from hqsweep.report.pages.folder import write
 from hqsweep.sweep.engine import launch
 from hqsweep.sweep.store.run_dir import RunDir
 from tests.report.conftest import three_arms, write_sweep
@@ -28,23 +29,26 @@ def test_a_step_of_a_linear():
         linear(x).sum().backward()
 
     step()
-    within(walk(step), Walk(calls=0, functions=0, files=0, changes=0))
+    within(walk(step), Walk(calls=185, functions=80, files=26, changes=120))
 
 
 def test_an_override_to_a_checked_plan(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["conf=convergence", "recipe=bf16,mxfp8", "recipe.linear.input=nvfp4|mxfp8", "data=markov", "seed=0,1,2"]
     launch.plan(words)
-    within(walk(partial(launch.plan, words)), Walk(calls=0, functions=0, files=0, changes=0))
+    within(walk(partial(launch.plan, words)), Walk(calls=10500, functions=225, files=36, changes=820))
 
 
 def test_rows_to_a_report(tmp_path):
     runs = [RunDir(path) for path in write_sweep(tmp_path / "runs" / "walk", three_arms()[::3])]
     write(compare(runs), tmp_path / "first")
-    within(walk(lambda: write(compare(runs), tmp_path / "report")), Walk(calls=0, functions=0, files=0, changes=0))
+    within(
+        walk(lambda: write(compare(runs), tmp_path / "report")),
+        Walk(calls=14500, functions=530, files=43, changes=3600),
+    )
 
 
 @pytest.mark.slow
 def test_a_held_weight_to_its_first_gather():
     for measured in run_ranks(2, held_weight):
-        within(measured, Walk(calls=0, functions=0, files=0, changes=0))
+        within(measured, Walk(calls=2750, functions=365, files=59, changes=800))

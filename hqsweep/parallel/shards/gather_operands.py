@@ -1,6 +1,4 @@
-"""Operands that are gathered: the codes and scales of a matrix whose parts lie over ranks, in one collective of bytes.
-
-"""
+"""Operands that are gathered: codes and scales of a matrix whose parts lie over ranks, in one collective of bytes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
