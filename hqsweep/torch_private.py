@@ -50,6 +50,8 @@ unsafe_view = _aten._unsafe_view
 # Subclasses of tensors, and what autograd and the dispatcher are at.
 disabled_torch_function = _C._disabled_torch_function_impl
 make_wrapper_subclass = Tensor._make_wrapper_subclass
+refuse_data_ptr = _C._set_throw_on_mutable_data_ptr
+"""(tensor) -> None: from then on torch raises RuntimeError where it would read or write the tensor's memory."""
 unsafe_preserve_version_counter = torch.autograd._unsafe_preserve_version_counter
 current_graph_task_id = _C._current_graph_task_id
 """() -> the id of the backward that runs in this thread; -1 outside of one."""

@@ -25,7 +25,7 @@ from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
 from hqsweep.quant.metadata import Metadata
 from hqsweep.quant.operand import HybridOperand, Operand
 from hqsweep.quant.tensor_protocol import Shared, TensorProtocol
-from hqsweep.torch_private import make_wrapper_subclass
+from hqsweep.torch_private import make_wrapper_subclass, refuse_data_ptr
 
 INIT_VAL = "high_precision_init_val"
 KINDS: dict[str, type] = {}
@@ -67,6 +67,7 @@ class HybridQuantizedTensor(TensorProtocol):
         device = next(buffers[f"{direction}_{name}"].device for direction, name in metadata.stored)
         options = {"dtype": metadata.dtype, "device": device, "storage_size": 0}
         self = make_wrapper_subclass(cls, tuple(shape), **options)
+        refuse_data_ptr(self)  # DLPack would read at address 0, and end the process
         self._metadata, self.shared = metadata, Shared(metadata.key)
         self.quantizer, self.states, self.high_precision_init_val = metadata.quantizer, None, None
         self.sharding = self.planes = self.part = None

@@ -173,6 +173,10 @@ class TensorProtocol(torch.Tensor):
         """Return a storage without bytes. Reading or writing it raises UserError."""
         return NoMemory.of(torch.Tensor.untyped_storage(self), self.shared.layer, repr(self))
 
+    def data_ptr(self) -> int:
+        """Return 0: there is no memory. torch's own code that asks for the address raises RuntimeError."""
+        return 0
+
     def storage(self) -> None:
         """Raise UserError: a tensor held in operands has no storage."""
         raise refuse_memory(self.shared.layer, repr(self), "storage")

@@ -45,6 +45,13 @@ def test_memory_that_is_not_there_is_refused(view, asked):
         ASKED[asked](weight)
 
 
+@pytest.mark.parametrize("view", [lambda w: w, lambda w: w.detach(), lambda w: w.data, lambda w: w.detach().clone()])
+def test_a_dlpack_capsule_is_refused_by_torch(view):
+    """torch makes one without asking the tensor's class; reading it ended the process."""
+    with pytest.raises(RuntimeError, match="data pointer"):
+        torch.utils.dlpack.to_dlpack(view(held()[0].weight).detach())
+
+
 def test_nothing_else_of_a_storage_is_refused():
     weight = held()[0].weight
     storage = weight.untyped_storage()

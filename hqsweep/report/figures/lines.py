@@ -99,7 +99,10 @@ def loss_curves(comparison: Comparison, heading: str, metric: str, smooth: int =
         line_with_band(fig, arm, line, _pieces(means[means["arm"] == arm]), columns)
         for _, run in rows[(rows["arm"] == arm) & ~good].groupby("run"):
             _broken_run(fig, arm, line, run.dropna(subset="value"))
-    fig.update_yaxes(range=_useful_range(rows))
+    steps = _steps_range(rows)
+    fig.update_xaxes(range=steps)
+    beside = trunks[trunks["step"].between(*steps)].rename(columns={"loss": "value"})
+    fig.update_yaxes(range=_useful_range(pd.concat([rows, beside])))
     broken = rows[~good].rename(columns={"value": "loss", "seed": "broken_seed"})
     drawn = [means, broken[["arm", "point", "step", "loss", "broken_seed"]], trunks.assign(arm="trunk")]
     says = f"{heading}{f' in {unit}' if unit else ''} over steps. {_ends(means, 'loss', '.4f')}"
@@ -150,6 +153,14 @@ def gap_curves(comparison: Comparison, heading: str, metric: str, smooth: int = 
 def _ends(rows: pd.DataFrame, column: str, spec: str) -> str:
     last = rows.groupby("arm", sort=False).last()
     return "At the last step: " + listed(f"{arm} {value:{spec}}" for arm, value in last[column].items()) + "."
+
+
+def _steps_range(rows: pd.DataFrame) -> list[float]:
+    """The steps from the start of the runs, or of the first forks, to the last row, with room at both ends."""
+    points = rows["point"].dropna()
+    first, last = points.min() if len(points) else rows["step"].min(), rows["step"].max()
+    room = max((last - first) * 0.04, 1)
+    return [float(first - room), float(last + room)]
 
 
 def _useful_range(rows: pd.DataFrame) -> list[float] | None:

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pandas as pd
@@ -214,6 +215,20 @@ def test_loss_lines_of_forks_break_between_points_and_the_trunks_are_behind_them
         assert list(line.x[:4]) == steps[0] and math.isnan(line.x[4]) and list(line.x[5:]) == steps[1]
     counts = panel.rows["arm"].value_counts()
     assert counts.to_dict() == {"trunk": fake.steps, "bf16": 8, "mxfp8": 8}
+
+
+def test_the_axes_of_a_loss_show_every_step_of_the_arms_and_the_trunk_beside_them(make_sweep, fake):
+    forks = compare(make_sweep(fake.fork_study({"mxfp8": 0.004}), "forks"))
+    figure = lines.loss_curves(forks, "Training loss", "train_loss").figure
+    (first, last), (low, high) = figure.layout.xaxis.range, figure.layout.yaxis.range
+    trunk = next(line for line in figure.data if line.name == "trunk")
+    assert 30 < first < 40 and 120 < last < 130, "from the first fork point, 40, to the last step, 120"
+    assert all(low < loss < high for step, loss in zip(trunk.x, trunk.y, strict=True) if first < step < last)
+    whole = compare(make_sweep(fake.three_arms(), "whole"))
+    ends = whole.frames.metrics[whole.frames.metrics["step"] == fake.steps]
+    once = replace(whole, frames=replace(whole.frames, metrics=ends))
+    first, last = lines.loss_curves(once, "Validation loss", "val_loss").figure.layout.xaxis.range
+    assert first < 0 and last > fake.steps, "one evaluation does not shrink the axis to a step"
 
 
 def test_gradient_cosines_by_layer_in_forward_order(comparison):
