@@ -41,7 +41,7 @@ from hqsweep.parallel.wire import collectives, p2p_copy, tokens
 from hqsweep.parallel.wire.spawn import spawn_ranks
 from hqsweep.quant.operand import HybridOperand
 
-COLUMNS = ("section", "device", "size", "case", "recipe", "ranks", "ms", "peak_gb", "first_step_s")
+COLUMNS = ("section", "device", "size", "case", "recipe", "ranks", "ms")
 Patch = tuple[Any, str, Any]
 
 

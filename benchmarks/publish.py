@@ -16,7 +16,7 @@ from benchmarks.rows import ROOT, Row, markdown
 
 BENCHMARKS = (
     "step", "startup", "quantize", "grouped", "gemm", "linear", "offload", "sharing", "null_sweeps", "sensitivity",
-    "scale", "prepare", "converted", "ranks",
+    "scale", "prepare", "converted", "ranks", "overlap",
 )  # fmt: skip
 CONTEXT = ("device", "torch", "hqsweep", "commit")
 IDENTITY = (
