@@ -10,11 +10,10 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, RngKeys, RngNumbers
 from hqsweep.memo import memo
-from hqsweep.nn.core.context import Context
+from hqsweep.nn.core.context import Context, SlotNumbers
 from hqsweep.nn.core.delayed import DelayedStates, ExpertStates
 from hqsweep.nn.core.probe import Site
 from hqsweep.nn.core.rounding import rounded_by
-from hqsweep.nn.core.slot_numbers import SlotNumbers
 from hqsweep.nn.core.wire import Part
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.nonfinite import for_its_slot

@@ -11,13 +11,14 @@ import torch.compiler.config
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import RngKey, RngNumbers
+from hqsweep.formats import RngKey, RngNumbers, numbers_of
 from hqsweep.nn.core.probe import Probe
 from hqsweep.nn.core.scoped import Entered, Scoped
 from hqsweep.ops.library import has_kernels
 from hqsweep.ops.quantize.nonfinite import boundary
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import AnyRecipe
+from hqsweep.recipe.roles import TENSOR_TYPES, QuantizerRole
 from hqsweep.recipe.sectioned import Recipe
 from hqsweep.recipe.sections import LinearQuantizers, Section
 
@@ -185,3 +186,21 @@ def replayed(context: Context, recipe: AnyRecipe | None) -> Iterator[None]:
     """Restore what current() and autocast_recipe() gave then: what is computed again draws the same bits."""
     with _CONTEXT.entered(context), _RECIPE.entered(recipe):
         yield
+
+
+SlotNumbers = Mapping[str, list[list[int]]]
+"""Slot numbers for a module's random bits. A trace takes them as inputs; names would be guards of the trace.
+
+Tensor of a module -> numbers_of() its slot, for each of the first NUMBERED_PARTS microbatches.
+
+They are lists, because torch.compile treats tuples of numbers as constants.
+"""
+NUMBERED_PARTS = 8
+"""The number of microbatches that SlotNumbers covers."""
+
+
+def slot_numbers(module_type: str, name: str) -> SlotNumbers:
+    """Return the slot numbers of a module without experts."""
+    slots = {tensor: str(QuantizerRole(module_type, tensor, name)) for tensor in TENSOR_TYPES[module_type]}
+    parts = ["", *(f"@{part}" for part in range(1, NUMBERED_PARTS))]
+    return {tensor: [numbers_of(f"{slot}{part}") for part in parts] for tensor, slot in slots.items()}

@@ -17,10 +17,9 @@ from torch.autograd import forward_ad
 from hqsweep.errors import UserError
 from hqsweep.formats import Format
 from hqsweep.nn.core.call_marks import Runs, refusal
-from hqsweep.nn.core.context import Context, autocast_recipe, current
+from hqsweep.nn.core.context import NUMBERED_PARTS, Context, autocast_recipe, current, slot_numbers
 from hqsweep.nn.core.delayed import DelayedStates
 from hqsweep.nn.core.products import refuse_transforms
-from hqsweep.nn.core.slot_numbers import NUMBERED_PARTS, slot_numbers
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import GRADIENTS, TENSOR_TYPES, QuantizerRole
