@@ -11,9 +11,11 @@ from support.checkpoints.tiny_models import equal, tiny
 
 from hqsweep.checkpoints.foreign.load import load_checkpoint
 from hqsweep.config.job import ConvergenceConfig, parse
+from hqsweep.config.train import ParallelConfig
 from hqsweep.errors import Damaged, UserError
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
+from hqsweep.parallel.mesh import Ranks
 from hqsweep.recipe.factories import Importer
 from hqsweep.sweep.export import export_folder, export_run
 from hqsweep.sweep.store.run_dir import RunDir
@@ -157,7 +159,7 @@ def test_the_weights_that_ranks_have_written(model: dict, tmp_path: Path) -> Non
     for _ in trainer.steps():
         pass
     file, _ = export_run(run, tmp_path / "one")
-    trainer.ranks = "one"
+    trainer.ranks = Ranks(dims=ParallelConfig(dp_shard=2), mesh=None, device=torch.device("cpu"))
     save_checkpoint(trainer, run.checkpoint)
     (run.checkpoint / "step_3.pt").unlink()
     assert export_run(run, tmp_path / "ranks") == (tmp_path / "ranks/model.safetensors", 3)
