@@ -5,7 +5,7 @@ unless its note says otherwise. A name stands here as torch has it, so that a ca
 to import (torch._dynamo, DTensor, FSDP) are imported in functions.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -194,6 +194,21 @@ def fsdp_groups(state: Any) -> list[Any]:
         group = getattr(state, "_fsdp_param_group", None)
         groups = [] if group is None else [group]
     return list(groups)
+
+
+def fsdp_parameters(module: nn.Module) -> list[Any]:
+    """The FSDPParams of all units of fully_shard in a module."""
+    groups = [group for part in module.modules() for group in fsdp_groups(fsdp_state(part))]
+    return [parameter for group in groups for parameter in group.fsdp_params]
+
+
+def fsdp_storages(parameters: Iterable[Any]) -> frozenset[int]:
+    """The addresses of the storage objects into which torch gathers FSDPParams.
+
+    The objects stay when torch frees and refills their memory. A parameter has none before its first gather.
+    """
+    tensors = (t for parameter in parameters for t in (*parameter.all_gather_outputs, *fsdp_inner_tensors(parameter)))
+    return frozenset(storage_id(tensor) for tensor in tensors)
 
 
 def fsdp_hook_ids(state: Any) -> set[int]:

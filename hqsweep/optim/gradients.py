@@ -15,9 +15,9 @@ from torch.nn.utils import get_total_norm
 
 from hqsweep.errors import UserError
 from hqsweep.nn.core.parameter import SUMS
-from hqsweep.parallel.fsdp.fsdp_state import parameters_of, sum_in_fp32, unsharded_sum
+from hqsweep.parallel.fsdp.fsdp_state import sum_in_fp32, unsharded_sum
 from hqsweep.parallel.wire.local import is_spread, local, spread_like, total_norm
-from hqsweep.torch_private import foreach_copy_, foreach_mul_, queue_callback
+from hqsweep.torch_private import foreach_copy_, foreach_mul_, fsdp_parameters, queue_callback
 
 
 def gradient(p: Tensor) -> Tensor | None:
@@ -80,7 +80,7 @@ def use_main_grads(module: nn.Module) -> None:
 
 def _refuse_rounded(module: nn.Module) -> None:
     """UserError for a parameter that fully_shard has cut and whose reduced gradients are not float32."""
-    for p in (parameter.sharded_param for parameter in parameters_of(module)):
+    for p in (parameter.sharded_param for parameter in fsdp_parameters(module)):
         if p.requires_grad and p.dtype != torch.float32:
             dtype = str(p.dtype).removeprefix("torch.")
             raise UserError(

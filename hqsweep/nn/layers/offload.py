@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hqsweep.nn.layers.saved_memory import memory_of, tensors_of
-from hqsweep.parallel.fsdp.fsdp_state import gathered_storages, parameters_of
-from hqsweep.torch_private import storage_id
+from hqsweep.torch_private import fsdp_parameters, fsdp_storages, storage_id
 
 MIN_BYTES = 4096
 """Smaller tensors stay, since latency dominates their copy."""
@@ -121,7 +120,7 @@ class ActivationOffload:
         self._count = max(self._saved.keys(), default=-1) + 1
         self._model_memory = frozenset(memory_of(t) for t in tensors_of(self.model))
         self._gathered = frozenset()
-        self._note_gathered(parameters_of(self.model))
+        self._note_gathered(fsdp_parameters(self.model))
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
@@ -168,7 +167,7 @@ class ActivationOffload:
         self.arriving.copy(saved, tensor, saved.host, tensor)
 
     def _note_gathered(self, parameters: Sequence[Any]) -> None:
-        self._gathered |= gathered_storages(parameters)
+        self._gathered |= fsdp_storages(parameters)
         self._ungathered = [parameter for parameter in parameters if not parameter.all_gather_outputs]
 
     def _is_gathered(self, tensor: Tensor) -> bool:

@@ -5,7 +5,6 @@ FSDP's own sum over microbatches, which FSDP reduces in place of the grad. Since
 gathered weight, which may have another dtype than the weight.
 """
 
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakSet
 
@@ -17,12 +16,11 @@ from hqsweep.torch_private import (
     fsdp_drop_pass,
     fsdp_groups,
     fsdp_hook_ids,
-    fsdp_inner_tensors,
+    fsdp_parameters,
     fsdp_phase,
     fsdp_reshards,
     fsdp_state,
     fsdp_whole,
-    storage_id,
 )
 
 _UNITS: WeakSet[Any] = WeakSet()
@@ -36,21 +34,7 @@ def sum_in_fp32(module: nn.Module) -> None:
 
     All gradients of a unit are summed in FP32 from the first call for one of its weights on.
     """
-    _UNITS.update(parameters_of(module))
-
-
-def parameters_of(module: nn.Module) -> list[Any]:
-    """The FSDPParams of all units of fully_shard in the module."""
-    return [parameter for part in module.modules() for group in groups_of(part) for parameter in group.fsdp_params]
-
-
-def gathered_storages(parameters: Iterable[Any]) -> frozenset[int]:
-    """The addresses of the storage objects into which torch gathers FSDPParams.
-
-    The objects stay when torch frees and refills their memory. A parameter has none before its first gather.
-    """
-    tensors = (t for parameter in parameters for t in (*parameter.all_gather_outputs, *fsdp_inner_tensors(parameter)))
-    return frozenset(storage_id(tensor) for tensor in tensors)
+    _UNITS.update(fsdp_parameters(module))
 
 
 def groups_of(module: nn.Module) -> list[Any]:
