@@ -16,8 +16,10 @@ from hqsweep.nn.core.options import (
 )
 from hqsweep.nn.core.parameter import quantized_model_init
 from hqsweep.nn.core.probe import Probe
+from hqsweep.nn.core.recompute import recomputed
 from hqsweep.nn.experts.grouped_linear import GroupedLinear
 from hqsweep.nn.experts.moe import LayerNormMoE, MoELayer
+from hqsweep.nn.layers.offload import ActivationOffload
 from hqsweep.nn.layers.transformer_layer import TransformerLayer
 from hqsweep.nn.linear.layernorm_linear import LayerNormLinear
 from hqsweep.nn.linear.layernorm_mlp import LayerNormMLP
@@ -25,6 +27,7 @@ from hqsweep.nn.linear.linear import Linear
 from hqsweep.nn.linear.linear_loss import linear_cross_entropy
 
 __all__ = [
+    "ActivationOffload",
     "AttentionOptions",
     "DotProductAttention",
     "GroupedLinear",
@@ -48,5 +51,6 @@ __all__ = [
     "linear_cross_entropy",
     "quantization",
     "quantized_model_init",
+    "recomputed",
     "set_recipe",
 ]

@@ -28,7 +28,7 @@ FIRST_SEEDS, FIRST_TRUNKS = 2, 3
 
 
 class Plan(Protocol):
-    """The part of sweep.launch.SweepPlan that is read here."""
+    """The part of sweep.engine.launch.SweepPlan that is read here."""
 
     words: tuple[str, ...]
     points: tuple[GridPoint, ...]

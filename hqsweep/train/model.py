@@ -119,7 +119,7 @@ class GPT(nn.Module):
         """(loss, balance): the mean cross entropy of the logits with targets [B, T], float32 [], and how the experts
         were used.
 
-        The logits are computed whole or by chunks (nn.linear_loss). saving: the context of the model's forward without
+        The logits are computed whole or by chunks (linear_loss.py). saving: the context of the model's forward without
         the loss, whose tensors for backward are gradients.
         """
         with saving():

@@ -28,7 +28,7 @@ class Met:
     slot: str
     """LAYER.TENSOR.DIRECTION, or NORM."""
     kind: str
-    """ "nan", "inf" or "amax" (ops.nonfinite.Seen)."""
+    """ "nan", "inf" or "amax" (ops.quantize.nonfinite.Seen)."""
     format: str | None
     lost: bool
     """Whether it was replaced by a number, or holds a scale."""

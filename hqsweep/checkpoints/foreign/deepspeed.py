@@ -19,7 +19,6 @@ from hqsweep.models.names import clean_name
 
 LATEST = "latest"
 NAME = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-UNIVERSAL = "python -m deepspeed.checkpoint.ds_to_universal"
 STATES = ("exp_avg", "exp_avg_sq")
 
 

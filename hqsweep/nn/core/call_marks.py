@@ -112,7 +112,7 @@ def refusal(name: str, lost: list[str]) -> UserError:
     return UserError(
         f"{name}: called within a backward pass, as torch.utils.checkpoint does, but outside of the"
         f" {' and '.join(lost)} that its last call ran in; run backward inside of it, or compute again by"
-        " hqsweep.nn.core.recompute.recomputed"
+        " hqsweep.nn.recomputed"
     )
 
 

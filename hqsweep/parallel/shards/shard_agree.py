@@ -102,7 +102,7 @@ class Part:
     key: RngKey | None = None
     states: SlotStates | None = None
     layer: str = ""
-    """The name of the weight's layer, for messages (ops.nonfinite)."""
+    """The name of the weight's layer, for messages (ops.quantize.nonfinite)."""
     cut_rows: bool = False
     """Whether rows of the whole lie over several ranks, which then agree on amaxes of rows, too. The same on all
     ranks."""

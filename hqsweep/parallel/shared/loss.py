@@ -1,6 +1,6 @@
 """SharedChunks: the chunks of linear_cross_entropy where ranks share the vocabulary, or have some of the tokens each.
 
-Ranks that share the vocabulary tell each other four numbers of each row of a chunk (ops.loss_parts).
+Ranks that share the vocabulary tell each other four numbers of each row of a chunk (ops.model.loss.loss_parts).
 """
 
 import math

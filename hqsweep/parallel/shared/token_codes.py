@@ -27,7 +27,7 @@ from hqsweep.quant.operand import Operand
 PITCH = 16
 """The bytes of a message are a multiple of this: copies of whole rows are fast then."""
 SENT = "tokens for experts of other ranks"
-"""What stands for the layer of their slot (ops.nonfinite)."""
+"""What stands for the layer of their slot (ops.quantize.nonfinite)."""
 
 
 @memo

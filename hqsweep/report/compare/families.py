@@ -35,7 +35,7 @@ class Rule:
     margin: float
     maximum: int | None = None
     identical: Collection[str] = ()
-    """Arms that are their baseline again (report.identical), which leave the family."""
+    """Arms that are their baseline again (report.compare.identical), which leave the family."""
 
 
 @dataclass(frozen=True, kw_only=True)
