@@ -8,8 +8,8 @@ from support.parallel.training_ranks import trainer
 from torch import nn
 
 from hqsweep.checkpoints.save import save_model
+from hqsweep.checkpoints.sharded.sharded_state import parameters_of
 from hqsweep.config.job import parse
-from hqsweep.parallel.fsdp.fsdp_state import parameters_of
 from hqsweep.recipe.factories import find_factory
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 
