@@ -8,9 +8,9 @@ from support.parallel.training_ranks import trainer
 from torch import nn
 
 from hqsweep.checkpoints.save import save_model
-from hqsweep.checkpoints.sharded.sharded_state import parameters_of
 from hqsweep.config.job import parse
 from hqsweep.recipe.factories import find_factory
+from hqsweep.torch_private import fsdp_parameters
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 
 
@@ -89,7 +89,7 @@ def train(cfg, folder: Path | None = None) -> tuple:
 
 def travelling(model: nn.Module) -> dict[str, torch.dtype]:
     """The dtype in which each weight under fully_shard is gathered."""
-    units = parameters_of(model)
+    units = fsdp_parameters(model)
     return {unit._param_fqn: unit.all_gather_outputs[0].dtype for unit in units if unit.all_gather_outputs}
 
 
