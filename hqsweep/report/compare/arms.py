@@ -188,7 +188,7 @@ def arm_row(
         **study,
         "runs": len(runs),
         "state": state_text(runs["state"]),
-        **_estimated(arm, family),
+        **estimated(arm, family),
         "final_loss": finals["final_loss"].mean(),
         "final_sd": finals["final_loss"].std(),
         "overhead_pct": overhead,
@@ -221,7 +221,7 @@ def _overhead(nats: float, slope: float) -> float:
     return 100 * (2 ** (nats / slope) - 1) if slope > 0 else math.nan
 
 
-def _estimated(arm: str, family: Family) -> dict[str, Any]:
+def estimated(arm: str, family: Family) -> dict[str, Any]:
     """The cells that come from an arm's estimate, NaN where it has none."""
     estimate, points = family.estimates.get(arm), family.points[family.points["arm"] == arm]
     null = family.estimates.get(family.null)

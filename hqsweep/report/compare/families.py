@@ -135,23 +135,30 @@ def _entering(
 ) -> tuple[pd.Index, list[str], tuple[str, ...]]:
     """(rows of `table` that enter, arms that share no row with the others, a sentence on rows left out)."""
     done = table[LOSSES[DECIDES[rule.design]]].reindex(columns=[baseline, *arms]).notna()
-    together = list(arms)
-    unpaired = [arm for arm in together if not (done[arm] & done[baseline]).any()]
-    together = [arm for arm in together if arm not in unpaired]
+    full, unpaired = shared(done, baseline, arms)
+    if not full.any():
+        return table.index[:0], unpaired, ()
+    if rule.design == FORK:
+        family = finals[finals["arm"].isin({baseline, *arms} - {*unpaired})]
+        rows, left_out = balanced(full, _waiting(family))
+        return rows, unpaired, left_out
+    missing = sorted(set(done.index.get_level_values("seed")[~full]))
+    said = (f"{listed('seed', missing)} did not finish in every arm and enters no gap.",) if missing else ()
+    return full.index[full], unpaired, said
+
+
+def shared(done: pd.DataFrame, baseline: str, arms: Sequence[str]) -> tuple[pd.Series, list[str]]:
+    """(the rows that all arms have, as booleans; the arms that are left out for it). `done` has a column for each arm.
+
+    An arm is left out if it shares no row with the baseline; without a common row, also the arm that shares the fewest,
+    until there is one."""
+    unpaired = [arm for arm in arms if not (done[arm] & done[baseline]).any()]
+    together = [arm for arm in arms if arm not in unpaired]
     while together and not done[[baseline, *together]].all(axis=1).any():
         fewest = min(reversed(together), key=lambda arm: int((done[arm] & done[baseline]).sum()))
         unpaired.append(fewest)
         together.remove(fewest)
-    if not together:
-        return table.index[:0], unpaired, ()
-    full = done[[baseline, *together]].all(axis=1)
-    if rule.design == FORK:
-        family = finals[finals["arm"].isin([baseline, *together])]
-        rows, left_out = _balanced(full, _waiting(family))
-        return rows, unpaired, left_out
-    missing = sorted(set(done.index.get_level_values("seed")[~full]))
-    said = (f"{_listed('seed', missing)} did not finish in every arm and enters no gap.",) if missing else ()
-    return full.index[full], unpaired, said
+    return done[[baseline, *together]].all(axis=1) & bool(together), unpaired
 
 
 def _waiting(finals: pd.DataFrame) -> set[str]:
@@ -159,7 +166,7 @@ def _waiting(finals: pd.DataFrame) -> set[str]:
     return set(finals["trunk"][finals["state"].isin(["pending", "running", "interrupted"])])
 
 
-def _balanced(full: pd.Series, waiting: set[str]) -> tuple[pd.Index, tuple[str, ...]]:
+def balanced(full: pd.Series, waiting: Collection[str] = ()) -> tuple[pd.Index, tuple[str, ...]]:
     """The rows of the trunks whose forks have ended, at the points that all of these have; without a common point the
     trunks with the fewest are left out, until there is one. `full`: which rows every arm has."""
     have = {trunk: list(part.index.get_level_values("draw")) for trunk, part in full[full].groupby("trunk", sort=False)}
@@ -170,13 +177,13 @@ def _balanced(full: pd.Series, waiting: set[str]) -> tuple[pd.Index, tuple[str, 
     enters = levels.get_level_values("trunk").isin(trunks) & levels.get_level_values("draw").isin(common)
     out_trunks = [trunk for trunk in dict.fromkeys(levels.get_level_values("trunk")) if trunk not in trunks]
     out_points = [draw for draw in dict.fromkeys(levels.get_level_values("draw")) if draw not in common]
-    said = [f"{_listed('trunk', out_trunks)} lacks forks and enters no gap."] if out_trunks else []
+    said = [f"{listed('trunk', out_trunks)} lacks forks and enters no gap."] if out_trunks else []
     if out_points:
-        said.append(f"{_listed('point', out_points)} is left out of every trunk, as a fork there has no result.")
+        said.append(f"{listed('point', out_points)} is left out of every trunk, as a fork there has no result.")
     return levels[enters & full.to_numpy()], tuple(said)
 
 
-def _listed(noun: str, names: Sequence[object]) -> str:
+def listed(noun: str, names: Sequence[object]) -> str:
     """ "Seed 2", "Each of the seeds 2 and 4"."""
     if len(names) == 1:
         return f"{noun.capitalize()} {names[0]}"
