@@ -1,6 +1,7 @@
 """hqsweep.judge: verdicts on what another program trained, for Python and notebooks."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,8 @@ def judge(
     if isinstance(data, pd.DataFrame):
         return Judgement(judge_frame(data, question, reading))
     if isinstance(data, Mapping):
-        frame = frame_of(data).rename(columns={"value": metric or "value"})
-        return Judgement(judge_frame(frame, question, reading))
+        question = replace(question, metric=metric or "value")
+        return Judgement(judge_frame(frame_of(data, question.metric), question, reading))
     if isinstance(data, str | Path):
         return Judgement(judge_files([Path(data)], question, reading))
     raise UserError(f"judge: takes a dict, a DataFrame or the path of logs, and got a {type(data).__name__}")

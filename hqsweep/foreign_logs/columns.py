@@ -31,8 +31,9 @@ _EDGES = "-_./ \t"
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """The names of columns; None for one that the log lacks, and for arms that its reader knows otherwise. Without `seed` and `trunk` the texts of `arm` are names of
-    runs, which have the seed in them."""
+    """The names of columns; None for one that the log lacks, and for arms that its reader knows otherwise.
+
+    Without `seed` and `trunk` the texts of `arm` are names of runs, which have the seed in them."""
 
     arm: str | None
     seed: str | None

@@ -114,13 +114,14 @@ def _kind(path: Path) -> str:
     return "." + name.removesuffix(".gz").rpartition(".")[2]
 
 
-def frame_of(values: Mapping[str, object]) -> pd.DataFrame:
-    """The rows of arm -> its values by seed: a sequence, whose places are the seeds, or a mapping of seeds."""
+def frame_of(values: Mapping[str, object], metric: str) -> pd.DataFrame:
+    """The rows of arm -> its values of a metric by seed: a sequence, whose places are the seeds, or a mapping of
+    seeds."""
     rows = []
     for arm, of_arm in values.items():
         pairs = of_arm.items() if isinstance(of_arm, Mapping | pd.Series) else enumerate(_listed(arm, of_arm))
         rows += [(str(arm), seed, value) for seed, value in pairs]
-    return pd.DataFrame(rows, columns=["arm", "seed", "value"])
+    return pd.DataFrame(rows, columns=["arm", "seed", metric])
 
 
 def _listed(arm: str, values: object) -> list[object]:

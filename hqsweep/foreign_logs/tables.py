@@ -7,6 +7,7 @@ value; nan and inf are values.
 
 import gzip
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -63,15 +64,16 @@ def long_rows(table: pa.Table, metric: str) -> pa.Table:
 
 
 class ArrowSource:
-    """A table that pyarrow reads; `columns_of` and `tables` are of its kind."""
+    """A table that pyarrow reads."""
 
     def __init__(self, path: Path) -> None:
         self.where, self._path = str(path), path
         try:
-            names = self._names()
+            fields = self._fields()
         except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
             raise self._fault(error) from None
-        if twice := next((name for name in names if [*names].count(name) > 1), None):
+        names = dict(fields)
+        if twice := next((name for name, times in Counter(name for name, _ in fields).items() if times > 1), None):
             raise UserError(f"{self.where}: two columns are called '{twice}'; rename one")
         self.open_ended = set(LONG) <= set(names)
         self.known = {name: number for name, number in names.items() if not (self.open_ended and name in LONG)}
@@ -104,7 +106,8 @@ class ArrowSource:
             text = "is empty"
         return UserError(f"{self.where}: {text[:300]}")
 
-    def _names(self) -> dict[str, bool]:
+    def _fields(self) -> list[tuple[str, bool]]:
+        """The columns, and whether each holds numbers."""
         raise NotImplementedError
 
     def _tables(self, names: Sequence[str], columns: Columns) -> Iterator[pa.Table]:
@@ -120,12 +123,13 @@ def is_number(type_: pa.DataType) -> bool:
 class Csv(ArrowSource):
     """A CSV with commas, semicolons or tabs, also compressed."""
 
-    def _names(self) -> dict[str, bool]:
+    def _fields(self) -> list[tuple[str, bool]]:
         with pa.input_stream(str(self._path), compression="detect") as stream:
-            head = stream.read(1 << 20).decode("utf-8-sig", "replace").partition("\n")[0]
-        self._parse = csv.ParseOptions(delimiter=max(",;\t", key=head.count), newlines_in_values='"' in head)
+            head = stream.read(1 << 20).decode("utf-8-sig", "replace")
+        delimiter = max(",;\t", key=head.partition("\n")[0].count)
+        self._parse = csv.ParseOptions(delimiter=delimiter, newlines_in_values='"' in head)
         with self._open(csv.ConvertOptions(null_values=NO_VALUE)) as reader:
-            return {field.name: is_number(field.type) for field in reader.schema}
+            return [(field.name, is_number(field.type)) for field in reader.schema]
 
     def _open(self, convert: csv.ConvertOptions) -> csv.CSVStreamingReader:
         read = csv.ReadOptions(block_size=BLOCK)
@@ -144,8 +148,8 @@ class Csv(ArrowSource):
 class Parquet(ArrowSource):
     """A Parquet file."""
 
-    def _names(self) -> dict[str, bool]:
-        return {field.name: is_number(field.type) for field in pq.ParquetFile(self._path).schema_arrow}
+    def _fields(self) -> list[tuple[str, bool]]:
+        return [(field.name, is_number(field.type)) for field in pq.ParquetFile(self._path).schema_arrow]
 
     def _tables(self, names: Sequence[str], columns: Columns) -> Iterator[pa.Table]:
         with pq.ParquetFile(self._path) as file:
@@ -154,23 +158,29 @@ class Parquet(ArrowSource):
 
 
 class Frame(ArrowSource):
-    """A DataFrame, whose NaN in a column of floats is no value where there is a column of steps."""
+    """A DataFrame. With a column of steps NaN is no value: pandas has it where nothing was logged."""
 
     def __init__(self, frame: pd.DataFrame) -> None:
         self._frame = frame.rename(columns=str)
         super().__init__(Path("the DataFrame"))
 
-    def _names(self) -> dict[str, bool]:
+    def _fields(self) -> list[tuple[str, bool]]:
         types = zip(self._frame.columns, self._frame.dtypes, strict=True)
-        counted: dict[str, bool] = {}
-        for name, dtype in types:
-            if name in counted:
-                raise UserError(f"{self.where}: two columns are called '{name}'; rename one")
-            counted[name] = pd.api.types.is_numeric_dtype(dtype) and not pd.api.types.is_bool_dtype(dtype)
-        return counted
+        numeric, boolean = pd.api.types.is_numeric_dtype, pd.api.types.is_bool_dtype
+        return [(name, numeric(dtype) and not boolean(dtype)) for name, dtype in types]
 
     def _tables(self, names: Sequence[str], columns: Columns) -> Iterator[pa.Table]:
-        yield pa.Table.from_pandas(self._frame[names], preserve_index=False, nthreads=1)
+        *others, metric = names
+        frame = self._frame[list(dict.fromkeys(others))]
+        mixed = {name: column.map(str, na_action="ignore") for name, column in frame.items() if column.dtype == object}
+        table = pa.Table.from_pandas(frame.assign(**mixed), preserve_index=False, nthreads=1)
+        try:
+            values = self._frame[metric].astype("float64").to_numpy()
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{self.where}: '{metric}' has a value that is no number ({error})") from None
+        # without a column of steps no cell is that of a step at which nothing was logged
+        table = table.append_column(metric, pa.array(values, from_pandas=columns.step is not None))
+        yield table
 
 
 class JsonLines:

@@ -125,7 +125,11 @@ class Collector:
                 f"{self._where}: {_run(runs.loc[run], self._columns)} has {at} ({values[0]!r} and {values[1]!r}); take"
                 " one of them out"
             )
-        notes = [f"{doubled} row{'s' * (doubled > 1)} that repeat another count once."] if doubled else []
+        notes = (
+            []
+            if not doubled
+            else [f"{doubled} row{'s repeat others and count' if doubled > 1 else ' repeats another and counts'} once."]
+        )
         return rows.sort_values(["run", "step"], ignore_index=True), notes
 
 
@@ -166,7 +170,8 @@ def _of_one_length(rows: pd.DataFrame, runs: pd.DataFrame) -> tuple[pd.DataFrame
         return rows, []
     texts = [f"'{runs.at[run, 'arm']}' {runs.at[run, 'replicate']} at {step:g}" for run, step in odd.items()]
     ends = ", ".join(f"{step:g}" for step in sorted(set(usual)))
-    said = f"{len(odd)} run{'s' * (len(odd) > 1)} that end elsewhere than at step {ends}: {several(texts)}."
+    which = "1 run that ends" if len(odd) == 1 else f"{len(odd)} runs that end"
+    said = f"{which} elsewhere than at step {ends}: {several(texts)}."
     return rows[~rows["run"].isin(odd.index)], [said]
 
 

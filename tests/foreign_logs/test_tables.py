@@ -126,7 +126,7 @@ def test_an_export_of_wandb(rows, here):
         ("arm,seed,val_loss\nbf16,0\n", "Expected 3 columns, got 2"),
         ("arm,arm,seed,val_loss\na,b,0,1\n", "two columns are called 'arm'"),
         ("arm,seed,a,b\nbf16,0,1,2\n", "no column 'val_loss', .* it has 'a', 'b'; give one with --metric"),
-        ("\x00\xff", "no column of arms"),
+        ("arm\xff,seed\n1,2\n", "can't decode byte 0xff"),
     ],
 )
 def test_a_bad_csv_gets_a_sentence(text, said, here):
