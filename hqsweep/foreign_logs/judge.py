@@ -5,7 +5,7 @@ blocked by seed, forks by trunk, as hqsweep's own runs are, and give the same ve
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,6 +95,8 @@ def judge(values: Values, question: Question, *, forked: bool) -> Judgement:
     margin, relative = parse_margin(question.margin)
     design = FORK if forked else WHOLE
     table = _table(values.runs)
+    if question.baseline is None and USUAL_BASELINE not in table:
+        raise UserError(f"baseline: which arm is it? Name one with --baseline; the arms are {_quoted(table)}")
     baseline = _known(question.baseline or USUAL_BASELINE, table, "baseline")
     null = question.null_arm and _known(question.null_arm, table, "null arm")
     arms = [arm for arm in table if arm != baseline]
@@ -150,9 +152,12 @@ def parse_margin(value: str | float) -> tuple[float, bool]:
 
 def _known(arm: str, table: pd.DataFrame, what: str) -> str:
     if arm not in table:
-        names = several([f"'{name}'" for name in table])
-        raise UserError(f"{what}: no arm is called '{arm}'{nearest(arm, table)}; the arms are {names}")
+        raise UserError(f"{what}: no arm is called '{arm}'{nearest(arm, table)}; the arms are {_quoted(table)}")
     return arm
+
+
+def _quoted(arms: Iterable[str]) -> str:
+    return several([f"'{arm}'" for arm in arms])
 
 
 def _table(runs: pd.DataFrame) -> pd.DataFrame:
@@ -179,8 +184,7 @@ def _entering(full: pd.Series, table: pd.DataFrame, design: str) -> tuple[pd.Ind
         return balanced(full)
     said = []
     for (seed, _), row in table[~full].iterrows():
-        lacking = several([f"'{arm}'" for arm in row.index[row.isna()]])
-        said.append(f"Seed {seed} has no value in {lacking} and enters no gap.")
+        said.append(f"Seed {seed} has no value in {_quoted(row.index[row.isna()])} and enters no gap.")
     return full.index[full], said
 
 

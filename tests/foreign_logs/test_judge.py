@@ -131,7 +131,9 @@ def test_an_arm_with_nan_has_no_verdict_and_the_others_keep_theirs():
 def test_a_baseline_that_is_not_there_and_no_other_arm():
     with pytest.raises(UserError, match=r"baseline: no arm is called 'bf61' \(did you mean 'bf16'\?\); the arms are"):
         judged({"bf16": BASELINE, "a": FAR}, baseline="bf61")
-    with pytest.raises(UserError, match="baseline: no arm is called 'bf16'; the arms are 'sgd', 'muon'"):
+    with pytest.raises(
+        UserError, match=r"baseline: which arm is it\? Name one with --baseline; the arms are 'sgd', 'muon'"
+    ):
         judged({"sgd": BASELINE, "muon": FAR})
     with pytest.raises(UserError, match="'bf16' is the only arm"):
         judged({"bf16": BASELINE})
