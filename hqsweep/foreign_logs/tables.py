@@ -9,15 +9,17 @@ import gzip
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import csv
+from pyarrow import json as pa_json
 
 from hqsweep.errors import UserError, nearest
 from hqsweep.foreign_logs.columns import USUAL, Columns
@@ -26,7 +28,7 @@ BLOCK = 16 << 20
 """The bytes of a piece of a CSV."""
 ROWS = 500_000
 """The rows of a piece of any other table."""
-HEAD = 64 << 20
+HEAD = 16 << 20
 """The characters of JSON lines in which the names of columns are looked for."""
 NO_VALUE = ["", "NA", "N/A", "null", "NULL", "None"]
 """The cells of a CSV's columns of numbers that hold none."""
@@ -187,12 +189,13 @@ class JsonLines:
     """A file with a JSON object on each line, or a JSON list of objects."""
 
     def __init__(self, path: Path) -> None:
-        self.where, self._path = str(path), path
-        self.known: dict[str, bool] = {}
+        self.where, self._path, self._is_list = str(path), path, False
+        self._kinds: dict[str, set[type]] = {}
         for row in self._rows(HEAD):
             for name, cell in row.items():
                 if cell is not None:
-                    self.known[name] = self.known.get(name, True) and type(cell) in (int, float)
+                    self._kinds.setdefault(name, set()).add(type(cell))
+        self.known = {name: kinds <= {int, float} for name, kinds in self._kinds.items()}
         if not self.known:
             raise UserError(f"{self.where}: is empty")
         self.open_ended = set(LONG) <= set(self.known)
@@ -204,14 +207,41 @@ class JsonLines:
         step, value, picks = columns.step, columns.metric, False
         if self.open_ended and value not in self.known:
             value, picks = LONG[1], True
-        rows = (row for row in self._rows() if row.get(value) is not None)
-        rows = (row for row in rows if not picks or row.get(LONG[0]) == columns.metric)
-        cells = ((*(row.get(key) for key in keys.values()), row.get(step) if step else 0.0, row[value]) for row in rows)
-        while block := list(islice(cells, ROWS)):
-            frame = pd.DataFrame(block, columns=[*keys, "step", "value"])
-            for name in ("step", "value"):
-                frame[name] = self._floats(frame[name], step if name == "step" else value)
-            yield frame
+        schema = self._schema([*keys.values(), *([LONG[0]] if picks else [])], [value, *([step] if step else [])])
+
+        def frames(rows: Iterable[Mapping[str, Any]]) -> Iterator[pd.DataFrame]:
+            rows = (row for row in rows if row.get(value) is not None)
+            rows = (row for row in rows if not picks or row.get(LONG[0]) == columns.metric)
+            cells = (
+                (*(row.get(key) for key in keys.values()), row.get(step) if step else 0.0, row[value]) for row in rows
+            )
+            while block := list(islice(cells, ROWS)):
+                frame = pd.DataFrame(block, columns=[*keys, "step", "value"])
+                for name in ("step", "value"):
+                    frame[name] = self._floats(frame[name], step if name == "step" else value)
+                yield frame
+
+        if schema is None:
+            yield from frames(self._rows())
+            return
+        with _text(self._path) as text:
+            number = 1
+            while lines := text.readlines(BLOCK):
+                table = _parsed(lines, schema)
+                if table is None:
+                    yield from frames(self._object(line, at) for at, line in enumerate(lines, number) if line.strip())
+                else:
+                    yield piece(long_rows(table, columns.metric) if picks else table, columns, value)
+                number += len(lines)
+
+    def _schema(self, keys: Sequence[str], numbers: Sequence[str]) -> pa.Schema | None:
+        """The types of columns, for pyarrow, which is four times as fast as json; None for a list, or keys of several
+        kinds."""
+        types = {frozenset([str]): pa.string(), frozenset([int]): pa.int64()}
+        kinds = {key: types.get(frozenset(self._kinds.get(key, ()))) for key in keys}
+        if self._is_list or None in kinds.values():
+            return None
+        return pa.schema([*kinds.items(), *((name, pa.float64()) for name in numbers)])
 
     def _floats(self, cells: pd.Series, name: str | None) -> pd.Series:
         try:
@@ -226,6 +256,7 @@ class JsonLines:
             with _text(self._path) as lines:
                 first = next((line for line in lines if line.strip()), "")
                 if first.lstrip().startswith("["):
+                    self._is_list = True
                     for place, row in enumerate(json.loads(first + lines.read()), 1):
                         yield self._checked(row, f"entry {place}")
                     return
@@ -238,8 +269,6 @@ class JsonLines:
                         return
         except (json.JSONDecodeError, RecursionError) as error:
             raise UserError(f"{self.where}: is no JSON ({error})") from None
-        except UnicodeDecodeError:
-            raise UserError(f"{self.where}: is no text in UTF-8") from None
 
     def _object(self, line: str, number: int) -> dict[str, Any]:
         try:
@@ -254,9 +283,23 @@ class JsonLines:
         return row
 
 
-def _text(path: Path) -> Any:
+def _parsed(lines: Sequence[str], schema: pa.Schema) -> pa.Table | None:
+    """The rows of lines of JSON; None where pyarrow refuses one."""
+    options = pa_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
+    try:
+        return pa_json.read_json(pa.BufferReader("".join(lines).encode()), parse_options=options)
+    except pa.ArrowException:
+        return None
+
+
+@contextmanager
+def _text(path: Path) -> Iterator[IO[str]]:
     opened = gzip.open if path.suffix == ".gz" else open
-    return opened(path, "rt", encoding="utf-8-sig")
+    try:
+        with opened(path, "rt", encoding="utf-8-sig") as text:
+            yield text
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError):
+        raise UserError(f"{path}: is no text in UTF-8") from None
 
 
 def _with(first: str, rest: Iterable[str]) -> Iterator[str]:

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 from hqsweep.errors import UserError
+from hqsweep.foreign_logs import tables
 from hqsweep.foreign_logs.judge import Judgement, Question
 from hqsweep.foreign_logs.logs import Reading, judge_files
 from hqsweep.verdicts import whole_runs
@@ -52,6 +53,22 @@ def test_packed_json_lines(rows, here):
     write_jsonl(here / "plain.jsonl", rows)
     (here / "a.jsonl.gz").write_bytes(gzip.compress((here / "plain.jsonl").read_bytes()))
     assert is_right(judged("a.jsonl.gz"), rows)
+
+
+def test_json_of_several_kinds_is_read_all_the_same(rows, here, monkeypatch):
+    monkeypatch.setattr(tables, "BLOCK", 100)
+    lines = [json.dumps(row) for row in rows.to_dict("records")]
+    lines[3:5] = [json.dumps(row | {"seed": str(row["seed"])}) for row in map(json.loads, lines[3:5])]
+    (here / "mixed.jsonl").write_text("\n".join(lines))
+    monkeypatch.setattr(tables, "HEAD", 100)
+    (here / "late.jsonl").write_text("\n\n".join(lines))
+    assert is_right(judged("mixed.jsonl"), rows) and is_right(judged("late.jsonl"), rows)
+    (here / "late.jsonl").write_text("\n".join([*lines, "{"]))
+    with pytest.raises(UserError, match=r"late.jsonl: line 25 is no JSON"):
+        judged("late.jsonl")
+    (here / "late.jsonl").write_bytes("\n".join(lines).encode() + b"\n\xff")
+    with pytest.raises(UserError, match=r"late.jsonl: is no text in UTF-8"):
+        judged("late.jsonl")
 
 
 def test_rows_without_the_metric_are_steps_at_which_it_was_not_logged(rows, here):
