@@ -100,7 +100,9 @@ def judge(values: Values, question: Question, *, forked: bool) -> Judgement:
     baseline = _known(question.baseline or USUAL_BASELINE, table, "baseline")
     null = question.null_arm and _known(question.null_arm, table, "null arm")
     arms = [arm for arm in table if arm != baseline]
-    if not arms or null == baseline:
+    if null == baseline:
+        raise UserError(f"null arm: '{null}' is the baseline; it takes an arm that repeats it")
+    if not arms:
         raise UserError(f"baseline: '{baseline}' is the only arm; a verdict takes another one beside it")
     apart = {arm: NOT_FINITE for arm in arms if not np.isfinite(values.runs["value"][values.runs["arm"] == arm]).all()}
     together = [arm for arm in arms if arm not in apart]

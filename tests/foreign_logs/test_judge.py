@@ -137,6 +137,8 @@ def test_a_baseline_that_is_not_there_and_no_other_arm():
         judged({"sgd": BASELINE, "muon": FAR})
     with pytest.raises(UserError, match="'bf16' is the only arm"):
         judged({"bf16": BASELINE})
+    with pytest.raises(UserError, match="null arm: 'bf16' is the baseline"):
+        judged({"bf16": BASELINE, "a": FAR}, null_arm="bf16")
     with pytest.raises(UserError, match="501 arms, such as 'a0'; 500 at most"):
         judged({f"a{place}": [1.0, 2.0] for place in range(501)}, baseline="a0")
 
