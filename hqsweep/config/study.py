@@ -114,13 +114,27 @@ def parse_percent(value: Any, name: str) -> float:
     if isinstance(value, bool) or not 0 < percent <= 100:
         raise UserError(
             f"{name}: got {value!r}; it takes a part of the baseline's loss in %, above 0 and at most 100, as in 0.25%"
+            + (", or of the tokens, as in 3%tokens" if name == "margin" else "")
         )
     return percent
 
 
-def parse_margin(value: Any) -> float:
-    """The margin in % of the baseline's loss."""
-    return parse_percent(value, "margin")
+TOKENS = re.compile(r"\s*(.+?)\s*%?\s*(?:of the )?tokens\s*")
+"""A margin in tokens."""
+
+
+def parse_margin(value: Any) -> float | str:
+    """The margin: a float in % of the baseline's loss (0.25, "0.25%"), or "3% tokens", % more tokens for the same loss
+    (also "3%tokens"). UserError for another value."""
+    match = TOKENS.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        return parse_percent(value, "margin")
+    return f"{parse_percent(match[1], 'margin'):g}% tokens"
+
+
+def margin_in_tokens(margin: float | str) -> float:
+    """The % of tokens of a margin that parse_margin gave; NaN where it is a part of the loss."""
+    return float(margin.partition("%")[0]) if isinstance(margin, str) else float("nan")
 
 
 def _points(value: Any) -> Any:
@@ -196,13 +210,14 @@ class StudyConfig(Section):
     swept keys make the arms.
     baseline: the arm or recipe that the others are measured against; null: bf16, else the first recipe of the grid that
     is what its name says.
-    margin: the largest gap that counts as none, in % of the baseline's loss.
+    margin: the largest gap that counts as none, in % of the baseline's loss, or as "3% tokens": the most tokens more,
+    since the fork, that count as none.
     """
 
     arms: dict[Name, list[str] | dict[str, Any]] | None = None
     null_arm: bool = False
     baseline: str | None = None
-    margin: Annotated[float, BeforeValidator(parse_margin)] = 0.25
+    margin: Annotated[float | str, BeforeValidator(parse_margin)] = 0.25
     seeds: SeedsConfig = SeedsConfig()
     fork: ForkStudy | None = None
 

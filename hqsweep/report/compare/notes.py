@@ -3,6 +3,7 @@ intervals cover, on what it cannot see, and on the re-warm of a checkpoint.
 """
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from hqsweep.report.compare.families import Family
 from hqsweep.report.compare.frames import DATA, FORK, Frames
 from hqsweep.report.compare.identical import IDENTICAL
 from hqsweep.report.compare.studies import Study
-from hqsweep.report.compare.verdict import BLIND, FEWEST_TRUNKS, digits, identity
+from hqsweep.report.compare.verdict import BLIND, FEWEST_TRUNKS, TENTHS, digits, identity, margin_text
 from hqsweep.verdicts.estimate import VERDICTS
 
 NAMED = 4
@@ -28,11 +29,12 @@ NAMED = 4
 
 def headline(comparison: Comparison) -> str:
     """Which arms are equivalent, better, worse and undecided, which have no verdict, and what the null arm says:
-    "mxfp8 (+0.05 %) is equivalent to bf16 within 0.25 %; nvfp4 (+1.06 %) is worse; the null arm is equivalent, as it
-    must be."."""
+    "mxfp8 (+0.9 % tokens, +0.05 %) is equivalent to bf16 within 3 % of the tokens; nvfp4 (+21 % tokens, +1.06 %) is
+    worse; the null arm is equivalent, as it must be."."""
     arms = comparison.arms[comparison.arms["arm"] != comparison.arms["baseline"]].sort_values("gap_pct", kind="stable")
     tested, null = arms[~arms["null"]], arms[arms["null"]]
-    margin, inside = f"{comparison.margin_pct:g} %", tested["within_margin"]
+    margin = margin_text({"margin_pct": comparison.margin_pct, "margin_tokens": comparison.margin_tokens})
+    inside = tested["within_margin"]
     said = {
         f"equivalent to {comparison.baseline} within {margin}": tested["verdict"] == "equivalent",
         f"better than {comparison.baseline}": (tested["verdict"] == "better") & ~inside,
@@ -68,7 +70,9 @@ def _clause(rows: pd.DataFrame, one: str, several: str) -> str:
 def _with_gap(row: Any) -> str:
     if pd.isna(row.gap_pct) or row.verdict == IDENTICAL:
         return row.arm
-    return f"{row.arm} ({row.gap_pct:+.{digits(row.half_pct)}f} %)"
+    tokens = f"{row.slowdown_pct:+.{1 if abs(row.slowdown_pct) < TENTHS else 0}f} % tokens, "
+    tokens = tokens if math.isfinite(row.slowdown_pct) else ""
+    return f"{row.arm} ({tokens}{row.gap_pct:+.{digits(row.half_pct)}f} %)"
 
 
 OF_TRAINING = (

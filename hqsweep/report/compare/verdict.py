@@ -17,8 +17,8 @@ BLIND = (
     "A fork does not see damage that builds up from the start of training, early instability, or late divergence; whole"
     " runs do."
 )
-FINE = 0.1
-"""Half-widths in % below which a third decimal is shown."""
+FINE, TENTHS = 0.1, 5.0
+"""Half-widths in % below which a third decimal of a gap is shown, and a first one of a slowdown."""
 FEWEST_TRUNKS = 3
 """Trunks below which there is no verdict about all trunks."""
 
@@ -87,14 +87,48 @@ def _finding(row: Row) -> str:
         case "equivalent" if row["gap_pct"] == row["half_pct"] == 0:
             return f"equivalent to {name}: equal in every digit over {_replicates(row)}."
         case "equivalent":
-            size = f"{_percent(row)} ({_interval(row)}) over {_replicates(row)}"
-            return f"equivalent to {name} within {row['margin_pct']:g} %: {size}{_narrower(row)}."
+            size = f"{tokens(row)}{_percent(row)} ({_interval(row)}) over {_replicates(row)}{_after(row)}"
+            return f"equivalent to {name} within {margin_text(row)}: {size}{_narrower(row)}."
         case "undecided":
             return _undecided(row)
         case verdict:
-            inside = f", inside the margin of {row['margin_pct']:g} %" if row["within_margin"] else ""
-            size = _percent(row).lstrip("+-")
-            return f"{verdict} than {name} by {size} ({_interval(row)}) over {_replicates(row)}{inside}."
+            inside = f", inside the margin of {margin_text(row)}" if row["within_margin"] else ""
+            size = f"{_percent(row).lstrip('+-')} ({_interval(row)}) over {_replicates(row)}{_after(row)}"
+            return f"{verdict} than {name}: {tokens(row)}by {size}{inside}."
+
+
+def margin_text(row: Row) -> str:
+    """ "0.25 %", or "3 % of the tokens"."""
+    stated = row["margin_tokens"]
+    return f"{row['margin_pct']:g} %" if math.isnan(stated) else f"{stated:g} % of the tokens"
+
+
+def tokens(row: Row) -> str:
+    """ "22 % more tokens for the same loss (17 to 28 %); ", "" where there is no slowdown."""
+    pct, low, high = row["slowdown_pct"], row["slowdown_low"], row["slowdown_high"]
+    if math.isnan(pct):
+        return ""
+    if math.isinf(pct):
+        return f"it learns nothing after the fork that counts, so no number of tokens gives the loss of {_name(row)}; "
+    known = "" if math.isnan(low) else f" ({slowdown_span(low, high)})"
+    return f"{abs(pct):.{_places(low, high)}f} % {'fewer' if pct < 0 else 'more'} tokens for the same loss{known}; "
+
+
+def slowdown_span(low: float, high: float) -> str:
+    """ "+17 to +28 %", "at least +17 %"."""
+    spec = f"+.{_places(low, high)}f"
+    return f"at least {low:{spec}} %" if math.isinf(high) else f"{low:{spec}} to {high:{spec}} %"
+
+
+def _places(low: float, high: float) -> int:
+    """Decimals of a slowdown with this interval."""
+    half = (high - low) / 2
+    return 2 if half < FINE else 1 if half < TENTHS else 0
+
+
+def _after(row: Row) -> str:
+    """ " after 160 steps", of forks: a gap grows with them."""
+    return f", after {row['steps']:.0f} steps" if row["design"] == "fork" else ""
 
 
 def identity(row: Row) -> str:
@@ -112,7 +146,7 @@ def _repeated(row: Row) -> str:
 def _undecided(row: Row) -> str:
     """No verdict yet: the gap, what its interval covers, and what more would decide."""
     name, unit = _name(row), _unit(row, 2)
-    size = f"undecided against {name}: {_percent(row)}"
+    size = f"undecided against {name}: {tokens(row)}{_percent(row)}"
     if row["design"] == "fork" and row["n"] < FEWEST_TRUNKS:
         here = "this one trunk" if row["n"] == 1 else "these two trunks"
         other = "another seed" if row["n"] == 1 else "all trunks"
