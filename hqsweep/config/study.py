@@ -114,7 +114,7 @@ def parse_percent(value: Any, name: str) -> float:
     if isinstance(value, bool) or not 0 < percent <= 100:
         raise UserError(
             f"{name}: got {value!r}; it takes a part of the baseline's loss in %, above 0 and at most 100, as in 0.25%"
-            + (", or of the tokens, as in 3%tokens" if name == "margin" else "")
+            + (", or of the tokens, as in 1%tokens" if name == "margin" else "")
         )
     return percent
 
@@ -124,8 +124,8 @@ TOKENS = re.compile(r"\s*(.+?)\s*%?\s*(?:of the )?tokens\s*")
 
 
 def parse_margin(value: Any) -> float | str:
-    """The margin: a float in % of the baseline's loss (0.25, "0.25%"), or "3% tokens", % more tokens for the same loss
-    (also "3%tokens"). UserError for another value."""
+    """The margin: a float in % of the baseline's loss (0.25, "0.25%"), or "1% tokens", % more tokens for the same loss
+    (also "1%tokens"). UserError for another value."""
     match = TOKENS.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         return parse_percent(value, "margin")
@@ -210,8 +210,8 @@ class StudyConfig(Section):
     swept keys make the arms.
     baseline: the arm or recipe that the others are measured against; null: bf16, else the first recipe of the grid that
     is what its name says.
-    margin: the largest gap that counts as none, in % of the baseline's loss, or as "3% tokens": the most tokens more,
-    since the fork, that count as none.
+    margin: the largest gap that counts as none, in % of the baseline's loss, or as "1% tokens": the most tokens more
+    for the same loss that count as none.
     """
 
     arms: dict[Name, list[str] | dict[str, Any]] | None = None

@@ -51,10 +51,9 @@ class Comparison:
                  val_low_pct, val_high_pct, train_gap_pct, train_low_pct, train_high_pct (of both losses; one of them
                  decides), these_low_pct, these_high_pct (these forks alone), correlation (of the arm's losses with the
                  baseline's, over seeds), slowdown_pct, slowdown_low, slowdown_high (95 %, joint), slowdown_eq_low,
-                 slowdown_eq_high (90 %) (verdicts.slowdown: the % of tokens more, since the fork or in all, for the
-                 baseline's loss; inf for none), steps (in which the gap came: since the fork, or all), margin_tokens
-                 (% of tokens, NaN where the margin is stated as a part of the loss), slope (nats a doubling of tokens
-                 takes off the baseline's train_loss),
+                 slowdown_eq_high (90 %) (verdicts.slowdown: the % of tokens more for the baseline's loss), steps (of a
+                 run, or of a fork since its trunk), margin_tokens (% of tokens, NaN where the margin is stated as a
+                 part of the loss), slope (nats a doubling of tokens takes off the baseline's train_loss),
                  baseline_loss (nats, of the loss that decides), loss_spikes_pct, grad_spikes_pct (means over runs),
                  diverged (runs), diverged_at (tokens, of the first), tokens_per_s, gemm (the plans that computed its
                  GEMMs), pairs and paired_gap (runs paired with the baseline's, and the mean gap in nats of them all),

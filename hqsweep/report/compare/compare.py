@@ -39,8 +39,8 @@ def compare(
     baseline  None: what the sweep states, else bf16, else the first arm's recipe
     window    of whole runs: losses are means over the trailing part, a number of steps or a fraction of the run below
               1, and at least the last value
-    margin    the largest gap that counts as none: in % of the baseline's loss (0.25, "0.25%"), or in tokens since the
-              fork ("3% tokens", at most 3 % more for the same loss). None: what the sweep states
+    margin    the largest gap that counts as none: in % of the baseline's loss (0.25, "0.25%"), or in tokens ("1%
+              tokens", at most 1 % more for the same loss). None: what the sweep states
 
     A sweep that says seeds.until=decided is judged as one that was looked at after every replicate. Runs that are
     missing, damaged or not finished are named in left_out, and no number is taken from them. Raises UserError

@@ -29,7 +29,7 @@ NAMED = 4
 
 def headline(comparison: Comparison) -> str:
     """Which arms are equivalent, better, worse and undecided, which have no verdict, and what the null arm says:
-    "mxfp8 (+0.9 % tokens, +0.05 %) is equivalent to bf16 within 3 % of the tokens; nvfp4 (+21 % tokens, +1.06 %) is
+    "mxfp8 (+0.9 % tokens, +0.05 %) is equivalent to bf16 within 1 % of the tokens; nvfp4 (+21 % tokens, +1.06 %) is
     worse; the null arm is equivalent, as it must be."."""
     arms = comparison.arms[comparison.arms["arm"] != comparison.arms["baseline"]].sort_values("gap_pct", kind="stable")
     tested, null = arms[~arms["null"]], arms[arms["null"]]

@@ -1,9 +1,8 @@
-"""The slowdown of every arm of a family: how many more tokens since the fork (or in all) it needs for the baseline's
-loss; and the gap that a margin in tokens stands for.
+"""The slowdown of every arm of a family: how many more tokens it needs for the baseline's loss; and the gap that a
+margin in tokens stands for.
 
-The baseline's loss falls by a slope for each doubling of all tokens. It is measured on the baseline's own train_loss at
-the constant learning rate: over the second half, in tokens, of the stretch before the decay, of a fork together with
-its trunk. Reports/lasting holds it against the slope of decayed losses.
+The slope of the baseline's loss is measured on its own train_loss at the constant learning rate: over the second half,
+in tokens, of all steps before the decay, those of a fork's trunk included.
 """
 
 import math
@@ -17,15 +16,15 @@ from hqsweep.report.compare.curves import loss_slope
 from hqsweep.report.compare.families import DECIDES, LOSSES, Family
 from hqsweep.report.compare.frames import FORK, REPLICATE, Frames
 from hqsweep.verdicts.estimate import Estimate
-from hqsweep.verdicts.slowdown import Curves, Slowdown, slowdown
+from hqsweep.verdicts.slowdown import Slowdown, in_percent, slowdown
 
 STEPS = "config.train.steps"
 FORK_CONSTANT, FORK_DECAY = "config.fork.steps", "config.fork.decay"
 
 
 def baseline_curves(frames: Frames, trunks: Frames, baselines: Iterable[str]) -> pd.DataFrame:
-    """One row per run of these arms: run, arm, trunk, seed, point, slope (nats a doubling of tokens), total and since
-    (steps at the end of the run: in all, the trunk's included, and since the fork)."""
+    """One row per run of these arms: run, arm, trunk, seed, point, slope (nats a doubling of tokens) and since (the
+    steps of the run, of a fork those since its trunk)."""
     runs = frames.runs[frames.runs["arm"].isin(set(baselines))]
     losses = frames.metrics[frames.metrics["metric"] == "train_loss"].sort_values("step")
     own = dict(iter(losses[losses["run"].isin(runs["run"])].groupby("run")))
@@ -38,13 +37,12 @@ def baseline_curves(frames: Frames, trunks: Frames, baselines: Iterable[str]) ->
         end = run["point"] + run[FORK_CONSTANT] if fork else _constant_steps(run)
         trunk = of_trunk.get(run["trunk"], nothing) if fork else nothing
         curve = pd.concat([trunk[trunk["step"] <= run["point"]], own.get(run["run"], nothing)])
-        since = run[FORK_CONSTANT] + run[FORK_DECAY] if fork else run[STEPS]
         rows.append({
             **{key: run[key] for key in ("run", "arm", *REPLICATE)},
             "slope": loss_slope(curve["step"].to_numpy(), curve["value"].to_numpy(), end),
-            "total": run["point"] + since, "since": since,
+            "since": run[FORK_CONSTANT] + run[FORK_DECAY] if fork else run[STEPS],
         })  # fmt: skip
-    return pd.DataFrame(rows, columns=["run", "arm", *REPLICATE, "slope", "total", "since"])
+    return pd.DataFrame(rows, columns=["run", "arm", *REPLICATE, "slope", "since"])
 
 
 def _constant_steps(run: dict) -> float:
@@ -66,33 +64,26 @@ def slowdowns(family: Family, curves: pd.DataFrame, finals: pd.DataFrame) -> dic
 
 
 def _in_percent(family: Family, curves: pd.DataFrame, finals: pd.DataFrame) -> pd.DataFrame:
-    """The baseline's rows by replicate: slope in % of its loss, total, since. Runs from scratch have one mean loss."""
+    """The baseline's rows by replicate: slope in % of its loss. Runs from scratch have one mean loss."""
     own = curves[curves["arm"] == family.baseline].set_index([*REPLICATE])
     losses = finals[finals["arm"] == family.baseline].set_index([*REPLICATE])[LOSSES[DECIDES[family.design]]]
     scale = losses.reindex(own.index) if family.design == FORK else family.loss
-    return own[["total", "since"]].assign(slope=100 * own["slope"] / scale)
+    return (100 * own["slope"] / scale).rename("slope").to_frame()
 
 
 def _of_arm(points: pd.DataFrame, baseline: pd.DataFrame, estimate: Estimate, design: str) -> Slowdown:
     rows = points.join(baseline, on=[*REPLICATE])
     if not np.isfinite(rows["slope"]).all():
         return Slowdown()
-    errors = (estimate.ci_high - estimate.gap, estimate.eq_high - estimate.gap)
     if design != FORK:
         slope = rows["slope"].mean()
-        ends = {"pct": estimate.gap, "low": estimate.ci_low, "high": estimate.ci_high,
+        gaps = {"pct": estimate.gap, "low": estimate.ci_low, "high": estimate.ci_high,
                 "eq_low": estimate.eq_low, "eq_high": estimate.eq_high}  # fmt: skip
-        return Slowdown(**{name: _of_gap(gap, slope) for name, gap in ends.items()})
-    tables = [rows.pivot_table(index="trunk", columns="draw", values=name, sort=False) for name in ("gap_pct", "slope")]
-    ends = rows.drop_duplicates("draw").set_index("draw").loc[tables[0].columns]
-    curves = Curves.of(*tables, ends["total"], ends["since"])
-    critical, equivalence = (half / estimate.se if estimate.se > 0 else math.nan for half in errors)
-    return slowdown(curves, critical, equivalence)
-
-
-def _of_gap(gap: float, slope: float) -> float:
-    """The slowdown in % of all tokens that a gap stands for, both in % of the loss."""
-    return 100 * (2 ** (gap / slope) - 1) if slope > 0 else math.nan
+        return Slowdown(**{name: in_percent(gap / slope) if slope > 0 else math.nan for name, gap in gaps.items()})
+    means = rows.groupby("trunk", sort=False)[["gap_pct", "slope"]].mean()
+    halves = estimate.ci_high - estimate.gap, estimate.eq_high - estimate.gap
+    critical, equivalence = (half / estimate.se if estimate.se > 0 else math.nan for half in halves)
+    return slowdown(means["gap_pct"], means["slope"], critical, equivalence)
 
 
 def cells_of(found: Slowdown) -> dict[str, float]:
@@ -113,9 +104,8 @@ def in_loss(margin: float | str, baseline: str, curves: pd.DataFrame, finals: pd
     losses = finals.set_index("run")[LOSSES[DECIDES[design]]]
     own = curves[curves["arm"] == baseline]
     own = own.assign(loss=own["run"].map(losses).astype(float)).dropna(subset=["slope", "loss"])
-    reached = own["total"] - own["since"] + own["since"] / (1 + tokens / 100)
     scale = own["loss"] if design == FORK else own["loss"].mean()
-    gap = float((100 * own["slope"] / scale * np.log2(own["total"] / reached)).mean()) if len(own) else 0.0
+    gap = float((100 * own["slope"] / scale).mean() * np.log2(1 + tokens / 100)) if len(own) else 0.0
     return gap if gap > 0 else NO_SLOPE_MARGIN
 
 

@@ -93,12 +93,14 @@ def _finding(row: Row) -> str:
             return _undecided(row)
         case verdict:
             inside = f", inside the margin of {margin_text(row)}" if row["within_margin"] else ""
-            size = f"{_percent(row).lstrip('+-')} ({_interval(row)}) over {_replicates(row)}{_after(row)}"
-            return f"{verdict} than {name}: {tokens(row)}by {size}{inside}."
+            size = f"({_interval(row)}) over {_replicates(row)}{_after(row)}{inside}."
+            if known := tokens(row):
+                return f"{verdict} than {name}: {known}{_percent(row)} {size}"
+            return f"{verdict} than {name} by {_percent(row).lstrip('+-')} {size}"
 
 
 def margin_text(row: Row) -> str:
-    """ "0.25 %", or "3 % of the tokens"."""
+    """ "0.25 %", or "1 % of the tokens"."""
     stated = row["margin_tokens"]
     return f"{row['margin_pct']:g} %" if math.isnan(stated) else f"{stated:g} % of the tokens"
 
@@ -108,27 +110,27 @@ def tokens(row: Row) -> str:
     pct, low, high = row["slowdown_pct"], row["slowdown_low"], row["slowdown_high"]
     if math.isnan(pct):
         return ""
-    if math.isinf(pct):
-        return f"it learns nothing after the fork that counts, so no number of tokens gives the loss of {_name(row)}; "
     known = "" if math.isnan(low) else f" ({slowdown_span(low, high)})"
-    return f"{abs(pct):.{_places(low, high)}f} % {'fewer' if pct < 0 else 'more'} tokens for the same loss{known}; "
+    size = f"{abs(pct):.{_places(pct, low, high)}f} % {'fewer' if pct < 0 else 'more'} tokens"
+    return f"{size} for the same loss{known}; "
 
 
 def slowdown_span(low: float, high: float) -> str:
-    """ "+17 to +28 %", "at least +17 %"."""
-    spec = f"+.{_places(low, high)}f"
-    return f"at least {low:{spec}} %" if math.isinf(high) else f"{low:{spec}} to {high:{spec}} %"
+    """ "+17 to +28 %"."""
+    spec = f"+.{_places(high, low, high)}f"
+    return f"{low:{spec}} to {high:{spec}} %"
 
 
-def _places(low: float, high: float) -> int:
-    """Decimals of a slowdown with this interval."""
-    half = (high - low) / 2
+def _places(pct: float, low: float, high: float) -> int:
+    """Decimals of a slowdown, and of its interval if it has one."""
+    half = abs(pct) / 4 if math.isnan(low) else (high - low) / 2
     return 2 if half < FINE else 1 if half < TENTHS else 0
 
 
 def _after(row: Row) -> str:
-    """ " after 160 steps", of forks: a gap grows with them."""
-    return f", after {row['steps']:.0f} steps" if row["design"] == "fork" else ""
+    """ ", 160 steps after the fork": a gap grows with them."""
+    known = row["design"] == "fork" and math.isfinite(row["steps"])
+    return f", {row['steps']:.0f} steps after the fork" if known else ""
 
 
 def identity(row: Row) -> str:
@@ -161,7 +163,7 @@ def _undecided(row: Row) -> str:
         cost = duration(row["replicate_minutes"])
         return f"{size} over one seed, which gives no interval; a verdict needs at least 1 more{cost}."
     interval = f" ({_interval(row)})" if math.isfinite(row["half_pct"]) else ""
-    size += f"{interval} over {_replicates(row)}"
+    size += f"{interval} over {_replicates(row)}{_after(row)}"
     if row["null"]:
         return f"{size}."
     if math.isnan(row["more"]):

@@ -149,7 +149,7 @@ def test_only_seeds_that_finished_in_every_arm_enter(make_sweep, fake):
     assert comparison.notes[1] == "Seed 3 did not finish in every arm and enters no gap."
     (lost,) = comparison.left_out
     assert (lost.state, lost.fault) == ("failed", "killed") and lost.line in comparison.notes[0]
-    said = "1 of 4 runs without a result: seed 3 failed (killed). worse than 'bf16' by "
+    said = "1 of 4 runs without a result: seed 3 failed (killed). worse than 'bf16': "
     assert arms.at["nvfp4", "sentence"].startswith(said)
 
 
