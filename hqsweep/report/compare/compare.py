@@ -159,6 +159,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
         "baselines": [row for row in rows if row["arm"] == row["baseline"]],
         "unit": UNIT,
         "margin": comparison.margin_pct,
+        "margin_tokens": None if np.isnan(comparison.margin_tokens) else comparison.margin_tokens,
         "design": comparison.design,
         "baseline": comparison.baseline,
         "baseline_why": comparison.baseline_why,

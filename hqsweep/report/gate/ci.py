@@ -42,7 +42,7 @@ def checked(comparison: Comparison) -> tuple[bool, str]:
         highest = arms["final_loss"].max()
         clauses.append(f"the highest final loss, {highest:.4f} nats, is below the unigram entropy of {floor:.4f}")
     clauses += [
-        f"'{row.arm}' is {row.gap_pct:+.4f} % from '{row.baseline}', inside the margin of {row.margin_pct:g} %"
+        f"'{row.arm}' is {row.gap_pct:+.4f} % from '{row.baseline}', inside the margin of {row.margin_pct:.3g} %"
         for row in nulls
     ]
     return True, f"check passed: {'; '.join(clauses)}"
