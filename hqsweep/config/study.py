@@ -153,6 +153,9 @@ class ForkStudy(Section):
     """A fork study. A trunk runs in the baseline's recipe at a constant learning rate, after `warmup` steps. From its
     state at each step of `at`, every arm goes on for `steps` steps at that rate and `decay` more to rate 0.
 
+    end: the step at which every fork ends, in the place of `steps`: a fork from the step a then has end - decay - a
+    steps at that rate. All forks are judged after the same tokens then, at several ages, and how the gap grows with age
+    gives the gap of a whole run of `end` steps (verdicts.ages).
     trunk: a checkpoint of an earlier run, or the folder of that run, in the place of a new trunk; at may then be left
     out for a file. It may also be a checkpoint of another program, from which the trunks begin: the rate rises over
     `rewarm` steps, null for as many as its optimizer's state asks for, and `warmup` is not read.
@@ -160,6 +163,7 @@ class ForkStudy(Section):
 
     at: Annotated[list[Count], BeforeValidator(_points), Field(default_factory=list)]
     steps: Count = 160
+    end: Count | None = None
     decay: Count = 160
     warmup: Index = 30
     trunk: str | None = None
@@ -179,7 +183,17 @@ class ForkStudy(Section):
             raise UserError("fork.trunk: empty; give the path of a checkpoint, or null")
         if not self.at and self.file_step is None:
             raise UserError("fork.at: empty; give the steps of the trunk at which arms fork, as in fork.at=200,400")
+        last = max(self.at, default=self.file_step)
+        if self.end is not None and self.end - self.decay <= last:
+            raise UserError(
+                f"fork.end: step {self.end} with fork.decay={self.decay} leaves a fork from step {last} no step at the"
+                f" constant rate; give {last + self.decay + 1} or more, or earlier points (fork.at)"
+            )
         return self
+
+    def steps_from(self, at: int) -> int:
+        """The steps at the constant rate of a fork from the step `at`."""
+        return self.steps if self.end is None else self.end - self.decay - at
 
     @property
     def file_step(self) -> int | None:

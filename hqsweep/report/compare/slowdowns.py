@@ -14,12 +14,11 @@ import pandas as pd
 from hqsweep.config.study import margin_in_tokens
 from hqsweep.report.compare.curves import loss_slope
 from hqsweep.report.compare.families import DECIDES, LOSSES, Family
-from hqsweep.report.compare.frames import FORK, REPLICATE, Frames
+from hqsweep.report.compare.frames import FORK, FORK_CONSTANT, FORK_DECAY, REPLICATE, Frames
 from hqsweep.verdicts.estimate import Estimate
 from hqsweep.verdicts.slowdown import Slowdown, in_percent, slowdown
 
 STEPS = "config.train.steps"
-FORK_CONSTANT, FORK_DECAY = "config.fork.steps", "config.fork.decay"
 
 
 def baseline_curves(frames: Frames, trunks: Frames, baselines: Iterable[str]) -> pd.DataFrame:
