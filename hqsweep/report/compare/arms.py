@@ -42,11 +42,12 @@ class Comparison:
     notes        sentences about the study as a whole: what entered, what it covers, what it does not see
     arms         one row per arm, the baseline first: arm, baseline, null (whether it is the null arm of its baseline),
                  design, runs, state, verdict (one of verdicts.estimate.VERDICTS; baseline; or, of an arm that is no
-                 part of the family: identical, diverged, failed, unfinished, unpaired), identical (why it is the
-                 baseline again, "" where it is not), sentence, final_loss (mean val_loss of
-                 finished runs), final_sd, n (seeds or trunks that entered), gap (nats), gap_pct, ci_low_pct,
-                 ci_high_pct, half_pct (half of that interval), eq_low_pct, eq_high_pct, p, margin_pct, within_margin,
-                 needed (replicates in all), more (beyond n; both NaN of a null arm with an interval, which is there to
+                 part of the family: identical, diverged, failed, unfinished, waiting (for seeds that other arms have
+                 finished), unpaired), identical (why it is the baseline again, "" where it is not), sentence,
+                 final_loss (mean val_loss of finished runs), final_sd, n (seeds or trunks that entered), gap (nats),
+                 gap_pct, ci_low_pct, ci_high_pct, half_pct (half of that interval), eq_low_pct, eq_high_pct, p,
+                 margin_pct, within_margin, needed (replicates in all), more (beyond n; both NaN of a null arm with an
+                 interval, which is there to
                  check the machinery, not to be decided), replicate_minutes, needed_minutes, maximum, val_gap_pct,
                  val_low_pct, val_high_pct, train_gap_pct, train_low_pct, train_high_pct (of both losses; one of them
                  decides), these_low_pct, these_high_pct (these forks alone), correlation (of the arm's losses with the
@@ -241,4 +242,5 @@ def _estimated(arm: str, family: Family) -> dict[str, Any]:
             f"{loss}_high_pct": high,
         }
     cells["these_low_pct"], cells["these_high_pct"] = family.these.get(arm, (math.nan, math.nan))
-    return cells | {"correlation": family.correlations.get(arm, math.nan), "baseline_loss": family.loss}
+    loss = family.losses.get(arm, family.losses.get(family.baseline, math.nan))
+    return cells | {"correlation": family.correlations.get(arm, math.nan), "baseline_loss": loss}

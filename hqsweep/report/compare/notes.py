@@ -173,22 +173,27 @@ def _null(family: Family) -> list[str]:
 def _coverage(families: Sequence[Family]) -> list[str]:
     """What the intervals speak of."""
     notes = []
-    for family in families:
-        points = family.points
-        if points.empty:
-            continue
-        trunks, draws = points["trunk"].nunique(), list(dict.fromkeys(points["draw"]))
+    for trunks, draws, which in [each for family in families for each in _entered(family)]:
         at = f"the fork point{'s' * (len(draws) > 1)} {' / '.join(draws)}"
         if trunks >= FEWEST_TRUNKS:
             averaged = ", averaged; the gap at each point is listed" if len(draws) > 1 else ""
-            notes.append(
-                f"The intervals cover trunks of this model, data and recipe ({trunks} are here), at {at}{averaged}."
-            )
+            notes.append(f"{which} cover trunks of this model, data and recipe ({trunks} are here), at {at}{averaged}.")
         elif trunks == 1:
-            notes.append(f"The intervals cover {at} of this one trunk, and say nothing about another seed.")
+            notes.append(f"{which} cover {at} of this one trunk, and say nothing about another seed.")
         else:
-            notes.append(f"The intervals cover {at} of these two trunks; a verdict about all trunks needs three.")
+            notes.append(f"{which} cover {at} of these two trunks; a verdict about all trunks needs three.")
     return notes
+
+
+def _entered(family: Family) -> list[tuple[int, list[str], str]]:
+    """(trunks, points, "The intervals of 'mxfp8'") for the arms that were judged over the same ones."""
+    same: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
+    for arm, own in family.points.groupby("arm", sort=False):
+        same.setdefault((tuple(own["trunk"].unique()), tuple(own["draw"].unique())), []).append(repr(arm))
+    return [
+        (len(trunks), list(draws), "The intervals" + (f" of {', '.join(arms)}" if len(same) > 1 else ""))
+        for (trunks, draws), arms in same.items()
+    ]
 
 
 def barely_trained(runs: pd.DataFrame, finals: pd.DataFrame) -> pd.Series:

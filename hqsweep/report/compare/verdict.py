@@ -78,6 +78,8 @@ def _finding(row: Row) -> str:
             return f"{identity(row)}{_repeated(row)}. {IDENTICAL_REMEDY}."
         case "failed" | "unfinished":
             return "No run of this arm has a final loss."
+        case "waiting":
+            return "It still runs, and waits for seeds that other arms have finished: no gap yet."
         case "unpaired":
             return f"No finished {_unit(row, 1)} in common with {name} and the other arms: no gap."
         case "diverged" if row["pairs"] == 0:

@@ -117,15 +117,20 @@ def test_the_least_that_a_verdict_needs_is_told_where_nothing_can_be_estimated(m
     assert (fork["needed"], fork["more"], whole["needed"], whole["more"]) == (3, 2, 2, 1)
 
 
-def test_a_missing_fork_drops_its_point_in_every_trunk(make_sweep, fake):
+def test_a_missing_fork_drops_its_point_in_every_trunk_of_its_arm(make_sweep, fake):
     gaps = {"mxfp8": by_trunk(0.001, 0.0012, 0.0008, 0.001), "nvfp4": by_trunk(0.026, 0.030, 0.020, 0.027)}
     runs = fake.fork_study(gaps)
     broken = next(i for i, run in enumerate(runs) if (run.arm, run.seed, run.point) == ("mxfp8", 1, 80))
     runs[broken] = fake.Run(**vars(runs[broken]) | {"state": "failed", "reason": "killed"})
     comparison = compare(make_sweep(runs))
-    assert set(comparison.points["point"]) == {40} and arms_of(comparison).at["nvfp4", "n"] == 4
-    assert "Point 80 is left out of every trunk, as a fork there has no result." in comparison.notes
-    assert arms_of(comparison).at["nvfp4", "gap_pct"] == pytest.approx(100 * 0.02575 / 2)
+    own = {arm: set(rows["point"]) for arm, rows in comparison.points.groupby("arm")}
+    assert own == {"mxfp8": {40}, "nvfp4": {40, 80}} and arms_of(comparison).at["mxfp8", "n"] == 4
+    assert "mxfp8: the point 80 lacks forks." in comparison.notes
+    assert arms_of(comparison).at["mxfp8", "gap_pct"] == pytest.approx(100 * 0.001 / 2)
+    assert arms_of(comparison).at["nvfp4", "gap_pct"] == pytest.approx(100 * 0.02625 / 2)
+    covers = [note for note in comparison.notes if note.startswith("The intervals of")]
+    assert len(covers) == 2 and covers[0].startswith("The intervals of 'mxfp8' cover trunks of this model")
+    assert "at the fork point 40." in covers[0] and "'nvfp4'" in covers[1] and "fork points 40 / 80" in covers[1]
 
 
 def test_a_trunk_whose_forks_still_run_waits_and_costs_the_others_no_point(make_sweep, fake):
@@ -136,7 +141,7 @@ def test_a_trunk_whose_forks_still_run_waits_and_costs_the_others_no_point(make_
     ]
     comparison = compare(make_sweep(runs))
     assert set(comparison.points["point"]) == {40, 80} and arms_of(comparison).at["nvfp4", "n"] == 3
-    assert "Trunk trunk-s3 lacks forks and enters no gap." in comparison.notes
+    assert "nvfp4: 3 of 4 trunks (without trunk-s3)." in comparison.notes
 
 
 def test_only_seeds_that_finished_in_every_arm_enter(make_sweep, fake):
