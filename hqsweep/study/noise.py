@@ -94,7 +94,9 @@ def _key(row: Mapping[str, Any]) -> str:
 
 def _noise(comparison: Comparison, arms: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Arm -> the noise of its replicates; {} where they are fewer than LEAST."""
-    means = _shared(comparison.points, arms).groupby(["arm", "trunk"], sort=False)[["gap", "gap_pct"]].mean()
+    points = _shared(comparison.points, arms)
+    weighed = points.assign(**{name: points[name] * points["weight"] for name in ("gap", "gap_pct")})
+    means = weighed.groupby(["arm", "trunk"], sort=False)[["gap", "gap_pct"]].sum()
     null = comparison.arms.set_index("arm")["null"]
     spreads = {}
     for arm in (arm for arm in arms if arm in means.index):

@@ -53,8 +53,11 @@ class Comparison:
                  decides), these_low_pct, these_high_pct (these forks alone), correlation (of the arm's losses with the
                  baseline's, over seeds), slowdown_pct, slowdown_low, slowdown_high (95 %, joint), slowdown_eq_low,
                  slowdown_eq_high (90 %) (verdicts.slowdown: the % of tokens more for the baseline's loss), steps (of a
-                 run, or of a fork since its trunk), margin_tokens (% of tokens, NaN where the margin is stated as a
-                 part of the loss), slope (nats a doubling of tokens takes off the baseline's train_loss),
+                 run, or of a fork since its trunk; NaN where these differ), end (the step at which forks of several
+                 ages end together, NaN elsewhere: gap and slowdown are then those of a whole run of as many steps, and
+                 at_once_pct, at_once_low, at_once_high, growth_pct, growth_low, growth_high the parts of the gap, see
+                 families.Family.parts), margin_tokens (% of tokens, NaN where the margin is stated as a part of the
+                 loss), slope (nats a doubling of tokens takes off the baseline's train_loss),
                  baseline_loss (nats, of the loss that decides), loss_spikes_pct, grad_spikes_pct (means over runs),
                  diverged (runs), diverged_at (tokens, of the first), tokens_per_s, gemm (the plans that computed its
                  GEMMs), pairs and paired_gap (runs paired with the baseline's, and the mean gap in nats of them all),
@@ -220,7 +223,7 @@ def _estimated(arm: str, family: Family) -> dict[str, Any]:
     cells = {
         "verdict": "baseline" if arm == family.baseline else family.apart.get(arm) or estimate.verdict,
         "n": estimate.n if estimate else 0,
-        "gap": points["gap"].mean(),
+        "gap": (points["gap"] * points["weight"]).sum() / points["trunk"].nunique() if len(points) else math.nan,
         "gap_pct": estimate.gap if estimate else math.nan,
         "ci_low_pct": estimate.ci_low if estimate else math.nan,
         "ci_high_pct": estimate.ci_high if estimate else math.nan,

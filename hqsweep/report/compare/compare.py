@@ -4,6 +4,7 @@ comparison = compare(RunStore(Path("runs")).resolve(["quickstart"]), margin="0.2
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,8 +15,8 @@ from hqsweep.config.study import margin_in_tokens, parse_margin
 from hqsweep.errors import Damaged, UserError
 from hqsweep.report.compare.arms import Comparison, arm_row, baselines, null_arms, paired
 from hqsweep.report.compare.curves import measures
-from hqsweep.report.compare.families import DECIDES, LOSSES, Family, Rule, judge
-from hqsweep.report.compare.frames import Frames, load
+from hqsweep.report.compare.families import DECIDES, LOSSES, Family, Rule, judge, parts_of
+from hqsweep.report.compare.frames import Frames, common_end, load
 from hqsweep.report.compare.identical import IDENTICAL, identical_arms
 from hqsweep.report.compare.left_out import note, without_result
 from hqsweep.report.compare.left_out import rows as rows_of
@@ -78,13 +79,14 @@ def compare(
     rewarm = rewarm_notes(trunks, sorted(frames.runs["point"].unique()), null_gaps.tolist())
     left_out = (*frames.left_out, *without_result(trunks.runs), *without_result(frames.runs))
     groups = finals.groupby(finals["arm"].map(baseline_of), sort=False)
-    common = {"design": design, "maximum": study.maximum, "identical": identical}
+    end = common_end(frames.runs)
+    common = {"design": design, "maximum": study.maximum, "identical": identical, "end": end}
     families = {name: judge(rows, name, nulls.get(name), Rule(margin=margins[name], **common)) for name, rows in groups}
     return Comparison(
         frames=frames, baseline=baseline, baseline_why=why, baseline_of=baseline_of, window=window, finals=finals,
         design=design, margin_pct=float(np.mean([*margins.values()])), maximum=study.maximum, trunks=trunks,
         margin_tokens=margin_in_tokens(study.margin),
-        arms=_arms(frames, trunks, finals, families, study, identical, curves, margins),
+        arms=_arms(frames, trunks, finals, families, study, identical, curves, margins, end),
         estimates={arm: own for family in families.values() for arm, own in family.estimates.items()},
         points=pd.concat([family.points for family in families.values()], ignore_index=True),
         notes=(
@@ -111,6 +113,7 @@ def _arms(
     identical: Mapping[str, str],
     curves: pd.DataFrame,
     margins: Mapping[str, float],
+    end: int | None,
 ) -> pd.DataFrame:
     """Comparison.arms. curves: of slowdowns.baseline_curves; margins: of each baseline, in % of its loss."""
     family_of = {arm: family for family in families.values() for arm in (*_of(family), family.baseline)}
@@ -121,7 +124,8 @@ def _arms(
     }  # fmt: skip
     of_family = {
         name: {
-            "margin_pct": margins[name], "slope": own["slope"].mean(), "steps": own["since"].mean(),
+            "margin_pct": margins[name], "slope": own["slope"].mean(), "end": math.nan if end is None else end,
+            "steps": own["since"].mean() if own["since"].nunique() == 1 else math.nan,
         }
         for name, own in curves.groupby("arm")
     }  # fmt: skip
@@ -129,7 +133,7 @@ def _arms(
     rows = []
     for arm, runs in frames.runs.groupby("arm", sort=False):
         family = family_of[arm]
-        cells = common | of_family[family.baseline] | cells_of(found.get(arm, Slowdown()))
+        cells = common | of_family[family.baseline] | cells_of(found.get(arm, Slowdown())) | parts_of(family, arm)
         cells["identical"] = identical.get(arm, "")
         rows.append(arm_row(arm, family, finals[finals["arm"] == arm], runs, cells))
     rows.sort(key=lambda row: row["arm"] != row["baseline"])

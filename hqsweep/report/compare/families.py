@@ -12,7 +12,7 @@ An arm that diverged, that has no finished run, or that is the baseline again, i
 `left_out`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,6 +21,7 @@ import pandas as pd
 from hqsweep.report.compare.frames import FORK
 from hqsweep.report.compare.identical import IDENTICAL
 from hqsweep.verdicts import forks, whole_runs
+from hqsweep.verdicts.ages import Weights, weights
 from hqsweep.verdicts.estimate import Estimate
 
 DECIDES = {"whole run": "val", "fork": "train"}
@@ -46,6 +47,13 @@ class Rule:
     maximum: int | None = None
     identical: Collection[str] = ()
     """Arms that are their baseline again (report.compare.identical), which leave the family."""
+    end: int | None = None
+    """The step at which all forks end, where they do so together (frames.common_end): the gap of a whole run of as many
+    steps decides then, which forks of several ages show (verdicts.ages); else the mean over the points does."""
+
+
+Interval = tuple[float, float, float]
+"""A mean with the ends of its interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +64,10 @@ class Family:
     beside     arm -> the estimate by the other loss, which decides nothing
     these      arm -> 95 % interval in % that covers these trunks at these points alone (forks)
     points     one row per arm, replicate and point that entered: arm, trunk, seed, point, draw, then gap (nats) and
-               gap_pct of the loss that decides, val_gap, val_gap_pct, train_gap, train_gap_pct
+               gap_pct of the loss that decides, val_gap, val_gap_pct, train_gap, train_gap_pct, and weight (of this
+               point in the trunk's gap)
+    parts      arm -> at once and growth, (mean, low, high) each: the part of the gap that comes with the switch, in %,
+               and what 100 steps since the fork add to it (forks that end together)
     apart      arm -> why it has no estimate: identical (to the baseline), diverged, failed, unfinished, waiting (for
                seeds that other arms have finished) or unpaired
     losses     arm -> the baseline's mean over the arm's own rows, in nats, of the loss that decides; the baseline's own
@@ -73,6 +84,7 @@ class Family:
     these: dict[str, tuple[float, float]]
     points: pd.DataFrame
     apart: dict[str, str]
+    parts: dict[str, dict[str, Interval]] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
     correlations: dict[str, float] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
@@ -93,7 +105,7 @@ def judge(finals: pd.DataFrame, baseline: str, null: str | None, rule: Rule) -> 
     entering, lacking, left_out = choose(done, finals, baseline, [arm for arm in arms if apart.get(arm) not in ENDED])
     apart |= {arm: lacking.get(arm, "unpaired") for arm in candidates if arm not in entering}
     if not entering:
-        nothing = pd.DataFrame(columns=["arm", "trunk", "seed", "point", "draw", *_gap_columns()])
+        nothing = pd.DataFrame(columns=["arm", "trunk", "seed", "point", "draw", *_gap_columns(), "weight"])
         return Family(
             design=rule.design, baseline=baseline, null=null, estimates={}, beside={}, these={}, points=nothing,
             apart=apart, left_out=left_out,
@@ -109,16 +121,18 @@ def judge(finals: pd.DataFrame, baseline: str, null: str | None, rule: Rule) -> 
     family = [arm for arm in arms if arm in entering or (apart[arm] not in ENDED and _open(finals, arm, baseline))]
     study = _Study(baseline=baseline, null=here, rule=rule, arms=sum(arm != null for arm in family))
     estimates, beside = (_estimates(of_loss[loss], percent[loss], entering, study) for loss in (decides, other))
-    these, correlations = {}, {}
+    these, correlations, parts = {}, {}, {}
     if rule.design == FORK:
         own = {arm: _by_trunk(percent[decides][arm].loc[entering[arm]]) for arm in entering}
         these = forks.these_forks(own, null=here, arms=study.arms)
+        parts = {arm: _parts(percent[decides][arm].loc[entering[arm]], rule, one) for arm, one in estimates.items()}
     elif len(rows) > 2:
         correlations = of_loss[decides][[*entering]].corrwith(of_loss[decides][baseline]).to_dict()
     level = of_loss[decides][baseline]
     return Family(
         design=rule.design, baseline=baseline, null=null, estimates=estimates, beside=beside, these=these,
-        points=_points(finals, gaps, percent, decides), apart=apart, correlations=correlations, left_out=left_out,
+        points=_points(finals, gaps, percent, decides, rule), apart=apart, parts=parts, correlations=correlations,
+        left_out=left_out,
         losses={baseline: float(level.mean()), **{arm: float(level[entering[arm]].mean()) for arm in entering}},
     )  # fmt: skip
 
@@ -245,6 +259,39 @@ def _by_trunk(gaps: pd.Series) -> np.ndarray:
     return gaps.to_numpy().reshape(gaps.index.get_level_values("trunk").nunique(), -1)
 
 
+def _ages(points: Iterable[int], rule: Rule) -> Weights | None:
+    """The weights of a trunk's points, in their order; None where the mean over them decides."""
+    steps = [int(point) for point in points]
+    if rule.end is None or len(set(steps)) < 2:
+        return None
+    return weights([rule.end - point for point in steps], rule.end)
+
+
+def _points_of(index: pd.Index) -> list[int]:
+    """The points of the rows of one trunk."""
+    first = index.get_level_values("trunk") == index.get_level_values("trunk")[0]
+    return list(index.get_level_values("point")[first])
+
+
+def _whole(gaps: pd.Series, rule: Rule) -> np.ndarray:
+    """[trunks, points], or [trunks, 1] where forks end together: the gap of a whole run."""
+    by_trunk, ages = _by_trunk(gaps), _ages(_points_of(gaps.index), rule)
+    return by_trunk if ages is None else (by_trunk @ ages.whole)[:, None]
+
+
+def _parts(gaps: pd.Series, rule: Rule, estimate: Estimate) -> dict[str, Interval]:
+    """Family.parts of an arm. Both intervals have as many standard errors as the estimate's."""
+    ages = _ages(_points_of(gaps.index), rule)
+    if ages is None:
+        return {}
+    errors = (estimate.ci_high - estimate.gap) / estimate.se if estimate.se > 0 else np.nan
+    found = {}
+    for name, sums in (("at_once", _by_trunk(gaps) @ ages.at_once), ("growth", 100 * _by_trunk(gaps) @ ages.growth)):
+        half = errors * sums.std(ddof=1) / len(sums) ** 0.5 if len(sums) > 1 else np.nan
+        found[name] = float(sums.mean()), float(sums.mean() - half), float(sums.mean() + half)
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Study:
     """How the arms of a family are judged; arms: the arms under test whose intervals hold together."""
@@ -265,7 +312,7 @@ def _estimates(
         return {}
     null, options = study.null, {"margin": study.rule.margin, "maximum": study.rule.maximum}
     if study.rule.design == FORK:
-        by_trunk = {arm: _by_trunk(gaps) for arm, gaps in own.items()}
+        by_trunk = {arm: _whole(gaps, study.rule) for arm, gaps in own.items()}
         estimates = forks.judge(by_trunk, null=null, arms=study.arms, **options)
     else:
         scaled = 100 * losses[[study.baseline, *own]] / losses[study.baseline].mean()
@@ -277,12 +324,26 @@ def _estimates(
     return estimates
 
 
+def parts_of(family: Family, arm: str) -> dict[str, float]:
+    """The cells of Family.parts in a row of Comparison.arms, NaN where an arm has none."""
+    nothing = (np.nan,) * 3
+    return {
+        f"{name}_{cell}": value
+        for name in ("at_once", "growth")
+        for cell, value in zip(("pct", "low", "high"), family.parts.get(arm, {}).get(name, nothing), strict=True)
+    }
+
+
 def _gap_columns() -> list[str]:
     return ["gap", "gap_pct", *(f"{loss}_{kind}" for loss in LOSSES for kind in ("gap", "gap_pct"))]
 
 
 def _points(
-    finals: pd.DataFrame, gaps: Mapping[str, pd.DataFrame], percent: Mapping[str, pd.DataFrame], decides: str
+    finals: pd.DataFrame,
+    gaps: Mapping[str, pd.DataFrame],
+    percent: Mapping[str, pd.DataFrame],
+    decides: str,
+    rule: Rule,
 ) -> pd.DataFrame:
     """Family.points."""
     parts = {}
@@ -295,4 +356,11 @@ def _points(
     rows = long.dropna(subset="gap").reset_index().drop(columns="order")
     order = {arm: place for place, arm in enumerate(finals["arm"].unique())}
     rows = rows.sort_values("arm", key=lambda arms: arms.map(order), kind="stable", ignore_index=True)
-    return rows[["arm", "trunk", "seed", "point", "draw", *_gap_columns()]]
+    rows["weight"] = rows.groupby(["arm", "trunk"], sort=False)["point"].transform(lambda points: _weight(points, rule))
+    return rows[["arm", "trunk", "seed", "point", "draw", *_gap_columns(), "weight"]]
+
+
+def _weight(points: pd.Series, rule: Rule) -> np.ndarray:
+    """The weights of one trunk's points; they sum to 1."""
+    ages = _ages(points, rule)
+    return np.full(len(points), 1 / len(points)) if ages is None else ages.whole

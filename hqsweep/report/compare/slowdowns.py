@@ -66,7 +66,7 @@ def _in_percent(family: Family, curves: pd.DataFrame, finals: pd.DataFrame) -> p
     """The baseline's rows by replicate: slope in % of its loss. Runs from scratch have one mean loss."""
     own = curves[curves["arm"] == family.baseline].set_index([*REPLICATE])
     losses = finals[finals["arm"] == family.baseline].set_index([*REPLICATE])[LOSSES[DECIDES[family.design]]]
-    scale = losses.reindex(own.index) if family.design == FORK else family.loss
+    scale = losses.reindex(own.index) if family.design == FORK else family.losses[family.baseline]
     return (100 * own["slope"] / scale).rename("slope").to_frame()
 
 
@@ -79,10 +79,11 @@ def _of_arm(points: pd.DataFrame, baseline: pd.DataFrame, estimate: Estimate, de
         gaps = {"pct": estimate.gap, "low": estimate.ci_low, "high": estimate.ci_high,
                 "eq_low": estimate.eq_low, "eq_high": estimate.eq_high}  # fmt: skip
         return Slowdown(**{name: in_percent(gap / slope) if slope > 0 else math.nan for name, gap in gaps.items()})
-    means = rows.groupby("trunk", sort=False)[["gap_pct", "slope"]].mean()
+    gaps = (rows["gap_pct"] * rows["weight"]).groupby(rows["trunk"], sort=False).sum()
+    slopes = rows.groupby("trunk", sort=False)["slope"].mean()
     halves = estimate.ci_high - estimate.gap, estimate.eq_high - estimate.gap
     critical, equivalence = (half / estimate.se if estimate.se > 0 else math.nan for half in halves)
-    return slowdown(means["gap_pct"], means["slope"], critical, equivalence)
+    return slowdown(gaps, slopes, critical, equivalence)
 
 
 def cells_of(found: Slowdown) -> dict[str, float]:

@@ -130,9 +130,29 @@ def _places(pct: float, low: float, high: float) -> int:
 
 
 def _after(row: Row) -> str:
-    """ ", 160 steps after the fork": a gap grows with them."""
+    """ ", 160 steps after the fork": a gap grows with them; or the parts of the gap of a whole run."""
+    if math.isfinite(row["end"]):
+        return f", as a run of {row['end']:.0f} steps from its first step on{parts(row)}"
     known = row["design"] == "fork" and math.isfinite(row["steps"])
     return f", {row['steps']:.0f} steps after the fork" if known else ""
+
+
+def parts(row: Row) -> str:
+    """ "; +2.51 % comes at once (+2.3 to +2.7 %), and each 100 steps add +0.387 % (+0.31 to +0.46 %)": the growth is
+    none where its interval holds 0."""
+    if math.isnan(row["at_once_pct"]):
+        return ""
+    at_once = _part(row, "at_once")
+    if math.isnan(row["growth_low"]) or not row["growth_low"] <= 0 <= row["growth_high"]:
+        return f"; {at_once} comes at once, and each 100 steps add {_part(row, 'growth')}"
+    return f"; {at_once} comes at once, and no growth is resolved (100 steps: {_part(row, 'growth')})"
+
+
+def _part(row: Row, name: str) -> str:
+    low, high = row[f"{name}_low"], row[f"{name}_high"]
+    places = digits((high - low) / 2)
+    known = "" if math.isnan(low) else f" ({low:+.{places}f} to {high:+.{places}f} %)"
+    return f"{row[f'{name}_pct']:+.{places}f} %{known}"
 
 
 def identity(row: Row) -> str:

@@ -172,7 +172,8 @@ def forest_of(comparison: Comparison) -> Forest | None:
         arms = arms.assign(**bounds, eq_low_pct=math.nan, eq_high_pct=math.nan)
         singles = points.assign(replicate=points["trunk"] + " at " + points["draw"])
         return forest(arms, singles, colours, heading=heading, replicate="fork", covers="of these forks alone")
-    means = points.groupby(["arm", "trunk"], sort=False)["gap_pct"].mean().reset_index()
+    means = points.assign(gap_pct=points["gap_pct"] * points["weight"])
+    means = means.groupby(["arm", "trunk"], sort=False)["gap_pct"].sum().reset_index()
     return forest(arms, means.rename(columns={"trunk": "replicate"}), colours, heading=heading, replicate="trunk")
 
 

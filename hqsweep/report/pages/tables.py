@@ -120,7 +120,7 @@ def points_table(comparison: Comparison) -> TextTable:
 def _point_cells(points: pd.DataFrame, column: str, draws: list[str]) -> list[str]:
     """ "+1.32 (sd 0.16)" for each of `draws` and for the means of the trunks; `points` are of one arm."""
     apart = [points[points["draw"] == draw][column] for draw in draws]
-    together = points.groupby("trunk")[column].mean()
+    together = (points[column] * points["weight"]).groupby(points["trunk"]).sum(min_count=1)
     return [_with_sd(gaps) for gaps in (*apart, together)]
 
 
