@@ -20,6 +20,8 @@ ENTROPY = "manifest.data.unigram_entropy_nats"
 """The loss that a model which ignores its context cannot beat."""
 SPIKE_SD, SPIKE_WINDOW, SPIKE_LEAST = 7.0, 1000, 20
 RISE_NATS = 1.0
+ROUNDING = 1e-9
+"""The slope of a flat loss, in nats."""
 
 
 def measures(frames: Frames, window: float) -> pd.DataFrame:
@@ -104,7 +106,8 @@ def loss_slope(steps: np.ndarray, losses: np.ndarray, until: float) -> float:
     part = (steps >= until / 2) & (steps <= until) & np.isfinite(losses)
     if part.sum() < 3:
         return math.nan
-    return -float(np.polyfit(np.log2(steps[part]), losses[part], 1)[0])
+    slope = -float(np.polyfit(np.log2(steps[part]), losses[part], 1)[0])
+    return slope if abs(slope) > ROUNDING else 0.0
 
 
 def spike_score(values: pd.Series) -> float:

@@ -269,7 +269,7 @@ def common_end(runs: pd.DataFrame) -> int | None:
     """The step at which all forks among `runs` end, if they do so together after leaving their trunks at several steps;
     None elsewhere."""
     forks = runs[runs["design"] == FORK]
-    if forks["point"].nunique() < 2:
+    if forks.empty or forks["point"].nunique() < 2:
         return None
     ends = (forks["point"] + forks[FORK_CONSTANT] + forks[FORK_DECAY]).unique()
     return int(ends[0]) if len(ends) == 1 else None

@@ -285,3 +285,33 @@ def test_a_null_arm_within_the_margin_is_equivalent_however_small_its_spread(mak
     assert arms.at["null", "ci_low_pct"] > 0 and arms.at["null", "verdict"] == "equivalent"
     assert arms.at["null", "sentence"].startswith("Null arm: equivalent to 'bf16' within 0.25 %: +0.03")
     assert arms.at["mxfp8", "verdict"] == "worse" and arms.at["mxfp8", "within_margin"]
+
+
+def test_forks_of_several_ages_that_end_together_say_what_a_whole_run_costs(make_sweep, fake):
+    def grows(seed, point):
+        return 0.02 * (1 + 0.01 * (120 - point)) + 0.0005 * seed
+
+    runs = make_sweep(fake.fork_study({"nvfp4": grows, "null": lambda seed, point: 1e-6 * seed}, end=120, falls=0.25))
+    comparison = compare(runs, "bf16", margin="1%tokens")
+    row = comparison.arms.set_index("arm").loc["nvfp4"]
+    assert row["end"] == 120 and row["gap_pct"] == pytest.approx(100 * (0.044 + 0.00075) / 2)
+    assert row["gap"] == pytest.approx(0.044 + 0.00075)
+    assert row["at_once_pct"] == pytest.approx(1.0375) and row["growth_pct"] == pytest.approx(1.0)
+    assert ", as a run of 120 steps from its first step on; +1.038 % (" in row["sentence"]
+    assert " comes at once, and each 100 steps add +1.000 % (" in row["sentence"]
+    assert row["slope"] == pytest.approx(0.25)
+    assert row["slowdown_pct"] == pytest.approx(100 * (2 ** (row["gap"] / 0.25) - 1), rel=1e-6)
+    assert row["slowdown_low"] > 1 and row["verdict"] == "worse"
+    assert comparison.margin_tokens == 1
+    assert comparison.margin_pct == pytest.approx(100 * row["slope"] / 2 * math.log2(1.01))
+
+
+def test_a_margin_in_tokens_of_a_loss_that_does_not_fall_is_said_and_replaced(make_sweep, fake):
+    runs = make_sweep(fake.three_arms())
+    for run in runs:
+        rows = [row | ({"value": 3.0} if row["metric"] == "train_loss" else {}) for row in run.rows("metrics")]
+        run.jsonl("metrics").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        fake.seal_again(run)
+    comparison = compare(runs, "bf16", margin="1% tokens")
+    assert comparison.margin_pct == 0.25 and comparison.arms["slowdown_pct"].isna().all()
+    assert any("'bf16' does not fall with tokens" in note for note in comparison.notes)

@@ -184,3 +184,22 @@ def test_losses_correlate_over_seeds():
 def test_a_baseline_without_a_result_leaves_all_unpaired():
     family = judge(study(missing=[("bf16", s, p) for s in range(4) for p in (10, 20)]), "bf16", None, FORKS)
     assert family.apart == {"a": "unpaired"} and family.points.empty and not family.losses
+
+
+def test_forks_that_end_together_are_judged_as_a_whole_run():
+    """1 % at once and 0.02 % by each step: 3 % after 100 steps, and the interval is Student's t over trunks."""
+    noise = [0.0, 0.03, -0.03, 0.0]
+    rows = [("bf16", seed, point, 2.0) for seed in range(4) for point in (20, 60)]
+    rows += [
+        ("a", seed, point, 2.0 * (1 + 0.01 * (1 + 0.02 * (100 - point) + noise[seed])))
+        for seed in range(4)
+        for point in (20, 60)
+    ]
+    family = judge(finals(rows), "bf16", None, replace(FORKS, end=100))
+    estimate, parts = family.estimates["a"], family.parts["a"]
+    assert estimate.gap == pytest.approx(3.0) and estimate.verdict == "worse"
+    assert estimate.ci_high - 3 == pytest.approx(3.182446 * 0.024495 / 2, rel=1e-4)
+    assert parts["at_once"][0] == pytest.approx(1.0) and parts["growth"] == pytest.approx((2.0, 2.0, 2.0))
+    assert family.points.groupby("trunk")["weight"].sum().tolist() == pytest.approx([1.0] * 4)
+    one = judge(finals([row for row in rows if row[2] == 60]), "bf16", None, replace(FORKS, end=100))
+    assert one.estimates["a"].gap == pytest.approx(1.8) and not one.parts["a"]
