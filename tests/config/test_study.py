@@ -23,9 +23,7 @@ def test_forks_that_end_together_have_their_own_steps() -> None:
     study = ForkStudy(at=[160, 360], end=480, decay=80)
     assert [study.steps_from(at) for at in study.at] == [240, 40]
     assert ForkStudy(at=[160], steps=7).steps_from(160) == 7
-    with pytest.raises(
-        UserError, match=r"fork.end: step 440 with fork.decay=80 leaves a fork from step 360 no step .*441"
-    ):
+    with pytest.raises(UserError, match=r"fork.end: step 440 .* leaves a fork from step 360 no .*441"):
         parse_study({"fork": {"at": [160, 360], "end": 440, "decay": 80}})
 
 
@@ -69,7 +67,7 @@ def test_the_null_arm_is_one_of_the_baseline_that_is_named() -> None:
         ("margin=0%tokens", "margin: got '0'"),
         (
             "margin=some tokens",
-            "margin: got 'some'; it takes a part of the baseline's loss in %, above 0 and at most 100",
+            "margin: got 'some'; it takes a part",
         ),
         ("margin=much", "margin: got 'much'"),
         ("margin=nan", "margin: got nan"),

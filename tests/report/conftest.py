@@ -70,7 +70,8 @@ FORK_STEPS, FORK_DECAY = 20, 20
 
 
 def fork_rows(run: FakeRun) -> list[dict]:
-    """A fork logs every tenth step: 9 nats at the constant rate (less `falls` a doubling), then exactly base + gap over the decay."""
+    """A fork logs every tenth step: 9 nats at the constant rate (less `falls` a doubling), then exactly
+    base + gap over the decay."""
     rows = []
     last = run.end or run.point + FORK_STEPS + FORK_DECAY
     for step in range(run.point + 10, last + 1, 10):

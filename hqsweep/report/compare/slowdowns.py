@@ -72,7 +72,8 @@ def _in_percent(family: Family, curves: pd.DataFrame, finals: pd.DataFrame) -> p
 
 def _of_arm(points: pd.DataFrame, baseline: pd.DataFrame, estimate: Estimate, design: str) -> Slowdown:
     rows = points.join(baseline, on=[*REPLICATE])
-    if not np.isfinite(rows["slope"]).all():
+    slopes = rows.groupby("trunk", sort=False)["slope"].mean()
+    if not np.isfinite(slopes).all():
         return Slowdown()
     if design != FORK:
         slope = rows["slope"].mean()
@@ -80,7 +81,6 @@ def _of_arm(points: pd.DataFrame, baseline: pd.DataFrame, estimate: Estimate, de
                 "eq_low": estimate.eq_low, "eq_high": estimate.eq_high}  # fmt: skip
         return Slowdown(**{name: in_percent(gap / slope) if slope > 0 else math.nan for name, gap in gaps.items()})
     gaps = (rows["gap_pct"] * rows["weight"]).groupby(rows["trunk"], sort=False).sum()
-    slopes = rows.groupby("trunk", sort=False)["slope"].mean()
     halves = estimate.ci_high - estimate.gap, estimate.eq_high - estimate.gap
     critical, equivalence = (half / estimate.se if estimate.se > 0 else math.nan for half in halves)
     return slowdown(gaps, slopes, critical, equivalence)

@@ -13,8 +13,8 @@ WHOLE = {
     "final_loss": 2.1, "n": 4, "gap_pct": 0.2, "ci_low_pct": -0.4, "ci_high_pct": 0.8, "half_pct": 0.6,
     "eq_low_pct": -0.1, "eq_high_pct": 0.5, "margin_pct": 0.25, "within_margin": False, "needed": 7.0, "more": 3.0,
     "replicate_minutes": 2.4, "maximum": 0, "these_low_pct": NAN, "these_high_pct": NAN, "diverged": 0,
-    "slowdown_pct": NAN, "slowdown_low": NAN, "slowdown_high": NAN, "margin_tokens": NAN, "steps": NAN, "end": NAN, "at_once_pct": NAN,
-    "diverged_at": NAN, "pairs": 4, "paired_gap": 0.01, "null_in_doubt": False,
+    "slowdown_pct": NAN, "slowdown_low": NAN, "slowdown_high": NAN, "margin_tokens": NAN, "steps": NAN,
+    "end": NAN, "at_once_pct": NAN,    "diverged_at": NAN, "pairs": 4, "paired_gap": 0.01, "null_in_doubt": False,
 }  # fmt: skip
 FORKS = WHOLE | {"design": "fork"}
 NONE = pd.DataFrame({"state": []})
