@@ -149,9 +149,12 @@ class SeedsConfig(Section):
     max: Annotated[int, Field(ge=2, le=MAXIMUM)] = 16
 
 
+FORK_STEPS = 160
+
+
 class ForkStudy(Section):
     """A fork study. A trunk runs in the baseline's recipe at a constant learning rate, after `warmup` steps. From its
-    state at each step of `at`, every arm goes on for `steps` steps at that rate and `decay` more to rate 0.
+    state at each step of `at`, every arm goes on for `steps` steps (160) at that rate and `decay` more to rate 0.
 
     end: the step at which every fork ends, in the place of `steps`: a fork from the step a then has end - decay - a
     steps at that rate. All forks are judged after the same tokens then, at several ages, and how the gap grows with age
@@ -162,7 +165,7 @@ class ForkStudy(Section):
     """
 
     at: Annotated[list[Count], BeforeValidator(_points), Field(default_factory=list)]
-    steps: Count = 160
+    steps: Count | None = None
     end: Count | None = None
     decay: Count = 160
     warmup: Index = 30
@@ -183,6 +186,11 @@ class ForkStudy(Section):
             raise UserError("fork.trunk: empty; give the path of a checkpoint, or null")
         if not self.at and self.file_step is None:
             raise UserError("fork.at: empty; give the steps of the trunk at which arms fork, as in fork.at=200,400")
+        if self.end is not None and self.steps is not None:
+            raise UserError(
+                f"fork.steps: {self.steps} steps for each fork, but all forks end together (fork.end={self.end}); leave"
+                " one of them out, or give it null"
+            )
         last = max(self.at, default=self.file_step)
         if self.end is not None and self.end - self.decay <= last:
             raise UserError(
@@ -193,7 +201,7 @@ class ForkStudy(Section):
 
     def steps_from(self, at: int) -> int:
         """The steps at the constant rate of a fork from the step `at`."""
-        return self.steps if self.end is None else self.end - self.decay - at
+        return self.end - self.decay - at if self.end is not None else self.steps or FORK_STEPS
 
     @property
     def file_step(self) -> int | None:

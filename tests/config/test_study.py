@@ -23,6 +23,9 @@ def test_forks_that_end_together_have_their_own_steps() -> None:
     study = ForkStudy(at=[160, 360], end=480, decay=80)
     assert [study.steps_from(at) for at in study.at] == [240, 40]
     assert ForkStudy(at=[160], steps=7).steps_from(160) == 7
+    assert ForkStudy(at=[160]).steps_from(160) == 160
+    with pytest.raises(UserError, match=r"fork.steps: 9 steps .* all forks end together \(fork.end=480\)"):
+        parse_study({"fork": {"at": [160], "end": 480, "steps": 9, "decay": 80}})
     with pytest.raises(UserError, match=r"fork.end: step 440 .* leaves a fork from step 360 no .*441"):
         parse_study({"fork": {"at": [160, 360], "end": 440, "decay": 80}})
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hqsweep.config.study import NULL_NOISE, ForkStudy, StudyConfig
+from hqsweep.config.study import FORK_STEPS, NULL_NOISE, ForkStudy, StudyConfig
 from hqsweep.errors import UserError, nearest
 from hqsweep.sweep.grid.point import Grid, GridPoint, check_size, is_trunk, section, without
 from hqsweep.sweep.store.store import RunStore
@@ -165,7 +165,7 @@ def _trunk(point: GridPoint, study: ForkStudy, recipe: dict[str, Any]) -> GridPo
 
 def _section(study: ForkStudy, **changes: Any) -> dict[str, Any]:
     """The section fork of a run."""
-    return study.model_dump(exclude={"rewarm", "end"}) | changes
+    return study.model_dump(exclude={"rewarm", "end"}) | {"steps": study.steps or FORK_STEPS} | changes
 
 
 def _key(override: str) -> str:
