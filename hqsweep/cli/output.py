@@ -52,7 +52,7 @@ class OneSentence(TyperGroup):
         except OSError as error:  # a file or folder that was named is missing, not writable, no folder, or full
             code = _refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         except (MemoryError, ImportError) as error:
-            if isinstance(error, ModuleNotFoundError):  # a fault of the installation, whose place the traceback names
+            if _names_a_module(error):  # a fault of ours or of the installation, whose place the traceback names
                 raise
             code = _refuse(f"{NO_ROOM} ({error or 'MemoryError'})", EXIT_FAILED)
         except typer.TyperException as error:
@@ -60,6 +60,11 @@ class OneSentence(TyperGroup):
         if standalone_mode:
             sys.exit(code)
         return code
+
+
+def _names_a_module(error: BaseException) -> bool:
+    """Whether an import fails since a module, or a name in it, does not exist."""
+    return isinstance(error, ModuleNotFoundError) or str(error).startswith("cannot import name ")
 
 
 def _check_folder() -> None:

@@ -1,4 +1,4 @@
-"""Call: what one call of a module needs beside its tensors, from forward through recomputation to backward."""
+"""Call: the facts of one call of a module, beside its tensors, from forward through recomputation to backward."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,8 +41,10 @@ def slot_names(module_type: str, tensor: str, name: str, experts: range, part: i
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What a call captures in forward, so that backward quantizes under the same recipe and draws the same random
-    bits."""
+    """The facts that a call captures in forward.
+
+    With them backward quantizes under the same recipe, and draws the same random bits.
+    """
 
     module_type: str
     name: str
@@ -60,15 +62,15 @@ class Call:
     epoch: int | None = None
     """The epoch of the states in forward."""
     grad: bool
-    """Whether autograd records: without it nothing of a direction that only backward reads is made, and no state of
-    delayed scaling changes."""
+    """Whether autograd records. Without it, no operand is made that only backward reads, and no state of delayed
+    scaling changes."""
     splits: Splits | None = None
     """The rows of each expert in every tensor but the weight, or None: a tensor is one matrix."""
     weight_splits: Splits | None = None
     """The rows of each expert in all weights, one below the other."""
     slot_numbers: SlotNumbers | None = None
-    """The numbers that its random bits are keyed by in place of the module's name, in a trace that does not depend on
-    that."""
+    """Numbers that replace the module's name in the keys of random bits, in a trace that does not depend on the
+    name."""
 
     def key(self, tensor: str) -> RngKey | RngKeys | RngNumbers:
         """The key of one slot in this step and microbatch, or the keys of every expert's; a weight's key has the step
@@ -93,7 +95,7 @@ class Call:
         return getattr(self.quantizers, tensor)
 
     def states_of(self, tensor: str, x: Tensor) -> SlotStates | list[SlotStates] | None:
-        """The states of one slot, or those of every expert, on x's device."""
+        """Return the states of one slot, or a list with the states of each expert, on x's device."""
         quantizer = self.quantizer(tensor)
         if quantizer is None or not quantizer.delayed:
             return None
@@ -101,13 +103,13 @@ class Call:
 
     @property
     def recording(self) -> dict[str, Any]:
-        """How the states of delayed scaling record this call: under which step, whether at all, and with which
-        ranks."""
+        """The arguments with which states of delayed scaling record this call: the step, whether to record, and the
+        group."""
         return {"step": self.context.step, "record": self.grad, "group": self.context.amax_group}
 
     @property
     def product_takes(self) -> Output:
-        """The output to ask quantize for where a product reads it."""
+        """The output that quantize() is asked for where a product reads it."""
         return "codes" if self.gemm == "native" or self.context.reader is not None else "exact"
 
     @for_its_slot
@@ -121,9 +123,11 @@ class Call:
         by_rows: bool = False,
         amaxes: Sequence[Tensor] = (),
     ) -> HybridOperand:
-        """x [rows, cols] quantized for its slot, all of it as one matrix or the rows of each expert by themselves.
-        by_rows: exact columns of experts are made as torch._grouped_mm takes them. amaxes: the amaxes of x that are
-        known, for one matrix. A UserError names the tensor and the expert."""
+        """Quantize x [rows, cols] for its slot, as one matrix or each expert's rows by themselves.
+
+        by_rows: make exact columns of experts as torch._grouped_mm takes them. amaxes: known amaxes of x, for one
+        matrix. A UserError names the tensor and the expert.
+        """
         quantizer = getattr(self.quantizers, tensor)
         key = self.key(tensor) if quantizer.reads_key else None
         states = self.states_of(tensor, x) if quantizer.delayed else None
@@ -144,7 +148,7 @@ class Call:
     def quantize_under(
         self, tensor: str, x: Tensor, amax: Tensor, *, rowwise: Output | None = None, columnwise: Output | None = None
     ) -> HybridOperand:
-        """quantize() for one matrix whose amax is known, where its quantizer takes_amax."""
+        """Quantize one matrix under a known amax. Its quantizer must have takes_amax."""
         quantizer = self.quantizer(tensor)
         key = self.key(tensor) if quantizer.reads_key else None
         states = self.states_of(tensor, x) if quantizer.delayed else None
@@ -161,7 +165,7 @@ class Call:
         rowwise: Output | None = None,
         columnwise: Output | None = None,
     ) -> HybridOperand:
-        """quantize() for activation(z) [rows, cols], or with dh for the gradient of z; one matrix, on CUDA."""
+        """Quantize activation(z) [rows, cols], or with dh the gradient of z. One matrix, on CUDA."""
         quantizer = self.quantizer(tensor)
         options = {"key": self.key(tensor) if quantizer.reads_key else None, "states": self.states_of(tensor, z)}
         return quantizer.quantize_activated(z, dh, kind, rowwise=rowwise, columnwise=columnwise, **options)

@@ -1,4 +1,4 @@
-"""What a forward pass needs beside its tensors: the key of stochastic rounding, a probe on sampled steps, a recipe."""
+"""The context of a forward pass: the key of stochastic rounding, a probe on sampled steps, a recipe."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ from hqsweep.recipe.sections import LinearQuantizers, Section
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What each module captures in forward, so that backward and recompute draw the same bits."""
+    """The state that each module captures in forward, so that backward and recomputations draw the same bits."""
 
     seed: int = 0
     step: int | None = None
@@ -39,12 +39,14 @@ class Context:
     amax_group: Any = None
     """The process group whose ranks share the amaxes of delayed scaling; None: all ranks."""
     counter: Tensor | None = field(default=None, compare=False)
-    """int64 [1] on the device that holds the step, from which keys read it there; None: keys have `step`."""
+    """int64 [1] on the device: the step, which keys read there. None: keys have `step`."""
     kernels: bool = True
     """Whether norms, activations, rotary positions and the loss run on hqsweep's CUDA kernels where there are some."""
     reader: Callable[[Any, str, Any, Any], None] | None = field(default=None, compare=False)
-    """Called with the call, the GEMM and both operands of each product that LinearCall.product forms: products then
-    take codes, whose exact operands are those that they take otherwise."""
+    """Called with the call, the GEMM and both operands of each product of LinearCall.product.
+
+    Products then take codes, with the same values as the exact operands that they usually take.
+    """
 
     owners: dict[Hashable, ref] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Which module draws the random bits of a slot."""
@@ -118,20 +120,20 @@ def quantization(
     counter: Tensor | None = None,
     kernels: bool = True,
 ) -> Entered[Context]:
-    """Modules called inside draw their random bits from (seed, slot, step, microbatch) and report to `probe`. For
-    delayed scaling all that is trained under one step belongs to it, whatever the microbatch.
+    """Set the key of random bits, the probe and the step for the modules that are called inside.
 
-    step: the step of the training; without one the bits are those of step 0.
-    microbatch: index of the part of the step's batch; weights, which are those of the step, draw without it.
-    cache_weights: quantize a weight once a step for as long as nobody writes to it, for microbatches and evaluation,
-    and in forward for backward, too, from one read. It needs the step, and costs 2 bytes an element and direction, and
-    a copy of the weight, with which it is compared at each use.
-    amax_group: the process group over which the amaxes of delayed scaling are the largest; by default all ranks.
-    Where ranks hold different experts, a group of those that hold the same ones.
-    counter: int64 [1] on the device, from which random bits take the step, when they are drawn, in place of `step`. A
-    CUDA graph that is captured with it draws the bits of every step: write the step to it before each replay.
-    kernels: whether norms, activations, rotary positions and the loss run on hqsweep's CUDA kernels, whose sums are in
-    another order than those of torch's operators, which take their place with False.
+    Random bits are drawn from (seed, slot, step, microbatch). All microbatches under one step are one step of delayed
+    scaling.
+
+    step: the step of the training; by default bits are drawn as in step 0. microbatch: index of a part of the step's
+    batch. Weights draw without it, since they are the same for all parts. cache_weights: quantize a weight once a step,
+    for microbatches, evaluation and backward, until the weight is written. It needs the step. It costs 2 bytes an
+    element and direction, and a copy of the weight, which each use compares. amax_group: the process group whose
+    largest amaxes delayed scaling takes; by default all ranks. Where ranks hold different experts, give the group of
+    ranks with the same experts. counter: int64 [1] on the device. Random bits take the step from it, when they are
+    drawn, in place of `step`. A captured CUDA graph then draws the bits of every step: write the step to it before each
+    replay. kernels: whether norms, activations, rotary positions and the loss run on hqsweep's CUDA kernels. With False
+    torch's operators run, which sum in another order.
     """
     options = {"probe": probe, "microbatch": microbatch, "cache_weights": cache_weights, "amax_group": amax_group}
     options |= {"counter": counter, "kernels": kernels}
@@ -162,7 +164,7 @@ def autocast(
 
 
 def as_recipe(recipe: AnyRecipe | Section | HybridQuantizer | str | Mapping[str, Any], where: str) -> AnyRecipe:
-    """A recipe as it is, or that of what modules take (recipe_argument.whole_recipe)."""
+    """Return a recipe as it is; make one from any other argument that modules take (recipe_argument.whole_recipe)."""
     if hasattr(recipe, "resolve"):
         return recipe
     from hqsweep.nn.core.recipe_argument import whole_recipe  # the parser of recipes is not for every call
@@ -183,7 +185,7 @@ def unwritten(period: object) -> Entered[Context]:
 
 @contextmanager
 def replayed(context: Context, recipe: AnyRecipe | None) -> Iterator[None]:
-    """Restore what current() and autocast_recipe() gave then: what is computed again draws the same bits."""
+    """Restore an earlier current() and autocast_recipe(), so that a recomputation draws the same bits."""
     with _CONTEXT.entered(context), _RECIPE.entered(recipe):
         yield
 

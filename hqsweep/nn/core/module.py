@@ -48,7 +48,7 @@ class QuantizedModule(nn.Module):
     """The mode of its GEMMs outside autocast."""
 
     expert: int | None = None
-    """The expert of a grouped linear that this module stands for; None: no expert."""
+    """The expert of a grouped linear that this module represents; None: no expert."""
 
     BOUNDARIES: Mapping[str, str] = MappingProxyType({})
     """Boundary slot -> the attribute that holds its role."""
@@ -137,8 +137,7 @@ class QuantizedModule(nn.Module):
         return self._autocast[1]
 
     def unread_boundaries(self) -> list[QuantizerRole | None]:
-        """Return the roles with which a factory is asked for boundary slots without a reader: None, as in
-        TransformerEngine."""
+        """Return the roles for boundary slots without a reader, which a factory gets: None, as in TransformerEngine."""
         return [role for role in self.boundary_roles().values() if role is None]
 
     def call_facts(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class _Init:
     recipe: AnyRecipe | None
     preserve: bool
     change: Callable[[HybridQuantizer], HybridQuantizer] = lambda quantizer: quantizer
-    """From the quantizer that a weight is due to the one that it is held in."""
+    """A function from the quantizer of a weight to the quantizer in which it is held."""
 
 
 _INIT: ContextVar[_Init | None] = ContextVar("hqsweep_quantized_model_init", default=None)
@@ -53,13 +53,14 @@ def quantized_model_init(
     recipe: AnyRecipe | Section | HybridQuantizer | str | Mapping[str, Any] | None = None,
     preserve_high_precision_init_val: bool = False,
 ) -> Iterator[None]:
-    """Modules built inside hold their GEMM weights as HybridQuantizedTensor, in both directions of their recipe.
+    """Build modules inside with quantized GEMM weights: HybridQuantizedTensor, in both directions of their recipe.
 
-    recipe: what autocast takes, to hold weights in the quantizers that it gives to their roles; by default that of each
-    module. Modules of hqsweep.compat have none, and are called in an autocast of this one. Biases, gains and embeddings
-    stay as they are. It works under no_grad and on the meta device, where Module.to_empty and reset_parameters follow.
-    preserve_high_precision_init_val: keep the initial values on the CPU, as what an optimizer starts its masters from.
-    Random bits of +sr are keyed by the surrounding quantization(). UserError for a recipe that does not parse.
+    recipe: as autocast takes it. It gives the quantizers of the held weights by their roles; by default each module's
+    own recipe does. Modules of hqsweep.compat have no recipe, so they need one here, and the same one in autocast.
+    Biases, gains and embeddings stay unquantized. It works under no_grad and on the meta device, where Module.to_empty
+    and reset_parameters follow. preserve_high_precision_init_val: keep initial values on the CPU, from which an
+    optimizer starts its masters. Random bits of +sr are keyed by the surrounding quantization(). UserError for a recipe
+    that does not parse.
     """
     whole = None if recipe is None else as_recipe(recipe, "quantized_model_init")
     token = _INIT.set(_Init(whole, preserve_high_precision_init_val) if enabled else None)
@@ -71,7 +72,7 @@ def quantized_model_init(
 
 @contextmanager
 def held_in(change: Callable[[HybridQuantizer], HybridQuantizer]) -> Iterator[None]:
-    """Weights that are built inside, where quantized_model_init holds them, are held in change(quantizer)."""
+    """Hold weights that are built inside, under quantized_model_init, in the quantizer change(quantizer)."""
     init = _INIT.get()
     token = _INIT.set(init and replace(init, change=change))
     try:
@@ -92,10 +93,10 @@ def gemm_weight(
     dtype: torch.dtype,
     states: DelayedStates | ExpertStates,
 ) -> nn.Parameter:
-    """The parameter of a module: `weight` itself, or inside quantized_model_init its quantized form.
+    """Return the parameter of a module: `weight` itself, or inside quantized_model_init its quantized form.
 
-    dtype: the dtype of the module's tensors, to which weights are rounded before they are quantized. states: the
-    module's, or, for weights [E, N, K] of experts in one parameter, each expert's.
+    dtype: the dtype of the module's tensors; weights are rounded to it before they are quantized. states: the module's
+    states; for weights [E, N, K] of experts in one parameter, a list of the experts' states.
     """
     init = _INIT.get()
     if init is None:
@@ -127,7 +128,7 @@ def is_held(weights: Weights) -> bool:
 
 
 def expert_weights(weights: Weights) -> list[Tensor]:
-    """Each matrix [N, K], as views."""
+    """Return each matrix [N, K], as views."""
     if weights[0].dim() != 3:
         return list(weights)
     if is_held(weights):  # of which ranks gather what one pass reads; views are of both directions
@@ -160,12 +161,12 @@ def _values(weight: Tensor) -> Tensor:
 
 
 def is_gathered(weights: Weights) -> bool:
-    """Whether the weights of a linear are plain ones that ranks have gathered in its dtype."""
+    """Return whether the weights of a linear are plain tensors that ranks have gathered in its dtype."""
     return isinstance(weights[0], GatheredWeight)
 
 
 def are_filled_again(weights: Weights) -> bool:
-    """Whether weights lie in memory that ranks free after forward and fill for backward; a trace cannot tell."""
+    """Return whether weights lie in memory that ranks free after forward and fill for backward. A trace cannot tell."""
     if torch.compiler.is_compiling():
         return False
     return is_gathered(weights) or (is_held(weights) and weights[0].planes is not None)
@@ -197,7 +198,7 @@ def link_states(weights: Weights, states: DelayedStates | ExpertStates) -> list[
 
 
 def check_held(weight: HybridQuantizedTensor, direction: Direction, quantizer: HybridQuantizer) -> None:
-    """UserError unless the quantized weight is what a recipe's GEMM reads in this direction."""
+    """Raise UserError unless a recipe's GEMM can read the quantized weight in this direction."""
     held = weight.quantizer
     if held != quantizer and str(held) != str(quantizer):  # a file has the text alone
         raise UserError(
@@ -235,8 +236,11 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 
 
 def summed_main_grad(weight: Tensor) -> Tensor:
-    """main_grad_of(), for what adds this backward's dw to it. As in TransformerEngine it is zeroed first where
-    the parameter's overwrite_main_grad is true, and its grad_added_to_main_grad, where there is one, becomes true."""
+    """Return main_grad_of(), to which this backward adds dw.
+
+    As in TransformerEngine, a true overwrite_main_grad of the parameter zeroes it first. grad_added_to_main_grad, if
+    the parameter has it, becomes true.
+    """
     main_grad, parameter = main_grad_of(weight), getattr(weight, "spread", weight)
     if getattr(parameter, "overwrite_main_grad", False):
         main_grad.zero_()
@@ -257,9 +261,9 @@ def check_main_grad(weight: Tensor) -> None:
 
 
 def regroup(state: dict[str, Any], prefix: str, name: str, experts: int, *, single: bool) -> None:
-    """Have a state_dict name a parameter as the module does: "weight" [E, ...], or "weight0" [...] and so on.
+    """Rename a parameter in a state_dict as the module names it: "weight" [E, ...], or "weight0" [...] and so on.
 
-    What is there under the other names is stacked, or taken apart; nothing else is touched.
+    Entries under the other names are stacked, or split. All other entries stay.
     """
     whole, parts = f"{prefix}{name}", [f"{prefix}{name}{expert}" for expert in range(experts)]
     if single and whole not in state and all(part in state for part in parts):

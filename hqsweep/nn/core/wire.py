@@ -18,7 +18,7 @@ from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.operand import HybridOperand, Operand
 
 Codes = MutableMapping[str, Operand]
-"""Tensor of a linear -> its rowwise operand, where its rows have come as codes; whoever reads it takes it out."""
+"""Tensor of a linear -> its rowwise operand, if its rows have arrived as codes. The reader removes it."""
 
 
 class Part(Protocol):
@@ -48,13 +48,13 @@ class Part(Protocol):
 
 
 class GradientReader(Protocol):
-    """Whoever takes the gradient of a branch as soon as the norm that reads the branch knows it."""
+    """Receives the gradient of a branch as soon as the norm that reads the branch has it."""
 
     def prepare(self) -> None:
         """Do what needs no gradient, before other ranks are waited for."""
 
     def place(self, like: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Where to write the gradient, of the shape of `like` and of a dtype; None: anywhere."""
+        """Return where to write the gradient, with the shape of `like` and a dtype; None: anywhere."""
 
     def tell(self, gradient: Tensor) -> None:
         """Take the gradient."""
@@ -79,7 +79,7 @@ class DeferredGradient(Protocol):
     """The gradient of a norm's output, where the linear that alone reads the output may leave a sum to the norm."""
 
     is_taken: bool
-    """Whether the norm's backward takes what the linear leaves. The norm sets it."""
+    """Whether the norm's backward takes the deferred sum. The norm sets it."""
 
     def take(self, dh: Tensor | None) -> tuple[Tensor, int] | tuple[()]:
         """The summands of the other ranks, and the number of this rank; nothing for a gradient that is whole."""
@@ -118,7 +118,8 @@ class LinearRanks(Protocol):
         """linear_cross_entropy() of h [..., K] with targets."""
 
     def layer_call(self, layer: nn.Module, shape: Sequence[int]) -> AbstractContextManager:
-        """A context for a call of a transformer layer with x [*shape, D], whose first linear this is."""
+        """Return a context for a call of a transformer layer with x [*shape, D]. This linear is the layer's first
+        one."""
 
 
 class ExpertRanks(Protocol):
@@ -128,7 +129,7 @@ class ExpertRanks(Protocol):
         """This rank's parts of the weights and of the biases, as products take them."""
 
     def product(self, grouped: nn.Module, x: Tensor, splits: Any, parameters: Any, codes: Codes | None) -> Tensor:
-        """y of the rows x [M, K]. codes: of x and of the gradient of y, where rows come as codes."""
+        """Return y of the rows x [M, K]. codes: codes of x and of the gradient of y, if rows arrive as codes."""
 
 
 class MixtureRanks(Protocol):
@@ -149,7 +150,7 @@ class SplitTokens(Protocol):
 
 
 class WeightRanks(Protocol):
-    """How ranks share the parameters of a module whose weight is no GEMM operand."""
+    """How ranks share the parameters of a module whose weight no GEMM reads."""
 
     part: Part | None
     """This rank's part of the weight; None: each rank has all of it."""
@@ -165,7 +166,7 @@ class AttentionRanks(Protocol):
     """The ranks that have some of the tokens each; None: each rank has all tokens of its heads."""
 
     def call(self, facts: Mapping[str, Any], batch: int) -> Any:
-        """The AttentionCall, with these fields, of this rank's heads of so many sequences."""
+        """Return an AttentionCall with these fields, for this rank's heads. batch: the number of sequences."""
 
     def whole_sequences(self, qkv: Tensor) -> Tensor:
         """qkv [B, t, C] of each of W ranks -> [B, W * t, C]."""

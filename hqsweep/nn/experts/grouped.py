@@ -32,7 +32,7 @@ from hqsweep.recipe.sections import LinearQuantizers, slots
 from hqsweep.recipe.validate import check_products
 
 NATIVE_MULTIPLE = 16
-"""The number that the rows of every operand of tensor cores are a multiple of."""
+"""Tensor cores take operands whose number of rows is a multiple of this."""
 GROUPED = "grouped_linear"
 
 
@@ -45,16 +45,16 @@ class ExpertSizes(NamedTuple):
 
 
 class ExpertParameters(NamedTuple):
-    """What a call multiplies by and adds: one tensor for each expert, or one for all, whose first axis counts them."""
+    """The weights and biases of a call: one tensor for each expert, or one for all, whose first axis is the expert."""
 
     weights: Sequence[Tensor]
     biases: Sequence[Tensor] = ()
 
 
 class GroupedBase(LinearBase):
-    """What a GroupedLinear is beside its parameters: roles, states, splits, and how products are computed.
+    """The parts of a GroupedLinear beside its parameters: roles, states, splits, and the way products are computed.
 
-    A subclass says of what dtype its weights are, and gives them to `product`.
+    A subclass names the dtype of its weights, and passes them to `product`.
     """
 
     module_type = GROUPED
@@ -103,7 +103,7 @@ class GroupedBase(LinearBase):
         return {tensor: getattr(section, tensor) for tensor in TENSOR_TYPES[self.module_type]} | boundaries
 
     def hold_experts(self, first: int, count: int) -> None:
-        """Be the experts first to first + count alone. Names of slots and states stay those of the whole."""
+        """Reduce the module to the experts first to first + count. Slots and states keep their names."""
         self.first_expert, self.num_experts = first, count
         self.states = self.states.part(first, count)
         self.resize()
@@ -119,14 +119,15 @@ class GroupedBase(LinearBase):
 
     @property
     def quantization_alignment(self) -> int:
-        """What the rows of each expert must be a multiple of in training, by the formats of this module alone."""
+        """In training, the rows of each expert must be a multiple of this. It follows from the formats of this module
+        alone."""
         quantizers = self.active_quantizers()
         native = NATIVE_MULTIPLE if self.gemm == "native" else 1
         return math.lcm(native, quantizers.input.row_multiple, quantizers.grad_output.row_multiple)
 
     @property
     def filling_multiple(self) -> int:
-        """What rows of zeros fill up the rows of each expert to a multiple of, in a call now."""
+        """The rows of each expert are padded with zeros to a multiple of this, in a call now."""
         return self.quantization_alignment if torch.is_grad_enabled() else 1
 
     @outside_autocast
@@ -137,8 +138,10 @@ class GroupedBase(LinearBase):
         parameters: ExpertParameters,
         codes: Codes | None = None,
     ) -> Tensor:
-        """y [..., N] of x [..., K], of which m_splits says how many rows each expert has. codes: of x and of the
-        gradient of y, where rows come as codes from other ranks; splits are filled up then."""
+        """Return y [..., N] of x [..., K]. m_splits: the number of rows of each expert.
+
+        codes: codes of x and of the gradient of y, if rows come as codes from other ranks. Splits are padded then.
+        """
         if torch.compiler.is_compiling() and is_held(parameters.weights):
             return self._product_untraced(x, m_splits, parameters, codes)
         if x.shape[-1] != self.in_features:
@@ -208,8 +211,10 @@ class GroupedBase(LinearBase):
     def _plans_of(
         self, quantizers: LinearQuantizers, gemm_mode: str, splits: Splits, device: torch.device
     ) -> dict[str, GemmPlan]:
-        """The plans of all three GEMMs; those that calls under these quantizers have used are kept, but for a trace,
-        whose graph others may share."""
+        """Return the plans of all three GEMMs. Plans of earlier calls with these quantizers are kept.
+
+        A trace makes its own plans, since its graph may be shared.
+        """
         splits_known = (splits.for_plans and splits.sizes is not None, splits.for_plans and splits.equal > 0)
         if torch.compiler.is_compiling():
             return self._planned(quantizers, gemm_mode, splits_known, device)

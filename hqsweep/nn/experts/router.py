@@ -1,7 +1,7 @@
-"""Router: which experts a token goes to, in float32; and the permutation of tokens into the order of the experts.
+"""Router: chooses the experts of each token, in float32, and sorts tokens by expert.
 
-All sums here have one order on every device: what goes apart and comes together again are gathers by a permutation and
-sums over the k copies of a token, never additions to one place from several threads.
+All sums here have one order on every device. Tokens are gathered by a permutation, and results are sums over the k
+copies of a token. No two threads add to one place.
 """
 
 from dataclasses import dataclass
@@ -42,9 +42,11 @@ class Routing:
     tokens: Tensor
     """int64 [E]: how many of the M * k choices fell on each expert."""
     balance: Tensor
-    """float32 []: E * sum over e of f_e * P_e, f_e being the share of the choices that fell on e, which has no
-    gradient, and P_e the mean probability of e: 1 where all are equal (Switch Transformers, arXiv 2101.03961, equations
-    4 to 6; with k choices as in GShard, arXiv 2006.16668)."""
+    """float32 []: E * sum over e of f_e * P_e; 1 where all experts are equal.
+
+    f_e is the share of expert e in all choices, without a gradient; P_e is its mean probability. Source: Switch
+    Transformers, arXiv 2101.03961, equations 4 to 6; for k choices GShard, arXiv 2006.16668.
+    """
     placed: tuple[Tensor, Tensor] | None = None
     """`order` and `inverse`, where they are known."""
 
@@ -66,16 +68,21 @@ class Routing:
         return self._places[1]
 
     def dispatch(self, x: Tensor, dtype: torch.dtype | None = None, splits: Splits | None = None) -> Tensor:
-        """x [M, D] -> [M * k, D] in dtype, or in x's: a row for each choice, those of the first expert first. splits:
-        the splits of rows that are filled up, which differ from `tokens`; zeros lie between the choices then."""
+        """Return [M * k, D] in dtype, or in x's, for x [M, D]: a row for each choice, sorted by expert.
+
+        splits: padded splits, which differ from `tokens`. Zero rows then lie between the experts.
+        """
         dtype = dtype or x.dtype
         if moves_by_kernels(x, dtype):
             return _DispatchRows.apply(x, self._places_in(splits), self.chosen.shape[1], *_filled(splits))
         return _Dispatch.apply(in_dtype(x, dtype), self.order, self.inverse, self.chosen.shape[1])
 
     def combine(self, y: Tensor, added: Tensor | None = None, splits: Splits | None = None) -> Tensor:
-        """y [M * k, D] in the order of dispatch -> float32 [M, D]: for each token the sum over its experts, the most
-        probable first, of weight * row; then plus added [M, D]. splits: those that dispatch took."""
+        """Return float32 [M, D] for y [M * k, D] in the order of dispatch, plus added [M, D].
+
+        A token's result is the sum of weight * row over its experts, the most probable first. splits: as in
+        dispatch.
+        """
         if moves_by_kernels(y, y.dtype):
             within = added if added is not None and added.dtype is y.dtype else None
             total = _CombineRows.apply(y, self.weights, within, self._places_in(splits), _filled(splits)[0])

@@ -12,7 +12,7 @@ import pandas as pd
 
 from hqsweep.config.study import parse_margin
 from hqsweep.errors import Damaged, UserError
-from hqsweep.report.compare.arms import Comparison, arm_row, baselines, null_arms, paired, partners
+from hqsweep.report.compare.arms import Comparison, arm_row, baselines, null_arms, paired, partners, perturbed
 from hqsweep.report.compare.curves import loss_slope, measures, overheads
 from hqsweep.report.compare.families import DECIDES, LOSSES, Family, Rule, judge
 from hqsweep.report.compare.frames import FORK, Frames, load
@@ -78,7 +78,7 @@ def compare(
     return Comparison(
         frames=frames, baseline=baseline, baseline_why=why, baseline_of=baseline_of, window=window, finals=finals,
         design=design, margin_pct=study.margin, maximum=study.maximum, trunks=trunks,
-        arms=_arms(frames, trunks, finals, families, study, identical),
+        arms=_arms(frames, trunks, finals, families, study, identical, perturbed(frames.runs, baseline_of)),
         estimates={arm: own for family in families.values() for arm, own in family.estimates.items()},
         points=pd.concat([family.points for family in families.values()], ignore_index=True),
         notes=(
@@ -103,8 +103,9 @@ def _arms(
     families: dict[str, Family],
     study: Study,
     identical: Mapping[str, str],
+    no_baseline: Mapping[str, str],
 ) -> pd.DataFrame:
-    """Comparison.arms."""
+    """Return Comparison.arms."""
     family_of = {arm: family for family in families.values() for arm in (*_of(family), family.baseline)}
     common = {
         "design": frames.runs["design"].iloc[0], "margin_pct": study.margin, "maximum": study.maximum or 0,
@@ -118,6 +119,7 @@ def _arms(
             finals[finals["arm"] == arm],
             runs,
             common | {"slope": slopes[family_of[arm].baseline], "identical": identical.get(arm, "")},
+            no_baseline.get(family_of[arm].baseline, ""),
         )
         for arm, runs in frames.runs.groupby("arm", sort=False)
     ]
