@@ -22,8 +22,10 @@ from hqsweep.torch_private import fsdp_owners, fsdp_whole
 
 
 def residual_under_fsdp(layer: nn.Module) -> None:
-    """Have the hooks of fully_shard, whose unit a layer is, run around its residual(x, branch), too, so that the sum of
-    a branch is left to the next norm there as well."""
+    """Run the hooks of fully_shard around a layer's residual(x, branch), too. The layer is a unit of fully_shard.
+
+    So the sum of a branch is deferred to the next norm under fully_shard as well.
+    """
     from torch.distributed.fsdp import register_fsdp_forward_method
 
     if hasattr(layer, RESIDUAL):
@@ -115,7 +117,8 @@ def _linear_dtype(parameter: Any, autocast: torch.dtype | None) -> torch.dtype |
 
 
 def _rounds_to(owner: nn.Module, name: str, autocast: torch.dtype | None) -> torch.dtype | None:
-    """The dtype to which a module rounds its parameter of that name, if that is the weight of a linear; else None."""
+    """Return the dtype to which a module rounds the parameter of that name, if it is the weight of a linear; else
+    None."""
     if isinstance(owner, LinearBase):
         return owner.dtype if name.startswith("weight") else None
     kinds = [part.module_type for part in owner.__dict__.get(PARTS, ())]

@@ -28,14 +28,14 @@ from hqsweep.recipe.sections import Section
 
 @memo
 def slot_name(module_type: str, tensor: str, name: str, expert: int | None, part: int) -> str:
-    """The slot of the random bits of a tensor, in a part of the step's batch."""
+    """Return the slot of a tensor's random bits, in a part of the step's batch."""
     slot = str(QuantizerRole(module_type, tensor, name, expert))
     return f"{slot}@{part}" if part else slot
 
 
 @memo
 def slot_names(module_type: str, tensor: str, name: str, experts: range, part: int) -> tuple[str, ...]:
-    """slot_name of these experts."""
+    """Return the slot_name of each of these experts."""
     return tuple(slot_name(module_type, tensor, name, expert, part) for expert in experts)
 
 
@@ -49,9 +49,9 @@ class Call:
     module_type: str
     name: str
     expert: int | None = None
-    """Which of the experts of a grouped linear."""
+    """The number of the expert of a grouped linear."""
     first_expert: int = 0
-    """The first of the experts that this rank holds, which are numbered over all ranks."""
+    """The first expert that this rank holds. Numbers count over all ranks."""
     quantizers: Section
     dtype: torch.dtype
     context: Context
@@ -65,7 +65,7 @@ class Call:
     """Whether autograd records. Without it, no operand is made that only backward reads, and no state of delayed
     scaling changes."""
     splits: Splits | None = None
-    """The rows of each expert in every tensor but the weight, or None: a tensor is one matrix."""
+    """The rows of each expert in every tensor except the weight; None: a tensor is one matrix."""
     weight_splits: Splits | None = None
     """The rows of each expert in all weights, one below the other."""
     slot_numbers: SlotNumbers | None = None
@@ -73,8 +73,10 @@ class Call:
     name."""
 
     def key(self, tensor: str) -> RngKey | RngKeys | RngNumbers:
-        """The key of one slot in this step and microbatch, or the keys of every expert's; a weight's key has the step
-        alone."""
+        """Return the key of one slot in this step and microbatch, or a key for each expert.
+
+        A weight's key has the step alone.
+        """
         # Microbatches are parts of the step's batch, in which weights do not differ.
         part = self.context.microbatch if tensor != "weight" else 0
         if self.slot_numbers is not None:
@@ -171,8 +173,10 @@ class Call:
         return quantizer.quantize_activated(z, dh, kind, rowwise=rowwise, columnwise=columnwise, **options)
 
     def rounded(self, tensor: str, x: Tensor) -> Tensor:
-        """x rounded to the values of a boundary slot's quantizer, the rows of each expert by themselves; x itself
-        without a quantizer. It waits for splits that only a device knows."""
+        """Return x rounded to the values of a boundary slot's quantizer, each expert's rows by themselves.
+
+        Without a quantizer it returns x itself. It waits for splits that only a device knows.
+        """
         quantizer = self.quantizer(tensor)
         if quantizer is None:
             return x
@@ -185,9 +189,9 @@ class Call:
             self.context.probe.tensor(self.site(tensor, self.part_of(tensor, x)), x, *slot)
 
     def site(self, name: str, part: Part | None) -> Site:
-        """The site of a tensor or a GEMM of this call, for a probe."""
+        """Return the site of a tensor or a GEMM of this call, for a probe."""
         return Site(layer=self.layer, name=name, microbatch=self.context.microbatch, part=part)
 
     def part_of(self, tensor: str, x: Tensor) -> Part | None:
-        """Where x lies in the matrix that ranks have in parts; None: x is all of it."""
+        """Return the place of x in a matrix that ranks share; None: x is the whole matrix."""
         return None

@@ -29,7 +29,7 @@ class Context:
 
     seed: int = 0
     step: int | None = None
-    """The step of the training; None outside of any."""
+    """The step of the training; None without a training."""
     probe: Probe | None = None
     microbatch: int = 0
     cache_weights: bool = False
@@ -41,7 +41,8 @@ class Context:
     counter: Tensor | None = field(default=None, compare=False)
     """int64 [1] on the device: the step, which keys read there. None: keys have `step`."""
     kernels: bool = True
-    """Whether norms, activations, rotary positions and the loss run on hqsweep's CUDA kernels where there are some."""
+    """Whether norms, activations, rotary positions and the loss run on hqsweep's CUDA kernels, if the build has
+    them."""
     reader: Callable[[Any, str, Any, Any], None] | None = field(default=None, compare=False)
     """Called with the call, the GEMM and both operands of each product of LinearCall.product.
 
@@ -52,8 +53,10 @@ class Context:
     """Which module draws the random bits of a slot."""
 
     def claim(self, slot: tuple, module: object) -> None:
-        """Note that the module draws the random bits of the slot (module type, name, expert); UserError where another
-        one does, whose bits would be the same."""
+        """Note that the module draws the random bits of the slot (module type, name, expert).
+
+        UserError if another module draws them, whose bits would be the same.
+        """
         owner = self.owners.get(slot)
         owner = owner and owner()
         if owner is None:
@@ -68,7 +71,7 @@ class Context:
         return RngKey(slot=slot, **self._key_fields())
 
     def numbered_key(self, numbers: list[int]) -> RngNumbers:
-        """The key() of the slot whose name has these numbers_of."""
+        """Return key() of the slot with these numbers (numbers_of)."""
         return RngNumbers(numbers=numbers, **self._key_fields())
 
     def _key_fields(self) -> dict[str, Any]:
@@ -80,7 +83,7 @@ class Context:
 
 HIGH_PRECISION = Recipe(linear=LinearQuantizers.parse("bf16", "recipe.linear"))
 OUTSIDE = Context()
-"""What current() gives outside of any quantization()."""
+"""The result of current() outside quantization()."""
 
 _CONTEXT = Scoped(OUTSIDE)
 _RECIPE: Scoped[AnyRecipe | None] = Scoped(None)
@@ -94,18 +97,21 @@ torch.compiler.config.dynamic_sources = ",".join(
 
 
 def current() -> Context:
-    """The innermost context; outside of any: seed 0, random bits of step 0, no probe."""
+    """Return the innermost context. Outside quantization(): seed 0, random bits of step 0, no probe."""
     return _CONTEXT.get()
 
 
 def autocast_recipe() -> AnyRecipe | None:
-    """The recipe of the innermost autocast; None outside of any."""
+    """Return the recipe of the innermost autocast; None outside autocast."""
     return _RECIPE.get()
 
 
 def use_kernels(x: Tensor) -> bool:
-    """Whether elementwise work on x runs on hqsweep's CUDA kernels: on a GPU, in a build that has them, and where the
-    innermost quantization() has kernels=True. Otherwise torch's operators compute it, which are the reference."""
+    """Return whether elementwise work on x runs on hqsweep's CUDA kernels.
+
+    It does on a GPU, if the build has them, unless quantization() has kernels=False. Otherwise torch's operators
+    compute it, which are the reference.
+    """
     return x.is_cuda and _CONTEXT.get().kernels and has_kernels("cuda")
 
 
@@ -125,15 +131,17 @@ def quantization(
     Random bits are drawn from (seed, slot, step, microbatch). All microbatches under one step are one step of delayed
     scaling.
 
-    step: the step of the training; by default bits are drawn as in step 0. microbatch: index of a part of the step's
-    batch. Weights draw without it, since they are the same for all parts. cache_weights: quantize a weight once a step,
-    for microbatches, evaluation and backward, until the weight is written. It needs the step. It costs 2 bytes an
-    element and direction, and a copy of the weight, which each use compares. amax_group: the process group whose
-    largest amaxes delayed scaling takes; by default all ranks. Where ranks hold different experts, give the group of
-    ranks with the same experts. counter: int64 [1] on the device. Random bits take the step from it, when they are
-    drawn, in place of `step`. A captured CUDA graph then draws the bits of every step: write the step to it before each
-    replay. kernels: whether norms, activations, rotary positions and the loss run on hqsweep's CUDA kernels. With False
-    torch's operators run, which sum in another order.
+    step: the step of the training; by default bits are drawn as in step 0.
+    microbatch: index of a part of the step's batch. Weights draw without it, since they are the same for all parts.
+    cache_weights: quantize a weight once a step, for microbatches, evaluation and backward, until the weight is
+    written. It needs the step. It costs 2 bytes an element and direction, and a copy of the weight, which each use
+    compares.
+    amax_group: the process group whose largest amaxes delayed scaling takes; by default all ranks. Where ranks hold
+    different experts, give the group of ranks with the same experts.
+    counter: int64 [1] on the device. Random bits take the step from it, when they are drawn, in place of `step`. A
+    captured CUDA graph then draws the bits of every step: write the step to it before each replay.
+    kernels: whether norms, activations, rotary positions and the loss run on hqsweep's CUDA kernels. With False torch's
+    operators run, which sum in another order.
     """
     options = {"probe": probe, "microbatch": microbatch, "cache_weights": cache_weights, "amax_group": amax_group}
     options |= {"counter": counter, "kernels": kernels}
@@ -154,8 +162,8 @@ def autocast(
 ) -> Iterator[None]:
     """Modules called inside run on `recipe` instead of their own; the innermost autocast decides.
 
-    recipe: what modules take; a format ("format:nvfp4") or the section of a linear is for all products. enabled=False
-    is high precision (bf16 operands). Backward needs no autocast; recomputation in backward does.
+    recipe: as modules take it. A format ("format:nvfp4"), or the section of a linear, applies to all products.
+    enabled=False is high precision (bf16 operands). Backward needs no autocast; recomputation in backward does.
     """
     if enabled and recipe is None:
         raise UserError("autocast: recipe is missing; give a Recipe or a CustomRecipe, or enabled=False")
@@ -173,13 +181,16 @@ def as_recipe(recipe: AnyRecipe | Section | HybridQuantizer | str | Mapping[str,
 
 
 def within(context: Context) -> Entered[Context]:
-    """Modules called inside are in this context, in which the names of modules are claimed anew."""
+    """Call modules inside in this context. Names of modules are claimed anew."""
     return _CONTEXT.entered(context)
 
 
 def unwritten(period: object) -> Entered[Context]:
-    """Inside, kept operands of weights are used without comparing the weights, for all `with` blocks of one period.
-    The caller promises that torch's version counter sees every write to a weight in that period."""
+    """Inside, kept operands of weights are used without a comparison of the weights, for all `with` blocks of one
+    period.
+
+    The caller promises that torch's version counter sees every write to a weight in that period.
+    """
     return within(replace(current(), period=period))
 
 

@@ -58,9 +58,9 @@ def quantized_model_init(
     recipe: as autocast takes it. It gives the quantizers of the held weights by their roles; by default each module's
     own recipe does. Modules of hqsweep.compat have no recipe, so they need one here, and the same one in autocast.
     Biases, gains and embeddings stay unquantized. It works under no_grad and on the meta device, where Module.to_empty
-    and reset_parameters follow. preserve_high_precision_init_val: keep initial values on the CPU, from which an
-    optimizer starts its masters. Random bits of +sr are keyed by the surrounding quantization(). UserError for a recipe
-    that does not parse.
+    and reset_parameters follow.
+    preserve_high_precision_init_val: keep initial values on the CPU, from which an optimizer starts its masters.
+    Random bits of +sr are keyed by the surrounding quantization(). UserError for a recipe that does not parse.
     """
     whole = None if recipe is None else as_recipe(recipe, "quantized_model_init")
     token = _INIT.set(_Init(whole, preserve_high_precision_init_val) if enabled else None)
@@ -82,7 +82,7 @@ def held_in(change: Callable[[HybridQuantizer], HybridQuantizer]) -> Iterator[No
 
 
 def holds_weights() -> bool:
-    """Whether GEMM weights that are made now are held quantized: inside quantized_model_init."""
+    """Return whether GEMM weights made now are held quantized: inside quantized_model_init."""
     return _INIT.get() is not None
 
 
@@ -114,7 +114,7 @@ def gemm_weight(
 def expert_parameters(
     weight: Tensor, quantizer: HybridQuantizer, role: QuantizerRole, dtype: torch.dtype, states: ExpertStates
 ) -> list[nn.Parameter]:
-    """gemm_weight of every expert of a weight [E, N, K], each a parameter of its own under its own role."""
+    """Return gemm_weight of every expert of a weight [E, N, K]: separate parameters under separate roles."""
     roles = [QuantizerRole(role.module_type, role.tensor_type, role.name, expert) for expert in range(len(weight))]
     return [
         gemm_weight(part.clone(), quantizer, own, dtype, state)
@@ -123,7 +123,7 @@ def expert_parameters(
 
 
 def is_held(weights: Weights) -> bool:
-    """Whether the weights of a linear are quantized operands."""
+    """Return whether the weights of a linear are quantized operands."""
     return isinstance(weights[0], HybridQuantizedTensor)
 
 
@@ -138,7 +138,7 @@ def expert_weights(weights: Weights) -> list[Tensor]:
 
 
 def weight_matrix(weights: Weights, dtype: torch.dtype) -> Tensor:
-    """All weights, one below the other, in dtype; views whose rows are not together in memory are copied."""
+    """Return all weights, one below the other, in dtype. Views whose rows are apart in memory are copied."""
     weights = [_values(weight) for weight in weights]
     if len(weights) == 1:
         weight = weights[0]
@@ -154,7 +154,7 @@ def weight_matrix(weights: Weights, dtype: torch.dtype) -> Tensor:
 
 
 def _values(weight: Tensor) -> Tensor:
-    """A weight, or the values of one that ranks have gathered, in the dtype that these have."""
+    """Return a weight, or the values that ranks have gathered, in their dtype."""
     if not isinstance(weight, GatheredWeight):
         return weight
     return weight.value if torch.compiler.is_compiling() else weight.filled()
@@ -173,7 +173,7 @@ def are_filled_again(weights: Weights) -> bool:
 
 
 def held_operands(weights: Weights, direction: Direction) -> Operand | Members:
-    """The operands of one direction of weights that are held quantized and have passed check_held."""
+    """Return the operands of one direction of held quantized weights, which have passed check_held."""
     return _joined([getattr(weight.ready(direction), direction) for weight in weights])
 
 
@@ -182,8 +182,10 @@ def _joined(operands: list[Operand]) -> Operand | Members:
 
 
 def link_states(weights: Weights, states: DelayedStates | ExpertStates) -> list[SlotStates]:
-    """Have weights that are held quantized use the states of their module, after a copy, a move or a checkpoint;
-    returns the states that they have."""
+    """Link held quantized weights to the states of their module, after a copy, a move or a checkpoint.
+
+    Returns these states.
+    """
     one_for_each = isinstance(states, ExpertStates) and weights[0].dim() == 2
     linked = []
     for weight, own in zip(weights, states if one_for_each else [states], strict=True):
@@ -211,24 +213,24 @@ def check_held(weight: HybridQuantizedTensor, direction: Direction, quantizer: H
 
 
 def flatten_weights(weights: Weights) -> tuple[list[Tensor], list[Skeleton]]:
-    """The tensors of the columnwise operands of weights that are held, which dgrad needs."""
+    """Return the tensors of the columnwise operands of held weights, which dgrad needs."""
     flat = [flatten(weight.columnwise) for weight in weights]
     return [tensor for tensors, _ in flat for tensor in tensors], [skeleton for _, skeleton in flat]
 
 
 def unflatten_weights(tensors: Sequence[Tensor], skeletons: Sequence[Skeleton]) -> Operand | Members:
-    """The columnwise operands of weights that are held, from flatten_weights."""
+    """Return the columnwise operands of held weights, from the tensors of flatten_weights."""
     count = len(tensors) // len(skeletons)
     parts = [tensors[i * count : (i + 1) * count] for i in range(len(skeletons))]
     return _joined([unflatten(part, skeleton) for part, skeleton in zip(parts, skeletons, strict=True)])
 
 
 SUMS: list[Callable[[Tensor], Tensor | None]] = []
-"""What finds the sum of the gradients of a weight without a main_grad; None for a weight that it does not know."""
+"""Functions that find the sum of a weight's gradients without a main_grad; they return None for unknown weights."""
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
-    """What dw is added to: weight.main_grad, or the FP32 sum of a weight under fully_shard that FSDP reduces next."""
+    """Return the tensor to which dw is added: weight.main_grad, or the FP32 sum that FSDP reduces next."""
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is not None:
         return main_grad
@@ -250,7 +252,7 @@ def summed_main_grad(weight: Tensor) -> Tensor:
 
 
 def check_main_grad(weight: Tensor) -> None:
-    """UserError unless the weight has an FP32 main_grad to accumulate into."""
+    """Raise UserError unless the weight has an FP32 main_grad to accumulate into."""
     main_grad = main_grad_of(weight)
     if main_grad is None or main_grad.dtype != torch.float32 or main_grad.shape != weight.shape:
         got = "none" if main_grad is None else f"{main_grad.dtype} {tuple(main_grad.shape)}"

@@ -19,7 +19,7 @@ RESIDUAL = "_residual"
 KNOWN_HOOKS = "_hqsweep_known_hooks"
 """The attribute of a layer for the ids of hooks that run around RESIDUAL as they do around its forward."""
 OWN = "hqsweep."
-"""Beginnings of module names whose classes have such a method beside their forward."""
+"""Classes in modules with this beginning have such a method beside their forward."""
 
 
 Branch = Tensor | Summands | None
@@ -39,7 +39,7 @@ class _Sum(Function):
 
 
 def whole(branch: Branch) -> Tensor | None:
-    """The branch as one tensor."""
+    """Return the branch as one tensor."""
     return branch if branch is None or isinstance(branch, Tensor) else _Sum.apply(branch.own, branch)
 
 

@@ -74,7 +74,7 @@ class WeightWorkspace:
         return self._cached[wanted][1]
 
     def _are_copies(self, weights: Sequence[Tensor]) -> bool:
-        """Whether the copies have the bits of the weights."""
+        """Return whether the copies have the bits of the weights."""
         pairs = zip(weights, self._copies, strict=False)
         return len(self._copies) == len(weights) and all(_equal_bits(weight, copy) for weight, copy in pairs)
 
@@ -83,7 +83,7 @@ class WeightWorkspace:
         return entry is not None and entry[0] == identity
 
     def __len__(self) -> int:
-        """How many operands are kept."""
+        """Return the number of kept operands."""
         return len(self._cached)
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""GroupedBase: the products of E experts, each with the rows of its own, whatever holds their weights."""
+"""GroupedBase: the products of E experts, each with its own rows, for any class of weights."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -84,20 +84,20 @@ class GroupedBase(LinearBase):
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """The dtype of the weights, in which dw is returned."""
+        """The dtype of the weights and of dw."""
         raise NotImplementedError
 
     def slot_roles(self) -> dict[str, QuantizerRole | None]:
-        """ "input0" -> role, for each tensor of each expert, expert by expert; then the boundary slots, one for all."""
+        """Return "input0" -> role, for each tensor of each expert, expert by expert; then one boundary slot for all."""
         return _roles(self.name, self.all_experts) | self.boundary_roles()
 
     def get_quantizer_roles(self, *, fwd: bool) -> list[QuantizerRole | None]:
-        """The roles of the forward slots, or of the backward ones, expert by expert, the boundary slot last."""
+        """Return the roles of the forward or backward slots, expert by expert, the boundary slot last."""
         own = [role for role in _roles(self.name, self.all_experts).values() if (role.tensor_type in GRADIENTS) != fwd]
         return [*own, self.output_quantizer_role if fwd else self.grad_input_quantizer_role]
 
     def chosen(self, resolved: Mapping[QuantizerRole, HybridQuantizer]) -> dict[str, HybridQuantizer | None]:
-        """One quantizer for each tensor, and for each boundary slot; UserError where experts differ."""
+        """Return one quantizer for each tensor and each boundary slot. UserError if experts differ."""
         section = _section(resolved, self.slot_roles(), self.name, self.all_experts)
         boundaries = {slot: None if role is None else resolved[role] for slot, role in self.boundary_roles().items()}
         return {tensor: getattr(section, tensor) for tensor in TENSOR_TYPES[self.module_type]} | boundaries
@@ -109,7 +109,7 @@ class GroupedBase(LinearBase):
         self.resize()
 
     def resize(self) -> None:
-        """Take the number of experts and of features as they are now."""
+        """Update the sizes from the present experts and features."""
         self._weight_splits = Splits.uniform(self.num_experts, self.out_features)
         self._last_splits, self._plans = None, (None, "", {})
         self.workspace.clear()
@@ -159,7 +159,7 @@ class GroupedBase(LinearBase):
     _product_untraced = untraced(product)
 
     def _filled_up(self, rows: Tensor, splits: Splits, parameters: ExpertParameters) -> Tensor:
-        """y of x [M, K], of experts whose rows are filled up to quantization_alignment with zeros where they must."""
+        """Return y of x [M, K], with the rows of experts padded with zeros to quantization_alignment if necessary."""
         multiple = self.filling_multiple
         if isinstance(splits, PaddedSplits) and splits.multiple % multiple == 0:
             return self._apply_experts(rows, splits, parameters)
@@ -176,7 +176,8 @@ class GroupedBase(LinearBase):
         return torch.cat([part[:size] for part, size in zip(y.split(padded.host), splits.host, strict=True)])
 
     def _splits_of(self, m_splits: Sequence[int] | Tensor | Splits, rows: int) -> Splits:
-        """The splits of the call before where a list repeats them: their offsets are on the device already."""
+        """Return the Splits of m_splits. A list that repeats the previous call's returns its Splits, already on the
+        device."""
         lasting = isinstance(m_splits, (list, tuple)) and not torch.compiler.is_compiling()
         sizes = tuple(m_splits) if lasting else None
         last = self._last_splits
@@ -203,7 +204,7 @@ class GroupedBase(LinearBase):
         return LinearFunction.apply(x, call, NOTHING, len(weights), *weights, *biases)
 
     def expert_facts(self, splits: Splits, device: torch.device) -> dict[str, Any]:
-        """The fields of a LinearCall for rows on a device."""
+        """Return the fields of a LinearCall for rows on a device."""
         facts = self.linear_facts()
         plans = self._plans_of(facts["quantizers"], facts["gemm"], splits, device)
         return facts | {"splits": splits, "weight_splits": self._weight_splits, "plans": plans}
@@ -242,8 +243,10 @@ class GroupedBase(LinearBase):
         gemm_mode: str,
         splits_known: tuple[bool, bool] = (True, False),
     ) -> GemmPlan:
-        """How "fprop", "dgrad" or "wgrad" of these formats is computed; splits_known: whether the host knows the splits
-        and that they are equal."""
+        """Return the plan for "fprop", "dgrad" or "wgrad" of these formats.
+
+        splits_known: whether the host knows the splits, and they are equal.
+        """
         dw_dtype = torch.float32 if self.fuse_wgrad_accumulation else self.weight_dtype
         group = GroupGemm(
             gemm=gemm,
@@ -268,7 +271,7 @@ def _roles(name: str, experts: int) -> dict[str, QuantizerRole]:
 
 
 def _quantizers(recipe: RecipeArgument, name: str, experts: int) -> tuple[LinearQuantizers, str]:
-    """The quantizers that all experts have, and the mode of their GEMMs."""
+    """Return the common quantizers of all experts, and the mode of their GEMMs."""
     section, gemm = recipe_or_section(recipe, GROUPED, name), "exact"
     if not isinstance(section, LinearQuantizers):
         recipe, roles = section, _roles(name, experts)

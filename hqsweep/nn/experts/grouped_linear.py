@@ -89,7 +89,7 @@ class GroupedLinear(GroupedBase):
 
     @property
     def _numbers(self) -> range:
-        """The numbers of the experts that are held here."""
+        """The numbers of the held experts."""
         return range(self.first_expert, self.first_expert + self.num_experts)
 
     @property
@@ -142,8 +142,11 @@ class GroupedLinear(GroupedBase):
             nn.init.zeros_(bias)
 
     def set_tensor_parallel_attributes(self, parallel_mode: str | None) -> None:
-        """Note on every parameter how tensor parallelism cuts it: tensor_model_parallel, partition_dim and
-        partition_stride, as Megatron reads them. "column" cuts output features, "row" input features, None neither."""
+        """Set Megatron's attributes for tensor parallelism on every parameter.
+
+        These are tensor_model_parallel, partition_dim and partition_stride. "column" cuts output features, "row" input
+        features, None neither.
+        """
         if parallel_mode not in ("column", "row", None):
             raise UserError(f"{self.name}: parallel_mode is {parallel_mode!r}; it takes 'column', 'row' or None")
         dim = {"column": -2, "row": -1, None: None}[parallel_mode]

@@ -19,7 +19,7 @@ from hqsweep.nn.linear.mlp_function import joined, joins
 from hqsweep.ops.members.splits import PaddedSplits, Splits
 
 Routed = tuple[Tensor, Tensor, Tensor]
-"""y, then of the routing `balance` float32 [], and `tokens` int64 [E]."""
+"""y, then from the routing `balance` float32 [], and `tokens` int64 [E]."""
 
 
 class SharedExpert(nn.Module):
@@ -70,10 +70,10 @@ class LayerNormMoE(AddsBranch):
         self.fc2 = GroupedLinear(experts, ffn, dim, name=f"{name}.fc2", options=single, **shared)
         self.shared = SharedExpert(dim, ffn, name=f"{name}.shared", **shared) if options.shared_expert else None
         self.dispatcher: MixtureRanks | None = None
-        """How tokens reach experts that are spread over ranks (hqsweep.parallel.expert)."""
+        """Sends tokens to experts on other ranks (hqsweep.parallel.expert)."""
         self.tokens: SplitTokens | None = None
-        """How tokens lie split over the ranks that share every expert (hqsweep.parallel.tensor); None: each rank has
-        them all."""
+        """How tokens are split over the ranks that share every expert (hqsweep.parallel.tensor); None: each rank has
+        all tokens."""
 
     def forward(self, x: Tensor) -> Routed:
         return self._added(x, None)[1:]
@@ -111,8 +111,8 @@ class LayerNormMoE(AddsBranch):
 
 
 class MoELayer(StreamLayer):
-    """TransformerLayer with a LayerNormMoE: x [B, T, D] -> x + attn(x), then x + mlp(x); and what mlp says of its
-    routing."""
+    """TransformerLayer with a LayerNormMoE: x [B, T, D] -> x + attn(x), then x + mlp(x); and mlp's balance and
+    tokens."""
 
     def __init__(
         self,

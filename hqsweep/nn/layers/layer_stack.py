@@ -35,7 +35,7 @@ def _after(layer: nn.Module, x: Tensor, branch: Branch) -> tuple[Any, ...]:
 
 
 def through(layers: Iterable[nn.Module], x: Tensor) -> Stream:
-    """x [B, T, D] through TransformerLayers and MoELayers."""
+    """Return the Stream of x [B, T, D] after TransformerLayers and MoELayers."""
     branch, balances, tokens = None, [], []
     for layer in layers:
         x, branch, *routed = _after(layer, x, branch)
