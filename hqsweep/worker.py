@@ -97,8 +97,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _among_others(run: RunDir, do: Do) -> int | None:
-    """The run, and None where another may follow in this process. None follows one that did not finish, and none a
-    user's own code, which may have left anything anywhere, but for what it left in ranks."""
+    """Return the exit code of the run; None if another run may follow in this process.
+
+    A run that did not finish ends the process. So does a user's own code, unless ranks ran it: it may leave state
+    anywhere.
+    """
     with isolated(), _own_signals():
         exit_code = _alone(run, do)
     return None if exit_code == 0 and _is_ours(run) else exit_code

@@ -82,7 +82,7 @@ def built_in(dtype: torch.dtype) -> Iterator[None]:
 
 
 class InActivationDtype(LinearBase):
-    """A linear, or several, each of whose calls is in the dtype of its input."""
+    """One or several linears. Each call is in the dtype of its input."""
 
     _last: tuple[LinearQuantizers, torch.dtype, HybridQuantizer | None, LinearQuantizers] | None = None
     """The last call: its section, its dtype, the quantizer of its held weight, and the resulting section."""

@@ -291,7 +291,7 @@ GPTShape = tuple[ModelConfig, int, int, int]
 
 @lru_cache(KEPT)
 def _check_gpt(recipe: AnyRecipe, steps: int, shape: GPTShape, tp: int) -> None:
-    """UserError for what a recipe cannot do with a GPT. Runs of a grid that differ in seed alone share the check."""
+    """Raise UserError for a recipe that a GPT cannot run. Runs of a grid that differ only in seed share the check."""
     modules = gemm_modules(*shape)
     validate(recipe, steps, modules)
     if tp > 1:
@@ -301,7 +301,7 @@ def _check_gpt(recipe: AnyRecipe, steps: int, shape: GPTShape, tp: int) -> None:
 
 
 def _check_fork(config: ConvergenceConfig) -> None:
-    """UserError for what a run of a fork study cannot have."""
+    """Raise UserError for settings that a run of a fork study cannot have."""
     fork, train, default = config.fork, config.train, TrainConfig()
     if train.steps != fork.last:
         raise UserError(f"train.steps: {train.steps}, but the last step by fork is {fork.last}")
@@ -343,7 +343,7 @@ class ParityConfig(Job):
 
 
 class CalibrateConfig(Job):
-    """Compare the errors of formats, products and trained students with what theory says."""
+    """Compare the errors of formats, products and trained students with theory."""
 
     job: Literal["calibrate"]
     calibrate: CalibrateSection

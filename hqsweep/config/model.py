@@ -61,8 +61,10 @@ def ffn_width(config: ModelConfig) -> int:
 
 
 def expert_width(config: ModelConfig) -> int:
-    """Hidden width of each expert: config.expert_ffn, or ffn_width over top_k, so that a token costs what it does in a
-    dense model, rounded up to a multiple of 32."""
+    """Return the hidden width of each expert: config.expert_ffn, or ffn_width / top_k rounded up to a multiple of 32.
+
+    So a token costs as much as in a dense model.
+    """
     return config.expert_ffn or -(-ffn_width(config) // (config.top_k * 32)) * 32
 
 

@@ -22,8 +22,10 @@ PARTS = ("linear", "grouped_linear", "dpa", "head", "embedding", "norm")
 
 
 def check_texts(key: str, value: Any) -> None:
-    """UserError with all texts that name no quantizer, in the value of the key recipe, of a part of it, or of a
-    quantizer in one. A value that is no quantizer passes, as does what only the meaning of a recipe tells."""
+    """Raise UserError with all texts that name no quantizer, in the value of the key recipe, a part, or a quantizer.
+
+    A value of another kind passes, as do faults in the meaning of a recipe.
+    """
     faults = []
     for where, check, text in _texts(key.split("."), value):
         try:
@@ -78,8 +80,10 @@ def check_pairs(recipe: Any, parts: Sequence[str]) -> None:
 
 
 def part_quantizers(recipe: Mapping[str, Any], part: str) -> dict[str, Any]:
-    """Tensor -> quantizer (text or mapping) of a part of a recipe, as the recipe has it, or by default where the recipe
-    has none; {} where the value is no part."""
+    """Return tensor -> quantizer (text or mapping) of a part of a recipe: as stated, or by default.
+
+    {} if the value is no part.
+    """
     tensors = TENSOR_TYPES.get(part, TENSOR_TYPES["linear"])
     default: dict[str, Any] = {}
     if part == "grouped_linear":

@@ -73,8 +73,10 @@ def check_references(text: str, where: str) -> None:
 
 
 def check_expansion(config: Mapping[str, Any], where: str) -> None:
-    """check_references for every text of a config in plain containers, references not yet replaced; and UserError where
-    it would have more than MAX_NODES nodes with all of them replaced, or a reference leads back to itself."""
+    """Check every text of a config in plain containers with check_references, before references are replaced.
+
+    UserError if the replaced config would have more than MAX_NODES nodes, or a reference leads back to itself.
+    """
     if "${" not in str(config):  # as is most often so; each file is within MAX_NODES already
         return
     nodes = _Expansion(config).nodes(config, ())
@@ -188,7 +190,7 @@ def _checked(data: bytes, loader: type = LOADER) -> str:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Raise what goes wrong as a UserError of one line. PyYAML raises anything: AttributeError by !!timestamp 1."""
+    """Raise any error as a UserError of one line. PyYAML raises anything: AttributeError by !!timestamp 1."""
     try:
         yield
     except UserError:

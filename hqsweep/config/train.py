@@ -115,7 +115,7 @@ class ParallelConfig(Section):
         return " * ".join(f"{name}={getattr(self, name)}" for name in axes)
 
     def check_world(self, world: int, where: str) -> None:
-        """UserError where there are other than `world` ranks. where: what gives so many, for the sentence."""
+        """Raise UserError unless there are `world` ranks. where: the source of that number, for the sentence."""
         if world != self.world:
             raise UserError(
                 f"train.parallel: {where} gives {world} ranks, but {self.formula} is {self.world}; change one of them"
@@ -191,7 +191,7 @@ class ParallelConfig(Section):
 
     @staticmethod
     def _divided(model: ModelConfig) -> list[tuple[str, int, str]]:
-        """(what it is called, how many there are, the axis that shares it out)."""
+        """Return (name, number, axis) of everything that ranks share out."""
         widths = [("the model's heads", model.heads, "tp"), ("model.dim", model.dim, "tp")]
         if not model.experts or model.first_moe_layer:
             widths.append(("the MLP's width", ffn_width(model), "tp"))

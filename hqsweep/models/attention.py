@@ -34,7 +34,7 @@ REFUSED = {
     "position_bias": "adds a bias to its scores",
     "cache": "reads a paged cache",
 }
-"""The arguments that change what attention computes, and that ours does not have -> what they do."""
+"""Arguments that change attention and that hqsweep's attention lacks -> their effect."""
 LEAVE = "change the model's config, or leave attention in high precision (attention=False, or recipe.dpa=bf16)"
 
 
@@ -120,7 +120,8 @@ class Interface:
         return ALL_ATTENTION_FUNCTIONS[self.implementation]
 
     def _scores(self, name: str, module: nn.Module, mask: Tensor | None, options: dict[str, Any]) -> Scores:
-        """The scores of a call. UserError, with the module's name, for what attention by a recipe does not compute."""
+        """Return the scores of a call. UserError, with the module's name, for settings that attention by a recipe
+        lacks."""
         asked = [text for argument, text in REFUSED.items() if options.get(argument) is not None]
         asked += [_drops(options["dropout"])] if options.get("dropout") else []
         if asked:

@@ -84,7 +84,7 @@ class ConvertedStacks:
     @staticmethod
     @abstractmethod
     def stacks(module: nn.Module) -> Sequence[Stack]:
-        """The products of such a module, converted or not, in the order in which forward unpacks them."""
+        """Return the products of such a module, converted or not, in the order in which forward unpacks them."""
 
     @abstractmethod
     def computed(self, products: "Sequence[_Product]", x: Tensor, *routing: Tensor) -> Tensor:

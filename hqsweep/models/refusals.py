@@ -68,7 +68,7 @@ def instance_fault(module: nn.Module) -> str | None:
 
 
 def bypassed(model: nn.Module) -> dict[nn.Module, str]:
-    """Modules whose weights another module reads in evaluation without calling them, and what to do."""
+    """Return modules whose weights another module reads in evaluation without a call, with a remedy for each."""
     if not torch.backends.mha.get_fastpath_enabled():
         return {}
     why = (

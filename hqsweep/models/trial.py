@@ -68,7 +68,8 @@ def _tried(config: ConvergenceConfig, on_cpu: bool) -> nn.Module | None:
 
 
 def _fault(model: nn.Module, context: int, around: AbstractContextManager) -> Exception | None:
-    """The exception that the loss raises in the context `around`, or None; UserError for an output that is no loss."""
+    """Return the exception that the loss raises in the context `around`, or None. UserError for an output without a
+    loss."""
     tokens = torch.zeros(2, context, dtype=torch.int64, device=next(model.parameters()).device)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), around:

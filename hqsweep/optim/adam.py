@@ -269,8 +269,10 @@ class FusedAdam(torch.optim.AdamW):
 
     @torch.no_grad()
     def master_param(self, p: Tensor) -> Tensor:
-        """The FP32 master of a parameter, or what it would start from; a DTensor for a DTensor. p itself where it needs
-        none."""
+        """Return the FP32 master of a parameter, or its future initial value; a DTensor for a DTensor.
+
+        p itself if it needs no master.
+        """
         if self.master_weights and p in self.state and MASTER in self.state[p]:
             self._renew_masters([p])
             return self.state[p][MASTER]

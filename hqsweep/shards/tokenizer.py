@@ -51,8 +51,9 @@ def vocab_size(tokenizer: Any) -> int:
 
 
 def separator(tokenizer: Any, path: Path, wanted: str | None) -> str:
-    """The token that follows each document: the one that is wanted, else the eos_token that a file beside the tokenizer
-    names, else the first usual one that the tokenizer knows.
+    """Return the token that follows each document: `wanted`, or the eos_token in a file beside the tokenizer.
+
+    Without both, it is the first usual separator that the tokenizer knows.
 
     Raises:
         UserError: the tokenizer does not have the wanted one, or none is found.

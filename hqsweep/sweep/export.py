@@ -67,8 +67,10 @@ def _write(config: ConvergenceConfig, state: dict, out: Path) -> Path:
 
 
 def _values(state: dict) -> dict[str, Tensor]:
-    """The weights of a user's model in a state, by name; of those that are held quantized the masters, of tied ones the
-    same tensor."""
+    """Return the weights of a user's model in a state, by name.
+
+    A held quantized weight gives its master. Tied weights give the same tensor.
+    """
     numbers, values, masters = state.get(NUMBERS, {}), {}, {}
     for name, weight in state["model"].items():
         if not isinstance(weight, HybridQuantizedTensor):

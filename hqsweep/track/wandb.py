@@ -58,8 +58,10 @@ def open_run(run: RunDir, config: Mapping[str, Any], known_id: str | None = None
 
 
 def unique(text: str, of: str, length: int) -> str:
-    """A text of at most `length` characters that may stand in addresses: `text` cut, then 10 hex digits of the sha256
-    of `of`, so that no two names share it, however long they are and whatever they end in."""
+    """Return a text of at most `length` characters for addresses: `text` cut, then 10 hex digits of the sha256 of `of`.
+
+    So no two names share it, however long they are.
+    """
     digits = hashlib.sha256(of.encode("utf-8", "surrogateescape")).hexdigest()[:10]
     return f"{_NOT_IN_ID.sub('_', text)[: length - len(digits) - 1]}-{digits}"
 

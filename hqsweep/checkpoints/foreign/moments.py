@@ -135,8 +135,11 @@ def _as_saved(checkpoint: Checkpoint, params: Mapping[str, Tensor], pieces: Piec
 def _orders(
     checkpoint: Checkpoint, saved: Mapping[str, Tensor], params: Mapping[str, Tensor], optimizer: Any
 ) -> Iterator[Order]:
-    """The usual orders of parameters: as in the given optimizer; one group; as Hugging Face's Trainer (those with
-    decay, then the rest); matrices before vectors."""
+    """Yield the usual orders of parameters.
+
+    They are: the given optimizer's; one group; the groups of Hugging Face's Trainer (with decay, then without);
+    matrices before vectors.
+    """
     names = {id(p): name for name, p in params.items()}
     own = [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
     trainer = _split(saved, lambda name, p: not NO_DECAY.search(name.lower()))

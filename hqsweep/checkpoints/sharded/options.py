@@ -60,7 +60,7 @@ def groups_of(params: Params, optimizer: Optimizer | None) -> list[dict[str, Any
 
 
 def one_group(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """One group from what each rank has of it: a stage of a pipeline has its own parameters."""
+    """Join the group that each rank has: a pipeline stage has only its own parameters."""
     parts = list(parts)
     names = dict.fromkeys(name for part in parts for name in part["params"])
     return {"params": list(names), "options": parts[0]["options"]}

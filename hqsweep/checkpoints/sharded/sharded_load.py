@@ -239,7 +239,7 @@ def _load(
 
 
 def _load_held(content: Content, name: str, p: nn.Parameter, value: Tensor) -> list[Held]:
-    """Give a held weight the codes of the checkpoint, if it has some; else return what they are to be made of."""
+    """Give a held weight the codes of the checkpoint, if it has some; else return the sources of its codes."""
     own, told = local(p), (content.facts or {}).get("held", {}).get(name)
     if told and "metadata" in told:
         take_(p, whole_of(told, content.beside(f"{PLANES}.{name}"), own.device))
@@ -280,7 +280,7 @@ def _state(content: Content, name: str, p: Tensor, value: Tensor, optimizer: tor
 
 
 def _load_delayed(model: nn.Module, shared: Mapping[str, Tensor], of_rank: Mapping[str, Tensor]) -> None:
-    """Load the states that all ranks share, and those that are this rank's own."""
+    """Load the states that all ranks share, and this rank's own states."""
     tensors = {**shared, **of_rank}
     for name, states in delayed_owners(model).items():
         own = {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}

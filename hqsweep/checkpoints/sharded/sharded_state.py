@@ -41,7 +41,7 @@ from hqsweep.quant.tensor import KINDS, HybridQuantizedTensor
 Optimizer = torch.optim.Optimizer
 
 OWN = "hqsweep"
-"""The top name of what stands beside weights and moments: "facts", and tensors under the other names."""
+"""The top name of entries beside weights and moments: "facts", and tensors under the other names."""
 FACTS, DELAYED, RANDOM, EXTRA, PLANES = "facts", "delayed", "random", "extra", "planes"
 LOCAL_DELAYED = "local_delayed"
 """The name of histories that belong to one rank; the rank's number follows."""
@@ -80,7 +80,7 @@ class Collected:
 
 
 def collect(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any], rank: int) -> Collected:
-    """The state of a rank, collected without communication. UserError for what cannot be saved."""
+    """Return the state of a rank, collected without communication. UserError for a state that cannot be saved."""
     params = parameters_of(model)
     weights, held, beside = {}, {}, {}
     for name, p in params.items():

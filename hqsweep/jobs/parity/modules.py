@@ -206,7 +206,7 @@ MODULE_CHECKS: dict[str, Check] = {
 
 TOKENS, WIDTH, OUTPUTS = 64, 128, 96
 GROWTH = 3.0
-"""The ratio between the new last token's largest magnitude and that of all tokens before.
+"""The ratio of largest magnitudes: the new last token over all tokens before.
 
 It is no power of two, which would shift scales and hide the leak.
 """

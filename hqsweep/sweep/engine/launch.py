@@ -53,7 +53,7 @@ class SweepPlan:
     same: tuple[str, ...] = ()
     """A line for each arm that quantizes nothing on its model, or that has another arm's operands there."""
     imports: tuple[str, ...] = ()
-    """The words that tell its workers which Python factories were imported for it."""
+    """The arguments that name the imported Python factories for its workers."""
 
     @property
     def first(self) -> Config:
@@ -113,7 +113,7 @@ def plan(
 
 
 def plan_of(words: Words, importer: Importer | None = None) -> SweepPlan:
-    """The plan of words that were read; otherwise as plan(). Raises UserError for what a recipe cannot mean."""
+    """Return the plan of parsed words, as plan() does. UserError for a recipe without a meaning."""
     grid = words.grid
     if importer is not None:
         importer.folders = words.folders
@@ -143,8 +143,11 @@ def plan_of(words: Words, importer: Importer | None = None) -> SweepPlan:
 
 
 def check(plan: SweepPlan) -> None:
-    """UserError for all that start() would refuse, before it would: a device or data that this machine does not have,
-    data too short for train.context, and a study that began otherwise."""
+    """Raise UserError for everything that start() would refuse, before it starts.
+
+    These are: a device or data that this machine lacks, data too short for train.context, and a study that began with
+    other settings.
+    """
     if plan.first.engine.kind == "local":
         for config in plan.configs:
             _check_device(config)
@@ -164,7 +167,7 @@ def check(plan: SweepPlan) -> None:
 
 
 def check_data(plan: SweepPlan) -> None:
-    """UserError where the sweep has runs that have read other data than those that are there now."""
+    """Raise UserError if the sweep has runs that have read other data than the present files."""
     seen_data.check_data(RunStore(Path(plan.first.runs_dir)), plan.first.sweep, plan.data)
 
 

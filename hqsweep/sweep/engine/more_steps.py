@@ -69,8 +69,10 @@ def _same_warmup(rise: float, steps: int) -> float:
 def starts(
     runs: Sequence[RunDir], configs: Sequence[ConvergenceConfig], longer: Sequence[ConvergenceConfig]
 ) -> list[Start]:
-    """The start of each run of the longer sweep. UserError where one of `runs`, those of the shorter sweep, has not
-    finished, or has no checkpoint that a longer run would have reached."""
+    """Return the start of each run of the longer sweep. runs: the shorter sweep's.
+
+    UserError if one of them did not finish, or has no checkpoint that a longer run would have reached.
+    """
     return [_start(*of_run) for of_run in zip(runs, configs, longer, strict=True)]
 
 
@@ -137,7 +139,7 @@ def _is_own(path: Path, run: str) -> bool:
 
 
 def seed(start: Start, run: RunDir) -> None:
-    """Give a run of the longer sweep, which has not begun, the checkpoint and the rows that stood before it."""
+    """Give a run of the longer sweep, before it begins, the checkpoint and the rows before it."""
     with run.lock():
         if run.has_finished() or checkpoints(run.checkpoint):
             return

@@ -37,8 +37,11 @@ PARTS: dict[str, Callable[[str], bool]] = {
     "data": lambda key: key not in ("path", "hash"),
     "train": lambda key: key in SAME_TRAIN,
 }
-"""Section -> whether a fork shares a key of it with its trunk; paths of models and data may have changed, hashes
-not (that of data is compared by itself, as trunks of earlier versions have it in their manifests)."""
+"""Section -> whether a fork shares a key of it with its trunk.
+
+Paths of models and data may have changed; hashes may not. The data's hash is compared by itself, because trunks of
+earlier versions have it in their manifests.
+"""
 
 Pair = tuple[GridPoint, Config]
 
@@ -138,7 +141,7 @@ def _check_outside(path: Path, configs: Iterable[ConvergenceConfig]) -> None:
 
 
 def _different(trunk: ConvergenceConfig, fork: ConvergenceConfig) -> list[tuple[str, object, object]]:
-    """The keys, with the values of both, in which a fork does not go on with what the trunk was."""
+    """Return the keys, with both values, in which a fork differs from its trunk."""
     theirs, ours = (dict(_leaves(config.model_dump(include=set(PARTS)))) for config in (trunk, fork))
     shared = [key for key in ours if PARTS[key.partition(".")[0]](key.partition(".")[2])]
     return [(key, theirs.get(key, "none"), ours[key]) for key in shared if theirs.get(key, "none") != ours[key]]
@@ -214,7 +217,7 @@ def rewarm_steps(beta2: float) -> int:
 
 
 def _rewarm(config: ConvergenceConfig, study: ForkStudy, checkpoint: Checkpoint) -> tuple[int, str]:
-    """Steps of re-warm of a run's trunk, and what is to be said of what it begins from."""
+    """Return the re-warm steps of a run's trunk, and a sentence about its starting point."""
     first, wanted = min(study.at), rewarm_steps(config.train.beta2)
     bare = checkpoint.optimizer == "none"
     steps, why = study.rewarm, ""
@@ -242,7 +245,7 @@ def _shown(path: Path) -> Path:
 
 
 def _sound(path: Path) -> Checkpoint:
-    """What is in a checkpoint. UserError where that is not sound."""
+    """Return the content of a checkpoint. UserError for a damaged one."""
     try:
         checkpoint = inspect_checkpoint(path)
         checkpoint.check()
@@ -252,7 +255,7 @@ def _sound(path: Path) -> Checkpoint:
 
 
 def _check_fits(checkpoint: Checkpoint, config: ConvergenceConfig) -> None:
-    """UserError for names and shapes that are not those of the model."""
+    """Raise UserError for names and shapes that differ from the model's."""
     if (model := _outline(config)) is None:
         return
     try:
@@ -262,7 +265,8 @@ def _check_fits(checkpoint: Checkpoint, config: ConvergenceConfig) -> None:
 
 
 def _outline(config: ConvergenceConfig) -> nn.Module | None:
-    """The model without memory for its weights; None where a Python function makes it that nobody might import."""
+    """Return the model without memory for its weights; None if only a Python function that may not be imported builds
+    it."""
     if not isinstance(config.model, ModelConfig):
         from hqsweep.models.build import outline  # not for a GPT
 

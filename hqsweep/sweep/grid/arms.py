@@ -34,8 +34,10 @@ _LETTERS = _SHORT | {"input": "x", "weight": "w", "grad_output": "dy"}
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The description of an arm: the name of its recipe or its own; the fields in which it differs from the recipe; and
-    settings outside of recipes, in which whole families of arms differ."""
+    """The description of an arm: a name, the fields that differ from its recipe, and settings.
+
+    The name is its recipe's or its own. Settings lie outside of recipes; whole families of arms differ in them.
+    """
 
     name: str
     fields: tuple[Pair, ...] = ()

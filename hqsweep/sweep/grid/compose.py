@@ -128,8 +128,10 @@ def _recipe_config(name: str, config_dir: Path | None) -> Any:
 
 
 def factory_folders(conf: str, overrides: Sequence[str], config_dir: Path | None = None) -> list[str]:
-    """The folders in which modules of Python factories are looked for, beside the installed packages: those of the
-    user's own configs, which are the folders of recipe=PATH.yaml and conf=PATH.yaml, then config_dir, then ./conf."""
+    """Return the folders in which modules of Python factories are searched, beside the installed packages.
+
+    They are folders of the user's own configs: of recipe=PATH.yaml and conf=PATH.yaml, then config_dir, then ./conf.
+    """
     recipes = [value for text in overrides if text.startswith("recipe=") for value in text[7:].split(",")]
     files = [Path(name) for name in (*recipes, conf) if name.endswith(".yaml")]
     own = [file.parent.parent if file.resolve().parent.name == "recipe" else file.parent for file in files]
@@ -241,7 +243,7 @@ class Composer:
         return with_study(labelled, parse_study(keys))
 
     def _size(self, arms: Sequence[tuple[str, dict[str, Override]]], outer: Sequence[Override]) -> int:
-        """The number of points, those that repeat others counted."""
+        """Return the number of points, including points that repeat others."""
         counts = [math.prod(len(self.overrides.choices(o)) for o in own.values()) for _, own in arms]
         return sum(counts) * math.prod(len(self.overrides.choices(o)) for o in outer)
 

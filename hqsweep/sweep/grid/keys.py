@@ -37,7 +37,7 @@ def is_users(config: DictConfig) -> bool:
 
 
 def drop_gpt(config: DictConfig) -> None:
-    """Leave out what a YAML says of the GPT, where a group for a user's own model was chosen instead."""
+    """Drop a YAML's keys of the GPT, if a group for a user's own model was chosen instead."""
     model = config["model"]
     own = (*UserModel.model_fields, *(HFModelConfig.model_fields if model["kind"] == "hf" else ()))
     for key in [key for key in model if key in ModelConfig.model_fields and key not in own]:

@@ -31,7 +31,7 @@ class GridPoint:
 
     @property
     def variant(self) -> str:
-        """The arm without its settings: what it is paired by with arms of other variants at the same settings."""
+        """The arm without its settings. Arms of other variants at the same settings are paired by it."""
         return self.arm.removesuffix(self.settings)
 
 

@@ -25,8 +25,10 @@ def hashed(config: Config) -> Config:
 
 
 def check_recipes(points: Sequence[GridPoint], configs: Sequence[Config]) -> None:
-    """UserError for a recipe that a user's model cannot take, and for a model that cannot be trained on tokens, with
-    what was swept of its run."""
+    """Raise UserError for a recipe that a user's model cannot take, and for a model that cannot be trained on tokens.
+
+    The message has the run's swept keys.
+    """
     own = [pair for pair in zip(points, configs, strict=True) if _is_users(pair[1])]
     if not own:
         return

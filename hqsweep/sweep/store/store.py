@@ -82,7 +82,7 @@ class RunStore:
             ) from None
 
     def mend(self, sweep: str, say: Callable[[str], None]) -> None:
-        """Make a sweep's damaged list of runs again from its folders, and tell `say`. Raises UserError as create()
+        """Rebuild a sweep's damaged list of runs from its folders, and report it to `say`. Raises UserError as create()
         does."""
         folder = self.root / sweep
         if not folder.is_dir():
@@ -276,11 +276,12 @@ def _take_back_if_damaged(run: RunDir, say: Callable[[str], None]) -> None:
 
 
 def _create_run(run: RunDir, point: PlannedRun, arm: str, needed: Collection[Path] = ()) -> RunDir:
-    """Write config, manifest and status of a run. One that is finished or at work keeps them; another takes the new
-    config, which can differ only in what cannot change a number (track, engine).
+    """Write config, manifest and status of a run. A finished or active run keeps its own.
 
-    needed: checkpoints that forks wait for. Anything else in the place of one is deleted, and a finished trunk that
-    lacks one is pending again, and keeps the points that it has.
+    Another run takes the new config, which can differ only in keys that cannot change a number (track, engine).
+
+    needed: checkpoints that forks wait for. Anything else in the place of one is deleted. A finished trunk that lacks
+    one is pending again, and keeps its other points.
     """
     run.path.mkdir(exist_ok=True)
     with suppress(Busy), run.lock():
