@@ -5,7 +5,7 @@ one kernel (hqsweep.ops.model.adam) reads and writes each array once, with the a
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -238,14 +238,9 @@ class FusedAdam(torch.optim.AdamW):
             )
         if own or fused:  # kernels do not change versions, by which old cached operands are found
             torch.autograd.graph.increment_version(masters)
-        plain = [(local(p), m) for p, m in zip(grads, masters, strict=True) if not (local(p) is m or _is_held(p))]
-        if plain:
-            foreach_copy_(*map(list, zip(*plain, strict=True)))
-        spread = [p for p in grads if is_spread(p)]
-        if spread:  # the writes to parts did not count
-            torch.autograd.graph.increment_version(spread)
-            note_update()
-        return dict(zip(grads, masters, strict=True))
+        updated = dict(zip(grads, masters, strict=True))
+        _write_plain(updated)
+        return updated
 
     def _dtype(self, p: Tensor) -> torch.dtype:
         """The dtype of the update, which is the master's."""
@@ -325,6 +320,17 @@ def _uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
 def _norm(gradients: dict[Tensor, Tensor], norm: Norm | None) -> Tensor:
     every = list(gradients.values())
     return norm_of(every) if norm is None else norm(list(gradients), every)
+
+
+def _write_plain(masters: Mapping[Tensor, Tensor]) -> None:
+    """Copy masters into plain parameters. masters: parameter -> its master, or this rank's part of it."""
+    plain = [(local(p), m) for p, m in masters.items() if not (local(p) is m or _is_held(p))]
+    if plain:
+        foreach_copy_(*map(list, zip(*plain, strict=True)))
+    spread = [p for p in masters if is_spread(p)]
+    if spread:  # the writes to parts did not count
+        torch.autograd.graph.increment_version(spread)
+        note_update()
 
 
 def _is_held(p: Tensor) -> bool:

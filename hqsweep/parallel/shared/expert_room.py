@@ -51,10 +51,7 @@ class ExpertRoom:
         """Return Dispatcher.send_counts() for equally many rows on every rank."""
         group, number = groups["group"], current().microbatch
         ranks, rank, experts = group.size(), group.rank(), len(tokens) // group.size()
-        told = torch.cat([tokens, tokens.new_full((1,), rows), tokens.new_full((1,), number)])
-        all_told = told.new_empty(ranks * len(told))
-        all_gather(all_told, told, group=group)
-        all_told = all_told.view(ranks, -1)
+        all_told = _all_told(tokens, rows, number, group)
         first = self._known.get((rows, number))
         if first is None:  # waits, the first time
             first = self._known[rows, number] = _first_microbatch(all_told, rows)
@@ -120,6 +117,14 @@ def check_room(model: nn.Module, where: str = "") -> None:
     for room in dict.fromkeys(dispatcher.room for dispatcher in dispatchers if dispatcher is not None):
         if room is not None:
             room.check(where)
+
+
+def _all_told(tokens: Tensor, rows: int, microbatch: int, group: dist.ProcessGroup) -> Tensor:
+    """Return int64 [W, E + 2]: of each rank its rows for each expert, its number of rows, and its microbatch."""
+    told = torch.cat([tokens, tokens.new_full((1,), rows), tokens.new_full((1,), microbatch)])
+    all_told = told.new_empty(group.size() * len(told))
+    all_gather(all_told, told, group=group)
+    return all_told.view(group.size(), -1)
 
 
 def _first_microbatch(told: Tensor, rows: int) -> int:

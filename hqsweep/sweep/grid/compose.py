@@ -216,6 +216,18 @@ class Composer:
         params = [o for key, o in self.overrides.parse(_params(base)).items() if key not in common and key not in inner]
         outer = [*params, *common.values()]
         check_size(self._size(arms, outer), f"conf={self.name}")
+        points, differences, keys = self._points(arms, outer)
+        named = labels(differences.values())
+        labelled = [
+            replace(point, arm=named[own].arm, settings=named[own].settings)
+            for point, own in zip(points.values(), differences.values(), strict=True)
+        ]
+        return with_study(labelled, parse_study(keys))
+
+    def _points(
+        self, arms: Sequence[tuple[str, dict[str, Override]]], outer: Sequence[Override]
+    ) -> tuple[dict[str, GridPoint], dict[str, Difference], dict[str, Any]]:
+        """Return the points without labels and their differences, both by content, and the keys of the study."""
         points: dict[str, GridPoint] = {}
         differences: dict[str, Difference] = {}
         keys: dict[str, Any] = {}
@@ -235,12 +247,7 @@ class Composer:
                         overrides=(f"{ARMS}=null", *choice) if arm else choice,
                         whole=not differences[content].fields and not any(key.startswith("recipe.") for key in own),
                     )  # fmt: skip
-        named = labels(differences.values())
-        labelled = [
-            replace(point, arm=named[own].arm, settings=named[own].settings)
-            for point, own in zip(points.values(), differences.values(), strict=True)
-        ]
-        return with_study(labelled, parse_study(keys))
+        return points, differences, keys
 
     def _size(self, arms: Sequence[tuple[str, dict[str, Override]]], outer: Sequence[Override]) -> int:
         """Return the number of points, including points that repeat others."""
