@@ -81,7 +81,7 @@ def _check_outputs(bits: float | None, out: Path | None, csv: Path | None, html:
 
 
 def _check_captured(path: Path) -> None:
-    """Raises Damaged where `path` is a run that has ended, or in one, and what it captured is not what it was then."""
+    """Raise Damaged if `path` is an ended run, or in one, and its captured operands have changed since."""
     from hqsweep.sweep.store import seal
     from hqsweep.sweep.store.run_dir import RunDir
 
@@ -94,7 +94,8 @@ def _check_captured(path: Path) -> None:
 
 
 def _probed(matrices: Sequence[Any], quantizers: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of jobs.probe for all matrices and quantizers; on stderr what it will take, and how far it is."""
+    """Return rows of jobs.probe for all matrices and quantizers. Prints the expected time and the progress on
+    stderr."""
     from rich.markup import escape
     from rich.progress import Progress, TimeElapsedColumn
 

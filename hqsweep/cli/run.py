@@ -157,7 +157,7 @@ def _time_ahead(ahead: Any) -> str:
 
 
 def _longer(plan: Any, words: list[str], planned: Callable[[list[str]], Any], more: int, *, dry_run: bool) -> Any:
-    """The plan of the longer sweep. Unless it is a dry run, its folders are made, and hold what its runs go on from."""
+    """Return the plan of the longer sweep. Unless it is a dry run, make its folders with the starts of its runs."""
     from hqsweep.sweep.engine import launch, more_steps
     from hqsweep.sweep.store.run_dir import RunDir
     from hqsweep.sweep.store.store import RunStore

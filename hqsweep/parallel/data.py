@@ -108,7 +108,7 @@ def gather_in_linear_dtype(model: nn.Module, autocast: torch.dtype | None = None
 
 
 def _linear_dtype(parameter: Any, autocast: torch.dtype | None) -> torch.dtype | None:
-    """The dtype in which an FSDPParam is gathered if only linears use it; None for other parameters."""
+    """Return the dtype in which fully_shard gathers a parameter that only linears use; None for other parameters."""
     [dtype, *others] = {_rounds_to(owner, name, autocast) for owner, name in fsdp_owners(parameter)}
     own, local_tensor = parameter.sharded_param.dtype, parameter.sharded_param.to_local()
     if others or dtype is None or not own.is_floating_point or hasattr(local_tensor, "fsdp_pre_all_gather"):

@@ -1,9 +1,10 @@
 """LinearShare: how the ranks of a group share a linear. Exchange: the messages of one call.
 
 column: a rank has rows of W [N, K], and computes columns of y from the whole x. Gradients of x are summed over ranks.
-row: a rank has columns of W and of x. The products are summed over ranks to y, and dy is whole. With a sequence axis
-the tokens of the whole x or y are split over ranks: it is gathered before, and sums stay split (Korthikanti et al.,
-arXiv 2205.05198).
+row: a rank has columns of W and of x. The products are summed over ranks to y, and dy is whole.
+
+With a sequence axis the tokens of the whole x or y are split over ranks. It is gathered before the product, and sums
+stay split (Korthikanti et al., arXiv 2205.05198).
 """
 
 import math

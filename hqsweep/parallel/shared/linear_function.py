@@ -185,7 +185,7 @@ def begin_input(state: BackwardState, tensors: Sequence[Tensor], *, early: bool)
 
 
 def stays(call: SharedCall) -> bool:
-    """Return whether the saved tensors of x, which ranks exchange, stay in place until backward."""
+    """Return whether the saved tensors of x keep their memory until backward, so that ranks may send them early."""
     return call.exchange is not None and not torch.compiler.is_compiling() and not is_hooked()
 
 

@@ -56,7 +56,7 @@ class Route(ABC):
 
     @property
     def end(self) -> Tensor | None:
-        """int64 [1] on the device: the number of received rows; None if no rows are unused."""
+        """int64 [1] on the device: the number of received rows; None if every row is in use."""
         return None
 
     def marked(self, routing: Routing) -> Routing:
