@@ -134,23 +134,7 @@ def _work(run: RunDir, holds: Callable[[], bool], do: Do) -> int:
     before, began = run.seen(), time.monotonic()
     if before["state"] == "finished" or before["reason"] == CANCELLED:  # since this one was started
         return 0
-    tracker: Tracker = NullTracker()
-    try:
-        _listen()  # first, so that whoever stops a run that says it is running is written down
-        run.write_status(
-            state="running", reason=None, exit_code=None, pid=os.getpid(), host=socket.gethostname(),
-            attempt=before["attempt"] + 1, started=time.time(), ended=None,
-        )  # fmt: skip
-        tracker = NullTracker() if ranks_of(run.config()) > 1 else open_tracker(run)
-        do(run, tracker)
-        outcome: dict[str, Any] = {"state": "finished", "exit_code": 0}
-    except Stopped as stop:
-        _deafen()
-        outcome = {"state": "interrupted", "reason": str(stop), "exit_code": stop.exit_code}
-    except Exception as error:
-        traceback.print_exc()
-        outcome = {"state": "failed", "reason": reason_of(error), "exit_code": EXIT_FAILED}
-    _deafen()
+    tracker, outcome = _attempt(run, before["attempt"] + 1, do)
     if not holds():  # it was deleted, and a folder that is there now may be another worker's
         print(f"{run.name}: the folder was deleted while the run went on", flush=True)
         tracker.finish(EXIT_FAILED)
@@ -164,6 +148,28 @@ def _work(run: RunDir, holds: Callable[[], bool], do: Do) -> int:
         sys.stdout.flush()
         os._exit(outcome["exit_code"])  # the exit handlers of a stuck tracker would wait for it for ever
     return outcome["exit_code"]
+
+
+def _attempt(run: RunDir, number: int, do: Do) -> tuple[Tracker, dict[str, Any]]:
+    """Do the run, as its attempt of that number. Return its tracker, and the fields of its last status."""
+    tracker: Tracker = NullTracker()
+    try:
+        _listen()  # first, so that a signal to a run whose status is running is written down
+        run.write_status(
+            state="running", reason=None, exit_code=None, pid=os.getpid(), host=socket.gethostname(),
+            attempt=number, started=time.time(), ended=None,
+        )  # fmt: skip
+        tracker = NullTracker() if ranks_of(run.config()) > 1 else open_tracker(run)
+        do(run, tracker)
+        outcome: dict[str, Any] = {"state": "finished", "exit_code": 0}
+    except Stopped as stop:
+        _deafen()
+        outcome = {"state": "interrupted", "reason": str(stop), "exit_code": stop.exit_code}
+    except Exception as error:
+        traceback.print_exc()
+        outcome = {"state": "failed", "reason": reason_of(error), "exit_code": EXIT_FAILED}
+    _deafen()
+    return tracker, outcome
 
 
 def _do_job(run: RunDir, sink: RowSink | QuietSink, find: FindFactory) -> None:
