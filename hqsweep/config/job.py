@@ -150,9 +150,10 @@ CALIBRATE_DISTRIBUTIONS = ("normal", "laplace", "t5", "t3", "outlier_channels", 
 
 
 class ParitySection(Section):
-    """Formats, distributions and shapes that are compared to the byte, and the checks that compare them. ranks: in how
-    many processes on this machine, 2 or 4 or both as [2,4], what several ranks compute together is compared with one
-    process."""
+    """Formats, distributions and shapes that are compared to the byte, and the checks that compare them.
+
+    ranks: the numbers of processes on this machine whose joint results are compared with one process: 2, 4 or [2,4].
+    """
 
     formats: Names
     distributions: Names

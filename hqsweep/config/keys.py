@@ -1,4 +1,4 @@
-"""The keys of a run and their plain values, without what its recipe means.
+"""The keys of a run and their plain values, without the meaning of its recipe.
 
 A mistyped key is reported before torch is imported, which takes longer than all else here. job.py checks the meaning of
 the recipe.

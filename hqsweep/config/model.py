@@ -93,10 +93,10 @@ class UserModel(Section):
 
 
 class HFModelConfig(UserModel):
-    """A causal language model of Hugging Face, from a folder with config.json and safetensors, or, without its trained
-    weights (pretrained=false), from config.json alone; nothing is downloaded, and no code of the folder is run.
+    """A causal language model of Hugging Face, from a folder with config.json and safetensors.
 
-    hash: the hash of its config and, where they are read, its weights; the sweep's command fills it in.
+    With pretrained=false, config.json alone is read, without trained weights. Nothing is downloaded, and no code of the
+    folder is run. hash: the hash of its config and, if they are read, its weights; the sweep's command fills it in.
     """
 
     kind: Literal["hf"]

@@ -1,9 +1,9 @@
 """Attention of Hugging Face's models by recipe.dpa, through its AttentionInterface.
 
-Attention is computed in the middle of a module's forward, by the function that config._attn_implementation names. That
-name is replaced by the name of a function here. It computes converted modules by hqsweep's attention, and leaves all
-others, and those in high precision, to the function that was there before. Each earlier function has a name of its own
-here, under which its masks are made: an unknown name would have none at all.
+A module's forward calls the attention function that config._attn_implementation names. This name is replaced by the
+name of a function here. It runs hqsweep's attention for converted modules. For other modules, and in high precision, it
+calls the earlier function. Each earlier function has a new name here, under which its masks are made: an unknown name
+would have none at all.
 """
 
 import inspect

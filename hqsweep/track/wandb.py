@@ -37,8 +37,11 @@ _FOLDER = re.compile(r"(?:offline-)?run-\d{8}_\d{6}-(?P<id>.+)")
 
 
 def open_run(run: RunDir, config: Mapping[str, Any], known_id: str | None = None) -> Tracker:
-    """The mirror of a run: group = sweep, job type = job, the same id when it is resumed, and as tags its arm, and
-    whether it is a trunk or a fork. known_id: known_id_of(run), where its folders are deleted since."""
+    """Return the mirror of a run: group = sweep, job type = job, and the same id when it is resumed.
+
+    Its tags are its arm, and whether it is a trunk or a fork. known_id: known_id_of(run), if its folders were
+    deleted.
+    """
     manifest, fork = run.manifest(), fork_of(config)
     role, point = ("whole run", "") if fork is None else ("trunk", "") if fork.is_trunk else ("fork", fork.start)
     arm = "trunk" if role == "trunk" else visible(manifest["arm"])
@@ -79,12 +82,11 @@ def known_id_of(run: RunDir) -> str | None:
 
 
 def log_report(sweep_path: Path, track: Mapping[str, Any], report: Path, arms: Sequence[Mapping[str, Any]]) -> bool:
-    """Mirror a report as a run of job type report beside the runs of the sweep: the verdicts of `arms` (of `hqsweep
-    compare --json`) as a table, the verdict and gap of each in its summary, the forest plot, and the folder `report` as
-    an artifact.
+    """Mirror a report as a run of job type report beside the runs of the sweep. Return whether everything is stored.
 
-    `track` is the section of that name of a run's config. Returns whether everything is stored, on the server or,
-    offline, in the sweep's folder.
+    It has the verdicts of `arms` (of `hqsweep compare --json`) as a table, the verdict and gap of each in its summary,
+    the forest plot, and the folder `report` as an artifact. `track`: the section of that name in a run's config. It is
+    stored on the server or, offline, in the sweep's folder.
     """
     group, name = _group(sweep_path.name), visible(f"report {report.name}")[:NAME_LENGTH]
     tracker = _open(sweep_path, track, group=group, job_type="report", name=name)

@@ -1,9 +1,9 @@
-"""Longer runs from finished ones: `hqsweep run ... --more-steps N` makes a sweep with N steps more, whose runs go on
-from checkpoints of the finished runs, and end with the rows and weights that they would have from step 1 on.
+"""Longer runs from finished ones: `hqsweep run ... --more-steps N` makes a sweep with N steps more.
 
-That holds up to the last step at which the longer run has the learning rates and recipes of the shorter one. Warm-up is
-kept in steps, so that step comes before the decay, or before a change of recipe at a part of the steps. There is no
-such checkpoint if all that are left lie in the decay.
+Its runs continue from checkpoints of the finished runs, and end with the rows and weights of a run from step 1 on. This
+holds up to the last step at which both runs have the same learning rates and recipes. Warm-up is kept in steps, so that
+step comes before the decay, or before a change of recipe at a part of the steps. There is no such checkpoint if all
+remaining ones lie in the decay.
 """
 
 import math

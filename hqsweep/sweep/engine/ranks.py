@@ -1,6 +1,7 @@
-"""The ranks of a run over several processes: torch's elastic launcher starts them from the run's worker, which holds
-the folder and watches them, and a rank that fails says why before it ends. They are forks of a server of the worker,
-which has imported what ranks need, once for all of them and for the runs that follow in this worker.
+"""The ranks of a run over several processes: torch's elastic launcher starts them from the run's worker.
+
+The worker holds the folder and watches the ranks. A rank that fails says why before it ends. Ranks are forks of the
+worker's server, which has imported their modules once for all ranks and later runs of this worker.
 
 The first failure ends all ranks. Its consequences (such as a connection that the dead rank has closed) are not
 reported: a rank that has lost another gives way, so that the launcher sees the cause first.
@@ -145,12 +146,14 @@ class Nodes:
 
 
 def launch(nodes: Nodes, key: str, run: RunDir, imports: Sequence[str], meeting: Meeting | None = None) -> None:
-    """Do the run by every rank of this machine, until all have ended: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT are in their environment. CPU threads are shared out. Call it from the main thread.
+    """Run every rank of this machine, until all have ended.
 
-    imports: the words that tell a worker which Python factories it may import; key: equal on all machines, and another
-    for every attempt. Raises RankFailed with the rank that ended first and why, and torch's SignalException at SIGTERM
-    or SIGINT; in either case no rank is left.
+    RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in their environment. CPU threads are shared out. Call
+    it from the main thread.
+
+    imports: a worker's arguments with the Python factories that it may import. key: equal on all machines, and another
+    for every attempt. Raises RankFailed with the rank that ended first and its reason, and torch's SignalException at
+    SIGTERM or SIGINT; in either case no rank is left.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 

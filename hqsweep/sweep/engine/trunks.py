@@ -1,5 +1,7 @@
-"""Forks and their starts: a trunk of the same sweep, by the name of its run, or a checkpoint of an earlier run, by the
-hash of its file and after a check of the config that it was trained with.
+"""Forks and their starts.
+
+A start is a trunk of the same sweep, by the name of its run, or a checkpoint of an earlier run. A checkpoint is known
+by the hash of its file, and its config is checked against the fork's.
 """
 
 import hashlib
@@ -49,9 +51,10 @@ Pair = tuple[GridPoint, Config]
 def linked(
     grid: Sequence[GridPoint], configs: Sequence[Config], study: ForkStudy, there: Collection[str] = ()
 ) -> tuple[list[Pair], str]:
-    """The runs of a fork study with canonical configs in which every fork names its start; a trunk that several points
-    of the grid share comes once. And a line on the source that trunks begin from, "" for random weights. there: the
-    ends of the names of the sweep's runs.
+    """Return the runs of a fork study, in which every fork names its start, and a line on the source of the trunks.
+
+    Configs are canonical. A trunk that several points of the grid share comes once. The line is "" for random weights.
+    there: the ends of the names of the sweep's runs.
 
     Raises:
         UserError: fork.trunk is no checkpoint, or one of another model, data, vocabulary or training.
@@ -210,9 +213,12 @@ def _source(config: ConvergenceConfig, study: ForkStudy) -> Path | None:
 
 
 def rewarm_steps(beta2: float) -> int:
-    """How long a re-warm is by default, where the optimizer's moments are gone: 100 steps, or 3 / (1 - beta2) if that
-    is more. After t steps the second moment averages over (1 - beta2^t) / (1 + beta2^t) of the samples that it does in
-    the end: 90 % of them at t = ln 19 / -ln beta2, which is 2.94 / (1 - beta2) for a beta2 near 1."""
+    """Return the default length of a re-warm without the optimizer's moments: 100 steps, or 3 / (1 - beta2) if that is
+    more.
+
+    After t steps the second moment averages over (1 - beta2^t) / (1 + beta2^t) of its final samples. It is 90 % at t =
+    ln 19 / -ln beta2, which is 2.94 / (1 - beta2) for a beta2 near 1.
+    """
     return max(LEAST_REWARM, math.ceil(3 / (1 - beta2)))
 
 

@@ -1,9 +1,9 @@
-"""The names of arms: a recipe's name and what differs from it, as in mxfp8_input-nvfp4_lr-0.002.
+"""The names of arms: a recipe's name and its differences, as in mxfp8_input-nvfp4_lr-0.002.
 
-A label is the same as arm, beginning of a run's folder, legend of a plot and word of --baseline, so it has neither
-spaces nor characters with a meaning to a shell or a file system. Where one label of a grid is long, all of its labels
-take a shorter form (grad, dq; then x, w and dy for the operands of a linear), and what is still too long is cut and
-gets a hash.
+A label is the same as arm, beginning of a run's folder, legend of a plot and word of --baseline. So it has neither
+spaces nor characters with a meaning to a shell or a file system. If one label of a grid is long, all of its labels take
+a shorter form (grad, dq; then x, w and dy for the operands of a linear). Labels that are still too long are cut, and
+get a hash.
 """
 
 import hashlib

@@ -1,6 +1,7 @@
-"""The checks of users' own models before anything starts: the recipes of the grid by the shapes of modules, a trial of
-each model on a few tokens, and the vocabulary of data that has to be read for it. Files are checked before torch is
-imported (checkpoints.user_model).
+"""Checks of users' own models before anything starts.
+
+They check the recipes of the grid by the shapes of modules, try each model on a few tokens, and read the vocabulary of
+data if the model needs it. Files are checked before torch is imported (checkpoints.user_model).
 """
 
 from collections.abc import Iterable, Sequence

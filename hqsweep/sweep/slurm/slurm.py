@@ -1,8 +1,8 @@
-"""engine=slurm: a task of a Slurm array for each run, submitted by submitit; the forks of an arm from one trunk share a
-task, which starts when the trunk's has finished.
+"""engine=slurm: each run is a task of a Slurm array, submitted by submitit.
 
-A run's folder has the id of its job, so the same command again finds the jobs that wait or run and follows them instead
-of submitting a second time. No process here has to stay alive: jobs go on without us.
+The forks of an arm from one trunk share a task, which starts after the trunk's task. A run's folder has the id of its
+job, so the same command again finds waiting and running jobs, and follows them instead of submitting twice. No process
+here has to stay alive: jobs go on without it.
 """
 
 import io

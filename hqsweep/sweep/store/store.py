@@ -62,12 +62,16 @@ class RunStore:
         study: Mapping[str, Any] | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> list[RunDir]:
-        """The folders of these runs, in grid order, made where they are missing. Repeating a call changes nothing; a
-        call with other runs adds them to the sweep. study: the keys of the sweep as a whole, StudyConfig as JSON; None
-        keeps those that it has. A run that ended and is damaged is pending again, one that was cut off is repaired
-        (repair()), and a damaged list of runs is made again from the folders; `say` is told all of this. Raises
-        UserError for a sweep name that is no plain folder name, for a folder in which nothing can be written, and for a
-        sweep of an earlier version, which had no checksum."""
+        """Return the folders of these runs, in grid order; make missing ones.
+
+        Repeating a call changes nothing; a call with other runs adds them to the sweep. study: the keys of the sweep as
+        a whole, StudyConfig as JSON; None keeps the present ones. An ended run that is damaged is pending again, an
+        interrupted one is repaired (repair()), and a damaged list of runs is made again from the folders. `say` gets a
+        line on each.
+
+        UserError for a sweep name that is no plain folder name, for a folder that cannot be written, and for a sweep of
+        an earlier version, which had no checksum.
+        """
         if not re.fullmatch(r"[A-Za-z0-9._+-]*[A-Za-z0-9_+-]", sweep):
             raise UserError(f"sweep: '{sweep}' is not a folder name; use letters, digits and any of . _ + -")
         try:
