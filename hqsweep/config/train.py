@@ -279,7 +279,7 @@ class TrainConfig(Section):
 
 
 class StatsConfig(Section):
-    """Error statistics of all microbatches, every `every` steps; 0 for never. `gemm` adds the error of each GEMM output.
+    """Error statistics of all microbatches, every `every` steps; 0 for never. `gemm` adds errors of GEMM outputs.
 
     At the step capture_at, the operands of all linears in the first microbatch are written to captured/ in the run's
     folder, for `hqsweep probe`.
