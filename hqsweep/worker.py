@@ -108,7 +108,7 @@ def _among_others(run: RunDir, do: Do) -> int | None:
 
 
 def _is_ours(run: RunDir) -> bool:
-    """Whether ranks have done it, or it is a training in which no Python factory makes the quantizers or the model."""
+    """Return whether ranks have run it, or no Python factory makes its quantizers or its model."""
     config: Mapping[str, Any] = {"job": None}
     with contextlib.suppress(Damaged):
         config = run.config()
@@ -120,7 +120,7 @@ def _is_ours(run: RunDir) -> bool:
 
 
 def _alone(run: RunDir, do: Do) -> int:
-    """The run, if no other worker has it; returns the exit code."""
+    """Do the run, unless another worker has it; return the exit code."""
     try:
         with run.lock(wait_s=LOCK_WAIT_S) as holds:
             return _work(run, holds, do)
@@ -214,7 +214,7 @@ def _rank(run: RunDir, find: FindFactory) -> int:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """Restore the handlers of signals afterwards, by which they end a process that waits for a run."""
+    """Restore the handlers of signals afterwards, which end a process that waits for a run."""
     before = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGALRM)}
     yield
     for number, handler in before.items():

@@ -76,7 +76,7 @@ def _format_in(format: Format, dtype: torch.dtype) -> Format:
 
 @contextmanager
 def built_in(dtype: torch.dtype) -> Iterator[None]:
-    """Weights that are built inside, and held quantized, are made of values in dtype by quantizer_in()."""
+    """Build held quantized weights inside from values in dtype, by quantizer_in()."""
     with held_in(lambda quantizer: quantizer_in(quantizer, dtype)):
         yield
 

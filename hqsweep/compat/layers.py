@@ -131,7 +131,7 @@ class LayerNormMLP(_OverRanks, _LayerNormMLP):
         return total, self.fc2(in_dtype(activate(z, self.activation), x.dtype))
 
     def give_keys(self, state: dict[str, Any], prefix: str) -> None:
-        """TakesKeys.give_keys; its linears have no _extra_state of their own there."""
+        """TakesKeys.give_keys. In TransformerEngine its linears have no separate _extra_state."""
         for inner in ("fc1", "fc2"):
             state.pop(f"{prefix}{inner}.{EXTRA_STATE}")
         super().give_keys(state, prefix)
@@ -278,7 +278,7 @@ def _same_mask(kind: str, argument: str, asked: Any, own: str) -> None:
 
 
 def _check_heads(kind: str, width: int, heads: int, arguments: dict[str, Any]) -> None:
-    """UserError for arguments by which q, k and v lie otherwise than here."""
+    """Raise UserError for arguments with another layout of q, k and v."""
     groups, channels = arguments["num_gqa_groups"], arguments["kv_channels"]
     fused, interleaved = arguments["fuse_qkv_params"], arguments["qkv_weight_interleaved"]
     if width % heads:

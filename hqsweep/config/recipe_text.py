@@ -58,12 +58,11 @@ def _check_quantizer(text: str) -> None:
 
 
 def check_pairs(recipe: Any, parts: Sequence[str]) -> None:
-    """UserError with the products of these parts of a recipe (linear, grouped_linear, dpa, head) whose operands cannot
-    meet, whatever the sizes are.
+    """Raise UserError with all products of these parts whose operands cannot meet, for any sizes.
 
-    The caller has modules that follow these parts. No override, schedule or Python factory is looked at that would have
-    another recipe for them: a part that one may change passes here, and recipe.validate, which knows the modules,
-    checks it.
+    parts: linear, grouped_linear, dpa, head. The caller has modules that follow these parts. Overrides, schedules and
+    Python factories are not read. A part that one of them may change passes here; recipe.validate, which knows the
+    modules, checks it.
     """
     if not isinstance(recipe, Mapping) or recipe.get("qfactory") or recipe.get("schedule"):
         return

@@ -56,7 +56,7 @@ def _too_deep() -> ValueError:
 
 
 MAX_NODES = 20_000
-"""Keys and values of a config with all that its aliases and references stand for."""
+"""The most keys and values of a config, after its aliases and references are replaced."""
 _PLAIN = re.compile(r"\$\{\s*(?P<dots>\.*)(?P<key>[A-Za-z_][\w-]*(?:\.[\w-]+|\[[\w-]+\])*)\s*\}")
 
 
@@ -109,8 +109,10 @@ class _Expansion:
         return self.known[path]
 
     def _target(self, match: re.Match[str], path: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
-        """The value that a reference leads to and its path: of the nearest one that is there. Where another reference
-        stands on the way, that one, which stands for no less."""
+        """Return the value of a reference and its path: the nearest existing one.
+
+        If another reference is on the way, that one is returned, which has at least as much content.
+        """
         start = path[: max(0, len(path) - len(match["dots"]))] if match["dots"] else ()
         value, target = self._at(start), start
         for part in re.findall(r"[\w-]+", match["key"]):

@@ -28,7 +28,7 @@ PREFIX = "hqsweep_"
 """The beginning of a name, before the name of the implementation that it leaves in place: hqsweep_sdpa,
 hqsweep_eager."""
 TAKEN = ("sdpa", "eager")
-"""The implementations whose masks say for each position whether it is attended to."""
+"""The implementations whose masks are per position."""
 REFUSED = {
     "softcap": "soft-caps its scores",
     "position_bias": "adds a bias to its scores",
@@ -112,7 +112,7 @@ class Interface:
         return o.to(dtype), s
 
     def _plain(self, module: nn.Module) -> Callable[..., Any]:
-        """The function that was there before; eager is the one in the file of the module's class."""
+        """Return the earlier function; for eager, the function in the file of the module's class."""
         if self.implementation == "eager":
             return _forward_of(module).__globals__["eager_attention_forward"]
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

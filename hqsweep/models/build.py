@@ -74,7 +74,7 @@ def _is_name(config: FactoryModelConfig) -> bool:
 
 
 def _called(config: FactoryModelConfig) -> nn.Module:
-    """The model that the function returns; UserError where it raises, or returns something else."""
+    """Return the function's model. UserError if it raises, or returns another type."""
     where, call = f"model.{TARGET}", f"{config.target}({', '.join(f'{k}={v!r}' for k, v in config.args.items())})"
     if _is_name(config):
         raise UserError(f"{where}: {config.target} is a Python function, which is not imported here")
@@ -90,8 +90,10 @@ def _called(config: FactoryModelConfig) -> nn.Module:
 
 
 def vocab_fault(model: nn.Module, vocab_size: int) -> str | None:
-    """Why a model cannot take this many tokens, as a part of a sentence: no embedding of it has rows for them, or its
-    output projection does not."""
+    """Return why a model cannot take this many tokens, as a part of a sentence; None if it can.
+
+    Either no embedding has enough rows, or the output projection does not.
+    """
     tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     if tables and max(tables) < vocab_size:
         return f"its embedding has {max(tables)} rows"

@@ -41,7 +41,7 @@ ADAPTERS = ("lora_", "modules_to_save")
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A module that is taken."""
+    """A module that convert() takes."""
 
     module: nn.Module
     kind: Kind
@@ -247,8 +247,10 @@ def _kind_of(module: nn.Module) -> Kind:
 def _plan(
     model: nn.Module, kinds: Sequence[Kind], filter_fn: Filter | None, head: bool
 ) -> tuple[list[Target], list[Skipped], list[Skipped]]:
-    """(taken, skipped, left): the modules of these kinds, and the others that multiply by weights. A converted module
-    counts as taken."""
+    """Return (taken, skipped, left): the modules of these kinds, and the others that multiply by weights.
+
+    A converted module counts as taken.
+    """
     projection, unheard, targets, skipped, left = output_projection(model), bypassed(model), [], [], []
     chosen, others = experts_per_row(model), [kind for kind in KINDS if kind not in kinds]
     for fqn, module in model.named_modules():
@@ -325,7 +327,7 @@ def _ties(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def _nothing(model: nn.Module, skipped: Sequence[Skipped]) -> str:
-    """The sentence for a model of which nothing is taken."""
+    """Return the sentence for a model without a module to take."""
     start = f"convert: nothing of {type(model).__name__} is taken"
     if skipped:
         names = "; ".join(f"{module.name}: {module.why}" for module in skipped[:3])

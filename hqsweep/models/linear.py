@@ -187,7 +187,7 @@ def weight_fault(weight: Tensor) -> str | None:
 
 
 class _Shown(torch.autograd.Function):
-    """x as it is, whose gradient is shown to `look`."""
+    """Returns x as it is. Backward passes its gradient to `look`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, look: Callable[[Tensor], None]) -> Tensor:

@@ -128,8 +128,10 @@ def experts_per_row(model: nn.Module) -> int:
 
 
 def why_left(module: nn.Module, others: Sequence[Kind]) -> str | None:
-    """Why a module stays as it is though none of the wanted kinds matches; None for one that multiplies by no weight.
-    others: the kinds that options of convert() exclude."""
+    """Return why a module stays unconverted though no wanted kind matches; None if it multiplies by no weight.
+
+    others: the kinds that options of convert() exclude.
+    """
     if not multiply_adds(module):
         return None
     if isinstance(module, QuantizedModule):

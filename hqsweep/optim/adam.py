@@ -167,7 +167,7 @@ class FusedAdam(torch.optim.AdamW):
 
     @torch.no_grad()
     def _renew_masters(self, params: Iterable[Tensor] | None = None) -> None:
-        """Make new masters of parameters, by default of all, to which others have written."""
+        """Make new masters for parameters that other code has written; by default for all."""
         for p, master in self._masters_of(self.state if params is None else params).items():
             if self._rounded.is_stale(p, master):
                 local(master).copy_(values_of(p))
@@ -280,7 +280,7 @@ class FusedAdam(torch.optim.AdamW):
         return spread_like(p, part.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as torch has it."""
+        """Return the state in torch's form."""
         self._renew_masters()
         return _uncompiled(super().state_dict)()
 

@@ -193,7 +193,7 @@ class Encoder:
         return self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
 
     def _check(self, name: str, text: str, unknown: int, tokens: int) -> None:
-        """UserError where more is unknown than is allowed; of a share it is judged after a thousand tokens."""
+        """Raise UserError if more is unknown than allowed. A share is judged after a thousand tokens."""
         if unknown > self.setup.allow_unknown * max(tokens, 1000):
             missed = self.coverage.example(text)[:SHOWN]
             points = " ".join(f"U+{ord(character):04X}" for character in missed[:4])

@@ -99,8 +99,7 @@ class Coverage:
         self.tried: dict[str, bool] = {}
 
     def unknown(self, text: str, ids: np.ndarray) -> int:
-        """The number of tokens of `ids` that stand for text that is not covered, or of characters of `text` that are
-        left out."""
+        """Return the number of unknown tokens in `ids`, or of dropped characters of `text`."""
         if self.complete:
             return 0
         if self.unknown_id is not None:

@@ -108,7 +108,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def _with_ties(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights, also by the other names of parameters that are tied in the model."""
+    """Return the weights, also under the other names of tied parameters."""
     named = dict(model.named_parameters(remove_duplicate=False))
     there = {id(p): weights[name] for name, p in named.items() if name in weights}
     return weights | {name: there[id(p)] for name, p in named.items() if name not in weights and id(p) in there}

@@ -75,8 +75,10 @@ def _group(sweep: str) -> str:
 
 
 def known_id_of(run: RunDir) -> str | None:
-    """The id under which W&B has the run, by the folder of its first start; None before it. So a run that an earlier
-    version started keeps the id of then."""
+    """Return the id of the run in W&B, from the folder of its first start; None before that.
+
+    So a run that an earlier version started keeps its id.
+    """
     starts = sorted((run.path / "wandb").glob("*run-*"), key=lambda path: path.name.removeprefix("offline-"))
     return next((match["id"] for path in starts if (match := _FOLDER.fullmatch(path.name))), None)
 

@@ -97,8 +97,10 @@ class StepRunner:
         return results
 
     def evaluate(self, measure: Update, batch: Batch, step: int) -> float:
-        """The one number that measure(*batch, At(step=step)) returns. Where updates are a graph, it runs as a graph
-        from the second time on."""
+        """Return the single number of measure(*batch, At(step=step)).
+
+        If updates are a graph, it runs as a graph from the second time on.
+        """
         if self._evaluation or self._capture_evaluation(measure, batch, step):
             self._evaluation.counter.fill_(step)
             return self._evaluation(batch)[0].item()

@@ -90,8 +90,7 @@ def _at_exit() -> None:
 
 
 class _Failing:
-    """A stream that cannot be flushed, by which Python knows that the clean-up failed: other handlers are still called,
-    as they would not be after os._exit()."""
+    """A stream that cannot be flushed. It makes Python exit with a failure, while other exit handlers still run."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -199,8 +198,7 @@ _BESIDE: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def _beside(group: Any) -> Any:
-    """A group of the same ranks on gloo, made once, because the training goes on with collectives in the other
-    group."""
+    """Return a gloo group of the same ranks, made once. The training goes on with collectives in the other group."""
     group = group or dist.group.WORLD
     if group not in _BESIDE:
         ranks = dist.get_process_group_ranks(group)

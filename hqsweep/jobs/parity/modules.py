@@ -170,7 +170,7 @@ def export_check(config: ParityConfig, device: torch.device) -> Rows:
 
 
 def imported(exported: str) -> CustomRecipe:
-    """The recipe of an exported module, in which only the imports of TransformerEngine are replaced."""
+    """Return the recipe of an exported module, with only the imports of TransformerEngine replaced."""
     names: dict[str, object] = {}
     text = re.sub(r"^from transformer_engine[\w.]* import", "from hqsweep.compat import", exported, flags=re.M)
     exec(compile(text, "exported.py", "exec"), names)
@@ -226,7 +226,7 @@ def causality_check(config: ParityConfig, device: torch.device) -> Rows:
 
 
 def shares_scales(format: Format) -> bool:
-    """Whether a scale of the format stands for elements of more than one row."""
+    """Return whether a scale of the format covers elements of more than one row."""
     return any(buffer.rows != 1 for buffer in format.layout.values())
 
 

@@ -49,7 +49,7 @@ class SweepPlan:
     begun: str = ""
     """The source that the trunks of a fork study begin from, "" for random weights."""
     data: tuple[Config, ...] = ()
-    """Configs that lead to the data of the runs, with the hashes of these."""
+    """Configs that lead to the data of the runs, with the hashes of the data."""
     same: tuple[str, ...] = ()
     """A line for each arm that quantizes nothing on its model, or that has another arm's operands there."""
     imports: tuple[str, ...] = ()
@@ -103,8 +103,9 @@ def plan(
     workers: int | None = None,
     importer: Importer | None = None,
 ) -> SweepPlan:
-    """The grid of `conf=NAME KEY=VALUE...`; `workers` stands for engine.workers. Without an importer, Python factories
-    stay names, and such a plan cannot be started.
+    """Return the plan of `conf=NAME KEY=VALUE...`. `workers` replaces engine.workers.
+
+    Without an importer, Python factories stay names, and such a plan cannot be started.
 
     Raises:
         UserError: whatever is wrong in any point of the grid.
@@ -201,7 +202,7 @@ def start(plan: SweepPlan, display: Display, *, force: bool = False) -> list[Run
 
 
 def _check_device(config: Config) -> None:
-    """UserError when this machine, on which the run will be, has no GPU that it needs, or not the tensor cores."""
+    """Raise UserError if this machine, which will run the run, lacks its GPU or tensor cores."""
     section = "train" if isinstance(config, ConvergenceConfig) else config.job
     wanted = getattr(config, section).device
     if wanted == "cuda" and not torch.cuda.is_available():

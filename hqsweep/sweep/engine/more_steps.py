@@ -27,7 +27,7 @@ CHANGED = ("train.steps", "train.warmup", "sweep")
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """A finished run, and the step of its checkpoint that a longer one goes on from."""
+    """A finished run, and the step of the checkpoint from which its longer run continues."""
 
     run: RunDir
     path: Path
@@ -58,7 +58,7 @@ def longer_words(words: Sequence[str], configs: Sequence[Any], more: int) -> lis
 
 
 def _same_warmup(rise: float, steps: int) -> float:
-    """The fraction of `steps` that is `rise` steps, exact to the last bit where a float has it."""
+    """Return the fraction of `steps` that is `rise` steps, exact to the last bit if a float can be."""
     near = rise / steps
     for fraction in (near, math.nextafter(near, 0), math.nextafter(near, 1)):
         if fraction * steps == rise:

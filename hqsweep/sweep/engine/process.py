@@ -45,7 +45,7 @@ def slots(workers: int | None, runs_per_gpu: int | None, gpus_per_run: int | Non
 
 
 def _groups(gpus: Sequence[str], workers: int | None, size: int) -> list[dict[str, str]]:
-    """Neighbouring GPUs for each run; where there are too few for one, all that is there."""
+    """Return neighbouring GPUs for each run; all GPUs if there are too few for one run."""
     room = len(gpus) // size
     if room == 0:
         return [{}] * (workers or 1)
@@ -240,7 +240,7 @@ class Slot:
     idle: WorkerProcess | None = None
 
     def worker_for(self, run: RunDir, log: BinaryIO) -> WorkerProcess:
-        """The worker to which the run was handed: the idle one, else a new one."""
+        """Hand the run to a worker, and return it: the idle one, else a new one."""
         worker, self.idle = self.idle, None
         if worker is None or not worker.take(run):
             if worker is not None:

@@ -132,7 +132,7 @@ LOST = (
     "NCCL",
     "recvValue",
 )
-"""The words in messages of errors by which a rank learns that it has lost another."""
+"""Words in error messages by which a rank learns that it has lost another rank."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,7 +78,7 @@ def _text(pairs: Sequence[Pair], form: Callable[[Sequence[Pair]], list[Pair]], l
 
 
 def _told_apart(texts: Mapping[K, str], room: Mapping[K, int]) -> dict[K, str]:
-    """The texts, cut to their room where they are longer, with a hash after what is cut or would be another's."""
+    """Return the texts, cut to their room if they are longer. A cut or ambiguous text gets a hash."""
     counts = Counter(texts.values())
     return {
         key: text if len(text) <= room[key] and counts[text] == 1 else f"{text[: room[key] - 5]}_{_digest(key)}"

@@ -255,8 +255,8 @@ class Composer:
         return sum(counts) * math.prod(len(self.overrides.choices(o)) for o in outer)
 
     def _arms(self, base: DictConfig, common: dict[str, Override]) -> list[tuple[str, dict[str, Override]]]:
-        """The arms that the sweep names, with their overrides by key; one without a name and overrides where it names
-        none."""
+        """Return the sweep's named arms, with their overrides by key; without names one nameless arm without
+        overrides."""
         stated = common[ARMS].value() if ARMS in common else base.get(ARMS)
         if stated is None:
             return [("", {})]

@@ -50,11 +50,11 @@ PARTS |= {"embedding": (), "norm": ()}
 
 
 def open_quantizers(config: DictConfig, key: str) -> None:
-    """Spell out the part of a recipe that `key` is a field of, so that the rest of the part stays as it was.
+    """Spell out the part of a recipe with the field `key`, so that the rest of the part stays unchanged.
 
-    For a key such as recipe.dpa.qkv the section becomes {tensor: quantizer}: of what the recipe says, or else of what
-    the section would resolve to. For one such as recipe.dpa.qkv.columnwise the quantizer becomes {rowwise, columnwise,
-    columnwise_source} as well. A key of anything else, or of a recipe that is a Python factory, changes nothing.
+    For a key such as recipe.dpa.qkv the section becomes {tensor: quantizer}: as stated in the recipe, or else as the
+    section would resolve. For a key such as recipe.dpa.qkv.columnwise the quantizer becomes {rowwise, columnwise,
+    columnwise_source} as well. Other keys, and a recipe that is a Python factory, change nothing.
     """
     top, *path = key.split(".")
     recipe = OmegaConf.select(config, "recipe") if top == "recipe" else None

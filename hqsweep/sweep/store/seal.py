@@ -49,7 +49,7 @@ def write(folder: Path, status: bytes) -> None:
 
 
 def remove(folder: Path) -> None:
-    """The run goes on, or is to be repeated."""
+    """Delete the seal of a run that goes on, or is to be repeated."""
     (folder / FILE).unlink(missing_ok=True)
 
 
