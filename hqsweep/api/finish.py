@@ -76,7 +76,7 @@ def warnings_of(results: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def after_failures(results: Sequence[dict[str, Any]]) -> str | None:
-    """What to do about the runs that did not finish; None where all did. One whose loss diverged would do so again."""
+    """Return advice about runs that did not finish; None if all did. A run whose loss diverged would diverge again."""
     failed = [result for result in results if result["state"] != "finished"]
     others = [result for result in failed if not str(result["reason"]).startswith("loss is ")]
     lines, count = [], len(results)

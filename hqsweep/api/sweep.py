@@ -26,7 +26,7 @@ from hqsweep.sweep.store.run_dir import RunDir
 
 FACTS = ("run", "arm", "recipe", "seed", "design", "trunk", "point", "state", "reason", "diverged", "step", "steps",
          "seconds", "tokens_per_s")  # fmt: skip
-"""The columns of Sweep.runs that every sweep has, except those of forks."""
+"""The columns of Sweep.runs that every sweep has, except the columns of forks."""
 OF_FORKS = ("design", "trunk", "point")
 APART = ("config.seed", "config.data.hash")
 """The keys of the config that have columns of their own."""
@@ -51,7 +51,7 @@ class Run:
 
     @property
     def folders(self) -> list[RunDir]:
-        """Its folder alone, for what takes sweeps and runs."""
+        """A list with its folder, for functions that take sweeps and runs."""
         return [self.folder]
 
     @property

@@ -54,8 +54,6 @@ def run(
     'recipe.linear.input=nvfp4|mxfp8' sets one tensor's row and column formats. seeds.until=decided adds seeds until
     every arm has a verdict.
     """
-    from hqsweep.config.jobs import CHECKED_TABLES
-    from hqsweep.report.pages.checks import job_tables
     from hqsweep.sweep.console import SafeConsole, open_display
     from hqsweep.sweep.grid.run_words import read
 
@@ -77,17 +75,27 @@ def run(
 
     display, told, look = open_display(SafeConsole(stderr=True)), partial(say, err=True), partial(say, err=as_json)
     ended = finish(plan, words, planned, display, say=told, look=look, force=force)
-    runs, growth = ended.runs, ended.growth
-    results = [launch.result(run) for run in runs]
+    results = [launch.result(run) for run in ended.runs]
     if plan.first.engine.slurm.detach:
         print_result(as_json, results)
         return
+    raise typer.Exit(_print_ended(ended, results, plan.first.sweep, junit_file, as_json=as_json))
+
+
+def _print_ended(
+    ended: Any, results: list[dict[str, Any]], sweep: str, junit_file: Path | None, *, as_json: bool
+) -> int:
+    """Print the results of runs that have ended, and write them as JUnit XML. Returns the exit code."""
+    from hqsweep.config.jobs import CHECKED_TABLES
+    from hqsweep.report.pages.checks import job_tables
+
+    runs, growth = ended.runs, ended.growth
     rows = {table: [row for run in runs for row in run.rows(table)] for table in CHECKED_TABLES}
     checked = [row for part in rows.values() for row in part]
     if junit_file:
         from hqsweep.report.gate.ci import run_rows, write_junit  # which takes pandas
 
-        write_junit(junit_file, plan.first.sweep, [*run_rows(runs), *checked])
+        write_junit(junit_file, sweep, [*run_rows(runs), *checked])
     failed = any(result["state"] != "finished" for result in results)
     decided = growth.comparison if growth else None
     tables = [rows_table("results", results, RESULT_COLUMNS)] if failed or not (checked or decided) else []
@@ -98,10 +106,10 @@ def run(
 
         said, tables = said | document(decided), [*tables, rich_table(decided)]
     print_result(as_json, said, *job_tables(rows), *tables)
-    _hint(as_json, results, plan.first.sweep)
+    _hint(as_json, results, sweep)
     if failed:
-        raise typer.Exit(EXIT_FAILED)
-    raise typer.Exit(EXIT_MISMATCH if any(row["status"] == "FAIL" for row in checked) else 0)
+        return EXIT_FAILED
+    return EXIT_MISMATCH if any(row["status"] == "FAIL" for row in checked) else 0
 
 
 def _hint(as_json: bool, results: list[dict[str, Any]], sweep: str) -> None:
@@ -149,7 +157,7 @@ def _time_ahead(ahead: Any) -> str:
 
 
 def _longer(plan: Any, words: list[str], planned: Callable[[list[str]], Any], more: int, *, dry_run: bool) -> Any:
-    """The plan of the longer sweep. Unless it is a dry run, its folders are made, and hold what its runs go on from."""
+    """Return the plan of the longer sweep. Unless it is a dry run, make its folders with the starts of its runs."""
     from hqsweep.sweep.engine import launch, more_steps
     from hqsweep.sweep.store.run_dir import RunDir
     from hqsweep.sweep.store.store import RunStore

@@ -35,7 +35,7 @@ class _Shared(TakesKeys, InActivationDtype):
     parameters, plain or held quantized, and exchanges results over the group."""
 
     pieces: int = 1
-    """How many matrices lie one below the other in the weight; a rank has its part of each."""
+    """The number of matrices in the weight, one below the other. A rank has its part of each."""
 
     def _build(
         self,

@@ -78,7 +78,7 @@ def HybridQuantizer(
     columnwise_quantizer: _Quantizer,
     columnwise_source: str = "original",
 ) -> _Quantizer:
-    """The rowwise format of the one and the columnwise format of the other."""
+    """Return a quantizer with the rowwise format of the first and the columnwise format of the second."""
     for name, quantizer in (("rowwise", rowwise_quantizer), ("columnwise", columnwise_quantizer)):
         if not isinstance(quantizer, _Quantizer | RowwiseQuantizer):
             raise UserError(f"HybridQuantizer: {name}_quantizer is {quantizer!r}; it takes a quantizer (not a request)")
@@ -109,7 +109,8 @@ def Float8CurrentScalingQuantizer(
     scale: Any = None,
     amax: Any = None,
 ) -> _Quantizer:
-    """fp8_current: one scale for the tensor, from its own amax. scale and amax are buffers there, and say nothing."""
+    """Return fp8_current: one scale for the tensor, from its own amax. scale and amax are buffers there, without effect
+    here."""
     kind = "Float8CurrentScalingQuantizer"
     refuse(kind, {"use_existing_amax": use_existing_amax, "with_amax_reduction": with_amax_reduction})
     element, pow2 = _element(kind, fp8_dtype), flag(kind, "force_pow_2_scales", force_pow_2_scales)
@@ -278,7 +279,7 @@ def _element(where: str, dtype: DType) -> str:
 
 
 def _one_of(where: str, argument: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    """UserError for a value that is none of these; it is compared with nothing of another type."""
+    """Raise UserError for a value outside `allowed`. It is compared only with values of its type."""
     if not any(type(value) is type(known) and value == known for known in allowed):
         listed = " or ".join(str(known) for known in allowed)
         raise UserError(f"{where}: {argument} is {shown(value)}; it takes {listed}")

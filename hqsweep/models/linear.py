@@ -62,8 +62,11 @@ def check_dtype(part: LinearBase, weight: Tensor, dtype: torch.dtype) -> None:
 
 
 class ByPart:
-    """The forward of a converted module with one product. Where every slot is an identity of the call's dtype, its own
-    forward runs, so that it is equal to the bit; on a step with a probe, the same product."""
+    """The forward of a converted module with one product.
+
+    If every slot is an identity of the call's dtype, its own forward runs, and the results are equal to the bit. On a
+    step with a probe, the same product runs here.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         part = getattr(self, PARTS)[0]
@@ -184,7 +187,7 @@ def weight_fault(weight: Tensor) -> str | None:
 
 
 class _Shown(torch.autograd.Function):
-    """x as it is, whose gradient is shown to `look`."""
+    """Returns x as it is. Backward passes its gradient to `look`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, look: Callable[[Tensor], None]) -> Tensor:
@@ -224,9 +227,11 @@ def probed_product(call: LinearCall, product: Callable[[Tensor, Tensor], Tensor]
 
 
 def output_projection(model: nn.Module) -> nn.Module | None:
-    """The linear that makes logits of the vocabulary; else None. It is the one that the model names
-    (get_output_embeddings, as Hugging Face has it), or the last linear, if it has a row for each entry of an
-    nn.Embedding."""
+    """Return the linear that makes logits of the vocabulary; else None.
+
+    It is the one that the model names (get_output_embeddings, as in Hugging Face), or the last linear, if it has a row
+    for each entry of an nn.Embedding.
+    """
     said = getattr(model, "get_output_embeddings", None)
     if callable(said):
         try:

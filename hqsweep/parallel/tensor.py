@@ -292,7 +292,7 @@ def _style(module: nn.Module, sequence: int | None, *, is_head: bool) -> Paralle
 
 
 def check_linear(module: nn.Module, mesh: DeviceMesh, axis: int, pieces: int = 1) -> None:
-    """UserError for a module that is no Linear, a weight that lies over ranks already, and features that ranks do not
+    """Raise UserError for a module that is no Linear, a weight already over ranks, and features that ranks do not
     divide."""
     name = getattr(module, "name", "") or type(module).__name__
     if not isinstance(module, Linear):

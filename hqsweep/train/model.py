@@ -167,8 +167,8 @@ class GPTAdapter:
         self.has_aux = any(isinstance(module, LayerNormMoE) for module in model.modules())
 
     def losses(self, inputs: Tensor, targets: Tensor, saving: Saving = nullcontext) -> Losses:
-        """The losses. The one that is minimized adds load_balance times the loss of the balance to the cross
-        entropy."""
+        """Return the losses. The minimized loss is the cross entropy plus load_balance times the loss of the
+        balance."""
         loss, balance = self.model.loss(inputs, targets, saving)
         minimized = loss + self.load_balance * balance.loss if balance.tokens else loss
         return Losses(cross_entropy=loss, minimized=minimized, balance=balance)

@@ -171,6 +171,14 @@ def test_memory_that_runs_out_in_a_command_is_exit_3(error: Exception, monkeypat
     assert (result.exit_code, result.stderr.count("\n")) == (3, 1) and str(error) in result.stderr
 
 
+@pytest.mark.parametrize("words", ["from hqsweep import gone", "import hqsweep.gone"])
+def test_a_missing_import_of_ours_keeps_its_traceback(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hqsweep.track.machine.facts", lambda: exec(words))
+    result = hqsweep("version")
+    assert isinstance(result.exception, ImportError) and "gone" in str(result.exception)
+    assert "memory cannot be had" not in result.stderr
+
+
 def test_dry_run_prints_the_grid_and_starts_nothing(folder: Path) -> None:
     words = ["run", "conf=convergence", "recipe=bf16,mxfp8", "seed=0,1", "--dry-run"]
     rows = json.loads(hqsweep(*words, "--json").stdout)

@@ -48,7 +48,7 @@ class QuantizedModule(nn.Module):
     """The mode of its GEMMs outside autocast."""
 
     expert: int | None = None
-    """The expert of a grouped linear that this module stands for; None: no expert."""
+    """The expert of a grouped linear that this module represents; None: no expert."""
 
     BOUNDARIES: Mapping[str, str] = MappingProxyType({})
     """Boundary slot -> the attribute that holds its role."""
@@ -137,8 +137,8 @@ class QuantizedModule(nn.Module):
         return self._autocast[1]
 
     def unread_boundaries(self) -> list[QuantizerRole | None]:
-        """Return the roles with which a factory is asked for boundary slots without a reader: None, as in
-        TransformerEngine."""
+        """Return a None for each boundary slot without a reader. As in TransformerEngine, a factory gets None as its
+        role."""
         return [role for role in self.boundary_roles().values() if role is None]
 
     def call_facts(self) -> dict[str, Any]:
@@ -228,8 +228,7 @@ class Boundary:
     """The role of a boundary slot, as a descriptor.
 
     Setting another role drops autocast's resolved quantizers, and the slot has no quantizer until the next
-    set_recipe().
-    Setting the same role does nothing.
+    set_recipe(). Setting the same role does nothing.
     """
 
     def __init__(self, slot: str) -> None:
@@ -281,11 +280,9 @@ def set_recipe(model: nn.Module, recipe: AnyRecipe | Section | HybridQuantizer |
     recipe: also a recipe's name, a path, or a format ("format:nvfp4"), which applies to all products, as does a section
     of linears. Each role is resolved once, and layers are counted over the whole model. A schedule is not followed.
 
-    Raises:
-        UserError: as recipe.resolve() does; for products whose operands cannot meet, overrides that match no module,
-          two
-            modules with one name that would draw the same random bits, and a model without modules of hqsweep.nn. The
-            model is unchanged then.
+    UserError as recipe.resolve() raises it; for products whose operands cannot meet, overrides that match no module,
+    two modules with one name that would draw the same random bits, and a model without modules of hqsweep.nn. The model
+    is unchanged then.
     """
     from hqsweep.nn.core.recipe_argument import whole_recipe  # not every module needs the parser of recipes
 

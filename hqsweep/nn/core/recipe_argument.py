@@ -27,9 +27,9 @@ RECIPE_KEYS = ("linear", "qfactory", "_target_")
 
 
 def recipe_or_section(recipe: RecipeArgument, module_type: str, name: str) -> AnyRecipe | Section:
-    """Return a recipe (given, by name, or from its config), or else the module's section.
+    """Return a recipe (an object, a name, or a config), or else the module's section.
 
-    UserError, with the module's name, for anything else.
+    UserError, with the module's name, for any other argument.
     """
     if isinstance(recipe, str | os.PathLike):
         recipe = first_stage(recipe, name)

@@ -41,7 +41,7 @@ class LayerNormMLP(AddsBranch):
         self.fc2 = Linear(ffn, dim, name=f"{name}.fc2", **shared)
 
     def get_quantizer_roles(self, *, fwd: bool) -> list[QuantizerRole | None]:
-        """The roles of fc1, then those of fc2."""
+        """Return the roles of fc1, then the roles of fc2."""
         return self.fc1.get_quantizer_roles(fwd=fwd) + self.fc2.get_quantizer_roles(fwd=fwd)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from hqsweep.recipe.sections import LinearQuantizers
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """x [..., K] as a matrix; one that is there already costs autograd no node."""
+    """Return x [..., K] as a matrix. A matrix is returned as it is, without a node of autograd."""
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
@@ -30,8 +30,10 @@ def as_rows(x: Tensor) -> Tensor:
 def linear_product(
     call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | None, known: KnownInput = NOTHING
 ) -> Tensor:
-    """y [..., N] of x [..., K], weight [N, K] and bias [N], in the dtype and by the quantizers of the call. known: of
-    x, before it is quantized."""
+    """Return y [..., N] of x [..., K], weight [N, K] and bias [N], in the call's dtype and by its quantizers.
+
+    known: facts of x that are known before it is quantized.
+    """
     biases = () if bias is None else (bias,)
     rows = input_in(as_rows(x), call.dtype, call.name)
     y = call.rounded("output", LinearFunction.apply(rows, call, known, 1, weight, *biases))
@@ -39,7 +41,7 @@ def linear_product(
 
 
 class LinearBase(QuantizedModule):
-    """What single and grouped linears have in common: their settings, and the fields of a call."""
+    """Base of single and grouped linears: their settings, and the fields of a call."""
 
     BOUNDARIES = BOUNDARIES
     output_quantizer_role = Boundary("output")
@@ -47,7 +49,7 @@ class LinearBase(QuantizedModule):
     parallel: LinearRanks | None = None
     """How ranks share the linear, and compute it; None: this rank has all of it."""
     weight_name: str | None = None
-    """The attribute of a converted module that is the weight of this part of it; None for other linears."""
+    """The name of the weight in a converted module, for this part of it; None for other linears."""
 
     def __init__(
         self,
@@ -91,9 +93,10 @@ class Linear(LinearBase):
     itself stays in its own dtype (FP32 master) and receives dw in it, unrounded. The gradient of the bias is the sum of
     the unquantized dy in float32. Inside quantized_model_init the weight is a HybridQuantizedTensor, whose operands are
     multiplied as they are. The role of each slot is QuantizerRole("linear", tensor, name).
-    With output_quantizer_role (grad_input_quantizer_role), the role of whoever reads y (dx), y (dx) is rounded to the
-    rowwise values of that role's quantizer; gradients pass that rounding unchanged. UserError, at the call, for a held
-    weight of another quantizer and for a missing main_grad.
+
+    output_quantizer_role is the role of the module that reads y: y is rounded to the rowwise values of that role's
+    quantizer. grad_input_quantizer_role does the same for dx. Gradients pass the rounding unchanged. UserError, at the
+    call, for a held weight of another quantizer and for a missing main_grad.
     """
 
     module_type = "linear"
@@ -129,11 +132,11 @@ class Linear(LinearBase):
         return self._product(x)
 
     def branch(self, x: Tensor) -> Branch:
-        """forward(x) for a norm that reads it next: where ranks sum it, the sum may be left to that norm."""
+        """Return forward(x) for a norm that reads it next. If y is a sum over ranks, the norm may add the summands."""
         return self(x) if self.parallel is None else self.parallel.branch(self, x)
 
     def _product(self, x: Tensor, known: KnownInput = NOTHING) -> Tensor:
-        """forward(x). known: of x, before it is quantized."""
+        """Return forward(x). known: facts of x that are known before it is quantized."""
         if torch.compiler.is_compiling() and is_held([self.weight]):
             return self._product_untraced(x, known)
         if self.parallel is not None:

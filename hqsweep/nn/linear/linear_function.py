@@ -21,10 +21,10 @@ from hqsweep.ops.quantize.kernels import in_dtype
 
 
 class LinearFunction(torch.autograd.Function):
-    """x [M, K], then `count` weights ([N, K] each, or one [E, N, K]), then the biases likewise, if any -> y [M, N].
+    """x [M, K], `count` weights ([N, K] each, or one [E, N, K]), then as many biases, if any -> y [M, N].
 
-    It saves x's columnwise operand as codes (with save_original x itself), and of the weights what flatten_weights
-    gives: the columnwise operands that are held, or the weights, from which backward makes them again.
+    It saves x's columnwise operand as codes, or x itself with save_original. Of the weights it saves the tensors of
+    flatten_weights: held columnwise operands, or the weights, from which backward makes the operands again.
     """
 
     @staticmethod

@@ -1,9 +1,8 @@
-"""Rows of tokens on their way to the ranks that hold their experts, and back: all_to_all with uneven splits.
+"""Dispatch of token rows to the ranks of their experts, and back: all_to_all with uneven splits.
 
-Rows stand at an expert as they would in one process with the tokens of all ranks, one rank's after the other's, so that
-every sum over them has the order that it has there. Ranks first exchange how many rows they have for each expert.
-Without room for any numbers of them (expert_room) the host waits for these once a layer, as torch's all_to_all takes
-numbers of rows from the host.
+At an expert, rows are in the order of one process with the tokens of all ranks: by rank, then by token. So every sum
+over them has the same order. Ranks first exchange how many rows they have for each expert. torch's all_to_all takes
+these numbers from the host, so that the host waits once a layer. With expert_room it does not wait.
 """
 
 from dataclasses import dataclass
@@ -26,18 +25,20 @@ from hqsweep.parallel.shared.token_route import Codes, Route, known_splits
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Dispatcher:
-    """The ranks of a group, each of which holds as many of the experts as the others, in the order of ranks."""
+    """The ranks of a group, which share the experts equally, in the order of ranks."""
 
     group: Any
-    """The process group over whose ranks the experts are spread."""
+    """The process group over which the experts are spread."""
     same_experts: Any
-    """The process group of the ranks that hold the experts of this one: they share amaxes of delayed scaling."""
+    """The process group with the same experts as this rank. It shares amaxes of delayed scaling."""
     room: ExpertRoom | None = None
-    """The room for rows at each rank's experts; None: for as many as come, for which the host waits."""
+    """The room for rows at each rank's experts; None: any number of rows, for which the host waits."""
 
     def send_counts(self, tokens: Tensor, rows: int, multiple: int = 1) -> Route:
-        """The route of so many rows, which are sorted by expert; tokens: int64 [E], the rows of each. A collective.
-        multiple: experts are filled up with rows of zeros to a multiple of it."""
+        """Return the route of `rows` rows, sorted by expert. tokens: int64 [E], the rows of each expert. A collective.
+
+        multiple: experts are padded with zero rows to a multiple of it.
+        """
         groups = {"group": self.group, "same_experts": self.same_experts}
         if self.room is not None:
             return self.room.route(tokens, rows, multiple, groups)
@@ -60,15 +61,17 @@ class Dispatcher:
 
 
 def _sent_format(grouped: GroupedLinear, tensor: str) -> Format | None:
-    """The format in which the rows of "input" or "grad_output" can come from other ranks as codes, in a call now: that
-    of their rowwise operand, where nothing else is made of their values. There are no biases."""
+    """Return the format in which rows of "input" or "grad_output" can come from other ranks as codes; None: as values.
+
+    It is the format of their rowwise operand, if no other operand needs their values. Without biases.
+    """
     quantizer = getattr(grouped.active_quantizers(), tensor)
     columnwise = torch.is_grad_enabled() and grouped.weight.requires_grad
     return quantizer.rowwise if sends_codes(quantizer, columnwise) and not current().probe else None
 
 
 def _waited_route(tokens: Tensor, multiple: int, groups: dict[str, Any]) -> Route:
-    """The route of rows whose numbers the host waits for."""
+    """Return the route of rows whose numbers the host waits for."""
     group = groups["group"]
     ranks, rank, microbatch = dist.get_world_size(group), dist.get_rank(group), current().microbatch
     mine = tokens.view(ranks, -1)
@@ -102,17 +105,20 @@ def _waited_route(tokens: Tensor, multiple: int, groups: dict[str, Any]) -> Rout
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _WaitedRoute(Route):
-    """A route of numbers that the host knows."""
+    """A route whose numbers of rows the host knows."""
 
     sent: list[int]
-    """How many rows go to each rank."""
+    """The number of rows for each rank."""
     taken: list[int]
-    """How many rows come from each rank."""
+    """The number of rows from each rank."""
     order: Tensor
-    """int64: the order of the experts, and within each that of ranks, as indices into the R rows that came, which lie
-    by rank. R + e stands for a row of zeros that fills up this rank's expert e."""
+    """int64: row indices into the R received rows, which are sorted by rank; the result is sorted by expert, then by
+    rank.
+
+    Index R + e is a zero row that pads this rank's expert e.
+    """
     inverse: Tensor
-    """int64 [R]: the place in `order` of each row that came."""
+    """int64 [R]: the place of each received row in `order`."""
 
     @property
     def fills_up(self) -> bool:

@@ -1,4 +1,4 @@
-"""TensorParallel: what a linear has of the ranks that share it."""
+"""TensorParallel: the part of a linear that knows the ranks which share it."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -38,24 +38,26 @@ class TensorParallel(LinearShare):
     """How the ranks of a group share a linear, and compute with it (hqsweep.nn.core.wire.LinearRanks)."""
 
     layer: LayerWeights | None = None
-    """The weights of the call of the layer that runs now, if they are made beforehand."""
+    """The weights of the running call of the layer, if they are prefetched."""
 
     def call(self, linear: Linear, shape: Sequence[int]) -> SharedCall:
-        """A call with an input [*shape, K]."""
+        """Return a call with an input [*shape, K]."""
         call = SharedCall(**linear.linear_facts(), exchange=self.exchange(shape))
         link_states([stored(linear.weight)], linear.states)  # and not a view of the part
         return call
 
     def prefetched(self, linear: Linear) -> Prefetched:
-        """The operands of the linear's weight that are made, once."""
+        """Return the prefetched operands of the linear's weight, once."""
         return Prefetched() if self.layer is None else self.layer.take(linear)
 
     def product(self, linear: Linear, x: Tensor, known: KnownInput) -> Tensor:
         return self._product(x, linear, handover_of(known, self.layer))
 
     def branch(self, linear: Linear, x: Tensor, turns: Turns | None = None) -> Branch:
-        """product() for a norm that reads it next: Summands where it is a sum over ranks of rows of tokens. turns: how
-        x is written, where left_of() gives a LeftOutput, and part_in_turn() says so."""
+        """Return product() for a norm that reads it next: Summands if it is a sum of rows over ranks.
+
+        turns: the writer of x, if left_of() gives a LeftOutput and part_in_turn() allows it.
+        """
         left = self.left_of(linear, x)
         if left is None:
             return linear(x)
@@ -64,8 +66,10 @@ class TensorParallel(LinearShare):
         return left.take(self._product(x, linear, handover))
 
     def left_of(self, linear: Linear, x: Tensor) -> LeftOutput | None:
-        """Where a call leaves the sum over ranks of its output; None where that is more than a sum, or is read by
-        others than the caller."""
+        """Return where a call defers the sum of its output over ranks.
+
+        None if the output is more than a sum, or has other readers than the caller.
+        """
         plain = type(linear).forward is Linear.forward and linear.bias is None and not is_observed(linear)
         if not (plain and self.sequence is not None and use_kernels(x)) or torch.compiler.is_compiling():
             return None
@@ -92,8 +96,10 @@ class TensorParallel(LinearShare):
         return *added, NormedPart(early=early, gradient=gradient if gradient.is_taken else None)
 
     def prefetch(self, linear: Linear, shape: Sequence[int]) -> AnyOperand | None:
-        """The rowwise operand of the weight for a call with an input [*shape, K], before it is asked for; None where
-        it is made of more than the weight, or somebody observes the call."""
+        """Return the rowwise operand of the weight for a call with an input [*shape, K], before its use.
+
+        None if the operand needs more than the weight, or a hook observes the call.
+        """
         if is_observed(linear):
             return None
         early = Prefetched()
@@ -101,8 +107,10 @@ class TensorParallel(LinearShare):
         return early.take("rowwise")
 
     def layer_call(self, layer: nn.Module, shape: Sequence[int]) -> AbstractContextManager:
-        """A context for a call of a transformer layer, of whose x [*shape, D] this linear makes q, k and v: operands of
-        the weights that follow are made while the layer waits for other ranks."""
+        """Return a context for a call of a transformer layer with x [*shape, D]; this linear makes q, k and v.
+
+        Inside, operands of later weights are made while the layer waits for other ranks.
+        """
         qkv, proj, fc1, fc2 = layer.attn.qkv, layer.attn.proj, layer.mlp.fc1, layer.mlp.fc2
         if torch.compiler.is_compiling():
             return nullcontext()

@@ -1,6 +1,6 @@
-"""SharedChunks: the chunks of linear_cross_entropy where ranks share the vocabulary, or have some of the tokens each.
+"""SharedChunks: the chunks of linear_cross_entropy if ranks share the vocabulary, or the tokens.
 
-Ranks that share the vocabulary tell each other four numbers of each row of a chunk (ops.model.loss.loss_parts).
+Ranks that share the vocabulary exchange four numbers for each row of a chunk (ops.model.loss.loss_parts).
 """
 
 import math
@@ -22,7 +22,7 @@ from hqsweep.quant.operand import HybridOperand
 
 
 class SharedChunks(Chunks):
-    """The loss and its gradients on every rank, of this rank's tokens of h and its rows of the weight."""
+    """The loss of all tokens and its gradients, from this rank's tokens of h and its rows of the weight."""
 
     def __init__(self, call: SharedCall, targets: Tensor, count: Tensor, chunk: int) -> None:
         super().__init__(call, targets, count, chunk)
@@ -51,7 +51,8 @@ class SharedChunks(Chunks):
         return result
 
     def _kept_input(self, h: Tensor) -> KeptRows | None:
-        """The rows of h of all ranks, if these have some each, and both directions read them as they are."""
+        """Return the rows of h of all ranks, if ranks share the rows and both directions read unquantized values; else
+        None."""
         part, quantizer = self.call.tokens_of("input", h), self.call.quantizers.input
         plain = all(format.high_precision for format in (quantizer.rowwise, quantizer.columnwise))
         return begin_kept_rows(h, part.group, part.runs) if part is not None and plain else None

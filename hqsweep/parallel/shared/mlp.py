@@ -1,4 +1,4 @@
-"""SharedMLPFunction: MLPFunction of linears that ranks share, in an order that hides what they exchange.
+"""SharedMLPFunction: MLPFunction of shared linears, in an order that hides the exchanges of their ranks.
 
 A rank's part of the activation, and of its gradient, is quantized alone.
 """
@@ -26,7 +26,7 @@ from hqsweep.parallel.shared.tokens import local
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MLPCall:
-    """The calls of fc1 and fc2, and what the steps of each hand on; they have no probe and no boundaries."""
+    """The calls of fc1 and fc2, and the Handover of each. They have no probe and no boundaries."""
 
     first: SharedCall
     second: SharedCall
@@ -42,8 +42,10 @@ class MLPCall:
 
 
 class SharedMLPFunction(torch.autograd.Function):
-    """x [M, D], w1 [inputs * F, D], w2 [D, F] -> fc2(activation(fc1(x))) [M, D], where each rank has some of the F, and
-    may have some of the tokens of x and of the output. With a ticket the gradient of w1 comes late."""
+    """x [M, D], w1 [inputs * F, D], w2 [D, F] -> fc2(activation(fc1(x))) [M, D], with F shared over ranks.
+
+    Ranks may also share the tokens of x and of the output. With a ticket the gradient of w1 comes late.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, call: MLPCall, ticket: Tensor | None, w1: Tensor, w2: Tensor) -> Tensor:
@@ -112,7 +114,7 @@ def _ready(operand: AnyOperand) -> Callable[[], AnyOperand]:
 
 
 def parts_are_alone(fc1: Linear, fc2: Linear, kind: str, x: Tensor) -> bool:
-    """Whether a rank's part of the activation, and of its gradient [tokens, features], is quantized alone."""
+    """Return whether a rank quantizes its part of the activation, and of its gradient [tokens, features], alone."""
     features, width = local(fc1.weight).shape[0], local(fc2.weight).shape[1]
     if features % (8 * INPUTS[kind]) or (fc1.parallel.mode, fc2.parallel.mode) != ("column", "row"):
         return False

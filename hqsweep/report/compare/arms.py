@@ -175,10 +175,25 @@ def null_arms(runs: pd.DataFrame, baseline_of: dict[str, str]) -> dict[str, str]
     return nulls
 
 
+def perturbed(runs: pd.DataFrame, baseline_of: dict[str, str]) -> dict[str, str]:
+    """Return, for each baseline that is itself judged against another arm, what sets them apart: a key of NOISE."""
+    first = runs.drop_duplicates("arm").set_index("arm")
+    found = {}
+    for arm in dict.fromkeys(baseline_of.values()):
+        other = baseline_of[arm]
+        keys = [name for name in NOISE if name in first and first.at[arm, name] != first.at[other, name]]
+        if other != arm and keys:
+            found[arm] = f"differs from '{other}' by {keys[0].removeprefix('config.')} and is judged against it"
+    return found
+
+
 def arm_row(
-    arm: str, family: Family, finals: pd.DataFrame, runs: pd.DataFrame, study: dict[str, Any]
+    arm: str, family: Family, finals: pd.DataFrame, runs: pd.DataFrame, study: dict[str, Any], no_baseline: str
 ) -> dict[str, Any]:
-    """One row of `Comparison.arms`; `finals` and `runs` are this arm's, `study` the cells that all arms have alike."""
+    """Return one row of `Comparison.arms`; `finals` and `runs` are this arm's.
+
+    study: the cells that all arms have alike. no_baseline: as in verdict.sentence().
+    """
     pairs = finals["gap"].dropna()
     row = {
         "arm": arm,
@@ -205,7 +220,7 @@ def arm_row(
         row["gap_pct"] = 100 * row["gap"] / (loss - row["gap"])
     row["needed_minutes"] = row["more"] * row["replicate_minutes"]
     without = runs["run"].isin(finals["run"][finals["final_loss"].isna()])
-    row["sentence"] = sentence(row, runs[without])
+    row["sentence"] = sentence(row, runs[without], no_baseline)
     return row
 
 

@@ -13,7 +13,7 @@ import pandas as pd
 
 from hqsweep.config.study import margin_in_tokens, parse_margin
 from hqsweep.errors import Damaged, UserError
-from hqsweep.report.compare.arms import Comparison, arm_row, baselines, null_arms, paired
+from hqsweep.report.compare.arms import Comparison, arm_row, baselines, null_arms, paired, perturbed
 from hqsweep.report.compare.curves import measures
 from hqsweep.report.compare.families import DECIDES, LOSSES, Family, Rule, judge, parts_of
 from hqsweep.report.compare.frames import Frames, common_end, load
@@ -22,7 +22,7 @@ from hqsweep.report.compare.left_out import note, without_result
 from hqsweep.report.compare.left_out import rows as rows_of
 from hqsweep.report.compare.notes import alike_notes, rewarm_notes, study_notes
 from hqsweep.report.compare.slowdowns import baseline_curves, cells_of, in_loss, slope_notes, slowdowns
-from hqsweep.report.compare.studies import Study, of_one_data, replicate_minutes, study_of
+from hqsweep.report.compare.studies import of_one_data, replicate_minutes, study_of
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.verdicts.estimate import VERDICTS
 from hqsweep.verdicts.slowdown import Slowdown
@@ -80,13 +80,21 @@ def compare(
     left_out = (*frames.left_out, *without_result(trunks.runs), *without_result(frames.runs))
     groups = finals.groupby(finals["arm"].map(baseline_of), sort=False)
     end = common_end(frames.runs)
-    common = {"design": design, "maximum": study.maximum, "identical": identical, "end": end}
-    families = {name: judge(rows, name, nulls.get(name), Rule(margin=margins[name], **common)) for name, rows in groups}
+    rule = {"design": design, "maximum": study.maximum, "identical": identical, "end": end}
+    families = {name: judge(rows, name, nulls.get(name), Rule(margin=margins[name], **rule)) for name, rows in groups}
+    common = {
+        "design": design, "maximum": study.maximum or 0, "margin_tokens": margin_in_tokens(study.margin),
+        "end": math.nan if end is None else end, "replicate_minutes": replicate_minutes(frames.runs, trunks.runs),
+    }  # fmt: skip
+    cells = {
+        arm: own | {"margin_pct": margins[baseline_of[arm]], "identical": identical.get(arm, "")}
+        for arm, own in _cells(families, curves, finals, common).items()
+    }
     return Comparison(
         frames=frames, baseline=baseline, baseline_why=why, baseline_of=baseline_of, window=window, finals=finals,
         design=design, margin_pct=float(np.mean([*margins.values()])), maximum=study.maximum, trunks=trunks,
         margin_tokens=margin_in_tokens(study.margin),
-        arms=_arms(frames, trunks, finals, families, study, identical, curves, margins, end),
+        arms=_arms(frames, finals, families, cells, perturbed(frames.runs, baseline_of)),
         estimates={arm: own for family in families.values() for arm, own in family.estimates.items()},
         points=pd.concat([family.points for family in families.values()], ignore_index=True),
         notes=(
@@ -106,38 +114,44 @@ def _usual_baseline(runs: pd.DataFrame) -> tuple[str, str]:
 
 def _arms(
     frames: Frames,
-    trunks: Frames,
     finals: pd.DataFrame,
     families: dict[str, Family],
-    study: Study,
-    identical: Mapping[str, str],
-    curves: pd.DataFrame,
-    margins: Mapping[str, float],
-    end: int | None,
+    cells: Mapping[str, Mapping[str, Any]],
+    no_baseline: Mapping[str, str],
 ) -> pd.DataFrame:
-    """Comparison.arms. curves: of slowdowns.baseline_curves; margins: of each baseline, in % of its loss."""
-    family_of = {arm: family for family in families.values() for arm in (*_of(family), family.baseline)}
-    common = {
-        "design": frames.runs["design"].iloc[0], "maximum": study.maximum or 0,
-        "margin_tokens": margin_in_tokens(study.margin),
-        "replicate_minutes": replicate_minutes(frames.runs, trunks.runs),
-    }  # fmt: skip
-    of_family = {
+    """Return Comparison.arms. cells: of each arm, those that do not come from its estimate."""
+    family_of = _family_of(families)
+    rows = [
+        arm_row(
+            arm, family_of[arm], finals[finals["arm"] == arm], runs, cells[arm],
+            no_baseline.get(family_of[arm].baseline, ""),
+        )
+        for arm, runs in frames.runs.groupby("arm", sort=False)
+    ]  # fmt: skip
+    rows.sort(key=lambda row: row["arm"] != row["baseline"])
+    return pd.DataFrame(rows)
+
+
+def _cells(
+    families: dict[str, Family], curves: pd.DataFrame, finals: pd.DataFrame, common: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Return, for each arm, `common`, what its baseline's curves say, its slowdown, and the parts of its gap."""
+    of_baseline = {
         name: {
-            "margin_pct": margins[name], "slope": own["slope"].mean(), "end": math.nan if end is None else end,
+            "slope": own["slope"].mean(),
             "steps": own["since"].mean() if own["since"].nunique() == 1 else math.nan,
         }
         for name, own in curves.groupby("arm")
-    }  # fmt: skip
+    }
     found = {arm: one for family in families.values() for arm, one in slowdowns(family, curves, finals).items()}
-    rows = []
-    for arm, runs in frames.runs.groupby("arm", sort=False):
-        family = family_of[arm]
-        cells = common | of_family[family.baseline] | cells_of(found.get(arm, Slowdown())) | parts_of(family, arm)
-        cells["identical"] = identical.get(arm, "")
-        rows.append(arm_row(arm, family, finals[finals["arm"] == arm], runs, cells))
-    rows.sort(key=lambda row: row["arm"] != row["baseline"])
-    return pd.DataFrame(rows)
+    return {
+        arm: common | of_baseline[family.baseline] | cells_of(found.get(arm, Slowdown())) | parts_of(family, arm)
+        for arm, family in _family_of(families).items()
+    }
+
+
+def _family_of(families: dict[str, Family]) -> dict[str, Family]:
+    return {arm: family for family in families.values() for arm in (*_of(family), family.baseline)}
 
 
 def _of(family: Family) -> Sequence[str]:

@@ -36,15 +36,18 @@ def fault(run: Any) -> str:
     return run.state + (f" ({why})" if why else "")
 
 
-def sentence(row: Row, unfinished: pd.DataFrame) -> str:
-    """The verdict in plain words; `unfinished`, the arm's runs (of Frames.runs) without a final loss, come first."""
+def sentence(row: Row, unfinished: pd.DataFrame, no_baseline: str = "") -> str:
+    """The verdict in plain words; `unfinished`, the arm's runs (of Frames.runs) without a final loss, come first.
+
+    no_baseline: why the arm's baseline is a baseline of no arm, as arms.perturbed() says it.
+    """
     trouble = ""
     if len(unfinished):
         trouble = f"{len(unfinished)} of {row['runs']} runs without a result: {_faults(unfinished)}. "
     if row["diverged"]:
         trouble += f"{row['diverged']} of {row['runs']} runs diverged, the first at {row['diverged_at']:,.0f} tokens. "
     doubt = f" {NULL_IN_DOUBT.format(baseline=_name(row))}" if row["null_in_doubt"] else ""
-    return trouble + ("Null arm: " if row["null"] else "") + _finding(row) + doubt
+    return trouble + ("Null arm: " if row["null"] else "") + _finding(row, no_baseline) + doubt
 
 
 def _faults(unfinished: pd.DataFrame) -> str:
@@ -67,7 +70,7 @@ def _name(row: Row) -> str:
     return f"'{row['baseline']}'"
 
 
-def _finding(row: Row) -> str:
+def _finding(row: Row, no_baseline: str) -> str:
     name = _name(row)
     match row["verdict"]:
         case "baseline" if math.isnan(row["final_loss"]):
@@ -80,6 +83,8 @@ def _finding(row: Row) -> str:
             return "No run of this arm has a final loss."
         case "waiting":
             return "It still runs, and waits for seeds that other arms have finished: no gap yet."
+        case "unpaired" if no_baseline:
+            return f"No gap: {name} {no_baseline}, so no arm is paired with it."
         case "unpaired":
             return f"No finished {_unit(row, 1)} in common with {name} and the other arms: no gap."
         case "diverged" if row["pairs"] == 0:

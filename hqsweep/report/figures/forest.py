@@ -26,8 +26,7 @@ SPACE = 7
 """The least distance of labels on a bent axis, in % of the width."""
 ALL_ARMS = "of all arms together"
 WIDE = 1.0
-"""The share by which intervals may lengthen the axis on either side, relative to what gaps, replicates and margin
-cover."""
+"""Intervals may lengthen the axis by this share on either side, relative to gaps, replicates and margin."""
 
 
 VERDICT_COLOURS = {"worse": "#a3320b", "better": "#00568a", "equivalent": "#00664b", "undecided": "#6b5300"}
@@ -182,8 +181,11 @@ def _heading(comparison: Comparison, loss: str) -> str:
 
 
 def scale_of(arms: pd.DataFrame, singles: pd.DataFrame) -> Scale:
-    """An axis that shows every gap, every replicate and the margin, and intervals as far as that leaves them readable:
-    an interval of two replicates can be a hundred times as wide as what was seen."""
+    """Return an axis that shows every gap, every replicate and the margin, and as much of the intervals as stays
+    readable.
+
+    An interval of two replicates can be a hundred times as wide as their gaps.
+    """
     margin = float(arms["margin_pct"].max())
     seen = np.array([*arms["gap_pct"], *singles["gap_pct"], 1.3 * margin, -1.3 * margin])
     seen = seen[np.isfinite(seen)]
@@ -229,7 +231,7 @@ SPEED_TICKS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedLine:
-    """What is drawn of one arm, as a line of the forest plot is, without intervals. Places are in % of the width."""
+    """The drawing of one arm, as a line of the forest plot without intervals. Places are in % of the width."""
 
     arm: str
     colour: str
@@ -246,8 +248,8 @@ class SpeedLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Tokens a second of every run as a dot, and the mean of each arm; `ticks` are (place, label), `rows` what is
-    drawn."""
+    """Tokens a second of every run as a dot, and the mean of each arm. `ticks`: (place, label); `rows`: the drawn
+    data."""
 
     lines: tuple[SpeedLine, ...]
     ticks: tuple[tuple[float, str], ...]

@@ -206,9 +206,11 @@ GRADIENTS = {"dgrad": "Gradient of the input (dgrad)", "wgrad": "Gradient of the
 
 
 def gradient_cosines(comparison: Comparison) -> list[Panel]:
-    """Figures for dgrad and wgrad with a line per layer: 1 - cosine between the GEMM's output and the product in FP32,
-    the median over sampled steps and seeds, and over the experts of a grouped linear, with a marker for each arm, on a
-    logarithmic axis."""
+    """Return figures for dgrad and wgrad with a line per layer and a marker per arm, on a logarithmic axis.
+
+    A value is 1 - cosine between the GEMM's output and the product in FP32: the median over sampled steps, seeds, and
+    experts of a grouped linear.
+    """
     stats, look = by_module(comparison.frames.stats), styles(comparison)
     stats["layer"] = stats["module"]
     outputs = stats[(stats["direction"] == "output") & stats["tensor"].isin(GRADIENTS)]
@@ -256,10 +258,11 @@ KEYS = ["trunk", "seed", "point", "step"]
 
 
 def growth_rows(metrics: pd.DataFrame, runs: pd.DataFrame, baseline_of: Mapping[str, str]) -> pd.DataFrame:
-    """arm, trunk, seed, point, step (since the fork), gap (nats) and gap_pct (% of the baseline's loss at that step):
-    one row per logged train_loss of every fork that the fork of its baseline has as well.
+    """Return arm, trunk, seed, point, step (since the fork), gap (nats) and gap_pct (% of the baseline's loss at that
+    step).
 
-    metrics: run, step, metric, value. runs: run, arm, trunk, seed, point. baseline_of: arm -> its baseline.
+    There is a row for each logged train_loss of a fork that its baseline's fork has, too. metrics: run, step, metric,
+    value. runs: run, arm, trunk, seed, point. baseline_of: arm -> its baseline.
     """
     losses = metrics.loc[metrics["metric"] == "train_loss", ["run", "step", "value"]]
     losses = losses.merge(runs[["run", "arm", "trunk", "seed", "point"]], on="run")

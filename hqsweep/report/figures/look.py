@@ -44,13 +44,13 @@ MAX_SAID = 8  # arms in the words that stand for a figure
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """A figure, and what stands beside it.
+    """A figure and the texts and data beside it.
 
     heading  over the figure
-    figure   what plotly draws
+    figure   of plotly
     name     of the CSV file that holds its rows; panels with the same name have the same rows
-    rows     every row that is drawn, and those that were left out because too many points cannot be seen
-    says     the figure in words, for who cannot see it
+    rows     all drawn rows, and rows that were left out because too many points cannot be seen
+    says     the figure in words, for readers who cannot see it
     zoomed   whether the y axis leaves rows out, which the page then offers to show
     """
 

@@ -49,11 +49,11 @@ class SweepPlan:
     begun: str = ""
     """The source that the trunks of a fork study begin from, "" for random weights."""
     data: tuple[Config, ...] = ()
-    """Configs that lead to the data of the runs, with the hashes of these."""
+    """Configs that lead to the data of the runs, with the hashes of the data."""
     same: tuple[str, ...] = ()
     """A line for each arm that quantizes nothing on its model, or that has another arm's operands there."""
     imports: tuple[str, ...] = ()
-    """The words that tell its workers which Python factories were imported for it."""
+    """The arguments that name the imported Python factories for its workers."""
 
     @property
     def first(self) -> Config:
@@ -103,8 +103,9 @@ def plan(
     workers: int | None = None,
     importer: Importer | None = None,
 ) -> SweepPlan:
-    """The grid of `conf=NAME KEY=VALUE...`; `workers` stands for engine.workers. Without an importer, Python factories
-    stay names, and such a plan cannot be started.
+    """Return the plan of `conf=NAME KEY=VALUE...`. `workers` replaces engine.workers.
+
+    Without an importer, Python factories stay names, and such a plan cannot be started.
 
     Raises:
         UserError: whatever is wrong in any point of the grid.
@@ -113,7 +114,7 @@ def plan(
 
 
 def plan_of(words: Words, importer: Importer | None = None) -> SweepPlan:
-    """The plan of words that were read; otherwise as plan(). Raises UserError for what a recipe cannot mean."""
+    """Return the plan of parsed words, as plan() does. UserError for a recipe without a meaning."""
     grid = words.grid
     if importer is not None:
         importer.folders = words.folders
@@ -143,8 +144,11 @@ def plan_of(words: Words, importer: Importer | None = None) -> SweepPlan:
 
 
 def check(plan: SweepPlan) -> None:
-    """UserError for all that start() would refuse, before it would: a device or data that this machine does not have,
-    data too short for train.context, and a study that began otherwise."""
+    """Raise UserError for everything that start() would refuse, before it starts.
+
+    These are: a device or data that this machine lacks, data too short for train.context, and a study that began with
+    other settings.
+    """
     if plan.first.engine.kind == "local":
         for config in plan.configs:
             _check_device(config)
@@ -164,7 +168,7 @@ def check(plan: SweepPlan) -> None:
 
 
 def check_data(plan: SweepPlan) -> None:
-    """UserError where the sweep has runs that have read other data than those that are there now."""
+    """Raise UserError if the sweep has runs that have read other data than the present files."""
     seen_data.check_data(RunStore(Path(plan.first.runs_dir)), plan.first.sweep, plan.data)
 
 
@@ -198,7 +202,7 @@ def start(plan: SweepPlan, display: Display, *, force: bool = False) -> list[Run
 
 
 def _check_device(config: Config) -> None:
-    """UserError when this machine, on which the run will be, has no GPU that it needs, or not the tensor cores."""
+    """Raise UserError if this machine, which will run the run, lacks its GPU or tensor cores."""
     section = "train" if isinstance(config, ConvergenceConfig) else config.job
     wanted = getattr(config, section).device
     if wanted == "cuda" and not torch.cuda.is_available():

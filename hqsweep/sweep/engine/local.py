@@ -34,8 +34,9 @@ LOOK_S = 0.25
 class Task:
     """A run to do.
 
-    reset: delete what it has put out before. trunk: the run of the same sweep that it is a fork of. needs: the file
-    that it starts from. ready: whether that is there, or it needs none. name_at: when to say which process keeps it.
+    reset: whether to delete its earlier output. trunk: for a fork, the run of the same sweep that it starts from.
+    needs: the file that it starts from. ready: whether that file exists, or it needs none. name_at: when to name the
+    process that keeps the run.
     """
 
     run: RunDir
@@ -62,12 +63,13 @@ class Task:
         return True
 
     def make_ready(self) -> None:
-        """What it waited for is there."""
+        """Note that the awaited file exists."""
         self.ready, self.announced, self.look_at = True, False, 0.0
 
 
 def end_without(trunk: RunDir) -> tuple[str, str] | None:
-    """State and reason of a fork whose trunk has not come to the fork's point; None while somebody trains it."""
+    """Return the final state and reason of a fork whose trunk did not reach the fork's point; None while the trunk
+    may."""
     status = trunk.seen()
     state, reason = status["state"], status["reason"]
     if state == "running":
@@ -109,9 +111,9 @@ class Limits:
     backoff_s: float = 1.0
     """The seconds before the first further attempt, twice as long before each following one."""
     imports: Sequence[str] = ()
-    """The words that tell a worker which Python factories it may import (Importer.arguments)."""
+    """The worker's arguments with the Python factories that it may import (Importer.arguments)."""
     nodes: Sequence[str] = ()
-    """The words that tell a worker on which machines the ranks of its run are (ranks.nodes_arguments)."""
+    """The worker's arguments with the machines of its run's ranks (ranks.nodes_arguments)."""
     fail_fast: bool = False
     """Whether nothing more is started after the first run that failed, retries included."""
 
@@ -212,7 +214,7 @@ class _Pool:
             self.display.say(f"{todo} run{'s' * (todo > 1)} to do, {workers} at a time; starting {which}")
 
     def _enqueue(self, run: RunDir, *, reset: bool) -> None:
-        """Enqueue the run's task, unless nothing says what the run is to do."""
+        """Enqueue the run's task, unless its config is unknown."""
         try:
             self.queue.append(Task.of(run, reset=reset))
         except Damaged as fault:
@@ -223,7 +225,7 @@ class _Pool:
         return bool(self.queue or self.active)
 
     def turn(self) -> None:
-        """Look at what runs, clear away what has ended, start what can start."""
+        """Look at active runs, clear away ended ones, and start the next."""
         for active in list(self.active):
             if not active.attempt.alive():
                 self._end(active)
@@ -268,8 +270,10 @@ class _Pool:
         self.display.update(run.name, status)
 
     def _look_at(self, active: _Active) -> None:
-        """Show the run at work; while its files are unreadable the display keeps what it has. A run whose folder was
-        deleted is stopped, and a worker that somebody stopped is named once."""
+        """Show the run at work. While its files are unreadable, the display keeps the last status.
+
+        A run whose folder was deleted is stopped. A worker that was stopped by a signal is named once.
+        """
         status, attempt = active.task.run.seen(), active.attempt
         if status["state"] == "missing":
             attempt.stop("failed", DELETED)
@@ -282,7 +286,7 @@ class _Pool:
             )
 
     def _look_for_trunk(self, task: Task) -> None:
-        """Make a fork ready whose trunk has reached its point, and end one whose trunk nobody trains any further."""
+        """Make a fork ready if its trunk has reached its point; end it if no process trains its trunk any further."""
         before = [other for other in self.queue if other.run == task.trunk]
         trained = before or any(active.task.run == task.trunk for active in self.active)
         end = None if trained else end_without(task.trunk)

@@ -128,8 +128,10 @@ def _recipe_config(name: str, config_dir: Path | None) -> Any:
 
 
 def factory_folders(conf: str, overrides: Sequence[str], config_dir: Path | None = None) -> list[str]:
-    """The folders in which modules of Python factories are looked for, beside the installed packages: those of the
-    user's own configs, which are the folders of recipe=PATH.yaml and conf=PATH.yaml, then config_dir, then ./conf."""
+    """Return the folders in which modules of Python factories are searched, beside the installed packages.
+
+    They are folders of the user's own configs: of recipe=PATH.yaml and conf=PATH.yaml, then config_dir, then ./conf.
+    """
     recipes = [value for text in overrides if text.startswith("recipe=") for value in text[7:].split(",")]
     files = [Path(name) for name in (*recipes, conf) if name.endswith(".yaml")]
     own = [file.parent.parent if file.resolve().parent.name == "recipe" else file.parent for file in files]
@@ -214,6 +216,18 @@ class Composer:
         params = [o for key, o in self.overrides.parse(_params(base)).items() if key not in common and key not in inner]
         outer = [*params, *common.values()]
         check_size(self._size(arms, outer), f"conf={self.name}")
+        points, differences, keys = self._points(arms, outer)
+        named = labels(differences.values())
+        labelled = [
+            replace(point, arm=named[own].arm, settings=named[own].settings)
+            for point, own in zip(points.values(), differences.values(), strict=True)
+        ]
+        return with_study(labelled, parse_study(keys))
+
+    def _points(
+        self, arms: Sequence[tuple[str, dict[str, Override]]], outer: Sequence[Override]
+    ) -> tuple[dict[str, GridPoint], dict[str, Difference], dict[str, Any]]:
+        """Return the points without labels and their differences, both by content, and the keys of the study."""
         points: dict[str, GridPoint] = {}
         differences: dict[str, Difference] = {}
         keys: dict[str, Any] = {}
@@ -233,21 +247,16 @@ class Composer:
                         overrides=(f"{ARMS}=null", *choice) if arm else choice,
                         whole=not differences[content].fields and not any(key.startswith("recipe.") for key in own),
                     )  # fmt: skip
-        named = labels(differences.values())
-        labelled = [
-            replace(point, arm=named[own].arm, settings=named[own].settings)
-            for point, own in zip(points.values(), differences.values(), strict=True)
-        ]
-        return with_study(labelled, parse_study(keys))
+        return points, differences, keys
 
     def _size(self, arms: Sequence[tuple[str, dict[str, Override]]], outer: Sequence[Override]) -> int:
-        """The number of points, those that repeat others counted."""
+        """Return the number of points, including points that repeat others."""
         counts = [math.prod(len(self.overrides.choices(o)) for o in own.values()) for _, own in arms]
         return sum(counts) * math.prod(len(self.overrides.choices(o)) for o in outer)
 
     def _arms(self, base: DictConfig, common: dict[str, Override]) -> list[tuple[str, dict[str, Override]]]:
-        """The arms that the sweep names, with their overrides by key; one without a name and overrides where it names
-        none."""
+        """Return the sweep's named arms, with their overrides by key; without names one nameless arm without
+        overrides."""
         stated = common[ARMS].value() if ARMS in common else base.get(ARMS)
         if stated is None:
             return [("", {})]

@@ -187,6 +187,22 @@ def test_arms_without_a_pair_or_a_result_say_so(make_sweep, fake):
     assert "'mxfp4' (failed)" in " ".join(comparison.notes)
 
 
+def test_a_baseline_that_is_judged_itself_names_the_key_that_sets_it_apart(make_sweep, fake):
+    """model.init_noise as a key of the grid: with noise, the baseline is the null arm of the one without."""
+    arms = [(recipe, noise) for recipe in ("bf16", "mxfp8") for noise in (0.0, 0.01)]
+    runs = [
+        fake.Run(arm=f"{recipe}_init_noise-{noise}", recipe=recipe, seed=s, final=2.0 + s * noise, init_noise=noise)
+        for recipe, noise in arms
+        for s in range(3)
+    ]
+    arm = arms_of(compare(make_sweep(runs))).loc["mxfp8_init_noise-0.01"]
+    assert (arm["verdict"], arm["sentence"]) == (
+        "unpaired",
+        "No gap: 'bf16_init_noise-0.01' differs from 'bf16_init_noise-0.0' by model.init_noise and is judged against"
+        " it, so no arm is paired with it.",
+    )
+
+
 def test_arms_with_other_seeds_than_each_other_lose_the_one_with_fewer(make_sweep, fake):
     runs = [fake.Run(seed=s, final=2.0) for s in range(4)]
     runs += [fake.Run(arm="long", seed=s, final=2.1) for s in (0, 1, 2)] + [fake.Run(arm="short", seed=3, final=2.1)]
