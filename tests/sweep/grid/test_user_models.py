@@ -22,8 +22,9 @@ from hqsweep.sweep.engine.launch import check, plan
 from hqsweep.sweep.grid.run_words import read
 
 BASE = {
-    "conf": "convergence", "track": "none", "data": "markov", "train.steps": "4", "train.batch": "4",
-    "train.context": "32", "train.eval_batches": "1", "train.device": "cpu", "stats.every": "2",
+    "conf": "convergence", "track": "none", "data": "markov", "data.markov.length": "20000",
+    "train.steps": "4", "train.batch": "4", "train.context": "32", "train.eval_batches": "1", "train.device": "cpu",
+    "stats.every": "2",
 }  # fmt: skip
 FACTORY = """
 from torch import nn
@@ -280,7 +281,7 @@ def test_runs_from_the_command_line(kind, llama, tmp_path) -> None:
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "mine_21.py").write_text(FACTORY)
     model = words(llama) if kind == "hf" else study_words("model._target_=mine_21.build", "model.width=64")
-    command = [sys.executable, "-m", "hqsweep", "run", *model, "recipe=bf16,mxfp8", "--json"]
+    command = [sys.executable, "-m", "hqsweep", "run", *model, "recipe=bf16,mxfp8", "engine.workers=1", "--json"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     results = json.loads(ran.stdout)
