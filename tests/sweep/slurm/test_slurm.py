@@ -68,7 +68,7 @@ def slurm_says(*command: str) -> str:
 def test_runs_end_each_in_its_way_and_the_same_call_repeats_what_is_not_finished(make_runs, submit):
     runs = make_runs("quick", "raise", "segv", "kill", "orphan", "sleep")
     began = time.monotonic()
-    assert submit(runs, timeout_s=8, retries=0, backoff_s=1)[0] == "6 of 6 runs submitted to Slurm"
+    assert submit(runs, timeout_s=6, retries=0, backoff_s=1)[0] == "6 of 6 runs submitted to Slurm"
     assert time.monotonic() - began < 60
     job = follow.job_ids(runs)[runs[4]]
     assert [(run.status()["state"], run.status()["reason"]) for run in runs] == [
@@ -77,7 +77,7 @@ def test_runs_end_each_in_its_way_and_the_same_call_repeats_what_is_not_finished
         ("failed", "killed by SIGSEGV"),
         ("failed", "killed by SIGKILL"),
         ("failed", f"Slurm job {job}: FAILED, killed by SIGKILL"),
-        ("failed", "timed out after 8 s"),
+        ("failed", "timed out after 6 s"),
     ]
     lines = submit(runs[:2], retries=1, backoff_s=0.1)
     assert lines[0] == "1 of 2 runs submitted to Slurm"
