@@ -14,6 +14,8 @@ from hqsweep.report.gate.baseline_update import update
 from hqsweep.report.gate.gate import Verdict, Verdicts, append, gate, gate_markdown
 from hqsweep.sweep.store.run_dir import RunDir
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def stored_once(fake, tmp_path_factory):

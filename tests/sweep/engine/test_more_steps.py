@@ -19,6 +19,8 @@ from hqsweep.train.build import learning_rate
 from hqsweep.train.checkpoint import read_state
 from hqsweep.train.record import Record, mark_of, write_record
 
+pytestmark = pytest.mark.slow
+
 TINY = [
     "conf=convergence", "data=markov", "data.markov.length=8192", "model.dim=32", "model.layers=1", "model.heads=2",
     "train.batch=2", "train.context=32", "train.eval_batches=1", "train.eval_every=10", "train.checkpoint_every=10",
@@ -125,7 +127,6 @@ def hqsweep(*words: str) -> Result:
     return CliRunner().invoke(app, ["run", *TINY, "recipe=nvfp4", "train.decay=0", *words])
 
 
-@pytest.mark.slow
 def test_rows_and_state_are_those_of_a_run_from_step_1(folder: Path) -> None:
     short = ("sweep=short", "train.steps=10", "train.warmup=0.1")
     assert hqsweep(*short).exit_code == 0

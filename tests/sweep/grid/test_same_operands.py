@@ -13,6 +13,8 @@ from hqsweep.cli.main import app
 from hqsweep.recipe.factories import Importer
 from hqsweep.sweep.engine.launch import plan
 
+pytestmark = pytest.mark.slow
+
 BASE = {
     "conf": "convergence", "track": "none", "data": "markov", "data.markov.length": "4096", "train.steps": "2",
     "train.batch": "2", "train.context": "32", "train.eval_batches": "1", "train.device": "cpu", "stats.every": "0",
@@ -114,7 +116,6 @@ def test_run_dry_run_and_python_say_it(mine):
     assert as_json.stdout.startswith("[") and "warning: arm 'mxfp8' quantizes nothing" in as_json.stderr
 
 
-@pytest.mark.slow
 def test_a_run_says_it_first_and_compare_says_it_again(mine, capsys):
     own = words(model___target_="my_lstm.LSTM", model__head="true", engine__workers="1", sweep="lstm")
     conf, *overrides = own

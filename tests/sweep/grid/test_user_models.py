@@ -21,6 +21,8 @@ from hqsweep.recipe.factories import Importer
 from hqsweep.sweep.engine.launch import check, plan
 from hqsweep.sweep.grid.run_words import read
 
+pytestmark = pytest.mark.slow
+
 BASE = {
     "conf": "convergence", "track": "none", "data": "markov", "data.markov.length": "20000",
     "train.steps": "4", "train.batch": "4", "train.context": "32", "train.eval_batches": "1", "train.device": "cpu",
@@ -193,7 +195,6 @@ def test_a_type_of_model_that_nobody_knows_is_refused(copy) -> None:
         plan(words(told(copy, model_type="mine")))
 
 
-@pytest.mark.slow
 def test_the_id_is_that_of_the_model_wherever_it_lies(llama, copy, tmp_path) -> None:
     def run(path, *more):
         return plan(words(path, *more)).rows()[0]["run"].rpartition("-")[2]
@@ -216,7 +217,6 @@ def test_a_grid_over_models_names_arms_by_their_folders(llama, copy) -> None:
     assert arms == ["bf16_path-llama", "mxfp8_path-llama", "bf16_path-copy", "mxfp8_path-copy"]
 
 
-@pytest.mark.slow
 def test_a_function_is_imported_by_run_alone(tmp_path, monkeypatch) -> None:
     (tmp_path / "mine_20.py").write_text(FACTORY)
     monkeypatch.chdir(tmp_path)
@@ -275,7 +275,6 @@ def test_an_encoder_of_hugging_face_is_refused_by_a_dry_run(is_decoder, pretrain
     assert ("2 to do" in ran.stdout) == is_decoder and not (tmp_path / "runs").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hf", "factory"])
 def test_runs_from_the_command_line(kind, llama, tmp_path) -> None:
     (tmp_path / "conf").mkdir()
