@@ -17,6 +17,8 @@ from hqsweep.recipe.listing import slots
 from hqsweep.recipe.roles import module_roles
 from hqsweep.sweep.grid.compose import known_recipes, load_recipe
 
+pytestmark = pytest.mark.slow
+
 THERE = {"bf16", "fp16", "fp32", "fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4"}
 """Names of formats that TransformerEngine has at d0067d0."""
 
