@@ -33,7 +33,7 @@ def _pairing_unlike(name: str) -> list[str]:
     return [text for text in answers.values() if len(formats.words_of(text)[1]) < 2]
 
 
-FORMATS = tuple(text for name in formats.FORMATS for text in _pairing_unlike(name))
+FORMATS = tuple(text for name in formats.NAMES for text in _pairing_unlike(name))
 """Every name, and the options that decide which operands may meet."""
 MARKS = {"native": "N", "strict": "S", "exact": "x", "none": "-"}
 """The best mode of a pair -> its mark in the table."""

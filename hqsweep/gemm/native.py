@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import FORMATS, ExactOperand, Format, parse
+from hqsweep.formats import NAMES, ExactOperand, Format, parse
 from hqsweep.gemm.exact import epilogue, mm_t
 from hqsweep.quant.operand import Operand
 from hqsweep.recipe.pairs import same_scaling
@@ -86,7 +86,7 @@ def _has_native(format: Format, kinds: tuple[str, ...]) -> bool:
 
 
 def _names(kinds: tuple[str, ...]) -> list[str]:
-    return [name for name in FORMATS if _has_native(parse(name), kinds)]
+    return [name for name in NAMES if _has_native(parse(name), kinds)]
 
 
 def shape_fault(a: Format, b: Format, m: int, n: int, k: int) -> str | None:

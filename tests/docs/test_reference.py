@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from docs.generate.pages import pages
-from hqsweep.formats import FORMATS, options
+from hqsweep.formats import NAMES, options
 from hqsweep.ops.stats import tensor_error
 
 REFERENCE = Path(__file__).parents[2] / "docs/reference"
@@ -23,7 +23,7 @@ def test_there_is_no_other_page() -> None:
 
 def test_nothing_is_left_out() -> None:
     text = {name: page.replace("\\", "") for name, page in PAGES.items()}
-    for name in FORMATS:
+    for name in NAMES:
         assert f"| {name} |" in text["formats.md"]
         assert all(
             f"| +{option} |" in text["formats.md"] for option in options(name) if name not in ("bf16", "fp16", "fp32")
