@@ -17,8 +17,8 @@ from rich.text import Text
 from hqsweep import formats
 from hqsweep.doctor.machine import Part, parts
 from hqsweep.formats import parse
-from hqsweep.gemm.native import CUDA_KINDS, UNTRIED, fault, plan_text
-from hqsweep.gemm.plan import gemm_plan
+from hqsweep.gemm.native import CUDA_KINDS, fault
+from hqsweep.gemm.plan import UNTRIED, gemm_plan, plan_text
 from hqsweep.recipe.pairs import hardware_fault, mathematical_fault
 from hqsweep.report.pages.text import TextTable, to_rich
 

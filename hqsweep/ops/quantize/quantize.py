@@ -22,7 +22,7 @@ from hqsweep.ops.quantize import operators
 from hqsweep.ops.quantize.dequantize import dequantize, exact_operand_of
 from hqsweep.ops.quantize.kernels import DTYPES, KernelSpec
 from hqsweep.ops.quantize.nonfinite import NOBODY, TRACED, current, now, see
-from hqsweep.ops.quantize.outputs import NO_STREAM, Outputs, direction, outputs_of
+from hqsweep.ops.quantize.operators import NO_STREAM, Outputs, direction, outputs_of
 from hqsweep.ops.quantize.reference import by_reference
 from hqsweep.ops.quantize.request import (
     NO_INPUTS,
