@@ -19,7 +19,7 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.formats.random import RngKey
 from hqsweep.formats.spec import NAMES, Family, fields_of, options
-from hqsweep.memo import cached_property, memo
+from hqsweep.memo import cached_property
 
 Buffers = Mapping[str, Tensor]
 WHOLE = 0
@@ -216,20 +216,21 @@ class Format:
         return None
 
 
+_CLASSES: dict[str, type[Format]] = {}
+"""Name -> its class, filled by the first parse(), because the modules of classes import this one. It is a global dict so
+that torch.compile traces parse()."""
+
+
 def parse(text: str) -> Format:
     """Return the Format of a text, which str() gives back. UserError as for spec.fields_of(), and for options that
     exclude each other."""
     name, fields = fields_of(text)
-    format = _class_of(name)(**fields)
+    if not _CLASSES:
+        modules = {family: import_module(f"hqsweep.formats.{family.module}") for family in NAMES.values()}
+        _CLASSES.update((known, getattr(modules[family], family.cls)) for known, family in NAMES.items())
+    format = _CLASSES[name](**fields)
     _ = format.text  # computed now: torch.compile cannot trace the lock in Python 3.11's cached_property
     return format
-
-
-@memo
-def _class_of(name: str) -> type[Format]:
-    """Return the class of a name. It is imported here because every class of formats imports this module."""
-    family = NAMES[name]
-    return getattr(import_module(f"hqsweep.formats.{family.module}"), family.cls)
 
 
 @cache

@@ -21,8 +21,8 @@ from hqsweep.models.refusals import bypassed, check_model, experts_per_row, inst
 from hqsweep.nn.core.call_marks import refuse_second_runs
 from hqsweep.nn.core.model_init import holds_weights
 from hqsweep.nn.core.module import PARTS, QuantizedModule, set_recipe_of
-from hqsweep.nn.core.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.ops.quantize.kernels import DTYPES
+from hqsweep.recipe.argument import RecipeArgument, whole_recipe
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import HEAD
 from hqsweep.recipe.sectioned import layers_of

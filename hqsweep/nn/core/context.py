@@ -167,10 +167,10 @@ def high_precision() -> AnyRecipe:
 
 
 def as_recipe(recipe: AnyRecipe | Section | HybridQuantizer | str | Mapping[str, Any], where: str) -> AnyRecipe:
-    """A recipe as it is, or that of what modules take (recipe_argument.whole_recipe)."""
+    """A recipe as it is, or that of what modules take (recipe.argument.whole_recipe)."""
     if hasattr(recipe, "resolve"):
         return recipe
-    from hqsweep.nn.core.recipe_argument import whole_recipe  # the parser of recipes is not for every call
+    from hqsweep.recipe.argument import whole_recipe  # the parser of recipes is not for every call
 
     return whole_recipe(recipe, where)
 

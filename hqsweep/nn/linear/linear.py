@@ -11,7 +11,6 @@ from hqsweep.nn.core.module import BOUNDARIES, Boundary, QuantizedModule
 from hqsweep.nn.core.options import LinearOptions
 from hqsweep.nn.core.parameter import is_held, link_states
 from hqsweep.nn.core.products import once_differentiable, outside_autocast, returned, untraced
-from hqsweep.nn.core.recipe_argument import RecipeArgument, module_quantizers
 from hqsweep.nn.core.residual import Branch
 from hqsweep.nn.core.wire import LinearRanks
 from hqsweep.nn.core.workspace import WeightWorkspace
@@ -29,6 +28,7 @@ from hqsweep.nn.linear.gemms import (
 )
 from hqsweep.nn.linear.linear_call import NOTHING, KnownInput, LinearCall
 from hqsweep.ops.quantize.kernels import in_dtype, input_in
+from hqsweep.recipe.argument import RecipeArgument, module_quantizers
 from hqsweep.recipe.roles import QuantizerRole
 from hqsweep.recipe.sections import LinearQuantizers
 
