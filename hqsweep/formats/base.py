@@ -217,8 +217,8 @@ class Format:
 
 
 _CLASSES: dict[str, type[Format]] = {}
-"""Name -> its class, filled by the first parse(), because the modules of classes import this one. It is a global dict so
-that torch.compile traces parse()."""
+"""Name -> its class, filled by the first parse(), because the modules of classes import this one. It is a global dict
+so that torch.compile traces parse()."""
 
 
 def parse(text: str) -> Format:

@@ -6,7 +6,7 @@ import pytest
 
 from docs.generate.pages import pages
 from hqsweep.formats import NAMES, options
-from hqsweep.ops.stats import tensor_error
+from hqsweep.ops.stats import gather
 
 REFERENCE = Path(__file__).parents[2] / "docs/reference"
 PAGES = pages()
@@ -41,7 +41,7 @@ def test_every_statistic_is_named() -> None:
     from hqsweep.formats import parse
 
     x, format = torch.randn(32, 32), parse("mxfp8")
-    for name in tensor_error(x, format, format.encode(x)):
+    for name in gather(x, format, format.encode(x)).row():
         assert (
             name.removesuffix("_median").removesuffix("_p5").replace("scale_max", "scale_min") in PAGES["statistics.md"]
         )

@@ -121,11 +121,6 @@ def encode(
     return quantize(x, Target(format, key=key, grid=grid), backend=backend).rowwise
 
 
-def exact_operand(x: Tensor, format: Format, *, key: RngKey | None = None, backend: Backend = "auto") -> ExactOperand:
-    """Return the exact operand of x in one rowwise format, by quantize()."""
-    return quantize(x, Target(format, "exact", key), backend=backend).rowwise
-
-
 def _by_kernel(request: Request, x: Tensor, inputs: Inputs, statistics: bool) -> Quantized:
     outputs = operators.quantize(
         x, request.row_text, request.column_text, request.dequantized, request.row_exact, request.column_exact,
