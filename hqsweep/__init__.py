@@ -34,7 +34,7 @@ _HOME: dict[str, str] = {
     "Run": "hqsweep.api.sweep",
     "Sweep": "hqsweep.api.sweep",
     "compare": "hqsweep.api.comparison",
-    "run": "hqsweep.api.run",
+    "run": "hqsweep.api.sweep",
     "Shards": "hqsweep.shards.reader",
     "prepare": "hqsweep.shards.prepare",
 }

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Format, Identity
-from hqsweep.nn.core.parameter import held_in
+from hqsweep.nn.core.model_init import held_in
 from hqsweep.nn.core.products import in_autocast
 from hqsweep.nn.linear.linear import LinearBase
 from hqsweep.ops.quantize.kernels import in_dtype

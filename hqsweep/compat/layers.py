@@ -26,7 +26,7 @@ from hqsweep.compat.linear import LayerNormLinear, Linear, ranks_of
 from hqsweep.errors import UserError
 from hqsweep.nn.attention.attention import DotProductAttention
 from hqsweep.nn.attention.multihead_attention import MultiheadAttention as _MultiheadAttention
-from hqsweep.nn.core.context import HIGH_PRECISION
+from hqsweep.nn.core.context import high_precision
 from hqsweep.nn.core.recompute import recomputed
 from hqsweep.nn.core.residual import Branch, add_branch
 from hqsweep.nn.layers.transformer_layer import TransformerLayer as _TransformerLayer
@@ -166,7 +166,7 @@ class MultiheadAttention(_OverRanks, _MultiheadAttention):
         first, norm = (_NormedQkv, norm) if self.input_layernorm else (_Qkv, {})
         modes = {"init_method": given["init_method"], "parallel_mode": "column"}
         self.qkv = first(hidden_size, 3 * hidden_size, name=f"{name}.qkv", **modes, **norm, **shared)
-        self.dpa = DotProductAttention(name=f"{name}.dpa", recipe=HIGH_PRECISION)
+        self.dpa = DotProductAttention(name=f"{name}.dpa", recipe=high_precision())
         modes = {"init_method": given["output_layer_init_method"], "parallel_mode": "row"}
         self.proj = Linear(hidden_size, hidden_size, name=f"{name}.proj", **modes, **shared)
         self.qkv.fused_qkv = bool(given["fuse_qkv_params"])

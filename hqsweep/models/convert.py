@@ -19,10 +19,10 @@ from hqsweep.models.linear import Conv1DKind, LinearKind, output_projection
 from hqsweep.models.names import clean_name
 from hqsweep.models.refusals import bypassed, check_model, experts_per_row, instance_fault, multiply_adds, why_left
 from hqsweep.nn.core.call_marks import refuse_second_runs
+from hqsweep.nn.core.model_init import holds_weights
 from hqsweep.nn.core.module import PARTS, QuantizedModule, set_recipe_of
-from hqsweep.nn.core.parameter import holds_weights
-from hqsweep.nn.core.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.ops.quantize.kernels import DTYPES
+from hqsweep.recipe.argument import RecipeArgument, whole_recipe
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import HEAD
 from hqsweep.recipe.sectioned import layers_of

@@ -24,9 +24,9 @@ from hqsweep.models.refusals import is_distributed, is_sharded
 from hqsweep.nn.core.context import current, use_kernels
 from hqsweep.nn.core.module import PARTS
 from hqsweep.nn.core.options import LinearOptions
-from hqsweep.nn.core.recipe_argument import module_quantizers
 from hqsweep.nn.linear.linear_call import LinearCall
 from hqsweep.nn.linear.linear_loss import product_cross_entropy
+from hqsweep.recipe.argument import module_quantizers
 from hqsweep.recipe.sections import LinearQuantizers
 
 TAKES = "it must be of Hugging Face, have a method loss(tokens, targets), or give logits [B, T, V] for [B, T]"

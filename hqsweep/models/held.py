@@ -14,7 +14,7 @@ from hqsweep.errors import UserError
 from hqsweep.models.kinds import Kind, parts_of
 from hqsweep.models.linear import call_dtype
 from hqsweep.models.names import clean_name
-from hqsweep.nn.core.parameter import gemm_weight
+from hqsweep.nn.core.model_init import gemm_weight
 from hqsweep.nn.linear.linear import LinearBase
 from hqsweep.parallel.wire.local import local
 from hqsweep.quant.hybrid import HybridQuantizer

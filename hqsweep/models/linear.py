@@ -18,10 +18,10 @@ from hqsweep.nn.core.module import PARTS, QuantizedModule
 from hqsweep.nn.core.options import LinearOptions
 from hqsweep.nn.core.parameter import is_held
 from hqsweep.nn.core.products import in_autocast, untraced
-from hqsweep.nn.core.recipe_argument import module_quantizers
 from hqsweep.nn.linear.linear import LinearBase, as_rows, linear_product
 from hqsweep.nn.linear.linear_call import LinearCall
 from hqsweep.ops.quantize.kernels import DTYPES, in_dtype
+from hqsweep.recipe.argument import module_quantizers
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.validate import GemmModule, linear_module
 

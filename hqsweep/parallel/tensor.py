@@ -14,10 +14,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from hqsweep.errors import UserError
 from hqsweep.nn.attention.multihead_attention import MultiheadAttention
+from hqsweep.nn.core.module import QuantizedWeight
 from hqsweep.nn.experts.moe import LayerNormMoE
 from hqsweep.nn.experts.router import Router
 from hqsweep.nn.layers.norm import Norm
-from hqsweep.nn.layers.weight import QuantizedWeight
 from hqsweep.nn.linear.layernorm_linear import LayerNormLinear
 from hqsweep.nn.linear.layernorm_mlp import LayerNormMLP
 from hqsweep.nn.linear.linear import Linear, LinearBase

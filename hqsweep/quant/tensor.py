@@ -264,6 +264,10 @@ class HybridQuantizedTensor(TensorProtocol):
         """Free the value kept by preserve_high_precision_init_val."""
         self.high_precision_init_val = None
 
+    def own_states(self, states: Any) -> Any:
+        """Return the states of this tensor's matrices, out of the DelayedStates or ExpertStates of its module."""
+        return states
+
     @property
     def metadata(self) -> Metadata:
         """The description apart from buffers and shape."""

@@ -28,7 +28,7 @@ from hqsweep.models.hf import load_model
 from hqsweep.models.hf_config import HFConfig, read_hf_config
 from hqsweep.models.trial import check_causal
 from hqsweep.nn.core.context import quantization
-from hqsweep.nn.core.parameter import quantized_model_init
+from hqsweep.nn.core.model_init import quantized_model_init
 from hqsweep.nn.layers.saved_memory import input_bytes
 from hqsweep.nn.linear.linear import LinearBase
 from hqsweep.parallel.wire.local import whole_tensor

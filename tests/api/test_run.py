@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import hqsweep as hq
-from hqsweep.api.run import quoted
+from hqsweep.api.sweep import quoted
 from hqsweep.errors import UserError
 from hqsweep.sweep.engine import launch
 from hqsweep.sweep.grid.run_words import read

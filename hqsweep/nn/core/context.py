@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, RngNumbers, numbers_of
+from hqsweep.memo import memo
 from hqsweep.nn.core.probe import Probe
 from hqsweep.nn.core.scoped import Entered, Scoped
 from hqsweep.ops.library import has_kernels
@@ -19,8 +20,7 @@ from hqsweep.ops.quantize.nonfinite import boundary
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import TENSOR_TYPES, QuantizerRole
-from hqsweep.recipe.sectioned import Recipe
-from hqsweep.recipe.sections import LinearQuantizers, Section
+from hqsweep.recipe.sections import Section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,6 @@ class Context:
         return {"seed": self.seed, "step": step, "counter": self.counter}
 
 
-HIGH_PRECISION = Recipe(linear=LinearQuantizers.parse("bf16", "recipe.linear"))
 OUTSIDE = Context()
 """The result of current() outside quantization()."""
 
@@ -167,15 +166,21 @@ def autocast(
     """
     if enabled and recipe is None:
         raise UserError("autocast: recipe is missing; give a Recipe or a CustomRecipe, or enabled=False")
-    with _RECIPE.entered(as_recipe(recipe, "autocast").entered() if enabled else HIGH_PRECISION):
+    with _RECIPE.entered(as_recipe(recipe, "autocast").entered() if enabled else high_precision()):
         yield
 
 
+@memo
+def high_precision() -> AnyRecipe:
+    """Return the recipe of autocast(enabled=False): bf16 operands."""
+    return as_recipe("format:bf16", "autocast")
+
+
 def as_recipe(recipe: AnyRecipe | Section | HybridQuantizer | str | Mapping[str, Any], where: str) -> AnyRecipe:
-    """Return a recipe as it is; make one from any other argument that modules take (recipe_argument.whole_recipe)."""
+    """Return a recipe as it is; make one from any other argument that modules take (recipe.argument.whole_recipe)."""
     if hasattr(recipe, "resolve"):
         return recipe
-    from hqsweep.nn.core.recipe_argument import whole_recipe  # the parser of recipes is not for every call
+    from hqsweep.recipe.argument import whole_recipe  # the parser of recipes is not for every call
 
     return whole_recipe(recipe, where)
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from hqsweep.ops.quantize.request import Output
 from hqsweep.ops.stats import Sums
 from hqsweep.quant.delayed import SlotStates
-from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.operand import HybridOperand, Operand
 
 Codes = MutableMapping[str, Operand]
@@ -31,7 +30,7 @@ class Part(Protocol):
 
     def quantize(
         self,
-        quantizer: HybridQuantizer,
+        quantizer: Any,
         x: Tensor,
         *,
         rowwise: Output | None = None,
@@ -39,11 +38,12 @@ class Part(Protocol):
         key: Any = None,
         states: SlotStates | None = None,
     ) -> HybridOperand:
-        """quantizer.quantize() of the part x, with the bytes that it has in the matrix. A collective for an amax."""
+        """quantizer.quantize() of the part x, with the bytes that it has in the matrix. A collective for an amax.
 
-    def sums(
-        self, quantizer: HybridQuantizer, x: Tensor, key: Any = None, states: SlotStates | None = None
-    ) -> Mapping[str, Sums]:
+        quantizer: a HybridQuantizer, here and below.
+        """
+
+    def sums(self, quantizer: Any, x: Tensor, key: Any = None, states: SlotStates | None = None) -> Mapping[str, Sums]:
         """quantizer.sums() of the part x, quantized as quantize() does."""
 
 

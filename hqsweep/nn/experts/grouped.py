@@ -16,16 +16,15 @@ from hqsweep.nn.core.delayed import ExpertStates
 from hqsweep.nn.core.options import GroupedLinearOptions
 from hqsweep.nn.core.parameter import is_held
 from hqsweep.nn.core.products import outside_autocast, untraced
-from hqsweep.nn.core.recipe_argument import RecipeArgument, recipe_or_section
 from hqsweep.nn.core.wire import Codes, ExpertRanks
 from hqsweep.nn.experts.grouped_rows import place_rows, take_rows
-from hqsweep.nn.linear.linear import LinearBase, as_rows
+from hqsweep.nn.linear.linear import LinearBase, LinearFunction, as_rows
 from hqsweep.nn.linear.linear_call import NOTHING, LinearCall
-from hqsweep.nn.linear.linear_function import LinearFunction
 from hqsweep.ops.members.splits import PaddedSplits, Splits
 from hqsweep.ops.quantize.kernels import input_in
 from hqsweep.quant.group import homogeneous
 from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.argument import RecipeArgument, recipe_or_section
 from hqsweep.recipe.pairs import GEMMS
 from hqsweep.recipe.roles import GRADIENTS, TENSOR_TYPES, QuantizerRole
 from hqsweep.recipe.sections import LinearQuantizers, slots

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from hqsweep.errors import UserError
+from hqsweep.nn.core.model_init import expert_parameters, gemm_weight, regroup
 from hqsweep.nn.core.options import GroupedLinearOptions
-from hqsweep.nn.core.parameter import expert_parameters, expert_weights, gemm_weight, link_states, regroup
-from hqsweep.nn.core.recipe_argument import RecipeArgument
+from hqsweep.nn.core.parameter import expert_weights, link_states
 from hqsweep.nn.core.wire import Codes
 from hqsweep.nn.experts.grouped import ExpertParameters, ExpertSizes, GroupedBase
 from hqsweep.ops.members.splits import Splits
+from hqsweep.recipe.argument import RecipeArgument
 from hqsweep.recipe.roles import QuantizerRole
 from hqsweep.torch_private import local_tensor
 

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from hqsweep.nn.attention.multihead_attention import MultiheadAttention
 from hqsweep.nn.core.context import current
 from hqsweep.nn.core.options import GroupedLinearOptions, MoELayerOptions, MoEOptions
-from hqsweep.nn.core.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.nn.core.residual import AddsBranch, Branch
 from hqsweep.nn.core.wire import MixtureRanks, SplitTokens
 from hqsweep.nn.experts.grouped_linear import GroupedLinear
@@ -17,6 +16,7 @@ from hqsweep.nn.linear.activation import activate
 from hqsweep.nn.linear.linear import Linear
 from hqsweep.nn.linear.mlp_function import joined, joins
 from hqsweep.ops.members.splits import PaddedSplits, Splits
+from hqsweep.recipe.argument import RecipeArgument, whole_recipe
 
 Routed = tuple[Tensor, Tensor, Tensor]
 """y, then from the routing `balance` float32 [], and `tokens` int64 [E]."""

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hqsweep.nn.core.context import use_kernels
+from hqsweep.nn.core.module import QuantizedWeight
 from hqsweep.nn.core.options import EPSILON
-from hqsweep.nn.core.recipe_argument import RecipeArgument, module_quantizers
 from hqsweep.nn.core.residual import Branch, add_branch, is_observed, whole
 from hqsweep.nn.core.wire import DeferredGradient, GradientReader, Summands
-from hqsweep.nn.layers.weight import QuantizedWeight
 from hqsweep.ops.model import norm
 from hqsweep.ops.quantize.fused import Normed, takes_normed
 from hqsweep.ops.quantize.kernels import in_dtype, input_in
+from hqsweep.recipe.argument import RecipeArgument, module_quantizers
 
 NORMALIZATIONS = ("RMSNorm", "LayerNorm")
 

@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 
 from hqsweep.nn.core.options import LayerNormLinearOptions, MLPOptions
-from hqsweep.nn.core.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.nn.core.residual import AddsBranch, Branch, whole
 from hqsweep.nn.linear.activation import ACTIVATIONS, activate
 from hqsweep.nn.linear.layernorm_linear import LayerNormLinear
 from hqsweep.nn.linear.linear import Linear
 from hqsweep.nn.linear.mlp_function import joined, joins
 from hqsweep.ops.model.activation import INPUTS
+from hqsweep.recipe.argument import RecipeArgument, whole_recipe
 from hqsweep.recipe.roles import QuantizerRole
 
 

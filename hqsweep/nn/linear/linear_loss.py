@@ -229,7 +229,7 @@ class Chunks:
             self._probe_gradients(whole, probed, dx, dw)
         return _joined(losses).mean() * self.of_counted, dx if dx is None else call.rounded("grad_input", dx), dw
 
-    # What ranks that share the linear do otherwise (hqsweep.parallel.shared.loss).
+    # What ranks that share the linear do otherwise (hqsweep.parallel.shared.linear).
 
     def begin_input(self, h: Tensor, column: Output | None) -> Callable[[], Input]:
         """Start to make the operands of all rows of h."""

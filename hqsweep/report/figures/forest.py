@@ -161,7 +161,7 @@ def forest_of(comparison: Comparison) -> Forest | None:
     of all trunks would be as wide as the page.
     """
     arms, points = comparison.arms[comparison.arms["arm"] != comparison.arms["baseline"]], comparison.points
-    colours = {arm: style["color"] for arm, style in styles(comparison).items()}
+    colours = {arm: style["color"] for arm, style in styles(comparison.arms).items()}
     if comparison.design != FORK:
         singles = points.rename(columns={"trunk": "replicate"})
         return forest(arms, singles, colours, heading=_heading(comparison, "final validation loss"))
@@ -271,7 +271,7 @@ def speed_of(comparison: Comparison) -> Speed | None:
     rows = comparison.frames.runs[["arm", "seed", "tokens_per_s"]].dropna()
     if rows.empty:
         return None
-    most, looks = 1.05 * float(rows["tokens_per_s"].max()) or 1.0, styles(comparison)
+    most, looks = 1.05 * float(rows["tokens_per_s"].max()) or 1.0, styles(comparison.arms)
     by_arm = dict(list(rows.groupby("arm")))
     lines = tuple(
         SpeedLine(

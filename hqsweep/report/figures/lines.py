@@ -95,7 +95,7 @@ def loss_curves(comparison: Comparison, heading: str, metric: str, smooth: int =
     trunks = _means(_smoothed(comparison.trunks, metric, smooth), ["step"])
     if len(trunks):
         line_with_band(fig, "trunk", TRUNK_LINE, thin(trunks), ("loss", "loss", "loss"))
-    for arm, line in styles(comparison).items():
+    for arm, line in styles(comparison.arms).items():
         line_with_band(fig, arm, line, _pieces(means[means["arm"] == arm]), columns)
         for _, run in rows[(rows["arm"] == arm) & ~good].groupby("run"):
             _broken_run(fig, arm, line, run.dropna(subset="value"))
@@ -140,7 +140,7 @@ def gap_curves(comparison: Comparison, heading: str, metric: str, smooth: int = 
     baselines = comparison.arms["arm"] == comparison.arms["baseline"]
     margin_band(fig, comparison.margin_pct / 100 * comparison.arms["final_loss"][baselines].mean())
     fig.add_hline(y=0, line={"color": BASELINE_COLOUR, "width": 1})
-    for arm, line in styles(comparison).items():
+    for arm, line in styles(comparison.arms).items():
         line_with_band(fig, arm, line, thin(rows[rows["arm"] == arm]), ("gap", "low", "high"))
     settled = rows[rows["step"] > rows["step"].max() * SETTLED]
     fig.update_yaxes(range=padded(settled[["gap", "low", "high"]].to_numpy()), tickformat="+.4~g")
@@ -211,7 +211,7 @@ def gradient_cosines(comparison: Comparison) -> list[Panel]:
     A value is 1 - cosine between the GEMM's output and the product in FP32: the median over sampled steps, seeds, and
     experts of a grouped linear.
     """
-    stats, look = by_module(comparison.frames.stats), styles(comparison)
+    stats, look = by_module(comparison.frames.stats), styles(comparison.arms)
     stats["layer"] = stats["module"]
     outputs = stats[(stats["direction"] == "output") & stats["tensor"].isin(GRADIENTS)]
     rows = outputs.groupby(["arm", "layer", "tensor"], sort=False)["cosine"].agg(["median", "min"]).reset_index()
@@ -318,7 +318,7 @@ def growth_of(comparison: Comparison, smooth: int) -> list[Panel]:
     lines = growth_lines(growth_rows(comparison.frames.metrics, done, comparison.baseline_of), smooth)
     steps = runs["config.fork.steps"].unique()
     decay_from = float(steps[0]) if len(steps) == 1 else None
-    return growth(lines, styles(comparison), margin=comparison.margin_pct, decay_from=decay_from)
+    return growth(lines, styles(comparison.arms), margin=comparison.margin_pct, decay_from=decay_from)
 
 
 def _panel(

@@ -101,7 +101,7 @@ def legend(comparison: Comparison) -> list[dict[str, str]]:
     """The arm, colour and dash of every line, for the legend of the page."""
     return [
         {"arm": arm, "colour": style["color"], "dash": DASH_ARRAYS[style["dash"]]}
-        for arm, style in styles(comparison).items()
+        for arm, style in styles(comparison.arms).items()
     ]
 
 

@@ -16,7 +16,6 @@ import logging
 import os
 import pkgutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -107,13 +106,6 @@ class Meeting:
         finally:
             over.set()
             thread.join()
-
-
-def free_endpoint(host: str) -> str:
-    """HOST:PORT with a port that is free on this machine."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return f"{host}:{probe.getsockname()[1]}"
 
 
 GIVE_WAY_S = 3.0

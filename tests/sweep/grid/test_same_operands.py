@@ -8,7 +8,7 @@ import pytest
 from support.models.tiny import tiny
 from typer.testing import CliRunner
 
-from hqsweep.api.run import run
+from hqsweep.api.sweep import run
 from hqsweep.cli.main import app
 from hqsweep.recipe.factories import Importer
 from hqsweep.sweep.engine.launch import plan
