@@ -119,7 +119,8 @@ class Limits:
 def run_local(
     runs: Sequence[RunDir], *, display: Display, limits: Limits = Limits(), force: bool = False
 ) -> list[dict[str, Any]]:
-    """Bring every run to an end; returns their statuses (contents of status.json) in the order of `runs`.
+    """Bring every run to an end; returns their statuses (contents of status.json) in the order of `runs`. Runs start in
+    this order, but for forks whose trunk has not come to their point: runs after them go first.
 
     force: delete the output of runs and repeat them; without it finished runs are skipped.
 
@@ -184,6 +185,7 @@ class _Pool:
     slots: list[Slot]
     """The free slots."""
     queue: list[Task] = field(default_factory=list)
+    """The tasks that are not started, in the order in which they start; one that waits is passed over."""
     active: list[_Active] = field(default_factory=list)
 
     def enqueue(self, runs: Sequence[RunDir], *, force: bool) -> None:
@@ -199,8 +201,6 @@ class _Pool:
                 skipped += 1
         if skipped:
             self.display.say(f"{skipped} of {len(runs)} runs are finished already and skipped; --force repeats them")
-        trunks = {task.trunk for task in self.queue}
-        self.queue.sort(key=lambda task: task.run not in trunks)
         if waiting := [task.trunk for task in self.queue if task.trunk and not is_point(task.needs)]:
             self.display.say(f"{len(waiting)} forks wait for {len(set(waiting))} trunks")
 
@@ -363,8 +363,11 @@ class _Pool:
         self.active.remove(active)
         self.slots.append(active.attempt.slot)
         task = active.task
+        for fork in self.queue:
+            if fork.trunk == task.run:  # which comes before the runs behind it, as soon as its trunk has ended
+                fork.look_at = 0.0
         if active.attempt.exit_code == EXIT_BUSY and task.run.seen()["state"] != "missing":
-            self.queue.append(task)
+            self.queue.insert(0, task)
             return
         status = active.attempt.settle()
         self._show(task.run, status)
@@ -384,4 +387,4 @@ class _Pool:
         wait_s = self.limits.backoff_s * 2**task.failures
         self.display.say(f"{task.run.name}: {reason}; trying again in {wait_s:g} s")
         task.failures, task.reset, task.look_at = task.failures + 1, False, time.monotonic() + wait_s
-        self.queue.append(task)
+        self.queue.insert(0, task)
