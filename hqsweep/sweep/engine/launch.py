@@ -21,6 +21,7 @@ from hqsweep.recipe.factories import Importer, factory_name
 from hqsweep.sweep.console import Display
 from hqsweep.sweep.engine.local import Limits, run_local
 from hqsweep.sweep.engine.trunks import check_twins, linked
+from hqsweep.sweep.engine.until import Until
 from hqsweep.sweep.grid import same_operands
 from hqsweep.sweep.grid.point import GridPoint
 from hqsweep.sweep.grid.run_words import Words, each, read
@@ -175,9 +176,14 @@ def folders(plan: SweepPlan, say: Callable[[str], None] = lambda line: None) -> 
     return RunStore(Path(first.runs_dir)).create(**listed, runs=plan.points, say=say)
 
 
-def start(plan: SweepPlan, display: Display, *, force: bool = False) -> list[RunDir]:
+def start(plan: SweepPlan, display: Display, *, force: bool = False, until: Until | None = None) -> list[RunDir]:
     """Make the folders, bring every run to an end (or only submit it, if the engine is to detach), and return the
-    folders in grid order."""
+    folders in grid order. `until`: the time until which runs start. UserError for one with Slurm."""
+    if until is not None and plan.first.engine.kind == "slurm":
+        raise UserError(
+            f"{until.name}: it is of engine=local, which starts the runs itself; give Slurm's jobs their time by"
+            " engine.slurm.time_min"
+        )
     store = RunStore(Path(plan.first.runs_dir))
     store.mend(plan.first.sweep, display.say)
     check(plan)
@@ -193,7 +199,7 @@ def start(plan: SweepPlan, display: Display, *, force: bool = False) -> list[Run
         for run in runs:
             run.job_path.unlink(missing_ok=True)
         gpus = (engine.gpus_per_run or ranks) if ranks > 1 else None
-        limits = Limits(runs_per_gpu=engine.runs_per_gpu, gpus_per_run=gpus, **limits)
+        limits = Limits(runs_per_gpu=engine.runs_per_gpu, gpus_per_run=gpus, until=until, **limits)
         run_local(ordered, display=display, limits=limits, force=force)
     return runs
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -23,65 +22,10 @@ from hqsweep.errors import EXIT_BUSY, Damaged, Missing
 from hqsweep.host import NAMED_S, Busy, holder, usable_cpus
 from hqsweep.sweep.console import Display
 from hqsweep.sweep.engine.process import DELETED, Attempt, Slot, slots, thread_limits
+from hqsweep.sweep.engine.task import Task, end_without
+from hqsweep.sweep.engine.until import Until
 from hqsweep.sweep.store.run_dir import CANCELLED, PENDING, RunDir
 from hqsweep.train.record import is_point
-
-LOOK_S = 0.25
-"""Seconds between two looks at the status, the lock or the trunk of a run."""
-
-
-@dataclass(kw_only=True, eq=False)
-class Task:
-    """A run to do.
-
-    reset: delete what it has put out before. trunk: the run of the same sweep that it is a fork of. needs: the file
-    that it starts from. ready: whether that is there, or it needs none. name_at: when to say which process keeps it.
-    """
-
-    run: RunDir
-    reset: bool
-    trunk: RunDir | None = None
-    needs: Path | None = None
-    ready: bool = True
-    failures: int = 0
-    look_at: float = 0.0
-    announced: bool = False
-    name_at: float = float("inf")
-
-    @classmethod
-    def of(cls, run: RunDir, *, reset: bool) -> "Task":
-        needs = run.trunk_state()
-        trunk = needs and run.trunk()
-        return cls(run=run, reset=reset, trunk=trunk, needs=needs, ready=trunk is None)
-
-    def due(self) -> bool:
-        """Whether to look at the run again; counts as the look."""
-        if time.monotonic() < self.look_at:
-            return False
-        self.look_at = time.monotonic() + LOOK_S
-        return True
-
-    def make_ready(self) -> None:
-        """What it waited for is there."""
-        self.ready, self.announced, self.look_at = True, False, 0.0
-
-
-def end_without(trunk: RunDir) -> tuple[str, str] | None:
-    """State and reason of a fork whose trunk has not come to the fork's point; None while somebody trains it."""
-    status = trunk.seen()
-    state, reason = status["state"], status["reason"]
-    if state == "running":
-        return None
-    if state == "failed":
-        return "failed", f"its trunk {trunk.name} failed: {reason}"
-    if state in ("missing", "damaged"):
-        return "failed", f"its trunk {trunk.name} is {state}: {reason}"
-    if state == "finished":
-        return "failed", f"its trunk {trunk.name} is finished, and its state at this point is gone; run again"
-    if reason == CANCELLED:
-        return "interrupted", f"its trunk {trunk.name} was cancelled"
-    return "interrupted", f"its trunk {trunk.name} is {state}" + (f": {reason}" if reason else "")
-
 
 POLL_S = 0.05
 """The seconds between two looks at the worker processes."""
@@ -114,6 +58,8 @@ class Limits:
     """The words that tell a worker on which machines the ranks of its run are (ranks.nodes_arguments)."""
     fail_fast: bool = False
     """Whether nothing more is started after the first run that failed, retries included."""
+    until: Until | None = None
+    """The time until which runs start; None for any time."""
 
 
 def run_local(
@@ -145,6 +91,8 @@ def run_local(
             while pool.busy() and not caught:
                 pool.turn()
                 pool.wait()
+            if pool.late:
+                display.say(limits.until.line(pool.late))
         finally:
             reason = f"stopped by {caught[0].name}" if caught else "the sweep broke off"
             pool.stop(reason, hurry=lambda: len(caught) > 1)
@@ -187,6 +135,8 @@ class _Pool:
     queue: list[Task] = field(default_factory=list)
     """The tasks that are not started, in the order in which they start; one that waits is passed over."""
     active: list[_Active] = field(default_factory=list)
+    late: list[RunDir] = field(default_factory=list)
+    """The runs for which Limits.until leaves no time."""
 
     def enqueue(self, runs: Sequence[RunDir], *, force: bool) -> None:
         skipped = 0
@@ -199,6 +149,7 @@ class _Pool:
                 self._enqueue(run, reset=force)
             else:
                 skipped += 1
+                self._learn(run, status)
         if skipped:
             self.display.say(f"{skipped} of {len(runs)} runs are finished already and skipped; --force repeats them")
         if waiting := [task.trunk for task in self.queue if task.trunk and not is_point(task.needs)]:
@@ -231,12 +182,14 @@ class _Pool:
                 active.attempt.stop("failed", f"timed out after {self.limits.timeout_s:g} s")
             elif active.task.due():
                 self._look_at(active)
+        if self.limits.until and not self.limits.until.left:
+            self._put_off(list(self.queue))
         for task in [task for task in self.queue if not task.ready and task.due()]:
             self._look_for_trunk(task)
         for task in [task for task in self.queue if task.ready]:
             if not self.slots:
                 break
-            if task.due():
+            if task.due() and self._in_time(task):
                 self._try_start(task)
         if not self.queue:
             self._clear()
@@ -316,6 +269,27 @@ class _Pool:
             status = task.run.write_status(state=state, reason=reason)
         return status
 
+    def _in_time(self, task: Task) -> bool:
+        """Whether there is time for the task; if not, it and the forks that wait for it are put off."""
+        if self.limits.until is None or self.limits.until.allows(task.run):
+            return True
+        self._put_off([other for other in self.queue if other is task or (other.trunk == task.run and not other.ready)])
+        return False
+
+    def _put_off(self, tasks: Sequence[Task]) -> None:
+        """Leave the tasks to the next command, pending."""
+        for task in tasks:
+            self.queue.remove(task)
+            status = self._settle_unstarted(task, "pending", None)
+            self._show(task.run, status)
+            if status["state"] == "pending":
+                self.late.append(task.run)
+
+    def _learn(self, run: RunDir, status: dict[str, Any]) -> None:
+        """Take note of what a finished run took."""
+        if self.limits.until and status["state"] == "finished":
+            self.limits.until.learn(run, status["seconds"])
+
     def _try_start(self, task: Task) -> None:
         """Start the task unless its run is finished or cancelled, or another process works on it."""
         status = task.run.seen()
@@ -371,6 +345,7 @@ class _Pool:
             return
         status = active.attempt.settle()
         self._show(task.run, status)
+        self._learn(task.run, status)
         if status["state"] == "failed" and task.failures < self.limits.retries:
             self._retry(task, status["reason"])
         else:

@@ -11,7 +11,8 @@ from support.sweep import fake_worker
 from support.sweep.shown import Shown
 
 from hqsweep.sweep.engine import follow, process
-from hqsweep.sweep.engine.local import Limits, end_without, run_local
+from hqsweep.sweep.engine.local import Limits, run_local
+from hqsweep.sweep.engine.task import end_without
 from hqsweep.sweep.store import seal
 from hqsweep.sweep.store.run_dir import CANCELLED
 
