@@ -26,7 +26,8 @@ from hqsweep.config.jobs import CHECKED_TABLES
 from hqsweep.errors import UserError, nearest, visible
 from hqsweep.report.compare.frames import DATA, FORK, TRUNK, Frames, load
 from hqsweep.report.compare.left_out import LeftOut
-from hqsweep.sweep.grid.run_words import read
+from hqsweep.sweep.engine.until import Until
+from hqsweep.sweep.grid.run_words import read, with_seeds
 from hqsweep.sweep.store.run_dir import RunDir
 
 FACTS = ("run", "arm", "recipe", "seed", "design", "trunk", "point", "state", "reason", "diverged", "step", "steps",
@@ -245,6 +246,7 @@ def run(
     force: bool = False,
     no_import: bool = False,
     quiet: bool = False,
+    until: str | None = None,
 ) -> Sweep:
     """Run the unfinished runs of a sweep's grid, and return the sweep. Call it from the main thread.
 
@@ -255,6 +257,7 @@ def run(
     force       repeat finished runs
     no_import   refuse a Python factory, instead of importing it
     quiet       print nothing; else progress and warnings go to stderr
+    until       start runs for this long alone ("90s", "20m", "2h"), and none that would not be finished by then
 
     A run that fails raises nothing: its state and reason are in Sweep.runs. The same call resumes a sweep that was
     interrupted.
@@ -262,7 +265,7 @@ def run(
     Raises:
         UserError: whatever is wrong in any point of the grid, before anything starts; what `hqsweep run` refuses.
     """
-    words = _words(conf, overrides, out)
+    words, limit = _words(conf, overrides, out), None if until is None else Until(until, "until")
     folder = None if config_dir is None else Path(config_dir)
     if folder is not None and not folder.is_dir():
         raise UserError(f"config_dir: {folder} is no folder; give the folder of your configs")
@@ -278,10 +281,11 @@ def run(
     importer = Importer(say, allowed=() if no_import else None, refusal=NO_IMPORT)
     plan = launch.plan_of(request, importer)
     planned = partial(launch.plan, config_dir=folder, importer=importer)
+    options = {"say": say, "look": say, "force": force, "until": limit}
     console = SafeConsole(stderr=True, quiet=quiet, force_jupyter=False)
     display = PlainDisplay(console) if quiet else open_display(console)
     try:
-        runs = finish(plan, words, planned, display, say=say, look=say, force=force).runs
+        runs = finish(plan, lambda seeds: planned(with_seeds(words, seeds)), display, **options).runs
     except SystemExit as stopped:
         if stopped.code == 128 + signal.SIGINT:  # in Python, ^C and a notebook's button are this exception
             raise KeyboardInterrupt from None

@@ -55,6 +55,11 @@ def test_what_the_command_refuses_is_refused(folder: Path, conf: str, overrides:
     assert says in str(refused.value) and not (folder / "runs").exists()
 
 
+def test_a_time_without_a_unit_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^until: got '20'; it takes a time"):
+        hq.run("convergence", TINY, until="20")
+
+
 def test_a_folder_of_configs_that_is_none_is_refused() -> None:
     with pytest.raises(UserError, match="config_dir: nowhere is no folder"):
         hq.run("convergence", config_dir="nowhere")

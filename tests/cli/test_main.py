@@ -397,5 +397,7 @@ def test_a_run_that_diverged_is_not_to_be_repeated():
     lost = {"state": "failed", "reason": "killed by SIGKILL", "path": "runs/a/b"}
     diverged = {"state": "failed", "reason": "loss is nan at step 3; a repeat would say the same", "path": "runs/a/c"}
     assert after_failures([diverged, *good]) == "1 of 3 runs diverged, and would again; change what the reason names"
+    late = {"state": "pending", "reason": None, "path": "runs/a/f"}
+    assert after_failures([*good, late]) == "2 of 3 runs done; the same command goes on"
     both = after_failures([diverged, lost, good[0]])
     assert both.startswith("1 of 3 runs did not finish; see runs/a/b/log.txt, then run again; 1 of 3 runs diverged")

@@ -24,6 +24,7 @@ COLOUR = {
     "undecided": "yellow",
     "unfinished": "yellow",
     "unpaired": "yellow",
+    "waiting": "yellow",
 }
 SHOWN_ELSEWHERE = {"run_id", "sweep", "arm", "seed", "job", "overrides", "started", "gemm_plan", "recipe_schedule"}
 """The entries of the manifest that have their own place in a report."""

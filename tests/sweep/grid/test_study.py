@@ -6,10 +6,11 @@ import pytest
 
 from hqsweep.config.study import parse_study
 from hqsweep.errors import UserError
-from hqsweep.sweep.engine.launch import SweepPlan, plan
+from hqsweep.sweep.engine.launch import SweepPlan, plan, work_order
 from hqsweep.sweep.grid.compose import expand
 from hqsweep.sweep.grid.study import check_stated
 from hqsweep.sweep.store.names import run_name
+from hqsweep.sweep.store.run_dir import RunDir
 
 pytestmark = pytest.mark.slow
 
@@ -102,6 +103,20 @@ def test_a_trunk_for_each_seed_and_a_fork_for_each_arm_seed_and_point() -> None:
         "mxfp8-s0-at100", "mxfp8-s0-at200", "mxfp8-s1-at100", "mxfp8-s1-at200",
         "null-s0-at100", "null-s0-at200", "null-s1-at100", "null-s1-at200",
     ]  # fmt: skip
+
+
+def test_runs_start_trunk_by_trunk_and_point_by_point_the_baseline_and_the_null_arm_first() -> None:
+    sweep_plan = plan(["conf=convergence", "recipe=mxfp8,bf16", *FORK, "seed=0,1", "null_arm=true"])
+    runs = [RunDir(Path(name)) for name in names(sweep_plan)]
+    ordered = [run.name.rpartition("-")[0] for run in work_order(sweep_plan, runs)]
+    assert ordered[:7] == [
+        "trunk-s0", "bf16-s0-at100", "null-s0-at100", "mxfp8-s0-at100", "bf16-s0-at200", "null-s0-at200",
+        "mxfp8-s0-at200",
+    ]  # fmt: skip
+    assert ordered[7:] == [name.replace("-s0", "-s1") for name in ordered[:7]]
+    whole = plan(["conf=convergence", "recipe=mxfp8,bf16", "seed=0,1"])
+    runs = [RunDir(Path(name)) for name in names(whole)]
+    assert work_order(whole, runs) == runs
 
 
 def test_a_trunk_is_in_the_recipe_of_the_baseline_and_a_fork_knows_it_and_its_own_end() -> None:
