@@ -88,7 +88,7 @@ def test_another_thread_is_told_why() -> None:
 
 def test_an_interrupt_is_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(code: int):
-        def start(plan: launch.SweepPlan, display: object, *, force: bool) -> list:
+        def start(plan: launch.SweepPlan, display: object, *, force: bool, until: object) -> list:
             raise SystemExit(code)
 
         return start

@@ -17,7 +17,7 @@ from hqsweep.config.train import LEARNT_NATS
 from hqsweep.report.compare.arms import Comparison
 from hqsweep.report.compare.curves import ENTROPY
 from hqsweep.report.compare.families import Family
-from hqsweep.report.compare.frames import DATA, FORK, Frames
+from hqsweep.report.compare.frames import DATA, FORK, Frames, common_end
 from hqsweep.report.compare.identical import IDENTICAL
 from hqsweep.report.compare.studies import Study
 from hqsweep.report.compare.verdict import BLIND, FEWEST_TRUNKS, TENTHS, digits, identity, margin_text
@@ -96,7 +96,7 @@ def study_notes(families: Sequence[Family], frames: Frames, finals: pd.DataFrame
             f"Looked at after every {unit}, {study.maximum} at most: the 5 % of false claims are of all looks together."
         )
     if families[0].design == FORK:
-        notes += [OF_TRAINING, *_coverage(families), BLIND]
+        notes += [OF_TRAINING, *_coverage(families, common_end(frames.runs)), BLIND]
     notes += [*_untrained(frames.runs, finals), *_repeated(frames.runs), *_unsampled(frames)]
     notes += [*_other_code(frames.runs), *_unknown_data(frames.runs), *_nonfinite(frames.runs)]
     return tuple(dict.fromkeys(notes))
@@ -170,19 +170,26 @@ def _null(family: Family) -> list[str]:
     return [f"No null arm of '{family.baseline}' checks the machinery; null_arm=true adds one."]
 
 
-def _coverage(families: Sequence[Family]) -> list[str]:
+def _coverage(families: Sequence[Family], end: int | None) -> list[str]:
     """What the intervals speak of."""
     notes = []
     for trunks, draws, which in [each for family in families for each in _entered(family)]:
         at = f"the fork point{'s' * (len(draws) > 1)} {' / '.join(draws)}"
         if trunks >= FEWEST_TRUNKS:
-            averaged = ", averaged; the gap at each point is listed" if len(draws) > 1 else ""
+            averaged = f", {_how(end)}; the gap at each point is listed" if len(draws) > 1 else ""
             notes.append(f"{which} cover trunks of this model, data and recipe ({trunks} are here), at {at}{averaged}.")
         elif trunks == 1:
             notes.append(f"{which} cover {at} of this one trunk, and say nothing about another seed.")
         else:
             notes.append(f"{which} cover {at} of these two trunks; a verdict about all trunks needs three.")
     return notes
+
+
+def _how(end: int | None) -> str:
+    """How the gaps at the points of a trunk become one."""
+    if end is None:
+        return "averaged"
+    return f"from which a straight line through the gaps against age leads to a whole run of {end} steps"
 
 
 def _entered(family: Family) -> list[tuple[int, list[str], str]]:
