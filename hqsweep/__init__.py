@@ -34,6 +34,8 @@ _HOME: dict[str, str] = {
     "Run": "hqsweep.api.sweep",
     "Sweep": "hqsweep.api.sweep",
     "compare": "hqsweep.api.comparison",
+    "Judgement": "hqsweep.api.judgement",
+    "judge": "hqsweep.api.judgement",
     "run": "hqsweep.api.sweep",
     "Shards": "hqsweep.shards.reader",
     "prepare": "hqsweep.shards.prepare",

@@ -124,8 +124,8 @@ def version(as_json: AsJson = False) -> None:
 
 
 for _command in (
-    cli_compare.compare, cli_run.plan, cli_compare.gate, files.probe, runs.verify, runs.status, runs.cancel, runs.sync,
-    runs.note,
+    cli_compare.compare, cli_compare.judge, cli_run.plan, cli_compare.gate, files.probe, runs.verify, runs.status,
+    runs.cancel, runs.sync, runs.note,
 ):  # fmt: skip
     app.command()(_command)
 app.command(context_settings={"ignore_unknown_options": True})(runs.tag)

@@ -202,7 +202,7 @@ def arm_row(
         **study,
         "runs": len(runs),
         "state": state_text(runs["state"]),
-        **_estimated(arm, family),
+        **estimated(arm, family),
         "final_loss": finals["final_loss"].mean(),
         "final_sd": finals["final_loss"].std(),
         "loss_spikes_pct": finals["loss_spikes_pct"].mean(),
@@ -224,7 +224,7 @@ def arm_row(
     return row
 
 
-def _estimated(arm: str, family: Family) -> dict[str, Any]:
+def estimated(arm: str, family: Family) -> dict[str, Any]:
     """The cells that come from an arm's estimate, NaN where it has none."""
     estimate, points = family.estimates.get(arm), family.points[family.points["arm"] == arm]
     null = family.estimates.get(family.null)

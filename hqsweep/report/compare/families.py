@@ -187,7 +187,7 @@ def _of_seeds(done: pd.DataFrame, finals: pd.DataFrame, baseline: str, arms: Seq
     while not (full := done[[baseline, *together]].all(axis=1)).any():
         together.remove(min(reversed(together), key=lambda arm: int(shared[arm].sum())))
     missing = sorted(set(done.index.get_level_values("seed")[~full]))
-    said = [f"{_listed('seed', missing)} did not finish in every arm and enters no gap."] if missing else []
+    said = [f"{listed('seed', missing)} did not finish in every arm and enters no gap."] if missing else []
     counts = {arm: int(shared.get(arm, nothing).sum()) for arm in lacking}
     said += [f"{arm}: {count} of {most.sum()} seeds; no gap before it has them all." for arm, count in counts.items()]
     return dict.fromkeys(together, full.index[full]), lacking, tuple(said)
@@ -199,13 +199,13 @@ def _of_forks(done: pd.DataFrame, finals: pd.DataFrame, baseline: str, arms: Seq
     for arm in arms:
         own = finals[finals["arm"].isin([arm, baseline])]
         if arm in done and (full := done[arm] & done[baseline]).any():
-            entering[arm] = _balanced(full, set(own["trunk"][own["state"].isin(OPEN)]))
+            entering[arm] = balanced(full, set(own["trunk"][own["state"].isin(OPEN)]))
         if text := _missing(own, entering.get(arm, done.index[:0])):
             lacks.setdefault(text, []).append(arm)
     return entering, {}, tuple(f"{', '.join(lacking)}: {text}." for text, lacking in lacks.items())
 
 
-def _balanced(full: pd.Series, waiting: set[str]) -> pd.Index:
+def balanced(full: pd.Series, waiting: set[str]) -> pd.Index:
     """The rows of the trunks whose forks have ended, at the points that all of these have; without a common point the
     trunks with the fewest are left out, until there is one. `full`: which rows an arm and its baseline have."""
     have = {trunk: list(part.index.get_level_values("draw")) for trunk, part in full[full].groupby("trunk", sort=False)}
@@ -232,7 +232,7 @@ def _missing(own: pd.DataFrame, entering: pd.Index) -> str:
     return "; ".join(said)
 
 
-def _listed(noun: str, names: Sequence[object]) -> str:
+def listed(noun: str, names: Sequence[object]) -> str:
     """ "Seed 2", "Each of the seeds 2 and 4"."""
     if len(names) == 1:
         return f"{noun.capitalize()} {names[0]}"

@@ -10,7 +10,9 @@ from typing import Any
 import pandas as pd
 
 Row = Mapping[str, Any]
-"""A row of Comparison.arms, as far as it is filled in."""
+"""A row of Comparison.arms, as far as it is filled in. A row whose gaps are not in % has the key "unit": PLAIN."""
+PLAIN = "plain"
+"""The unit of gaps that are differences of the metric itself."""
 IDENTICAL_REMEDY = "Leave the arm out, or quantize what this model has"
 NULL_IN_DOUBT = "The null arm is not shown equal to {baseline}, so the machinery is in doubt."
 BLIND = (
@@ -109,7 +111,7 @@ def _finding(row: Row, no_baseline: str) -> str:
 def margin_text(row: Row) -> str:
     """ "0.25 %", or "1 % of the tokens"."""
     stated = row["margin_tokens"]
-    return f"{row['margin_pct']:g} %" if math.isnan(stated) else f"{stated:g} % of the tokens"
+    return _of_unit(row, f"{row['margin_pct']:g}") if math.isnan(stated) else f"{stated:g} % of the tokens"
 
 
 def tokens(row: Row) -> str:
@@ -230,13 +232,27 @@ def digits(half: float) -> int:
     return 3 if 0 < half < FINE else 2
 
 
+def decimals(half: float) -> int:
+    """Decimals of a number in any other unit: two significant digits of `half`, 12 at most; 4 without an interval."""
+    return min(12, max(0, 1 - math.floor(math.log10(half)))) if half > 0 else 4
+
+
+def spec(row: Row, half: float) -> str:
+    """The format of a gap, or of an end of its interval, which reaches `half` to either side."""
+    return f"+.{decimals(half) if row.get('unit') == PLAIN else digits(half)}f"
+
+
+def _of_unit(row: Row, number: str) -> str:
+    return number if row.get("unit") == PLAIN else f"{number} %"
+
+
 def _percent(row: Row) -> str:
-    return f"{row['gap_pct']:+.{digits(row['half_pct'])}f} %"
+    return _of_unit(row, format(row["gap_pct"], spec(row, row["half_pct"])))
 
 
 def _span(row: Row, low: str, high: str) -> str:
-    places = digits((row[high] - row[low]) / 2)
-    return f"{row[low]:+.{places}f} to {row[high]:+.{places}f} %"
+    places = spec(row, (row[high] - row[low]) / 2)
+    return _of_unit(row, f"{row[low]:{places}} to {row[high]:{places}}")
 
 
 def _interval(row: Row) -> str:

@@ -1,35 +1,9 @@
-"""Reads .wandb files of offline runs without a server: LevelDB's log framing around wandb's protobuf records."""
+"""The contents of an offline run's .wandb file, without a server."""
 
-import json
-import struct
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-from wandb.proto import wandb_internal_pb2 as pb
-
-BLOCK, HEADER, FULL, FIRST, LAST = 32768, 7, 1, 2, 4
-
-
-def records(data: bytes) -> Iterator[pb.Record]:
-    """Whole records up to the end or to a torn tail."""
-    at, parts = HEADER, b""
-    while at + HEADER <= len(data):
-        if (left := BLOCK - at % BLOCK) < HEADER:
-            at += left
-            continue
-        _, length, kind = struct.unpack("<IHB", data[at : at + HEADER])
-        chunk = data[at + HEADER : at + HEADER + length]
-        at += HEADER + length
-        if kind == 0 or len(chunk) < length:
-            return
-        parts = chunk if kind in (FULL, FIRST) else parts + chunk
-        if kind in (FULL, LAST):
-            yield pb.Record.FromString(parts)
-
-
-def items(entries) -> dict:
-    return {entry.key or ".".join(entry.nested_key): json.loads(entry.value_json) for entry in entries}
+from hqsweep.foreign_logs.wandb_files import items, records
 
 
 def load(folder: Path) -> SimpleNamespace:

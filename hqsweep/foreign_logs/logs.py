@@ -1,0 +1,133 @@
+"""A judgement from logs: which reader a path takes, and the rows of all of them together."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pandas as pd
+
+from hqsweep.errors import UserError
+from hqsweep.foreign_logs.columns import FILE, Columns, find
+from hqsweep.foreign_logs.judge import Judgement, Question, judge
+from hqsweep.foreign_logs.tables import Csv, Frame, JsonLines, Parquet, Source, WideCsv
+from hqsweep.foreign_logs.trackers import EVENTS, WANDB, read_tensorboard, read_wandb
+from hqsweep.foreign_logs.values import Collector
+
+READERS = {
+    ".csv": Csv, ".tsv": Csv, ".txt": Csv, ".jsonl": JsonLines, ".ndjson": JsonLines, ".json": JsonLines,
+    ".parquet": Parquet, ".pq": Parquet,
+}  # fmt: skip
+"""The end of a file's name, before .gz -> its reader."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How logs are read.
+
+    columns     arm, seed, step, trunk or point -> the name of its column, where it is no usual one
+    window      values are means over the last steps (50), or the last part of a run (0.1); None: the last value
+    any_length  runs that end at another step than most enter, too
+    """
+
+    columns: Mapping[str, str | None]
+    window: float | None = None
+    any_length: bool = False
+
+
+def judge_files(paths: Sequence[Path], question: Question, reading: Reading) -> Judgement:
+    """The judgement of all rows of some files and folders. question.metric may be "": val_loss, or the only metric.
+
+    Raises UserError for a file that is missing, empty or of no known kind, and as `judge` and `find` do.
+    """
+    return judge_sources([source for path in paths for source in _open(path)], question, reading)
+
+
+def judge_frame(frame: pd.DataFrame, question: Question, reading: Reading) -> Judgement:
+    """The judgement of a DataFrame with a row for each run, or for each step of a run."""
+    return judge_sources([Frame(frame)], question, reading)
+
+
+def judge_sources(sources: Sequence[Source], question: Question, reading: Reading) -> Judgement:
+    """The judgement of all rows of some logs."""
+    if reading.window is not None and not reading.window > 0:
+        raise UserError(f"window: {reading.window} steps; give a number of steps (50) or a fraction of the run (0.1)")
+    metric, read = question.metric or None, []
+    for source in sources:
+        named = {FILE: False} if len(sources) > 1 else {}
+        known = {**named, **source.known}
+        found = find(known, source.where, reading.columns, metric, open_ended=source.open_ended)
+        metric = found.metric
+        read.append((source, found))
+    first = read[0][1]
+    if odd := next((source for source, found in read if len(found.keys) != len(first.keys)), None):
+        raise UserError(f"{odd.where}: it has other columns than {sources[0].where}: both have seeds, or neither has")
+    where = sources[0].where if len(sources) == 1 else f"{len(sources)} files"
+    collector = Collector(where, first, reading.window)
+    for source, found in read:
+        for rows in _pieces(source, found):
+            collector.add(rows)
+    values = collector.values(reading.any_length)
+    return judge(values, replace(question, metric=metric), forked=first.trunk is not None)
+
+
+def _pieces(source: Source, columns: Columns) -> Iterator[pd.DataFrame]:
+    """The rows of a source, which knows no column FILE."""
+    if columns.arm != FILE or FILE in source.known:
+        yield from source.pieces(columns)
+        return
+    for rows in source.pieces(replace(columns, arm=None)):
+        yield rows.assign(arm=_stem(Path(source.where)))
+
+
+def _stem(path: Path) -> str:
+    return path.name.removesuffix(".gz").rpartition(".")[0]
+
+
+def _open(path: Path) -> list[Source]:
+    """The sources at a path."""
+    if not path.exists():
+        raise UserError(f"{path}: no such file or folder")
+    if path.is_file():
+        return [_open_file(path)]
+    readers = {EVENTS: read_tensorboard, WANDB: read_wandb}
+    for pattern, reader in readers.items():
+        if next(path.rglob(pattern), None):
+            return [reader(path)]
+    tables = [file for file in sorted(path.iterdir()) if file.is_file() and _kind(file) in READERS]
+    if not tables:
+        raise UserError(f"{path}: no file of TensorBoard or W&B, and none that ends in {', '.join(READERS)}")
+    return [*map(_open_file, tables)]
+
+
+def _open_file(path: Path) -> Source:
+    if path.match(EVENTS) or path.match(WANDB):
+        raise UserError(f"{path}: is a file of one run; give the folder of all runs")
+    if _kind(path) not in READERS:
+        raise UserError(f"{path}: is of no known kind; it takes {', '.join(READERS)}, and folders of trackers")
+    source = READERS[_kind(path)](path)
+    return WideCsv(source) if isinstance(source, Csv) and WideCsv.is_one(source) else source
+
+
+def _kind(path: Path) -> str:
+    """The end of a file's name that says what it is."""
+    name = path.name.lower()
+    return "." + name.removesuffix(".gz").rpartition(".")[2]
+
+
+def frame_of(values: Mapping[str, object], metric: str) -> pd.DataFrame:
+    """The rows of arm -> its values of a metric by seed: a sequence, whose places are the seeds, or a mapping of
+    seeds."""
+    rows = []
+    for arm, of_arm in values.items():
+        pairs = of_arm.items() if isinstance(of_arm, Mapping | pd.Series) else enumerate(_listed(arm, of_arm))
+        rows += [(str(arm), seed, value) for seed, value in pairs]
+    return pd.DataFrame(rows, columns=["arm", "seed", metric])
+
+
+def _listed(arm: str, values: object) -> list[object]:
+    try:
+        return [*values]
+    except TypeError:
+        raise UserError(
+            f"judge: '{arm}' has a {type(values).__name__}; it takes the values of all seeds, as in [2.31, 2.29]"
+        ) from None

@@ -1,0 +1,139 @@
+"""Readers of folders that trackers write: TensorBoard's event files, and W&B's offline runs.
+
+A folder of event files is a run, called by its path within the logs. A run of W&B has its name, group and config. A
+step that was logged twice has its last value: a resumed run goes back and repeats steps.
+"""
+
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from hqsweep.errors import UserError
+from hqsweep.foreign_logs.columns import Columns
+
+EVENTS, WANDB = "*tfevents*", "*.wandb"
+"""The files of a run that TensorBoard and W&B write."""
+Curves = dict[str, dict[float, float]]
+"""Metric -> step -> value."""
+
+
+class Runs:
+    """A source of runs that are all in memory; `facts` are columns that have one value in a run."""
+
+    open_ended = False
+
+    def __init__(self, where: str, runs: list[tuple[Mapping[str, Any], Curves]], step: str) -> None:
+        self.where, self._runs, self.known = where, runs, {}
+        for facts, curves in runs:
+            self.known |= {name: type(value) in (int, float) for name, value in facts.items()}
+            self.known |= {step: True, **dict.fromkeys(curves, True)}
+
+    def pieces(self, columns: Columns) -> Iterator[pd.DataFrame]:
+        for facts, curves in self._runs:
+            curve = curves.get(columns.metric, {})
+            frame = pd.DataFrame({"step": np.array([*curve], float), "value": np.array([*curve.values()], float)})
+            for name, column in columns.keys.items():
+                frame.insert(0, name, [facts.get(column)] * len(frame))
+            yield frame
+
+
+def read_tensorboard(folder: Path) -> Runs:
+    """The scalars of the event files below a folder."""
+    _check_installed("tensorboard", folder)
+    runs: dict[Path, Curves] = {}
+    for path in sorted(folder.rglob(EVENTS)):
+        _add_events(path, runs.setdefault(path.parent, {}))
+    named = [({"run": _name(folder, place)}, curves) for place, curves in runs.items()]
+    return Runs(str(folder), named, "step")
+
+
+def _name(folder: Path, place: Path) -> str:
+    return folder.name if place == folder else str(place.relative_to(folder))
+
+
+def _add_events(path: Path, curves: Curves) -> None:
+    """Add the scalars of a file; a start at a step drops what earlier files have from there on, as TensorBoard does."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+    from tensorboard.util.tensor_util import make_ndarray
+
+    try:
+        for event in LegacyEventFileLoader(str(path)).Load():
+            if event.HasField("session_log") and event.session_log.status == event.session_log.START:
+                for curve in curves.values():
+                    for step in [step for step in curve if step >= event.step]:
+                        del curve[step]
+            for value in event.summary.value:
+                if value.HasField("simple_value"):
+                    curves.setdefault(value.tag, {})[event.step] = value.simple_value
+                elif value.HasField("tensor") and value.metadata.plugin_data.plugin_name in ("", "scalars"):
+                    array = make_ndarray(value.tensor)
+                    if array.ndim == 0 and array.dtype.kind in "fiu":
+                        curves.setdefault(value.tag, {})[event.step] = float(array)
+    except Exception as error:  # of the loader, which has no class of its own for a damaged file
+        raise UserError(f"{path}: is no file of events ({str(error)[:200]})") from None
+
+
+def read_wandb(folder: Path) -> Runs:
+    """The runs of the .wandb files below a folder; a run that was resumed has several."""
+    _check_installed("wandb", folder)
+    runs: dict[str, tuple[dict[str, Any], Curves]] = {}
+    for path in sorted(folder.rglob(WANDB)):
+        _add_wandb(path, runs)
+    groups = {facts.get("group") for facts, _ in runs.values()}
+    if len(groups) < 2:  # it tells no runs apart
+        for facts, _ in runs.values():
+            facts.pop("group", None)
+    return Runs(str(folder), list(runs.values()), "_step")
+
+
+def _add_wandb(path: Path, runs: dict[str, tuple[dict[str, Any], Curves]]) -> None:
+    from hqsweep.foreign_logs.wandb_files import items, records
+
+    facts, curves = {}, {}
+    try:
+        for record in records(path.read_bytes()):
+            match record.WhichOneof("record_type"):
+                case "run":
+                    named = {"name": record.run.display_name or record.run.run_id, "group": record.run.run_group}
+                    facts, curves = runs.setdefault(record.run.run_id, ({}, {}))
+                    facts |= {name: text for name, text in named.items() if text}
+                    facts |= _plain(items(record.run.config.update))
+                case "config":
+                    facts |= _plain(items(record.config.update))
+                case "history":
+                    _add_history(items(record.history.item), curves)
+    except Exception as error:  # protobuf and JSON, each with errors of its own
+        raise UserError(f"{path}: is no file of W&B ({str(error)[:200]})") from None
+
+
+def _add_history(row: Mapping[str, Any], curves: Curves) -> None:
+    step = row.get("_step", 0)
+    for name, value in row.items():
+        if name == "_step":
+            continue
+        if value in ("NaN", "Infinity", "-Infinity"):  # as W&B writes them
+            value = float(value.replace("Infinity", "inf"))
+        if type(value) in (int, float):
+            curves.setdefault(name, {})[step] = value
+
+
+def _plain(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """The leaves of a config that are texts or numbers, by their dotted paths. A value is at times {"value": it}."""
+    leaves: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            value = value["value"] if set(value) == {"value", "desc"} else value
+        if isinstance(value, Mapping):
+            leaves |= _plain(value, f"{path}{key}.")
+        elif type(value) in (str, int, float):
+            leaves[f"{path}{key}"] = value
+    return leaves
+
+
+def _check_installed(package: str, folder: Path) -> None:
+    if find_spec(package) is None:
+        raise UserError(f"{folder}: reading it takes the package {package}; pip install 'hqsweep[{package}]'")
