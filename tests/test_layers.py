@@ -192,7 +192,7 @@ commands."""
 NINE_AT_MOST = {
     "optim.adam.__init__", "sweep.engine.local.run_local", "quant.hybrid.quantize", "quant.grouped.quantize",
     "quant.group.quantize_group", "quant.tensor.empty",
-    "nn.core.context.quantization", "api.run.run",
+    "nn.core.context.quantization", "api.sweep.run",
 }  # fmt: skip
 """Functions with one or two arguments too many: torch.optim's signature, the keys of engine=local, groups, what a step
 says to modules, and the options of `hqsweep run`."""
