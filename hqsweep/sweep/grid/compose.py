@@ -10,6 +10,7 @@ whole process: two threads cannot compose at once. It takes twice as long, and n
 """
 
 import copy
+import functools
 import itertools
 import json
 import math
@@ -194,6 +195,7 @@ class Composer:
 
     def __init__(self, name: str, folders: Sequence[Path | None]) -> None:
         self.loader = _loader(folders)
+        self.is_packaged = not any(folder is not None and folder.is_dir() for folder in folders)
         self.overrides = Overrides(self.loader)
         self.name = name
         self.bases: dict[tuple[str, ...], DictConfig] = {}
@@ -317,16 +319,9 @@ class Composer:
 
     def _load(self, groups: Sequence[str], mode: RunMode) -> DictConfig:
         """Hydra's own composition of the named config under a choice of groups, open for unknown keys."""
-        try:
-            with warnings.catch_warnings(action="ignore"):  # without _self_ a YAML's own values win, which is meant
-                config = self.loader.load_configuration(self.name, list(groups), mode)
-            plain = OmegaConf.to_container(config)
-            params = plain.pop("hydra")["sweeper"].get("params")  # all else there is Hydra's own, with its resolvers
-            check_expansion(plain | {"hydra": {"sweeper": {"params": params}}}, "the config")
-        except Exception as error:  # a YAML can make Hydra and PyYAML raise anything: AttributeError by !!timestamp 1
-            raise UserError(f"conf={self.name}: {explain(error)}") from None
-        OmegaConf.set_struct(config, False)
-        return config
+        if self.is_packaged:
+            return copy.deepcopy(_packaged(self.name, tuple(groups), mode))
+        return _composed(self.loader, self.name, groups, mode)
 
     def _other_model(self, groups: Sequence[str], config: DictConfig) -> DictConfig:
         """The config, without the keys for the GPT in its YAML where the groups of the command line chose another
@@ -341,6 +336,26 @@ class Composer:
         """The composed config with Hydra's own part, under the groups that are chosen for all points."""
         fixed = [o.input_line for o in overrides.values() if self.overrides.is_group(o) and not o.is_sweep_override()]
         return self._load(fixed, RunMode.MULTIRUN)
+
+
+def _composed(loader: ConfigLoaderImpl, name: str, groups: Sequence[str], mode: RunMode) -> DictConfig:
+    """Hydra's composition by a loader, open for unknown keys."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # without _self_ a YAML's own values win, which is meant
+            config = loader.load_configuration(name, list(groups), mode)
+        plain = OmegaConf.to_container(config)
+        params = plain.pop("hydra")["sweeper"].get("params")  # all else there is Hydra's own, with its resolvers
+        check_expansion(plain | {"hydra": {"sweeper": {"params": params}}}, "the config")
+    except Exception as error:  # a YAML can make Hydra and PyYAML raise anything: AttributeError by !!timestamp 1
+        raise UserError(f"conf={name}: {explain(error)}") from None
+    OmegaConf.set_struct(config, False)
+    return config
+
+
+@functools.lru_cache(maxsize=128)
+def _packaged(name: str, groups: tuple[str, ...], mode: RunMode) -> DictConfig:
+    """The composition of packaged configs alone, whose files do not change while a process runs."""
+    return _composed(_loader([]), name, groups, mode)
 
 
 def _params(base: DictConfig) -> list[str]:
