@@ -1,5 +1,6 @@
 """Synthetic sweeps on disk: the run-folder layout that the report reads, written without training anything."""
 
+import functools
 import hashlib
 import json
 import math
@@ -140,6 +141,13 @@ def stats_rows(run: FakeRun) -> list[dict]:
     return rows
 
 
+@functools.cache
+def tables_of(run: FakeRun) -> dict[str, str]:
+    """The contents of the files of rows, made once for all tests."""
+    tables = {"metrics": metric_rows(run), "stats": stats_rows(run)}
+    return {table: "".join(json.dumps(row) + "\n" for row in rows) for table, rows in tables.items()}
+
+
 def fork_section(run: FakeRun) -> dict | None:
     if run.trunk is None:
         return None
@@ -207,10 +215,10 @@ def write_run(sweep: Path, run: FakeRun) -> Path:
             "eta_s": 0.0,
         },
     }
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "config.yaml").write_text(yaml.dump(config, Dumper=yaml.CSafeDumper))
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metric_rows(run)))
-    (folder / "stats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in stats_rows(run)))
+    for table, text in tables_of(run).items():
+        (folder / f"{table}.jsonl").write_text(text)
     RunDir(folder).write_status(**status)  # which seals a run that has ended
     if RunDir(folder).sealed() is None:
         RunDir(folder).update_manifest(run_id=run_id(config))
@@ -278,14 +286,15 @@ def make_sweep(tmp_path: Path) -> Callable[..., list[RunDir]]:
     return lambda runs, name="sweep": [RunDir(path) for path in write_sweep(tmp_path / "runs" / name, runs)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def fake() -> SimpleNamespace:
-    """Names with which a test describes a sweep: fake.Run(...), fake.three_arms(...)."""
+    """Names with which a test describes a sweep: fake.Run(...), fake.three_arms(...); fake.write_sweep writes one."""
     functions = {
         "seal_again": seal_again,
         "take_back": take_back,
         "Run": FakeRun,
         "three_arms": three_arms,
         "fork_study": fork_study,
+        "write_sweep": write_sweep,
     }
     return SimpleNamespace(**functions, entropy=VOCAB_ENTROPY, steps=STEPS)

@@ -19,6 +19,8 @@ from hqsweep.report.pages.folder import report_markdown
 from hqsweep.report.pages.panels import panels
 from hqsweep.track.tables import TABLES
 
+pytestmark = pytest.mark.slow
+
 NASTY = "</script><script>alert('arm')</script><img src=x onerror=alert(1)> & \"q\""
 
 

@@ -11,6 +11,8 @@ from hqsweep.sweep.grid.compose import expand
 from hqsweep.sweep.grid.study import check_stated
 from hqsweep.sweep.store.names import run_name
 
+pytestmark = pytest.mark.slow
+
 ARMS = ["bf16", "mxfp8", "null"]
 
 
@@ -120,7 +122,6 @@ def test_the_null_arm_is_the_baseline_with_noise_at_the_fork() -> None:
     assert null.recipe.linear == bf16.recipe.linear and null.fork.trunk == bf16.fork.trunk
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("word", ["fork.at=[200,100]", "fork.at=range(100,300,100)", "fork.at=200,100"])
 def test_points_are_written_as_a_list_or_as_values(word: str) -> None:
     assert names(plan(["conf=convergence", "recipe=bf16,mxfp8", word, *FORK[1:]])) == names(planned())
@@ -134,7 +135,6 @@ def test_other_keys_that_are_swept_have_trunks_of_their_own_unless_they_change_n
     assert len([c for c in planned("train.log_every=5,10").configs if c.fork.is_trunk]) == 1
 
 
-@pytest.mark.slow
 def test_other_points_arms_and_lengths_keep_the_name_of_the_trunk() -> None:
     trunk, *forks = names(planned())
     for word in ("fork.at=100,150", "fork.steps=50", "stats.every=7", "train.steps=230", "train.eval_every=30"):
