@@ -14,6 +14,8 @@ from hqsweep.sweep.store.run_dir import RunDir
 
 pytestmark = pytest.mark.slow
 
+pytestmark = pytest.mark.slow
+
 ARMS = ["bf16", "mxfp8", "null"]
 
 
