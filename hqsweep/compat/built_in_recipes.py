@@ -4,6 +4,7 @@ No environment variable changes them. An option that would change a number and d
 """
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -187,10 +188,10 @@ class NVFP4BlockScalingOptions(_Options):
                 f"{self.kind}: nvfp4_4over6={self.nvfp4_4over6!r} is for activations without the Hadamard transform;"
                 " give disable_rht=True"
             )
-        if self.row_scaled_activation and self.backward_override is None:
+        if self.row_scaled_activation and (self.backward_override is None or not self.disable_rht):
             raise UserError(
-                f"{self.kind}: row_scaled_activation=True makes rowwise operands only; give backward_override, whose"
-                " backward reads none"
+                f"{self.kind}: row_scaled_activation=True is for rowwise operands without the Hadamard transform; give"
+                " disable_rht=True, and a backward_override, whose backward reads no others"
             )
 
     def quantizer(self, role: QuantizerRole) -> NVFP4Quantizer:
@@ -233,9 +234,12 @@ class BuiltIn(Recipe):
         own = inspect.signature(cls.options).replace(return_annotation=inspect.Signature.empty)
         cls.__signature__ = own
 
-    def __init__(self, *positional: Any, gemm: str = "exact", schedule: tuple[Change, ...] = (), **named: Any) -> None:
-        given = self.options(*positional, **named)
-        super().__init__(qfactory=given, fp8_dpa=bool(given.fp8_dpa), gemm=gemm, schedule=schedule)
+    def __init__(
+        self, *positional: Any, qfactory: Any = None, gemm: str = "exact", schedule: Sequence[Change] = (), **named: Any
+    ) -> None:
+        """qfactory: the options themselves, which dataclasses.replace() gives."""
+        given = qfactory or self.options(*positional, **named)
+        super().__init__(qfactory=given, fp8_dpa=bool(given.fp8_dpa), gemm=gemm, schedule=tuple(schedule))
 
     def __getattr__(self, name: str) -> Any:
         if name in {field.name for field in fields(self.options)} and "qfactory" in vars(self):

@@ -356,7 +356,8 @@ class HybridQuantizer(Quantizer):
         held = {d: made for d, made in zip(DIRECTIONS, (row, column), strict=True) if made is not None}
         if not held:
             raise UserError("HybridQuantizer: neither usage is set; set_usage() of a direction that is read")
-        formats = [getattr(held.get(d, column or row).quantizer, d) for d in DIRECTIONS]
+        either = row if column is None else column
+        formats = [getattr(held.get(direction, either).quantizer, direction) for direction in DIRECTIONS]
         content, shape = OneMatrix.of(tuple(tensor.shape))
         options = {"dtype": tensor.dtype, "directions": tuple(held)}
         metadata = Metadata.of(content, Frozen(*formats, self.columnwise_source), **options)

@@ -111,6 +111,10 @@ class Recipe(custom.CustomRecipe):
     alignment: ClassVar[int] = 16
     """Fp8Padding's multiple for the rows of a member."""
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """UserError: a recipe is a value, and a change would reach modules that have asked it, or not."""
+        raise UserError(f"{type(self).__name__}: {name} cannot be assigned; build another recipe with it")
+
     def __reduce__(self) -> tuple[Any, ...]:
         super().__reduce__()  # which refuses a factory that cannot be pickled
         return _rebuild, (type(self), vars(self))
@@ -191,7 +195,9 @@ class CustomRecipe(Recipe):
     ) -> None:
         check_attention("CustomRecipe", fp8_dpa, fp8_mha, backward_override)
         taken("CustomRecipe", "quantization_alignment", quantization_alignment, 128)
-        if backward_override is not None:
+        if isinstance(qfactory, Overridden):  # from dataclasses.replace()
+            backward_override = qfactory.override
+        elif backward_override is not None:
             qfactory = Overridden(qfactory, backward_override)
         super().__init__(qfactory=qfactory, fp8_dpa=bool(fp8_dpa), gemm=gemm, schedule=schedule)
         own = {"fp8_format": fp8_format, "backward_override": backward_override, "fp8_mha": False}
