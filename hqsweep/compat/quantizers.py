@@ -351,6 +351,15 @@ class HybridQuantizer(Quantizer):
             column = quantized(self.columnwise_quantizer, self.columnwise_quantizer.quantize(source))
         return self._joined(row if self.rowwise_usage else None, column, tensor)
 
+    def update_quantized(self, src: Tensor, dst: Tensor, *, noop_flag: Tensor | None = None) -> Tensor:
+        """As the base's, in the held directions that have a usage."""
+        used = set(self._directions())
+        if not isinstance(dst, HybridQuantizedTensor) or set(dst.metadata.directions) <= used:
+            return super().update_quantized(src, dst, noop_flag=noop_flag)
+        for part in (getattr(dst, f"{d}_sub_storage") for d in dst.metadata.directions if d in used):
+            super().update_quantized(src, part, noop_flag=noop_flag)
+        return dst
+
     def _joined(self, row: Any, column: Any, tensor: Tensor) -> HybridQuantizedTensor:
         """One tensor of the rowwise operand of the one and the columnwise operand of the other, without a copy."""
         held = {d: made for d, made in zip(DIRECTIONS, (row, column), strict=True) if made is not None}

@@ -46,8 +46,7 @@ class Directions:
         return {direction: direction in self.metadata.directions for direction in DIRECTIONS}
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Drop the directions that are False; None leaves a direction as it is. A tensor in high precision stores one
-        matrix for both directions, and keeps it.
+        """Drop the directions that are False; None leaves a direction as it is.
 
         UserError, before anything is dropped, for a missing direction that is True, and where none would be left.
         """
@@ -58,8 +57,6 @@ class Directions:
                 f"update_usage: {missing[0]} usage is asked of a tensor in {self.quantizer} that holds no {missing[0]}"
                 " operand; quantize the values again"
             )
-        if {direction for direction, _ in self.metadata.stored} != set(self.metadata.directions):
-            return
         dropped = [direction for direction in DIRECTIONS if held[direction] and wanted[direction] in (False, 0)]
         if len(dropped) == sum(held.values()):
             raise UserError(f"update_usage: nothing of a tensor in {self.quantizer} would be left; keep one direction")

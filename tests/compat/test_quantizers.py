@@ -273,3 +273,14 @@ def test_arguments_that_are_buffers_have_no_effect_and_say_so():
     with pytest.warns(DeprecationWarning, match="use_existing_amax, scale and amax have no effect"):
         made = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, scale=torch.ones(2))
     assert made == Float8CurrentScalingQuantizer(DType.kFloat8E4M3)
+
+
+def test_a_hybrid_updates_the_directions_of_its_usages():
+    hybrid = compat.HybridQuantizer(
+        rowwise_quantizer=NVFP4Quantizer(), columnwise_quantizer=ONE.copy(), columnwise_source="rowwise_dequantized"
+    )
+    x = draw("heavy", 32, 64)
+    tensor, rowwise, expected = hybrid(x), hybrid(x).rowwise.dequantize(), hybrid(3 * x).columnwise.dequantize()
+    hybrid.set_usage(rowwise=False)
+    assert hybrid.update_quantized(3 * x, tensor) is tensor
+    assert torch.equal(tensor.rowwise.dequantize(), rowwise) and torch.equal(tensor.columnwise.dequantize(), expected)

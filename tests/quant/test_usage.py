@@ -39,9 +39,3 @@ def test_update_usage_drops_what_is_false_and_nothing_before_a_fault():
     with pytest.raises(UserError, match="would be left; keep one direction"):
         tensor.update_usage(columnwise_usage=False)
     assert tensor.columnwise is not None
-
-
-def test_one_matrix_in_high_precision_serves_both_directions_and_stays():
-    tensor = quantized("bf16")
-    tensor.update_usage(rowwise_usage=False)
-    assert tensor.get_usages() == BOTH
