@@ -53,6 +53,7 @@ from hqsweep.compat.factories import (
 from hqsweep.compat.grouped_linear import GroupedLinear
 from hqsweep.compat.layers import LayerNormMLP, MultiheadAttention, TransformerLayer
 from hqsweep.compat.linear import LayerNormLinear, Linear
+from hqsweep.compat.optimizers import FusedAdam
 from hqsweep.compat.quantizer import Quantizer, te_device_type
 from hqsweep.compat.quantizers import (
     DType,
@@ -107,6 +108,7 @@ __all__ = [
     "Format",
     "Fp8Padding",
     "Fp8Unpadding",
+    "FusedAdam",
     "GroupedLinear",
     "GroupedTensor",
     "HybridQuantizedTensor",
