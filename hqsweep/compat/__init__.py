@@ -53,6 +53,7 @@ from hqsweep.compat.factories import (
 from hqsweep.compat.grouped_linear import GroupedLinear
 from hqsweep.compat.layers import LayerNormMLP, MultiheadAttention, TransformerLayer
 from hqsweep.compat.linear import LayerNormLinear, Linear
+from hqsweep.compat.norms import LayerNorm, RMSNorm
 from hqsweep.compat.optimizers import FusedAdam
 from hqsweep.compat.quantizer import Quantizer, te_device_type
 from hqsweep.compat.quantizers import (
@@ -117,6 +118,7 @@ __all__ = [
     "IdentityQuantizer",
     "IdentityTensor",
     "IdentityTensorStorage",
+    "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
@@ -135,6 +137,7 @@ __all__ = [
     "Quantizer",
     "QuantizerRequest",
     "QuantizerRole",
+    "RMSNorm",
     "Recipe",
     "TransformerLayer",
     "autocast",

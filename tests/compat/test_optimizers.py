@@ -80,7 +80,7 @@ def test_what_would_change_a_number_and_is_not_here_is_refused(options, message)
 
 def test_a_copy_keeps_the_options():
     twin = copy.deepcopy(FusedAdam([parameter()], adam_w_mode=False))
-    with pytest.raises(UserError, match="adam_w_mode=False with weight_decay=0.5"):
+    with pytest.raises(UserError, match=r"adam_w_mode=False with weight_decay=0.5"):
         twin.add_param_group({"params": [parameter()], "weight_decay": 0.5})
 
 
