@@ -5,7 +5,7 @@ No environment variable changes them. An option that would change a number and d
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from hqsweep.compat.arguments import flag, one_of
@@ -36,6 +36,8 @@ class _Options:
 
     def __call__(self, role: QuantizerRole | None) -> Any:
         role = role or QuantizerRole()
+        if role.tensor_type == "grad_input":
+            role = replace(role, tensor_type="grad_output")
         made = self.quantizer(role)
         return made if self.backward_override is None else overridden(made, role, self.backward_override)
 
