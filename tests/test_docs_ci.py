@@ -51,10 +51,10 @@ def test_its_sweep_forks_a_null_arm_from_four_trunks_on_data_that_is_the_same_ev
 
 @pytest.mark.slow
 def test_its_sweep_in_small_finds_mxfp8_turned_into_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three trunks of 180 steps and forks of 30, whose spread differs from processor to processor; the whole of conf=ci
+    """Three trunks of 250 steps and forks of 30, whose spread differs from processor to processor; the whole of conf=ci
     finds the change from four trunks of 600."""
     monkeypatch.chdir(tmp_path)
-    small = ["recipe=bf16,mxfp8", "null_arm=false", "seed=0,1,2", "train.steps=180", "fork.at=180", "fork.steps=10"]
+    small = ["recipe=bf16,mxfp8", "null_arm=false", "seed=0,1,2", "train.steps=250", "fork.at=250", "fork.steps=10"]
 
     def hqsweep(*words: str) -> tuple[int, str]:
         result = CliRunner().invoke(app, [*words])
@@ -72,4 +72,4 @@ def test_its_sweep_in_small_finds_mxfp8_turned_into_mxfp4(tmp_path: Path, monkey
     arms = {arm["arm"]: arm for arm in json.loads(printed)["arms"]}
     assert code == 1 and arms["bf16"]["bitwise"]
     assert (arms["mxfp8"]["outcome"], arms["mxfp8"]["verdict"], arms["mxfp8"]["n"]) == ("regression", "worse", 3)
-    assert arms["mxfp8"]["gap"] > 0.15 and "rowwise and columnwise mxfp8 -> mxfp4" in arms["mxfp8"]["note"]
+    assert arms["mxfp8"]["gap"] > 0.25 and "rowwise and columnwise mxfp8 -> mxfp4" in arms["mxfp8"]["note"]
