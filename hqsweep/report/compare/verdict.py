@@ -81,7 +81,8 @@ def _finding(row: Row) -> str:
         case "waiting":
             return "It still runs, and waits for seeds that other arms have finished: no gap yet."
         case "unpaired":
-            return f"No finished {_unit(row, 1)} in common with {name} and the other arms: no gap."
+            others = "" if row["design"] == "fork" else " and the other arms"
+            return f"No finished {_unit(row, 1)} in common with {name}{others}: no gap."
         case "diverged" if row["pairs"] == 0:
             return f"No verdict, and no other run is paired with {name}."
         case "diverged":
