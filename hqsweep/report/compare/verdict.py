@@ -88,7 +88,8 @@ def _finding(row: Row, no_baseline: str) -> str:
         case "unpaired" if no_baseline:
             return f"No gap: {name} {no_baseline}, so no arm is paired with it."
         case "unpaired":
-            return f"No finished {_unit(row, 1)} in common with {name} and the other arms: no gap."
+            others = "" if row["design"] == "fork" else " and the other arms"
+            return f"No finished {_unit(row, 1)} in common with {name}{others}: no gap."
         case "diverged" if row["pairs"] == 0:
             return f"No verdict, and no other run is paired with {name}."
         case "diverged":

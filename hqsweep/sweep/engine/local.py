@@ -279,12 +279,14 @@ class _Pool:
         return False
 
     def _put_off(self, tasks: Sequence[Task]) -> None:
-        """Leave the tasks to the next command, pending."""
+        """Leave the tasks to the next command, pending; a finished run that was to be repeated stays as it is."""
         for task in tasks:
             self.queue.remove(task)
-            status = self._settle_unstarted(task, "pending", None)
+            status = task.run.seen()
+            if status["state"] != "finished":
+                status = self._settle_unstarted(task, "pending", None)
             self._show(task.run, status)
-            if status["state"] == "pending":
+            if status["state"] == "pending" or task.reset:
                 self.late.append(task.run)
 
     def _learn(self, run: RunDir, status: dict[str, Any]) -> None:

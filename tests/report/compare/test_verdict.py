@@ -108,7 +108,9 @@ def test_what_has_no_verdict_says_why():
         " runs."
     )
     assert said(**diverged | {"pairs": 0}).endswith("No verdict, and no other run is paired with 'bf16'.")
-    assert said(verdict="unpaired").startswith("No finished trunk in common with 'bf16' and the other arms")
+    assert said(verdict="unpaired") == "No finished trunk in common with 'bf16': no gap."
+    assert said(verdict="unpaired", design="whole run").startswith("No finished seed in common with 'bf16' and the oth")
+    assert said(verdict="waiting").startswith("It still runs, and waits for seeds")
     assert said(verdict="baseline") == "Baseline: final val loss 2.1000 nats."
     assert said(verdict="baseline", final_loss=NAN) == "No run of the baseline has a final loss."
 

@@ -77,6 +77,9 @@ def test_when_the_time_is_over_nothing_starts_and_what_runs_ends(make_runs, make
     run_local(runs, display=display, limits=Limits(workers=1, until=until))
     assert states(runs) == ["finished", "pending"]
     assert "--until: 1 run is not started, as the time is over" in display.lines
+    run_local(runs, display=display, limits=Limits(workers=1, until=until), force=True)
+    assert states(runs) == ["finished", "pending"] and (runs[0].path / "product").exists()
+    assert "--until: 2 runs are not started, as the time is over" in display.lines
     forks = make_forks("trunk", "quick")
     run_local(forks, display=display, limits=Limits(workers=1, until=until))
     assert states(forks) == ["pending"] * 3
