@@ -23,7 +23,7 @@ from benchmarks import rows
 from benchmarks.timing import Call, host_seconds
 from hqsweep.formats import Format
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, quantization
-from hqsweep.ops.quantize.outputs import Matrices, Wanted, allocations
+from hqsweep.ops.quantize.operators import Matrices, Wanted, allocations
 from hqsweep.recipe import Recipe
 
 GOAL = 0.9

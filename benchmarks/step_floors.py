@@ -27,9 +27,9 @@ from benchmarks.rows import Row
 from hqsweep.config.job import grouped_shapes, linear_shapes
 from hqsweep.config.model import ModelConfig, expert_width, ffn_width, has_experts
 from hqsweep.formats import Format
-from hqsweep.nn.core.recipe_argument import module_quantizers
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe import Recipe
+from hqsweep.recipe.argument import module_quantizers
 from hqsweep.recipe.sections import LinearQuantizers
 
 OPTIMIZER_BYTES = 32

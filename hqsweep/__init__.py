@@ -36,7 +36,7 @@ _HOME: dict[str, str] = {
     "compare": "hqsweep.api.comparison",
     "Judgement": "hqsweep.api.judgement",
     "judge": "hqsweep.api.judgement",
-    "run": "hqsweep.api.run",
+    "run": "hqsweep.api.sweep",
     "Shards": "hqsweep.shards.reader",
     "prepare": "hqsweep.shards.prepare",
 }

@@ -30,8 +30,10 @@ class UserError(ValueError):
 
 
 class Damaged(UserError):
-    """A file of a run or a sweep is not what was written there. The message has the file, its fault and the remedy;
-    each is also an attribute."""
+    """A file of a run or a sweep was changed after it was written.
+
+    The message has the file, its fault and the remedy; each is also an attribute.
+    """
 
     def __init__(self, file: object, fault: str, remedy: str) -> None:
         super().__init__(f"{file}: {fault}; {remedy}")

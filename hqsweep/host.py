@@ -62,9 +62,10 @@ class Busy(Exception):
 def locked(
     path: Path, wait_s: float = 0.0, say: Callable[[str], None] = lambda line: None
 ) -> Iterator[Callable[[], bool]]:
-    """Hold the lock `path`, and yield a function that tells whether it is still held: whoever deletes the folder
-    deletes the lock, and another process may hold a new one there. `say` gets a line on the holder after NAMED_S
-    seconds.
+    """Hold the lock `path`, and yield a function that returns whether it is still held.
+
+    A process that deletes the folder deletes the lock, and another process may hold a new one there. `say` gets a line
+    on the holder after NAMED_S seconds.
 
     Raises Busy when another process still holds it after `wait_s` seconds, or after NAMED_S if that process is stopped,
     and Damaged for a folder with content in the place of the lock; a link or an empty folder there is deleted.
@@ -99,7 +100,7 @@ def is_locked(path: Path) -> bool:
 
 
 def holder(path: Path) -> str:
-    """A sentence that says who holds the lock `path`, and what to do."""
+    """Return a sentence with the process that holds the lock `path`, and a remedy."""
     pid = holder_pid(path)
     if pid is None:
         return f"{path} is held by a process that cannot be seen from here, on another machine or in another container"
@@ -142,8 +143,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def stopped_among(pid: int) -> int | None:
-    """The first process that was stopped by a signal among a process and those that it has started, or that these
-    have, such as the ranks of a run."""
+    """Return the first stopped process among a process and its descendants, such as the ranks of a run."""
     if is_stopped(pid):
         return pid
     with suppress(OSError):

@@ -40,8 +40,10 @@ def memo(function: F) -> F:
 
 
 class cached_property(Generic[T]):
-    """functools.cached_property without the lock that this takes on Python 3.11, which torch.compile cannot trace. A
-    trace keeps no result: an autograd Function must not write to what was there before it."""
+    """functools.cached_property without its lock of Python 3.11, which torch.compile cannot trace.
+
+    A trace keeps no result: an autograd Function must not write to earlier objects.
+    """
 
     def __init__(self, make: Callable[[Any], T]) -> None:
         self.make, self.__doc__ = make, make.__doc__

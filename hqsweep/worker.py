@@ -97,15 +97,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _among_others(run: RunDir, do: Do) -> int | None:
-    """The run, and None where another may follow in this process. None follows one that did not finish, and none a
-    user's own code, which may have left anything anywhere, but for what it left in ranks."""
+    """Return the exit code of the run; None if another run may follow in this process.
+
+    A run that did not finish ends the process. So does a user's own code, unless ranks ran it: it may leave state
+    anywhere.
+    """
     with isolated(), _own_signals():
         exit_code = _alone(run, do)
     return None if exit_code == 0 and _is_ours(run) else exit_code
 
 
 def _is_ours(run: RunDir) -> bool:
-    """Whether ranks have done it, or it is a training in which no Python factory makes the quantizers or the model."""
+    """Return whether ranks have run it, or no Python factory makes its quantizers or its model."""
     config: Mapping[str, Any] = {"job": None}
     with contextlib.suppress(Damaged):
         config = run.config()
@@ -117,7 +120,7 @@ def _is_ours(run: RunDir) -> bool:
 
 
 def _alone(run: RunDir, do: Do) -> int:
-    """The run, if no other worker has it; returns the exit code."""
+    """Do the run, unless another worker has it; return the exit code."""
     try:
         with run.lock(wait_s=LOCK_WAIT_S) as holds:
             return _work(run, holds, do)
@@ -131,23 +134,7 @@ def _work(run: RunDir, holds: Callable[[], bool], do: Do) -> int:
     before, began = run.seen(), time.monotonic()
     if before["state"] == "finished" or before["reason"] == CANCELLED:  # since this one was started
         return 0
-    tracker: Tracker = NullTracker()
-    try:
-        _listen()  # first, so that whoever stops a run that says it is running is written down
-        run.write_status(
-            state="running", reason=None, exit_code=None, pid=os.getpid(), host=socket.gethostname(),
-            attempt=before["attempt"] + 1, started=time.time(), ended=None,
-        )  # fmt: skip
-        tracker = NullTracker() if ranks_of(run.config()) > 1 else open_tracker(run)
-        do(run, tracker)
-        outcome: dict[str, Any] = {"state": "finished", "exit_code": 0}
-    except Stopped as stop:
-        _deafen()
-        outcome = {"state": "interrupted", "reason": str(stop), "exit_code": stop.exit_code}
-    except Exception as error:
-        traceback.print_exc()
-        outcome = {"state": "failed", "reason": reason_of(error), "exit_code": EXIT_FAILED}
-    _deafen()
+    tracker, outcome = _attempt(run, before["attempt"] + 1, do)
     if not holds():  # it was deleted, and a folder that is there now may be another worker's
         print(f"{run.name}: the folder was deleted while the run went on", flush=True)
         tracker.finish(EXIT_FAILED)
@@ -161,6 +148,28 @@ def _work(run: RunDir, holds: Callable[[], bool], do: Do) -> int:
         sys.stdout.flush()
         os._exit(outcome["exit_code"])  # the exit handlers of a stuck tracker would wait for it for ever
     return outcome["exit_code"]
+
+
+def _attempt(run: RunDir, number: int, do: Do) -> tuple[Tracker, dict[str, Any]]:
+    """Do the run, as its attempt of that number. Return its tracker, and the fields of its last status."""
+    tracker: Tracker = NullTracker()
+    try:
+        _listen()  # first, so that a signal to a run whose status is running is written down
+        run.write_status(
+            state="running", reason=None, exit_code=None, pid=os.getpid(), host=socket.gethostname(),
+            attempt=number, started=time.time(), ended=None,
+        )  # fmt: skip
+        tracker = NullTracker() if ranks_of(run.config()) > 1 else open_tracker(run)
+        do(run, tracker)
+        outcome: dict[str, Any] = {"state": "finished", "exit_code": 0}
+    except Stopped as stop:
+        _deafen()
+        outcome = {"state": "interrupted", "reason": str(stop), "exit_code": stop.exit_code}
+    except Exception as error:
+        traceback.print_exc()
+        outcome = {"state": "failed", "reason": reason_of(error), "exit_code": EXIT_FAILED}
+    _deafen()
+    return tracker, outcome
 
 
 def _do_job(run: RunDir, sink: RowSink | QuietSink, find: FindFactory) -> None:
@@ -205,7 +214,7 @@ def _rank(run: RunDir, find: FindFactory) -> int:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """Restore the handlers of signals afterwards, by which they end a process that waits for a run."""
+    """Restore the handlers of signals afterwards, which end a process that waits for a run."""
     before = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGALRM)}
     yield
     for number, handler in before.items():

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import yaml
 
-from hqsweep.formats import FORMATS, Format, bases, parse, spellings, words_of
+from hqsweep.formats import Format, bases, parse, spellings, words_of
 from hqsweep.formats.spec import NAMES as SPECS
 from hqsweep.quant import HybridQuantizer
 
-NAMES = tuple(FORMATS)
+NAMES = tuple(SPECS)
 """Every format without options."""
 LOW = tuple(name for name in NAMES if not parse(name).high_precision)
 """Formats with codes and scales."""

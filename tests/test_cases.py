@@ -2,15 +2,15 @@
 
 from cases import ALL, DELAYED, EVERY_OPTION, FEW_KERNEL_PAIRS, KERNEL_PAIRS, LINEARS, PAIRS, REPRESENTATIVE
 
-from hqsweep.formats import FORMATS, options, parse, words_of
+from hqsweep.formats import NAMES, options, parse, words_of
 from hqsweep.quant import HybridQuantizer
 from hqsweep.sweep.grid.compose import load_recipe
 
 
 def test_every_name_and_option_is_there() -> None:
-    for name, (cls, _) in FORMATS.items():
+    for name, family in NAMES.items():
         plain = vars(parse(name))
-        changing = {option for option in options(name) if not cls.family.options[option].items() <= plain.items()}
+        changing = {option for option in options(name) if not family.options[option].items() <= plain.items()}
         for texts in (ALL, EVERY_OPTION):
             own = [words for known, words in map(words_of, texts) if known == name]
             assert {word for words in own for word in words} >= changing and name in REPRESENTATIVE

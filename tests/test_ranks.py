@@ -14,6 +14,8 @@ from support.ranks import run_ranks
 
 from hqsweep.parallel.wire.spawn import stream_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def total(rank, offset):
     value = torch.tensor(rank + offset)

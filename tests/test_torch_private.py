@@ -10,6 +10,8 @@ import pytest
 import hqsweep
 from hqsweep import torch_private
 
+pytestmark = pytest.mark.slow
+
 PACKAGE = Path(hqsweep.__file__).parent
 HOME = PACKAGE / "torch_private.py"
 ALLOWED = {

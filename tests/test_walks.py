@@ -16,6 +16,8 @@ from hqsweep.sweep.engine import launch
 from hqsweep.sweep.store.run_dir import RunDir
 from tests.report.conftest import three_arms, write_sweep
 
+pytestmark = pytest.mark.slow
+
 
 def within(measured: Walk, bound: Walk) -> None:
     longer = {name: (came, most) for name, came, most in zip(Walk._fields, measured, bound, strict=True) if came > most}
@@ -48,7 +50,6 @@ def test_rows_to_a_report(tmp_path):
     )
 
 
-@pytest.mark.slow
 def test_a_held_weight_to_its_first_gather():
     for measured in run_ranks(2, held_weight):
         within(measured, Walk(calls=2750, functions=365, files=59, changes=800))

@@ -25,6 +25,8 @@ from hqsweep.sweep.engine.local import Limits, run_local
 from hqsweep.sweep.store.run_dir import CANCELLED, RunDir
 from hqsweep.sweep.store.store import RunStore
 
+pytestmark = pytest.mark.slow
+
 CONFIG = {
     "job": "convergence", "sweep": "tiny",
     "recipe": {"name": "mxfp8", "linear": {"input": "mxfp8", "weight": "mxfp8", "grad_output": "mxfp8"}},
@@ -212,7 +214,6 @@ def test_a_stopped_run_goes_on_to_the_rows_of_an_uninterrupted_one(tmp_path, job
         assert cut.jsonl(table).read_bytes() == whole.jsonl(table).read_bytes() != b""
 
 
-@pytest.mark.slow
 def test_the_engine_starts_this_worker(run):
     (status,) = run_local([run], display=PlainDisplay(Console(file=io.StringIO())), limits=Limits(threads=1))
     assert (status["state"], status["reason"]) == ("finished", None), run.log.read_text()

@@ -5,7 +5,7 @@ import inspect
 import sys
 
 from docs.generate.source import docstring, field_texts, table
-from hqsweep.formats import FORMATS, WHOLE, Buffer, Format, Identity, options, parse
+from hqsweep.formats import NAMES, WHOLE, Buffer, Format, Identity, options, parse
 from hqsweep.formats.elements import ELEMENTS, Element
 
 INTRO = """\
@@ -31,9 +31,9 @@ def page() -> str:
     parts = [INTRO, table(header, rows), NIBBLES, E8M0, "### All codes of 4 bits\n", _codes(ELEMENTS["e2m1"])]
     parts += [
         "## Formats\n",
-        table(("format", "bits an element, scales included", "buffers"), [_summary(name) for name in FORMATS]),
+        table(("format", "bits an element, scales included", "buffers"), [_summary(name) for name in NAMES]),
     ]
-    for cls in dict.fromkeys(cls for cls, _ in FORMATS.values()):
+    for cls in dict.fromkeys(type(parse(name)) for name in NAMES):
         parts += _format(cls)
     return "\n".join(parts)
 
@@ -74,7 +74,7 @@ def _bits(buffer: Buffer) -> int:
 
 
 def _format(cls: type[Format]) -> list[str]:
-    names = [name for name, (each, _) in FORMATS.items() if each is cls]
+    names = [name for name in NAMES if type(parse(name)) is cls]
     parts = [f"### {', '.join(names)}\n", docstring(sys.modules[cls.__module__])]
     parts += [inspect.getdoc(cls), ""]
     return [*parts, table(("option", "sets", "buffers with it", "what it is"), _options(cls, names[0]))]

@@ -70,7 +70,7 @@ def compared(
     *,
     keep: bool = True,
 ) -> arms.Comparison:
-    """The comparison of `hqsweep compare`; `keep`: what it says of noise is kept for later plans."""
+    """Return the comparison of `hqsweep compare`. keep: whether its estimates of noise are kept for later plans."""
     runs = list(run_dirs)
     comparison = judge(runs, baseline, window, margin)
     if keep:
@@ -98,12 +98,12 @@ class Comparison:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences about the study as a whole: what entered, what it covers, what it does not see."""
+        """Sentences about the study as a whole: the runs that entered, its coverage, and its limits."""
         return self._comparison.notes
 
     @property
     def left_out(self) -> tuple[LeftOut, ...]:
-        """Runs without a result, and those that cannot be believed."""
+        """Runs without a result, and runs that cannot be trusted."""
         return self._comparison.left_out
 
     @property

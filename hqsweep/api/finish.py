@@ -6,6 +6,7 @@ What a study that grows needs (pandas, plotly, statistics) is imported for one a
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +29,21 @@ class Ended:
 
 def finish(
     plan: Any,
-    words: Sequence[str],
-    replan: Callable[[Sequence[str]], Any],
+    replan: Callable[[Sequence[int]], Any],
     display: Display,
     *,
     say: Callable[[str], None],
     look: Callable[[str], None],
     force: bool = False,
+    until: Any = None,
 ) -> Ended:
     """Run all of the plan that is not finished, and grow the study where it says so.
 
-    words   conf=NAME and overrides that the plan was made of; `replan` makes a plan of other words
+    replan  makes the plan of other seeds
     say     takes lines before a run starts: plan.lines
     look    takes a line a look of a study that grows
     force   repeat finished runs
+    until   the sweep.engine.until.Until until which runs start, None for any time
 
     Raises UserError for a missing part of this machine, as launch.check, before anything starts.
     """
@@ -52,15 +54,16 @@ def finish(
     for line in (*plan.lines, upload_line(plan.first.track.model_dump())):
         if line:
             say(line)
+    start = partial(launch.start, until=until)
     if plan.study.seeds.until != "decided":
-        return Ended(runs=tuple(launch.start(plan, display, force=force)))
+        return Ended(runs=tuple(start(plan, display, force=force)))
     from hqsweep.study import noise
-    from hqsweep.study.sequential import grow, with_seeds
+    from hqsweep.study.sequential import grow
 
     growth = grow(
         plan,
-        lambda seeds: replan(with_seeds(words, seeds)),
-        lambda batch, again: launch.start(batch, display, force=again),
+        replan,
+        lambda batch, again: start(batch, display, force=again),
         say=look,
         force=force,
     )
@@ -76,12 +79,18 @@ def warnings_of(results: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def after_failures(results: Sequence[dict[str, Any]]) -> str | None:
-    """What to do about the runs that did not finish; None where all did. One whose loss diverged would do so again."""
-    failed = [result for result in results if result["state"] != "finished"]
+    """Return advice about runs that did not finish; None if all did.
+
+    A run whose loss diverged would diverge again. A pending run was not started.
+    """
+    failed = [result for result in results if result["state"] not in ("finished", "pending")]
     others = [result for result in failed if not str(result["reason"]).startswith("loss is ")]
     lines, count = [], len(results)
     if others:
         lines.append(f"{len(others)} of {count} runs did not finish; see {others[0]['path']}/log.txt, then run again")
     if diverged := len(failed) - len(others):
         lines.append(f"{diverged} of {count} runs diverged, and would again; change what the reason names")
+    if any(result["state"] == "pending" for result in results):
+        done = sum(result["state"] == "finished" for result in results)
+        lines.append(f"{done} of {count} runs done; the same command goes on")
     return "; ".join(lines) or None

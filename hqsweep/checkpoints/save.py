@@ -59,8 +59,8 @@ def _save_spread(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> P
 def _read_once(
     model: nn.Module, state: Mapping[str, Tensor], read: Callable[[Tensor], Tensor | None]
 ) -> dict[str, Tensor | None]:
-    """What `read` gives for the tensors of a state, by their names in the plain model; of a tie the same tensor, which
-    is stored once."""
+    """Return `read` of the tensors of a state, by their names in the plain model. Tied names give one tensor, stored
+    once."""
     params, known, values = dict(model.named_parameters(remove_duplicate=False)), {}, {}
     for name, value in state.items():
         own = params.get(name)
@@ -100,7 +100,7 @@ def save_state(state: Mapping[str, Tensor], path: Path) -> Path:
 
 @contextmanager
 def _whole(folder: Path) -> Iterator[Path]:
-    """A folder that gets its name when it is written; UserError for one that holds something."""
+    """Yield a folder that gets its final name after it is written. UserError if that name has content."""
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise UserError(f"'{folder}' is there already; give a folder that is new or empty")
     partial = folder.with_name(f"{folder.name}.tmp")

@@ -39,13 +39,7 @@ def probe(
     from hqsweep.report.pages import probe as report
     from hqsweep.report.pages.text import to_rich
 
-    if out and bits is None:
-        raise UserError("--out: there is no recipe without a budget; give --bits, such as --bits 6")
-    for option, file in (("--out", out), ("--csv", csv), ("--html", html)):
-        if file and not file.parent.is_dir():
-            raise UserError(f"{option} {file}: its folder does not exist; give a file in a folder that does")
-    if out and out.suffix not in (".yaml", ".yml"):
-        raise UserError(f"--out {out}: a recipe's file must end in .yaml or .yml, or recipe=PATH does not take it")
+    _check_outputs(bits, out, csv, html)
     quantizers = parse_quantizers(formats.split(","))
     _check_captured(path)
     matrices, skipped = find_matrices(path)
@@ -75,8 +69,19 @@ def probe(
     print_result(as_json, document, table, *lines, *([text.rstrip()] if text else []))
 
 
+def _check_outputs(bits: float | None, out: Path | None, csv: Path | None, html: Path | None) -> None:
+    """Raise UserError for files that probe() cannot write."""
+    if out and bits is None:
+        raise UserError("--out: there is no recipe without a budget; give --bits, such as --bits 6")
+    for option, file in (("--out", out), ("--csv", csv), ("--html", html)):
+        if file and not file.parent.is_dir():
+            raise UserError(f"{option} {file}: its folder does not exist; give a file in a folder that does")
+    if out and out.suffix not in (".yaml", ".yml"):
+        raise UserError(f"--out {out}: a recipe's file must end in .yaml or .yml, or recipe=PATH does not take it")
+
+
 def _check_captured(path: Path) -> None:
-    """Raises Damaged where `path` is a run that has ended, or in one, and what it captured is not what it was then."""
+    """Raise Damaged if `path` is an ended run, or in one, and its captured operands have changed since."""
     from hqsweep.sweep.store import seal
     from hqsweep.sweep.store.run_dir import RunDir
 
@@ -89,7 +94,8 @@ def _check_captured(path: Path) -> None:
 
 
 def _probed(matrices: Sequence[Any], quantizers: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of jobs.probe for all matrices and quantizers; on stderr what it will take, and how far it is."""
+    """Return rows of jobs.probe for all matrices and quantizers. Prints the expected time and the progress on
+    stderr."""
     from rich.markup import escape
     from rich.progress import Progress, TimeElapsedColumn
 

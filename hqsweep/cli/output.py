@@ -15,7 +15,7 @@ from hqsweep.cli import completion as cli_completion
 from hqsweep.errors import EXIT_FAILED, EXIT_USAGE, Damaged, UserError, visible
 
 Shown = Any
-"""The type of what rich prints: text or a RenderableType, which would have to be imported for its name."""
+"""Anything that rich prints: text or a RenderableType, which would have to be imported for its name."""
 FILE_WIDTH = 200
 NEXT = "next: "
 """The beginning of a line with the command that may come next."""
@@ -38,8 +38,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tabl
 
 
 class OneSentence(TyperGroup):
-    """A group of commands in which wrong input ends in one line on stderr and exit code 2, a damaged file of a run in
-    one with exit code 3, as do memory and libraries that cannot be had."""
+    """A group of commands that end in one line on stderr: for wrong input with exit code 2, for damaged files with 3.
+
+    A lack of memory, and libraries that cannot be loaded, end with exit code 3, too.
+    """
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         try:
@@ -52,7 +54,7 @@ class OneSentence(TyperGroup):
         except OSError as error:  # a file or folder that was named is missing, not writable, no folder, or full
             code = _refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         except (MemoryError, ImportError) as error:
-            if isinstance(error, ModuleNotFoundError):  # a fault of the installation, whose place the traceback names
+            if _names_a_module(error):  # a fault of ours or of the installation, whose place the traceback names
                 raise
             code = _refuse(f"{NO_ROOM} ({error or 'MemoryError'})", EXIT_FAILED)
         except typer.TyperException as error:
@@ -60,6 +62,11 @@ class OneSentence(TyperGroup):
         if standalone_mode:
             sys.exit(code)
         return code
+
+
+def _names_a_module(error: BaseException) -> bool:
+    """Whether an import fails since a module, or a name in it, does not exist."""
+    return isinstance(error, ModuleNotFoundError) or str(error).startswith("cannot import name ")
 
 
 def _check_folder() -> None:
@@ -71,7 +78,7 @@ def _check_folder() -> None:
 
 
 def say(line: str, *, err: bool = False) -> None:
-    """Print a line to a person, safely: its text may come from a file of somebody else. On a terminal it is wrapped."""
+    """Print a line to a person, safely: its text may come from another user's file. On a terminal it is wrapped."""
     stream = sys.stderr if err else sys.stdout
     typer.echo(wrapped(visible(line, keep="\n"), _columns(stream)), err=err)
 
@@ -102,7 +109,7 @@ def _refuse(message: str, code: int = EXIT_USAGE) -> int:
 
 @contextmanager
 def waiting(for_what: str) -> Iterator[None]:
-    """Show on a terminal, beside a turning mark, what a command does before it has anything to print."""
+    """Show on a terminal, beside a turning mark, the work of a command that has nothing to print yet."""
     if not sys.stderr.isatty():
         yield
         return

@@ -40,6 +40,10 @@ def run(
     more_steps: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="As a sweep of N steps more, from the runs that are there.")
     ] = None,
+    until: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Start runs for this long alone, as in 90s, 20m or 2h; then compare."),
+    ] = None,
     junit_file: Junit = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Runs at a time (engine.workers).")] = None,
     no_import: Annotated[
@@ -54,10 +58,11 @@ def run(
     'recipe.linear.input=nvfp4|mxfp8' sets one tensor's row and column formats. seeds.until=decided adds seeds until
     every arm has a verdict.
     """
-    from hqsweep.config.jobs import CHECKED_TABLES
-    from hqsweep.report.pages.checks import job_tables
+    from hqsweep.sweep.engine.until import Until
+
+    limit = None if until is None else Until(until)
     from hqsweep.sweep.console import SafeConsole, open_display
-    from hqsweep.sweep.grid.run_words import read
+    from hqsweep.sweep.grid.run_words import read, with_seeds
 
     with waiting("checking every run of the sweep"):
         request = read(words, config_dir=config_dir, workers=workers)
@@ -76,32 +81,58 @@ def run(
     from hqsweep.api.finish import finish
 
     display, told, look = open_display(SafeConsole(stderr=True)), partial(say, err=True), partial(say, err=as_json)
-    ended = finish(plan, words, planned, display, say=told, look=look, force=force)
-    runs, growth = ended.runs, ended.growth
-    results = [launch.result(run) for run in runs]
+    options = {"say": told, "look": look, "force": force, "until": limit}
+    ended = finish(plan, lambda seeds: planned(with_seeds(words, seeds)), display, **options)
+    results = [launch.result(run) for run in ended.runs]
     if plan.first.engine.slurm.detach:
         print_result(as_json, results)
         return
+    raise typer.Exit(_print_ended(ended, results, plan, junit_file, timed=limit is not None, as_json=as_json))
+
+
+def _print_ended(
+    ended: Any, results: list[dict[str, Any]], plan: Any, junit_file: Path | None, *, timed: bool, as_json: bool
+) -> int:
+    """Print the results of runs that have ended, and write them as JUnit XML. Returns the exit code.
+
+    timed: whether runs started for a stated time alone, so that what is there is compared.
+    """
+    from hqsweep.config.jobs import CHECKED_TABLES
+    from hqsweep.report.pages.checks import job_tables
+
+    runs, growth, sweep = ended.runs, ended.growth, plan.first.sweep
     rows = {table: [row for run in runs for row in run.rows(table)] for table in CHECKED_TABLES}
     checked = [row for part in rows.values() for row in part]
     if junit_file:
         from hqsweep.report.gate.ci import run_rows, write_junit  # which takes pandas
 
-        write_junit(junit_file, plan.first.sweep, [*run_rows(runs), *checked])
+        write_junit(junit_file, sweep, [*run_rows(runs), *checked])
     failed = any(result["state"] != "finished" for result in results)
-    decided = growth.comparison if growth else None
+    decided = growth.comparison if growth else _compared(plan, runs) if timed else None
     tables = [rows_table("results", results, RESULT_COLUMNS)] if failed or not (checked or decided) else []
-    said: Any = {"runs": results, "looks": ended.looks} if growth else results
+    said: Any = {"runs": results, "looks": ended.looks} if growth else {"runs": results} if timed else results
     if decided:
         from hqsweep.report.compare.compare import document
         from hqsweep.report.pages.tables import rich_table
 
         said, tables = said | document(decided), [*tables, rich_table(decided)]
     print_result(as_json, said, *job_tables(rows), *tables)
-    _hint(as_json, results, plan.first.sweep)
+    _hint(as_json, results, sweep)
     if failed:
-        raise typer.Exit(EXIT_FAILED)
-    raise typer.Exit(EXIT_MISMATCH if any(row["status"] == "FAIL" for row in checked) else 0)
+        return EXIT_FAILED
+    return EXIT_MISMATCH if any(row["status"] == "FAIL" for row in checked) else 0
+
+
+def _compared(plan: Any, runs: Sequence[Any]) -> Any:
+    """The comparison of the runs that are there; None where no two arms could have one."""
+    from hqsweep.sweep.grid.point import is_trunk
+
+    arms = {point.arm for point in plan.points if not is_trunk(point)}
+    if plan.first.job != "convergence" or len(arms) < 2:
+        return None
+    from hqsweep.api.comparison import compared
+
+    return compared(list(runs))
 
 
 def _hint(as_json: bool, results: list[dict[str, Any]], sweep: str) -> None:
@@ -122,8 +153,9 @@ def _show_plan(
     """Print the runs of a plan with their states; UserError after that where they would be refused. Writes nothing.
     planned: the plan of other words."""
     from hqsweep.study.forecast import outlook
-    from hqsweep.study.sequential import first_seeds, with_seeds
+    from hqsweep.study.sequential import first_seeds
     from hqsweep.sweep.engine import launch
+    from hqsweep.sweep.grid.run_words import with_seeds
 
     ahead = outlook(plan, plan.rows(), force=force)
     columns = FORK_COLUMNS if plan.study.fork else GRID_COLUMNS
@@ -149,7 +181,7 @@ def _time_ahead(ahead: Any) -> str:
 
 
 def _longer(plan: Any, words: list[str], planned: Callable[[list[str]], Any], more: int, *, dry_run: bool) -> Any:
-    """The plan of the longer sweep. Unless it is a dry run, its folders are made, and hold what its runs go on from."""
+    """Return the plan of the longer sweep. Unless it is a dry run, make its folders with the starts of its runs."""
     from hqsweep.sweep.engine import launch, more_steps
     from hqsweep.sweep.store.run_dir import RunDir
     from hqsweep.sweep.store.store import RunStore

@@ -4,69 +4,180 @@
     from transformer_engine.pytorch.tensor.nvfp4_tensor import ...  ->   from hqsweep.compat import ...
 
 Names, arguments, their order and their defaults are as in TransformerEngine d0067d0 (2.20: custom_recipes/, tensor/,
-quantization.py, module/). Calls of quantizers return this package's frozen quantizers. Two kinds of arguments have no
-effect here: `rowwise` and `columnwise` (the GEMM decides which directions are made), and `device`. An unsupported
-option that would change a number is an error. Experimental, as roles and custom recipes are in TransformerEngine.
+quantization.py, module/). Quantizers are objects over this package's frozen ones. In a factory's answer `rowwise` and
+`columnwise` have no effect (the GEMM decides which directions are made), nor has `device`. An unsupported option that
+would change a number is an error. Experimental, as roles and custom recipes are in TransformerEngine.
 
 Modules compute in the dtype of their activations: hqsweep.compat.activation_dtype. Checkpoints of TransformerEngine's
 modules load: hqsweep.compat.checkpoint_keys. `hqsweep recipe export NAME --to transformer-engine` is the way back.
 """
 
+from hqsweep.compat.built_in_recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MMParams,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 from hqsweep.compat.checkpoint_keys import transformer_engine_state_dict
-from hqsweep.compat.grouped_linear import GroupedLinear
-from hqsweep.compat.layers import LayerNormMLP, MultiheadAttention, TransformerLayer
-from hqsweep.compat.linear import LayerNormLinear, Linear
-from hqsweep.compat.quantizers import (
-    CustomRecipe,
-    DelayedScalingRequest,
-    DType,
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    Format,
-    HybridQuantizer,
-    IdentityQuantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
+from hqsweep.compat.contexts import (
+    Fp8Padding,
+    Fp8Unpadding,
     autocast,
+    checkpoint,
+    fp8_autocast,
+    fp8_model_init,
+    is_bf16_available,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+    quantized_model_init,
+)
+from hqsweep.compat.factories import (
     current_scaling_factory,
     delayed_scaling_factory,
     float8_block_scaling_factory,
     high_precision_factory,
+    high_precision_fwd_mxfp8_bwd_factory,
     mxfp8_factory,
+    mxfp8_fwd_high_precision_bwd_factory,
+    mxfp8_fwd_nvfp4_bwd_factory,
+    nvfp4_1d_weight_factory,
     nvfp4_factory,
-    quantized_model_init,
-    quantizer_factory,
-    te_device_type,
+    nvfp4_linear_fp8_dpa_factory,
+    nvfp4_row_scaled_fwd_high_precision_bwd_factory,
+    nvfp4_row_scaled_fwd_mxfp8_bwd_factory,
 )
-from hqsweep.quant import GroupedTensor
+from hqsweep.compat.grouped_linear import GroupedLinear
+from hqsweep.compat.layers import LayerNormMLP, MultiheadAttention, TransformerLayer
+from hqsweep.compat.linear import LayerNormLinear, Linear
+from hqsweep.compat.norms import LayerNorm, RMSNorm
+from hqsweep.compat.optimizers import FusedAdam
+from hqsweep.compat.quantizer import Quantizer, te_device_type
+from hqsweep.compat.quantizers import (
+    DType,
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    HybridQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
+from hqsweep.compat.recipe_state import (
+    CustomRecipeState,
+    Float8BlockScalingRecipeState,
+    Float8CurrentScalingRecipeState,
+    MXFP8BlockScalingRecipeState,
+    NVFP4BlockScalingRecipeState,
+    RecipeState,
+    get_align_size_for_quantization,
+)
+from hqsweep.compat.recipes import (
+    CustomRecipe,
+    DelayedScalingRequest,
+    Format,
+    QuantizerRequest,
+    Recipe,
+    quantizer_factory,
+)
+from hqsweep.compat.tensors import (
+    Float8BlockwiseQTensor,
+    Float8BlockwiseQTensorStorage,
+    Float8Tensor,
+    Float8TensorStorage,
+    HybridQuantizedTensorStorage,
+    IdentityTensor,
+    IdentityTensorStorage,
+    MXFP8Tensor,
+    MXFP8TensorStorage,
+    NVFP4Tensor,
+    NVFP4TensorStorage,
+    QuantizedTensor,
+    QuantizedTensorStorage,
+)
+from hqsweep.quant import GroupedTensor, HybridQuantizedTensor
 from hqsweep.recipe.roles import QuantizerRole
 
 __all__ = [
     "CustomRecipe",
+    "CustomRecipeState",
     "DType",
+    "DelayedScaling",
     "DelayedScalingRequest",
     "Float8BlockQuantizer",
+    "Float8BlockScaling",
+    "Float8BlockScalingRecipeState",
+    "Float8BlockwiseQTensor",
+    "Float8BlockwiseQTensorStorage",
+    "Float8CurrentScaling",
     "Float8CurrentScalingQuantizer",
+    "Float8CurrentScalingRecipeState",
+    "Float8Quantizer",
+    "Float8Tensor",
+    "Float8TensorStorage",
     "Format",
+    "Fp8Padding",
+    "Fp8Unpadding",
+    "FusedAdam",
     "GroupedLinear",
     "GroupedTensor",
+    "HybridQuantizedTensor",
+    "HybridQuantizedTensorStorage",
     "HybridQuantizer",
     "IdentityQuantizer",
+    "IdentityTensor",
+    "IdentityTensorStorage",
+    "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MMParams",
+    "MXFP8BlockScaling",
+    "MXFP8BlockScalingRecipeState",
     "MXFP8Quantizer",
+    "MXFP8Tensor",
+    "MXFP8TensorStorage",
     "MultiheadAttention",
+    "NVFP4BlockScaling",
+    "NVFP4BlockScalingRecipeState",
     "NVFP4Quantizer",
+    "NVFP4Tensor",
+    "NVFP4TensorStorage",
+    "QuantizedTensor",
+    "QuantizedTensorStorage",
+    "Quantizer",
+    "QuantizerRequest",
     "QuantizerRole",
+    "RMSNorm",
+    "Recipe",
+    "RecipeState",
     "TransformerLayer",
     "autocast",
+    "checkpoint",
     "current_scaling_factory",
     "delayed_scaling_factory",
     "float8_block_scaling_factory",
+    "fp8_autocast",
+    "fp8_model_init",
+    "get_align_size_for_quantization",
     "high_precision_factory",
+    "high_precision_fwd_mxfp8_bwd_factory",
+    "is_bf16_available",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
     "mxfp8_factory",
+    "mxfp8_fwd_high_precision_bwd_factory",
+    "mxfp8_fwd_nvfp4_bwd_factory",
+    "nvfp4_1d_weight_factory",
     "nvfp4_factory",
+    "nvfp4_linear_fp8_dpa_factory",
+    "nvfp4_row_scaled_fwd_high_precision_bwd_factory",
+    "nvfp4_row_scaled_fwd_mxfp8_bwd_factory",
     "quantized_model_init",
     "quantizer_factory",
     "te_device_type",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Format, Identity
-from hqsweep.nn.core.parameter import held_in
+from hqsweep.nn.core.model_init import held_in
 from hqsweep.nn.core.products import in_autocast
 from hqsweep.nn.linear.linear import LinearBase
 from hqsweep.ops.quantize.kernels import in_dtype
@@ -76,13 +76,13 @@ def _format_in(format: Format, dtype: torch.dtype) -> Format:
 
 @contextmanager
 def built_in(dtype: torch.dtype) -> Iterator[None]:
-    """Weights that are built inside, and held quantized, are made of values in dtype by quantizer_in()."""
+    """Build held quantized weights inside from values in dtype, by quantizer_in()."""
     with held_in(lambda quantizer: quantizer_in(quantizer, dtype)):
         yield
 
 
 class InActivationDtype(LinearBase):
-    """A linear, or several, each of whose calls is in the dtype of its input."""
+    """One or several linears. Each call is in the dtype of its input."""
 
     _last: tuple[LinearQuantizers, torch.dtype, HybridQuantizer | None, LinearQuantizers] | None = None
     """The last call: its section, its dtype, the quantizer of its held weight, and the resulting section."""

@@ -57,6 +57,7 @@ TAKEN: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "kv_channels": _COUNT,
     "num_gqa_groups": _COUNT,
     "amax_history_len": _COUNT,
+    "quantization_alignment": _COUNT,
     "init_method": _INIT,
     "output_layer_init_method": _INIT,
     "tp_group": (lambda value: isinstance(value, ProcessGroup), "a ProcessGroup"),
@@ -120,6 +121,13 @@ def taken(kind: str, name: str, value: Any, default: Any) -> Any:
     if not takes:
         raise UserError(f"{kind}: {name} is {shown(value)}; it takes {allowed}")
     return value
+
+
+def one_of(where: str, argument: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    """UserError for a value that is none of these; it is compared with nothing of another type."""
+    if not any(type(value) is type(known) and value == known for known in allowed):
+        listed = " or ".join(str(known) for known in allowed)
+        raise UserError(f"{where}: {argument} is {shown(value)}; it takes {listed}")
 
 
 def flag(kind: str, name: str, value: Any) -> bool:

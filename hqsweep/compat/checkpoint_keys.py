@@ -92,7 +92,7 @@ def rename(state: State, prefix: str, keys: Mapping[str, str]) -> None:
 
 
 def drop_extra_state(state: State, prefix: str, kind: str) -> None:
-    """Take out the _extra_state of a module, and say so where there was something in it."""
+    """Remove the _extra_state of a module, and print a warning if it had content."""
     key = f"{prefix}{EXTRA_STATE}"
     if key not in state:
         return

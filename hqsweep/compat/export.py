@@ -200,20 +200,25 @@ def _quantizer_call(format: Format) -> str | None:
         case MX() if format == MX(name="mxfp8", element_name=format.element_name, two_d=format.two_d):
             return f"MXFP8Quantizer({_fp8(format)}{', with_2d_quantization=True' if format.two_d else ''})"
         case NVFP4() if not format.fast_error:
-            options = {
-                "with_rht": format.rht,
-                "with_post_rht_amax": format.rht,
-                "with_2d_quantization": format.two_d,
-                "stochastic_rounding": format.sr,
-                "row_scaled_nvfp4": format.row_scaled,
-                "nvfp4_use_4over6": format.four_over_six,
-            }
-            words = [f"{name}=True" for name, chosen in options.items() if chosen]
-            if format.four_over_six:
-                words += [f"nvfp4_e4m3_max={format.scale_max}", f'nvfp4_4over6_err_mode="{format.error_mode.upper()}"']
-            words += [] if format.rht_signed else ["with_random_sign_mask=False"]
-            return f"NVFP4Quantizer({', '.join(words)})"
+            return _nvfp4_call(format)
     return None
+
+
+def _nvfp4_call(format: NVFP4) -> str:
+    """Return the NVFP4Quantizer(...) of a format, with the arguments that differ from the defaults."""
+    options = {
+        "with_rht": format.rht,
+        "with_post_rht_amax": format.rht,
+        "with_2d_quantization": format.two_d,
+        "stochastic_rounding": format.sr,
+        "row_scaled_nvfp4": format.row_scaled,
+        "nvfp4_use_4over6": format.four_over_six,
+    }
+    words = [f"{name}=True" for name, chosen in options.items() if chosen]
+    if format.four_over_six:
+        words += [f"nvfp4_e4m3_max={format.scale_max}", f'nvfp4_4over6_err_mode="{format.error_mode.upper()}"']
+    words += [] if format.rht_signed else ["with_random_sign_mask=False"]
+    return f"NVFP4Quantizer({', '.join(words)})"
 
 
 def _request(format: Fp8Delayed, tensor: str) -> str:

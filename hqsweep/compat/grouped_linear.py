@@ -12,7 +12,7 @@ from hqsweep.compat.arguments import GROUPED_LINEAR, OF_GROUPED_CALL
 from hqsweep.compat.checkpoint_keys import TakesKeys
 from hqsweep.compat.linear import check_ranks, drawn_whole, link_part, part_of, ranks_of, write_part
 from hqsweep.errors import UserError
-from hqsweep.nn.core.context import HIGH_PRECISION
+from hqsweep.nn.core.context import high_precision
 from hqsweep.nn.core.options import GroupedLinearOptions
 from hqsweep.nn.core.parameter import link_states
 from hqsweep.nn.experts.grouped_linear import GroupedLinear as _GroupedLinear
@@ -50,7 +50,7 @@ class GroupedLinear(TakesKeys, InActivationDtype, _GroupedLinear):
         state, name = torch.get_rng_state(), given["name"] or "grouped_linear"
         options = GroupedLinearOptions(**{n: bool(given[n]) for n in OPTIONS})
         with built_in(dtype):
-            super().__init__(num_gemms, *own, name=name, recipe=HIGH_PRECISION, dtype=dtype, options=options)
+            super().__init__(num_gemms, *own, name=name, recipe=high_precision(), dtype=dtype, options=options)
         if given["params_dtype"] is not None:
             self.to(dtype)
         self.set_tensor_parallel_attributes(parallel_mode)

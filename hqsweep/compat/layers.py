@@ -1,7 +1,7 @@
-"""The LayerNormMLP, MultiheadAttention and TransformerLayer of transformer_engine.pytorch, by their names, on this
-package's.
+"""transformer_engine.pytorch's LayerNormMLP, MultiheadAttention and TransformerLayer, built from this package's
+modules.
 
-Their linears are compat's own, under the names fc1, fc2, qkv and proj; so is what tensor parallelism does with them.
+Their linears are compat's own, named fc1, fc2, qkv and proj. Tensor parallelism of these linears is here, too.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from hqsweep.compat.linear import LayerNormLinear, Linear, ranks_of
 from hqsweep.errors import UserError
 from hqsweep.nn.attention.attention import DotProductAttention
 from hqsweep.nn.attention.multihead_attention import MultiheadAttention as _MultiheadAttention
-from hqsweep.nn.core.context import HIGH_PRECISION
+from hqsweep.nn.core.context import high_precision
 from hqsweep.nn.core.recompute import recomputed
 from hqsweep.nn.core.residual import Branch, add_branch
 from hqsweep.nn.layers.transformer_layer import TransformerLayer as _TransformerLayer
@@ -43,7 +43,7 @@ SHARED = (
 """The arguments that a module hands on to its linears."""
 OF_BOTH = ("init_method", "output_layer_init_method", "set_parallel_mode", "normalization", *SHARED)
 OF_HEADS = ("num_gqa_groups", "kv_channels", "fuse_qkv_params", "qkv_weight_interleaved")
-"""The arguments that a layer hands on to attention alone, beside those that it hands on to attention and MLP."""
+"""The arguments that a layer passes only to attention, beside the arguments for attention and MLP."""
 MASKS = {"causal": True, "no_mask": False}
 
 
@@ -62,7 +62,7 @@ class _Qkv(Linear):
 
 
 class _OverRanks(TakesKeys):
-    """A module of several linears that ranks may share, each of whose calls is in the dtype of its input."""
+    """A module of several linears that ranks may share. Each call is in the dtype of its input."""
 
     def take(self, x: Tensor) -> Tensor:
         """Return x in the dtype of a call with it, and give all modules inside that dtype."""
@@ -131,7 +131,7 @@ class LayerNormMLP(_OverRanks, _LayerNormMLP):
         return total, self.fc2(in_dtype(activate(z, self.activation), x.dtype))
 
     def give_keys(self, state: dict[str, Any], prefix: str) -> None:
-        """TakesKeys.give_keys; its linears have no _extra_state of their own there."""
+        """TakesKeys.give_keys. In TransformerEngine its linears have no separate _extra_state."""
         for inner in ("fc1", "fc2"):
             state.pop(f"{prefix}{inner}.{EXTRA_STATE}")
         super().give_keys(state, prefix)
@@ -166,7 +166,7 @@ class MultiheadAttention(_OverRanks, _MultiheadAttention):
         first, norm = (_NormedQkv, norm) if self.input_layernorm else (_Qkv, {})
         modes = {"init_method": given["init_method"], "parallel_mode": "column"}
         self.qkv = first(hidden_size, 3 * hidden_size, name=f"{name}.qkv", **modes, **norm, **shared)
-        self.dpa = DotProductAttention(name=f"{name}.dpa", recipe=HIGH_PRECISION)
+        self.dpa = DotProductAttention(name=f"{name}.dpa", recipe=high_precision())
         modes = {"init_method": given["output_layer_init_method"], "parallel_mode": "row"}
         self.proj = Linear(hidden_size, hidden_size, name=f"{name}.proj", **modes, **shared)
         self.qkv.fused_qkv = bool(given["fuse_qkv_params"])
@@ -278,7 +278,7 @@ def _same_mask(kind: str, argument: str, asked: Any, own: str) -> None:
 
 
 def _check_heads(kind: str, width: int, heads: int, arguments: dict[str, Any]) -> None:
-    """UserError for arguments by which q, k and v lie otherwise than here."""
+    """Raise UserError for arguments with another layout of q, k and v."""
     groups, channels = arguments["num_gqa_groups"], arguments["kv_channels"]
     fused, interleaved = arguments["fuse_qkv_params"], arguments["qkv_weight_interleaved"]
     if width % heads:

@@ -15,7 +15,7 @@ from hqsweep.compat.activation_dtype import InActivationDtype, built_in, params_
 from hqsweep.compat.arguments import LAYERNORM_LINEAR, LINEAR, OF_LINEAR_CALL
 from hqsweep.compat.checkpoint_keys import TakesKeys
 from hqsweep.errors import UserError
-from hqsweep.nn.core.context import HIGH_PRECISION
+from hqsweep.nn.core.context import high_precision
 from hqsweep.nn.core.options import LayerNormLinearOptions, LinearOptions
 from hqsweep.nn.core.parameter import link_states
 from hqsweep.nn.core.residual import Branch
@@ -35,7 +35,7 @@ class _Shared(TakesKeys, InActivationDtype):
     parameters, plain or held quantized, and exchanges results over the group."""
 
     pieces: int = 1
-    """How many matrices lie one below the other in the weight; a rank has its part of each."""
+    """The number of matrices in the weight, one below the other. A rank has its part of each."""
 
     def _build(
         self,
@@ -58,7 +58,7 @@ class _Shared(TakesKeys, InActivationDtype):
         own = [size // self._ranks if i == axis else size for i, size in enumerate(sizes)]
         state, fields = torch.get_rng_state(), {"name": arguments["name"], "bias": bool(arguments["bias"])}
         with built_in(dtype):
-            base.__init__(self, *own, recipe=HIGH_PRECISION, dtype=dtype, options=options, **fields)
+            base.__init__(self, *own, recipe=high_precision(), dtype=dtype, options=options, **fields)
         if arguments["params_dtype"] is not None:
             self.to(dtype)
         if self._ranks > 1 or draw is not None:

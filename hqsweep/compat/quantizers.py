@@ -1,28 +1,26 @@
-"""Quantizers, recipes and contexts by TransformerEngine's names and arguments.
+"""The quantizers of TransformerEngine: one class for each format, high precision, and two formats in one."""
 
-Calls of quantizers return the frozen values of this package. CustomRecipe, autocast and quantized_model_init take
-TransformerEngine's arguments in its order.
-"""
-
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+import copy
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
 from enum import Enum
-from typing import Any
+from typing import Any, Self
 
 import torch
+from torch import Tensor
 
-from hqsweep import nn
 from hqsweep.compat.activation_dtype import BF16, FORMATS, ToBF16
-from hqsweep.compat.arguments import flag, refuse, shown, taken
+from hqsweep.compat.arguments import flag, one_of, refuse, shown, taken
+from hqsweep.compat.quantizer import Quantizer, quantized
 from hqsweep.errors import UserError
-from hqsweep.formats import MX, NVFP4, Fp8Block, Fp8Current, parse
-from hqsweep.formats import Format as _Format
-from hqsweep.quant.hybrid import HybridQuantizer as _Quantizer
-from hqsweep.recipe import custom
-from hqsweep.recipe.base import AnyRecipe, Change
-from hqsweep.recipe.roles import GRADIENTS, QuantizerRole
-from hqsweep.recipe.sections import Section
+from hqsweep.formats import MX, NVFP4, Format, Fp8Block, Fp8Current, Fp8Delayed
+from hqsweep.formats.base import divide
+from hqsweep.quant import HybridQuantizedTensor
+from hqsweep.quant import HybridQuantizer as Frozen
+from hqsweep.quant.content import OneMatrix
+from hqsweep.quant.hybrid import DIRECTIONS
+from hqsweep.quant.metadata import Metadata
 
 
 class DType(Enum):
@@ -33,330 +31,368 @@ class DType(Enum):
     kFloat4E2M1 = "e2m1"
 
 
-class Format(Enum):
-    """The formats, as (element of forward tensors, gradients' element)."""
+class IdentityQuantizer(Quantizer):
+    """High precision in `dtype`, to which values are rounded. None is the dtype of the tensor, and in a slot "bf16".
 
-    E4M3 = ("e4m3", "e4m3")
-    E5M2 = ("e5m2", "e5m2")
-    HYBRID = ("e4m3", "e5m2")
-    E2M1 = ("e2m1", "e2m1")
-
-
-def te_device_type() -> str:
-    """ "cuda" where there is a GPU, else "cpu"."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def quantizer_factory(key: tuple[str, int]) -> Callable[[Callable], Callable]:
-    """A decorator that names a factory and its version; here it returns the factory itself, with the key as .key."""
-
-    def named(factory: Callable) -> Callable:
-        factory.key = key
-        return factory
-
-    return named
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowwiseQuantizer:
-    """A format for rowwise operands only; it must be composed in a HybridQuantizer."""
-
-    rowwise: _Format
-
-    @property
-    def columnwise(self) -> _Format:
-        raise UserError(f"{self.rowwise} is for rowwise operands only; make it rowwise_quantizer of a HybridQuantizer")
-
-    def quantizer(self, role: QuantizerRole) -> _Quantizer:
-        """UserError, always: a slot has two directions."""
-        return _Quantizer(self.rowwise, self.columnwise)
-
-
-def HybridQuantizer(
-    *,
-    rowwise_quantizer: _Quantizer | RowwiseQuantizer,
-    columnwise_quantizer: _Quantizer,
-    columnwise_source: str = "original",
-) -> _Quantizer:
-    """The rowwise format of the one and the columnwise format of the other."""
-    for name, quantizer in (("rowwise", rowwise_quantizer), ("columnwise", columnwise_quantizer)):
-        if not isinstance(quantizer, _Quantizer | RowwiseQuantizer):
-            raise UserError(f"HybridQuantizer: {name}_quantizer is {quantizer!r}; it takes a quantizer (not a request)")
-    return _Quantizer(rowwise_quantizer.rowwise, columnwise_quantizer.columnwise, columnwise_source)
-
-
-def IdentityQuantizer(*, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True) -> _Quantizer:
-    """High precision in `dtype`, to which values are rounded. None is "bf16": the dtype of activations in modules of
-    hqsweep.compat, and bfloat16 in linears of hqsweep.nn."""
-    if dtype is None:
-        return _both(BF16)
-    if not isinstance(dtype, torch.dtype) or dtype not in FORMATS:
-        raise UserError(f"IdentityQuantizer: dtype is {shown(dtype)}; it takes bfloat16, float16 or float32")
-    return _both(ToBF16() if dtype is torch.bfloat16 else FORMATS[dtype])
-
-
-def Float8CurrentScalingQuantizer(
-    fp8_dtype: DType,
-    device: Any = None,
-    *,
-    rowwise: bool = True,
-    columnwise: bool = True,
-    use_existing_amax: bool = False,
-    with_amax_reduction: bool = False,
-    amax_reduction_group: Any = None,
-    force_pow_2_scales: bool = False,
-    amax_epsilon: float = 0.0,
-    scale: Any = None,
-    amax: Any = None,
-) -> _Quantizer:
-    """fp8_current: one scale for the tensor, from its own amax. scale and amax are buffers there, and say nothing."""
-    kind = "Float8CurrentScalingQuantizer"
-    refuse(kind, {"use_existing_amax": use_existing_amax, "with_amax_reduction": with_amax_reduction})
-    element, pow2 = _element(kind, fp8_dtype), flag(kind, "force_pow_2_scales", force_pow_2_scales)
-    taken(kind, "amax_epsilon", amax_epsilon, 0.0)
-    return _both(Fp8Current(element_name=element, pow2=pow2, amax_epsilon=amax_epsilon))
-
-
-def Float8BlockQuantizer(
-    fp8_dtype: DType,
-    *,
-    rowwise: bool = True,
-    columnwise: bool = True,
-    amax_epsilon: float = 0.0,
-    force_pow_2_scales: bool = True,
-    block_scaling_dim: int = 2,
-) -> _Quantizer:
-    """fp8_block: 1x128 blocks with block_scaling_dim=1, 128x128 tiles with 2."""
-    _one_of("Float8BlockQuantizer", "block_scaling_dim", block_scaling_dim, (1, 2))
-    taken("Float8BlockQuantizer", "amax_epsilon", amax_epsilon, 0.0)
-    options = {"pow2": flag("Float8BlockQuantizer", "force_pow_2_scales", force_pow_2_scales)}
-    element, two_d = _element("Float8BlockQuantizer", fp8_dtype), block_scaling_dim == 2
-    return _both(Fp8Block(element_name=element, amax_epsilon=amax_epsilon, two_d=two_d, **options))
-
-
-def MXFP8Quantizer(
-    fp8_dtype: DType, *, rowwise: bool = True, columnwise: bool = True, with_2d_quantization: bool = False
-) -> _Quantizer:
-    """mxfp8: an E8M0 scale for 32 elements, or for tiles of 32x32."""
-    element = _element("MXFP8Quantizer", fp8_dtype)
-    two_d = flag("MXFP8Quantizer", "with_2d_quantization", with_2d_quantization)
-    return _both(MX(name="mxfp8", element_name=element, two_d=two_d))
-
-
-def NVFP4Quantizer(
-    fp4_dtype: DType = DType.kFloat4E2M1,
-    rowwise: bool = True,
-    columnwise: bool = True,
-    with_amax_reduction: bool = False,
-    amax_reduction_group: Any = None,
-    with_rht: bool = False,
-    with_post_rht_amax: bool = False,
-    with_2d_quantization: bool = False,
-    stochastic_rounding: bool = False,
-    row_scaled_nvfp4: bool = False,
-    nvfp4_use_4over6: bool = False,
-    nvfp4_e4m3_max: int = 448,
-    nvfp4_4over6_err_mode: str = "MAE",
-    with_random_sign_mask: bool = True,
-) -> _Quantizer | RowwiseQuantizer:
-    """nvfp4. The transform acts on the columnwise operand, and the amax is always the transformed values'.
-    nvfp4_e4m3_max (448 or 256) and nvfp4_4over6_err_mode ("MAE" or "MSE") set how nvfp4_use_4over6 decides; without it
-    they have no effect."""
-    kind, given = "NVFP4Quantizer", {
-        "with_rht": with_rht, "with_post_rht_amax": with_post_rht_amax, "with_2d_quantization": with_2d_quantization,
-        "stochastic_rounding": stochastic_rounding, "row_scaled_nvfp4": row_scaled_nvfp4,
-        "nvfp4_use_4over6": nvfp4_use_4over6, "with_random_sign_mask": with_random_sign_mask,
-    }  # fmt: skip
-    refuse(kind, {"with_amax_reduction": with_amax_reduction})
-    _one_of(kind, "fp4_dtype", fp4_dtype, (DType.kFloat4E2M1,))
-    chosen = {name: flag(kind, name, value) for name, value in given.items()}
-    if chosen["with_post_rht_amax"] != chosen["with_rht"]:
-        raise UserError(
-            f"{kind}: with_rht={with_rht} and with_post_rht_amax={with_post_rht_amax} differ; the amax here is always"
-            " that of the values that are quantized, so give both the same value"
-        )
-    mode = nvfp4_4over6_err_mode.upper() if isinstance(nvfp4_4over6_err_mode, str) else nvfp4_4over6_err_mode
-    _one_of(kind, "nvfp4_4over6_err_mode", mode, ("MAE", "MSE"))
-    decides = {}
-    if chosen["nvfp4_use_4over6"]:
-        _one_of(kind, "nvfp4_e4m3_max", nvfp4_e4m3_max, (448, 256))
-        e4m3_max = 448 if nvfp4_e4m3_max == 448 else 0  # 256 is the format's default
-        decides = {"four_over_six": True, "error_mode": mode.lower(), "e4m3_max": e4m3_max}
-    format = NVFP4(
-        two_d=chosen["with_2d_quantization"],
-        rht=chosen["with_rht"],
-        rht_signed=chosen["with_random_sign_mask"] or not chosen["with_rht"],
-        sr=chosen["stochastic_rounding"],
-        row_scaled=chosen["row_scaled_nvfp4"],
-        **decides,
-    )
-    return RowwiseQuantizer(rowwise=format) if format.row_scaled else _both(format)
-
-
-@dataclass(frozen=True)
-class DelayedScalingRequest:
-    """fp8_delayed, whose scale comes from the amaxes of earlier steps: a history for each slot and direction.
-
-    reduce_amax: amaxes are the largest over the ranks of torch.distributed (quantization's amax_group); without it
-    every rank has its own, and DistributedDataParallel needs broadcast_buffers=False.
+    "bf16" is the dtype of activations in modules of hqsweep.compat, and bfloat16 in linears of hqsweep.nn.
     """
 
-    fp8_format: Format = Format.HYBRID
-    margin: int = 0
-    amax_history_len: int = 1024
-    amax_compute_algo: str = "max"
-    scaling_factor_compute_algo: None = None
-    reduce_amax: bool = True
+    def __init__(self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype = dtype
+        self._format()
 
-    def quantizer(self, role: QuantizerRole) -> _Quantizer:
-        """The quantizer of a slot; under Format.HYBRID gradients are E5M2."""
-        return _both(parse(self.text(role)))
+    def quantize_impl(self, tensor: Tensor) -> Tensor:
+        return super().quantize_impl(tensor if self.dtype is None else tensor.to(self.dtype))
 
-    def text(self, role: QuantizerRole) -> str:
-        """The format string of a slot."""
-        other = {"margin": self.margin, "scaling_factor_compute_algo": self.scaling_factor_compute_algo}
-        refuse("DelayedScalingRequest", other)
-        if not isinstance(self.amax_compute_algo, str) or self.amax_compute_algo not in ("max", "most_recent"):
-            algorithm = f"amax_compute_algo is {shown(self.amax_compute_algo)}"
-            raise UserError(f"DelayedScalingRequest: {algorithm}; it takes 'max' or 'most_recent'")
-        _one_of("DelayedScalingRequest", "fp8_format", self.fp8_format, (Format.HYBRID, Format.E4M3, Format.E5M2))
-        taken("DelayedScalingRequest", "amax_history_len", self.amax_history_len, 1024)
-        local = not flag("DelayedScalingRequest", "reduce_amax", self.reduce_amax)
-        element = self.fp8_format.value[role.tensor_type in GRADIENTS]
-        options = [
-            "+e5m2" if element == "e5m2" else "",
-            "+most_recent" if self.amax_compute_algo == "most_recent" else "",
-            "+local_amax" if local else "",
-            f"+history{self.amax_history_len}" if self.amax_history_len != 1024 else "",
-        ]
-        return "fp8_delayed" + "".join(options)
+    def make_empty(self, shape: Iterable[int], *, dtype: torch.dtype = torch.float32, **options: Any) -> Tensor:
+        return super().make_empty(shape, dtype=self.dtype or dtype, **options)
+
+    def _format(self) -> Format:
+        if self.dtype is None:
+            return BF16
+        if not isinstance(self.dtype, torch.dtype) or self.dtype not in FORMATS:
+            raise UserError(f"IdentityQuantizer: dtype is {shown(self.dtype)}; it takes bfloat16, float16 or float32")
+        return ToBF16() if self.dtype is torch.bfloat16 else FORMATS[self.dtype]
 
 
-def high_precision_factory(role: QuantizerRole | None) -> _Quantizer:
-    """No quantization."""
-    return IdentityQuantizer()
+class Float8Quantizer(Quantizer):
+    """FP8 under a scale that the caller gives, float32 [1]: code = x * scale, scale_inv = 1 / scale. Each call writes
+    the tensor's largest magnitude to amax.
 
-
-def delayed_scaling_factory(role: QuantizerRole | None) -> DelayedScalingRequest:
-    """FP8 with delayed scaling, gradients in E5M2."""
-    return DelayedScalingRequest()
-
-
-def current_scaling_factory(role: QuantizerRole | None) -> _Quantizer:
-    """FP8 with current scaling, gradients in E5M2."""
-    return Float8CurrentScalingQuantizer(DType.kFloat8E5M2 if _is(role, "grad_output") else DType.kFloat8E4M3)
-
-
-def float8_block_scaling_factory(role: QuantizerRole | None) -> _Quantizer:
-    """FP8 with power-of-two scales for blocks, and for tiles of weights."""
-    return Float8BlockQuantizer(DType.kFloat8E4M3, block_scaling_dim=2 if _is(role, "weight") else 1)
-
-
-def mxfp8_factory(role: QuantizerRole | None) -> _Quantizer:
-    """MXFP8 everywhere."""
-    return MXFP8Quantizer(DType.kFloat8E4M3)
-
-
-def nvfp4_factory(role: QuantizerRole | None) -> _Quantizer:
-    """NVFP4: tiles for weights; elsewhere the Hadamard transform, with stochastic rounding of gradients."""
-    if _is(role, "weight"):
-        return NVFP4Quantizer(with_2d_quantization=True)
-    return NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, stochastic_rounding=_is(role, "grad_output"))
-
-
-def _is(role: QuantizerRole | None, tensor_type: str) -> bool:
-    return role is not None and role.tensor_type == tensor_type
-
-
-def _both(format: _Format) -> _Quantizer:
-    return _Quantizer(format.rowwise_form, format)
-
-
-def _element(where: str, dtype: DType) -> str:
-    _one_of(where, "fp8_dtype", dtype, (DType.kFloat8E4M3, DType.kFloat8E5M2))
-    return dtype.value
-
-
-def _one_of(where: str, argument: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    """UserError for a value that is none of these; it is compared with nothing of another type."""
-    if not any(type(value) is type(known) and value == known for known in allowed):
-        listed = " or ".join(str(known) for known in allowed)
-        raise UserError(f"{where}: {argument} is {shown(value)}; it takes {listed}")
-
-
-Recipe = AnyRecipe | Section | _Quantizer | str | Mapping[str, Any] | None
-
-
-class CustomRecipe(custom.CustomRecipe):
-    """hqsweep.recipe.CustomRecipe, whose arguments come in TransformerEngine's order.
-
-    fp8_format and quantization_alignment change no number: the factory says formats, and each format its alignment.
-    UserError for fp8_mha and backward_override, which the factory says here.
+    Its tensors are written again only by update_quantized(). As a factory's answer it keeps the scale for as long as
+    the caller does; DelayedScalingRequest has a history.
     """
+
+    rowwise_gather_only, requantizes_alike = True, False
+
+    def __init__(
+        self, scale: Tensor, amax: Tensor, fp8_dtype: DType, *, rowwise: bool = True, columnwise: bool = True
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.scale, self.amax, self.dtype = scale, amax, fp8_dtype
+        self._format()
+
+    is_plain = False
+
+    def quantize_impl(self, tensor: Tensor) -> Tensor:
+        made = self.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        return self.update_quantized(tensor, made)
+
+    def update_quantized(self, src: Tensor, dst: Tensor, *, noop_flag: Tensor | None = None) -> Tensor:
+        format, frozen = self._format(), self.frozen
+        if not isinstance(dst, HybridQuantizedTensor) or dst.quantizer != frozen:
+            raise UserError(f"Float8Quantizer cannot update {shown(dst)}; it takes a tensor of a Float8Quantizer")
+        if noop_flag is not None and noop_flag.item():
+            return dst
+        x = src.detach().reshape(dst.metadata.matrix).to(dst.source_dtype).float()
+        self.calibrate(src)
+        scale = self.scale.detach().float().reshape(1, 1)
+        codes, inverse = format.element.encode(x * scale), divide(1.0, scale)
+        for direction in dst.metadata.directions:
+            buffers = getattr(dst, direction).buffers
+            buffers["q"].copy_(codes if direction == "rowwise" else codes.t())
+            buffers["s"].copy_(inverse)
+        return dst.note_write(None)
+
+    def calibrate(self, tensor: Tensor) -> None:
+        """Write the tensor's largest magnitude to amax."""
+        if tensor.numel():
+            self.amax.copy_(tensor.detach().abs().amax().float())
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def _format(self) -> Format:
+        return Fp8Delayed(element_name=_element("Float8Quantizer", self.dtype))
+
+
+class Float8CurrentScalingQuantizer(Quantizer):
+    """fp8_current: one scale for the tensor, from its own amax. device, use_existing_amax, scale and amax have no
+    effect, as in TransformerEngine."""
+
+    rowwise_gather_only = True
 
     def __init__(
         self,
-        qfactory: Callable[..., Any],
-        fp8_format: Format = Format.HYBRID,
-        fp8_dpa: bool = False,
-        fp8_mha: bool = False,
-        backward_override: str | None = None,
-        quantization_alignment: int = 128,
+        fp8_dtype: DType,
+        device: Any = None,
         *,
-        gemm: str = "exact",
-        schedule: tuple[Change, ...] = (),
+        rowwise: bool = True,
+        columnwise: bool = True,
+        use_existing_amax: bool = False,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
+        force_pow_2_scales: bool = False,
+        amax_epsilon: float = 0.0,
+        scale: Any = None,
+        amax: Any = None,
     ) -> None:
-        if flag("CustomRecipe", "fp8_mha", fp8_mha):
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        if flag(type(self).__name__, "use_existing_amax", use_existing_amax) or scale is not None or amax is not None:
+            text = "Float8CurrentScalingQuantizer: use_existing_amax, scale and amax have no effect; leave them out"
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+        self.dtype, self.force_pow_2_scales, self.amax_epsilon = fp8_dtype, force_pow_2_scales, amax_epsilon
+        self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
+        self._format()
+
+    def _format(self) -> Format:
+        kind = "Float8CurrentScalingQuantizer"
+        refuse(kind, {"with_amax_reduction": self.with_amax_reduction})
+        taken(kind, "amax_epsilon", self.amax_epsilon, 0.0)
+        pow2 = flag(kind, "force_pow_2_scales", self.force_pow_2_scales)
+        return Fp8Current(element_name=_element(kind, self.dtype), pow2=pow2, amax_epsilon=self.amax_epsilon)
+
+
+class Float8BlockQuantizer(Quantizer):
+    """fp8_block: 1x128 blocks with block_scaling_dim=1, 128x128 tiles with 2."""
+
+    block = block_len = 128
+
+    def __init__(
+        self,
+        fp8_dtype: DType,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        amax_epsilon: float = 0.0,
+        force_pow_2_scales: bool = True,
+        block_scaling_dim: int = 2,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype, self.amax_epsilon, self.force_pow_2_scales = fp8_dtype, amax_epsilon, force_pow_2_scales
+        self.block_scaling_dim = block_scaling_dim
+        self._format()
+
+    def _format(self) -> Format:
+        kind = "Float8BlockQuantizer"
+        one_of(kind, "block_scaling_dim", self.block_scaling_dim, (1, 2))
+        taken(kind, "amax_epsilon", self.amax_epsilon, 0.0)
+        options = {"pow2": flag(kind, "force_pow_2_scales", self.force_pow_2_scales)}
+        options |= {"two_d": self.block_scaling_dim == 2, "amax_epsilon": self.amax_epsilon}
+        return Fp8Block(element_name=_element(kind, self.dtype), **options)
+
+
+class MXFP8Quantizer(Quantizer):
+    """mxfp8: an E8M0 scale for 32 elements, or for tiles of 32x32."""
+
+    block = 32
+
+    def __init__(
+        self, fp8_dtype: DType, *, rowwise: bool = True, columnwise: bool = True, with_2d_quantization: bool = False
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype, self.with_2d_quantization = fp8_dtype, with_2d_quantization
+        self._format()
+
+    def _format(self) -> Format:
+        kind = "MXFP8Quantizer"
+        two_d = flag(kind, "with_2d_quantization", self.with_2d_quantization)
+        return MX(name="mxfp8", element_name=_element(kind, self.dtype), two_d=two_d)
+
+
+class NVFP4Quantizer(Quantizer):
+    """nvfp4. The transform acts on the columnwise operand, and the amax is always the transformed values'.
+
+    nvfp4_e4m3_max (448 or 256) and nvfp4_4over6_err_mode ("MAE" or "MSE") set how nvfp4_use_4over6 decides; without it
+    they have no effect. row_scaled_nvfp4 is for rowwise operands: of a HybridQuantizer, or with columnwise=False.
+    """
+
+    block = 16
+
+    def __init__(
+        self,
+        fp4_dtype: DType = DType.kFloat4E2M1,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
+        with_rht: bool = False,
+        with_post_rht_amax: bool = False,
+        with_2d_quantization: bool = False,
+        stochastic_rounding: bool = False,
+        row_scaled_nvfp4: bool = False,
+        nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+        nvfp4_4over6_err_mode: str = "MAE",
+        with_random_sign_mask: bool = True,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype, self.with_rht, self.with_post_rht_amax = fp4_dtype, with_rht, with_post_rht_amax
+        self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
+        self.with_2d_quantization, self.stochastic_rounding = with_2d_quantization, stochastic_rounding
+        self.row_scaled_nvfp4, self.nvfp4_use_4over6 = row_scaled_nvfp4, nvfp4_use_4over6
+        self.nvfp4_e4m3_max = nvfp4_e4m3_max
+        self.nvfp4_4over6_err_mode, self.with_random_sign_mask = nvfp4_4over6_err_mode, with_random_sign_mask
+        self._format()
+
+    @property
+    def frozen(self) -> Frozen:
+        format = self._format()
+        if format.row_scaled:
+            raise UserError(f"{format} is for rowwise operands only; make it rowwise_quantizer of a HybridQuantizer")
+        return Frozen(format.rowwise_form, format)
+
+    def is_requantization_safe(self) -> bool:
+        return not self.stochastic_rounding
+
+    def is_quantizable(self, inp: Tensor) -> bool:
+        return not self.row_scaled_nvfp4 and super().is_quantizable(inp)
+
+    def _of_call(self) -> Frozen:
+        format = self._format()
+        if not format.row_scaled or self.columnwise_usage:
+            return self.frozen
+        return Frozen(format, replace(format, row_scaled=False))  # of which only the rowwise operand is made
+
+    def _format(self) -> NVFP4:
+        kind = "NVFP4Quantizer"
+        names = ("with_rht", "with_post_rht_amax", "with_2d_quantization", "stochastic_rounding", "row_scaled_nvfp4")
+        names += ("nvfp4_use_4over6", "with_random_sign_mask")
+        refuse(kind, {"with_amax_reduction": self.with_amax_reduction})
+        one_of(kind, "fp4_dtype", self.dtype, (DType.kFloat4E2M1,))
+        chosen = {name: flag(kind, name, getattr(self, name)) for name in names}
+        if chosen["with_post_rht_amax"] != chosen["with_rht"]:
             raise UserError(
-                "CustomRecipe: fp8_mha=True has no counterpart here; leave it out: hqsweep.nn's MultiheadAttention has"
-                " AttentionOptions(quantize_boundaries=True)"
+                f"{kind}: with_rht={self.with_rht} and with_post_rht_amax={self.with_post_rht_amax} differ; the amax"
+                " here is always that of the values that are quantized, so give both the same value"
             )
-        if backward_override is not None:
-            raise UserError(
-                f"CustomRecipe: backward_override={shown(backward_override)} has no counterpart here; have the factory"
-                " return a HybridQuantizer with columnwise_quantizer=IdentityQuantizer(), and for gradients"
-                " IdentityQuantizer()"
-            )
-        dpa = flag("CustomRecipe", "fp8_dpa", fp8_dpa)
-        super().__init__(qfactory=qfactory, fp8_dpa=dpa, gemm=gemm, schedule=schedule)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        _, (qfactory, fp8_dpa, gemm, schedule) = super().__reduce__()
-        return _rebuild, (qfactory, fp8_dpa, gemm, schedule)
-
-
-def _rebuild(qfactory: Callable, fp8_dpa: bool, gemm: str, schedule: tuple[Change, ...]) -> CustomRecipe:
-    return CustomRecipe(qfactory, fp8_dpa=fp8_dpa, gemm=gemm, schedule=schedule)
-
-
-def autocast(
-    enabled: bool = True,
-    calibrating: bool = False,
-    recipe: Recipe = None,
-    amax_reduction_group: Any = None,
-    _graph: bool = False,
-) -> AbstractContextManager[None]:
-    """hqsweep.nn.autocast, whose arguments come in TransformerEngine's order. _graph has no effect. UserError for
-    calibrating, and for a group, which hqsweep.nn.quantization takes."""
-    if flag("autocast", "calibrating", calibrating):
-        raise UserError(
-            "autocast: calibrating=True has no counterpart here; leave it out: fp8_delayed takes the amax of the tensor"
-            " itself where its history is empty"
+        return NVFP4(
+            two_d=chosen["with_2d_quantization"],
+            rht=chosen["with_rht"],
+            rht_signed=chosen["with_random_sign_mask"] or not chosen["with_rht"],
+            sr=chosen["stochastic_rounding"],
+            row_scaled=chosen["row_scaled_nvfp4"],
+            **self._four_over_six(chosen["nvfp4_use_4over6"]),
         )
-    if amax_reduction_group is not None:
-        raise UserError(
-            f"autocast: amax_reduction_group={shown(amax_reduction_group)} is given to"
-            " hqsweep.nn.quantization(amax_group=...) here; by default amaxes are those of all ranks"
+
+    def _four_over_six(self, used: bool) -> dict[str, Any]:
+        kind, mode = "NVFP4Quantizer", self.nvfp4_4over6_err_mode
+        mode = mode.upper() if isinstance(mode, str) else mode
+        one_of(kind, "nvfp4_4over6_err_mode", mode, ("MAE", "MSE"))
+        if not used:
+            return {}
+        one_of(kind, "nvfp4_e4m3_max", self.nvfp4_e4m3_max, (448, 256))
+        e4m3_max = 448 if self.nvfp4_e4m3_max == 448 else 0  # 256 is the format's default
+        return {"four_over_six": True, "error_mode": mode.lower(), "e4m3_max": e4m3_max}
+
+
+class OfFrozen(Quantizer):
+    """A quantizer of hqsweep.quant as a part of a HybridQuantizer."""
+
+    def __init__(self, frozen: Frozen) -> None:
+        super().__init__(rowwise=True, columnwise=True)
+        self._frozen = frozen
+
+    @property
+    def frozen(self) -> Frozen:
+        return self._frozen
+
+    @property
+    def rowwise(self) -> Format:
+        return self._frozen.rowwise
+
+    def is_requantization_safe(self) -> bool:
+        return not (self._frozen.stochastic or self._frozen.delayed)
+
+
+class HybridQuantizer(Quantizer):
+    """The rowwise format of the one and the columnwise format of the other, whose usages it sets. A part may also be a
+    HybridQuantizer of hqsweep.quant."""
+
+    def __init__(
+        self,
+        *,
+        rowwise_quantizer: Quantizer | Frozen,
+        columnwise_quantizer: Quantizer | Frozen,
+        columnwise_source: str = "original",
+    ) -> None:
+        super().__init__(rowwise=True, columnwise=True)
+        for name, quantizer in (("rowwise", rowwise_quantizer), ("columnwise", columnwise_quantizer)):
+            if not isinstance(quantizer, Quantizer | Frozen):
+                what = f"{name}_quantizer is {quantizer!r}"
+                raise UserError(f"HybridQuantizer: {what}; it takes a quantizer (not a request)")
+        if rowwise_quantizer is columnwise_quantizer and isinstance(rowwise_quantizer, Quantizer):
+            raise UserError("HybridQuantizer: requires distinct rowwise and columnwise quantizers; give a copy()")
+        self.rowwise_quantizer, self.columnwise_quantizer = (
+            OfFrozen(part) if isinstance(part, Frozen) else part for part in (rowwise_quantizer, columnwise_quantizer)
         )
-    return nn.autocast(flag("autocast", "enabled", enabled), recipe=recipe)
+        self.columnwise_source = columnwise_source
+        self.rowwise_quantizer.set_usage(rowwise=True, columnwise=False)
+        self.columnwise_quantizer.set_usage(rowwise=False, columnwise=True)
+        if all(part.has_format for part in (self.rowwise_quantizer, self.columnwise_quantizer)):
+            _ = self.frozen  # whose faults are raised now
+
+    @property
+    def frozen(self) -> Frozen:
+        return Frozen(self.rowwise, self.columnwise_quantizer.columnwise, self.columnwise_source)
+
+    @property
+    def rowwise(self) -> Format:
+        return self.rowwise_quantizer.rowwise
+
+    @property
+    def is_plain(self) -> bool:
+        return super().is_plain and self.rowwise_quantizer.is_plain and self.columnwise_quantizer.is_plain
+
+    def quantize_impl(self, tensor: Tensor) -> Tensor:
+        """As the base's, or by the parts' own methods if a part has some."""
+        if self.rowwise_quantizer.is_plain and self.columnwise_quantizer.is_plain:
+            return super().quantize_impl(tensor)
+        decodes = self.columnwise_usage and self.columnwise_source == "rowwise_dequantized"
+        row = column = None
+        if self.rowwise_usage or decodes:
+            row = quantized(self.rowwise_quantizer, self.rowwise_quantizer.quantize(tensor))
+        if self.columnwise_usage:
+            source = row.dequantize(dtype=tensor.dtype) if decodes else tensor
+            column = quantized(self.columnwise_quantizer, self.columnwise_quantizer.quantize(source))
+        return self._joined(row if self.rowwise_usage else None, column, tensor)
+
+    def update_quantized(self, src: Tensor, dst: Tensor, *, noop_flag: Tensor | None = None) -> Tensor:
+        """As the base's, in the held directions that have a usage."""
+        used = set(self._directions())
+        if not isinstance(dst, HybridQuantizedTensor) or set(dst.metadata.directions) <= used:
+            return super().update_quantized(src, dst, noop_flag=noop_flag)
+        for part in (getattr(dst, f"{d}_sub_storage") for d in dst.metadata.directions if d in used):
+            super().update_quantized(src, part, noop_flag=noop_flag)
+        return dst
+
+    def _joined(self, row: Any, column: Any, tensor: Tensor) -> HybridQuantizedTensor:
+        """One tensor of the rowwise operand of the one and the columnwise operand of the other, without a copy."""
+        held = {d: made for d, made in zip(DIRECTIONS, (row, column), strict=True) if made is not None}
+        if not held:
+            raise UserError("HybridQuantizer: neither usage is set; set_usage() of a direction that is read")
+        either = row if column is None else column
+        formats = [getattr(held.get(direction, either).quantizer, direction) for direction in DIRECTIONS]
+        content, shape = OneMatrix.of(tuple(tensor.shape))
+        options = {"dtype": tensor.dtype, "directions": tuple(held)}
+        metadata = Metadata.of(content, Frozen(*formats, self.columnwise_source), **options)
+        buffers = {f"{d}_{name}": getattr(held[d], d).buffers[name] for d, name in metadata.stored}
+        return HybridQuantizedTensor(buffers, metadata, shape)
+
+    def copy(self) -> Self:
+        """A quantizer with the same attributes and copies of both parts."""
+        made = copy.copy(self)
+        made.rowwise_quantizer = self.rowwise_quantizer.copy()
+        made.columnwise_quantizer = self.columnwise_quantizer.copy()
+        return made
+
+    def is_requantization_safe(self) -> bool:
+        reads_row = self.rowwise_usage or (self.columnwise_usage and self.columnwise_source != "original")
+        row, column = self.rowwise_quantizer, self.columnwise_quantizer
+        return (not reads_row or row.is_requantization_safe()) and (
+            not self.columnwise_usage or column.is_requantization_safe()
+        )
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        return self.rowwise_quantizer.supports_only_rowwise_all_gather() or isinstance(
+            self.columnwise_quantizer, NVFP4Quantizer
+        )
 
 
-@contextmanager
-def quantized_model_init(
-    enabled: bool = True, recipe: Recipe = None, preserve_high_precision_init_val: bool = False
-) -> Iterator[None]:
-    """hqsweep.nn.quantized_model_init, whose arguments come in TransformerEngine's order."""
-    kind, kept = "quantized_model_init", preserve_high_precision_init_val
-    options = {"preserve_high_precision_init_val": flag(kind, "preserve_high_precision_init_val", kept)}
-    with nn.quantized_model_init(enabled=flag(kind, "enabled", enabled), recipe=recipe, **options):
-        yield
+def _element(where: str, dtype: DType) -> str:
+    one_of(where, "fp8_dtype", dtype, (DType.kFloat8E4M3, DType.kFloat8E5M2))
+    return dtype.value

@@ -23,8 +23,11 @@ def check_installed(kind: str) -> None:
 
 
 class TrackConfig(Section):
-    """The tracker that mirrors the run folder. kind auto is wandb where it is installed, else none; mode auto is online
-    for a user who is logged in, else offline. wandb takes mode, project, entity and init_timeout_s."""
+    """The tracker that mirrors the run folder.
+
+    kind auto is wandb if it is installed, else none. mode auto is online if a user is logged in, else offline. wandb
+    takes mode, project, entity and init_timeout_s.
+    """
 
     kind: Literal["none", "wandb", "tensorboard"] = "none"
     mode: Literal["offline", "online", "auto"] = "auto"
@@ -41,10 +44,13 @@ class TrackConfig(Section):
 
 
 class SlurmConfig(Section):
-    """The request to sbatch for each run; None leaves a value to the partition. The ranks of a run (train.parallel) are
-    on `nodes` machines, as many on each; gres and mem_gb are for each of these. `options` are further words of sbatch's
-    command line. Each stands on a line of a script of the shell, and so may hold no line break or other control
-    character. A job is told `signal_s` seconds before its time is over, and goes back to the queue."""
+    """The request to sbatch for each run; None leaves a value to the partition.
+
+    The ranks of a run (train.parallel) are on `nodes` machines, equally many on each; gres and mem_gb are per machine.
+    `options` are further words of sbatch's command line. Each is a line of a shell script, so it may have no line break
+    or other control character. A job gets a signal `signal_s` seconds before its time is over, and goes back to the
+    queue.
+    """
 
     partition: str | None = None
     gres: str | None = None
@@ -89,11 +95,11 @@ class SlurmConfig(Section):
 class EngineConfig(Section):
     """How runs are executed: `workers` at a time with `threads` CPU threads each.
 
-    local: workers None is runs_per_gpu times the GPUs, else 1; threads None is cores // workers. slurm: None workers is
-    as many as there is room for; None threads is 1. A run of several ranks (train.parallel) has gpus_per_run GPUs on
-    each machine; None is as many as it has ranks there, and with fewer the ranks share them. A run may take timeout_s
-    seconds an attempt; after a failed one there are `retries` more, the first after backoff_s seconds, each further one
-    after twice as long. With fail_fast nothing is started any more after a run that failed for good.
+    local: workers None is runs_per_gpu times the GPUs, else 1; threads None is cores // workers. slurm: workers None is
+    the most that fit; threads None is 1. A run of several ranks (train.parallel) has gpus_per_run GPUs on each machine.
+    None is one for each rank there; with fewer the ranks share them. A run may take timeout_s seconds an attempt. After
+    a failed one there are `retries` more, the first after backoff_s seconds, each further one after twice as long. With
+    fail_fast no run starts after a run has failed for good.
     """
 
     kind: Literal["local", "slurm"] = "local"

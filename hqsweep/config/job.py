@@ -150,9 +150,10 @@ CALIBRATE_DISTRIBUTIONS = ("normal", "laplace", "t5", "t3", "outlier_channels", 
 
 
 class ParitySection(Section):
-    """Formats, distributions and shapes that are compared to the byte, and the checks that compare them. ranks: in how
-    many processes on this machine, 2 or 4 or both as [2,4], what several ranks compute together is compared with one
-    process."""
+    """Formats, distributions and shapes that are compared to the byte, and the checks that compare them.
+
+    ranks: the numbers of processes on this machine whose joint results are compared with one process: 2, 4 or [2,4].
+    """
 
     formats: Names
     distributions: Names
@@ -291,7 +292,7 @@ GPTShape = tuple[ModelConfig, int, int, int]
 
 @lru_cache(KEPT)
 def _check_gpt(recipe: AnyRecipe, steps: int, shape: GPTShape, tp: int) -> None:
-    """UserError for what a recipe cannot do with a GPT. Runs of a grid that differ in seed alone share the check."""
+    """Raise UserError for a recipe that a GPT cannot run. Runs of a grid that differ only in seed share the check."""
     modules = gemm_modules(*shape)
     validate(recipe, steps, modules)
     if tp > 1:
@@ -301,7 +302,7 @@ def _check_gpt(recipe: AnyRecipe, steps: int, shape: GPTShape, tp: int) -> None:
 
 
 def _check_fork(config: ConvergenceConfig) -> None:
-    """UserError for what a run of a fork study cannot have."""
+    """Raise UserError for settings that a run of a fork study cannot have."""
     fork, train, default = config.fork, config.train, TrainConfig()
     if train.steps != fork.last:
         raise UserError(f"train.steps: {train.steps}, but the last step by fork is {fork.last}")
@@ -343,7 +344,7 @@ class ParityConfig(Job):
 
 
 class CalibrateConfig(Job):
-    """Compare the errors of formats, products and trained students with what theory says."""
+    """Compare the errors of formats, products and trained students with theory."""
 
     job: Literal["calibrate"]
     calibrate: CalibrateSection

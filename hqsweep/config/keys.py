@@ -1,4 +1,4 @@
-"""The keys of a run and their plain values, without what its recipe means.
+"""The keys of a run and their plain values, without the meaning of its recipe.
 
 A mistyped key is reported before torch is imported, which takes longer than all else here. job.py checks the meaning of
 the recipe.
@@ -102,7 +102,7 @@ def check_machines(dims: ParallelConfig, engine: EngineConfig) -> None:
 
 
 def check_possible(training: Training) -> None:
-    """UserError for what several ranks cannot do, or not yet."""
+    """Raise UserError for settings that several ranks cannot run, or not yet."""
     train, dims = training.train, training.train.parallel
     axes = () if isinstance(training.model, ModelConfig) else ("tp", "ep", "pp")
     for axis in axes:
@@ -127,15 +127,17 @@ def check_possible(training: Training) -> None:
 
 
 def check_shared_matrices(training: Training) -> None:
-    """UserError for what a training with tp cannot have."""
+    """Raise UserError for settings that a training with tp cannot have."""
     dims = training.train.parallel
     if training.train.context % dims.tp:
         raise UserError(f"train.parallel.tp: {dims.tp} does not divide train.context ({training.train.context})")
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
-    """UserError with all that is wrong with the config of a training but for what its recipe means, in one line; then
-    with the pairs of formats that no product takes, of the parts that every model of its kind has."""
+    """Raise one UserError with all faults of a training's config, except faults in the meaning of its recipe.
+
+    Then raise one for pairs of formats without a product, in parts that every model of its kind has.
+    """
     if config.get("job") != "convergence":
         return
     recipe = config.get("recipe")

@@ -61,8 +61,10 @@ def ffn_width(config: ModelConfig) -> int:
 
 
 def expert_width(config: ModelConfig) -> int:
-    """Hidden width of each expert: config.expert_ffn, or ffn_width over top_k, so that a token costs what it does in a
-    dense model, rounded up to a multiple of 32."""
+    """Return the hidden width of each expert: config.expert_ffn, or ffn_width / top_k rounded up to a multiple of 32.
+
+    So a token costs as much as in a dense model.
+    """
     return config.expert_ffn or -(-ffn_width(config) // (config.top_k * 32)) * 32
 
 
@@ -91,10 +93,10 @@ class UserModel(Section):
 
 
 class HFModelConfig(UserModel):
-    """A causal language model of Hugging Face, from a folder with config.json and safetensors, or, without its trained
-    weights (pretrained=false), from config.json alone; nothing is downloaded, and no code of the folder is run.
+    """A causal language model of Hugging Face, from a folder with config.json and safetensors.
 
-    hash: the hash of its config and, where they are read, its weights; the sweep's command fills it in.
+    With pretrained=false, config.json alone is read, without trained weights. Nothing is downloaded, and no code of the
+    folder is run. hash: the hash of its config and, if they are read, its weights; the sweep's command fills it in.
     """
 
     kind: Literal["hf"]

@@ -26,7 +26,8 @@ FORMAT_TEXTS = tuple(f"{FORMAT}{name}" for name in NAMES)
 
 
 def names(group: str, folders: Sequence[Path]) -> list[str]:
-    """Names that a config group offers; the group "" is that of whole configs. Hydra's own begin with an underscore."""
+    """Return the names that a config group offers; the group "" has whole configs. Hydra's own begin with an
+    underscore."""
     found = sorted(path.stem for folder in folders for path in (folder / group).glob("*.yaml"))
     return [name for name in dict.fromkeys(found) if not name.startswith("_")]
 

@@ -22,8 +22,10 @@ PARTS = ("linear", "grouped_linear", "dpa", "head", "embedding", "norm")
 
 
 def check_texts(key: str, value: Any) -> None:
-    """UserError with all texts that name no quantizer, in the value of the key recipe, of a part of it, or of a
-    quantizer in one. A value that is no quantizer passes, as does what only the meaning of a recipe tells."""
+    """Raise UserError with all texts that name no quantizer, in the value of the key recipe, a part, or a quantizer.
+
+    A value of another kind passes, as do faults in the meaning of a recipe.
+    """
     faults = []
     for where, check, text in _texts(key.split("."), value):
         try:
@@ -56,12 +58,11 @@ def _check_quantizer(text: str) -> None:
 
 
 def check_pairs(recipe: Any, parts: Sequence[str]) -> None:
-    """UserError with the products of these parts of a recipe (linear, grouped_linear, dpa, head) whose operands cannot
-    meet, whatever the sizes are.
+    """Raise UserError with all products of these parts whose operands cannot meet, for any sizes.
 
-    The caller has modules that follow these parts. No override, schedule or Python factory is looked at that would have
-    another recipe for them: a part that one may change passes here, and recipe.validate, which knows the modules,
-    checks it.
+    parts: linear, grouped_linear, dpa, head. The caller has modules that follow these parts. Overrides, schedules and
+    Python factories are not read. A part that one of them may change passes here; recipe.validate, which knows the
+    modules, checks it.
     """
     if not isinstance(recipe, Mapping) or recipe.get("qfactory") or recipe.get("schedule"):
         return
@@ -78,8 +79,10 @@ def check_pairs(recipe: Any, parts: Sequence[str]) -> None:
 
 
 def part_quantizers(recipe: Mapping[str, Any], part: str) -> dict[str, Any]:
-    """Tensor -> quantizer (text or mapping) of a part of a recipe, as the recipe has it, or by default where the recipe
-    has none; {} where the value is no part."""
+    """Return tensor -> quantizer (text or mapping) of a part of a recipe: as stated, or by default.
+
+    {} if the value is no part.
+    """
     tensors = TENSOR_TYPES.get(part, TENSOR_TYPES["linear"])
     default: dict[str, Any] = {}
     if part == "grouped_linear":

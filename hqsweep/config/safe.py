@@ -56,7 +56,7 @@ def _too_deep() -> ValueError:
 
 
 MAX_NODES = 20_000
-"""Keys and values of a config with all that its aliases and references stand for."""
+"""The most keys and values of a config, after its aliases and references are replaced."""
 _PLAIN = re.compile(r"\$\{\s*(?P<dots>\.*)(?P<key>[A-Za-z_][\w-]*(?:\.[\w-]+|\[[\w-]+\])*)\s*\}")
 
 
@@ -73,8 +73,10 @@ def check_references(text: str, where: str) -> None:
 
 
 def check_expansion(config: Mapping[str, Any], where: str) -> None:
-    """check_references for every text of a config in plain containers, references not yet replaced; and UserError where
-    it would have more than MAX_NODES nodes with all of them replaced, or a reference leads back to itself."""
+    """Check every text of a config in plain containers with check_references, before references are replaced.
+
+    UserError if the replaced config would have more than MAX_NODES nodes, or a reference leads back to itself.
+    """
     if "${" not in str(config):  # as is most often so; each file is within MAX_NODES already
         return
     nodes = _Expansion(config).nodes(config, ())
@@ -107,8 +109,10 @@ class _Expansion:
         return self.known[path]
 
     def _target(self, match: re.Match[str], path: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
-        """The value that a reference leads to and its path: of the nearest one that is there. Where another reference
-        stands on the way, that one, which stands for no less."""
+        """Return the value of a reference and its path: the nearest existing one.
+
+        If another reference is on the way, that one is returned, which has at least as much content.
+        """
         start = path[: max(0, len(path) - len(match["dots"]))] if match["dots"] else ()
         value, target = self._at(start), start
         for part in re.findall(r"[\w-]+", match["key"]):
@@ -188,7 +192,7 @@ def _checked(data: bytes, loader: type = LOADER) -> str:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Raise what goes wrong as a UserError of one line. PyYAML raises anything: AttributeError by !!timestamp 1."""
+    """Raise any error as a UserError of one line. PyYAML raises anything: AttributeError by !!timestamp 1."""
     try:
         yield
     except UserError:

@@ -114,13 +114,27 @@ def parse_percent(value: Any, name: str) -> float:
     if isinstance(value, bool) or not 0 < percent <= 100:
         raise UserError(
             f"{name}: got {value!r}; it takes a part of the baseline's loss in %, above 0 and at most 100, as in 0.25%"
+            + (", or of the tokens, as in 1%tokens" if name == "margin" else "")
         )
     return percent
 
 
-def parse_margin(value: Any) -> float:
-    """The margin in % of the baseline's loss."""
-    return parse_percent(value, "margin")
+TOKENS = re.compile(r"\s*(.+?)\s*%?\s*(?:of the )?tokens\s*")
+"""A margin in tokens."""
+
+
+def parse_margin(value: Any) -> float | str:
+    """The margin: a float in % of the baseline's loss (0.25, "0.25%"), or "1% tokens", % more tokens for the same loss
+    (also "1%tokens"). UserError for another value."""
+    match = TOKENS.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        return parse_percent(value, "margin")
+    return f"{parse_percent(match[1], 'margin'):g}% tokens"
+
+
+def margin_in_tokens(margin: float | str) -> float:
+    """The % of tokens of a margin that parse_margin gave; NaN where it is a part of the loss."""
+    return float(margin.partition("%")[0]) if isinstance(margin, str) else float("nan")
 
 
 def _points(value: Any) -> Any:
@@ -135,17 +149,24 @@ class SeedsConfig(Section):
     max: Annotated[int, Field(ge=2, le=MAXIMUM)] = 16
 
 
+FORK_STEPS = 160
+
+
 class ForkStudy(Section):
     """A fork study. A trunk runs in the baseline's recipe at a constant learning rate, after `warmup` steps. From its
-    state at each step of `at`, every arm goes on for `steps` steps at that rate and `decay` more to rate 0.
+    state at each step of `at`, every arm goes on for `steps` steps (160) at that rate and `decay` more to rate 0.
 
+    end: the step at which every fork ends, in the place of `steps`: a fork from the step a then has end - decay - a
+    steps at that rate. All forks are judged after the same tokens then, at several ages, and how the gap grows with age
+    gives the gap of a whole run of `end` steps (verdicts.ages).
     trunk: a checkpoint of an earlier run, or the folder of that run, in the place of a new trunk; at may then be left
     out for a file. It may also be a checkpoint of another program, from which the trunks begin: the rate rises over
     `rewarm` steps, null for as many as its optimizer's state asks for, and `warmup` is not read.
     """
 
     at: Annotated[list[Count], BeforeValidator(_points), Field(default_factory=list)]
-    steps: Count = 160
+    steps: Count | None = None
+    end: Count | None = None
     decay: Count = 160
     warmup: Index = 30
     trunk: str | None = None
@@ -165,7 +186,22 @@ class ForkStudy(Section):
             raise UserError("fork.trunk: empty; give the path of a checkpoint, or null")
         if not self.at and self.file_step is None:
             raise UserError("fork.at: empty; give the steps of the trunk at which arms fork, as in fork.at=200,400")
+        if self.end is not None and self.steps is not None:
+            raise UserError(
+                f"fork.steps: {self.steps} steps for each fork, but all forks end together (fork.end={self.end}); leave"
+                " one of them out, or give it null"
+            )
+        last = max(self.at, default=self.file_step)
+        if self.end is not None and self.end - self.decay <= last:
+            raise UserError(
+                f"fork.end: step {self.end} with fork.decay={self.decay} leaves a fork from step {last} no step at the"
+                f" constant rate; give {last + self.decay + 1} or more, or earlier points (fork.at)"
+            )
         return self
+
+    def steps_from(self, at: int) -> int:
+        """The steps at the constant rate of a fork from the step `at`."""
+        return self.end - self.decay - at if self.end is not None else self.steps or FORK_STEPS
 
     @property
     def file_step(self) -> int | None:
@@ -196,13 +232,14 @@ class StudyConfig(Section):
     swept keys make the arms.
     baseline: the arm or recipe that the others are measured against; null: bf16, else the first recipe of the grid that
     is what its name says.
-    margin: the largest gap that counts as none, in % of the baseline's loss.
+    margin: the largest gap that counts as none, in % of the baseline's loss, or as "1% tokens": the most tokens more
+    for the same loss that count as none.
     """
 
     arms: dict[Name, list[str] | dict[str, Any]] | None = None
     null_arm: bool = False
     baseline: str | None = None
-    margin: Annotated[float, BeforeValidator(parse_margin)] = 0.25
+    margin: Annotated[float | str, BeforeValidator(parse_margin)] = 0.25
     seeds: SeedsConfig = SeedsConfig()
     fork: ForkStudy | None = None
 

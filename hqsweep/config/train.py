@@ -81,13 +81,14 @@ def _vocab_of(path: Path, written_ns: int) -> int | None:
 class ParallelConfig(Section):
     """Ranks along each axis of the mesh, by the names of torchtitan.
 
-    dp_replicate: copies of the model, each on other sequences. dp_shard: ranks that share out one copy's parameters,
-    gradients and moments, each on other sequences, too. tp: ranks that share out each matrix, and the sequence between
-    matrices. pp: ranks that share out the layers, each in stages_per_rank stages. ep: of the dp_shard ranks, how many
-    share out the experts of a layer, so it is no axis of its own. expert_room: each rank's experts have room for so
-    many times the rows that come when all experts are chosen equally often; rows beyond it end the run, and ep times as
-    many never are. null: the host waits in each layer for the number of rows, so that steps are no CUDA graphs, and as
-    many have room.
+    dp_replicate: copies of the model, each on other sequences.
+    dp_shard: ranks that share out one copy's parameters, gradients and moments, each on other sequences, too.
+    tp: ranks that share out each matrix, and the sequence between matrices.
+    pp: ranks that share out the layers, each in stages_per_rank stages.
+    ep: the number of dp_shard ranks that share out the experts of a layer, so it is no axis of its own.
+    expert_room: the room of each rank's experts, in units of the rows under equal choices. Rows beyond it end the run;
+    ep has room for any choices. null: the host waits in each layer for the number of rows and makes room for them, so
+    that steps are no CUDA graphs.
     """
 
     dp_replicate: Count = 1
@@ -115,7 +116,7 @@ class ParallelConfig(Section):
         return " * ".join(f"{name}={getattr(self, name)}" for name in axes)
 
     def check_world(self, world: int, where: str) -> None:
-        """UserError where there are other than `world` ranks. where: what gives so many, for the sentence."""
+        """Raise UserError unless there are `world` ranks. where: the source of that number, for the sentence."""
         if world != self.world:
             raise UserError(
                 f"train.parallel: {where} gives {world} ranks, but {self.formula} is {self.world}; change one of them"
@@ -191,7 +192,7 @@ class ParallelConfig(Section):
 
     @staticmethod
     def _divided(model: ModelConfig) -> list[tuple[str, int, str]]:
-        """(what it is called, how many there are, the axis that shares it out)."""
+        """Return (name, number, axis) of everything that ranks share out."""
         widths = [("the model's heads", model.heads, "tp"), ("model.dim", model.dim, "tp")]
         if not model.experts or model.first_moe_layer:
             widths.append(("the MLP's width", ffn_width(model), "tp"))
@@ -220,10 +221,10 @@ Recompute = Literal["none", "layer", "attention"]
 class TrainConfig(Section):
     """AdamW with warmup, a constant stretch and a linear decay; warmup and decay are fractions of the steps.
 
-    recompute: what backward computes again instead of keeping it; offload: the rest waits in CPU memory. A step runs
-    its batch in `microbatches` equal parts, whose gradients add up. compile: auto and graph give the same bits; off is
-    the reference, whose sums on a GPU are in another order. The CPU knows one way, and refuses graph. Over several
-    ranks `batch` is still that of all of them, and each runs its part of it in `microbatches`.
+    recompute: the part that backward computes again instead of keeping it. offload: the rest waits in CPU memory. A
+    step runs its batch in `microbatches` equal parts, whose gradients add up. compile: auto and graph give the same
+    bits; off is the reference, whose sums on a GPU are in another order. The CPU knows one way, and refuses graph. Over
+    several ranks `batch` is the sum of all ranks' batches, and each rank runs its part in `microbatches`.
     """
 
     steps: Count = 200
@@ -278,9 +279,11 @@ class TrainConfig(Section):
 
 
 class StatsConfig(Section):
-    """Error statistics of all microbatches: every so many steps, 0 for never; `gemm` adds the error of each GEMM's
-    output. At the step capture_at the operands of all linears in the first microbatch are written to captured/ in the
-    run's folder, for `hqsweep probe`."""
+    """Error statistics of all microbatches, every `every` steps; 0 for never. `gemm` adds errors of GEMM outputs.
+
+    At the step capture_at, the operands of all linears in the first microbatch are written to captured/ in the run's
+    folder, for `hqsweep probe`.
+    """
 
     every: Index = 100
     gemm: bool = True

@@ -17,8 +17,8 @@ from rich.text import Text
 from hqsweep import formats
 from hqsweep.doctor.machine import Part, parts
 from hqsweep.formats import parse
-from hqsweep.gemm.native import CUDA_KINDS, UNTRIED, fault, plan_text
-from hqsweep.gemm.plan import gemm_plan
+from hqsweep.gemm.native import CUDA_KINDS, fault
+from hqsweep.gemm.plan import UNTRIED, gemm_plan, plan_text
 from hqsweep.recipe.pairs import hardware_fault, mathematical_fault
 from hqsweep.report.pages.text import TextTable, to_rich
 
@@ -33,7 +33,7 @@ def _pairing_unlike(name: str) -> list[str]:
     return [text for text in answers.values() if len(formats.words_of(text)[1]) < 2]
 
 
-FORMATS = tuple(text for name in formats.FORMATS for text in _pairing_unlike(name))
+FORMATS = tuple(text for name in formats.NAMES for text in _pairing_unlike(name))
 """Every name, and the options that decide which operands may meet."""
 MARKS = {"native": "N", "strict": "S", "exact": "x", "none": "-"}
 """The best mode of a pair -> its mark in the table."""

@@ -16,7 +16,7 @@ from hqsweep.errors import UserError, nearest
 from hqsweep.foreign_logs.columns import lower_is_better
 from hqsweep.foreign_logs.values import Values, several
 from hqsweep.report.compare.arms import estimated
-from hqsweep.report.compare.families import Family, balanced, shared
+from hqsweep.report.compare.families import Family, balanced, listed
 from hqsweep.report.compare.frames import FORK, WHOLE
 from hqsweep.report.compare.verdict import PLAIN, sentence
 from hqsweep.verdicts import forks, whole_runs
@@ -27,7 +27,10 @@ USUAL_BASELINE = "bf16"
 MOST_ARMS = 500
 NOT_FINITE = "not finite"
 """The state of an arm of which a run ends at nan or inf."""
-
+NOT_HERE = (
+    "slowdown_pct", "slowdown_low", "slowdown_high", "margin_tokens", "steps", "end", "at_once_pct",
+)  # fmt: skip
+"""The cells of a row of Comparison.arms that need the baseline's curve, or ages of forks."""
 
 IN_UNIT = {
     "gap_pct": "gap", "ci_low_pct": "ci_low", "ci_high_pct": "ci_high", "eq_low_pct": "eq_low",
@@ -106,7 +109,7 @@ def judge(values: Values, question: Question, *, forked: bool) -> Judgement:
         raise UserError(f"baseline: '{baseline}' is the only arm; a verdict takes another one beside it")
     apart = {arm: NOT_FINITE for arm in arms if not np.isfinite(values.runs["value"][values.runs["arm"] == arm]).all()}
     together = [arm for arm in arms if arm not in apart]
-    full, unpaired = shared(table[[baseline, *together]].notna(), baseline, together)
+    full, unpaired = _shared(table[[baseline, *together]].notna(), baseline, together)
     apart |= dict.fromkeys(unpaired, "unpaired")
     judged = [arm for arm in together if arm not in apart]
     entering, out = _entering(full, table[[baseline, *judged]], design) if judged else (full.index[:0], [])
@@ -126,7 +129,7 @@ def judge(values: Values, question: Question, *, forked: bool) -> Judgement:
     )  # fmt: skip
     unit = "%" if relative else PLAIN
     of_arm = {arm: runs for arm, runs in values.runs.groupby("arm")}
-    common = {"margin_pct": margin, "unit": unit}
+    common = {"margin_pct": margin, "unit": unit, **dict.fromkeys(NOT_HERE, math.nan)}
     rows = [_row(arm, family, entered, of_arm[arm], common) for arm in (baseline, *arms)]
     frame = pd.DataFrame(rows).sort_values("gap", kind="stable", key=lambda gaps: gaps if lower else -gaps)
     return Judgement(
@@ -180,14 +183,42 @@ def _order(text: str) -> tuple[float, str]:
         return math.inf, text
 
 
+def _shared(done: pd.DataFrame, baseline: str, arms: Sequence[str]) -> tuple[pd.Series, list[str]]:
+    """(the rows that all arms have, as booleans; the arms that are left out for it). `done` has a column for each arm.
+
+    An arm is left out if it shares no row with the baseline; without a common row, also the arm that shares the fewest,
+    until there is one."""
+    unpaired = [arm for arm in arms if not (done[arm] & done[baseline]).any()]
+    together = [arm for arm in arms if arm not in unpaired]
+    while together and not done[[baseline, *together]].all(axis=1).any():
+        fewest = min(reversed(together), key=lambda arm: int((done[arm] & done[baseline]).sum()))
+        unpaired.append(fewest)
+        together.remove(fewest)
+    return done[[baseline, *together]].all(axis=1) & bool(together), unpaired
+
+
 def _entering(full: pd.Series, table: pd.DataFrame, design: str) -> tuple[pd.Index, Sequence[str]]:
     """(the rows that enter, sentences on the others)."""
     if design == FORK:
-        return balanced(full)
+        return _forks(full)
     said = []
     for (seed, _), row in table[~full].iterrows():
         said.append(f"Seed {seed} has no value in {_quoted(row.index[row.isna()])} and enters no gap.")
     return full.index[full], said
+
+
+def _forks(full: pd.Series) -> tuple[pd.Index, list[str]]:
+    """(the rows of balanced(), sentences on the trunks and points that are not among them)."""
+    rows, said = balanced(full, set()), []
+    lacking = {
+        ("trunk", "trunk"): "lacks forks and enters no gap.",
+        ("draw", "point"): "is left out of every trunk, as a fork there has no result.",
+    }
+    for (level, noun), words in lacking.items():
+        there = set(rows.get_level_values(level))
+        if out := [value for value in dict.fromkeys(full.index.get_level_values(level)) if value not in there]:
+            said.append(f"{listed(noun, out)} {words}")
+    return rows, said
 
 
 def _check_relative(baseline: pd.Series, relative: bool) -> None:
@@ -222,13 +253,13 @@ def _these(table: pd.DataFrame, baseline: str, null: str | None, relative: bool)
 
 
 def _gaps(table: pd.DataFrame, baseline: str, null: str | None, design: str) -> pd.DataFrame:
-    """Columns arm and gap, in the metric's unit: to the mean of the controls, the null arm's to the baseline."""
+    """Columns arm and gap, in the metric's unit: to the mean of the controls, the null arm's to the baseline. Every row
+    counts alike."""
     controls = [baseline] if null is None or design == FORK else [baseline, null]
     mean = table[controls].mean(axis=1)
     gaps = {arm: table[arm] - (table[baseline] if arm == null else mean) for arm in table if arm != baseline}
-    return pd.DataFrame([(arm, gap) for arm, column in gaps.items() for gap in column], columns=["arm", "gap"]).astype(
-        {"gap": float}
-    )
+    rows = [(arm, gap, index, 1.0) for arm, column in gaps.items() for index, gap in enumerate(column)]
+    return pd.DataFrame(rows, columns=["arm", "gap", "trunk", "weight"]).astype({"gap": float})
 
 
 def _row(

@@ -6,7 +6,7 @@ Names are imported when one of them is first read: hqsweep.formats.spec needs no
 from typing import Any
 
 __all__ = [
-    "FORMATS", "MX", "NVFP4", "WHOLE", "Buffer", "Buffers", "ExactOperand", "Format", "Fp8Block", "Fp8Current",
+    "MX", "NAMES", "NVFP4", "WHOLE", "Buffer", "Buffers", "ExactOperand", "Format", "Fp8Block", "Fp8Current",
     "Fp8Delayed", "Fp8PerTensor", "Identity", "NVFP4Tensor", "RngKey", "RngKeys", "RngNumbers", "bases", "numbers_of",
     "options", "parse", "spellings", "words_of",
 ]  # fmt: skip
@@ -15,18 +15,17 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'hqsweep.formats' has no attribute {name!r}")
-    from hqsweep.formats.base import WHOLE, Buffer, Buffers, ExactOperand, Format
+    from hqsweep.formats.base import WHOLE, Buffer, Buffers, ExactOperand, Format, bases, parse, spellings
     from hqsweep.formats.fp8 import Fp8Block, Fp8Current, Fp8Delayed, Fp8PerTensor
     from hqsweep.formats.identity import Identity
     from hqsweep.formats.mx import MX
     from hqsweep.formats.nvfp4 import NVFP4
     from hqsweep.formats.nvfp4_tensor import NVFP4Tensor
     from hqsweep.formats.random import RngKey, RngKeys, RngNumbers, numbers_of
-    from hqsweep.formats.registry import FORMATS, bases, parse, spellings
-    from hqsweep.formats.spec import options, words_of
+    from hqsweep.formats.spec import NAMES, options, words_of
 
     exports = (
-        FORMATS, MX, NVFP4, WHOLE, Buffer, Buffers, ExactOperand, Format, Fp8Block, Fp8Current, Fp8Delayed,
+        MX, NAMES, NVFP4, WHOLE, Buffer, Buffers, ExactOperand, Format, Fp8Block, Fp8Current, Fp8Delayed,
         Fp8PerTensor, Identity, NVFP4Tensor, RngKey, RngKeys, RngNumbers, bases, numbers_of, options, parse, spellings,
         words_of,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Format: how a matrix becomes codes and scales along its last axis, as one frozen value.
+"""Format: how a matrix becomes codes and scales along its last axis, as one frozen value; and parse, from its text.
 
 A format has a single orientation. The columnwise representation of X is the rowwise representation of X.T, so this
 module knows no directions. A format's layout says, per buffer, how many rows and columns of the matrix share an entry.
@@ -8,6 +8,9 @@ Shapes, allocation, slicing, gathering and bits per element follow from it.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache
+from importlib import import_module
+from itertools import combinations
 from typing import ClassVar
 
 import torch
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats.random import RngKey
-from hqsweep.formats.spec import Family
+from hqsweep.formats.spec import NAMES, Family, fields_of, options
 from hqsweep.memo import cached_property
 
 Buffers = Mapping[str, Tensor]
@@ -211,6 +214,50 @@ class Format:
     def codes(self, buffers: Buffers) -> Tensor | None:
         """Return uint8 [rows, cols], one code per entry; None for Identity."""
         return None
+
+
+_CLASSES: dict[str, type[Format]] = {}
+"""Name -> its class, filled by the first parse(), because the modules of classes import this one. It is a global dict
+so that torch.compile traces parse()."""
+
+
+def parse(text: str) -> Format:
+    """Return the Format of a text, which str() gives back. UserError as for spec.fields_of(), and for options that
+    exclude each other."""
+    name, fields = fields_of(text)
+    if not _CLASSES:
+        modules = {family: import_module(f"hqsweep.formats.{family.module}") for family in NAMES.values()}
+        _CLASSES.update((known, getattr(modules[family], family.cls)) for known, family in NAMES.items())
+    format = _CLASSES[name](**fields)
+    _ = format.text  # computed now: torch.compile cannot trace the lock in Python 3.11's cached_property
+    return format
+
+
+@cache
+def spellings(name: str) -> tuple[str, ...]:
+    """Return the canonical texts of all combinations of a name's options, those with few options first.
+
+    Options that a number follows are left out.
+    """
+    words = options(name)
+    chosen = [combination for count in range(len(words) + 1) for combination in combinations(words, count)]
+    return tuple(text for text in ("+".join((name, *combination)) for combination in chosen) if _canonical(text))
+
+
+def bases() -> tuple[str, ...]:
+    """Return the first name of every scaling, high precision included."""
+    first: dict[str | None, str] = {}
+    for name, family in NAMES.items():
+        first.setdefault(family.scaling, name)
+    return tuple(first.values())
+
+
+def _canonical(text: str) -> bool:
+    """Return whether parse takes the text and str gives it back."""
+    try:
+        return str(parse(text)) == text
+    except UserError:  # options that exclude each other
+        return False
 
 
 def tile_amax(x: Tensor, rows: int, cols: int) -> Tensor:

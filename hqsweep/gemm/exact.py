@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.backends.cuda import matmul
 
 from hqsweep.formats import ExactOperand
-from hqsweep.ops.gemm.product import add_product, fastest_product, product, product_into
+from hqsweep.ops.gemm.product import add_product, fastest_product, product, product_into, scale_product
 from hqsweep.ops.gemm.product import takes as product_takes
 from hqsweep.ops.library import direct, has_kernels
 from hqsweep.ops.quantize.kernels import DTYPES, in_dtype
-from hqsweep.ops.quantize.operators import scale_product
 from hqsweep.quant.operand import Operand
 
 

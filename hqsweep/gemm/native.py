@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import FORMATS, ExactOperand, Format, parse
+from hqsweep.formats import NAMES, ExactOperand, Format, parse
 from hqsweep.gemm.exact import epilogue, mm_t
+from hqsweep.gemm.plan import Capability
 from hqsweep.quant.operand import Operand
 from hqsweep.recipe.pairs import same_scaling
 from hqsweep.torch_private import scaled_mm
@@ -29,10 +30,6 @@ CUDA_KINDS: dict[int, tuple[str, ...]] = {
     10: ("tensor", "mx", "nvfp4"),
 }
 """Major compute capability -> scalings (Format.scaling) with a native product; of 8 only 8.9."""
-UNTRIED = (10,)
-"""Majors whose products were written from documentation and have not run yet."""
-Capability = tuple[int, int] | None
-"""Compute capability of a GPU; None for a CPU."""
 ALIGNMENT = 16
 """cuBLAS needs the address of a scale at a multiple of this many bytes."""
 TILES = 4
@@ -46,12 +43,6 @@ def capability_of(device: torch.device | str) -> Capability:
     """Return the compute capability of a CUDA device; None for a CPU."""
     device = torch.device(device)
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-
-
-def plan_text(capability: tuple[int, int]) -> str:
-    """Return a manifest's text for a product without fault()."""
-    tried = "" if capability[0] not in UNTRIED else ", not yet run on such hardware"
-    return f"native: tensor cores of sm_{capability[0]}{capability[1]} through torch._scaled_mm{tried}"
 
 
 def device_fault(capability: Capability) -> str | None:
@@ -86,7 +77,7 @@ def _has_native(format: Format, kinds: tuple[str, ...]) -> bool:
 
 
 def _names(kinds: tuple[str, ...]) -> list[str]:
-    return [name for name in FORMATS if _has_native(parse(name), kinds)]
+    return [name for name in NAMES if _has_native(parse(name), kinds)]
 
 
 def shape_fault(a: Format, b: Format, m: int, n: int, k: int) -> str | None:

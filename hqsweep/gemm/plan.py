@@ -11,8 +11,11 @@ from typing import Literal
 import torch
 
 from hqsweep.formats import Format
-from hqsweep.gemm.native import Capability, plan_text
 
+Capability = tuple[int, int] | None
+"""Compute capability of a GPU; None for a CPU."""
+UNTRIED = (10,)
+"""Majors whose native products were written from documentation and have not run yet."""
 GROUPED_MAJORS = (9, 10)
 """Compute capabilities with a kernel for torch._grouped_mm; elsewhere it is a loop that waits for the splits."""
 NATIVE_MAJORS = (9,)
@@ -82,6 +85,12 @@ class GemmPlan:
             stored = stored if factors and self.group.out_dtype == torch.bfloat16 else ""
         text = f"exact: bf16 operands, {self.kernel}{where}, float32 accumulation{stored}"
         return f"{text} before the factors of experts" if stored and factors else text
+
+
+def plan_text(capability: tuple[int, int]) -> str:
+    """Return a manifest's text for a product of gemm=native without fault()."""
+    tried = "" if capability[0] not in UNTRIED else ", not yet run on such hardware"
+    return f"native: tensor cores of sm_{capability[0]}{capability[1]} through torch._scaled_mm{tried}"
 
 
 def gemm_plan(

@@ -48,12 +48,7 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
     Raises Diverged where the loss is not finite, UserError where data or device are missing, and the errors of
     check_native.
     """
-    train, device = config.train, pick_device(config.train.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError("train.device is cuda, but this machine has no CUDA device; use train.device=cpu or auto")
-    if device.type == "cuda":
-        make_deterministic()
-    ranks = join(train.parallel, device)
+    ranks = join(config.train.parallel, _device(config))
     device = ranks.device
     sink.phase("loading data")
     stamp = stamp_of(config.data)
@@ -61,7 +56,6 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
     check_planned(config.data, config.data.hash or by_first(lambda: seen_before(workspace)), dataset.hash)
     check_native(config, device, dataset.vocab_size)
     ranks.agree(partial(shared_facts, config, dataset, device))
-    folder = workspace / "checkpoint"
     path = by_first(lambda: go_back(config, sink, workspace, dataset.hash))
     build = partial(Trainer, config, dataset, config.recipe.build(), device, ranks)
     if path is not None:
@@ -80,13 +74,32 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
     sink.manifest(**trainer.trunk)
     report = Report(trainer, sink, captured_file(config, workspace), known.get("warnings", []))
     sink.phase("first step")
+    _train(trainer, report, sink, workspace / "checkpoint", partial(data.check_same, config.data, dataset, stamp))
+
+
+def _device(config: ConvergenceConfig) -> torch.device:
+    """Return the device of the run, on which torch's algorithms are deterministic. UserError for a missing GPU."""
+    device = pick_device(config.train.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("train.device is cuda, but this machine has no CUDA device; use train.device=cpu or auto")
+    if device.type == "cuda":
+        make_deterministic()
+    return device
+
+
+def _train(trainer: Trainer, report: Report, sink: Sink, folder: Path, check_data: Callable[[], None]) -> None:
+    """Run the steps that are left, report them, and save checkpoints in `folder`.
+
+    check_data: raises if the data have changed; called before each checkpoint and at the end.
+    """
+    config, train, dataset = trainer.config, trainer.config.train, trainer.dataset
     for done in trainer.steps():
         report.step(done)
         due = (done.step - config.start) % train.checkpoint_every == 0 and done.step < train.steps
         if due or done.step in trainer.kept:
-            data.check_same(config.data, dataset, stamp)
+            check_data()
             save_checkpoint(trainer, folder, rows=sink.mark(), run=sink.run_id, data=dataset.hash)
-    data.check_same(config.data, dataset, stamp)
+    check_data()
     report.end()
     if config.start:
         by_first(lambda: shutil.rmtree(folder, ignore_errors=True))  # a finished fork needs no checkpoint

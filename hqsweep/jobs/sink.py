@@ -34,7 +34,7 @@ class Sink(Protocol):
         """Take rows of a table: "stats" (rows of a Probe), "parity" or "calibrate"."""
 
     def phase(self, phase: str | None) -> None:
-        """Take, for the display, what the job does outside of training steps; None at the first step."""
+        """Take, for the display, the job's work outside of training steps; None at the first step."""
 
     def progress(
         self, step: int, steps: int, loss: float | None, tokens_per_s: float | None, *, part: float | None = None
@@ -59,7 +59,7 @@ class Sink(Protocol):
         step."""
 
     def repaired(self, sentence: str) -> None:
-        """Print, and keep in the manifest, what was damaged and how the run went on."""
+        """Print, and keep in the manifest, which file was damaged and how the run continued."""
 
 
 class QuietSink:

@@ -135,9 +135,9 @@ def trainer_fields(trainer: Trainer) -> dict[str, object]:
 
 
 def saved_fields(trainer: Trainer) -> dict[str, object]:
-    """The field saved_for_backward: what a microbatch's forward keeps for backward.
+    """Return the field saved_for_backward: the bytes that a microbatch's forward keeps for backward.
 
-    bytes and bytes_per_token are what autograd has saved beside the model. They are given only where autograd saves all
+    bytes and bytes_per_token: tensors that autograd saved beside the model. They are given only if autograd saves all
     of it, which excludes recomputation, offload and several ranks. input_bytes_per_element: the number for the input of
     each linear; layers with the same number are one entry.
     """

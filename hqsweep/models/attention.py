@@ -1,9 +1,9 @@
 """Attention of Hugging Face's models by recipe.dpa, through its AttentionInterface.
 
-Attention is computed in the middle of a module's forward, by the function that config._attn_implementation names. That
-name is replaced by the name of a function here. It computes converted modules by hqsweep's attention, and leaves all
-others, and those in high precision, to the function that was there before. Each earlier function has a name of its own
-here, under which its masks are made: an unknown name would have none at all.
+A module's forward calls the attention function that config._attn_implementation names. This name is replaced by the
+name of a function here. It runs hqsweep's attention for converted modules. For other modules, and in high precision, it
+calls the earlier function. Each earlier function has a new name here, under which its masks are made: an unknown name
+would have none at all.
 """
 
 import inspect
@@ -28,13 +28,13 @@ PREFIX = "hqsweep_"
 """The beginning of a name, before the name of the implementation that it leaves in place: hqsweep_sdpa,
 hqsweep_eager."""
 TAKEN = ("sdpa", "eager")
-"""The implementations whose masks say for each position whether it is attended to."""
+"""The implementations whose masks are per position."""
 REFUSED = {
     "softcap": "soft-caps its scores",
     "position_bias": "adds a bias to its scores",
     "cache": "reads a paged cache",
 }
-"""The arguments that change what attention computes, and that ours does not have -> what they do."""
+"""Arguments that change attention and that hqsweep's attention lacks -> their effect."""
 LEAVE = "change the model's config, or leave attention in high precision (attention=False, or recipe.dpa=bf16)"
 
 
@@ -112,7 +112,7 @@ class Interface:
         return o.to(dtype), s
 
     def _plain(self, module: nn.Module) -> Callable[..., Any]:
-        """The function that was there before; eager is the one in the file of the module's class."""
+        """Return the earlier function; for eager, the function in the file of the module's class."""
         if self.implementation == "eager":
             return _forward_of(module).__globals__["eager_attention_forward"]
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -120,7 +120,8 @@ class Interface:
         return ALL_ATTENTION_FUNCTIONS[self.implementation]
 
     def _scores(self, name: str, module: nn.Module, mask: Tensor | None, options: dict[str, Any]) -> Scores:
-        """The scores of a call. UserError, with the module's name, for what attention by a recipe does not compute."""
+        """Return the scores of a call. UserError, with the module's name, for settings that attention by a recipe
+        lacks."""
         asked = [text for argument, text in REFUSED.items() if options.get(argument) is not None]
         asked += [_drops(options["dropout"])] if options.get("dropout") else []
         if asked:

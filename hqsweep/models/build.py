@@ -74,7 +74,7 @@ def _is_name(config: FactoryModelConfig) -> bool:
 
 
 def _called(config: FactoryModelConfig) -> nn.Module:
-    """The model that the function returns; UserError where it raises, or returns something else."""
+    """Return the function's model. UserError if it raises, or returns another type."""
     where, call = f"model.{TARGET}", f"{config.target}({', '.join(f'{k}={v!r}' for k, v in config.args.items())})"
     if _is_name(config):
         raise UserError(f"{where}: {config.target} is a Python function, which is not imported here")
@@ -90,8 +90,10 @@ def _called(config: FactoryModelConfig) -> nn.Module:
 
 
 def vocab_fault(model: nn.Module, vocab_size: int) -> str | None:
-    """Why a model cannot take this many tokens, as a part of a sentence: no embedding of it has rows for them, or its
-    output projection does not."""
+    """Return why a model cannot take this many tokens, as a part of a sentence; None if it can.
+
+    Either no embedding has enough rows, or the output projection does not.
+    """
     tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     if tables and max(tables) < vocab_size:
         return f"its embedding has {max(tables)} rows"
@@ -133,9 +135,11 @@ def check_ranks(model: nn.Module) -> None:
 
 
 def gemm_modules(config: ConvergenceConfig, vocab_size: int) -> list[GemmModule] | None:
-    """Every module with matrix products that the config's recipe applies to, for a step of one microbatch; None where a
-    Python function builds the model that this process may not import. UserError where the recipe could take no
-    module."""
+    """Return every module with matrix products that the config's recipe applies to, for a step of one microbatch.
+
+    None if a Python function builds the model, and this process may not import it. UserError if the recipe could take
+    no module.
+    """
     if not isinstance(config.model, UserModel):
         return config.gemm_modules(vocab_size)
     model = outline(config.model)
@@ -174,17 +178,19 @@ DIGITS = 12
 
 
 def code_of(model: nn.Module, factory: Callable[..., Any]) -> str:
-    """ "my_package.blocks 3f2a91c0d4e7, timm 1.0.9": the modules that define the factory and the classes of the model's
-    parts, in alphabetical order. An installed package has its version, any other file a hash of what Python reads in
-    it, without comments. Functions elsewhere that these call are not seen."""
+    """Return "my_package.blocks 3f2a91c0d4e7, timm 1.0.9": the modules of the factory and of the model's classes,
+    sorted.
+
+    An installed package has its version, any other file a hash of its code without comments. Functions elsewhere that
+    they call are not seen.
+    """
     names = {factory.__module__, *(cls.__module__ for part in model.modules() for cls in type(part).__mro__)}
     names = {name for name in names if name.partition(".")[0] not in LEFT_OUT}
     return ", ".join(sorted({said for name in names for said in _said(name)}))
 
 
 def check_code(target: str, before: str | None, now: str) -> None:
-    """UserError where a run would go on from a state that other code has made; before: None for no state of such a
-    model."""
+    """Raise UserError if a run would continue from a state that other code made. before: None without such a state."""
     if before is None or before == now:
         return
     known = before.split(", ")

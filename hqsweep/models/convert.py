@@ -19,10 +19,10 @@ from hqsweep.models.linear import Conv1DKind, LinearKind, output_projection
 from hqsweep.models.names import clean_name
 from hqsweep.models.refusals import bypassed, check_model, experts_per_row, instance_fault, multiply_adds, why_left
 from hqsweep.nn.core.call_marks import refuse_second_runs
+from hqsweep.nn.core.model_init import holds_weights
 from hqsweep.nn.core.module import PARTS, QuantizedModule, set_recipe_of
-from hqsweep.nn.core.parameter import holds_weights
-from hqsweep.nn.core.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.ops.quantize.kernels import DTYPES
+from hqsweep.recipe.argument import RecipeArgument, whole_recipe
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import HEAD
 from hqsweep.recipe.sectioned import layers_of
@@ -39,9 +39,9 @@ ADAPTERS = ("lora_", "modules_to_save")
 """The prefixes that PEFT gives to names of trained parts, which are not taken without a filter_fn."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Target:
-    """A module that is taken."""
+    """A module that convert() takes."""
 
     module: nn.Module
     kind: Kind
@@ -102,39 +102,57 @@ def convert(
     targets, skipped, left = _plan(model, kinds, filter_fn, head)
     if not targets:
         raise UserError(_nothing(model, skipped))
-    faults = list(recipe_faults(recipe, [gemm for target in targets for gemm in target.gemms]))
-    if faults:
-        raise UserError(
-            f"convert: {'; '.join(faults)}; leave such modules out by filter_fn, or keep them in high precision by an"
-            " override of the recipe"
-        )
-    alone = recipe.for_layers(layers_of([role for target in targets for gemm in target.gemms for role in gemm.roles]))
-    new = [target for target in targets if not parts_of(target.module)]
-    new_parts = [tuple(target.kind.parts(target.module, target.name, alone)) for target in new]
-    known = [part for target in targets for part in parts_of(target.module)]
-    set_recipe_of([*known, *(part for parts in new_parts for part in parts)], recipe)  # which has names in common, too
-    of_new = {target.module: parts for target, parts in zip(new, new_parts, strict=True)}
-    every = (candidates_of(t.kind, t.module, of_new.get(t.module) or parts_of(t.module)) for t in targets)
+    _check_products(recipe, targets)
+    new = _new_parts(recipe, targets)
+    every = (candidates_of(t.kind, t.module, new.get(t) or parts_of(t.module)) for t in targets)
     candidates = [candidate for own in every for candidate in own] if holds_weights() else []
     held, plain = held_weights(model, candidates, dtype)
-    for target, parts in zip(new, new_parts, strict=True):
+    for target, parts in new.items():
         target.module.__dict__[PARTS] = parts
         target.kind.swap(target.module)
     for candidate, parameter in held:
         setattr(candidate.module, candidate.part.weight_name, parameter)
     for kind in dict.fromkeys(target.kind for target in targets):
         kind.swapped(model)
-    chosen = experts_per_row(model)
-    parts = [
-        Part(target.kind.name, _shape(g), p, _multiply_adds(g, p, chosen))
-        for target in targets
-        for g, p in _pairs(target)
-    ]
     stay = [Skipped(candidate.part.name, tuple(candidate.weight.shape), why) for candidate, why in plain]
-    conversion = Conversion(parts, [*skipped, *left], _ties(model), stay, scheduled=bool(recipe.schedule))
+    skips, ties = [*skipped, *left], _ties(model)
+    conversion = Conversion(_converted_parts(model, targets), skips, ties, stay, scheduled=bool(recipe.schedule))
     model.__dict__[CONVERSION] = conversion
     FirstStep([part.module for part in conversion.parts])
     return conversion
+
+
+def _check_products(recipe: AnyRecipe, targets: Sequence[Target]) -> None:
+    """Raise UserError for shapes that a format cannot take, and for operands that cannot meet."""
+    faults = list(recipe_faults(recipe, [gemm for target in targets for gemm in target.gemms]))
+    if faults:
+        raise UserError(
+            f"convert: {'; '.join(faults)}; leave such modules out by filter_fn, or keep them in high precision by an"
+            " override of the recipe"
+        )
+
+
+def _new_parts(recipe: AnyRecipe, targets: Sequence[Target]) -> dict[Target, tuple[QuantizedModule, ...]]:
+    """Return target -> its new parts, for targets that are not converted yet. All targets take the recipe."""
+    alone = recipe.for_layers(layers_of([role for target in targets for gemm in target.gemms for role in gemm.roles]))
+    new = {
+        target: tuple(target.kind.parts(target.module, target.name, alone))
+        for target in targets
+        if not parts_of(target.module)
+    }
+    known = [part for target in targets for part in parts_of(target.module)]
+    set_recipe_of([*known, *(part for parts in new.values() for part in parts)], recipe)  # also checks common names
+    return new
+
+
+def _converted_parts(model: nn.Module, targets: Sequence[Target]) -> list[Part]:
+    """Return the entries of Conversion.parts."""
+    chosen = experts_per_row(model)
+    return [
+        Part(target.kind.name, _shape(gemm), part, _multiply_adds(gemm, part, chosen))
+        for target in targets
+        for gemm, part in _pairs(target)
+    ]
 
 
 def gemm_modules_of(
@@ -229,8 +247,10 @@ def _kind_of(module: nn.Module) -> Kind:
 def _plan(
     model: nn.Module, kinds: Sequence[Kind], filter_fn: Filter | None, head: bool
 ) -> tuple[list[Target], list[Skipped], list[Skipped]]:
-    """(taken, skipped, left): the modules of these kinds, and the others that multiply by weights. A converted module
-    counts as taken."""
+    """Return (taken, skipped, left): the modules of these kinds, and the others that multiply by weights.
+
+    A converted module counts as taken.
+    """
     projection, unheard, targets, skipped, left = output_projection(model), bypassed(model), [], [], []
     chosen, others = experts_per_row(model), [kind for kind in KINDS if kind not in kinds]
     for fqn, module in model.named_modules():
@@ -307,7 +327,7 @@ def _ties(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def _nothing(model: nn.Module, skipped: Sequence[Skipped]) -> str:
-    """The sentence for a model of which nothing is taken."""
+    """Return the sentence for a model without a module to take."""
     start = f"convert: nothing of {type(model).__name__} is taken"
     if skipped:
         names = "; ".join(f"{module.name}: {module.why}" for module in skipped[:3])

@@ -40,8 +40,8 @@ class Stack(NamedTuple):
     """Whether the weights are [E, in, out] instead of [E, out, in]."""
 
     def weight_of(self, module: nn.Module) -> Tensor:
-        """The weights [E, out, in], a view where they lie the other way; read as an attribute, which a parametrization
-        may compute."""
+        """Return the weights [E, out, in], as a view if they are transposed. It reads the attribute, which may be
+        parametrized."""
         weight = getattr(module, self.weight)
         return weight.transpose(1, 2) if self.transposed else weight
 
@@ -84,7 +84,7 @@ class ConvertedStacks:
     @staticmethod
     @abstractmethod
     def stacks(module: nn.Module) -> Sequence[Stack]:
-        """The products of such a module, converted or not, in the order in which forward unpacks them."""
+        """Return the products of such a module, converted or not, in the order in which forward unpacks them."""
 
     @abstractmethod
     def computed(self, products: "Sequence[_Product]", x: Tensor, *routing: Tensor) -> Tensor:

@@ -24,9 +24,9 @@ from hqsweep.models.refusals import is_distributed, is_sharded
 from hqsweep.nn.core.context import current, use_kernels
 from hqsweep.nn.core.module import PARTS
 from hqsweep.nn.core.options import LinearOptions
-from hqsweep.nn.core.recipe_argument import module_quantizers
 from hqsweep.nn.linear.linear_call import LinearCall
 from hqsweep.nn.linear.linear_loss import product_cross_entropy
+from hqsweep.recipe.argument import module_quantizers
 from hqsweep.recipe.sections import LinearQuantizers
 
 TAKES = "it must be of Hugging Face, have a method loss(tokens, targets), or give logits [B, T, V] for [B, T]"
@@ -51,7 +51,7 @@ def model_loss(
 
 
 def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    """The logits [B, T, V] of a model without a loss of its own; UserError where it returns something else."""
+    """Return the logits [B, T, V] of a model without its own loss. UserError if it returns another result."""
     logits = _logits(model(inputs))
     if not isinstance(logits, Tensor) or logits.shape[:-1] != inputs.shape:
         came = f"{tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
@@ -121,7 +121,7 @@ class HeadLoss:
             yield
 
     def _loss(self, h: Tensor, targets: Tensor) -> Tensor | None:
-        """The mean cross entropy, or None where it is not computed here."""
+        """Return the mean cross entropy, or None if it is not computed here."""
         weight, part = self.head.weight, None
         dtype = call_dtype(h, weight)
         if is_distributed(weight) or dtype is not torch.bfloat16 or not (self.chunk or use_kernels(h)):

@@ -14,7 +14,7 @@ from hqsweep.errors import UserError
 from hqsweep.models.kinds import Kind, parts_of
 from hqsweep.models.linear import call_dtype
 from hqsweep.models.names import clean_name
-from hqsweep.nn.core.parameter import gemm_weight
+from hqsweep.nn.core.model_init import gemm_weight
 from hqsweep.nn.linear.linear import LinearBase
 from hqsweep.parallel.wire.local import local
 from hqsweep.quant.hybrid import HybridQuantizer
@@ -48,7 +48,7 @@ _Readers = dict[int, list[_Reader]]
 
 
 def candidates_of(kind: Kind, module: nn.Module, parts: Sequence[nn.Module]) -> list[Candidate]:
-    """The weights of a module that has, or will have, these parts, except those that are held already."""
+    """Return the weights of a module with these parts, except weights that are held already."""
     named = [part for part in parts if getattr(part, "weight_name", None)]
     every = [Candidate(module, p, getattr(module, p.weight_name), kind.held_fault(module, p)) for p in named]
     return [candidate for candidate in every if not isinstance(candidate.weight, HybridQuantizedTensor)]

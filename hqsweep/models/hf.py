@@ -89,10 +89,13 @@ Around = Callable[[], AbstractContextManager]
 def causal_lm_loss(
     model: nn.Module, inputs: Tensor, targets: Tensor, around: Around = nullcontext
 ) -> tuple[Tensor, Tensor | None]:
-    """(cross entropy, auxiliary loss), each [] and in nats, of inputs and targets, int64 [B, T], as the model defines
-    them; a training minimizes their sum. targets[b, t] is the token after inputs[b, t]: nothing is shifted again. A row
-    is one sequence (unpacked). The auxiliary loss is the term of a mixture with output_router_logits; else it is None.
-    around: the context of the forward, such as head_loss.HeadLoss."""
+    """Return (cross entropy, auxiliary loss), each [] and in nats, as the model defines them. A training minimizes
+    their sum.
+
+    inputs, targets: int64 [B, T]. targets[b, t] is the token after inputs[b, t]: nothing is shifted again. A row is one
+    sequence (unpacked). The auxiliary loss is the term of a mixture with output_router_logits; else it is None. around:
+    the context of the forward, such as head_loss.HeadLoss.
+    """
     targets = targets.contiguous()  # which it takes a view of
     with around(), unpacked():
         out = model(input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False)
@@ -174,8 +177,7 @@ where there is no mask."""
 
 @contextmanager
 def unpacked() -> Iterator[None]:
-    """A context for forwards on rows that hold one sequence each, in or as a CUDA graph, or of a model under
-    torch.compile.
+    """A context for forwards on rows with one sequence each, also in a CUDA graph or under torch.compile.
 
     There is no attention_mask, and position_ids do not begin anew within a row. Attention that needs a mask for other
     reasons, such as a sliding window, still has it. Models of other libraries are not affected.

@@ -78,7 +78,17 @@ class HFConfig:
 def read_hf_config(path: str | Path, where: str = "model.path") -> HFConfig:
     """The config of a folder, or in a file. UserError, which begins with `where`, where there is none, or one that
     needs code of its author to be run."""
-    path = Path(path)
+    file = _config_file(Path(path), where)
+    try:
+        keys = loads(file.read_bytes())
+    except (ValueError, OSError) as error:
+        raise UserError(f"{where}: '{file}' is no JSON ({str(error).splitlines()[0]}); {WANTED}") from None
+    _check_keys(keys, file, where)
+    return HFConfig(path=file, keys=keys)
+
+
+def _config_file(path: Path, where: str) -> Path:
+    """Return the config's file: `path`, or the one in the folder. UserError if there is none, or for other files."""
     file = path / CONFIG if path.is_dir() else path
     if not file.is_file():
         has = f"has no {CONFIG}" if path.is_dir() else "is not there"
@@ -93,10 +103,11 @@ def read_hf_config(path: str | Path, where: str = "model.path") -> HFConfig:
             f"{where}: '{file}' is a checkpoint, and does not say of which model; give the folder of a Hugging Face"
             f" model, or its {CONFIG} with model.pretrained=false, and for forks fork.trunk={file}"
         )
-    try:
-        keys = loads(file.read_bytes())
-    except (ValueError, OSError) as error:
-        raise UserError(f"{where}: '{file}' is no JSON ({str(error).splitlines()[0]}); {WANTED}") from None
+    return file
+
+
+def _check_keys(keys: Any, file: Path, where: str) -> None:
+    """Raise UserError for keys of no model, for a model with its own code, and for quantized weights."""
     if not isinstance(keys, dict) or not isinstance(keys.get("model_type"), str):
         raise UserError(f"{where}: '{file}' has no model_type, so it is no config of a Hugging Face model; {WANTED}")
     own_code = next((name for name in _code(keys)), None)
@@ -110,7 +121,6 @@ def read_hf_config(path: str | Path, where: str = "model.path") -> HFConfig:
             f"{where}: '{file}' has quantization_config, so its weights are quantized; give the model that they were"
             " made from"
         )
-    return HFConfig(path=file, keys=keys)
 
 
 def _code(keys: Mapping[str, Any]) -> list[str]:

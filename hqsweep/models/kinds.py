@@ -29,7 +29,7 @@ class Kind:
     name: str
     """The kind's name in Conversion.modules."""
     option: str | None = None
-    """The argument of convert() that says whether modules of this kind are taken; None: they always are."""
+    """The argument of convert() that decides whether modules of this kind are taken; None: they always are."""
 
     def matches(self, module: nn.Module) -> bool:
         """Whether the module is of this kind, converted or not."""
@@ -40,7 +40,7 @@ class Kind:
         return True
 
     def fault(self, module: nn.Module) -> str | None:
-        """Why this module of the kind is not taken; None: it is."""
+        """Return why this module of the kind cannot be taken; None if it can."""
         return None
 
     def check(self, module: nn.Module, name: str) -> None:
@@ -84,9 +84,9 @@ def parts_of(module: nn.Module) -> tuple[QuantizedModule, ...]:
 
 
 PLAIN = "_hqsweep_plain"
-"""The attribute of a swapped class itself: the class that computes by parts, and the one whose place both take."""
+"""The attribute of a swapped class itself: the class that computes by parts, and the class that both replace."""
 FORWARD = "_old_forward"
-"""The attribute of a module in which accelerate keeps its forward, which another one in the instance calls."""
+"""The attribute of a module in which accelerate keeps its forward; another forward in the instance calls it."""
 
 
 def swapped_class(converted: type, plain: type) -> type[nn.Module]:

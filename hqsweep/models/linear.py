@@ -18,10 +18,10 @@ from hqsweep.nn.core.module import PARTS, QuantizedModule
 from hqsweep.nn.core.options import LinearOptions
 from hqsweep.nn.core.parameter import is_held
 from hqsweep.nn.core.products import in_autocast, untraced
-from hqsweep.nn.core.recipe_argument import module_quantizers
 from hqsweep.nn.linear.linear import LinearBase, as_rows, linear_product
 from hqsweep.nn.linear.linear_call import LinearCall
 from hqsweep.ops.quantize.kernels import DTYPES, in_dtype
+from hqsweep.recipe.argument import module_quantizers
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.validate import GemmModule, linear_module
 
@@ -62,8 +62,11 @@ def check_dtype(part: LinearBase, weight: Tensor, dtype: torch.dtype) -> None:
 
 
 class ByPart:
-    """The forward of a converted module with one product. Where every slot is an identity of the call's dtype, its own
-    forward runs, so that it is equal to the bit; on a step with a probe, the same product."""
+    """The forward of a converted module with one product.
+
+    If every slot is an identity of the call's dtype, its own forward runs, and the results are equal to the bit. On a
+    step with a probe, the same product runs here.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         part = getattr(self, PARTS)[0]
@@ -184,7 +187,7 @@ def weight_fault(weight: Tensor) -> str | None:
 
 
 class _Shown(torch.autograd.Function):
-    """x as it is, whose gradient is shown to `look`."""
+    """Returns x as it is. Backward passes its gradient to `look`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, look: Callable[[Tensor], None]) -> Tensor:
@@ -224,9 +227,11 @@ def probed_product(call: LinearCall, product: Callable[[Tensor, Tensor], Tensor]
 
 
 def output_projection(model: nn.Module) -> nn.Module | None:
-    """The linear that makes logits of the vocabulary; else None. It is the one that the model names
-    (get_output_embeddings, as Hugging Face has it), or the last linear, if it has a row for each entry of an
-    nn.Embedding."""
+    """Return the linear that makes logits of the vocabulary; else None.
+
+    It is the one that the model names (get_output_embeddings, as in Hugging Face), or the last linear, if it has a row
+    for each entry of an nn.Embedding.
+    """
     said = getattr(model, "get_output_embeddings", None)
     if callable(said):
         try:

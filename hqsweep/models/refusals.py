@@ -68,7 +68,7 @@ def instance_fault(module: nn.Module) -> str | None:
 
 
 def bypassed(model: nn.Module) -> dict[nn.Module, str]:
-    """Modules whose weights another module reads in evaluation without calling them, and what to do."""
+    """Return modules whose weights another module reads in evaluation without a call, with a remedy for each."""
     if not torch.backends.mha.get_fastpath_enabled():
         return {}
     why = (
@@ -128,8 +128,10 @@ def experts_per_row(model: nn.Module) -> int:
 
 
 def why_left(module: nn.Module, others: Sequence[Kind]) -> str | None:
-    """Why a module stays as it is though none of the wanted kinds matches; None for one that multiplies by no weight.
-    others: the kinds that options of convert() exclude."""
+    """Return why a module stays unconverted though no wanted kind matches; None if it multiplies by no weight.
+
+    others: the kinds that options of convert() exclude.
+    """
     if not multiply_adds(module):
         return None
     if isinstance(module, QuantizedModule):

@@ -43,8 +43,10 @@ _TRIED: set[tuple[Hashable, ...]] = set()
 
 
 def _tried(config: ConvergenceConfig, on_cpu: bool) -> nn.Module | None:
-    """The model with memory, after a forward of tokens where that needs any; None where this process may not import it,
-    or does not build it."""
+    """Return the model with memory, after a forward of tokens if it needs one.
+
+    None if this process may not import it, or does not build it.
+    """
     model, context = outline(config.model), config.train.context
     if model is None or next(model.parameters(), None) is None:
         return None
@@ -68,7 +70,8 @@ def _tried(config: ConvergenceConfig, on_cpu: bool) -> nn.Module | None:
 
 
 def _fault(model: nn.Module, context: int, around: AbstractContextManager) -> Exception | None:
-    """The exception that the loss raises in the context `around`, or None; UserError for an output that is no loss."""
+    """Return the exception that the loss raises in the context `around`, or None. UserError for an output without a
+    loss."""
     tokens = torch.zeros(2, context, dtype=torch.int64, device=next(model.parameters()).device)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), around:
@@ -89,8 +92,10 @@ def _is_anywhere(fault: Exception) -> bool:
 
 
 def check_causal(model: nn.Module, vocab_size: int) -> None:
-    """UserError for a model of which logits change with a token after theirs. One with a loss of its own, or one that
-    does not run on a few tokens where it lies, is not judged."""
+    """Raise UserError for a model whose logits change with a later token.
+
+    A model with its own loss, or one that does not run on a few tokens on its device, passes.
+    """
     if not is_hugging_face(model) and callable(getattr(model, "loss", None)):
         return
     tokens = torch.arange(TOKENS, device=next(model.parameters()).device).remainder(vocab_size)[None]

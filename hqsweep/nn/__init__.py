@@ -3,6 +3,7 @@
 from hqsweep.nn.attention.attention import DotProductAttention
 from hqsweep.nn.attention.multihead_attention import MultiheadAttention
 from hqsweep.nn.core.context import autocast, quantization
+from hqsweep.nn.core.model_init import quantized_model_init
 from hqsweep.nn.core.module import QuantizedModule, set_recipe
 from hqsweep.nn.core.options import (
     AttentionOptions,
@@ -14,7 +15,6 @@ from hqsweep.nn.core.options import (
     MoEOptions,
     TransformerOptions,
 )
-from hqsweep.nn.core.parameter import quantized_model_init
 from hqsweep.nn.core.probe import Probe
 from hqsweep.nn.core.recompute import recomputed
 from hqsweep.nn.experts.grouped_linear import GroupedLinear

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hqsweep.formats import RngKey, RngKeys
 from hqsweep.memo import memo
+from hqsweep.ops.library import described
 from hqsweep.torch_private import empty_strided_cpu, empty_strided_cuda
 
 
@@ -107,11 +108,3 @@ def _signed(words: tuple) -> list[int]:
     if words and not isinstance(words[0], tuple):
         words = tuple((words[0], slot) for slot in words[1])
     return [word - (word >> 31 << 32) for pair in words for word in pair]
-
-
-def described(tensor: Tensor) -> str:
-    """Return the dtype, shape and device of a tensor as text for messages."""
-    note = "" if tensor.is_contiguous() else ", not contiguous"
-    if tensor.numel() and not tensor.untyped_storage().nbytes():
-        note += ", without storage"
-    return f"{tensor.dtype} {tuple(tensor.shape)}{note} on {tensor.device}"

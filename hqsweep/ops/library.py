@@ -120,3 +120,11 @@ def where(x: Tensor) -> tuple:
 def in_backward() -> bool:
     """Whether autograd runs a backward in this thread."""
     return current_graph_task_id() != -1
+
+
+def described(tensor: Tensor) -> str:
+    """Return the dtype, shape and device of a tensor as text for messages."""
+    note = "" if tensor.is_contiguous() else ", not contiguous"
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        note += ", without storage"
+    return f"{tensor.dtype} {tuple(tensor.shape)}{note} on {tensor.device}"

@@ -153,11 +153,6 @@ def output_error(expected: Tensor, actual: Tensor) -> dict[str, float]:
     return output_sums(expected, actual).row()
 
 
-def tensor_error(x: Tensor, format: Format, buffers: Buffers) -> dict[str, float]:
-    """Return all statistics for buffers = encode(x). x [rows, cols] has the operand's own orientation."""
-    return gather(x, format, buffers).row()
-
-
 def gather(
     x: Tensor,
     format: Format,

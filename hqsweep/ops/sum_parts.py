@@ -7,8 +7,7 @@ each summand once. torch's operators are the reference.
 import torch
 from torch import Tensor
 
-from hqsweep.ops.addresses import described
-from hqsweep.ops.library import extension, has_kernels, operator, where
+from hqsweep.ops.library import described, extension, has_kernels, operator, where
 from hqsweep.ops.quantize.kernels import DTYPES
 
 WORD = 16

@@ -5,7 +5,7 @@ one kernel (hqsweep.ops.model.adam) reads and writes each array once, with the a
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -167,7 +167,7 @@ class FusedAdam(torch.optim.AdamW):
 
     @torch.no_grad()
     def _renew_masters(self, params: Iterable[Tensor] | None = None) -> None:
-        """Make new masters of parameters, by default of all, to which others have written."""
+        """Make new masters for parameters that other code has written; by default for all."""
         for p, master in self._masters_of(self.state if params is None else params).items():
             if self._rounded.is_stale(p, master):
                 local(master).copy_(values_of(p))
@@ -238,14 +238,9 @@ class FusedAdam(torch.optim.AdamW):
             )
         if own or fused:  # kernels do not change versions, by which old cached operands are found
             torch.autograd.graph.increment_version(masters)
-        plain = [(local(p), m) for p, m in zip(grads, masters, strict=True) if not (local(p) is m or _is_held(p))]
-        if plain:
-            foreach_copy_(*map(list, zip(*plain, strict=True)))
-        spread = [p for p in grads if is_spread(p)]
-        if spread:  # the writes to parts did not count
-            torch.autograd.graph.increment_version(spread)
-            note_update()
-        return dict(zip(grads, masters, strict=True))
+        updated = dict(zip(grads, masters, strict=True))
+        _write_plain(updated)
+        return updated
 
     def _dtype(self, p: Tensor) -> torch.dtype:
         """The dtype of the update, which is the master's."""
@@ -269,8 +264,10 @@ class FusedAdam(torch.optim.AdamW):
 
     @torch.no_grad()
     def master_param(self, p: Tensor) -> Tensor:
-        """The FP32 master of a parameter, or what it would start from; a DTensor for a DTensor. p itself where it needs
-        none."""
+        """Return the FP32 master of a parameter, or its future initial value; a DTensor for a DTensor.
+
+        p itself if it needs no master.
+        """
         if self.master_weights and p in self.state and MASTER in self.state[p]:
             self._renew_masters([p])
             return self.state[p][MASTER]
@@ -283,7 +280,7 @@ class FusedAdam(torch.optim.AdamW):
         return spread_like(p, part.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as torch has it."""
+        """Return the state in torch's form."""
         self._renew_masters()
         return _uncompiled(super().state_dict)()
 
@@ -323,6 +320,17 @@ def _uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
 def _norm(gradients: dict[Tensor, Tensor], norm: Norm | None) -> Tensor:
     every = list(gradients.values())
     return norm_of(every) if norm is None else norm(list(gradients), every)
+
+
+def _write_plain(masters: Mapping[Tensor, Tensor]) -> None:
+    """Copy masters into plain parameters. masters: parameter -> its master, or this rank's part of it."""
+    plain = [(local(p), m) for p, m in masters.items() if not (local(p) is m or _is_held(p))]
+    if plain:
+        foreach_copy_(*map(list, zip(*plain, strict=True)))
+    spread = [p for p in masters if is_spread(p)]
+    if spread:  # the writes to parts did not count
+        torch.autograd.graph.increment_version(spread)
+        note_update()
 
 
 def _is_held(p: Tensor) -> bool:

@@ -22,8 +22,10 @@ from hqsweep.torch_private import fsdp_owners, fsdp_whole
 
 
 def residual_under_fsdp(layer: nn.Module) -> None:
-    """Have the hooks of fully_shard, whose unit a layer is, run around its residual(x, branch), too, so that the sum of
-    a branch is left to the next norm there as well."""
+    """Run the hooks of fully_shard around a layer's residual(x, branch), too. The layer is a unit of fully_shard.
+
+    So the sum of a branch is deferred to the next norm under fully_shard as well.
+    """
     from torch.distributed.fsdp import register_fsdp_forward_method
 
     if hasattr(layer, RESIDUAL):
@@ -106,7 +108,7 @@ def gather_in_linear_dtype(model: nn.Module, autocast: torch.dtype | None = None
 
 
 def _linear_dtype(parameter: Any, autocast: torch.dtype | None) -> torch.dtype | None:
-    """The dtype in which an FSDPParam is gathered if only linears use it; None for other parameters."""
+    """Return the dtype in which fully_shard gathers a parameter that only linears use; None for other parameters."""
     [dtype, *others] = {_rounds_to(owner, name, autocast) for owner, name in fsdp_owners(parameter)}
     own, local_tensor = parameter.sharded_param.dtype, parameter.sharded_param.to_local()
     if others or dtype is None or not own.is_floating_point or hasattr(local_tensor, "fsdp_pre_all_gather"):
@@ -115,7 +117,8 @@ def _linear_dtype(parameter: Any, autocast: torch.dtype | None) -> torch.dtype |
 
 
 def _rounds_to(owner: nn.Module, name: str, autocast: torch.dtype | None) -> torch.dtype | None:
-    """The dtype to which a module rounds its parameter of that name, if that is the weight of a linear; else None."""
+    """Return the dtype to which a module rounds the parameter of that name, if it is the weight of a linear; else
+    None."""
     if isinstance(owner, LinearBase):
         return owner.dtype if name.startswith("weight") else None
     kinds = [part.module_type for part in owner.__dict__.get(PARTS, ())]

@@ -163,7 +163,7 @@ class Ranks:
         }
 
     def whole_model(self, own: Trained, build: Callable[[], Trained]) -> Trained:
-        """A model and optimizer of whole tensors: those that build() makes, or `own` for a rank alone."""
+        """Return a model and optimizer of whole tensors: build()'s, or `own` for a rank alone."""
         return build()
 
 
@@ -251,13 +251,12 @@ def check_devices(dims: ParallelConfig, device_type: str, gpus_per_run: int | No
 
 
 def join(dims: ParallelConfig, device: torch.device) -> Ranks:
-    """The Ranks of this training: alone where `dims` is one rank, else the ranks that a launcher has started.
+    """Return the Ranks of this training: alone if `dims` is one rank, else all ranks of the launcher.
 
     Reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from the environment, begins the process group and
     builds the mesh. On GPUs, the GPU of LOCAL_RANK becomes the current one; ranks share GPUs where a machine has fewer.
 
-    UserError where no launcher has started this process, NCCL is missing, or the launcher gives another number of
-    ranks than `dims`.
+    UserError without a launcher, without NCCL, or if the launcher gives another number of ranks than `dims`.
     """
     if dims.world == 1:
         return Ranks.alone(device)

@@ -21,7 +21,7 @@ def parallelize(
 ) -> None:
     """Share out a model, in place, along every axis of the mesh with several ranks: tp, then ep, then dp_shard.
 
-    sequences: every batch has a multiple of so many. methods, autocast: as parallel.data.shard takes them.
+    sequences: divides the batch of every call. methods, autocast: as in parallel.data.shard.
     """
     _share_matrices(model, ranks, sequences)
     apart = _share_experts(model, ranks)

@@ -1,7 +1,6 @@
-"""Error statistics of a sampled step over many ranks: the samples of all probes are joined on rank 0, in order of
-ranks.
+"""Error statistics of a sampled step over many ranks: rank 0 joins the samples of all probes, in order of ranks.
 
-Parts of a matrix are joined to the whole first. Then the tokens of data-parallel ranks follow each other, like those of
+Parts of a matrix are joined to the whole first. Then tokens of data-parallel ranks follow each other, like tokens of
 microbatches, and the layers and experts of other ranks are added. One gather serves all rows of a step.
 """
 

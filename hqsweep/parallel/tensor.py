@@ -14,10 +14,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from hqsweep.errors import UserError
 from hqsweep.nn.attention.multihead_attention import MultiheadAttention
+from hqsweep.nn.core.module import QuantizedWeight
 from hqsweep.nn.experts.moe import LayerNormMoE
 from hqsweep.nn.experts.router import Router
 from hqsweep.nn.layers.norm import Norm
-from hqsweep.nn.layers.weight import QuantizedWeight
 from hqsweep.nn.linear.layernorm_linear import LayerNormLinear
 from hqsweep.nn.linear.layernorm_mlp import LayerNormMLP
 from hqsweep.nn.linear.linear import Linear, LinearBase
@@ -292,7 +292,7 @@ def _style(module: nn.Module, sequence: int | None, *, is_head: bool) -> Paralle
 
 
 def check_linear(module: nn.Module, mesh: DeviceMesh, axis: int, pieces: int = 1) -> None:
-    """UserError for a module that is no Linear, a weight that lies over ranks already, and features that ranks do not
+    """Raise UserError for a module that is no Linear, a weight already over ranks, and features that ranks do not
     divide."""
     name = getattr(module, "name", "") or type(module).__name__
     if not isinstance(module, Linear):

@@ -11,7 +11,7 @@ other. It is written, copied and saved as a whole, and `members` are its parts.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -140,6 +140,10 @@ class GroupedTensor(HybridQuantizedTensor):
     def experts(self) -> int:
         """Number of experts."""
         return self.metadata.content.count
+
+    def own_states(self, states: Any) -> Any:
+        """Return the states of the experts that are here, which a shard has some of."""
+        return states.numbered(self.metadata.content.first, self.experts)
 
     @property
     def members(self) -> list[HybridQuantizedTensor]:

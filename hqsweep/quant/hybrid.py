@@ -63,8 +63,9 @@ class HybridQuantizer:
 
     @classmethod
     def parse(cls, value: "str | Mapping[str, str] | HybridQuantizer") -> "HybridQuantizer":
-        """Return the quantizer of "ROW|COL@SOURCE", or of a mapping {rowwise, columnwise, columnwise_source
-        (optional)}."""
+        """Return the quantizer of "ROW|COL@SOURCE", of a mapping {rowwise, columnwise, columnwise_source (optional)},
+        or of an object with one as `frozen` (hqsweep.compat's)."""
+        value = getattr(value, "frozen", value)
         if isinstance(value, HybridQuantizer):
             return value
         row, column, source = quantizer_texts(value)

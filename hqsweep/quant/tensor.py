@@ -21,10 +21,11 @@ from hqsweep.parallel.shards.shard_part import Part, quantize_part
 from hqsweep.parallel.shards.shard_place import Place
 from hqsweep.quant.content import Content, OneMatrix
 from hqsweep.quant.delayed import SlotStates
-from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
+from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 from hqsweep.quant.metadata import Metadata
 from hqsweep.quant.operand import HybridOperand, Operand
 from hqsweep.quant.tensor_protocol import Shared, TensorProtocol
+from hqsweep.quant.usage import Directions
 from hqsweep.torch_private import make_wrapper_subclass, refuse_data_ptr
 
 INIT_VAL = "high_precision_init_val"
@@ -32,7 +33,7 @@ KINDS: dict[str, type] = {}
 """Class name of a quantized tensor, as stored in files -> class."""
 
 
-class HybridQuantizedTensor(TensorProtocol):
+class HybridQuantizedTensor(Directions, TensorProtocol):
     """The quantized operands of a tensor [..., cols]; make it with quantize() or empty().
 
     rowwise encodes [rows, cols] (leading axes folded), columnwise its transpose. A direction that is not held is None.
@@ -228,27 +229,6 @@ class HybridQuantizedTensor(TensorProtocol):
         for direction in DIRECTIONS:
             setattr(self, direction, self._metadata.operand(buffers, direction))
 
-    def drop(self, direction: Direction) -> Self:
-        """Drop one direction in place, and return self. Its memory is freed once no view holds it.
-
-        Later writes make only the other direction, with the same bytes. A product that reads the dropped direction
-        raises UserError. A direction that is not held changes nothing. UserError for the only direction, and for an
-        unknown one.
-        """
-        if direction not in DIRECTIONS:
-            raise UserError(f"drop: direction is '{direction}'; allowed: {', '.join(DIRECTIONS)}")
-        if direction not in self.metadata.directions:
-            return self
-        if len(self.metadata.directions) == 1:
-            raise UserError(f"drop: {direction} is the only direction that this tensor in {self.quantizer} holds")
-        [other] = (held for held in DIRECTIONS if held != direction)
-        buffers = {f"{other}_{n}": buffer.contiguous() for n, buffer in getattr(self, other).buffers.items()}
-        for held, name in self.metadata.stored:
-            delattr(self, f"{held}_{name}")
-        self._metadata = replace(self.metadata, directions=(other,))
-        self.hold(buffers)
-        return self
-
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values as a plain tensor of dtype (default: own dtype), from the rowwise operand if it is held.
 
@@ -263,6 +243,10 @@ class HybridQuantizedTensor(TensorProtocol):
     def clear_high_precision_init_val(self) -> None:
         """Free the value kept by preserve_high_precision_init_val."""
         self.high_precision_init_val = None
+
+    def own_states(self, states: Any) -> Any:
+        """Return the states of this tensor's matrices, out of the DelayedStates or ExpertStates of its module."""
+        return states
 
     @property
     def metadata(self) -> Metadata:

@@ -40,7 +40,7 @@ class _Package(ModuleType):
         Raises:
             UserError: the text is none of these, the file is missing, or it contains no recipe.
         """
-        from hqsweep.recipe.named import recipe_of
+        from hqsweep.recipe.argument import recipe_of
 
         return recipe_of(name_or_path)
 

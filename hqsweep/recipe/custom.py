@@ -141,7 +141,7 @@ class CustomRecipe:
 
 
 class _Scope:
-    """Equal only to itself. A trace cannot see that of a plain object."""
+    """Equal only to itself. A trace cannot prove that for a plain object."""
 
     def __ne__(self, other: object) -> bool:
         return self is not other

@@ -150,7 +150,7 @@ class Encoder:
         self.below = int(setup.val_fraction * 2**64)
 
     def shard(self, number: int, piece: list[Segment]) -> dict[str, Any]:
-        """Write train/NUMBER and val/NUMBER, .bin and .idx, and say what they have.
+        """Write train/NUMBER and val/NUMBER, .bin and .idx, and return their record.
 
         The record: for each split None or the fields of a Shard, and text_bytes, empty, replaced, unknown, as Source
         has them. A split without documents gets no files.
@@ -193,7 +193,7 @@ class Encoder:
         return self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
 
     def _check(self, name: str, text: str, unknown: int, tokens: int) -> None:
-        """UserError where more is unknown than is allowed; of a share it is judged after a thousand tokens."""
+        """Raise UserError if more is unknown than allowed. A share is judged after a thousand tokens."""
         if unknown > self.setup.allow_unknown * max(tokens, 1000):
             missed = self.coverage.example(text)[:SHOWN]
             points = " ".join(f"U+{ord(character):04X}" for character in missed[:4])
@@ -235,8 +235,10 @@ class _Writer:
         self.tokens += len(ids) + 1
 
     def finish(self) -> dict[str, Any] | None:
-        """The files are in their places, and what a Shard says of them; None without documents. Nothing waits for the
-        disk: the caller does before it believes the record (prepare)."""
+        """Put the files in their places, and return the fields of a Shard; None without documents.
+
+        Nothing waits for the disk: the caller does, before it trusts the record (prepare).
+        """
         if not self.lengths:
             return None
         index = encode_index(np.dtype(self.setup.dtype), np.array(self.lengths))

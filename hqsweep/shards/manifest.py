@@ -106,7 +106,7 @@ class Manifest(Section):
 
 
 def token_hash(dtype: str, vocab_size: int, separator: int, shards: dict[str, list[Shard]]) -> str:
-    """The SHA-256, in hex, of what a training reads."""
+    """Return the SHA-256, in hex, of all data that a training reads."""
     listed = {split: [shard.sha256 for shard in shards[split]] for split in SPLITS}
     return hashlib.sha256(json.dumps([dtype, vocab_size, separator, listed]).encode()).hexdigest()
 

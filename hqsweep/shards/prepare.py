@@ -36,9 +36,9 @@ OTHER = "give another --out, or delete that folder"
 class Options(Section):
     """How shards are made from the source.
 
-    column: key of JSON lines, or column of Parquet. format: None for the one that the names of files say. val_fraction:
-    share of documents that are held out. separator: token after each document, None for the tokenizer's own.
-    allow_unknown: share of tokens that may stand for text which the tokenizer does not cover.
+    column: key of JSON lines, or column of Parquet. format: None: by the names of files. val_fraction: share of
+    documents that are held out. separator: token after each document, None for the tokenizer's own. allow_unknown:
+    share of tokens that may be unknown, for text that the tokenizer does not cover.
     """
 
     column: str = "text"
@@ -148,7 +148,7 @@ def _library() -> str:
 
 
 def _finished(job: _Job) -> Manifest | None:
-    """The manifest of an earlier call that did all of this, or None; UserError where that call did something else."""
+    """Return the manifest of an earlier call with the same work, or None. UserError if that call did other work."""
     if not (job.out / manifests.NAME).is_file():
         return None
     manifest = manifests.read_manifest(job.out)
@@ -178,7 +178,7 @@ def _refuse_other(job: _Job, said: dict[str, Any], asked: dict[str, Any], holds:
 
 @contextmanager
 def _begun(job: _Job) -> Iterator[None]:
-    """The folders of a job that goes on, or begins, with a lock on them."""
+    """Yield the folders of a job, new or resumed, and hold a lock on them."""
     if job.out.is_dir() and not job.work.is_dir() and any(job.out.iterdir()):
         raise UserError(f"{job.out} is not empty, and holds no shards; give a new folder as --out")
     job.work.mkdir(parents=True, exist_ok=True)
@@ -269,7 +269,7 @@ def _record_file(job: _Job, number: int) -> Path:
 
 
 def _record(job: _Job, number: int) -> dict[str, Any] | None:
-    """The record of a piece by an earlier call, whose shards are there in their lengths; else None."""
+    """Return the record of a piece from an earlier call, if its shards exist in their lengths; else None."""
     try:
         record = loads(_record_file(job, number).read_bytes())
         width = 4 if job.facts["dtype"] == "int32" else 2

@@ -90,10 +90,10 @@ class Shards:
         return self.manifest.unigram_entropy_nats if self.manifest else unigram_entropy(self.val.chunks())
 
     def verify(self) -> None:
-        """Read every shard of a folder with a manifest, and compare it with that.
+        """Read every shard of a folder with a manifest, and compare it with the manifest.
 
         Raises:
-            Damaged: a file that is not what was written.
+            Damaged: a file that was changed after it was written.
         """
         for split in SPLITS if self.manifest else ():
             for shard in getattr(self.manifest, split):
@@ -101,11 +101,13 @@ class Shards:
                 self._compare(f"{shard.name}.idx", shard.index_sha256)
 
     def check(self) -> None:
-        """A quick verify() for every start of a run: the sizes of all shards, the tokenizer, and every byte of
-        CHECKED_BYTES of shards, first of shards that are newer than the manifest, which is written last.
+        """Do a quick verify() for every start of a run: the sizes of all shards, the tokenizer, and CHECKED_BYTES of
+        shards.
+
+        Shards that are newer than the manifest, which is written last, are read first.
 
         Raises:
-            Damaged: a file that is not what was written.
+            Damaged: a file that was changed after it was written.
         """
         if self.manifest is None:
             return

@@ -55,10 +55,10 @@ class Segment:
 
 
 def find(source: Path, format: Format | None, without: Path) -> list[File]:
-    """The files of a source, sorted by name: the file itself, or those in a folder that are not hidden and not empty.
+    """Return the files of a source, sorted by name: the file itself, or the visible, non-empty files in a folder.
 
-    format: that of all files; None: by suffix, and text where a name has no known suffix and the file no NUL byte
-    early. without: a folder that is no part of the source, where it stands in it.
+    format: the format of all files. None: by suffix; text if a name has no known suffix and the file no early NUL byte.
+    without: a folder to skip, if it lies in the source.
 
     Raises:
         UserError: no such source, or nothing in it to read.
@@ -92,12 +92,12 @@ def piece_bytes(files: list[File]) -> int:
 
 
 def pieces(files: list[File], size: int, column: str, unpacked: Path) -> Iterator[list[Segment]]:
-    """The whole source, in pieces of about `size` bytes of text, always the same ones.
+    """Yield the whole source, in pieces of about `size` bytes of text. The same source always gives the same pieces.
 
     unpacked: a folder for compressed Parquet files, which cannot be read as a stream.
 
     Raises:
-        UserError: a file that is not what its name says, or ends too early.
+        UserError: a file of another kind than its name, or a file that ends too early.
     """
     piece: list[Segment] = []
     filled = 0

@@ -51,8 +51,9 @@ def vocab_size(tokenizer: Any) -> int:
 
 
 def separator(tokenizer: Any, path: Path, wanted: str | None) -> str:
-    """The token that follows each document: the one that is wanted, else the eos_token that a file beside the tokenizer
-    names, else the first usual one that the tokenizer knows.
+    """Return the token that follows each document: `wanted`, or the eos_token in a file beside the tokenizer.
+
+    Without both, it is the first usual separator that the tokenizer knows.
 
     Raises:
         UserError: the tokenizer does not have the wanted one, or none is found.
@@ -98,8 +99,7 @@ class Coverage:
         self.tried: dict[str, bool] = {}
 
     def unknown(self, text: str, ids: np.ndarray) -> int:
-        """The number of tokens of `ids` that stand for text that is not covered, or of characters of `text` that are
-        left out."""
+        """Return the number of unknown tokens in `ids`, or of dropped characters of `text`."""
         if self.complete:
             return 0
         if self.unknown_id is not None:

@@ -59,8 +59,9 @@ def wanted_of(plan: Plan) -> Wanted | None:
     step, whole, replicate, forked = first.train.batch * first.train.context, first.train.steps, {}, None
     if fork:
         starts = {config.start for _, config in pairs}
-        whole = sum(starts) // len(starts) + fork.steps + fork.decay
-        forked = len(starts) * (fork.steps + fork.decay) * step
+        lengths = [fork.steps_from(at) + fork.decay for at in starts]
+        whole = (sum(starts) + sum(lengths)) // len(starts)
+        forked = sum(lengths) * step
         replicate[FORK] = (0 if fork.goes_on else max(starts)) * step + len(names) * forked
     replicate[WHOLE] = len(names) * whole * step
     return Wanted(

@@ -94,7 +94,9 @@ def _key(row: Mapping[str, Any]) -> str:
 
 def _noise(comparison: Comparison, arms: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Arm -> the noise of its replicates; {} where they are fewer than LEAST."""
-    means = comparison.points.groupby(["arm", "trunk"], sort=False)[["gap", "gap_pct"]].mean()
+    points = _shared(comparison.points, arms)
+    weighed = points.assign(**{name: points[name] * points["weight"] for name in ("gap", "gap_pct")})
+    means = weighed.groupby(["arm", "trunk"], sort=False)[["gap", "gap_pct"]].sum()
     null = comparison.arms.set_index("arm")["null"]
     spreads = {}
     for arm in (arm for arm in arms if arm in means.index):
@@ -106,8 +108,15 @@ def _noise(comparison: Comparison, arms: Sequence[str]) -> dict[str, dict[str, A
     return spreads
 
 
+def _shared(points: pd.DataFrame, arms: Iterable[str]) -> pd.DataFrame:
+    """The rows of these arms at the trunks and points that all of them that have some have."""
+    own = points[points["arm"].isin(set(arms))]
+    count = own.groupby(["trunk", "draw"])["arm"].transform("nunique")
+    return own[count == own["arm"].nunique()]
+
+
 def _row(comparison: Comparison, baseline: str, noise: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    frames, points = comparison.frames.runs, comparison.points[comparison.points["arm"].isin(noise)]
+    frames, points = comparison.frames.runs, _shared(comparison.points, noise)
     runs = frames[(frames["arm"] == baseline) & (frames["state"] == "finished")]
     config = parse(RunDir(Path(runs["path"].iloc[0])).config())
     forks = points["draw"].nunique() if comparison.design == FORK else 1

@@ -68,19 +68,13 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """A study that has ended, or that a run's failure stopped: its runs, the looks of this call, the last comparison
-    (None where a run failed before the first look), and the failed runs."""
+    """A study that has ended, or that a run's failure or the end of its time stopped: its runs, the looks of this call,
+    the last comparison (None where a run failed before the first look), and the failed runs."""
 
     runs: tuple[RunDir, ...]
     looks: tuple[Look, ...]
     comparison: Comparison | None
     failed: tuple[RunDir, ...]
-
-
-def with_seeds(words: Sequence[str], seeds: Sequence[int]) -> list[str]:
-    """The words of `hqsweep run` with these seeds in place of their own."""
-    rest = [word for word in words if word.lstrip("+").partition("=")[0] != "seed"]
-    return [*rest, f"seed={','.join(map(str, seeds))}"]
 
 
 def grow(
@@ -94,7 +88,8 @@ def grow(
     """Bring the study of `plan` to its end.
 
     replan  the plan for other seeds
-    start   brings the runs of a plan to an end, and repeats finished ones when asked: launch.start
+    start   brings the runs of a plan to an end, and repeats finished ones when asked: launch.start. A run that it
+            leaves pending, because its time is over, ends this call
     say     takes a line a look
     force   repeat finished runs
 
@@ -119,6 +114,8 @@ def grow(
             say(f"{len(failed)} of {len(runs)} runs failed, so no more seeds are added: {failed[0].name}")
             break
         comparison = compare(list(runs.values()))
+        if any(run.seen()["state"] == "pending" for run in runs.values()):
+            break  # the time that the command was given is over
         verdicts = _verdicts(comparison)
         gone |= {arm for arm, verdict in verdicts.items() if verdict not in VERDICTS}
         ends = "undecided" not in verdicts.values() or len(seeds) >= maximum
@@ -194,7 +191,7 @@ def _without(batch: P, gone: set[str], plan: P) -> P:
 def _failed(run: RunDir) -> bool:
     """Whether the run has failed other than by a loss that diverged, which is a result."""
     status = run.seen()
-    return status["state"] != "finished" and not str(status["reason"]).startswith("loss is ")
+    return status["state"] not in ("finished", "pending") and not str(status["reason"]).startswith("loss is ")
 
 
 def _verdicts(comparison: Comparison) -> dict[str, str]:

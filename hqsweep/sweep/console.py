@@ -41,7 +41,7 @@ STATE_WIDTH = 13
 """The cells of a state and the gaps beside it."""
 HEADINGS = ("    loss", "tokens/s", "left, took")
 LAYOUTS = ((50, (0, 1, 2)), (36, (0, 1, 2)), (27, (0, 2)), (19, (2,)), (0, ()))
-"""(cells beside name and state, HEADINGS that are shown in as many); the first one has room for a bar too."""
+"""(cells beside name and state, HEADINGS that need as many); the first layout has room for a bar, too."""
 
 Status = Mapping[str, Any]
 
@@ -106,11 +106,10 @@ def counts(statuses: Mapping[str, Status]) -> str:
 
 
 def seconds_left(statuses: Mapping[str, Status], steps: Mapping[str, int], workers: int) -> float | None:
-    """The seconds until all runs have ended; None where nothing tells.
+    """Return the seconds until all runs have ended; None if unknown.
 
-    They are the seconds of each run divided among `workers`, and at least those of the longest run that is running. A
-    run that does not say its own takes its steps times the mean seconds of a step of the others. steps: run -> own
-    steps.
+    All runs' seconds are divided among `workers`, but it is never less than the longest running run. A run without an
+    estimate takes its steps times the other runs' mean seconds of a step. steps: run -> its steps.
     """
     known = {run: left for run, status in statuses.items() if (left := _own_seconds_left(status)) is not None}
     rates = [rate for run, status in statuses.items() if (rate := _step_seconds(status, steps.get(run)))]
@@ -265,7 +264,7 @@ class LiveDisplay:
         return Group(table, *waits, Text(last, style="bold", no_wrap=True, overflow="ellipsis"))
 
     def _waiting(self) -> dict[str, str]:
-        """Run -> what it waits for. These runs have one line together, or none where it is only one run."""
+        """Return run -> the reason why it waits. These runs share one line; a single run has none."""
         waiting = {run: s["reason"] for run, s in self._statuses.items() if s["state"] == "pending" and s["reason"]}
         return waiting if len(waiting) > 1 else {}
 
@@ -280,7 +279,7 @@ class LiveDisplay:
         return [run for run in others if run in fitting]
 
     def _row(self, run: str, status: Status, with_bar: bool) -> list[RenderableType]:
-        """Name, state, and what it is at."""
+        """Return the cells of a run: name, state, and present work."""
         state, progress = status["state"], status["progress"]
         middle: RenderableType = ""
         phase = status.get("phase") if state in ("pending", "running") else None

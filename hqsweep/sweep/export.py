@@ -67,8 +67,10 @@ def _write(config: ConvergenceConfig, state: dict, out: Path) -> Path:
 
 
 def _values(state: dict) -> dict[str, Tensor]:
-    """The weights of a user's model in a state, by name; of those that are held quantized the masters, of tied ones the
-    same tensor."""
+    """Return the weights of a user's model in a state, by name.
+
+    A held quantized weight gives its master. Tied weights give the same tensor.
+    """
     numbers, values, masters = state.get(NUMBERS, {}), {}, {}
     for name, weight in state["model"].items():
         if not isinstance(weight, HybridQuantizedTensor):
@@ -106,7 +108,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def _with_ties(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights, also by the other names of parameters that are tied in the model."""
+    """Return the weights, also under the other names of tied parameters."""
     named = dict(model.named_parameters(remove_duplicate=False))
     there = {id(p): weights[name] for name, p in named.items() if name in weights}
     return weights | {name: there[id(p)] for name, p in named.items() if name not in weights and id(p) in there}

@@ -37,7 +37,7 @@ PROGRESS_EVERY_S = 0.5
 
 
 class RowFile:
-    """The rows of one table: JSONL at `path`, opened by the first row, and the hash of what was written there."""
+    """The rows of one table: JSONL at `path`, opened by the first row, and a hash of the written rows."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self.path, self._schema = path, schema
@@ -64,7 +64,7 @@ class RowFile:
         self._sha256.update(data)
 
     def mark(self, step: int | None = None) -> Mark:
-        """The Mark of what was written so far, or of the rows up to `step`; on the disk when the call returns."""
+        """Return the Mark of all rows, or of the rows up to `step`. They are on the disk when the call returns."""
         if self._file is not None:
             os.fsync(self._file.fileno())
         if step is None:
@@ -72,8 +72,7 @@ class RowFile:
         return mark_of(encode_rows(rows_until(read_rows(self.path), step)))
 
     def fits(self, mark: Mark) -> str | None:
-        """How the file's beginning differs from what it was at its mark, as a part of a sentence; None where it does
-        not."""
+        """Return how the file's beginning differs from its mark, as a part of a sentence; None if it does not."""
         return misfit(self.path.name, self._read(), mark)
 
     def rewind(self, mark: Mark) -> None:
@@ -86,8 +85,7 @@ class RowFile:
         self._count(self._read())
 
     def write_parquet(self, path: Path) -> None:
-        """A Parquet copy of the rows, written atomically; none where there are no rows. Raises Damaged where the rows
-        are not those that were written."""
+        """Write a Parquet copy of the rows, atomically; none without rows. Raises Damaged if the rows have changed."""
         if self.fits(self.mark()):
             raise Damaged(self.path, "was changed by another process while the run wrote it", "run again")
         path.unlink(missing_ok=True)
@@ -105,7 +103,7 @@ class RowFile:
         return self.path.read_bytes() if self.path.exists() else b""
 
     def _count(self, data: bytes) -> None:
-        """Take these rows for what was written."""
+        """Count these rows as written."""
         self._rows, self._bytes, self._sha256 = data.count(b"\n"), len(data), hashlib.sha256(data)
 
 
@@ -144,7 +142,7 @@ class RowSink:
         self._run.update_manifest(**entries)
 
     def phase(self, phase: str | None) -> None:
-        """Note what the job does where that is no step of training; written at once."""
+        """Note the job's work outside of training steps; written at once."""
         self._run.write_status(phase=phase)
 
     def progress(
@@ -172,8 +170,7 @@ class RowSink:
         return {name: mark for name, mark in marks.items() if mark["rows"]}
 
     def fits(self, marks: Mapping[str, Mark]) -> str | None:
-        """The first table whose beginning differs from what it was at its mark, as a part of a sentence; None where
-        none does."""
+        """Return the first table whose beginning differs from its mark, as a part of a sentence; None if none does."""
         unknown = [f"a table '{name}' was written before it" for name in marks if name not in self._tables]
         faults = (self._tables[name].fits(mark) for name, mark in marks.items() if name in self._tables)
         return next(filter(None, (*unknown, *faults)), None)
@@ -186,7 +183,8 @@ class RowSink:
         self._tracker.rewind(step)
 
     def repaired(self, sentence: str) -> None:
-        """Print what was damaged and how the run went on without it, and add it to the manifest's "repairs"."""
+        """Print the damage and how the run continued without the damaged part, and add it to the manifest's
+        "repairs"."""
         print(f"warning: {sentence}", flush=True)
         self._run.note_repair(sentence)
 

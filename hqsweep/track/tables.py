@@ -6,7 +6,7 @@ ERRORS = (
     "sqnr_db", "rel_l2", "cosine", "amax", "underflow_pct", "saturation_pct", "scale_min", "scale_max",
     "row_sqnr_db_median", "row_sqnr_db_p5",
 )  # fmt: skip
-"""Columns of the error statistics of one tensor in one direction; ops/stats.py says what each is."""
+"""Columns of the error statistics of one tensor in one direction; ops/stats.py defines them."""
 LOADS = ("tokens", "load")
 """Columns of how many tokens an expert got, and of that over the mean of all experts."""
 WHERE = {"step": int, "layer": str, "tensor": str, "direction": str, "format": str}
@@ -27,7 +27,7 @@ TABLES: dict[str, dict[str, type]] = {
 """Table -> column -> type: SQNR in dB, underflow and saturation in % of the elements; a missing value is null."""
 
 NAMING = frozenset({"step", "metric", "layer", "tensor", "direction", *CHECKED})
-"""Columns that say what a row is about, and so are never null."""
+"""Columns that name the subject of a row, and so are never null."""
 OPTIONAL = frozenset({*LOADS, "row_sqnr_db_median", "row_sqnr_db_p5"})
 """Columns that rows of earlier versions do not have."""
 

@@ -1,4 +1,4 @@
-"""A tracker mirrors a run's rows somewhere else. No tracker is a tracker too: the one that does nothing."""
+"""A tracker mirrors a run's rows to another place. Without one, a tracker runs that does nothing."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping

@@ -37,8 +37,11 @@ _FOLDER = re.compile(r"(?:offline-)?run-\d{8}_\d{6}-(?P<id>.+)")
 
 
 def open_run(run: RunDir, config: Mapping[str, Any], known_id: str | None = None) -> Tracker:
-    """The mirror of a run: group = sweep, job type = job, the same id when it is resumed, and as tags its arm, and
-    whether it is a trunk or a fork. known_id: known_id_of(run), where its folders are deleted since."""
+    """Return the mirror of a run: group = sweep, job type = job, and the same id when it is resumed.
+
+    Its tags are its arm, and whether it is a trunk or a fork. known_id: known_id_of(run), if its folders were
+    deleted.
+    """
     manifest, fork = run.manifest(), fork_of(config)
     role, point = ("whole run", "") if fork is None else ("trunk", "") if fork.is_trunk else ("fork", fork.start)
     arm = "trunk" if role == "trunk" else visible(manifest["arm"])
@@ -58,8 +61,10 @@ def open_run(run: RunDir, config: Mapping[str, Any], known_id: str | None = None
 
 
 def unique(text: str, of: str, length: int) -> str:
-    """A text of at most `length` characters that may stand in addresses: `text` cut, then 10 hex digits of the sha256
-    of `of`, so that no two names share it, however long they are and whatever they end in."""
+    """Return a text of at most `length` characters for addresses: `text` cut, then 10 hex digits of the sha256 of `of`.
+
+    So no two names share it, however long they are.
+    """
     digits = hashlib.sha256(of.encode("utf-8", "surrogateescape")).hexdigest()[:10]
     return f"{_NOT_IN_ID.sub('_', text)[: length - len(digits) - 1]}-{digits}"
 
@@ -70,19 +75,20 @@ def _group(sweep: str) -> str:
 
 
 def known_id_of(run: RunDir) -> str | None:
-    """The id under which W&B has the run, by the folder of its first start; None before it. So a run that an earlier
-    version started keeps the id of then."""
+    """Return the id of the run in W&B, from the folder of its first start; None before that.
+
+    So a run that an earlier version started keeps its id.
+    """
     starts = sorted((run.path / "wandb").glob("*run-*"), key=lambda path: path.name.removeprefix("offline-"))
     return next((match["id"] for path in starts if (match := _FOLDER.fullmatch(path.name))), None)
 
 
 def log_report(sweep_path: Path, track: Mapping[str, Any], report: Path, arms: Sequence[Mapping[str, Any]]) -> bool:
-    """Mirror a report as a run of job type report beside the runs of the sweep: the verdicts of `arms` (of `hqsweep
-    compare --json`) as a table, the verdict and gap of each in its summary, the forest plot, and the folder `report` as
-    an artifact.
+    """Mirror a report as a run of job type report beside the runs of the sweep. Return whether everything is stored.
 
-    `track` is the section of that name of a run's config. Returns whether everything is stored, on the server or,
-    offline, in the sweep's folder.
+    It has the verdicts of `arms` (of `hqsweep compare --json`) as a table, the verdict and gap of each in its summary,
+    the forest plot, and the folder `report` as an artifact. `track`: the section of that name in a run's config. It is
+    stored on the server or, offline, in the sweep's folder.
     """
     group, name = _group(sweep_path.name), visible(f"report {report.name}")[:NAME_LENGTH]
     tracker = _open(sweep_path, track, group=group, job_type="report", name=name)

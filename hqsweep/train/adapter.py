@@ -93,8 +93,10 @@ class ModelAdapter(Protocol):
         """The parameters with weight decay."""
 
     def saved_inputs(self, tokens: int) -> Iterable[tuple[str, float]]:
-        """(name, bytes) of each linear: the bytes an element that it keeps of its input, for a microbatch of so many
-        tokens."""
+        """Yield (name, bytes) of each linear: the bytes per element that it keeps of its input.
+
+        tokens: the number of tokens in a microbatch.
+        """
 
     def originals(self, master: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Name of a linear, or NAME.EXPERT -> the master of its weight, for weights that are held quantized. For error

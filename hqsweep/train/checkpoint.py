@@ -111,7 +111,7 @@ def save_checkpoint(
 
 
 def _save_folder(trainer: Resumable, folder: Path, record: Record) -> None:
-    """Write this rank's part, read it back, and give the other ranks the hash of what was read."""
+    """Write this rank's part, read it back, and give the other ranks the hash of the bytes read."""
     from hqsweep.checkpoints.sharded.sharded import save_sharded  # slow to import, because of torch
 
     target = folder / record.file

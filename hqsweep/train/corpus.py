@@ -279,9 +279,9 @@ def stamp_of(config: DataConfig) -> Stamp:
 
 
 def check_planned(config: DataConfig, known: str | None, found: str) -> None:
-    """UserError where a run's data differ from its plan. Both are hashes; found: the data now.
+    """Raise UserError if a run's data differ from its plan. Both are hashes; found: the data now.
 
-    known: the hash in the plan, or of what the run has read before; None: neither is known.
+    known: the hash in the plan, or the hash of earlier reads; None: neither is known.
     """
     if known is not None and known != found:
         raise UserError(

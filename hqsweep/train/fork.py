@@ -201,7 +201,7 @@ def begin_source(trainer: Beginning, fork: ForkConfig) -> None:
 
 
 def above_source(trainer: Beginning) -> str | None:
-    """A line, at a trunk's point whose loss is above the loss of its checkpoint; None elsewhere.
+    """Return a line at a trunk's point if its loss is above the loss of its checkpoint; else None.
 
     A trunk alone cannot tell whether the difference is more than noise; report.rewarm does.
     """

@@ -110,7 +110,7 @@ class GraphPool:
             outer.wait_stream(self.stream)
 
     def capture(self, function: Callable[[], list[Tensor]]) -> CudaGraph:
-        """The function as a graph, which has not run yet.
+        """Return the function as a graph, before its first run.
 
         Raises the first error of the capture, from which others follow. Eager work goes on afterwards.
         """

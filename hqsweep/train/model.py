@@ -18,8 +18,8 @@ from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.model import ModelConfig, expert_width, ffn_width, has_experts
 from hqsweep.config.train import Recompute
 from hqsweep.nn import quantization, quantized_model_init
+from hqsweep.nn.core.module import QuantizedWeight
 from hqsweep.nn.core.options import MoELayerOptions, TransformerOptions
-from hqsweep.nn.core.recipe_argument import module_quantizers
 from hqsweep.nn.experts.grouped_linear import GroupedLinear
 from hqsweep.nn.experts.moe import LayerNormMoE, MoELayer
 from hqsweep.nn.layers.embedding import embedding
@@ -27,7 +27,6 @@ from hqsweep.nn.layers.layer_stack import through
 from hqsweep.nn.layers.norm import Norm
 from hqsweep.nn.layers.saved_memory import saved_input_bytes
 from hqsweep.nn.layers.transformer_layer import TransformerLayer
-from hqsweep.nn.layers.weight import QuantizedWeight
 from hqsweep.nn.linear.linear import Linear
 from hqsweep.nn.linear.linear_loss import forms_loss, linear_cross_entropy
 from hqsweep.parallel.shared.tokens import whole_features
@@ -35,6 +34,7 @@ from hqsweep.parallel.shared.vocabulary import cross_entropy, split_embedding, v
 from hqsweep.parallel.shared.weight import gains_summed_together
 from hqsweep.parallel.wire.local import local, whole_tensor
 from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.recipe.argument import module_quantizers
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import HEAD
 from hqsweep.train.adapter import DTYPES, Balance, Losses, Saving
@@ -167,8 +167,8 @@ class GPTAdapter:
         self.has_aux = any(isinstance(module, LayerNormMoE) for module in model.modules())
 
     def losses(self, inputs: Tensor, targets: Tensor, saving: Saving = nullcontext) -> Losses:
-        """The losses. The one that is minimized adds load_balance times the loss of the balance to the cross
-        entropy."""
+        """Return the losses. The minimized loss is the cross entropy plus load_balance times the loss of the
+        balance."""
         loss, balance = self.model.loss(inputs, targets, saving)
         minimized = loss + self.load_balance * balance.loss if balance.tokens else loss
         return Losses(cross_entropy=loss, minimized=minimized, balance=balance)

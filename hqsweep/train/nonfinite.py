@@ -40,7 +40,7 @@ class Met:
     until: int | None
     """For kind "amax": the last step whose scale it holds; else None."""
     order: int
-    """The index of the slot in the order in which a step quantizes."""
+    """The index of the slot in a step's order of quantization."""
 
     @property
     def name(self) -> tuple[str, str]:

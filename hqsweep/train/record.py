@@ -83,7 +83,7 @@ def write_record(path: Path, record: Record) -> None:
 
 
 def read_record(path: Path) -> Record:
-    """The record of a file. Raises NotAsWritten where it is missing or is no record."""
+    """Return the record of a file. Raises NotAsWritten if it is missing or is not a record."""
     target = record_path(path)
     try:
         record = Record(**loads(target.read_bytes()))

@@ -97,8 +97,10 @@ class StepRunner:
         return results
 
     def evaluate(self, measure: Update, batch: Batch, step: int) -> float:
-        """The one number that measure(*batch, At(step=step)) returns. Where updates are a graph, it runs as a graph
-        from the second time on."""
+        """Return the single number of measure(*batch, At(step=step)).
+
+        If updates are a graph, it runs as a graph from the second time on.
+        """
         if self._evaluation or self._capture_evaluation(measure, batch, step):
             self._evaluation.counter.fill_(step)
             return self._evaluation(batch)[0].item()
@@ -193,7 +195,7 @@ def _pinned(tokens: Tensor, device: torch.device) -> Tensor:
 
 
 def _reason(train: TrainConfig, device: torch.device) -> str | None:
-    """Why steps cannot be a graph, as far as config and device tell; None if they may be."""
+    """Return why steps cannot be a graph, as far as config and device show; None if they may be."""
     if device.type != "cuda":
         return "there are no graphs on the CPU"
     if train.compile == "off":
@@ -246,8 +248,8 @@ class _PythonMemory:
             counter.fill_(step + ahead)
 
     def learn(self, step: int) -> None:
-        """Note what the capture has changed in states and keys. NotCapturable if other steps would change something
-        else."""
+        """Note the changes of states and keys during the capture. NotCapturable if other steps would change other
+        objects."""
         after = {part: part.step for part in self._modules() if isinstance(part, DelayedState)}
         self._following = [state for state, now in after.items() if now == step]
         others = [state for state in after if after[state] not in (step, self._states.get(state))]

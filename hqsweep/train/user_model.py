@@ -28,7 +28,7 @@ from hqsweep.models.hf import load_model
 from hqsweep.models.hf_config import HFConfig, read_hf_config
 from hqsweep.models.trial import check_causal
 from hqsweep.nn.core.context import quantization
-from hqsweep.nn.core.parameter import quantized_model_init
+from hqsweep.nn.core.model_init import quantized_model_init
 from hqsweep.nn.layers.saved_memory import input_bytes
 from hqsweep.nn.linear.linear import LinearBase
 from hqsweep.parallel.wire.local import whole_tensor
@@ -183,7 +183,7 @@ def generator_state(device: torch.device) -> Tensor:
 
 
 def draws_numbers(model: nn.Module) -> bool:
-    """Whether a forward in training draws from torch's generator, as far as modules and config tell."""
+    """Return whether a forward in training draws from torch's generator, as far as modules and config show."""
     if any(isinstance(module, DropoutNd) and module.p > 0 for module in model.modules()):
         return True
     config = getattr(model, "config", None)
@@ -225,7 +225,7 @@ def user_adapter(
 def convert_for_training(
     model: nn.Module, recipe: AnyRecipe, section: UserModel, seed: int, dtype: torch.dtype
 ) -> Conversion:
-    """convert() for products in the dtype of a run. Prints a line on what it took. With quantized_weights, weights are
+    """Run convert() for products in the dtype of a run. Print a line on the result. With quantized_weights, weights are
     held.
 
     UserError where no weight that the recipe quantizes can be held.

@@ -46,7 +46,7 @@ class Design:
         raise NotImplementedError
 
     def p(self, statistics: np.ndarray, n: int) -> np.ndarray:
-        """The p values of all arms' |gap| / se [arms], adjusted for their number."""
+        """The p values of |gap| / se [arms]; of whole runs they are adjusted for the number of arms."""
         raise NotImplementedError
 
     def variances(self, n: int) -> np.ndarray:
@@ -56,9 +56,16 @@ class Design:
 
 @dataclass(frozen=True, kw_only=True)
 class WholeRuns(Design):
-    """Runs from scratch, blocked by seed; `controls` is 2 with a null arm beside the baseline, else 1."""
+    """Runs from scratch, blocked by seed; `controls` is 2 with a null arm beside the baseline, else 1. `waiting`: arms
+    of the same study that are not judged yet, and for which the intervals of the others leave room."""
 
     controls: int
+    waiting: int = 0
+
+    @property
+    def together(self) -> int:
+        """The number of arms whose intervals hold together."""
+        return self.arms + self.waiting
 
     @property
     def correlation(self) -> float:
@@ -76,11 +83,11 @@ class WholeRuns(Design):
 
     def critical(self, n: int, look: int | None = None) -> float:
         level = LEVEL if self.maximum is None else levels.two_sided(LEVEL, look or n, self.maximum)
-        return critical_of_largest(level, self.arms, self.correlation, self.df(n))
+        return critical_of_largest(level, self.together, self.correlation, self.df(n))
 
     def p(self, statistics: np.ndarray, n: int) -> np.ndarray:
         df = self.df(n)
-        return np.array([tail_of_largest(bound, self.arms, self.correlation, df) for bound in statistics])
+        return np.array([tail_of_largest(bound, self.together, self.correlation, df) for bound in statistics])
 
     def variances(self, n: int) -> np.ndarray:
         if self.arms < 2:
@@ -105,17 +112,18 @@ class Forks(Design):
         return -float(special.stdtrit(n - 1, level / 2))
 
     def p(self, statistics: np.ndarray, n: int) -> np.ndarray:
-        """Holm's p values. They may lie below the level where the interval, which is Bonferroni's and decides, holds
-        0."""
-        return holm(2 * special.stdtr(n - 1, -np.abs(statistics)))
+        """Each arm's own p, which forks.judge adjusts by holm() over arms of other n. The adjusted one may lie below
+        the level where the interval, which is Bonferroni's and decides, holds 0."""
+        return 2 * special.stdtr(n - 1, -np.abs(statistics))
 
 
-def holm(p_values: np.ndarray) -> np.ndarray:
+def holm(p_values: np.ndarray, tests: int = 0) -> np.ndarray:
     """Holm's step-down correction: the i-th smallest of m becomes max over j <= i of min(1, (m - j + 1) p_j), whichever
-    tests depend on each other (Holm 1979). NaN counts as no test."""
+    tests depend on each other (Holm 1979). m is the number of p values, or `tests` where more are to come. NaN counts
+    as no test."""
     order = np.argsort(p_values)[: np.isfinite(p_values).sum()]
     corrected = np.array(p_values, dtype=float)
-    steps = p_values[order] * np.arange(len(order), 0, -1)
+    steps = p_values[order] * (max(tests, len(order)) - np.arange(len(order)))
     corrected[order] = np.minimum(1, np.maximum.accumulate(steps))
     return corrected
 

@@ -6,37 +6,55 @@ variance, 61 % of studies without a gap claim one. The mean over a trunk's forks
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special
 
-from hqsweep.verdicts.designs import Forks
+from hqsweep.verdicts.designs import Forks, holm
 from hqsweep.verdicts.estimate import LEVEL, Estimate
-from hqsweep.verdicts.looks import equal_shapes, estimates
+from hqsweep.verdicts.looks import estimates, finite
 
 
 def judge(
-    gaps: Mapping[str, ArrayLike], *, null: str | None = None, margin: float, maximum: int | None = None
+    gaps: Mapping[str, ArrayLike],
+    *,
+    null: str | None = None,
+    margin: float,
+    maximum: int | None = None,
+    arms: int | None = None,
 ) -> dict[str, Estimate]:
     """The estimate of every arm over all trunks of this kind; fewer than three trunks give intervals and no verdict.
 
     gaps     per arm [trunks, points]: arm minus baseline of the fork of the same trunk at the same point, on the same
-             batches; the same trunks and points in every arm, all finite; any unit, which is the margin's
+             batches; all finite; any unit, which is the margin's. Arms may have other trunks and points than each
+             other, as Bonferroni's intervals hold together whichever trunks each of them is over
     null     an arm judged alone: it is not among the arms whose number widens the others' intervals
-    maximum  the study is looked at after each trunk, in the given order, and has at most so many
+    maximum  the study is looked at after each trunk of an arm, in the given order, and has at most so many
+    arms     the number of arms whose intervals hold together; None for the arms in `gaps`. A study that runs gives all
+             that it will judge, so that no interval changes when another arm gets its first trunk
 
-    Raises ValueError for arrays that are not finite, or of other shapes; UserError for a maximum below the trunks.
+    Raises ValueError for arrays that are not finite or not of two dimensions; UserError for a maximum below the trunks.
     """
-    arrays = equal_shapes(gaps, 2)
-    families = [[name for name in arrays if name != null], [name for name in arrays if name == null]]
+    arrays = finite(gaps, 2)
+    together = _together(arrays, null, arms)
     judged = {}
-    for arms in filter(None, families):
-        stacked = np.stack([arrays[name] for name in arms])
-        design = Forks(arms=len(arms), maximum=maximum)
-        judged |= estimates(arms, partial(fit, stacked), design, stacked.shape[1], margin)
-    return {name: judged[name] for name in arrays}
+    for name, array in arrays.items():
+        design = Forks(arms=1 if name == null else together, maximum=maximum)
+        judged |= estimates([name], partial(fit, array[None]), design, len(array), margin)
+    tested = [name for name in arrays if name != null]
+    untested = sum(np.isnan(judged[name].p) and judged[name].n > 1 for name in tested)
+    adjusted = holm(np.array([judged[name].p for name in tested]), together - untested)
+    for name, p in zip(tested, adjusted, strict=True):
+        judged[name] = replace(judged[name], p=float(p))
+    return judged
+
+
+def _together(arrays: Mapping[str, np.ndarray], null: str | None, arms: int | None) -> int:
+    """The number of arms whose intervals hold together: `arms`, and at least the arms under test that are here."""
+    return max(arms or 1, sum(name != null for name in arrays))
 
 
 def fit(gaps: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -46,18 +64,20 @@ def fit(gaps: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
     return means.mean(-1), error
 
 
-def these_forks(gaps: Mapping[str, ArrayLike], null: str | None = None) -> dict[str, tuple[float, float]]:
-    """(low, high) of every arm's mean gap at these points of these trunks, 95 % together for all arms (the null arm:
-    its own). It says nothing of another trunk and decides nothing.
+def these_forks(
+    gaps: Mapping[str, ArrayLike], null: str | None = None, arms: int | None = None
+) -> dict[str, tuple[float, float]]:
+    """(low, high) of every arm's mean gap at its points of its trunks, 95 % together for all arms (the null arm: its
+    own). It says nothing of another trunk and decides nothing. `arms` is that of judge().
 
     se^2 = max(MS of trunk x point, mean of the null arm's squared gaps) / (trunks points), with (trunks - 1) (points
     - 1) degrees of freedom; of one trunk: the variance over points, points - 1. True differences of a gap between
     trunk x point are in it, so it errs to the wide side. NaN for one point.
     """
-    arrays = equal_shapes(gaps, 2)
-    arms = sum(name != null for name in arrays)
+    arrays = finite(gaps, 2)
+    together = _together(arrays, null, arms)
     floor = float((arrays[null] ** 2).mean()) if null in arrays else 0.0
-    return {name: _interval(array, floor, 1 if name == null else arms) for name, array in arrays.items()}
+    return {name: _interval(array, floor, 1 if name == null else together) for name, array in arrays.items()}
 
 
 def _interval(gaps: np.ndarray, floor: float, arms: int) -> tuple[float, float]:

@@ -65,10 +65,16 @@ def estimates(names: Sequence[str], fit: Fit, design: Design, n: int, margin: fl
 
 def equal_shapes(values: Mapping[str, ArrayLike], dimensions: int) -> dict[str, np.ndarray]:
     """The arrays as float64. Raises ValueError where they are empty, not finite, or differ in shape."""
-    arrays = {name: np.asarray(array_like, dtype=np.float64) for name, array_like in values.items()}
+    arrays = finite(values, dimensions)
     shapes = {name: array.shape for name, array in arrays.items()}
     if len(set(shapes.values())) > 1:
         raise ValueError(f"arms have other replicates than each other: shapes {shapes}")
+    return arrays
+
+
+def finite(values: Mapping[str, ArrayLike], dimensions: int) -> dict[str, np.ndarray]:
+    """The arrays as float64. Raises ValueError where they are empty, not finite, or of other dimensions."""
+    arrays = {name: np.asarray(array_like, dtype=np.float64) for name, array_like in values.items()}
     for name, array in arrays.items():
         if array.ndim != dimensions or not array.size or not np.isfinite(array).all():
             raise ValueError(f"'{name}': an array of {dimensions} dimension(s) of finite values is needed, not {array}")

@@ -23,6 +23,7 @@ def judge(
     null: str | None = None,
     margin: float,
     maximum: int | None = None,
+    waiting: int = 0,
 ) -> dict[str, Estimate]:
     """The estimate of every arm but the baseline, the null arm's included.
 
@@ -30,6 +31,7 @@ def judge(
     null     the arm that differs from the baseline by a perturbation far below any recipe's: it is the second control,
              and is itself judged alone, by its own t, against the baseline
     maximum  the study is looked at after each seed, in the given order, and has at most so many
+    waiting  arms of the study that are not here yet; the intervals leave room for them
 
     An arm's gap is to the mean of the controls. Its standard error is sqrt(max(v, (1 + 1 / c) MS) / n): v the
     variance of its gaps, c the number of controls, MS the residual mean square of arms x seeds with all arms. A
@@ -46,7 +48,7 @@ def judge(
         alone = WholeRuns(arms=1, controls=1, maximum=maximum)
         judged |= estimates([null], partial(fit, stacked[:2], 1), alone, n, margin)
     if arms:
-        design = WholeRuns(arms=len(arms), controls=len(controls), maximum=maximum)
+        design = WholeRuns(arms=len(arms), controls=len(controls), maximum=maximum, waiting=waiting)
         judged |= estimates(arms, partial(fit, stacked, len(controls)), design, n, margin)
     return {name: judged[name] for name in arrays if name in judged}
 

@@ -10,6 +10,8 @@ import hqsweep as hq
 from hqsweep.errors import UserError
 from tests.report.conftest import FakeRun, fork_study, three_arms, write_sweep
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
@@ -73,7 +75,6 @@ def test_figures_are_whole_by_themselves(runs: Path) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.slow
 def test_files_for_paper_and_the_report(runs: Path, tmp_path: Path) -> None:
     comparison = hq.compare("study", runs_dir=runs)
     assert {path.suffix for path in comparison.save("svg", tmp_path / "a")} == {".svg"}

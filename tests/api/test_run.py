@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import hqsweep as hq
-from hqsweep.api.run import quoted
+from hqsweep.api.sweep import quoted
 from hqsweep.errors import UserError
 from hqsweep.sweep.engine import launch
 from hqsweep.sweep.grid.run_words import read
@@ -55,6 +55,11 @@ def test_what_the_command_refuses_is_refused(folder: Path, conf: str, overrides:
     assert says in str(refused.value) and not (folder / "runs").exists()
 
 
+def test_a_time_without_a_unit_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^until: got '20'; it takes a time"):
+        hq.run("convergence", TINY, until="20")
+
+
 def test_a_folder_of_configs_that_is_none_is_refused() -> None:
     with pytest.raises(UserError, match="config_dir: nowhere is no folder"):
         hq.run("convergence", config_dir="nowhere")
@@ -83,7 +88,7 @@ def test_another_thread_is_told_why() -> None:
 
 def test_an_interrupt_is_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(code: int):
-        def start(plan: launch.SweepPlan, display: object, *, force: bool) -> list:
+        def start(plan: launch.SweepPlan, display: object, *, force: bool, until: object) -> list:
             raise SystemExit(code)
 
         return start

@@ -10,6 +10,8 @@ from hqsweep.cli.main import app
 from hqsweep.verdicts.estimate import VERDICTS
 from tests.report.conftest import FakeRun, fork_study, three_arms, write_sweep
 
+pytestmark = pytest.mark.slow
+
 
 def compare(*words: str) -> Result:
     return CliRunner().invoke(app, ["compare", *words])
@@ -57,7 +59,6 @@ def test_json_has_a_verdict_of_four_for_every_arm(folder):
     assert "baseline: mxfp8 (as asked for)" in compare("study", "--baseline", "mxfp8").stdout
 
 
-@pytest.mark.slow
 def test_the_terminal_says_the_verdict_and_its_size(folder):
     write_sweep(folder / "runs/study", study())
     shown = " ".join(compare("study").stdout.split())
@@ -83,7 +84,6 @@ def test_whole_runs_and_forks_are_not_compared_with_each_other(folder):
     assert "nothing but trunks among them (came: 1 trunk)" in compare("trunks").stderr
 
 
-@pytest.mark.slow
 def test_no_tracker_hears_of_a_comparison_unless_asked(folder, monkeypatch):
     asked = []
     monkeypatch.setattr("hqsweep.track.open.mirror_report", lambda runs, report, arms: bool(asked.append(arms)))
@@ -93,7 +93,6 @@ def test_no_tracker_hears_of_a_comparison_unless_asked(folder, monkeypatch):
     assert len(asked) == 1 and "neither W&B nor TensorBoard has taken the report" in done.stdout
 
 
-@pytest.mark.slow
 def test_figures_and_tables_for_paper(folder):
     write_sweep(folder / "runs/study", three_arms())
     done = compare("study", "--figures", "svg", "--latex", "--json")

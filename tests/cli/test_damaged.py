@@ -20,6 +20,8 @@ from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore, seal, sweep_file
 from tests.report.conftest import FakeRun, three_arms, write_sweep
 
+pytestmark = pytest.mark.slow
+
 
 def hqsweep(*words: str) -> Result:
     result = CliRunner().invoke(app, [*words])
@@ -99,7 +101,6 @@ def test_a_damaged_run_is_named_and_not_used(runs, damage):
             assert listed.exit_code == 3 and name in listed.stdout and "8 " in listed.stdout
 
 
-@pytest.mark.slow
 def test_reports_gate_and_baseline_say_which_run_they_left_out(runs):
     assert hqsweep("baseline", "update", "t", "--baseline", "base.json").exit_code == 0
     before = Path("base.json").read_bytes()
@@ -126,7 +127,6 @@ def test_a_run_that_is_gone_is_missing_and_not_one_seed_fewer(runs, gone):
         assert result.exit_code == 3 and str(runs[-1].path) in result.stdout.replace("\n", ""), words
 
 
-@pytest.mark.slow
 def test_unfinished_runs_are_exit_code_3_unless_partial_is_wanted(runs):
     stopped = FakeRun(arm="nvfp4", seed=2, state="interrupted", reason="stop")
     write_sweep(Path("runs/begun"), [*three_arms()[:8], stopped])
@@ -195,7 +195,6 @@ def test_a_probe_takes_only_operands_that_the_run_captured(runs: list[RunDir]) -
         assert refused.exit_code == 3 and "step_3.safetensors: is not what it was" in refused.stderr, refused.output
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "fault"),
     [

@@ -20,6 +20,8 @@ from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
 from hqsweep.shards.prepare import Options
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):

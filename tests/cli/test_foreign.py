@@ -103,8 +103,8 @@ def test_a_factory_comes_from_the_folder_of_the_file_that_was_named(folder: Path
     assert (folder / "imported").read_text().split() == ["other_factory"]
     lost = hqsweep("run", "conf=own", "recipe._target_=typer.make", *TINY)
     assert lost.returncode == 2 and "typer has no function 'make'" in lost.stderr, lost.stderr
-    lost = hqsweep("run", "conf=own", "recipe._target_=foreign.other_factory.make", *TINY)
-    assert lost.returncode == 2 and "cannot be imported" in lost.stderr and str(folder / "conf") in lost.stderr
+    lost = inside("run", "conf=own", "recipe._target_=foreign.other_factory.make", *TINY)
+    assert lost.exit_code == 2 and "cannot be imported" in lost.stderr and str(folder / "conf") in lost.stderr
     assert not (folder / "planted").exists()
 
 

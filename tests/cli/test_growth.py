@@ -8,6 +8,7 @@ from typer.testing import CliRunner, Result
 
 from hqsweep.cli.main import app
 from hqsweep.sweep.engine import launch
+from hqsweep.sweep.engine.until import Until
 from hqsweep.sweep.store.store import RunStore
 
 GROW = [
@@ -47,8 +48,31 @@ def test_looks_and_verdicts_are_printed_and_the_noise_is_kept(folder: Path) -> N
     assert planned.exit_code == 2 and "no study of a comparable model" in planned.stderr
 
 
+@pytest.mark.parametrize("words", [GROW, [word for word in GROW if not word.startswith("seeds.")]])
+def test_a_study_whose_time_is_over_says_what_is_done_and_compares_it(
+    words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(plan: launch.SweepPlan, display: object, *, force: bool, until: Until) -> list:
+        assert 0 < until.left <= 1200
+        return RunStore(folder / "runs").create(sweep="tiny", conf="tiny", overrides=[], runs=plan.points)
+
+    monkeypatch.setattr(launch, "start", start)
+    result = hqsweep(*words, "--until", "20m")
+    count = 4 if words is GROW else 2
+    assert result.exit_code == 3 and f"0 of {count} runs done; the same command goes on" in result.stdout
+    assert "mxfp8: 1 of 1 runs" in result.stdout or "mxfp8: 2 of 2 runs" in result.stdout
+    document = json.loads(hqsweep(*words, "--until", "20m", "--json").stdout)
+    assert len(document["runs"]) == count and document["arms"][0]["apart"] == "unfinished"
+
+
+def test_a_time_without_a_unit_is_one_sentence_and_exit_2(folder: Path) -> None:
+    result = hqsweep(*GROW, "--until", "20")
+    assert (result.exit_code, result.stdout) == (2, "") and result.stderr.count("\n") == 1
+    assert "--until: got '20'; it takes a time above 0" in result.stderr
+
+
 def test_a_failed_run_ends_it_with_exit_3(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(plan: launch.SweepPlan, display: object, *, force: bool) -> list:
+    def start(plan: launch.SweepPlan, display: object, *, force: bool, until: None) -> list:
         runs = RunStore(folder / "runs").create(sweep="tiny", conf="tiny", overrides=[], runs=plan.points)
         for run in runs:
             run.write_status(state="failed", reason="out of luck")

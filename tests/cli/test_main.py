@@ -171,6 +171,14 @@ def test_memory_that_runs_out_in_a_command_is_exit_3(error: Exception, monkeypat
     assert (result.exit_code, result.stderr.count("\n")) == (3, 1) and str(error) in result.stderr
 
 
+@pytest.mark.parametrize("words", ["from hqsweep import gone", "import hqsweep.gone"])
+def test_a_missing_import_of_ours_keeps_its_traceback(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hqsweep.track.machine.facts", lambda: exec(words))
+    result = hqsweep("version")
+    assert isinstance(result.exception, ImportError) and "gone" in str(result.exception)
+    assert "memory cannot be had" not in result.stderr
+
+
 def test_dry_run_prints_the_grid_and_starts_nothing(folder: Path) -> None:
     words = ["run", "conf=convergence", "recipe=bf16,mxfp8", "seed=0,1", "--dry-run"]
     rows = json.loads(hqsweep(*words, "--json").stdout)
@@ -389,5 +397,7 @@ def test_a_run_that_diverged_is_not_to_be_repeated():
     lost = {"state": "failed", "reason": "killed by SIGKILL", "path": "runs/a/b"}
     diverged = {"state": "failed", "reason": "loss is nan at step 3; a repeat would say the same", "path": "runs/a/c"}
     assert after_failures([diverged, *good]) == "1 of 3 runs diverged, and would again; change what the reason names"
+    late = {"state": "pending", "reason": None, "path": "runs/a/f"}
+    assert after_failures([*good, late]) == "2 of 3 runs done; the same command goes on"
     both = after_failures([diverged, lost, good[0]])
     assert both.startswith("1 of 3 runs did not finish; see runs/a/b/log.txt, then run again; 1 of 3 runs diverged")

@@ -15,6 +15,7 @@ from hqsweep.cli.recipe import _listed
 from hqsweep.errors import UserError
 from hqsweep.recipe import parse_recipe
 
+pytestmark = pytest.mark.slow
 MINE = """\
 defaults: [mxfp8, _self_]
 name: mine

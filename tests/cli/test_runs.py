@@ -12,6 +12,8 @@ from hqsweep.sweep.engine import launch
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["recipe=bf16,mxfp8", "seed=0,1"]
 STORE = RunStore(Path("runs"))
 

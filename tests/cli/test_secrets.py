@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from hqsweep.cli.main import app
 
 TINY = [
     "conf=convergence", "data=markov", "data.markov.length=4096", "model.dim=32", "model.layers=1", "model.heads=2",
@@ -32,11 +35,15 @@ def test_no_secret_is_in_any_file_or_line(tmp_path: Path, monkeypatch: pytest.Mo
     said = [
         hqsweep("run", *TINY, "recipe=bf16,mxfp8", f"track={first}", "track.mode=offline", "sweep=mine"),
         hqsweep("compare", "mine", "--track"),
-        hqsweep("run", *TINY, f"track={last}", "train.lr=1e30", "sweep=diverges"),
-        hqsweep("run", *TINY, "train.lr=${oc.env:MY_API_KEY}"),
     ]
+    inside = [
+        CliRunner().invoke(app, ["run", *TINY, f"track={last}", "train.lr=1e30", "sweep=diverges"]),
+        CliRunner().invoke(app, ["run", *TINY, "train.lr=${oc.env:MY_API_KEY}"]),
+    ]
+    assert [done.exit_code for done in inside] == [3, 2]
     assert said[0].returncode == 0 and list(tmp_path.glob("reports/mine/report.html")), said[0].stderr
     texts = {str(done.args[3:]): (done.stdout + done.stderr).encode() for done in said}
+    texts |= {f"command {index}": done.output.encode() for index, done in enumerate(inside)}
     files = [path for path in tmp_path.rglob("*") if path.is_file() and ".git" not in path.parts]
     texts |= {str(path): path.read_bytes() for path in files}
     assert len(files) > 30 and all(any(kind in path.parts for path in files) for kind in mirrors)

@@ -104,6 +104,13 @@ def test_a_linear_under_autocast_with_their_factory_is_ours_to_the_bit():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+ONE = compat.MXFP8Quantizer(DType.kFloat8E4M3)
+
+
+def scaled(scale, dtype=DType.kFloat8E4M3, **options):
+    return compat.Float8Quantizer(torch.tensor([scale]), torch.zeros(1), dtype, **options)
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -135,6 +142,15 @@ def test_every_option_reaches_the_format(make, text):
         (lambda: DelayedScalingRequest(amax_compute_algo="mean").text(QuantizerRole()), "is 'mean'; it takes 'max' or"),
         (lambda: compat.HybridQuantizer(rowwise_quantizer=DelayedScalingRequest(), columnwise_quantizer=None),
          "rowwise_quantizer is DelayedScalingRequest"),
+        (lambda: compat.HybridQuantizer(rowwise_quantizer=ONE, columnwise_quantizer=ONE),
+         r"distinct rowwise and columnwise quantizers; give a copy\(\)"),
+        (lambda: compat.HybridQuantizer(rowwise_quantizer=ONE.copy(), columnwise_quantizer=ONE,
+                                        columnwise_source="row"),
+         "columnwise_source"),
+        (lambda: NVFP4Quantizer(row_scaled_nvfp4=True)(torch.ones(16, 16)), "row_scaled is for rowwise operands only"),
+        (lambda: scaled(1.0).update_quantized(torch.ones(16, 16), ONE(torch.ones(16, 16))),
+         "Float8Quantizer cannot update a HybridQuantizedTensor"),
+        (lambda: scaled(1.0)(torch.ones(16, 16)).copy_(torch.ones(16, 16)), "fp8_delayed"),
     ],
 )  # fmt: skip
 def test_what_would_change_a_number_and_is_not_here_is_refused(make, message):
@@ -146,3 +162,125 @@ def test_row_scaled_nvfp4_alone_has_no_columnwise_operand():
     custom = CustomRecipe(qfactory=lambda role: NVFP4Quantizer(row_scaled_nvfp4=True))
     with pytest.raises(UserError, match=r"fc/linear/input.*nvfp4\+row_scaled is for rowwise operands only"):
         custom.quantizer(QuantizerRole("linear", "input", "fc"))
+
+
+def test_row_scaled_nvfp4_is_called_for_rowwise_operands():
+    x = draw("heavy", 32, 64)
+    tensor = NVFP4Quantizer(row_scaled_nvfp4=True, columnwise=False)(x)
+    theirs = HybridQuantizer.parse("nvfp4+row_scaled|mxfp8").quantize(x, columnwise=None).rowwise
+    assert tensor.columnwise is None and tensor.rowwise.format == theirs.format
+    assert all(torch.equal(tensor.rowwise.buffers[name], buffer) for name, buffer in theirs.buffers.items())
+
+
+@pytest.mark.parametrize(("dtype", "torch_dtype"), [("kFloat8E4M3", "float8_e4m3fn"), ("kFloat8E5M2", "float8_e5m2")])
+def test_float8_quantizer_multiplies_by_its_scale_and_writes_the_amax(dtype, torch_dtype):
+    """A scale that no amax gives, so that only the multiplication has these bytes."""
+    x, torch_dtype = draw("heavy", 32, 64).float().clamp(-100, 100), getattr(torch, torch_dtype)
+    quantizer = scaled(1.7734375, DType[dtype])
+    tensor, codes = quantizer(x), (x * quantizer.scale).to(torch_dtype)
+    assert torch.equal(tensor.rowwise.buffers["q"], codes.view(torch.uint8))
+    assert torch.equal(tensor.columnwise.buffers["q"], codes.view(torch.uint8).t())
+    assert tensor.rowwise.buffers["s"].item() == (1 / quantizer.scale).item() and quantizer.amax == x.abs().amax()
+    assert torch.equal(tensor.dequantize(), codes.float() * (1 / quantizer.scale))
+    quantizer.scale.fill_(2.0)
+    quantizer.update_quantized(x, tensor)
+    assert torch.equal(tensor.dequantize(), (x * 2).to(torch_dtype).float() / 2)
+    assert isinstance(tensor, compat.Float8Tensor) and not quantizer.is_requantization_safe()
+
+
+def test_float8_quantizer_quantizes_a_slot_under_its_scale():
+    module, x = compat.Linear(64, 96, bias=False, params_dtype=torch.bfloat16), draw("normal", 32, 64)
+    quantizer = scaled(3.0)
+
+    def factory(role):
+        return quantizer if role is not None and role.tensor_type == "input" else compat.IdentityQuantizer()
+
+    with compat.autocast(recipe=CustomRecipe(qfactory=factory)):
+        y = module(x)
+    decoded = (x.float() * 3).to(torch.float8_e4m3fn).bfloat16()
+    expected = (decoded.float() @ module.weight.float().t()) * (1 / quantizer.scale)
+    torch.testing.assert_close(y, expected.bfloat16(), rtol=1e-2, atol=1e-3)
+    assert quantizer.amax == x.abs().amax().float()
+
+
+def test_an_identity_casts_to_its_dtype():
+    x = draw("normal", 32, 64).float()
+    assert torch.equal(compat.IdentityQuantizer()(x).dequantize(), x)
+    half = compat.IdentityQuantizer(dtype=torch.float16)
+    assert half(x).dtype is half.make_empty((2, 4), device="cpu").dtype is torch.float16
+    assert torch.equal(half(x).dequantize(), x.half())
+
+
+@pytest.mark.parametrize(
+    ("make", "safe", "row_only", "block"),
+    [
+        (lambda: scaled(1.0), False, True, 1),
+        (lambda: Float8CurrentScalingQuantizer(DType.kFloat8E4M3), True, True, 1),
+        (lambda: compat.Float8BlockQuantizer(DType.kFloat8E4M3), True, False, 128),
+        (ONE.copy, True, False, 32),
+        (NVFP4Quantizer, True, False, 16),
+        (lambda: NVFP4Quantizer(stochastic_rounding=True), False, False, 16),
+        (compat.IdentityQuantizer, True, False, 1),
+        (lambda: compat.HybridQuantizer(rowwise_quantizer=ONE.copy(), columnwise_quantizer=ONE.copy()), True, False, 1),
+        (lambda: compat.HybridQuantizer(rowwise_quantizer=ONE.copy(), columnwise_quantizer=NVFP4Quantizer(
+            stochastic_rounding=True)), False, True, 1),
+        (lambda: compat.HybridQuantizer(rowwise_quantizer=scaled(1.0), columnwise_quantizer=ONE.copy()),
+         False, True, 1),
+    ],
+)  # fmt: skip
+def test_what_a_quantizer_says_of_itself(make, safe, row_only, block):
+    quantizer = make()
+    assert (quantizer.is_requantization_safe(), quantizer.supports_only_rowwise_all_gather()) == (safe, row_only)
+    for size in (1, 16, 32, 128):
+        whole = size % block == 0
+        assert (
+            quantizer.is_quantizable(torch.empty(size, 128))
+            == quantizer.is_quantizable(torch.empty(128, size))
+            == whole
+        )
+
+
+def test_a_hybrid_sets_the_usages_of_its_parts_and_asks_only_used_ones():
+    parts = scaled(1.0), ONE.copy()
+    hybrid = compat.HybridQuantizer(rowwise_quantizer=parts[0], columnwise_quantizer=parts[1])
+    assert [part.get_usages() for part in parts] == [
+        {"rowwise": True, "columnwise": False}, {"rowwise": False, "columnwise": True}
+    ]  # fmt: skip
+    assert hybrid.rowwise_quantizer is parts[0] and not hybrid.is_requantization_safe()
+    hybrid.set_usage(rowwise=False)
+    assert hybrid.is_requantization_safe()
+    hybrid.columnwise_source = "rowwise_dequantized"
+    assert not hybrid.is_requantization_safe()
+
+
+def test_parts_of_a_hybrid_with_methods_of_their_own_are_called():
+    x = draw("heavy", 32, 64).float()
+    hybrid = compat.HybridQuantizer(
+        rowwise_quantizer=scaled(1.5), columnwise_quantizer=ONE.copy(), columnwise_source="rowwise_dequantized"
+    )
+    tensor, decoded = hybrid(x), scaled(1.5)(x).dequantize()
+    assert torch.equal(tensor.rowwise.dequantize(), decoded)
+    assert torch.equal(tensor.columnwise.dequantize(), ONE(decoded).columnwise.dequantize())
+
+
+def test_a_quantizer_of_hqsweep_may_be_a_part():
+    part = HybridQuantizer.parse("nvfp4|mxfp8")
+    hybrid = compat.HybridQuantizer(rowwise_quantizer=part, columnwise_quantizer=part)
+    assert hybrid == part and hybrid.is_requantization_safe()
+
+
+def test_arguments_that_are_buffers_have_no_effect_and_say_so():
+    with pytest.warns(DeprecationWarning, match="use_existing_amax, scale and amax have no effect"):
+        made = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, scale=torch.ones(2))
+    assert made == Float8CurrentScalingQuantizer(DType.kFloat8E4M3)
+
+
+def test_a_hybrid_updates_the_directions_of_its_usages():
+    hybrid = compat.HybridQuantizer(
+        rowwise_quantizer=NVFP4Quantizer(), columnwise_quantizer=ONE.copy(), columnwise_source="rowwise_dequantized"
+    )
+    x = draw("heavy", 32, 64)
+    tensor, rowwise, expected = hybrid(x), hybrid(x).rowwise.dequantize(), hybrid(3 * x).columnwise.dequantize()
+    hybrid.set_usage(rowwise=False)
+    assert hybrid.update_quantized(3 * x, tensor) is tensor
+    assert torch.equal(tensor.rowwise.dequantize(), rowwise) and torch.equal(tensor.columnwise.dequantize(), expected)

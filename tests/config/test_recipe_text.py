@@ -9,7 +9,7 @@ from cases import BASES, HIGH, first
 
 from hqsweep.config.recipe_text import check_pairs, check_texts
 from hqsweep.errors import UserError
-from hqsweep.formats import FORMATS, parse, spellings
+from hqsweep.formats import NAMES, parse, spellings
 from hqsweep.formats.spec import FormatText, directions
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe import Recipe
@@ -62,7 +62,7 @@ def test_nothing_of_it_imports_torch():
     assert done.stdout.count("unknown name 'mxfp9'") == 2
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_text_says_of_a_format_what_its_class_says(name):
     for text in spellings(name):
         said, format = FormatText.parse(text), parse(text)

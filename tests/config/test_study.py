@@ -1,13 +1,33 @@
 """The keys of a sweep as a whole: read once, refused in one sentence, kept in sweep.json, and in no run's config."""
 
+import math
+
 import pytest
 
-from hqsweep.config.study import StudyConfig, parse_margin, parse_study
+from hqsweep.config.study import ForkStudy, StudyConfig, margin_in_tokens, parse_margin, parse_study
 from hqsweep.errors import UserError
 from hqsweep.sweep.engine.launch import plan
 from hqsweep.sweep.grid.compose import expand
 from hqsweep.sweep.grid.overrides import STUDY_KEYS
 from hqsweep.sweep.store.store import RunStore, sweep_file
+
+
+@pytest.mark.parametrize("margin", ["1% tokens", "1%tokens", "1 % of the tokens", " 1.0 tokens"])
+def test_a_margin_may_be_stated_in_tokens(margin: str) -> None:
+    assert parse_margin(margin) == "1% tokens" and margin_in_tokens("1% tokens") == 1
+    assert math.isnan(margin_in_tokens(parse_margin(0.25)))
+    assert expand("convergence", ["margin=2%tokens"]).study.margin == "2% tokens"
+
+
+def test_forks_that_end_together_have_their_own_steps() -> None:
+    study = ForkStudy(at=[160, 360], end=480, decay=80)
+    assert [study.steps_from(at) for at in study.at] == [240, 40]
+    assert ForkStudy(at=[160], steps=7).steps_from(160) == 7
+    assert ForkStudy(at=[160]).steps_from(160) == 160
+    with pytest.raises(UserError, match=r"fork.steps: 9 steps .* all forks end together \(fork.end=480\)"):
+        parse_study({"fork": {"at": [160], "end": 480, "steps": 9, "decay": 80}})
+    with pytest.raises(UserError, match=r"fork.end: step 440 .* leaves a fork from step 360 no .*441"):
+        parse_study({"fork": {"at": [160, 360], "end": 440, "decay": 80}})
 
 
 @pytest.mark.parametrize("margin", [0.25, "0.25", "0.25%"])
@@ -47,6 +67,11 @@ def test_the_null_arm_is_one_of_the_baseline_that_is_named() -> None:
     [
         ("margin=0", "margin: got 0; it takes a part of the baseline's loss in %, above 0 and at most 100"),
         ("margin=101%", "margin: got '101%'"),
+        ("margin=0%tokens", "margin: got '0'"),
+        (
+            "margin=some tokens",
+            "margin: got 'some'; it takes a part",
+        ),
         ("margin=much", "margin: got 'much'"),
         ("margin=nan", "margin: got nan"),
         ("margin=true", "margin: got True"),

@@ -29,8 +29,9 @@ from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.track.rows import RowSink
 
 pytestmark = pytest.mark.slow
-DAMAGES = int(os.environ.get("HQSWEEP_DAMAGES", 120))
-PARTS = 4
+DAMAGES = int(os.environ.get("HQSWEEP_DAMAGES", len(damages.KINDS) * 3))
+"""By default each kind is done once to each sweep of STATES."""
+PARTS = -(-DAMAGES // 100)
 FIRST = int(os.environ.get("HQSWEEP_DAMAGE_SEED", 0))
 TINY = [
     "model.dim=32", "model.layers=1", "model.heads=2", "train.batch=2", "train.context=32", "train.log_every=1",
@@ -277,7 +278,7 @@ def test_no_damage_is_believed(part: int, origin: Origin, tmp_path: Path, monkey
     oracle, faults, damaged = Oracle(origin), [], {}
     plans = {name: launch.plan(words(name)) for name in STATES}
     for seed in range(FIRST + part, FIRST + DAMAGES, PARTS):
-        name = sorted(STATES)[seed // PARTS % len(STATES)]
+        name = sorted(STATES)[(seed + seed // len(damages.KINDS)) % len(STATES)]
         home = tmp_path / str(seed)
         sweep = origin.copy(name, home)
         damage = damages.draw(seed, sweep)

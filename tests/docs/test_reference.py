@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from docs.generate.pages import pages
-from hqsweep.formats import FORMATS, options
-from hqsweep.ops.stats import tensor_error
+from hqsweep.formats import NAMES, options
+from hqsweep.ops.stats import gather
 
 REFERENCE = Path(__file__).parents[2] / "docs/reference"
 PAGES = pages()
@@ -23,7 +23,7 @@ def test_there_is_no_other_page() -> None:
 
 def test_nothing_is_left_out() -> None:
     text = {name: page.replace("\\", "") for name, page in PAGES.items()}
-    for name in FORMATS:
+    for name in NAMES:
         assert f"| {name} |" in text["formats.md"]
         assert all(
             f"| +{option} |" in text["formats.md"] for option in options(name) if name not in ("bf16", "fp16", "fp32")
@@ -41,7 +41,7 @@ def test_every_statistic_is_named() -> None:
     from hqsweep.formats import parse
 
     x, format = torch.randn(32, 32), parse("mxfp8")
-    for name in tensor_error(x, format, format.encode(x)):
+    for name in gather(x, format, format.encode(x)).row():
         assert (
             name.removesuffix("_median").removesuffix("_p5").replace("scale_max", "scale_min") in PAGES["statistics.md"]
         )

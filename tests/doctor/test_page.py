@@ -29,7 +29,7 @@ def by_pair(capability):
 
 
 def test_every_name_is_there():
-    assert {formats.words_of(text)[0] for text in FORMATS} == set(formats.FORMATS)
+    assert {formats.words_of(text)[0] for text in FORMATS} == set(formats.NAMES)
 
 
 def test_a_cpu_multiplies_exactly_whatever_may_meet():

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHORT = {
-    "python": ["--steps", "25"],
+    "python": ["--steps", "10"],
     "run": ["recipe=bf16,nvfp4", "train.steps=12", "fork.at=12", "fork.steps=3", "fork.decay=3", "train.log_every=1",
             "train.eval_batches=2", "engine.workers=1", "engine.threads=1"],
 }  # fmt: skip

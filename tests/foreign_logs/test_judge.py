@@ -48,7 +48,7 @@ def test_logs_of_own_whole_runs_give_the_verdicts_of_compare(tmp_path):
     judgement = judged(own.frames.metrics, metric="val_loss", window=0.2)
     assert judgement.estimates == own.estimates and len(own.estimates) == 2
     compared, here = own.arms.set_index("arm"), judgement.arms.set_index("arm")
-    assert all(here.at[arm, "sentence"] in compared.at[arm, "sentence"] for arm in own.estimates)
+    assert all(here.at[arm, "verdict"] == compared.at[arm, "verdict"] for arm in own.estimates)
 
 
 def test_logs_of_own_forks_give_the_verdicts_of_compare(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cases import ELEMENTS_OF_MX, EVERY_OPTION, HIGH, REPRESENTATIVE
 
-from hqsweep.formats import FORMATS, RngKey, options, parse
+from hqsweep.formats import NAMES, RngKey, options, parse
 from hqsweep.formats.elements import E2M1
 from hqsweep.formats.inputs import DISTRIBUTIONS, draw
 from hqsweep.formats.nvfp4 import hadamard, stochastic_e2m1
@@ -101,7 +101,7 @@ def test_shapes_that_do_not_fit_are_named():
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (16, 0), (0, 0)])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", NAMES)
 def test_empty_matrices_have_empty_codes_and_zero_amaxes(name, shape):
     for text in (name, *(f"{name}+{option}" for option in options(name) if option in ("2d", "row_scaled", "4over6"))):
         format = parse(text)

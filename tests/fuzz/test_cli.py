@@ -18,6 +18,8 @@ from hqsweep.cli.main import app
 from hqsweep.sweep.engine import launch
 from hqsweep.sweep.store.store import RunStore
 
+pytestmark = pytest.mark.slow
+
 CASES = int(os.environ.get("HQSWEEP_FUZZ", 200))
 FIRST = int(os.environ.get("HQSWEEP_FUZZ_SEED", 0))
 PARTS = 5

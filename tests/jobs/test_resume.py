@@ -21,6 +21,8 @@ from hqsweep.sweep.store.store import RunStore
 from hqsweep.train.loop import Trainer
 from hqsweep.train.record import checkpoints
 
+pytestmark = pytest.mark.slow
+
 CONFIG = {
     "job": "convergence", "sweep": "cut", "recipe": {"name": "mxfp8", "linear": "mxfp8"},
     "model": {"dim": 32, "layers": 1, "heads": 2},
@@ -269,7 +271,6 @@ def test_rows_that_change_while_the_run_writes_them_fail_it(tmp_path, origin):
     assert_made_good(run, origin, r"checkpoint/step_8\.pt: " + EARLY.format("metrics"), START)
 
 
-@pytest.mark.slow
 def test_killed_between_a_checkpoint_and_its_record(tmp_path, origin):
     run = make_run(tmp_path)
     program = f"""

@@ -19,6 +19,8 @@ from hqsweep.sweep.grid.compose import expand
 from hqsweep.train.model import build_model
 from hqsweep.train.user_model import convert_for_training
 
+pytestmark = pytest.mark.slow
+
 SECTION = SimpleNamespace(head=True, attention=None, quantized_weights=False)
 TOKENS = torch.arange(64).view(2, 32) % 16
 SHORT = ["model.dim=64", "model.layers=2", "model.heads=2", "model.experts=2", "model.top_k=1"]
@@ -54,7 +56,6 @@ def gpt_step(model):
     return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PACKAGED)
 def test_a_converted_model_has_the_operands_of_a_run(name, runs):
     """Of experts, attention, linears and the head, whose weight is the embedding's."""

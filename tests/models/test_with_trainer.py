@@ -8,6 +8,8 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 import hqsweep
 from hqsweep.nn import quantization
 
+pytestmark = pytest.mark.slow
+
 ROWS = [{"input_ids": row, "labels": row} for row in torch.randint(VOCABULARY, (16, CONTEXT))]
 
 
@@ -53,7 +55,6 @@ def test_it_trains_a_converted_model(options, tmp_path):
     assert not hqsweep.conversion_of(model).unused()
 
 
-@pytest.mark.slow
 def test_what_it_saves_is_the_plain_model(tmp_path):
     _, model = trained("mxfp8", tmp_path)
     model.save_pretrained(tmp_path / "saved")

@@ -50,7 +50,7 @@ class Model(torch.nn.Module):
 
     def __init__(self, recipe):
         super().__init__()
-        self.gpt = GPT(ModelConfig(dim=64, layers=2, heads=2, ffn=96), 64, recipe, torch.bfloat16)
+        self.gpt = GPT(ModelConfig(dim=64, layers=1, heads=2, ffn=96), 64, recipe, torch.bfloat16)
         torch.nn.init.normal_(self.gpt.head.weight, std=0.1)  # at zero it would give no gradient
 
     def forward(self, tokens):
@@ -116,8 +116,7 @@ def results(module, call, kind, device, step, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", [PLAIN, RANDOM, HYBRID])
-@pytest.mark.parametrize("kind", ["linear", "layer"])
+@pytest.mark.parametrize(("kind", "text"), [("linear", PLAIN), ("linear", RANDOM), ("layer", HYBRID)])
 @pytest.mark.parametrize("device", CPU_AND_GPU)
 def test_one_graph_without_a_break_serves_every_step(device, kind, text):
     """The step is an input of it: random bits are those of the step."""
@@ -146,7 +145,7 @@ def check_one_graph(device, kind, text, *, backend="aot_eager", tolerance=0.0):
     sections = {"linear": text, "grouped_linear": text} | ({"dpa": DPA} if kind in ("attention", "float32") else {})
     module = MODULES[kind](Recipe.from_config(sections)).to(device)
     compiled = torch.compile(module, backend=backend, fullgraph=True)
-    for step in (1, 2, 3, 4):
+    for step in (1, 2, 3):
         eager, traced = (results(module, call, kind, device, step) for call in (module, compiled))
         for expected, got in zip(eager, traced, strict=True):
             assert expected.any()
@@ -158,7 +157,7 @@ def check_one_graph(device, kind, text, *, backend="aot_eager", tolerance=0.0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["bf16", PLAIN, RANDOM, HYBRID])
+@pytest.mark.parametrize("text", ["bf16", RANDOM, HYBRID])
 @pytest.mark.parametrize("device", CPU_AND_GPU)
 def test_experts_are_traced_before_they_were_called(device, text):
     """The trace finds nothing that an eager call has worked out, and leaves nothing behind."""
@@ -188,8 +187,7 @@ def test_weights_that_are_held_are_multiplied_between_graphs(device, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", [PLAIN, RANDOM])
-def test_what_a_gpu_runs_is_traced_on_any_machine(text, monkeypatch):
+def test_what_a_gpu_runs_is_traced_on_any_machine(monkeypatch):
     """A trace needs shapes alone; what it runs at last has no kernel here."""
     for name, module in list(sys.modules.items()):
         if name.startswith("hqsweep.") and hasattr(module, "use_kernels"):
@@ -201,7 +199,7 @@ def test_what_a_gpu_runs_is_traced_on_any_machine(text, monkeypatch):
         operators.extend(str(node.target) for node in graph.graph.nodes)
         return graph.forward
 
-    module = MODULES["layer"](Recipe.from_config({"linear": text}))
+    module = MODULES["layer"](Recipe.from_config({"linear": RANDOM}))
     compiled = torch.compile(module, backend=aot_autograd(fw_compiler=noted, bw_compiler=noted), fullgraph=True)
     with quantization(seed=1, step=1), pytest.raises(NotImplementedError, match="hqsweep::norm"):
         compiled(torch.zeros(2, 32, 64, requires_grad=True))
@@ -266,14 +264,13 @@ class Block(torch.nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", [PLAIN, RANDOM])
 @pytest.mark.parametrize("device", CPU_AND_GPU)
-def test_one_graph_serves_all_blocks_that_are_compiled_one_by_one(device, text):
+def test_one_graph_serves_all_blocks_that_are_compiled_one_by_one(device):
     """Names are no part of it, and each block draws its own random bits."""
     torch.compiler.reset()
     counters.clear()
     torch.manual_seed(0)
-    blocks = torch.nn.Sequential(*(Block(layer, text) for layer in range(3))).to(device)
+    blocks = torch.nn.Sequential(*(Block(layer, RANDOM) for layer in range(3))).to(device)
     compiled = torch.nn.Sequential(*(torch.compile(b, backend="aot_eager", fullgraph=True) for b in blocks))
     for step, microbatch in ((1, 0), (2, 0), (2, 1)):
         options = {"microbatch": microbatch}
@@ -317,10 +314,9 @@ class Pair(torch.nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("marked", [False, True])
-@pytest.mark.parametrize("text", ["fp8_current", "nvfp4", "nvfp4|mxfp8", "mxfp8"])
+@pytest.mark.parametrize(("text", "marked"), [("fp8_current", True), ("nvfp4|mxfp8", True), ("nvfp4", False)])
 def test_rows_that_torch_compile_does_not_know(text, marked):
-    """dynamic=True, and mark_dynamic, of formats with an amax of the tensor, too."""
+    """mark_dynamic, and dynamic=True: also of formats with an amax of the tensor."""
     torch.compiler.reset()
     torch.manual_seed(0)
     module, results = Pair(text), []

@@ -4,8 +4,7 @@ import pytest
 import torch
 from support.fuzz import instruction_sets
 
-from hqsweep.formats import FORMATS as NAMES
-from hqsweep.formats import options, parse, words_of
+from hqsweep.formats import NAMES, options, parse, words_of
 from hqsweep.formats.spec import FINGERPRINT
 from hqsweep.ops import fingerprint as module
 from hqsweep.ops.fingerprint import FORMATS, fingerprint, wide_range

@@ -14,6 +14,8 @@ SIXTEENS = (0, 128, 48, 0, 16, 160, 256, 0)
 ANY = (37, 0, 1, 128, 131, 300)
 CASES = [(text, text, "original") for text in KERNELS] + [(None, PLAIN, "original"), (PLAIN, None, "original")]
 CASES += [(*pair, ("original", "rowwise_dequantized")[index % 2]) for index, pair in enumerate(KERNEL_PAIRS)]
+DTYPES = {256: (torch.bfloat16, torch.float32), 96: (torch.float16,), 48: (torch.bfloat16,)}
+"""Width -> the dtypes of its matrices."""
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 cases = pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}|{c[1]}{'@' * (c[2] != 'original')}")
 
@@ -90,11 +92,11 @@ def layouts(rows, cols, device, dtype):
 @pytest.mark.feature("F137")
 @devices
 @cases
-@pytest.mark.parametrize("width", [256, 96, 48])
+@pytest.mark.parametrize("width", DTYPES)
 def test_one_call_gives_the_bytes_of_a_call_for_each_expert(case, width, device, monkeypatch):
     """On the CPU, where the kernel is another one than that of a GPU."""
     for sizes in {SIXTEENS, sizes_of(case)}:
-        for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        for dtype in DTYPES[width]:
             for name, x in layouts(sum(sizes), width, device, dtype).items():
                 splits = Splits.of(sizes, sum(sizes))
                 expected = {

@@ -9,7 +9,7 @@ from support.ops.calls import quantize
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.stats import finite_or_none, gather, gather_by_row, output_error, tensor_error
+from hqsweep.ops.stats import finite_or_none, gather, gather_by_row, output_error
 
 
 def test_output_error_by_hand():
@@ -22,7 +22,7 @@ def test_output_error_by_hand():
 
 def test_exact_values_have_no_error_and_zeros_no_statistic():
     x = torch.ones(4, 32)
-    assert tensor_error(x, parse("mxfp8"), parse("mxfp8").encode(x))["sqnr_db"] == math.inf
+    assert gather(x, parse("mxfp8"), parse("mxfp8").encode(x)).row()["sqnr_db"] == math.inf
     nothing = output_error(torch.zeros(4), torch.ones(4))
     assert math.isnan(nothing["cosine"]) and finite_or_none(nothing)["cosine"] is None
 
@@ -40,24 +40,24 @@ def test_exact_values_have_no_error_and_zeros_no_statistic():
 def test_sqnr_of_gaussian_data(text, decibel):
     x = torch.randn(512, 2048, generator=torch.Generator().manual_seed(0))
     format = parse(text)
-    assert tensor_error(x, format, format.encode(x))["sqnr_db"] == pytest.approx(decibel, abs=0.1)
+    assert gather(x, format, format.encode(x)).row()["sqnr_db"] == pytest.approx(decibel, abs=0.1)
 
 
 @pytest.mark.feature("T32")
 def test_underflow_and_saturation_are_counted():
     x = torch.full((1, 32), 1e-6)
     x[0, 0] = 448.0
-    row = tensor_error(x, parse("fp8_current"), parse("fp8_current").encode(x))
+    row = gather(x, parse("fp8_current"), parse("fp8_current").encode(x)).row()
     assert row["underflow_pct"] == pytest.approx(100 * 31 / 32)
     assert row["saturation_pct"] == 0
     clipped = parse("fp8_current").encode(x, {"s": torch.tensor([[200.0]])})
-    assert tensor_error(x, parse("fp8_current"), clipped)["saturation_pct"] == pytest.approx(100 / 32)
+    assert gather(x, parse("fp8_current"), clipped).row()["saturation_pct"] == pytest.approx(100 / 32)
 
 
 def test_scales_include_the_global_factor():
     x = torch.zeros(1, 32)
     x[0, 0], x[0, 16] = 12.0, 3.0
-    row = tensor_error(x, parse("nvfp4"), parse("nvfp4").encode(x))
+    row = gather(x, parse("nvfp4"), parse("nvfp4").encode(x)).row()
     assert (row["scale_min"], row["scale_max"]) == (0.5, 2.0)
 
 
@@ -65,12 +65,12 @@ def test_rows_are_summarised_by_their_median_and_worst():
     """Row r is ones but for 1 + r / 4096, which rounds to 1; the last row has no error."""
     x = torch.ones(21, 32)
     x[:20, 0] = 1 + torch.arange(1, 21) / 2.0**12  # rounds to 1 in E4M3
-    row = tensor_error(x, parse("mxfp8"), parse("mxfp8").encode(x))
+    row = gather(x, parse("mxfp8"), parse("mxfp8").encode(x)).row()
     power = x.double().square().sum(dim=1)
     sqnr = 10 * torch.log10(power[:20] / (torch.arange(1, 21).double() / 2.0**12).square())
     assert row["row_sqnr_db_median"] == pytest.approx(sqnr[9].item())  # the 11th of 21, the last being infinite
     assert row["row_sqnr_db_p5"] == pytest.approx(sqnr[18].item())  # one row of 21 is worse
-    zeros = tensor_error(torch.zeros(4, 32), parse("mxfp8"), parse("mxfp8").encode(torch.zeros(4, 32)))
+    zeros = gather(torch.zeros(4, 32), parse("mxfp8"), parse("mxfp8").encode(torch.zeros(4, 32))).row()
     assert math.isnan(zeros["row_sqnr_db_median"]) and zeros["amax"] == 0
 
 

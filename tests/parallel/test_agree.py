@@ -4,7 +4,7 @@ import pytest
 from support.parallel.agree_ranks import COLS, CUTS, ROWS, all_cases
 from support.ranks import run_ranks
 
-pytestmark = pytest.mark.feature("F109", "F113")
+pytestmark = [pytest.mark.slow, pytest.mark.feature("F109", "F113")]
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -12,7 +12,6 @@ def ranks(request):
     return run_ranks(request.param, all_cases, request.param)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", [*(f"shards {cut}" for cut in CUTS[2]), "columns", "one_direction"])
 def test_shards_equal_the_whole(ranks, case):
     assert [rank[case] for rank in ranks] == [{}] * len(ranks)

@@ -17,6 +17,8 @@ from hqsweep.parallel.wire.objects import Disagreement
 from hqsweep.train import data
 from hqsweep.train.model import GPTAdapter
 
+pytestmark = pytest.mark.slow
+
 TWO = {"dp_shard": 2}
 
 

@@ -20,6 +20,8 @@ from support.ranks import BACKENDS, run_ranks
 
 from hqsweep.parallel import mesh
 
+pytestmark = pytest.mark.slow
+
 EVEN = [(256, 96), (4, 48, 32)]
 CUT = [(32, 32), (272, 32), (4, 32), (2, 16, 32)]
 """Parts that cut blocks, and nibbles; of other sizes than the first, and empty."""
@@ -34,13 +36,11 @@ def test_what_ranks_gather_is_the_whole(backend):
 
 
 @pytest.mark.feature("F101", "F102", "F103", "F104", "F108", "F114")
-@pytest.mark.slow
 def test_cuts_inside_blocks():
     assert run_ranks(3, gathered, STATELESS, CUT, [((32, 192), 1), ((2, 96, 32), 1)]) == [{}, {}, {}]
 
 
 @pytest.mark.feature("F110", "F111")
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_ranks_train_as_one_process(backend):
     """However torch shards, recomputes and accumulates: every pass reads operands that are there."""
@@ -49,7 +49,6 @@ def test_two_ranks_train_as_one_process(backend):
 
 
 @pytest.mark.gpu2
-@pytest.mark.slow
 def test_shards_on_the_cpu_are_gathered_on_gpus():
     """CPUOffloadPolicy: gloo serves what ranks exchange of shards, and NCCL what they gather."""
     texts = ["nvfp4|mxfp8@rowwise_dequantized", "fp8_current", "mxfp8+2d"]
@@ -57,7 +56,6 @@ def test_shards_on_the_cpu_are_gathered_on_gpus():
 
 
 @pytest.mark.feature("H12")
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_plain_weights_train_as_in_one_process(backend):
     """Though they travel in the dtype of their linear, and are given up as soon as they are quantized."""
@@ -66,7 +64,6 @@ def test_plain_weights_train_as_in_one_process(backend):
 
 
 @pytest.mark.feature("F110", "F111")
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_formats_train_as_in_one_process(backend):
     texts = ["mxfp8", "fp8_current", "fp8_delayed", "nvfp4+sr", "nvfp4+2d|fp8_block+2d"]
@@ -74,7 +71,6 @@ def test_formats_train_as_in_one_process(backend):
 
 
 @pytest.mark.feature("H8")
-@pytest.mark.slow
 def test_hybrid_shards_train_as_one_process():
     """Shards of one rank, too: nothing is gathered there. Also with a number of ranks, over which weights lie between
     forward and backward: forward gathers both directions of held ones, and backward its own from these ranks."""
@@ -152,9 +148,7 @@ QUANTIZATIONS = {
 
 
 @pytest.mark.feature("H12")
-@pytest.mark.parametrize(
-    "texts", [["nvfp4+2d", "mxfp8"], pytest.param([*SQUARE[1:], "nvfp4+2d+sr"], marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("texts", [["nvfp4+2d", "mxfp8"], [*SQUARE[1:], "nvfp4+2d+sr"]])
 def test_plain_weights_are_quantized_once_of_each_gather(texts):
     """In both directions where backward follows in that gather, and their values are free once forward has run. What
     products read, outputs and gradients are those of one process."""
@@ -171,7 +165,6 @@ def test_memory_is_that_of_the_plane_in_use(backend):
 
 
 @pytest.mark.feature("H10", "H12")
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_policies_states_the_meta_device_and_converted_models(backend):
     wanted = {
@@ -188,7 +181,6 @@ def test_policies_states_the_meta_device_and_converted_models(backend):
     assert run_ranks(2, uses, backend=backend) == [wanted] * 2
 
 
-@pytest.mark.slow
 def test_compiled_blocks_train_as_eager_ones():
     """Products of held weights stand between graphs; blocks of plain ones are one graph, which both share."""
     results = run_ranks(2, compiled)

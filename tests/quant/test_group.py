@@ -11,7 +11,7 @@ from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.ops.members.layout import GroupLayout
 from hqsweep.ops.members.splits import Splits
-from hqsweep.ops.quantize.outputs import Matrices, Wanted, allocations
+from hqsweep.ops.quantize.operators import Matrices, Wanted, allocations
 from hqsweep.quant import HybridQuantizer, Operand
 from hqsweep.quant.group import homogeneous, quantize_group
 from hqsweep.quant.operand import flatten, unflatten

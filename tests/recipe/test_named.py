@@ -11,7 +11,7 @@ from cases import NAMES, PACKAGED
 import hqsweep as hq
 from hqsweep.errors import UserError
 from hqsweep.recipe import Recipe, parse_recipe
-from hqsweep.recipe.named import first_stage, meaning
+from hqsweep.recipe.argument import first_stage, meaning
 from hqsweep.sweep.grid.compose import load_recipe
 
 MINE = "defaults: [mxfp8, _self_]\nname: mine\nhead: fp32\n"

@@ -1,5 +1,6 @@
 """Synthetic sweeps on disk: the run-folder layout that the report reads, written without training anything."""
 
+import functools
 import hashlib
 import json
 import math
@@ -45,6 +46,8 @@ class FakeRun:
     overrides: tuple = ()  # recipe.overrides
     trunk: str | None = None  # of a fork: its trunk's name; "" of a trunk itself
     point: int = 0
+    end: int | None = None  # of a fork: the step at which it ends; None: FORK_STEPS + FORK_DECAY after its point
+    falls: float = 0.0  # nats that a doubling of steps takes off a fork's loss at the constant rate
     noise: float = 0.0  # fork.noise
     base: float = 2.0  # loss of the baseline's fork, in nats
     val_gap: float | None = None  # of a fork's val_loss; None: gap
@@ -68,10 +71,12 @@ FORK_STEPS, FORK_DECAY = 20, 20
 
 
 def fork_rows(run: FakeRun) -> list[dict]:
-    """A fork logs every tenth step: 9 nats at the constant rate, then exactly base + gap over the decay."""
+    """A fork logs every tenth step: 9 nats at the constant rate (less `falls` a doubling), then exactly
+    base + gap over the decay."""
     rows = []
-    for step in range(run.point + 10, run.point + FORK_STEPS + FORK_DECAY + 1, 10):
-        value = 9.0 if step <= run.point + FORK_STEPS else run.base + run.gap
+    last = run.end or run.point + FORK_STEPS + FORK_DECAY
+    for step in range(run.point + 10, last + 1, 10):
+        value = 9.0 - run.falls * math.log2(step) if step <= last - FORK_DECAY else run.base + run.gap
         rows.append({"step": step, "metric": "train_loss", "value": value})
     val_gap = run.gap if run.val_gap is None else run.val_gap
     rows.append({"step": step, "metric": "val_loss", "value": run.base + val_gap})
@@ -140,10 +145,18 @@ def stats_rows(run: FakeRun) -> list[dict]:
     return rows
 
 
+@functools.cache
+def tables_of(run: FakeRun) -> dict[str, str]:
+    """The contents of the files of rows, made once for all tests."""
+    tables = {"metrics": metric_rows(run), "stats": stats_rows(run)}
+    return {table: "".join(json.dumps(row) + "\n" for row in rows) for table, rows in tables.items()}
+
+
 def fork_section(run: FakeRun) -> dict | None:
     if run.trunk is None:
         return None
-    section = {"steps": FORK_STEPS, "decay": FORK_DECAY, "warmup": 5, "trunk_hash": None, "noise": run.noise}
+    steps = FORK_STEPS if run.end is None else run.end - FORK_DECAY - run.point
+    section = {"steps": steps, "decay": FORK_DECAY, "warmup": 5, "trunk_hash": None, "noise": run.noise}
     return section | {"at": [run.point] if run.trunk else [40, 80], "trunk": run.trunk or None}
 
 
@@ -169,7 +182,7 @@ def write_run(sweep: Path, run: FakeRun) -> Path:
         "engine": {"kind": "local", "workers": run.workers},
     }
     if run.trunk:
-        config["train"]["steps"] = run.point + FORK_STEPS + FORK_DECAY
+        config["train"]["steps"] = run.end or run.point + FORK_STEPS + FORK_DECAY
     manifest = {
         "run_id": digest,  # no two fakes are one run; a seal says that config and manifest belong together
         "sweep": sweep.name,
@@ -207,10 +220,10 @@ def write_run(sweep: Path, run: FakeRun) -> Path:
             "eta_s": 0.0,
         },
     }
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "config.yaml").write_text(yaml.dump(config, Dumper=yaml.CSafeDumper))
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metric_rows(run)))
-    (folder / "stats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in stats_rows(run)))
+    for table, text in tables_of(run).items():
+        (folder / f"{table}.jsonl").write_text(text)
     RunDir(folder).write_status(**status)  # which seals a run that has ended
     if RunDir(folder).sealed() is None:
         RunDir(folder).update_manifest(run_id=run_id(config))
@@ -278,14 +291,15 @@ def make_sweep(tmp_path: Path) -> Callable[..., list[RunDir]]:
     return lambda runs, name="sweep": [RunDir(path) for path in write_sweep(tmp_path / "runs" / name, runs)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def fake() -> SimpleNamespace:
-    """Names with which a test describes a sweep: fake.Run(...), fake.three_arms(...)."""
+    """Names with which a test describes a sweep: fake.Run(...), fake.three_arms(...); fake.write_sweep writes one."""
     functions = {
         "seal_again": seal_again,
         "take_back": take_back,
         "Run": FakeRun,
         "three_arms": three_arms,
         "fork_study": fork_study,
+        "write_sweep": write_sweep,
     }
     return SimpleNamespace(**functions, entropy=VOCAB_ENTROPY, steps=STEPS)

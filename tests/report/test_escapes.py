@@ -10,6 +10,8 @@ from hqsweep.report.compare.compare import compare
 from hqsweep.report.pages.folder import write
 from tests.report.pages.test_html import Tags
 
+pytestmark = pytest.mark.slow
+
 IMG = '<img src=x onerror="injected=1">'
 ARM, RECIPE = f"{IMG} & 'arm'", f'{IMG}\n| "recipe", `r`'
 SWEEP, LAYER, WHY = f"{IMG}sweep", f"{IMG}.layers.*", "</script><svg onload=alert(1)> boom"

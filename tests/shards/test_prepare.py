@@ -19,6 +19,8 @@ from hqsweep.shards import sources
 from hqsweep.shards.prepare import prepare
 from hqsweep.shards.reader import Shards
 
+pytestmark = pytest.mark.slow
+
 TEXTS = documents(400)
 
 
@@ -149,7 +151,6 @@ prepare(*sys.argv[1:], val_fraction=0.2, workers=2, progress=progress)
 """
 
 
-@pytest.mark.slow
 def test_killed_prepare_goes_on_to_the_same_bytes(tmp_path: Path, tokenizer: Path, small_pieces: None) -> None:
     source = write(tmp_path / "in/a.jsonl", TEXTS * 3).parent
     write(source / "b.jsonl.gz", TEXTS * 3)

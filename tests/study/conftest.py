@@ -11,6 +11,7 @@ from hqsweep.study import sequential
 from hqsweep.study.noise import parameters
 from hqsweep.sweep.engine import launch
 from hqsweep.sweep.engine.launch import SweepPlan
+from hqsweep.sweep.grid.run_words import with_seeds
 from hqsweep.sweep.store.files import encode_rows
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore
@@ -24,14 +25,16 @@ TOKENS_OF_A_STEP = 2 * 32
 
 
 class Laboratory:
-    """`gaps`: arm -> (mean, sd) of its gap in nats to a baseline of LOSS; `failing` and `diverging`: names of runs by
-    their beginning. `batches` has the seeds of the runs that were done, a list a start."""
+    """`gaps`: arm -> (mean, sd) of its gap in nats to a baseline of LOSS; `failing`, `diverging` and `late` (not
+    started, as the time is over): names of runs by their beginning.
+    `batches` has the seeds of the runs that were done, a list a start."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.gaps: dict[str, tuple[float, float]] = {}
         self.failing: set[str] = set()
         self.diverging: set[str] = set()
+        self.late: set[str] = set()
         self.batches: list[list[str]] = []
         self.said: list[str] = []
 
@@ -46,7 +49,7 @@ class Laboratory:
 
     def grow(self, *words: str, force: bool = False) -> sequential.Growth:
         return sequential.grow(
-            self.plan(*words), lambda seeds: self.plan(*sequential.with_seeds(words, seeds)), self.start,
+            self.plan(*words), lambda seeds: self.plan(*with_seeds(words, seeds)), self.start,
             say=self.said.append, force=force,
         )  # fmt: skip
 
@@ -60,6 +63,8 @@ class Laboratory:
         return runs
 
     def work(self, run: RunDir) -> None:
+        if any(run.name.startswith(start) for start in self.late):
+            return
         if any(run.name.startswith(start) for start in self.failing):
             run.write_status(state="failed", reason="RuntimeError: out of luck", exit_code=3)
             return

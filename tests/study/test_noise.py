@@ -139,6 +139,17 @@ def test_a_replicate_of_forks_is_a_trunk(laboratory, compared):
     assert row["seconds"] == pytest.approx(80 + 4 * 2 * 20)
 
 
+@pytest.mark.slow
+def test_noise_is_of_the_trunks_that_all_arms_have(laboratory, compared):
+    laboratory.late = {"nvfp4-s3"}
+    comparison = compared(*ARMS, "seed=range(4)", "fork.at=40,80", "fork.steps=10", "fork.decay=10", "fork.warmup=5")
+    (row,) = noise.measured(comparison)
+    points = comparison.points[comparison.points["arm"] == "mxfp8"]
+    assert comparison.arms.set_index("arm").loc[["mxfp8", "nvfp4"], "n"].tolist() == [4, 3]
+    shared = points[points["seed"] < 3].groupby("trunk")["gap"].mean()
+    assert row["arms"]["mxfp8"]["sd"] == pytest.approx(shared.std()) and row["replicates"] == 3
+
+
 def test_a_registry_that_cannot_be_written_ends_no_comparison(compared, tmp_path):
     comparison = compared(*ARMS, "seed=0,1")
     assert noise.record(comparison, tmp_path / "nowhere") is None

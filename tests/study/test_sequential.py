@@ -63,6 +63,18 @@ def test_the_same_command_goes_on_and_repeats_nothing(laboratory):
 
 
 @pytest.mark.slow
+def test_a_study_whose_time_is_over_ends_with_what_is_there_and_the_same_command_goes_on(laboratory):
+    laboratory.gaps, laboratory.late = {"mxfp8": (0.02, 0.1), "nvfp4": (0.02, 0.1)}, {"nvfp4-s3", "null-s3"}
+    growth = laboratory.grow(*GROW, "seed=0,1,2,3")
+    assert not growth.failed and not growth.looks and "failed" not in "".join(laboratory.said)
+    arms = growth.comparison.arms.set_index("arm")
+    assert arms.loc[["mxfp8", "nvfp4"], "n"].tolist() == [4, 0] and arms.at["nvfp4", "verdict"] == "waiting"
+    laboratory.batches, laboratory.late = [], set()
+    assert laboratory.grow(*GROW, "seed=0,1,2,3").looks[0].replicates == 4
+    assert sorted(laboratory.batches[0]) == ["null-s3", "nvfp4-s3"]
+
+
+@pytest.mark.slow
 def test_a_verdict_once_reached_stays_on_the_way(laboratory):
     """What an earlier look decided is not taken back, though the arm goes on with the others."""
     laboratory.gaps = {"mxfp8": (0.1, 1e-3), "nvfp4": (0.01, 0.1)}

@@ -277,7 +277,7 @@ def test_forks_have_the_steps_after_their_point(console):
 def test_a_sweep_says_the_steps_that_its_runs_have_themselves(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "run_local", lambda *runs, **options: None)
     words = ["conf=fork", "recipe=bf16,mxfp8", "seed=0", "fork.at=[40,80]", "fork.steps=10", "fork.decay=10"]
-    words += ["data=markov", "track=none", "train.device=cpu", f"runs_dir={tmp_path}"]
+    words += ["fork.end=null", "data=markov", "track=none", "train.device=cpu", f"runs_dir={tmp_path}"]
     launch.start(launch.plan(words), display := Shown())
     trunks = [steps for run, steps in display.steps.items() if "trunk" in run]
     forks = {steps for run, steps in display.steps.items() if "trunk" not in run}

@@ -24,6 +24,8 @@ from hqsweep.train.checkpoint import read_state, save_checkpoint
 from hqsweep.train.loop import Trainer
 from hqsweep.train.model import build_model
 
+pytestmark = pytest.mark.slow
+
 
 def config(*, fork: dict | None = None, steps: int = 3, **model) -> ConvergenceConfig:
     return parse(

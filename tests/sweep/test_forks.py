@@ -10,6 +10,8 @@ from hqsweep.sweep.engine.launch import SweepPlan, plan
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["conf=convergence", "fork.steps=6", "fork.decay=4", "track=none", "model.dim=32", "train.batch=2",
          "train.context=32", "train.eval_batches=1", "train.log_every=5", "data=markov", "stats=off",
          "data.markov.length=20000", "engine.workers=1"]  # fmt: skip
@@ -59,7 +61,6 @@ def test_a_fork_names_its_trunk_and_the_file_that_it_starts_from(tmp_path: Path)
     assert whole.trunk() is None and whole.trunk_state() is None and whole.fork() is None
 
 
-@pytest.mark.slow
 def test_another_arm_leaves_everything_that_is_there_alone(tmp_path: Path) -> None:
     runs = create(planned(tmp_path, "fork.at=10,20"))
     for run in runs.values():

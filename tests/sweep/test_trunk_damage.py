@@ -16,6 +16,8 @@ from hqsweep.sweep.store.store import RunStore
 from hqsweep.train.loop import Trainer
 from hqsweep.train.record import checkpoints, discard, record_path
 
+pytestmark = pytest.mark.slow
+
 FORK = {"at": [4, 6], "steps": 2, "decay": 2, "warmup": 2}
 TRAIN = kill_sweep.CONFIG["train"] | {"checkpoint_every": 2, "eval_every": 3}
 

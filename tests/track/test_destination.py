@@ -5,6 +5,8 @@ import pytest
 from hqsweep.sweep.grid.run_words import read
 from hqsweep.track.destination import upload_line
 
+pytestmark = pytest.mark.slow
+
 TRACK = {"kind": "wandb", "mode": "auto", "project": "p", "entity": None}
 KEY = {"WANDB_API_KEY": "k"}
 

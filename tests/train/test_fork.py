@@ -14,6 +14,8 @@ from hqsweep.train.checkpoint import read_state
 from hqsweep.train.loop import Trainer
 from hqsweep.train.record import checkpoints
 
+pytestmark = pytest.mark.slow
+
 NVFP4 = LINEARS["nvfp4"]
 SR_WEIGHTS = {"input": "bf16", "weight": "nvfp4|nvfp4+sr@rowwise_dequantized", "grad_output": "bf16"}
 DELAYED = DELAYED_IN_PARTS

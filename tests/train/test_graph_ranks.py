@@ -7,6 +7,8 @@ from support.ranks import BACKENDS, run_ranks
 from support.train.graph_cases import CASES, config
 from torch.utils._pytree import tree_leaves
 
+pytestmark = pytest.mark.slow
+
 TWO = {"dp_shard": 2}
 SHARED = {
     "mxfp8": TWO,

@@ -25,6 +25,8 @@ from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 from hqsweep.train.loop import Trainer
 from hqsweep.train.model import build_model
 
+pytestmark = pytest.mark.slow
+
 DELAYED = DELAYED_IN_PARTS
 CURRENT_BACKWARD = {
     "input": "fp8_delayed|fp8_current", "weight": "fp8_delayed|fp8_current", "grad_output": "fp8_current+e5m2"

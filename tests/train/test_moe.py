@@ -17,6 +17,8 @@ from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 from hqsweep.train.loop import Trainer
 from hqsweep.train.model import GPTAdapter, build_model
 
+pytestmark = pytest.mark.slow
+
 COMPOSER2 = {
     "input": "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "weight": "nvfp4|mxfp8@rowwise_dequantized",
     "grad_output": "mxfp8",

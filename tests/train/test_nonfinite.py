@@ -19,6 +19,8 @@ from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 from hqsweep.train.loop import Trainer
 from tests.train.test_loop import config, trainer
 
+pytestmark = pytest.mark.slow
+
 SLOT = SPOILED  # the layer's name, and "weight"
 ROWS = [f"{SLOT}.rowwise", f"{SLOT}.columnwise"]
 

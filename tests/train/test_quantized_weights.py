@@ -15,6 +15,8 @@ from hqsweep.train import data
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 from hqsweep.train.loop import Trainer
 
+pytestmark = pytest.mark.slow
+
 RECIPES = BASE_LINEARS | {
     "fp8_delayed": {"input": "bf16", "weight": "fp8_delayed|fp8_delayed+e5m2+history2", "grad_output": "fp8_delayed"},
 }
@@ -52,7 +54,6 @@ def assert_same(a, b):
 
 
 @pytest.mark.feature("F98", "F155")
-@pytest.mark.slow
 @pytest.mark.parametrize("linear", RECIPES.values(), ids=RECIPES)
 def test_training_is_the_one_that_quantizes_at_every_use(linear):
     """Metrics, statistics, masters and moments of every step, against FP32 weights without any quantized tensor."""
@@ -138,7 +139,6 @@ def test_a_safetensors_file_gives_the_model_back(tied, tmp_path):
     assert torch.equal(trained.model(tokens), fresh.model(tokens))
 
 
-@pytest.mark.slow
 def test_the_job_checkpoints_and_resumes_with_quantized_weights(tmp_path):
     sinks = [ListSink(), ListSink()]
     convergence.run(config("nvfp4|mxfp8", quantized=True), sinks[0], tmp_path / "a")
@@ -149,7 +149,6 @@ def test_the_job_checkpoints_and_resumes_with_quantized_weights(tmp_path):
 
 
 @pytest.mark.feature("F134", "F167")
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("linear", ["nvfp4|mxfp8", RECIPES["fp8_delayed"]], ids=["hybrid", "fp8_delayed"])
 def test_a_distributed_checkpoint_of_model_and_optimizer_forks_the_training(linear, tmp_path):

@@ -11,6 +11,8 @@ from support.ranks import run_ranks
 
 from hqsweep.quant import HybridQuantizedTensor
 
+pytestmark = pytest.mark.slow
+
 NVFP4 = LINEARS["nvfp4"]
 DELAYED = DELAYED_IN_PARTS
 TWO = {"parallel": {"dp_shard": 2}}

@@ -17,6 +17,8 @@ from hqsweep.train.checkpoint import read_state
 from hqsweep.train.loop import Trainer
 from hqsweep.train.record import checkpoints, discard
 
+pytestmark = pytest.mark.slow
+
 AT = [4, 6]
 
 

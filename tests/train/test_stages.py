@@ -18,7 +18,10 @@ from support.parallel.training_ranks import trainer
 from support.ranks import backend as backend
 from support.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,8 @@ from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 from hqsweep.train.fork import start_from
 from tests.train.test_user_model import config, same, trainer, weights
 
+pytestmark = pytest.mark.slow
+
 NVFP4, DELAYED = LINEARS["nvfp4"], LINEARS["fp8_delayed"]
 HELD = {"quantized_weights": True}
 

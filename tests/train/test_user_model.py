@@ -27,6 +27,8 @@ from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 from hqsweep.train.loop import Trainer
 from hqsweep.train.user_model import NotCapturable, draws_numbers, loss_by_chunks
 
+pytestmark = pytest.mark.slow
+
 NVFP4 = LINEARS["nvfp4"]
 DELAYED = LINEARS["fp8_delayed"]
 HERE = "tests.train.test_user_model"
@@ -316,7 +318,6 @@ def build():
 """
 
 
-@pytest.mark.slow
 def test_a_state_of_other_code_is_refused_and_comments_are_none(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)

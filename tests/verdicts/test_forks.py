@@ -1,11 +1,13 @@
 """Verdicts on forks in trunks, by hand."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from scipy import stats
 
+from hqsweep.errors import UserError
 from hqsweep.verdicts.forks import judge, these_forks
 
 MXFP8 = [[0.10, 0.20, 0.30], [0.12, 0.22, 0.32], [0.08, 0.18, 0.28], [0.11, 0.20, 0.30]]
@@ -72,8 +74,34 @@ def test_these_forks_of_two_trunks_take_the_residual_of_trunk_and_point():
     assert quiet[1] - quiet[0] == pytest.approx(2 * stats.t.isf(0.025, 2) * math.sqrt(1 / 6))
 
 
-def test_gaps_are_balanced():
-    with pytest.raises(ValueError, match="other replicates"):
-        judge({"a": MXFP8, "b": NVFP4[:3]}, margin=1)
-    with pytest.raises(ValueError, match="2 dimension"):
-        judge({"a": [0.1, 0.2]}, margin=1)
+def test_each_arm_is_judged_on_its_own_trunks_and_points():
+    """At the level of all three arms of the study, one of which has no trunk yet."""
+    gaps = {"mxfp8": MXFP8, "nvfp4": np.array(NVFP4)[:3, :2]}
+    verdicts, these = judge(gaps, margin=0.25, arms=3), these_forks(gaps, arms=3)
+    alone = {name: judge({name: own}, margin=0.25, arms=3)[name] for name, own in gaps.items()}
+    for name, own in gaps.items():
+        means = np.mean(own, axis=1)
+        low, high = stats.ttest_1samp(means, 0).confidence_interval(1 - 0.05 / 3)
+        assert (verdicts[name].ci_low, verdicts[name].ci_high) == pytest.approx((low, high))
+        assert verdicts[name].n == len(own) and verdicts[name].ci_low == alone[name].ci_low
+        assert these[name] == these_forks({name: own}, arms=3)[name]
+    p = {name: stats.ttest_1samp(np.mean(own, axis=1), 0).pvalue for name, own in gaps.items()}
+    first, second = sorted(p, key=p.get)
+    assert verdicts[first].p == pytest.approx(3 * p[first])
+    assert verdicts[second].p == pytest.approx(max(3 * p[first], 2 * p[second]))
+
+
+def test_the_looks_of_an_arm_are_over_its_own_trunks():
+    gaps = {"a": NVFP4, "b": NVFP4[:3]}
+    verdicts = judge(gaps, margin=0.25, maximum=8)
+    for name, own in gaps.items():
+        alone = judge({name: own}, margin=0.25, maximum=8, arms=2)[name]
+        assert verdicts[name] == replace(alone, p=verdicts[name].p) and alone.n == len(own)
+    with pytest.raises(UserError, match="4 replicates are there"):
+        judge(gaps, margin=0.25, maximum=3)
+
+
+def test_gaps_are_finite_and_of_two_dimensions():
+    for wrong in ([0.1, 0.2], [[0.1, math.nan]]):
+        with pytest.raises(ValueError, match="2 dimension"):
+            judge({"a": wrong}, margin=1)

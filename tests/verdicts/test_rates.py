@@ -144,6 +144,49 @@ def test_looks_after_every_trunk_claim_as_rarely_as_stated(arms):
         assert at_most(claimed, 0.053) and at_most(worse, 0.027) and at_most(within, 0.052)
 
 
+OWN_TRUNKS = {1: (3,), 4: (8, 5, 3, 3), 7: (8, 8, 6, 4, 3, 3, 3)}
+"""Arms -> the trunks of each, of a study that runs."""
+
+
+def own_rates(arms: int, share: float, maximum: int | None = None, *, together: bool = True) -> tuple[float, ...]:
+    """fork_rates where each arm has its own number of trunks, the first of which all share. `together`: at the level
+    of all arms; else each arm at the level of the arms that got their trunks before it."""
+    claims = []
+    for i, trunks in enumerate(OWN_TRUNKS[arms]):
+        gaps = forked(arms, 8, 3, share)[:, i : i + 1]
+        design = Forks(arms=arms if together else i + 1, maximum=maximum)
+        worse, better, _ = flags(partial(forks.fit, gaps), design, trunks, FAR)
+        *_, within = flags(partial(forks.fit, gaps + FAR), design, trunks, FAR)
+        claims.append((worse | better, worse, within))
+    claimed, worse, within = (np.concatenate(each, axis=-1) for each in zip(*claims, strict=True))
+    return claimed.any(-1).mean(), worse.any(-1).mean(), within.mean(0).max()
+
+
+@pytest.mark.parametrize("arms", OWN_TRUNKS)
+@pytest.mark.parametrize("share", [0.0, 0.8])
+def test_arms_with_trunks_of_their_own_number_claim_as_rarely_as_stated(arms, share):
+    claimed, worse, within = own_rates(arms, share)
+    assert at_most(claimed, 0.05) and at_most(worse, 0.025) and at_most(within, 0.05)
+    claimed, worse, within = own_rates(arms, share, maximum=8)
+    assert at_most(claimed, 0.05) and at_most(worse, 0.025) and at_most(within, 0.05)
+
+
+def test_a_level_that_moves_while_a_study_runs_does_fail():
+    assert not at_most(own_rates(7, 0.0, together=False)[0], 0.05)
+
+
+def test_whole_runs_leave_room_for_arms_that_wait():
+    """Two arms of four are judged: as rarely wrong as two arms by themselves, and more rarely."""
+    for name in ("equal", "loud arm 6", "loud arms 6", "shared arms"):
+        for seeds, stated in zip(SEEDS, FAMILY[2, name], strict=True):
+            losses = noise(name, 2, seeds)
+            worse, better, _ = flags(
+                partial(whole_runs.fit, losses, 2), WholeRuns(arms=2, controls=2, waiting=2), seeds, FAR
+            )
+            assert at_most((worse | better).any(-1).mean(), stated / 100)
+            assert (worse | better).any(-1).mean() <= runs(name, 2, seeds)[0]
+
+
 def test_power_is_that_of_the_table():
     """One arm of four with a gap, the others without: % of studies that find it, at gaps of 1, 2, 3 and 5 sd."""
     for seeds, stated in {3: (6, 45, 86, 100), 5: (27, 92, 100, 100)}.items():

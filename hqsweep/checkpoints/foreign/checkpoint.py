@@ -64,8 +64,8 @@ class Checkpoint:
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def _name(self, file: Path) -> str:
-        """The name of a file, with the folder's where it lies in one within the checkpoint, or beside it, as several
-        may have a .metadata."""
+        """Return the name of a file, with its folder's if it is not directly in the checkpoint: several may have a
+        .metadata."""
         for root in (self.path, self.path.parent):
             if root in file.parents:
                 return file.relative_to(root).as_posix()

@@ -24,7 +24,7 @@ NOT_MODEL = (
     "ft_dataloader",
     "hqsweep",
 )
-"""The top names of what torchtitan and others keep beside the weights."""
+"""The top names that torchtitan and others use beside the weights."""
 TIED = "tied"
 """The name under hqsweep of a mark for each weight that save_sharded has written once more, by another of its names."""
 MODELS = ("model", "app.model", "state_dict", "module")
@@ -37,8 +37,11 @@ def inspect_folder(folder: Path) -> Checkpoint:
 
 
 def inspect_tensors(folder: Path) -> tuple[Checkpoint, dict[str, Stored]]:
-    """The description of a folder, and its tensors by their saved names; none where .metadata cannot be read, which the
-    description has as a problem. .metadata is read once, for that takes long."""
+    """Return the description of a folder, and its tensors by their saved names.
+
+    If .metadata cannot be read, there are no tensors, and the description has the problem. .metadata is read once,
+    because that takes long.
+    """
     stored: dict[str, Stored] = {}
     try:
         stored = tensors_of(folder)

@@ -65,7 +65,7 @@ def _memory_format(*values: Any) -> Any:
 
 
 def _member(owner: Any = None, name: Any = None) -> Any:
-    """The substitute of getattr, by which Python before 3.11.4 writes a member of an enumeration: there is one."""
+    """Return the member of an enumeration, in place of getattr, with which Python before 3.11.4 pickles it."""
     if owner is not _memory_format:
         raise _refused("builtins", "getattr")
     return name

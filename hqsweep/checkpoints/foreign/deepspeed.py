@@ -58,23 +58,7 @@ def read_moments(files: Sequence[Path], shapes: Mapping[str, tuple[int, ...]]) -
     parts: dict[str, dict[str, list[Any]]] = {}
     steps: dict[str, Any] = {}
     for rank, (file, state) in enumerate(zip(files, states, strict=True)):
-        try:
-            count, groups = _groups(file, state, rank)
-        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-            raise UserError(
-                f"{file}: its layout is not that of ZeRO's stages 1 to 3 ({type(error).__name__}: {error}); load the"
-                " weights alone"
-            ) from None
-        if count != len(files):
-            raise UserError(
-                f"{file}: {count} ranks have written the optimizer's state, and {len(files)} files are there"
-            )
-        for flat, places in groups:
-            if not all(key in flat for key in STATES):
-                raise UserError(
-                    f"{file}: the optimizer's state holds {', '.join(map(str, flat))}, which is not Adam's; load the"
-                    " weights alone"
-                )
+        for flat, places in _checked_groups(file, state, rank, len(files)):
             for name, start, length in places:
                 for key in STATES:
                     part = flat[key].flatten()[start : start + length]
@@ -93,7 +77,31 @@ Place = tuple[str, int, int]
 """The name of a parameter, the first index of its part in a flat tensor, and the part's length."""
 
 
-def _groups(file: Path, state: Mapping[str, Any], rank: int) -> tuple[int, list[tuple[Mapping[str, Any], list[Place]]]]:
+Group = tuple[Mapping[str, Any], list[Place]]
+"""The flat tensors of a group of parameters, and the places in them."""
+
+
+def _checked_groups(file: Path, state: Mapping[str, Any], rank: int, files: int) -> list[Group]:
+    """Return the groups of a rank. UserError for another layout, another number of ranks, or another optimizer."""
+    try:
+        count, groups = _groups(file, state, rank)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        raise UserError(
+            f"{file}: its layout is not that of ZeRO's stages 1 to 3 ({type(error).__name__}: {error}); load the"
+            " weights alone"
+        ) from None
+    if count != files:
+        raise UserError(f"{file}: {count} ranks have written the optimizer's state, and {files} files are there")
+    for flat, _ in groups:
+        if not all(key in flat for key in STATES):
+            raise UserError(
+                f"{file}: the optimizer's state holds {', '.join(map(str, flat))}, which is not Adam's; load the"
+                " weights alone"
+            )
+    return groups
+
+
+def _groups(file: Path, state: Mapping[str, Any], rank: int) -> tuple[int, list[Group]]:
     """The number of ranks that share each group, and the group's flat tensors, each with the places in it."""
     if "param_slice_mappings" in state:
         flats = state["base_optimizer_state"]["state"]

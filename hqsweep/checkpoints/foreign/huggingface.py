@@ -173,9 +173,9 @@ def trainer_step(folder: Path) -> int | None:
 
 
 def read(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The tensors of a checkpoint on the CPU, by their clean names; those that hqsweep stored once have both names.
+    """Return the tensors of a checkpoint on the CPU, by their clean names. A tensor stored once for two names has both.
 
-    Raises UserError for a file that the library refuses.
+    UserError for a file that the library refuses.
     """
     from safetensors import SafetensorError
 

@@ -103,7 +103,7 @@ SHARDED = "pytorch_model_fsdp_0"
 
 
 def _torch_folder(folder: Path) -> Checkpoint | None:
-    """The description of such a folder; None for any other. Its moments and its step are those that lie beside the
+    """Return the description of such a folder; None for any other. Moments and step are read from beside the
     weights."""
     weights = _weights(folder)
     if weights is None:

@@ -37,9 +37,12 @@ STATES = (".history", ".amax", "._extra_state")
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """The result of load_checkpoint. missing: tensors of the model that the checkpoint lacks, which are tied to others
-    that it has; unexpected: tensors of the checkpoint that are computed or were not used; permuted: weights whose rows
-    were put into the model's order; moments: the number of parameters that have got moments; step: the checkpoint's."""
+    """The result of load_checkpoint.
+
+    missing: tensors of the model that the checkpoint lacks, tied to others that it has. unexpected: tensors of the
+    checkpoint that are computed or were not used. permuted: weights whose rows were put into the model's order.
+    moments: the number of parameters with loaded moments. step: the checkpoint's.
+    """
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]

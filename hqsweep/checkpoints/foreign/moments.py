@@ -100,19 +100,34 @@ def _moments(checkpoint: Checkpoint, params: Mapping[str, Tensor], optimizer: An
             name: state["state"].get(i, {}) for name, i in zip(named, (i for g in groups for i in g), strict=True)
         }
         return _by_pieces(checkpoint, by_name, pieces)
-    indexed = {i: state["state"].get(i, {}) for group in groups for i in group}
     _check_adam(checkpoint, "its first parameter", next(iter(state["state"].values())))
-    for order in _orders(checkpoint, _as_saved(checkpoint, params, pieces), params, optimizer):
+    indexed = {i: state["state"].get(i, {}) for group in groups for i in group}
+    orders = _orders(checkpoint, _as_saved(checkpoint, params, pieces), params, optimizer)
+    found = _by_indices(groups, indexed, orders, params, pieces)
+    if found is None:
+        sizes = " and ".join(str(len(group)) for group in groups)
+        raise UserError(
+            f"{path}: its optimizer's state is by indices, of groups of {sizes} parameters, in no order that is known"
+            f" for the {len(params)} of the model; load the weights alone"
+        )
+    return found
+
+
+def _by_indices(
+    groups: list[list[Any]],
+    indexed: Mapping[Any, Mapping[str, Any]],
+    orders: Iterator[Order],
+    params: Mapping[str, Tensor],
+    pieces: Pieces,
+) -> Moments | None:
+    """Return the moments by the first order of parameters in which every shape fits; None if none does."""
+    for order in orders:
         if [len(names) for names in order] == [len(group) for group in groups]:
             pairs = dict(zip((name for names in order for name in names), indexed.values(), strict=True))
             permuted = {name: _of_one(pieces.get(name), values) for name, values in pairs.items()}
             if all(_fits(values, params[name]) for name, values in permuted.items()):
                 return permuted
-    sizes = " and ".join(str(len(group)) for group in groups)
-    raise UserError(
-        f"{path}: its optimizer's state is by indices, of groups of {sizes} parameters, in no order that is known for"
-        f" the {len(params)} of the model; load the weights alone"
-    )
+    return None
 
 
 def _groups(state: Mapping[str, Any], path: Any) -> list[list[Any]]:
@@ -135,8 +150,11 @@ def _as_saved(checkpoint: Checkpoint, params: Mapping[str, Tensor], pieces: Piec
 def _orders(
     checkpoint: Checkpoint, saved: Mapping[str, Tensor], params: Mapping[str, Tensor], optimizer: Any
 ) -> Iterator[Order]:
-    """The usual orders of parameters: as in the given optimizer; one group; as Hugging Face's Trainer (those with
-    decay, then the rest); matrices before vectors."""
+    """Yield the usual orders of parameters.
+
+    They are: the given optimizer's; one group; the groups of Hugging Face's Trainer (with decay, then without);
+    matrices before vectors.
+    """
     names = {id(p): name for name, p in params.items()}
     own = [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
     trainer = _split(saved, lambda name, p: not NO_DECAY.search(name.lower()))

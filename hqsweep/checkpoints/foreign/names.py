@@ -166,6 +166,6 @@ def joined(piece: Piece, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def unused(pieces: Pieces, there: Collection[str]) -> Sequence[str]:
-    """The names in the checkpoint that no tensor is made of."""
+    """Return the names in the checkpoint from which no tensor is made."""
     used = {name for piece in pieces.values() for name in piece.sources}
     return [name for name in there if name not in used]

@@ -81,7 +81,7 @@ def inspect_file(path: Path) -> Checkpoint:
 
 
 def inspect_files(folder: Path, files: Sequence[Path]) -> Checkpoint:
-    """The description of a folder of such files, each with a part of the weights."""
+    """Return the description of a folder with several such files, each with a part of the weights."""
     parts = [inspect_file(file) for file in files]
     return Checkpoint(
         path=folder,

@@ -34,7 +34,7 @@ def check_model_files(config: Mapping[str, Any]) -> None:
 
 
 def check_files(model: HFModelConfig) -> HFConfig:
-    """The config of a model whose files are there and fit together, as far as their headers say. UserError else."""
+    """Return the config of a model whose files exist and match, as far as their headers show. UserError otherwise."""
     config = read_hf_config(model.path)
     if not model.pretrained:
         return config
@@ -96,8 +96,11 @@ def check_fits(config: HFConfig, context: int, vocab_size: int | None) -> None:
 
 
 def check_weights(model: HFModelConfig, shapes: Mapping[str, tuple[int, ...]], tied: Collection[str]) -> None:
-    """UserError where the weights are not a model's with tensors of these names and shapes; another name stands for
-    each in `tied`. A family that saves other names than its state_dict's is checked when it is loaded."""
+    """Raise UserError if the weights do not have the names and shapes of a model's tensors.
+
+    `tied` maps a name to another one that replaces it. A family whose saved names differ from its state_dict is checked
+    when it is loaded.
+    """
     checkpoint = weights_of(model)
     for name, (shape, _) in checkpoint.tensors.items():
         if name in shapes and shapes[name] != shape:
@@ -114,8 +117,8 @@ def check_weights(model: HFModelConfig, shapes: Mapping[str, tuple[int, ...]], t
 
 
 def _check_vocabulary(config: HFConfig, checkpoint: Checkpoint) -> None:
-    """UserError where weights and config.json differ: in the vocabulary, or in whether there is an output projection
-    apart from the embedding."""
+    """Raise UserError if weights and config.json differ in the vocabulary, or in having a separate output
+    projection."""
     tensors: Mapping[str, tuple[tuple[int, ...], str]] = checkpoint.tensors
     heads = [name for name in tensors if name.endswith(HEADS)]
     for name in [name for name in tensors if name.endswith(EMBEDDINGS)] + heads:

@@ -30,11 +30,11 @@ LEAD = "param_groups."
 INITIAL_RATE = "initial_lr"
 """The option that torch's schedules of learning rates add to each group. torchtitan, which has one, asks for it."""
 KERNELS = ("foreach", "fused", "capturable", "differentiable")
-"""The options that say how a step is computed, which is the loading program's own choice."""
+"""The options that choose how a step is computed. The loading program chooses them itself."""
 
 
 def flat_options(params: Params, optimizer: Optimizer | None) -> dict[str, Any]:
-    """ "param_groups.NAME.lr" and so on -> every option of a parameter that is a number, a text or None, or made of
+    """Return "param_groups.NAME.lr" and so on -> each option of a parameter: a number, a text, None, or a container of
     these."""
     names = {id(p): name for name, p in params.items()}
     flat = {}
@@ -60,7 +60,7 @@ def groups_of(params: Params, optimizer: Optimizer | None) -> list[dict[str, Any
 
 
 def one_group(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """One group from what each rank has of it: a stage of a pipeline has its own parameters."""
+    """Join the group that each rank has: a pipeline stage has only its own parameters."""
     parts = list(parts)
     names = dict.fromkeys(name for part in parts for name in part["params"])
     return {"params": list(names), "options": parts[0]["options"]}

@@ -74,8 +74,7 @@ _OPEN: list[Saving] = []
 
 
 def settle() -> None:
-    """Wait for the saves that are under way; raise RuntimeError for those that failed and were not asked for their
-    result."""
+    """Wait for the saves that are under way. Raise RuntimeError for failed saves whose result was not read."""
     saves, faults = _OPEN[:], [fault for saving in _OPEN if (fault := saving.fault())]
     _OPEN[:] = [saving for saving in _OPEN if saving not in saves]
     if faults:
@@ -91,8 +90,7 @@ def _at_exit() -> None:
 
 
 class _Failing:
-    """A stream that cannot be flushed, by which Python knows that the clean-up failed: other handlers are still called,
-    as they would not be after os._exit()."""
+    """A stream that cannot be flushed. It makes Python exit with a failure, while other exit handlers still run."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -112,8 +110,10 @@ def words_of(error: BaseException) -> str:
 
 
 def disk_fault(folder: Path) -> OSError | None:
-    """The disk's refusal to let a folder's largest file grow; None where it does not refuse, or the folder is missing.
-    torch's own message of a failed write ("unexpected pos 704 vs 598") does not say it."""
+    """Return the disk's error if a folder's largest file cannot grow; None if it can, or the folder is missing.
+
+    torch's own message of a failed write ("unexpected pos 704 vs 598") does not say it.
+    """
     if not folder.is_dir():
         return None
     files = [path for path in folder.rglob("*") if path.is_file()]
@@ -198,8 +198,7 @@ _BESIDE: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def _beside(group: Any) -> Any:
-    """A group of the same ranks on gloo, made once, because the training goes on with collectives in the other
-    group."""
+    """Return a gloo group of the same ranks, made once. The training goes on with collectives in the other group."""
     group = group or dist.group.WORLD
     if group not in _BESIDE:
         ranks = dist.get_process_group_ranks(group)

@@ -85,7 +85,7 @@ class Held:
 
     parameter: nn.Parameter
     value: Tensor
-    """The values that this rank's part of it is quantized from."""
+    """The values from which this rank's part is quantized."""
     key: RngKey | None
     """The key of its last quantization."""
     quantizer: str | None
@@ -95,8 +95,10 @@ class Held:
 def load_but_codes(
     model: nn.Module, optimizer: Optimizer, folder: str | os.PathLike[str], *, group: Any = None
 ) -> tuple[dict[str, Any], list[Held]]:
-    """load_sharded, except that held weights with masters get no codes; returns these in the order of the parameters,
-    in which ranks quantize them together."""
+    """Run load_sharded, except that held weights with masters get no codes. Return these weights in parameter order.
+
+    Ranks quantize them together in this order.
+    """
     folder = Path(folder)
     content = together(lambda: Content.of(folder), group)
     params, buffers = parameters_of(model), buffers_of(model)
@@ -156,7 +158,7 @@ class Content:
                 raise UserError(f"{self.checkpoint.path}: the model ties {name} and {first}, which differ there")
 
     def check_ranks(self, own: tuple[str, ...], ranks: int) -> None:
-        """UserError where each rank has states of its own, and another number of ranks wrote them."""
+        """Raise UserError if each rank has its own states, and another number of ranks wrote them."""
         stored, saved = f"{OWN}.{LOCAL_DELAYED}.", self._saved_by
         names = (n.removeprefix(stored).partition(".")[2] for n in self.stored if n.startswith(stored))
         if saved != ranks and any(name.startswith(own) for name in names):
@@ -239,7 +241,7 @@ def _load(
 
 
 def _load_held(content: Content, name: str, p: nn.Parameter, value: Tensor) -> list[Held]:
-    """Give a held weight the codes of the checkpoint, if it has some; else return what they are to be made of."""
+    """Give a held weight the codes of the checkpoint, if it has some; else return the sources of its codes."""
     own, told = local(p), (content.facts or {}).get("held", {}).get(name)
     if told and "metadata" in told:
         take_(p, whole_of(told, content.beside(f"{PLANES}.{name}"), own.device))
@@ -266,7 +268,7 @@ def encode_again(held: Held) -> None:
 
 
 def _state(content: Content, name: str, p: Tensor, value: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state of a parameter; empty where it had made no step."""
+    """Return the optimizer's state of a parameter; empty before its first step."""
     state: dict[str, Any] = {}
     for key, saved in content.moments(name).items():
         if content.stored[saved].shape == tuple(p.shape) and key != "step":
@@ -280,7 +282,7 @@ def _state(content: Content, name: str, p: Tensor, value: Tensor, optimizer: tor
 
 
 def _load_delayed(model: nn.Module, shared: Mapping[str, Tensor], of_rank: Mapping[str, Tensor]) -> None:
-    """Load the states that all ranks share, and those that are this rank's own."""
+    """Load the states that all ranks share, and this rank's own states."""
     tensors = {**shared, **of_rank}
     for name, states in delayed_owners(model).items():
         own = {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}

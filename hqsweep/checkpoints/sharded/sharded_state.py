@@ -41,14 +41,14 @@ from hqsweep.quant.tensor import KINDS, HybridQuantizedTensor
 Optimizer = torch.optim.Optimizer
 
 OWN = "hqsweep"
-"""The top name of what stands beside weights and moments: "facts", and tensors under the other names."""
+"""The top name of entries beside weights and moments: "facts", and tensors under the other names."""
 FACTS, DELAYED, RANDOM, EXTRA, PLANES = "facts", "delayed", "random", "extra", "planes"
 LOCAL_DELAYED = "local_delayed"
 """The name of histories that belong to one rank; the rank's number follows."""
 RANKS = "ranks"
 """The text's key for the number of ranks."""
 TENSOR = "tensor"
-"""The key of a tensor in the text of extra: {"tensor": "extra.a.b"} stands for a tensor by its name under hqsweep."""
+"""The key of a tensor in the text of extra: {"tensor": "extra.a.b"} names a tensor under hqsweep."""
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -58,7 +58,7 @@ def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def tied_names(model: nn.Module, params: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Each other name under which a state_dict has a tied parameter -> its name among the parameters."""
+    """Return alias -> name, for every further name of a tied parameter in a state_dict."""
     names = {id(p): name for name, p in params.items()}
     every = [(name, names[id(p)]) for name, p in model.named_parameters(remove_duplicate=False)]
     there = model.state_dict().keys() if len(every) > len(params) else ()
@@ -80,7 +80,7 @@ class Collected:
 
 
 def collect(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any], rank: int) -> Collected:
-    """The state of a rank, collected without communication. UserError for what cannot be saved."""
+    """Return the state of a rank, collected without communication. UserError for a state that cannot be saved."""
     params = parameters_of(model)
     weights, held, beside = {}, {}, {}
     for name, p in params.items():
@@ -132,8 +132,8 @@ def generators() -> dict[str, Tensor]:
 
 
 def _value(p: nn.Parameter, master: Tensor | None) -> Tensor:
-    """The value from which a weight is made again, sharded as the weight: its master, or the value from which a master
-    would start."""
+    """Return the value from which a weight is made again, sharded like it: its master, or a future master's first
+    value."""
     own = local(p)
     if master is not None or not isinstance(own, HybridQuantizedTensor):
         return p.detach() if master is None else master

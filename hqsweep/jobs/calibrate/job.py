@@ -1,11 +1,11 @@
-"""calibrate: do quantizers and autograd do what theory says?
+"""calibrate: do quantizers and autograd agree with theory?
 
 sqnr        error of every format on matrices of known distributions: theory, published values, an independent emulation
 row median  the same for the median SQNR of a row, where rows have scales of their own
 gemm        error of the three products of a Linear, predicted from the errors of their operands
 teacher     the loss floor of a quantized student of a linear teacher, predicted from the errors of x and w
 
-Parity proves that implementations agree; here all of them would be found wrong together.
+Parity proves that implementations agree; calibrate finds a fault that all of them share.
 """
 
 from pathlib import Path

@@ -51,9 +51,10 @@ def calibration_row(
     expected: Expectation | None,
     statistics: Mapping[str, float] | None = None,
 ) -> dict[str, object]:
-    """A row with PASS from low_db to high_db, else FAIL; SKIP where there is no expectation.
+    """Return a row with PASS from low_db to high_db, else FAIL; SKIP without an expectation.
 
-    statistics: the statistics of the matrix. Median and 5th percentile of the rows' SQNR, and the underflow, are kept.
+    statistics: the statistics of the matrix. Median and 5th percentile of the rows' SQNR, and the underflow, are
+    kept.
     """
     row: dict[str, object] = {"check": check, "subject": subject, "case": case, "measured_db": measured_db}
     row |= {name: statistics[name] if statistics else None for name in STATISTICS}

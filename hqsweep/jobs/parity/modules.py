@@ -170,7 +170,7 @@ def export_check(config: ParityConfig, device: torch.device) -> Rows:
 
 
 def imported(exported: str) -> CustomRecipe:
-    """The recipe of an exported module, in which only the imports of TransformerEngine are replaced."""
+    """Return the recipe of an exported module, with only the imports of TransformerEngine replaced."""
     names: dict[str, object] = {}
     text = re.sub(r"^from transformer_engine[\w.]* import", "from hqsweep.compat import", exported, flags=re.M)
     exec(compile(text, "exported.py", "exec"), names)
@@ -206,7 +206,7 @@ MODULE_CHECKS: dict[str, Check] = {
 
 TOKENS, WIDTH, OUTPUTS = 64, 128, 96
 GROWTH = 3.0
-"""The ratio between the new last token's largest magnitude and that of all tokens before.
+"""The ratio of largest magnitudes: the new last token over all tokens before.
 
 It is no power of two, which would shift scales and hide the leak.
 """
@@ -226,7 +226,7 @@ def causality_check(config: ParityConfig, device: torch.device) -> Rows:
 
 
 def shares_scales(format: Format) -> bool:
-    """Whether a scale of the format stands for elements of more than one row."""
+    """Return whether a scale of the format covers elements of more than one row."""
     return any(buffer.rows != 1 for buffer in format.layout.values())
 
 

@@ -146,7 +146,7 @@ def _mixture(problem: Problem) -> LayerNormMoE:
 def _mixture_pass(
     problem: Problem, module: LayerNormMoE, tokens: dict[int, int], step: int
 ) -> tuple[Results, list[Read]]:
-    """(results, operands): y and dx of so many tokens of these ranks, gradients of the experts' weights, and operands
+    """Return (results, operands): y and dx of these ranks' tokens, gradients of the experts' weights, and the operands
     read."""
     x, dy = (
         torch.cat(
@@ -236,8 +236,7 @@ Step = Callable[[int, Tensor, Tensor], tuple[Tensor, list[Read]]]
 
 @dataclass(frozen=True)
 class Stages:
-    """A GPT with one layer in each stage, and one sequence in each microbatch; there are as many microbatches as
-    ranks."""
+    """A GPT with one layer in each stage, one sequence in each microbatch, and a microbatch for each rank."""
 
     per_rank: int
 

@@ -20,8 +20,8 @@ from hqsweep.jobs.probe.tensor_files import Matrix
 from hqsweep.ops.stats import finite_or_none
 from hqsweep.ops.stream import DIRECTIONS, stream_statistics
 from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.argument import recipe_of
 from hqsweep.recipe.listing import slots
-from hqsweep.recipe.named import recipe_of
 from hqsweep.track.tables import ERRORS
 
 Row = dict[str, Any]

@@ -97,7 +97,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _fault(shape: tuple[int, ...], dtype: str) -> str | None:
-    """Why a tensor is no operand; None where it is one."""
+    """Return why a tensor cannot be an operand; None if it can."""
     if dtype not in DTYPES:
         return f"dtype {dtype}"
     if len(shape) < 2:

@@ -26,11 +26,11 @@ from hqsweep.nn.attention.sdpa import attend
 from hqsweep.nn.core.call import Call
 from hqsweep.nn.core.module import BOUNDARIES, Boundary, QuantizedModule
 from hqsweep.nn.core.products import once_differentiable, outside_autocast, returned
-from hqsweep.nn.core.recipe_argument import RecipeArgument, module_quantizers
 from hqsweep.nn.core.wire import AttentionRanks
 from hqsweep.ops.quantize.kernels import input_in
 from hqsweep.ops.quantize.request import Output
 from hqsweep.quant.operand import HybridOperand, Operand, flatten, unflatten
+from hqsweep.recipe.argument import RecipeArgument, module_quantizers
 from hqsweep.recipe.roles import TENSOR_TYPES, QuantizerRole
 from hqsweep.recipe.sections import DpaQuantizers
 from hqsweep.recipe.validate import attention_faults

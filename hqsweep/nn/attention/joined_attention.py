@@ -32,8 +32,10 @@ def takes_joined(dpa: Any, qkv: Tensor, heads: int, base: float | None, is_causa
 
 
 def attend_joined(qkv: Tensor, heads: int, base: float | None, is_causal: bool) -> Tensor:
-    """Attention of qkv, bfloat16 [B, T, 3 D], which nobody may read afterwards -> [B, T, D]. q and k are turned where
-    they are (split_heads) unless base is None."""
+    """Return attention [B, T, D] of qkv, bfloat16 [B, T, 3 D], which is overwritten.
+
+    q and k are rotated in place (split_heads) unless base is None.
+    """
     return AttendJoined.apply(qkv, heads, base, is_causal)
 
 

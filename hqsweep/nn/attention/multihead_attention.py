@@ -10,11 +10,11 @@ from hqsweep.nn.attention.joined_attention import attend_joined, takes_joined
 from hqsweep.nn.attention.rope import split_heads
 from hqsweep.nn.core.module import QuantizedModule
 from hqsweep.nn.core.options import AttentionOptions, LayerNormLinearOptions
-from hqsweep.nn.core.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.nn.core.recompute import recomputed
 from hqsweep.nn.core.residual import AddsBranch, Branch, is_observed, whole
 from hqsweep.nn.linear.layernorm_linear import LayerNormLinear
 from hqsweep.nn.linear.linear import Linear
+from hqsweep.recipe.argument import RecipeArgument, whole_recipe
 from hqsweep.recipe.roles import QuantizerRole
 
 

@@ -1,1 +1,1 @@
-"""What every module and every call has: options, quantizers, the context of a forward pass, weights, probes."""
+"""The parts that all modules share: options, quantizers, calls, the context of a forward pass, weights, probes."""

@@ -1,4 +1,4 @@
-"""Call: what one call of a module needs beside its tensors, from forward through recomputation to backward."""
+"""Call: the facts of one call of a module, beside its tensors, from forward through recomputation to backward."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,28 +28,30 @@ from hqsweep.recipe.sections import Section
 
 @memo
 def slot_name(module_type: str, tensor: str, name: str, expert: int | None, part: int) -> str:
-    """The slot of the random bits of a tensor, in a part of the step's batch."""
+    """Return the slot of a tensor's random bits, in a part of the step's batch."""
     slot = str(QuantizerRole(module_type, tensor, name, expert))
     return f"{slot}@{part}" if part else slot
 
 
 @memo
 def slot_names(module_type: str, tensor: str, name: str, experts: range, part: int) -> tuple[str, ...]:
-    """slot_name of these experts."""
+    """Return the slot_name of each of these experts."""
     return tuple(slot_name(module_type, tensor, name, expert, part) for expert in experts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What a call captures in forward, so that backward quantizes under the same recipe and draws the same random
-    bits."""
+    """The facts that a call captures in forward.
+
+    With them backward quantizes under the same recipe, and draws the same random bits.
+    """
 
     module_type: str
     name: str
     expert: int | None = None
-    """Which of the experts of a grouped linear."""
+    """The number of the expert of a grouped linear."""
     first_expert: int = 0
-    """The first of the experts that this rank holds, which are numbered over all ranks."""
+    """The first expert that this rank holds. Numbers count over all ranks."""
     quantizers: Section
     dtype: torch.dtype
     context: Context
@@ -60,19 +62,21 @@ class Call:
     epoch: int | None = None
     """The epoch of the states in forward."""
     grad: bool
-    """Whether autograd records: without it nothing of a direction that only backward reads is made, and no state of
-    delayed scaling changes."""
+    """Whether autograd records. Without it, no operand is made that only backward reads, and no state of delayed
+    scaling changes."""
     splits: Splits | None = None
-    """The rows of each expert in every tensor but the weight, or None: a tensor is one matrix."""
+    """The rows of each expert in every tensor except the weight; None: a tensor is one matrix."""
     weight_splits: Splits | None = None
     """The rows of each expert in all weights, one below the other."""
     slot_numbers: SlotNumbers | None = None
-    """The numbers that its random bits are keyed by in place of the module's name, in a trace that does not depend on
-    that."""
+    """Numbers that replace the module's name in the keys of random bits, in a trace that does not depend on the
+    name."""
 
     def key(self, tensor: str) -> RngKey | RngKeys | RngNumbers:
-        """The key of one slot in this step and microbatch, or the keys of every expert's; a weight's key has the step
-        alone."""
+        """Return the key of one slot in this step and microbatch, or a key for each expert.
+
+        A weight's key has the step alone.
+        """
         # Microbatches are parts of the step's batch, in which weights do not differ.
         part = self.context.microbatch if tensor != "weight" else 0
         if self.slot_numbers is not None:
@@ -93,7 +97,7 @@ class Call:
         return getattr(self.quantizers, tensor)
 
     def states_of(self, tensor: str, x: Tensor) -> SlotStates | list[SlotStates] | None:
-        """The states of one slot, or those of every expert, on x's device."""
+        """Return the states of one slot, or a list with the states of each expert, on x's device."""
         quantizer = self.quantizer(tensor)
         if quantizer is None or not quantizer.delayed:
             return None
@@ -101,13 +105,13 @@ class Call:
 
     @property
     def recording(self) -> dict[str, Any]:
-        """How the states of delayed scaling record this call: under which step, whether at all, and with which
-        ranks."""
+        """The arguments with which states of delayed scaling record this call: the step, whether to record, and the
+        group."""
         return {"step": self.context.step, "record": self.grad, "group": self.context.amax_group}
 
     @property
     def product_takes(self) -> Output:
-        """The output to ask quantize for where a product reads it."""
+        """The output that quantize() is asked for where a product reads it."""
         return "codes" if self.gemm == "native" or self.context.reader is not None else "exact"
 
     @for_its_slot
@@ -121,9 +125,11 @@ class Call:
         by_rows: bool = False,
         amaxes: Sequence[Tensor] = (),
     ) -> HybridOperand:
-        """x [rows, cols] quantized for its slot, all of it as one matrix or the rows of each expert by themselves.
-        by_rows: exact columns of experts are made as torch._grouped_mm takes them. amaxes: the amaxes of x that are
-        known, for one matrix. A UserError names the tensor and the expert."""
+        """Quantize x [rows, cols] for its slot, as one matrix or each expert's rows by themselves.
+
+        by_rows: make exact columns of experts as torch._grouped_mm takes them. amaxes: known amaxes of x, for one
+        matrix. A UserError names the tensor and the expert.
+        """
         quantizer = getattr(self.quantizers, tensor)
         key = self.key(tensor) if quantizer.reads_key else None
         states = self.states_of(tensor, x) if quantizer.delayed else None
@@ -144,7 +150,7 @@ class Call:
     def quantize_under(
         self, tensor: str, x: Tensor, amax: Tensor, *, rowwise: Output | None = None, columnwise: Output | None = None
     ) -> HybridOperand:
-        """quantize() for one matrix whose amax is known, where its quantizer takes_amax."""
+        """Quantize one matrix under a known amax. Its quantizer must have takes_amax."""
         quantizer = self.quantizer(tensor)
         key = self.key(tensor) if quantizer.reads_key else None
         states = self.states_of(tensor, x) if quantizer.delayed else None
@@ -161,14 +167,16 @@ class Call:
         rowwise: Output | None = None,
         columnwise: Output | None = None,
     ) -> HybridOperand:
-        """quantize() for activation(z) [rows, cols], or with dh for the gradient of z; one matrix, on CUDA."""
+        """Quantize activation(z) [rows, cols], or with dh the gradient of z. One matrix, on CUDA."""
         quantizer = self.quantizer(tensor)
         options = {"key": self.key(tensor) if quantizer.reads_key else None, "states": self.states_of(tensor, z)}
         return quantizer.quantize_activated(z, dh, kind, rowwise=rowwise, columnwise=columnwise, **options)
 
     def rounded(self, tensor: str, x: Tensor) -> Tensor:
-        """x rounded to the values of a boundary slot's quantizer, the rows of each expert by themselves; x itself
-        without a quantizer. It waits for splits that only a device knows."""
+        """Return x rounded to the values of a boundary slot's quantizer, each expert's rows by themselves.
+
+        Without a quantizer it returns x itself. It waits for splits that only a device knows.
+        """
         quantizer = self.quantizer(tensor)
         if quantizer is None:
             return x
@@ -181,9 +189,9 @@ class Call:
             self.context.probe.tensor(self.site(tensor, self.part_of(tensor, x)), x, *slot)
 
     def site(self, name: str, part: Part | None) -> Site:
-        """The site of a tensor or a GEMM of this call, for a probe."""
+        """Return the site of a tensor or a GEMM of this call, for a probe."""
         return Site(layer=self.layer, name=name, microbatch=self.context.microbatch, part=part)
 
     def part_of(self, tensor: str, x: Tensor) -> Part | None:
-        """Where x lies in the matrix that ranks have in parts; None: x is all of it."""
+        """Return the place of x in a matrix that ranks share; None: x is the whole matrix."""
         return None

@@ -1,11 +1,12 @@
-"""Check that a recomputation in backward computes what the first run computed.
+"""Check that a recomputation in backward computes the same as the first run.
 
-torch.utils.checkpoint and similar tools keep a part's inputs and run it again in backward. Recipe, quantization() and
-quantizers of that moment apply then. So a first run leaves a note with its keeper, the object that will run it again,
-and a second run is compared with the note. The keeper is a frame of torch.utils.checkpoint. For a first run without
-gradients it is the context of an autograd function: torch's use_reentrant=True, and the functions of TransformerEngine,
-Megatron and DeepSpeed. So each second run finds the note of its first run, in any order. Without a keeper, as for an
-unknown mechanism, the module's last call counts as the first run.
+torch.utils.checkpoint and similar tools keep a part's inputs and run it again in backward. The recipe, quantization()
+and quantizers of that moment apply then. So a first run leaves a note, and the second run is compared with it.
+
+The note lies with the keeper, the object that runs the part again. It is a frame of torch.utils.checkpoint. For a first
+run without gradients it is the context of an autograd function: torch's use_reentrant=True, and the functions of
+TransformerEngine, Megatron and DeepSpeed. So each second run finds the note of its first run, in any order. Without a
+keeper, as for an unknown mechanism, the module's last call counts as the first run.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""What a forward pass needs beside its tensors: the key of stochastic rounding, a probe on sampled steps, a recipe."""
+"""The context of a forward pass: the key of stochastic rounding, a probe on sampled steps, a recipe."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, RngNumbers, numbers_of
+from hqsweep.memo import memo
 from hqsweep.nn.core.probe import Probe
 from hqsweep.nn.core.scoped import Entered, Scoped
 from hqsweep.ops.library import has_kernels
@@ -19,17 +20,16 @@ from hqsweep.ops.quantize.nonfinite import boundary
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import TENSOR_TYPES, QuantizerRole
-from hqsweep.recipe.sectioned import Recipe
-from hqsweep.recipe.sections import LinearQuantizers, Section
+from hqsweep.recipe.sections import Section
 
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What each module captures in forward, so that backward and recompute draw the same bits."""
+    """The state that each module captures in forward, so that backward and recomputations draw the same bits."""
 
     seed: int = 0
     step: int | None = None
-    """The step of the training; None outside of any."""
+    """The step of the training; None without a training."""
     probe: Probe | None = None
     microbatch: int = 0
     cache_weights: bool = False
@@ -39,19 +39,24 @@ class Context:
     amax_group: Any = None
     """The process group whose ranks share the amaxes of delayed scaling; None: all ranks."""
     counter: Tensor | None = field(default=None, compare=False)
-    """int64 [1] on the device that holds the step, from which keys read it there; None: keys have `step`."""
+    """int64 [1] on the device: the step, which keys read there. None: keys have `step`."""
     kernels: bool = True
-    """Whether norms, activations, rotary positions and the loss run on hqsweep's CUDA kernels where there are some."""
+    """Whether norms, activations, rotary positions and the loss run on hqsweep's CUDA kernels, if the build has
+    them."""
     reader: Callable[[Any, str, Any, Any], None] | None = field(default=None, compare=False)
-    """Called with the call, the GEMM and both operands of each product that LinearCall.product forms: products then
-    take codes, whose exact operands are those that they take otherwise."""
+    """Called with the call, the GEMM and both operands of each product of LinearCall.product.
+
+    Products then take codes, with the same values as the exact operands that they usually take.
+    """
 
     owners: dict[Hashable, ref] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Which module draws the random bits of a slot."""
 
     def claim(self, slot: tuple, module: object) -> None:
-        """Note that the module draws the random bits of the slot (module type, name, expert); UserError where another
-        one does, whose bits would be the same."""
+        """Note that the module draws the random bits of the slot (module type, name, expert).
+
+        UserError if another module draws them, whose bits would be the same.
+        """
         owner = self.owners.get(slot)
         owner = owner and owner()
         if owner is None:
@@ -66,7 +71,7 @@ class Context:
         return RngKey(slot=slot, **self._key_fields())
 
     def numbered_key(self, numbers: list[int]) -> RngNumbers:
-        """The key() of the slot whose name has these numbers_of."""
+        """Return key() of the slot with these numbers (numbers_of)."""
         return RngNumbers(numbers=numbers, **self._key_fields())
 
     def _key_fields(self) -> dict[str, Any]:
@@ -76,9 +81,8 @@ class Context:
         return {"seed": self.seed, "step": step, "counter": self.counter}
 
 
-HIGH_PRECISION = Recipe(linear=LinearQuantizers.parse("bf16", "recipe.linear"))
 OUTSIDE = Context()
-"""What current() gives outside of any quantization()."""
+"""The result of current() outside quantization()."""
 
 _CONTEXT = Scoped(OUTSIDE)
 _RECIPE: Scoped[AnyRecipe | None] = Scoped(None)
@@ -92,18 +96,21 @@ torch.compiler.config.dynamic_sources = ",".join(
 
 
 def current() -> Context:
-    """The innermost context; outside of any: seed 0, random bits of step 0, no probe."""
+    """Return the innermost context. Outside quantization(): seed 0, random bits of step 0, no probe."""
     return _CONTEXT.get()
 
 
 def autocast_recipe() -> AnyRecipe | None:
-    """The recipe of the innermost autocast; None outside of any."""
+    """Return the recipe of the innermost autocast; None outside autocast."""
     return _RECIPE.get()
 
 
 def use_kernels(x: Tensor) -> bool:
-    """Whether elementwise work on x runs on hqsweep's CUDA kernels: on a GPU, in a build that has them, and where the
-    innermost quantization() has kernels=True. Otherwise torch's operators compute it, which are the reference."""
+    """Return whether elementwise work on x runs on hqsweep's CUDA kernels.
+
+    It does on a GPU, if the build has them, unless quantization() has kernels=False. Otherwise torch's operators
+    compute it, which are the reference.
+    """
     return x.is_cuda and _CONTEXT.get().kernels and has_kernels("cuda")
 
 
@@ -118,20 +125,22 @@ def quantization(
     counter: Tensor | None = None,
     kernels: bool = True,
 ) -> Entered[Context]:
-    """Modules called inside draw their random bits from (seed, slot, step, microbatch) and report to `probe`. For
-    delayed scaling all that is trained under one step belongs to it, whatever the microbatch.
+    """Set the key of random bits, the probe and the step for the modules that are called inside.
 
-    step: the step of the training; without one the bits are those of step 0.
-    microbatch: index of the part of the step's batch; weights, which are those of the step, draw without it.
-    cache_weights: quantize a weight once a step for as long as nobody writes to it, for microbatches and evaluation,
-    and in forward for backward, too, from one read. It needs the step, and costs 2 bytes an element and direction, and
-    a copy of the weight, with which it is compared at each use.
-    amax_group: the process group over which the amaxes of delayed scaling are the largest; by default all ranks.
-    Where ranks hold different experts, a group of those that hold the same ones.
-    counter: int64 [1] on the device, from which random bits take the step, when they are drawn, in place of `step`. A
-    CUDA graph that is captured with it draws the bits of every step: write the step to it before each replay.
-    kernels: whether norms, activations, rotary positions and the loss run on hqsweep's CUDA kernels, whose sums are in
-    another order than those of torch's operators, which take their place with False.
+    Random bits are drawn from (seed, slot, step, microbatch). All microbatches under one step are one step of delayed
+    scaling.
+
+    step: the step of the training; by default bits are drawn as in step 0.
+    microbatch: index of a part of the step's batch. Weights draw without it, since they are the same for all parts.
+    cache_weights: quantize a weight once a step, for microbatches, evaluation and backward, until the weight is
+    written. It needs the step. It costs 2 bytes an element and direction, and a copy of the weight, which each use
+    compares.
+    amax_group: the process group whose largest amaxes delayed scaling takes; by default all ranks. Where ranks hold
+    different experts, give the group of ranks with the same experts.
+    counter: int64 [1] on the device. Random bits take the step from it, when they are drawn, in place of `step`. A
+    captured CUDA graph then draws the bits of every step: write the step to it before each replay.
+    kernels: whether norms, activations, rotary positions and the loss run on hqsweep's CUDA kernels. With False torch's
+    operators run, which sum in another order.
     """
     options = {"probe": probe, "microbatch": microbatch, "cache_weights": cache_weights, "amax_group": amax_group}
     options |= {"counter": counter, "kernels": kernels}
@@ -152,38 +161,47 @@ def autocast(
 ) -> Iterator[None]:
     """Modules called inside run on `recipe` instead of their own; the innermost autocast decides.
 
-    recipe: what modules take; a format ("format:nvfp4") or the section of a linear is for all products. enabled=False
-    is high precision (bf16 operands). Backward needs no autocast; recomputation in backward does.
+    recipe: as modules take it. A format ("format:nvfp4"), or the section of a linear, applies to all products.
+    enabled=False is high precision (bf16 operands). Backward needs no autocast; recomputation in backward does.
     """
     if enabled and recipe is None:
         raise UserError("autocast: recipe is missing; give a Recipe or a CustomRecipe, or enabled=False")
-    with _RECIPE.entered(as_recipe(recipe, "autocast").entered() if enabled else HIGH_PRECISION):
+    with _RECIPE.entered(as_recipe(recipe, "autocast").entered() if enabled else high_precision()):
         yield
 
 
+@memo
+def high_precision() -> AnyRecipe:
+    """Return the recipe of autocast(enabled=False): bf16 operands."""
+    return as_recipe("format:bf16", "autocast")
+
+
 def as_recipe(recipe: AnyRecipe | Section | HybridQuantizer | str | Mapping[str, Any], where: str) -> AnyRecipe:
-    """A recipe as it is, or that of what modules take (recipe_argument.whole_recipe)."""
+    """Return a recipe as it is; make one from any other argument that modules take (recipe.argument.whole_recipe)."""
     if hasattr(recipe, "resolve"):
         return recipe
-    from hqsweep.nn.core.recipe_argument import whole_recipe  # the parser of recipes is not for every call
+    from hqsweep.recipe.argument import whole_recipe  # the parser of recipes is not for every call
 
     return whole_recipe(recipe, where)
 
 
 def within(context: Context) -> Entered[Context]:
-    """Modules called inside are in this context, in which the names of modules are claimed anew."""
+    """Call modules inside in this context. Names of modules are claimed anew."""
     return _CONTEXT.entered(context)
 
 
 def unwritten(period: object) -> Entered[Context]:
-    """Inside, kept operands of weights are used without comparing the weights, for all `with` blocks of one period.
-    The caller promises that torch's version counter sees every write to a weight in that period."""
+    """Inside, kept operands of weights are used without a comparison of the weights, for all `with` blocks of one
+    period.
+
+    The caller promises that torch's version counter sees every write to a weight in that period.
+    """
     return within(replace(current(), period=period))
 
 
 @contextmanager
 def replayed(context: Context, recipe: AnyRecipe | None) -> Iterator[None]:
-    """Restore what current() and autocast_recipe() gave then: what is computed again draws the same bits."""
+    """Restore an earlier current() and autocast_recipe(), so that a recomputation draws the same bits."""
     with _CONTEXT.entered(context), _RECIPE.entered(recipe):
         yield
 

@@ -106,7 +106,7 @@ class DelayedStates(nn.ModuleDict):
         return self[name]
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        """Load states, and create those that only the checkpoint has. Missing ones are reset (see DelayedState)."""
+        """Load states, and create states that only the checkpoint has. Missing ones are reset (see DelayedState)."""
         histories = {
             key.removeprefix(prefix).removesuffix(".history"): tensor
             for key, tensor in state_dict.items()

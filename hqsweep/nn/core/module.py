@@ -1,4 +1,5 @@
 """QuantizedModule: a module with a quantizer per tensor. set_recipe() gives a whole model its quantizers.
+QuantizedWeight is the base of modules whose weight is not a GEMM operand, such as embedding tables and norms.
 
 Quantizers are values. A module holds one frozen section of them. A new recipe replaces only slots that differ by value,
 so that state keyed by a quantizer (a cached weight, a history) survives.
@@ -11,19 +12,22 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Format
+from hqsweep.memo import memo
 from hqsweep.nn.core.call_marks import Runs, refusal
 from hqsweep.nn.core.context import NUMBERED_PARTS, Context, autocast_recipe, current, slot_numbers
 from hqsweep.nn.core.delayed import DelayedStates
 from hqsweep.nn.core.products import refuse_transforms
+from hqsweep.nn.core.rounding import rounded
+from hqsweep.nn.core.wire import WeightRanks
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import GRADIENTS, TENSOR_TYPES, QuantizerRole
-from hqsweep.recipe.sections import Faults, Section, slots
+from hqsweep.recipe.sections import Faults, Section, WeightQuantizers, slots
 from hqsweep.recipe.validate import check_products, section_faults, unread_overrides
 from hqsweep.torch_private import current_graph_task_id, top_saved_tensors_hooks, transforms
 
@@ -48,7 +52,7 @@ class QuantizedModule(nn.Module):
     """The mode of its GEMMs outside autocast."""
 
     expert: int | None = None
-    """The expert of a grouped linear that this module stands for; None: no expert."""
+    """The expert of a grouped linear that this module represents; None: no expert."""
 
     BOUNDARIES: Mapping[str, str] = MappingProxyType({})
     """Boundary slot -> the attribute that holds its role."""
@@ -137,8 +141,8 @@ class QuantizedModule(nn.Module):
         return self._autocast[1]
 
     def unread_boundaries(self) -> list[QuantizerRole | None]:
-        """Return the roles with which a factory is asked for boundary slots without a reader: None, as in
-        TransformerEngine."""
+        """Return a None for each boundary slot without a reader. As in TransformerEngine, a factory gets None as its
+        role."""
         return [role for role in self.boundary_roles().values() if role is None]
 
     def call_facts(self) -> dict[str, Any]:
@@ -228,8 +232,7 @@ class Boundary:
     """The role of a boundary slot, as a descriptor.
 
     Setting another role drops autocast's resolved quantizers, and the slot has no quantizer until the next
-    set_recipe().
-    Setting the same role does nothing.
+    set_recipe(). Setting the same role does nothing.
     """
 
     def __init__(self, slot: str) -> None:
@@ -281,13 +284,11 @@ def set_recipe(model: nn.Module, recipe: AnyRecipe | Section | HybridQuantizer |
     recipe: also a recipe's name, a path, or a format ("format:nvfp4"), which applies to all products, as does a section
     of linears. Each role is resolved once, and layers are counted over the whole model. A schedule is not followed.
 
-    Raises:
-        UserError: as recipe.resolve() does; for products whose operands cannot meet, overrides that match no module,
-          two
-            modules with one name that would draw the same random bits, and a model without modules of hqsweep.nn. The
-            model is unchanged then.
+    UserError as recipe.resolve() raises it; for products whose operands cannot meet, overrides that match no module,
+    two modules with one name that would draw the same random bits, and a model without modules of hqsweep.nn. The model
+    is unchanged then.
     """
-    from hqsweep.nn.core.recipe_argument import whole_recipe  # not every module needs the parser of recipes
+    from hqsweep.recipe.argument import whole_recipe  # not every module needs the parser of recipes
 
     modules = quantized_modules(model)
     if not modules:
@@ -323,3 +324,34 @@ def _shared_bits(modules: Sequence[QuantizedModule], sections: Sequence[Section]
                 f"{name}: {count} modules ({module_type}) of this name round stochastically and would draw the same"
                 " random bits; give each a name of its own"
             )
+
+
+class QuantizedWeight(QuantizedModule):
+    """A module whose single weight is rounded to the quantizer's rowwise format."""
+
+    quantizers: WeightQuantizers
+    parallel: WeightRanks | None = None
+    """How ranks share the parameters; None: this rank has all of them."""
+
+    def own(self, parameter: Tensor) -> Tensor:
+        """This rank's part of a parameter, as forward reads it."""
+        return parameter if self.parallel is None else self.parallel.own(parameter)
+
+    def quantized_weight(self) -> Tensor:
+        """Return self.weight, or this rank's part of it, rounded by rounded()."""
+        quantizers, context = self.active_quantizers(), current()
+        quantizer = quantizers.weight
+        self.check_scope(quantizers, autocast_recipe(), context)
+        if quantizer.stochastic:
+            self.claim_bits(context)
+        call = {"step": context.step, "record": torch.is_grad_enabled(), "group": context.amax_group}
+        states = self.states.of("weight", quantizer, device=self.weight.device, **call)
+        weight, key = self.own(self.weight), context.key(_slot(self.module_type, self.name))
+        part = None if self.parallel is None else self.parallel.part
+        return rounded(weight, quantizer, key, states, part)
+
+
+@memo
+def _slot(module_type: str, name: str) -> str:
+    """Return the slot of the weight's random bits."""
+    return str(QuantizerRole(module_type, "weight", name))

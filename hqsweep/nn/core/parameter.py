@@ -4,30 +4,21 @@ Linears give their weights as a list: one [N, K], one [N, K] for each expert, or
 through held_operands, weight_matrix and flatten_weights.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand
 from hqsweep.gemm.grouped import Group, Members
-from hqsweep.nn.core.context import as_recipe, current
 from hqsweep.nn.core.delayed import DelayedStates, ExpertStates
 from hqsweep.ops.quantize.kernels import in_dtype
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.gathered_weight import GatheredWeight
-from hqsweep.quant.grouped import GroupedTensor
 from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
 from hqsweep.quant.operand import Operand, Skeleton, flatten, unflatten
 from hqsweep.quant.tensor import HybridQuantizedTensor
-from hqsweep.recipe.base import AnyRecipe
-from hqsweep.recipe.roles import QuantizerRole
-from hqsweep.recipe.sections import Section
 from hqsweep.torch_private import foreach_copy_
 
 AnyOperand = Operand | ExactOperand | Group
@@ -35,99 +26,13 @@ Weights = Sequence[Tensor]
 """One tensor for each matrix [N, K], or one for all experts [E, N, K]."""
 
 
-@dataclass(frozen=True)
-class _Init:
-    recipe: AnyRecipe | None
-    preserve: bool
-    change: Callable[[HybridQuantizer], HybridQuantizer] = lambda quantizer: quantizer
-    """From the quantizer that a weight is due to the one that it is held in."""
-
-
-_INIT: ContextVar[_Init | None] = ContextVar("hqsweep_quantized_model_init", default=None)
-
-
-@contextmanager
-def quantized_model_init(
-    *,
-    enabled: bool = True,
-    recipe: AnyRecipe | Section | HybridQuantizer | str | Mapping[str, Any] | None = None,
-    preserve_high_precision_init_val: bool = False,
-) -> Iterator[None]:
-    """Modules built inside hold their GEMM weights as HybridQuantizedTensor, in both directions of their recipe.
-
-    recipe: what autocast takes, to hold weights in the quantizers that it gives to their roles; by default that of each
-    module. Modules of hqsweep.compat have none, and are called in an autocast of this one. Biases, gains and embeddings
-    stay as they are. It works under no_grad and on the meta device, where Module.to_empty and reset_parameters follow.
-    preserve_high_precision_init_val: keep the initial values on the CPU, as what an optimizer starts its masters from.
-    Random bits of +sr are keyed by the surrounding quantization(). UserError for a recipe that does not parse.
-    """
-    whole = None if recipe is None else as_recipe(recipe, "quantized_model_init")
-    token = _INIT.set(_Init(whole, preserve_high_precision_init_val) if enabled else None)
-    try:
-        yield
-    finally:
-        _INIT.reset(token)
-
-
-@contextmanager
-def held_in(change: Callable[[HybridQuantizer], HybridQuantizer]) -> Iterator[None]:
-    """Weights that are built inside, where quantized_model_init holds them, are held in change(quantizer)."""
-    init = _INIT.get()
-    token = _INIT.set(init and replace(init, change=change))
-    try:
-        yield
-    finally:
-        _INIT.reset(token)
-
-
-def holds_weights() -> bool:
-    """Whether GEMM weights that are made now are held quantized: inside quantized_model_init."""
-    return _INIT.get() is not None
-
-
-def gemm_weight(
-    weight: Tensor,
-    quantizer: HybridQuantizer,
-    role: QuantizerRole,
-    dtype: torch.dtype,
-    states: DelayedStates | ExpertStates,
-) -> nn.Parameter:
-    """The parameter of a module: `weight` itself, or inside quantized_model_init its quantized form.
-
-    dtype: the dtype of the module's tensors, to which weights are rounded before they are quantized. states: the
-    module's, or, for weights [E, N, K] of experts in one parameter, each expert's.
-    """
-    init = _INIT.get()
-    if init is None:
-        return nn.Parameter(weight)
-    quantizer = init.change(quantizer if init.recipe is None else init.recipe.quantizer(role))
-    options = {"source_dtype": dtype, "key": current().key(str(role))}
-    options["states"] = states.of("weight", quantizer, device=weight.device)
-    options["preserve_high_precision_init_val"] = init.preserve
-    kind = HybridQuantizedTensor if weight.dim() == 2 else GroupedTensor
-    held = kind.quantize(weight.detach(), quantizer, **options)
-    held.shared.layer = role.name if role.expert is None else f"{role.name}.{role.expert}"
-    return nn.Parameter(held)
-
-
-def expert_parameters(
-    weight: Tensor, quantizer: HybridQuantizer, role: QuantizerRole, dtype: torch.dtype, states: ExpertStates
-) -> list[nn.Parameter]:
-    """gemm_weight of every expert of a weight [E, N, K], each a parameter of its own under its own role."""
-    roles = [QuantizerRole(role.module_type, role.tensor_type, role.name, expert) for expert in range(len(weight))]
-    return [
-        gemm_weight(part.clone(), quantizer, own, dtype, state)
-        for part, own, state in zip(weight, roles, states, strict=True)
-    ]
-
-
 def is_held(weights: Weights) -> bool:
-    """Whether the weights of a linear are quantized operands."""
+    """Return whether the weights of a linear are quantized operands."""
     return isinstance(weights[0], HybridQuantizedTensor)
 
 
 def expert_weights(weights: Weights) -> list[Tensor]:
-    """Each matrix [N, K], as views."""
+    """Return each matrix [N, K], as views."""
     if weights[0].dim() != 3:
         return list(weights)
     if is_held(weights):  # of which ranks gather what one pass reads; views are of both directions
@@ -137,7 +42,7 @@ def expert_weights(weights: Weights) -> list[Tensor]:
 
 
 def weight_matrix(weights: Weights, dtype: torch.dtype) -> Tensor:
-    """All weights, one below the other, in dtype; views whose rows are not together in memory are copied."""
+    """Return all weights, one below the other, in dtype. Views whose rows are apart in memory are copied."""
     weights = [_values(weight) for weight in weights]
     if len(weights) == 1:
         weight = weights[0]
@@ -153,26 +58,26 @@ def weight_matrix(weights: Weights, dtype: torch.dtype) -> Tensor:
 
 
 def _values(weight: Tensor) -> Tensor:
-    """A weight, or the values of one that ranks have gathered, in the dtype that these have."""
+    """Return a weight, or the values that ranks have gathered, in their dtype."""
     if not isinstance(weight, GatheredWeight):
         return weight
     return weight.value if torch.compiler.is_compiling() else weight.filled()
 
 
 def is_gathered(weights: Weights) -> bool:
-    """Whether the weights of a linear are plain ones that ranks have gathered in its dtype."""
+    """Return whether the weights of a linear are plain tensors that ranks have gathered in its dtype."""
     return isinstance(weights[0], GatheredWeight)
 
 
 def are_filled_again(weights: Weights) -> bool:
-    """Whether weights lie in memory that ranks free after forward and fill for backward; a trace cannot tell."""
+    """Return whether weights lie in memory that ranks free after forward and fill for backward. A trace cannot tell."""
     if torch.compiler.is_compiling():
         return False
     return is_gathered(weights) or (is_held(weights) and weights[0].planes is not None)
 
 
 def held_operands(weights: Weights, direction: Direction) -> Operand | Members:
-    """The operands of one direction of weights that are held quantized and have passed check_held."""
+    """Return the operands of one direction of held quantized weights, which have passed check_held."""
     return _joined([getattr(weight.ready(direction), direction) for weight in weights])
 
 
@@ -181,15 +86,15 @@ def _joined(operands: list[Operand]) -> Operand | Members:
 
 
 def link_states(weights: Weights, states: DelayedStates | ExpertStates) -> list[SlotStates]:
-    """Have weights that are held quantized use the states of their module, after a copy, a move or a checkpoint;
-    returns the states that they have."""
+    """Link held quantized weights to the states of their module, after a copy, a move or a checkpoint.
+
+    Returns these states.
+    """
     one_for_each = isinstance(states, ExpertStates) and weights[0].dim() == 2
     linked = []
     for weight, own in zip(weights, states if one_for_each else [states], strict=True):
         if isinstance(weight, HybridQuantizedTensor):
-            if isinstance(weight, GroupedTensor):  # which may be a shard, of some of the experts
-                own = own.numbered(weight.metadata.content.first, weight.experts)
-            weight.states = own.of("weight", weight.quantizer, device=weight.device)
+            weight.states = weight.own_states(own).of("weight", weight.quantizer, device=weight.device)
             if weight.planes is not None:
                 weight.planes.link(weight.states)
             linked.append(weight.states)
@@ -197,7 +102,7 @@ def link_states(weights: Weights, states: DelayedStates | ExpertStates) -> list[
 
 
 def check_held(weight: HybridQuantizedTensor, direction: Direction, quantizer: HybridQuantizer) -> None:
-    """UserError unless the quantized weight is what a recipe's GEMM reads in this direction."""
+    """Raise UserError unless a recipe's GEMM can read the quantized weight in this direction."""
     held = weight.quantizer
     if held != quantizer and str(held) != str(quantizer):  # a file has the text alone
         raise UserError(
@@ -210,24 +115,24 @@ def check_held(weight: HybridQuantizedTensor, direction: Direction, quantizer: H
 
 
 def flatten_weights(weights: Weights) -> tuple[list[Tensor], list[Skeleton]]:
-    """The tensors of the columnwise operands of weights that are held, which dgrad needs."""
+    """Return the tensors of the columnwise operands of held weights, which dgrad needs."""
     flat = [flatten(weight.columnwise) for weight in weights]
     return [tensor for tensors, _ in flat for tensor in tensors], [skeleton for _, skeleton in flat]
 
 
 def unflatten_weights(tensors: Sequence[Tensor], skeletons: Sequence[Skeleton]) -> Operand | Members:
-    """The columnwise operands of weights that are held, from flatten_weights."""
+    """Return the columnwise operands of held weights, from the tensors of flatten_weights."""
     count = len(tensors) // len(skeletons)
     parts = [tensors[i * count : (i + 1) * count] for i in range(len(skeletons))]
     return _joined([unflatten(part, skeleton) for part, skeleton in zip(parts, skeletons, strict=True)])
 
 
 SUMS: list[Callable[[Tensor], Tensor | None]] = []
-"""What finds the sum of the gradients of a weight without a main_grad; None for a weight that it does not know."""
+"""Functions that find the sum of a weight's gradients without a main_grad; they return None for unknown weights."""
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
-    """What dw is added to: weight.main_grad, or the FP32 sum of a weight under fully_shard that FSDP reduces next."""
+    """Return the tensor to which dw is added: weight.main_grad, or the FP32 sum that FSDP reduces next."""
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is not None:
         return main_grad
@@ -235,8 +140,11 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 
 
 def summed_main_grad(weight: Tensor) -> Tensor:
-    """main_grad_of(), for what adds this backward's dw to it. As in TransformerEngine it is zeroed first where
-    the parameter's overwrite_main_grad is true, and its grad_added_to_main_grad, where there is one, becomes true."""
+    """Return main_grad_of(), to which this backward adds dw.
+
+    As in TransformerEngine, a true overwrite_main_grad of the parameter zeroes it first. grad_added_to_main_grad, if
+    the parameter has it, becomes true.
+    """
     main_grad, parameter = main_grad_of(weight), getattr(weight, "spread", weight)
     if getattr(parameter, "overwrite_main_grad", False):
         main_grad.zero_()
@@ -246,7 +154,7 @@ def summed_main_grad(weight: Tensor) -> Tensor:
 
 
 def check_main_grad(weight: Tensor) -> None:
-    """UserError unless the weight has an FP32 main_grad to accumulate into."""
+    """Raise UserError unless the weight has an FP32 main_grad to accumulate into."""
     main_grad = main_grad_of(weight)
     if main_grad is None or main_grad.dtype != torch.float32 or main_grad.shape != weight.shape:
         got = "none" if main_grad is None else f"{main_grad.dtype} {tuple(main_grad.shape)}"
@@ -254,23 +162,3 @@ def check_main_grad(weight: Tensor) -> None:
             f"fuse_wgrad_accumulation adds to weight.main_grad, a float32 tensor {tuple(weight.shape)}; got {got}"
             " (optim.use_main_grads gives every parameter one)"
         )
-
-
-def regroup(state: dict[str, Any], prefix: str, name: str, experts: int, *, single: bool) -> None:
-    """Have a state_dict name a parameter as the module does: "weight" [E, ...], or "weight0" [...] and so on.
-
-    What is there under the other names is stacked, or taken apart; nothing else is touched.
-    """
-    whole, parts = f"{prefix}{name}", [f"{prefix}{name}{expert}" for expert in range(experts)]
-    if single and whole not in state and all(part in state for part in parts):
-        state[whole] = stacked([state.pop(part) for part in parts])
-    if not single and whole in state and len(state[whole]) == experts:
-        state.update(zip(parts, state.pop(whole).unbind(0), strict=True))
-
-
-def stacked(parts: Sequence[Tensor]) -> Tensor:
-    """[E, ...] of E tensors; quantized ones of equal quantizers keep their bytes."""
-    held = [part for part in parts if isinstance(part, HybridQuantizedTensor)]
-    if len(held) == len(parts) and len({part.quantizer for part in held}) == 1:
-        return GroupedTensor.of(held)
-    return torch.stack([part.dequantize() if isinstance(part, HybridQuantizedTensor) else part for part in parts])

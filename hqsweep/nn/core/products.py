@@ -69,8 +69,10 @@ _UNTRACED: dict[str, Callable[..., Any]] = {}
 
 
 def refuse_transforms(name: str) -> None:
-    """Raise UserError for transforms that look into products, which read memory by address. A trace may be inside
-    one."""
+    """Raise UserError under transforms that replace products, since these read memory by address.
+
+    A trace may be inside a transform.
+    """
     if not torch.compiler.is_compiling():
         raise UserError(
             f"{name}: torch.func (grad, vjp, jvp, vmap, jacrev), forward-mode AD and is_grads_batched=True cannot look"

@@ -1,7 +1,7 @@
-"""The residual stream between modules: the sum of a branch is left to the norm that reads it next, in one pass.
+"""The residual stream between modules: a norm adds the branch before it as it reads the stream, in one pass.
 
-Modules hand on (x, branch), where x + branch is the stream and branch, or None, the output of the module before. Of
-ranks that share that module the branch may be a sum that is left to the same norm, too: Summands.
+Modules pass on (x, branch). The stream is x + branch; branch is the output of the previous module, or None. If ranks
+share the previous module, the branch may be Summands: the norm then adds up the summands of all ranks, too.
 """
 
 from typing import Any
@@ -15,18 +15,18 @@ from hqsweep.ops.quantize.kernels import in_dtype
 from hqsweep.torch_private import has_global_hooks, hook_tables, is_compiled
 
 RESIDUAL = "_residual"
-"""The name of the method by which layers hand on (x, branch)."""
+"""The name of the method by which layers pass on (x, branch)."""
 KNOWN_HOOKS = "_hqsweep_known_hooks"
 """The attribute of a layer for the ids of hooks that run around RESIDUAL as they do around its forward."""
 OWN = "hqsweep."
-"""What the modules begin with whose classes have such a method beside their forward."""
+"""Classes in modules with this beginning have such a method beside their forward."""
 
 
 Branch = Tensor | Summands | None
 
 
 class _Sum(Function):
-    """The sum of Summands, whose gradient is that of this rank's."""
+    """Return the sum of Summands. Backward gives its gradient to this rank's summand."""
 
     @staticmethod
     def forward(ctx, own: Tensor, summands: Summands) -> Tensor:
@@ -39,20 +39,22 @@ class _Sum(Function):
 
 
 def whole(branch: Branch) -> Tensor | None:
-    """The branch as one tensor."""
+    """Return the branch as one tensor."""
     return branch if branch is None or isinstance(branch, Tensor) else _Sum.apply(branch.own, branch)
 
 
 def add_branch(x: Tensor, branch: Branch) -> Tensor:
-    """x + branch in x's dtype, to which the branch is rounded; x itself without one."""
+    """Return x + branch in x's dtype, to which the branch is rounded; x itself without a branch."""
     branch = whole(branch)
     return x if branch is None else x + in_dtype(branch, x.dtype)
 
 
 def is_observed(module: nn.Module) -> bool:
-    """Whether a call of the module is more than the forward of its class in hqsweep: it has hooks, as FSDP2 sets them,
-    is compiled by module.compile(), or has another forward, of its own or of a class derived elsewhere. KNOWN_HOOKS
-    do not count."""
+    """Return whether a call of the module does more than the forward of its class in hqsweep.
+
+    True with hooks (FSDP2 sets some), after module.compile(), and for another forward, set on the module or in a
+    derived class. KNOWN_HOOKS do not count.
+    """
     known = module.__dict__.get(KNOWN_HOOKS, ())
     wrapped = is_compiled(module) or "forward" in module.__dict__
     wrapped = wrapped or not type(module).forward.__module__.startswith(OWN)
@@ -60,13 +62,17 @@ def is_observed(module: nn.Module) -> bool:
 
 
 class AddsBranch(nn.Module):
-    """A module that begins with a norm; a subclass has _added(x, branch, *options) -> (x + branch, output, ...), where
-    the output may be a Branch."""
+    """A module that begins with a norm. A subclass has _added(x, branch, *options) -> (x + branch, output, ...).
+
+    The output may be a Branch.
+    """
 
     def added(self, x: Tensor, branch: Branch, *options: Any) -> tuple[Any, ...]:
-        """(x + branch, self(x + branch, *options)) with the sum as add_branch gives it, in one pass with the norm; the
-        results of a module that has several stand one by one, and the output may be left as Summands. An observed
-        module is called as it is."""
+        """Return (x + branch, self(x + branch, *options)), with the sum of add_branch, in one pass with the norm.
+
+        Several results of a module follow the sum one by one. The output may be Summands. An observed module is
+        called.
+        """
         if not is_observed(self):
             return self._added(x, branch, *options)
         total = add_branch(x, branch)

@@ -75,7 +75,7 @@ class Scoped(Generic[Value]):
 
 
 class Entered(ContextDecorator, Generic[Value]):
-    """One `with`, or one decorated function, each of whose calls is a `with` of its own."""
+    """One `with`, or one decorated function. Each call of the function enters and leaves the context."""
 
     def __init__(self, scoped: Scoped[Value], value: Value) -> None:
         self._scoped, self._value = scoped, value

@@ -1,4 +1,4 @@
-"""WeightWorkspace: operands of a weight that later calls use again, while nobody has written to the weight."""
+"""WeightWorkspace: keeps operands of a weight for later calls, until the weight is written."""
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
@@ -19,14 +19,17 @@ def note_update() -> None:
 
 
 class WeightWorkspace:
-    """One operand a direction, of a weight or of a group: 2 bytes an element each where it is exact in bfloat16.
+    """Keeps one operand for each direction of a weight, or of a group of weights.
 
-    Used inside quantization(cache_weights=True). An operand is made anew when a weight's memory, its version counter,
-    the quantizer, its form, the step or, for +sr, the key of the random bits is another one, and after a step of
-    FusedAdam on DTensors, as those of fully_shard. Torch's version counter does not count what is written by
-    weight.data, a NumPy view, a storage or torch's fused optimizers. A copy of the weights is therefore kept beside
-    their operands, to which each is compared, bit for bit, when an operand is used again; on CUDA the host waits for
-    that. Inside nn.context.unwritten() nobody writes so, and nothing is copied or compared.
+    An operand takes 2 bytes an element where it is exact in bfloat16. quantization(cache_weights=True) uses it. An
+    operand is made again when one of these changes: the weight's memory, its version counter, the quantizer, the form,
+    the step, and with +sr the key of the random bits. It is also made again after a step of FusedAdam on DTensors, such
+    as the parameters of fully_shard.
+
+    Torch's version counter misses writes through weight.data, a NumPy view, a storage, and torch's fused optimizers. So
+    a copy of the weights is kept, and each use of an operand compares the weights with it, bit for bit. On CUDA the
+    host waits for this. Inside nn.context.unwritten() the caller promises no such writes, so nothing is copied or
+    compared.
     """
 
     def __init__(self) -> None:
@@ -43,13 +46,13 @@ class WeightWorkspace:
         together: bool = False,
         period: object = None,
     ) -> Any:
-        """The operand of the first direction in forms, as make gave it when it was last called for the same bits in the
-        same form.
+        """Return the operand of the first direction in `forms`: the kept one, if bits and form are the same, else
+        make's.
 
-        When it has to be made, so are the other directions in forms that are not there: those that will be asked for
-        next, from the same read of the weights. together: ranks make it at the same time, and so have to agree whether
-        it is to be made. Where the weights lie in memory, which fully_shard changes, is left out then, and without a
-        period it is always made, for what was written may differ from rank to rank. period: see nn.context.unwritten.
+        If it is made, missing operands of the other directions in `forms` are made from the same read of the weights.
+        together: ranks make it at the same time, and so must agree whether to make it. The address of the weights,
+        which fully_shard changes, is then ignored. Without a period it is then always made, since writes may differ
+        between ranks. period: see nn.context.unwritten.
         """
         wanted = next(iter(forms))
         if not _can_keep(weights, quantizer, period, together):
@@ -71,7 +74,7 @@ class WeightWorkspace:
         return self._cached[wanted][1]
 
     def _are_copies(self, weights: Sequence[Tensor]) -> bool:
-        """Whether the copies have the bits of the weights."""
+        """Return whether the copies have the bits of the weights."""
         pairs = zip(weights, self._copies, strict=False)
         return len(self._copies) == len(weights) and all(_equal_bits(weight, copy) for weight, copy in pairs)
 
@@ -80,7 +83,7 @@ class WeightWorkspace:
         return entry is not None and entry[0] == identity
 
     def __len__(self) -> int:
-        """How many operands are kept."""
+        """Return the number of kept operands."""
         return len(self._cached)
 
     def clear(self) -> None:
@@ -92,7 +95,7 @@ class WeightWorkspace:
 
 
 def _can_keep(weights: Sequence[Tensor], quantizer: HybridQuantizer, period: object, together: bool) -> bool:
-    """Whether operands are functions of the weights, and a later call can tell whether these were written."""
+    """Return whether operands depend on the weights alone, and a later call can detect a write to the weights."""
     if quantizer.delayed or any(weight.is_inference() for weight in weights):
         return False  # weights are not all they depend on, or have no version counter
     if period is not None:

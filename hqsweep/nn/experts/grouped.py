@@ -1,4 +1,4 @@
-"""GroupedBase: the products of E experts, each with the rows of its own, whatever holds their weights."""
+"""GroupedBase: the products of E experts, each with its own rows, for any class of weights."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,23 +16,22 @@ from hqsweep.nn.core.delayed import ExpertStates
 from hqsweep.nn.core.options import GroupedLinearOptions
 from hqsweep.nn.core.parameter import is_held
 from hqsweep.nn.core.products import outside_autocast, untraced
-from hqsweep.nn.core.recipe_argument import RecipeArgument, recipe_or_section
 from hqsweep.nn.core.wire import Codes, ExpertRanks
 from hqsweep.nn.experts.grouped_rows import place_rows, take_rows
-from hqsweep.nn.linear.linear import LinearBase, as_rows
+from hqsweep.nn.linear.linear import LinearBase, LinearFunction, as_rows
 from hqsweep.nn.linear.linear_call import NOTHING, LinearCall
-from hqsweep.nn.linear.linear_function import LinearFunction
 from hqsweep.ops.members.splits import PaddedSplits, Splits
 from hqsweep.ops.quantize.kernels import input_in
 from hqsweep.quant.group import homogeneous
 from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.argument import RecipeArgument, recipe_or_section
 from hqsweep.recipe.pairs import GEMMS
 from hqsweep.recipe.roles import GRADIENTS, TENSOR_TYPES, QuantizerRole
 from hqsweep.recipe.sections import LinearQuantizers, slots
 from hqsweep.recipe.validate import check_products
 
 NATIVE_MULTIPLE = 16
-"""The number that the rows of every operand of tensor cores are a multiple of."""
+"""Tensor cores take operands whose number of rows is a multiple of this."""
 GROUPED = "grouped_linear"
 
 
@@ -45,16 +44,16 @@ class ExpertSizes(NamedTuple):
 
 
 class ExpertParameters(NamedTuple):
-    """What a call multiplies by and adds: one tensor for each expert, or one for all, whose first axis counts them."""
+    """The weights and biases of a call: one tensor for each expert, or one for all, whose first axis is the expert."""
 
     weights: Sequence[Tensor]
     biases: Sequence[Tensor] = ()
 
 
 class GroupedBase(LinearBase):
-    """What a GroupedLinear is beside its parameters: roles, states, splits, and how products are computed.
+    """The parts of a GroupedLinear beside its parameters: roles, states, splits, and the way products are computed.
 
-    A subclass says of what dtype its weights are, and gives them to `product`.
+    A subclass names the dtype of its weights, and passes them to `product`.
     """
 
     module_type = GROUPED
@@ -84,32 +83,32 @@ class GroupedBase(LinearBase):
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """The dtype of the weights, in which dw is returned."""
+        """The dtype of the weights and of dw."""
         raise NotImplementedError
 
     def slot_roles(self) -> dict[str, QuantizerRole | None]:
-        """ "input0" -> role, for each tensor of each expert, expert by expert; then the boundary slots, one for all."""
+        """Return "input0" -> role, for each tensor of each expert, expert by expert; then one boundary slot for all."""
         return _roles(self.name, self.all_experts) | self.boundary_roles()
 
     def get_quantizer_roles(self, *, fwd: bool) -> list[QuantizerRole | None]:
-        """The roles of the forward slots, or of the backward ones, expert by expert, the boundary slot last."""
+        """Return the roles of the forward or backward slots, expert by expert, the boundary slot last."""
         own = [role for role in _roles(self.name, self.all_experts).values() if (role.tensor_type in GRADIENTS) != fwd]
         return [*own, self.output_quantizer_role if fwd else self.grad_input_quantizer_role]
 
     def chosen(self, resolved: Mapping[QuantizerRole, HybridQuantizer]) -> dict[str, HybridQuantizer | None]:
-        """One quantizer for each tensor, and for each boundary slot; UserError where experts differ."""
+        """Return one quantizer for each tensor and each boundary slot. UserError if experts differ."""
         section = _section(resolved, self.slot_roles(), self.name, self.all_experts)
         boundaries = {slot: None if role is None else resolved[role] for slot, role in self.boundary_roles().items()}
         return {tensor: getattr(section, tensor) for tensor in TENSOR_TYPES[self.module_type]} | boundaries
 
     def hold_experts(self, first: int, count: int) -> None:
-        """Be the experts first to first + count alone. Names of slots and states stay those of the whole."""
+        """Reduce the module to the experts first to first + count. Slots and states keep their names."""
         self.first_expert, self.num_experts = first, count
         self.states = self.states.part(first, count)
         self.resize()
 
     def resize(self) -> None:
-        """Take the number of experts and of features as they are now."""
+        """Update the sizes from the present experts and features."""
         self._weight_splits = Splits.uniform(self.num_experts, self.out_features)
         self._last_splits, self._plans = None, (None, "", {})
         self.workspace.clear()
@@ -119,14 +118,15 @@ class GroupedBase(LinearBase):
 
     @property
     def quantization_alignment(self) -> int:
-        """What the rows of each expert must be a multiple of in training, by the formats of this module alone."""
+        """In training, the rows of each expert must be a multiple of this. It follows from the formats of this module
+        alone."""
         quantizers = self.active_quantizers()
         native = NATIVE_MULTIPLE if self.gemm == "native" else 1
         return math.lcm(native, quantizers.input.row_multiple, quantizers.grad_output.row_multiple)
 
     @property
     def filling_multiple(self) -> int:
-        """What rows of zeros fill up the rows of each expert to a multiple of, in a call now."""
+        """The rows of each expert are padded with zeros to a multiple of this, in a call now."""
         return self.quantization_alignment if torch.is_grad_enabled() else 1
 
     @outside_autocast
@@ -137,8 +137,10 @@ class GroupedBase(LinearBase):
         parameters: ExpertParameters,
         codes: Codes | None = None,
     ) -> Tensor:
-        """y [..., N] of x [..., K], of which m_splits says how many rows each expert has. codes: of x and of the
-        gradient of y, where rows come as codes from other ranks; splits are filled up then."""
+        """Return y [..., N] of x [..., K]. m_splits: the number of rows of each expert.
+
+        codes: codes of x and of the gradient of y, if rows come as codes from other ranks. Splits are padded then.
+        """
         if torch.compiler.is_compiling() and is_held(parameters.weights):
             return self._product_untraced(x, m_splits, parameters, codes)
         if x.shape[-1] != self.in_features:
@@ -156,7 +158,7 @@ class GroupedBase(LinearBase):
     _product_untraced = untraced(product)
 
     def _filled_up(self, rows: Tensor, splits: Splits, parameters: ExpertParameters) -> Tensor:
-        """y of x [M, K], of experts whose rows are filled up to quantization_alignment with zeros where they must."""
+        """Return y of x [M, K], with the rows of experts padded with zeros to quantization_alignment if necessary."""
         multiple = self.filling_multiple
         if isinstance(splits, PaddedSplits) and splits.multiple % multiple == 0:
             return self._apply_experts(rows, splits, parameters)
@@ -173,7 +175,8 @@ class GroupedBase(LinearBase):
         return torch.cat([part[:size] for part, size in zip(y.split(padded.host), splits.host, strict=True)])
 
     def _splits_of(self, m_splits: Sequence[int] | Tensor | Splits, rows: int) -> Splits:
-        """The splits of the call before where a list repeats them: their offsets are on the device already."""
+        """Return the Splits of m_splits. A list that repeats the previous call's returns its Splits, already on the
+        device."""
         lasting = isinstance(m_splits, (list, tuple)) and not torch.compiler.is_compiling()
         sizes = tuple(m_splits) if lasting else None
         last = self._last_splits
@@ -200,7 +203,7 @@ class GroupedBase(LinearBase):
         return LinearFunction.apply(x, call, NOTHING, len(weights), *weights, *biases)
 
     def expert_facts(self, splits: Splits, device: torch.device) -> dict[str, Any]:
-        """The fields of a LinearCall for rows on a device."""
+        """Return the fields of a LinearCall for rows on a device."""
         facts = self.linear_facts()
         plans = self._plans_of(facts["quantizers"], facts["gemm"], splits, device)
         return facts | {"splits": splits, "weight_splits": self._weight_splits, "plans": plans}
@@ -208,8 +211,10 @@ class GroupedBase(LinearBase):
     def _plans_of(
         self, quantizers: LinearQuantizers, gemm_mode: str, splits: Splits, device: torch.device
     ) -> dict[str, GemmPlan]:
-        """The plans of all three GEMMs; those that calls under these quantizers have used are kept, but for a trace,
-        whose graph others may share."""
+        """Return the plans of all three GEMMs. Plans of earlier calls with these quantizers are kept.
+
+        A trace makes its own plans, since its graph may be shared.
+        """
         splits_known = (splits.for_plans and splits.sizes is not None, splits.for_plans and splits.equal > 0)
         if torch.compiler.is_compiling():
             return self._planned(quantizers, gemm_mode, splits_known, device)
@@ -237,8 +242,10 @@ class GroupedBase(LinearBase):
         gemm_mode: str,
         splits_known: tuple[bool, bool] = (True, False),
     ) -> GemmPlan:
-        """How "fprop", "dgrad" or "wgrad" of these formats is computed; splits_known: whether the host knows the splits
-        and that they are equal."""
+        """Return the plan for "fprop", "dgrad" or "wgrad" of these formats.
+
+        splits_known: whether the host knows the splits, and they are equal.
+        """
         dw_dtype = torch.float32 if self.fuse_wgrad_accumulation else self.weight_dtype
         group = GroupGemm(
             gemm=gemm,
@@ -263,7 +270,7 @@ def _roles(name: str, experts: int) -> dict[str, QuantizerRole]:
 
 
 def _quantizers(recipe: RecipeArgument, name: str, experts: int) -> tuple[LinearQuantizers, str]:
-    """The quantizers that all experts have, and the mode of their GEMMs."""
+    """Return the common quantizers of all experts, and the mode of their GEMMs."""
     section, gemm = recipe_or_section(recipe, GROUPED, name), "exact"
     if not isinstance(section, LinearQuantizers):
         recipe, roles = section, _roles(name, experts)

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from hqsweep.errors import UserError
+from hqsweep.nn.core.model_init import expert_parameters, gemm_weight, regroup
 from hqsweep.nn.core.options import GroupedLinearOptions
-from hqsweep.nn.core.parameter import expert_parameters, expert_weights, gemm_weight, link_states, regroup
-from hqsweep.nn.core.recipe_argument import RecipeArgument
+from hqsweep.nn.core.parameter import expert_weights, link_states
 from hqsweep.nn.core.wire import Codes
 from hqsweep.nn.experts.grouped import ExpertParameters, ExpertSizes, GroupedBase
 from hqsweep.ops.members.splits import Splits
+from hqsweep.recipe.argument import RecipeArgument
 from hqsweep.recipe.roles import QuantizerRole
 from hqsweep.torch_private import local_tensor
 
@@ -22,26 +23,28 @@ class GroupedLinear(GroupedBase):
     """y_e [m_e, N] = x_e [m_e, K] @ weight_e [N, K].T (+ bias_e [N]) for the experts e, whose rows follow each other.
 
     forward(x [..., K], m_splits): m_splits is the number of rows of each expert, zeros included, as a list or an
-    integer tensor. Every expert is to the byte what a Linear of its own computes, with scales, blocks, random bits and
-    states of delayed scaling of its own; on GPUs some plans of gemm/grouped.py sum in another order. Its slots have the
-    roles QuantizerRole("grouped_linear", tensor, name, expert), whose quantizers must be equal for all experts.
+    integer tensor. Each expert has the bytes of a separate Linear, with its own scales, blocks, random bits and states
+    of delayed scaling. On GPUs some plans of gemm/grouped.py sum in another order. Slots have the roles
+    QuantizerRole("grouped_linear", tensor, name, expert), whose quantizers must be equal for all experts.
 
     Parameters are weight0, weight1, ... and bias0, ...; with single_grouped_weight (single_grouped_bias) one `weight`
-    [E, N, K] (`bias` [E, N]). Checkpoints of either load into the other. Inside quantized_model_init weights are held
-    quantized. recipe is as that of Linear.
+    [E, N, K] (`bias` [E, N]). Checkpoints of either kind load into the other. Inside quantized_model_init weights are
+    held quantized. recipe: as in Linear. single_grouped_weight saves a copy of all weights at each use, if they have
+    the module's dtype.
 
-    Where a format contracts whole blocks of rows only (quantization_alignment), rows of zeros fill up the experts that
-    need it, and are dropped again; nothing is copied where splits fit. Splits that only a GPU knows are not waited for:
-    it fills up by itself, in a copy that has room for any splits and is made even where these fit, for nobody can know
-    that without waiting. What does wait for them is a loop over experts: where the plan is one (products of float32
-    operands, gemm=native but for rows of E4M3 codes, sizes that are no multiples of 8, GPUs for which torch._grouped_mm
-    has no kernel), for quantizers with a quantize of their own, and under a probe. Gradients of weights pass through
-    bfloat16 then, also where weights or main_grad are float32, for torch._grouped_mm stores nothing else; gradients of
-    biases are sums row by row, another order of additions in float32. Splits that the host is given cost no wait, and
-    where all are equal a GPU takes torch.bmm.
-    single_grouped_weight spares a copy of all weights at each use where they have the module's dtype.
-    Boundary slots are as those of Linear, one role for all experts; the rows of each expert are rounded by themselves,
-    which waits for splits that only a GPU knows.
+    Some formats need whole blocks of rows (quantization_alignment). Experts are then padded with zero rows, which are
+    dropped again; splits that fit cause no copy. If only a GPU knows the splits, it pads by itself, without a wait. It
+    then always copies, into memory with room for any splits, since the host cannot know whether they fit.
+
+    A loop over experts waits for the splits. It runs in these cases: a plan that is a loop (products of float32
+    operands; gemm=native except for rows of E4M3 codes; sizes that are no multiples of 8; GPUs for which
+    torch._grouped_mm has no kernel), quantizers with their own quantize, and a probe. Without the loop, gradients of
+    weights pass through bfloat16, even if weights or main_grad are float32, because torch._grouped_mm stores nothing
+    else. Gradients of biases are then sums row by row, another order of additions in float32. Splits on the host cost
+    no wait, and a GPU takes torch.bmm if all are equal.
+
+    Boundary slots are as in Linear, one role for all experts. Each expert's rows are rounded by themselves, which waits
+    for splits that only a GPU knows.
 
     UserError, naming tensor and expert, for quantizers that differ among experts; for splits that are no whole numbers,
     negative, not one for each expert, or do not add up to the rows of x; for x of another width.
@@ -87,7 +90,7 @@ class GroupedLinear(GroupedBase):
 
     @property
     def _numbers(self) -> range:
-        """The numbers of the experts that are held here."""
+        """The numbers of the held experts."""
         return range(self.first_expert, self.first_expert + self.num_experts)
 
     @property
@@ -109,12 +112,14 @@ class GroupedLinear(GroupedBase):
         return self.product(x, m_splits, ExpertParameters(*own), codes)
 
     def expert_weights(self) -> list[Tensor]:
-        """The weight of each expert [N, K]: parameters, or views of the one that they are in."""
+        """Return the weight [N, K] of each expert: parameters, or views of the single parameter."""
         return expert_weights(list(map(local_tensor, self.weights)))
 
     def hold_experts(self, first: int, count: int) -> None:
-        """GroupedBase.hold_experts, which drops the parameters of all other experts: what is held shares no memory with
-        theirs. Parameters of single experts keep their names."""
+        """Reduce the module to some experts, and drop the parameters of all others.
+
+        The kept parameters share no memory with the dropped ones. Parameters of single experts keep their names.
+        """
         for name in ("weight", "bias") if self.has_bias else ("weight",):
             if getattr(self, f"single_grouped_{name}"):
                 whole = getattr(self, name)
@@ -138,8 +143,11 @@ class GroupedLinear(GroupedBase):
             nn.init.zeros_(bias)
 
     def set_tensor_parallel_attributes(self, parallel_mode: str | None) -> None:
-        """Note on every parameter how tensor parallelism cuts it: tensor_model_parallel, partition_dim and
-        partition_stride, as Megatron reads them. "column" cuts output features, "row" input features, None neither."""
+        """Set Megatron's attributes for tensor parallelism on every parameter.
+
+        These are tensor_model_parallel, partition_dim and partition_stride. "column" cuts output features, "row" input
+        features, None neither.
+        """
         if parallel_mode not in ("column", "row", None):
             raise UserError(f"{self.name}: parallel_mode is {parallel_mode!r}; it takes 'column', 'row' or None")
         dim = {"column": -2, "row": -1, None: None}[parallel_mode]

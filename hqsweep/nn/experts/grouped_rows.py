@@ -1,4 +1,4 @@
-"""Rows that go to their places in a larger matrix of zeros, and come back: how experts are filled up on a device.
+"""Pad experts on a device: rows go to their places in a larger matrix of zeros, and come back.
 
 Places differ from each other, so nothing is ever added up, neither here nor in backward.
 """
@@ -10,12 +10,13 @@ from hqsweep.nn.core.products import returned
 
 
 def place_rows(x: Tensor, places: Tensor, count: int) -> Tensor:
-    """x [M, D] -> [count, D], zero but for row places[i], which is x[i]. places: int64 [M], none of them twice."""
+    """Return [count, D] with row places[i] equal to x[i], all others zero. x: [M, D]; places: int64 [M], all
+    different."""
     return _Place.apply(x, places, count)
 
 
 def take_rows(y: Tensor, places: Tensor) -> Tensor:
-    """y [count, D] -> y[places] [M, D]; its gradient is zero elsewhere. places: as above."""
+    """Return y[places] [M, D] of y [count, D]; the gradient of other rows is zero. places: as in place_rows."""
     return _Take.apply(y, places)
 
 

@@ -1,4 +1,4 @@
-"""Mixture of experts: an MLP of which each token takes k of E, as grouped linears, and a layer that has one."""
+"""Mixture of experts: an MLP that sends each token to k of E experts (grouped linears), and a layer with one."""
 
 import torch
 from torch import Tensor, nn
@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from hqsweep.nn.attention.multihead_attention import MultiheadAttention
 from hqsweep.nn.core.context import current
 from hqsweep.nn.core.options import GroupedLinearOptions, MoELayerOptions, MoEOptions
-from hqsweep.nn.core.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.nn.core.residual import AddsBranch, Branch
 from hqsweep.nn.core.wire import MixtureRanks, SplitTokens
 from hqsweep.nn.experts.grouped_linear import GroupedLinear
@@ -17,9 +16,10 @@ from hqsweep.nn.linear.activation import activate
 from hqsweep.nn.linear.linear import Linear
 from hqsweep.nn.linear.mlp_function import joined, joins
 from hqsweep.ops.members.splits import PaddedSplits, Splits
+from hqsweep.recipe.argument import RecipeArgument, whole_recipe
 
 Routed = tuple[Tensor, Tensor, Tensor]
-"""y, then of the routing `balance` float32 [], and `tokens` int64 [E]."""
+"""y, then from the routing `balance` float32 [], and `tokens` int64 [E]."""
 
 
 class SharedExpert(nn.Module):
@@ -37,12 +37,14 @@ class SharedExpert(nn.Module):
 
 
 class LayerNormMoE(AddsBranch):
-    """x [..., D] -> float32 [..., D], the balance and the tokens of its Routing: h = norm(x); the sum over the top_k
-    experts of h, each times its weight, of fc2(swiglu(fc1(h))); with shared_expert, a SwiGLU of all tokens is added.
+    """x [..., D] -> (output float32 [..., D], balance, tokens); the last two as in Routing.
 
-    fc1 and fc2 are GroupedLinears `name`.fc1 and `name`.fc2 of one weight [E, ...] each, the shared expert is
-    `name`.shared, the norm `name`.norm. norm, Router, activations and the weighted sum are float32. `ffn` is the width
-    of each expert. A device of its own is waited for only where GroupedLinear says so, and under a probe.
+    With h = norm(x), the output is the sum over the top_k experts of h: weight * fc2(swiglu(fc1(h))). shared_expert
+    adds a SwiGLU of all tokens.
+
+    fc1 and fc2 are GroupedLinears `name`.fc1 and `name`.fc2 with one weight [E, ...] each. The shared expert is
+    `name`.shared, the norm `name`.norm. Norm, Router, activations and the weighted sum are float32. `ffn` is the width
+    of each expert. The host waits for the device only where GroupedLinear says so, and under a probe.
     """
 
     def __init__(
@@ -68,10 +70,10 @@ class LayerNormMoE(AddsBranch):
         self.fc2 = GroupedLinear(experts, ffn, dim, name=f"{name}.fc2", options=single, **shared)
         self.shared = SharedExpert(dim, ffn, name=f"{name}.shared", **shared) if options.shared_expert else None
         self.dispatcher: MixtureRanks | None = None
-        """How tokens reach experts that are spread over ranks (hqsweep.parallel.expert)."""
+        """Sends tokens to experts on other ranks (hqsweep.parallel.expert)."""
         self.tokens: SplitTokens | None = None
-        """How tokens lie split over the ranks that share every expert (hqsweep.parallel.tensor); None: each rank has
-        them all."""
+        """How tokens are split over the ranks that share every expert (hqsweep.parallel.tensor); None: each rank has
+        all tokens."""
 
     def forward(self, x: Tensor) -> Routed:
         return self._added(x, None)[1:]
@@ -95,8 +97,10 @@ class LayerNormMoE(AddsBranch):
         return routing.combine(rows, None if self.shared is None else self.shared(h), splits)
 
     def _splits(self, routing: Routing, h: Tensor) -> Splits:
-        """One for both linears, so that a device is waited for once at most; where both fill up experts that only a
-        device knows, and kernels move the tokens, filled up at once."""
+        """Return the splits of both linears, so that the host waits for the device at most once.
+
+        They are padded already if both linears pad experts that only a device knows, and kernels move the tokens.
+        """
         splits = Splits.of(routing.tokens, routing.chosen.numel())
         multiples = {fc.filling_multiple for fc in (self.fc1, self.fc2)}
         if splits.sizes is not None or splits.rows == 0 or len(multiples) > 1 or multiples == {1}:
@@ -107,8 +111,8 @@ class LayerNormMoE(AddsBranch):
 
 
 class MoELayer(StreamLayer):
-    """TransformerLayer with a LayerNormMoE: x [B, T, D] -> x + attn(x), then x + mlp(x); and what mlp says of its
-    routing."""
+    """TransformerLayer with a LayerNormMoE: x [B, T, D] -> x + attn(x), then x + mlp(x); and mlp's balance and
+    tokens."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""Router: which experts a token goes to, in float32; and the permutation of tokens into the order of the experts.
+"""Router: chooses the experts of each token, in float32, and sorts tokens by expert.
 
-All sums here have one order on every device: what goes apart and comes together again are gathers by a permutation and
-sums over the k copies of a token, never additions to one place from several threads.
+All sums here have one order on every device. Tokens are gathered by a permutation, and results are sums over the k
+copies of a token. No two threads add to one place.
 """
 
 from dataclasses import dataclass
@@ -40,13 +40,15 @@ class Routing:
     weights: Tensor
     """float32 [M, k]: probabilities of these, divided by their sum."""
     tokens: Tensor
-    """int64 [E]: how many of the M * k choices fell on each expert."""
+    """int64 [E]: the number of choices, among M * k, of each expert."""
     balance: Tensor
-    """float32 []: E * sum over e of f_e * P_e, f_e being the share of the choices that fell on e, which has no
-    gradient, and P_e the mean probability of e: 1 where all are equal (Switch Transformers, arXiv 2101.03961, equations
-    4 to 6; with k choices as in GShard, arXiv 2006.16668)."""
+    """float32 []: E * sum over e of f_e * P_e; 1 where all experts are equal.
+
+    f_e is the share of expert e in all choices, without a gradient; P_e is its mean probability. Source: Switch
+    Transformers, arXiv 2101.03961, equations 4 to 6; for k choices GShard, arXiv 2006.16668.
+    """
     placed: tuple[Tensor, Tensor] | None = None
-    """`order` and `inverse`, where they are known."""
+    """`order` and `inverse`, if known."""
 
     @cached_property
     def _places(self) -> tuple[Tensor, Tensor]:
@@ -57,25 +59,30 @@ class Routing:
 
     @property
     def order(self) -> Tensor:
-        """int64 [M * k]: the choices (token * k + rank) by expert, in the order of tokens within each."""
+        """int64 [M * k]: the choices (token * k + rank), sorted by expert, then by token."""
         return self._places[0]
 
     @property
     def inverse(self) -> Tensor:
-        """int64 [M * k]: where in `order` each choice is."""
+        """int64 [M * k]: the place of each choice in `order`."""
         return self._places[1]
 
     def dispatch(self, x: Tensor, dtype: torch.dtype | None = None, splits: Splits | None = None) -> Tensor:
-        """x [M, D] -> [M * k, D] in dtype, or in x's: a row for each choice, those of the first expert first. splits:
-        the splits of rows that are filled up, which differ from `tokens`; zeros lie between the choices then."""
+        """Return [M * k, D] in dtype, or in x's, for x [M, D]: a row for each choice, sorted by expert.
+
+        splits: padded splits, which differ from `tokens`. Zero rows then lie between the experts.
+        """
         dtype = dtype or x.dtype
         if moves_by_kernels(x, dtype):
             return _DispatchRows.apply(x, self._places_in(splits), self.chosen.shape[1], *_filled(splits))
         return _Dispatch.apply(in_dtype(x, dtype), self.order, self.inverse, self.chosen.shape[1])
 
     def combine(self, y: Tensor, added: Tensor | None = None, splits: Splits | None = None) -> Tensor:
-        """y [M * k, D] in the order of dispatch -> float32 [M, D]: for each token the sum over its experts, the most
-        probable first, of weight * row; then plus added [M, D]. splits: those that dispatch took."""
+        """Return float32 [M, D] for y [M * k, D] in the order of dispatch, plus added [M, D].
+
+        A token's result is the sum of weight * row over its experts, the most probable first. splits: as in
+        dispatch.
+        """
         if moves_by_kernels(y, y.dtype):
             within = added if added is not None and added.dtype is y.dtype else None
             total = _CombineRows.apply(y, self.weights, within, self._places_in(splits), _filled(splits)[0])
@@ -85,26 +92,26 @@ class Routing:
         return total if added is None else total + added.float()
 
     def _places_in(self, splits: Splits | None) -> Tensor:
-        """The place of each choice in rows that may be filled up: `inverse` where they are not."""
+        """Return the place of each choice in rows that may be padded; `inverse` without padding."""
         if not isinstance(splits, PaddedSplits):
             return self.inverse
         return self.inverse + (splits.starts[1] - splits.starts[0])[self.chosen.flatten()]
 
 
 def _filled(splits: Splits | None) -> tuple[Tensor | None, int]:
-    """Where experts begin that are filled up, and how many rows there are; (None, 0) without filling."""
+    """Return the beginnings of padded experts, and the number of rows; (None, 0) without padding."""
     return (splits.starts, splits.rows) if isinstance(splits, PaddedSplits) else (None, 0)
 
 
 def moves_by_kernels(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether kernels compute dispatch of x as rows of dtype, and combine of these; they fill up experts."""
+    """Return whether kernels dispatch x as rows of dtype, and combine these rows. The kernels also pad experts."""
     return takes(x, dtype) and use_kernels(x)
 
 
 class Router(nn.Module):
-    """x [M, D] -> Routing: softmax over x @ weight [E, D].T in float32, then the k largest; of equals the lower index.
+    """x [M, D] -> Routing: softmax over x @ weight [E, D].T in float32, then the k largest. Ties go to the lower index.
 
-    No recipe quantizes it: a token that changes experts for a rounding error would change the model.
+    No recipe quantizes it: a rounding error that sends a token to other experts would change the model.
     """
 
     parallel: WeightRanks | None = None
@@ -133,7 +140,7 @@ class Router(nn.Module):
 
 
 class _Logits(torch.autograd.Function):
-    """x [M, D] @ weight [E, D].T in float32, forward and backward, also where either is inside torch.autocast."""
+    """x [M, D] @ weight [E, D].T in float32, in forward and backward, also inside torch.autocast."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
@@ -150,7 +157,7 @@ class _Logits(torch.autograd.Function):
 
 
 class _Route(torch.autograd.Function):
-    """All of Router but the logits, forward and backward, in a launch or two; balance and weights have gradients."""
+    """The Router after the logits, forward and backward, in one or two launches. balance and weights have gradients."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, top_k: int) -> tuple[Tensor, ...]:
@@ -196,7 +203,7 @@ class _Permute(torch.autograd.Function):
 
 
 class _DispatchRows(torch.autograd.Function):
-    """_Dispatch, with the rounding to bfloat16 before it and the filling up after it, in one pass each way."""
+    """_Dispatch in one pass each way, with the rounding to bfloat16 before it and the padding after it."""
 
     @staticmethod
     def forward(ctx, x: Tensor, places: Tensor, choices: int, starts: Tensor | None, count: int) -> Tensor:
@@ -211,7 +218,7 @@ class _DispatchRows(torch.autograd.Function):
 
 
 class _CombineRows(torch.autograd.Function):
-    """The weighted sum of combine in one pass each way; rows are kept as they come."""
+    """The weighted sum of combine in one pass each way. Rows are saved unchanged."""
 
     @staticmethod
     def forward(ctx, y: Tensor, weights: Tensor, added: Tensor | None, places: Tensor, starts: Tensor | None) -> Tensor:

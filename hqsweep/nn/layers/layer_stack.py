@@ -1,4 +1,4 @@
-"""A stack of transformer layers: a whole model's, or those of one pipeline stage."""
+"""A stack of transformer layers: a whole model's, or one pipeline stage's."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from hqsweep.nn.layers.stream_layer import StreamLayer, with_sum
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stream:
-    """The residual stream x + branch [B, T, D], whose last sum is left to the reader, and the routing of expert layers.
+    """The residual stream x + branch [B, T, D], whose last sum the reader adds, and the routing of expert layers.
 
     balances: float32 [] per layer with experts; tokens: int64 [E] per layer with experts.
     """
@@ -35,7 +35,7 @@ def _after(layer: nn.Module, x: Tensor, branch: Branch) -> tuple[Any, ...]:
 
 
 def through(layers: Iterable[nn.Module], x: Tensor) -> Stream:
-    """x [B, T, D] through TransformerLayers and MoELayers."""
+    """Return the Stream of x [B, T, D] after TransformerLayers and MoELayers."""
     branch, balances, tokens = None, [], []
     for layer in layers:
         x, branch, *routed = _after(layer, x, branch)

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hqsweep.nn.core.context import use_kernels
+from hqsweep.nn.core.module import QuantizedWeight
 from hqsweep.nn.core.options import EPSILON
-from hqsweep.nn.core.recipe_argument import RecipeArgument, module_quantizers
 from hqsweep.nn.core.residual import Branch, add_branch, is_observed, whole
 from hqsweep.nn.core.wire import DeferredGradient, GradientReader, Summands
-from hqsweep.nn.layers.weight import QuantizedWeight
 from hqsweep.ops.model import norm
 from hqsweep.ops.quantize.fused import Normed, takes_normed
 from hqsweep.ops.quantize.kernels import in_dtype, input_in
+from hqsweep.recipe.argument import RecipeArgument, module_quantizers
 
 NORMALIZATIONS = ("RMSNorm", "LayerNorm")
 
@@ -34,7 +34,7 @@ class _NormCall:
     of_branch: Summands | None = None
     """The summands of a branch that is a sum over ranks."""
     gradient: DeferredGradient | None = None
-    """Where the gradient of the norm may be left as its summands."""
+    """Where the gradient of the norm may be deferred as summands."""
     copies: Sequence[Tensor] = ()
     """Further tensors that receive the norm."""
 
@@ -158,7 +158,7 @@ class Norm(QuantizedWeight):
     ) -> tuple[Tensor, Tensor]:
         """Return (x + branch, its norm in `dtype`), in one pass on CUDA. The sum is as in add_branch().
 
-        gradient: of the norm's only reader; the norm may then be sent while it is computed.
+        gradient: the DeferredGradient of the norm's only reader. The norm may then be sent while it is computed.
         """
         if is_observed(self):
             total = add_branch(x, branch)
@@ -168,7 +168,7 @@ class Norm(QuantizedWeight):
     def measured(
         self, x: Tensor, branch: Branch, dtype: torch.dtype, amax: bool, signs: bool | None
     ) -> tuple[Tensor, ...]:
-        """Return added(), then the wanted amaxes of the output (HybridQuantizer.takes_amaxes), or none of them."""
+        """Return added(), then the wanted amaxes of the output (HybridQuantizer.takes_amaxes), or none."""
         if is_observed(self):
             return self.added(x, branch, dtype)
         return self._normed(x, whole(branch) if amax else branch, dtype, amax, signs)

@@ -19,8 +19,10 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    """The parameters and buffers, the operands of quantized ones, and this rank's parts of those that ranks share:
-    saving them keeps nothing alive that would be freed."""
+    """Yield parameters and buffers, the operands of quantized ones, and this rank's parts of shared ones.
+
+    All of these stay alive anyway, so that saving them for backward costs no memory.
+    """
     for part in map(local_tensor, model.parameters()):
         if isinstance(part, HybridQuantizedTensor):
             yield from part.buffers.values()
@@ -53,8 +55,8 @@ class SavedBytes:
 def saved_input_bytes(linear: Linear | GroupedLinear, rows: int) -> float:
     """Return the bytes per element that a linear keeps of its input x [rows, K].
 
-    These are codes and scales of the columnwise operand, or x itself with save_original_input. For a grouped linear,
-    rows are those of one expert, at least 1.
+    It keeps codes and scales of the columnwise operand, or x itself with save_original_input. For a grouped linear,
+    rows is the number of one expert's rows, at least 1.
     """
     weight = linear.weights[0] if isinstance(linear, GroupedLinear) else linear.weight
     return input_bytes(linear, weight.shape[-1], rows)

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from hqsweep.nn.attention.multihead_attention import MultiheadAttention
 from hqsweep.nn.core.options import TransformerOptions
-from hqsweep.nn.core.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.nn.core.residual import Branch
 from hqsweep.nn.layers.stream_layer import StreamLayer
 from hqsweep.nn.linear.layernorm_mlp import LayerNormMLP
+from hqsweep.recipe.argument import RecipeArgument, whole_recipe
 
 
 class TransformerLayer(StreamLayer):

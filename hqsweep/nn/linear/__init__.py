@@ -1,1 +1,1 @@
-"""Linears, with what is fused to them: norms before, activations between, the loss behind the last."""
+"""Linears and the operations fused to them: a norm before, an activation between, the loss after the last."""

@@ -23,7 +23,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": gelu, "swiglu": swiglu}
-"""Name -> function; ops.activation.INPUTS has the width of its input over that of its output."""
+"""Name -> function. ops.activation.INPUTS has the ratio of the widths of input and output."""
 
 
 class ActivationFunction(torch.autograd.Function):
@@ -47,11 +47,11 @@ class ActivationFunction(torch.autograd.Function):
 
 
 def activate(z: Tensor, kind: str, end: Tensor | None = None) -> Tensor:
-    """z [..., W] -> activation(z) [..., W / inputs], computed in float32. end: int64 [1] on the device, from which row
-    on all are nobody's, and may be left out.
+    """Return activation(z) [..., W / inputs] of z [..., W], computed in float32.
 
-    bfloat16 by the kernels, where use_kernels says so and they take z; otherwise float32 by torch's operators. A linear
-    that rounds it to bfloat16 reads the same either way, but for the kernels' exponential.
+    end: int64 [1] on the device, the number of rows in use; later rows may be skipped. The result is bfloat16 if
+    use_kernels chooses the kernels and they take z, else float32 by torch's operators. A linear that rounds it to
+    bfloat16 reads the same values either way, except for the kernels' exponential.
     """
     if use_kernels(z) and takes(z, kind):
         return ActivationFunction.apply(z, kind, end)

@@ -32,8 +32,7 @@ Gradient = Tensor | None
 
 
 class BackwardState(NamedTuple):
-    """What backward reads of a linear beside the saved tensors, of which `of_weights` are its weights' and `of_input`
-    its input's."""
+    """The facts that backward needs beside the saved tensors. `of_weights` and `of_input` describe these tensors."""
 
     call: LinearCall
     of_weights: int
@@ -52,7 +51,7 @@ class BackwardState(NamedTuple):
     dw_dtype: torch.dtype
 
     def parts(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """The saved tensors of the weights, and those of x."""
+        """Return the saved tensors of the weights, and the saved tensors of x."""
         return self.own or tensors[: self.of_weights], tensors[self.of_weights : self.of_weights + self.of_input]
 
 
@@ -77,9 +76,9 @@ def check_weights(call: LinearCall, weights: Weights, needs_dx: bool, needs_dw: 
 def keep(
     call: LinearCall, weights: Weights, x: Tensor | None, column: AnyOperand | None, needs_dx: bool
 ) -> tuple[list[Tensor], BackwardState]:
-    """The tensors to save, and what else backward needs.
+    """Return the tensors to save, and the state that backward needs.
 
-    column: x's columnwise operand as codes; without it x itself is saved, or nothing where there is no x, either.
+    column: x's columnwise operand as codes. Without it x itself is saved, or nothing if there is no x.
     """
     of_weights, skeletons = flatten_weights(weights) if is_held(weights) and needs_dx else (weights, ())
     of_weights = of_weights if needs_dx else ()
@@ -110,8 +109,10 @@ def weight_column(state: BackwardState, tensors: Sequence[Tensor]) -> AnyOperand
 def wgrad(
     state: BackwardState, dy: AnyOperand, x: AnyOperand, *, may_add: bool = True
 ) -> Tensor | Sequence[Tensor] | None:
-    """dw of each expert, from the columnwise operands of dy and x; None where the GEMM has added it to main_grad, which
-    it does unless may_add is False."""
+    """Return dw of each expert, from the columnwise operands of dy and x.
+
+    None if the GEMM has added dw to main_grad. may_add=False prevents that.
+    """
     call = state.call
     if may_add and state.weights is not None and call.plans is None and call.gemm != "native":
         add_mm_t(summed_main_grad(state.weights[0]), dy, x)
@@ -122,7 +123,7 @@ def wgrad(
 def delivered(
     state: BackwardState, gradients: Tensor | Sequence[Tensor] | None, needs: Sequence[bool]
 ) -> list[Gradient]:
-    """The gradients of the weights as autograd takes them; None where main_grad has got them."""
+    """Return the gradients of the weights as autograd takes them: None for gradients that main_grad has."""
     if gradients is None:
         return [None] * len(needs)
     weights, one_parameter = state.weights, state.one_parameter
@@ -156,8 +157,11 @@ def add_biases(call: LinearCall, y: Tensor, biases: Sequence[Tensor]) -> Tensor:
 
 
 def bias_gradients(call: LinearCall, dy: Tensor, biases: Sequence[tuple[torch.dtype, int]]) -> list[Tensor]:
-    """The sums of the unquantized dy in float32, for each expert. With splits that only a device knows, each column is
-    summed row by row (torch's SegmentReduce.cu has a thread for each), and not in the tree of Tensor.sum."""
+    """Return the sum of the unquantized dy in float32, for each expert.
+
+    If only a device knows the splits, each column is summed row by row (a thread each in torch's SegmentReduce.cu), not
+    in the tree of Tensor.sum.
+    """
     (dtype, axes), splits = biases[0], call.splits
     if splits is not None and splits.sizes is None:
         offsets = splits.offsets(dy.device)  # unsafe: unchecked, for a check waits

@@ -5,15 +5,15 @@ from torch import Tensor
 
 from hqsweep.nn.core.context import current, use_kernels
 from hqsweep.nn.core.options import LayerNormLinearOptions
-from hqsweep.nn.core.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.nn.core.residual import AddsBranch, Branch
 from hqsweep.nn.layers.norm import Norm
 from hqsweep.nn.linear.linear import Linear
 from hqsweep.nn.linear.linear_call import NOTHING, KnownInput
+from hqsweep.recipe.argument import RecipeArgument, whole_recipe
 
 
 class LayerNormLinear(AddsBranch, Linear):
-    """y [..., N] = norm(x [..., K]) @ weight [N, K].T (+ bias [N]); the roles are those of a linear.
+    """y [..., N] = norm(x [..., K]) @ weight [N, K].T (+ bias [N]), with the roles of a Linear.
 
     The norm is named `name`.norm; see Norm, and Linear for the rest.
     """
@@ -42,9 +42,11 @@ class LayerNormLinear(AddsBranch, Linear):
         return total, self._product(h, known)
 
     def normed(self, x: Tensor, branch: Branch) -> tuple[Tensor, Tensor, KnownInput]:
-        """norm.added(x, branch, dtype), and what is known of its output. Where the input is quantized as it is
-        computed, that is what it is computed of, and the output has no values; where the norm's kernel finds the amaxes
-        that the quantizer takes, it is these."""
+        """Return norm.added(x, branch, dtype), and the KnownInput of the norm's output.
+
+        KnownInput has the norm's input if the kernel quantizes while it computes; the output then has no values. It has
+        the amaxes that the quantizer takes, if the norm's kernel finds them.
+        """
         splits_tokens = self.parallel is not None and self.parallel.sequence is not None
         if torch.compiler.is_compiling() or not (splits_tokens or use_kernels(x)):
             return *self.norm.added(x, branch, self.dtype), NOTHING

@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 
 from hqsweep.nn.core.options import LayerNormLinearOptions, MLPOptions
-from hqsweep.nn.core.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.nn.core.residual import AddsBranch, Branch, whole
 from hqsweep.nn.linear.activation import ACTIVATIONS, activate
 from hqsweep.nn.linear.layernorm_linear import LayerNormLinear
 from hqsweep.nn.linear.linear import Linear
 from hqsweep.nn.linear.mlp_function import joined, joins
 from hqsweep.ops.model.activation import INPUTS
+from hqsweep.recipe.argument import RecipeArgument, whole_recipe
 from hqsweep.recipe.roles import QuantizerRole
 
 
@@ -41,7 +41,7 @@ class LayerNormMLP(AddsBranch):
         self.fc2 = Linear(ffn, dim, name=f"{name}.fc2", **shared)
 
     def get_quantizer_roles(self, *, fwd: bool) -> list[QuantizerRole | None]:
-        """The roles of fc1, then those of fc2."""
+        """Return the roles of fc1, then the roles of fc2."""
         return self.fc1.get_quantizer_roles(fwd=fwd) + self.fc2.get_quantizer_roles(fwd=fwd)
 
     def forward(self, x: Tensor) -> Tensor:

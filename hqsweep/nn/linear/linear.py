@@ -6,32 +6,101 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hqsweep.nn.core.model_init import gemm_weight
 from hqsweep.nn.core.module import BOUNDARIES, Boundary, QuantizedModule
 from hqsweep.nn.core.options import LinearOptions
-from hqsweep.nn.core.parameter import gemm_weight, is_held, link_states
-from hqsweep.nn.core.products import outside_autocast, untraced
-from hqsweep.nn.core.recipe_argument import RecipeArgument, module_quantizers
+from hqsweep.nn.core.parameter import is_held, link_states
+from hqsweep.nn.core.products import once_differentiable, outside_autocast, returned, untraced
 from hqsweep.nn.core.residual import Branch
 from hqsweep.nn.core.wire import LinearRanks
 from hqsweep.nn.core.workspace import WeightWorkspace
+from hqsweep.nn.linear.gemms import (
+    Gradient,
+    add_biases,
+    bias_gradients,
+    check_weights,
+    delivered,
+    input_column,
+    keep,
+    probe_wgrad,
+    weight_column,
+    wgrad,
+)
 from hqsweep.nn.linear.linear_call import NOTHING, KnownInput, LinearCall
-from hqsweep.nn.linear.linear_function import LinearFunction
-from hqsweep.ops.quantize.kernels import input_in
+from hqsweep.ops.quantize.kernels import in_dtype, input_in
+from hqsweep.recipe.argument import RecipeArgument, module_quantizers
 from hqsweep.recipe.roles import QuantizerRole
 from hqsweep.recipe.sections import LinearQuantizers
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """x [..., K] as a matrix; one that is there already costs autograd no node."""
+    """Return x [..., K] as a matrix. A matrix is returned as it is, without a node of autograd."""
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+class LinearFunction(torch.autograd.Function):
+    """x [M, K], `count` weights ([N, K] each, or one [E, N, K]), then as many biases, if any -> y [M, N].
+
+    It saves x's columnwise operand as codes, or x itself with save_original. Of the weights it saves the tensors of
+    flatten_weights: held columnwise operands, or the weights, from which backward makes the operands again.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, call: LinearCall, known: KnownInput, count: int, *parameters: Tensor) -> Tensor:
+        weights, biases = parameters[:count], parameters[count:]
+        needs_dx = ctx.needs_input_grad[0] and call.grad
+        needs_dw = call.grad and any(ctx.needs_input_grad[4 : 4 + count])
+        check_weights(call, weights, needs_dx, needs_dw)
+        column = input_column(call, needs_dw)
+        operands = call.quantize_input(x, known, rowwise=call.product_takes, columnwise=column)
+        w = call.weight(weights, "rowwise", needs_dx=needs_dx)
+        y = call.product("fprop", operands.rowwise, w, call.dtype)
+        ctx.probed = call.probe_forward(x, weights, y) if call.context.probe else None
+        x_column = operands.columnwise if column else None
+        tensors, ctx.state = keep(call, weights, x if needs_dw else None, x_column, needs_dx)
+        ctx.call, ctx.count = call, count
+        ctx.biases = [(bias.dtype, bias.dim()) for bias in biases] if biases else ()
+        ctx.save_for_backward(*tensors)
+        return returned(add_biases(call, y, biases) if biases else y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Gradient, ...]:
+        call, state, tensors, probed = ctx.call, ctx.state, ctx.saved_tensors, ctx.probed
+        needs_dx, _, _, _, *needed = ctx.needs_input_grad
+        needs_dw, needs_db = needed[: ctx.count], needed[ctx.count :]
+        dx, dw, takes = None, [None] * ctx.count, call.product_takes
+        dy = in_dtype(dy, call.dtype)
+        if call.splits is not None:
+            dy = dy.contiguous()
+        if probed:
+            call.probe_parts("grad_output", dy)
+        row, column = (takes if needs_dx else None), (takes if any(needs_dw) else None)
+        operands = call.quantize("grad_output", dy, rowwise=row, columnwise=column, by_rows=call.by_rows("wgrad"))
+        if needs_dx:
+            dx = call.product("dgrad", operands.rowwise, weight_column(state, tensors), call.dtype)
+            if probed:
+                call.probe_gemms("dgrad", call.parts(dy), [w.t() for w in probed[1]], call.parts(dx))
+        if column:
+            x_column = call.saved_input(state.parts(tensors)[1], state.skeleton)
+            gradients = wgrad(state, operands.columnwise, x_column, may_add=not probed)
+            if probed:
+                probe_wgrad(call, dy, probed[0], gradients)
+            dw = delivered(state, gradients, needs_dw)
+        if needs_dx:
+            dx = call.rounded("grad_input", dx)
+        db = bias_gradients(call, dy, ctx.biases) if any(needs_db) else [None] * len(ctx.biases)
+        return dx, None, None, None, *dw, *db
 
 
 @outside_autocast
 def linear_product(
     call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | None, known: KnownInput = NOTHING
 ) -> Tensor:
-    """y [..., N] of x [..., K], weight [N, K] and bias [N], in the dtype and by the quantizers of the call. known: of
-    x, before it is quantized."""
+    """Return y [..., N] of x [..., K], weight [N, K] and bias [N], in the call's dtype and by its quantizers.
+
+    known: facts of x that are known before it is quantized.
+    """
     biases = () if bias is None else (bias,)
     rows = input_in(as_rows(x), call.dtype, call.name)
     y = call.rounded("output", LinearFunction.apply(rows, call, known, 1, weight, *biases))
@@ -39,7 +108,7 @@ def linear_product(
 
 
 class LinearBase(QuantizedModule):
-    """What single and grouped linears have in common: their settings, and the fields of a call."""
+    """Base of single and grouped linears: their settings, and the fields of a call."""
 
     BOUNDARIES = BOUNDARIES
     output_quantizer_role = Boundary("output")
@@ -47,7 +116,7 @@ class LinearBase(QuantizedModule):
     parallel: LinearRanks | None = None
     """How ranks share the linear, and compute it; None: this rank has all of it."""
     weight_name: str | None = None
-    """The attribute of a converted module that is the weight of this part of it; None for other linears."""
+    """The name of the weight in a converted module, for this part of it; None for other linears."""
 
     def __init__(
         self,
@@ -91,9 +160,10 @@ class Linear(LinearBase):
     itself stays in its own dtype (FP32 master) and receives dw in it, unrounded. The gradient of the bias is the sum of
     the unquantized dy in float32. Inside quantized_model_init the weight is a HybridQuantizedTensor, whose operands are
     multiplied as they are. The role of each slot is QuantizerRole("linear", tensor, name).
-    With output_quantizer_role (grad_input_quantizer_role), the role of whoever reads y (dx), y (dx) is rounded to the
-    rowwise values of that role's quantizer; gradients pass that rounding unchanged. UserError, at the call, for a held
-    weight of another quantizer and for a missing main_grad.
+
+    output_quantizer_role is the role of the module that reads y: y is rounded to the rowwise values of that role's
+    quantizer. grad_input_quantizer_role does the same for dx. Gradients pass the rounding unchanged. UserError, at the
+    call, for a held weight of another quantizer and for a missing main_grad.
     """
 
     module_type = "linear"
@@ -129,11 +199,11 @@ class Linear(LinearBase):
         return self._product(x)
 
     def branch(self, x: Tensor) -> Branch:
-        """forward(x) for a norm that reads it next: where ranks sum it, the sum may be left to that norm."""
+        """Return forward(x) for a norm that reads it next. If y is a sum over ranks, the norm may add the summands."""
         return self(x) if self.parallel is None else self.parallel.branch(self, x)
 
     def _product(self, x: Tensor, known: KnownInput = NOTHING) -> Tensor:
-        """forward(x). known: of x, before it is quantized."""
+        """Return forward(x). known: facts of x that are known before it is quantized."""
         if torch.compiler.is_compiling() and is_held([self.weight]):
             return self._product_untraced(x, known)
         if self.parallel is not None:

@@ -1,4 +1,4 @@
-"""LinearCall: a call of a linear, which has one matrix of weights or one for each expert."""
+"""LinearCall: a call of a linear with one weight matrix, or with one for each expert."""
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,17 +37,17 @@ from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.sections import LinearQuantizers
 
 PRODUCTS = {"fprop": "output", "dgrad": "grad_input", "wgrad": "weight"}
-"""GEMM -> the tensor whose values, or whose gradient, it makes; ranks share its result as they share that tensor."""
+"""GEMM -> the tensor that it computes, or whose gradient it computes. Ranks share the result like that tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KnownInput:
-    """What is known of the input x of a linear before it is quantized."""
+    """Facts of a linear's input x that are known before it is quantized."""
 
     amaxes: Sequence[Tensor] = ()
-    """The amaxes of x that are known (HybridQuantizer.takes_amaxes)."""
+    """The known amaxes of x (HybridQuantizer.takes_amaxes)."""
     normed: Normed | None = None
-    """What x is computed of, where x itself has no values."""
+    """The norm's input, from which x is computed; x itself then has no values."""
 
 
 NOTHING = KnownInput()
@@ -64,13 +64,13 @@ class LinearCall(Call):
     """Whether x is saved instead of its columnwise operand, which is then made in backward."""
     workspace: WeightWorkspace | None
     plans: Mapping[str, GemmPlan] | None = None
-    """"fprop", "dgrad" and "wgrad" -> the plan by which it is computed for all experts."""
+    """"fprop", "dgrad" and "wgrad" -> the plan that computes the product of all experts."""
     made_together: ClassVar[bool] = False
     """Whether other ranks make operands of their parts of the weight at the same time."""
 
     @cached_property
     def singles(self) -> Sequence["LinearCall"]:
-        """The call of each expert, as a linear of its own would make it."""
+        """The calls of the experts, each as a separate linear would make it."""
         if self.splits is None:
             return (self,)
         alone = {"splits": None, "weight_splits": None, "plans": None, "workspace": None}
@@ -78,7 +78,7 @@ class LinearCall(Call):
         return [replace(self, expert=expert, states=states, **alone) for expert, states in numbered]
 
     def parts(self, x: Tensor) -> list[Tensor]:
-        """The rows of each expert; waits for splits that only a device knows."""
+        """Return the rows of each expert. Waits for splits that only a device knows."""
         return [x] if self.splits is None else [x[start:end] for start, end in self.splits.spans]
 
     def by_rows(self, gemm: str) -> bool:
@@ -88,7 +88,7 @@ class LinearCall(Call):
     def quantize_input(
         self, x: Tensor, known: KnownInput, *, rowwise: Output | None, columnwise: Output | None
     ) -> HybridOperand:
-        """quantize("input", x); an x without values is quantized from what it is computed of."""
+        """Return quantize("input", x). An x without values is quantized from the norm's input."""
         if known.normed is not None:
             return self._quantize_normed("input", x, known.normed, rowwise=rowwise, columnwise=columnwise)
         return self.quantize("input", x, rowwise=rowwise, columnwise=columnwise, amaxes=known.amaxes)
@@ -98,12 +98,14 @@ class LinearCall(Call):
         return self.quantizer(tensor).quantize_normed(of, **outputs)
 
     def summed(self, tensor: str, x: Tensor) -> Tensor:
-        """x [rows, C] of this call; where ranks have parts of its sums, what they sum it to."""
+        """Return x [rows, C] of this call; if ranks have parts of its sums, the sum over ranks."""
         return x
 
     def product(self, gemm: str, a: AnyOperand, b: AnyOperand, out_dtype: torch.dtype) -> Tensor | Sequence[Tensor]:
-        """ "fprop", "dgrad" or "wgrad", the last one for each expert. UserError, with the module's name, for what
-        gemm=native has no product for."""
+        """Return the product of a and b: "fprop", "dgrad" or "wgrad", the last one for each expert.
+
+        UserError, with the module's name, for operands that gemm=native cannot multiply.
+        """
         if self.context.reader is not None:
             self.context.reader(self, gemm, a, b)
         if self.plans is None and self.gemm != "native":
@@ -117,9 +119,11 @@ class LinearCall(Call):
             raise UserError(f"{self.layer}: {error}") from None
 
     def weight(self, weights: Weights, direction: Direction, *, needs_dx: bool = False) -> AnyOperand:
-        """The operand of one direction: the one that is held, or one made of the weights in self.dtype, from the
-        workspace when there is one. needs_dx: dgrad will ask for the columnwise one, which the workspace then makes
-        from the same read of the weights."""
+        """Return the operand of one direction: the held one, or one made of the weights in self.dtype.
+
+        The workspace, if there is one, keeps it. needs_dx: dgrad will ask for the columnwise operand, so that the
+        workspace makes both from one read of the weights.
+        """
         if is_held(weights):
             return held_operands(weights, direction)
         takes, by_rows = self.product_takes, self.plans is not None and self.plans["dgrad"].one_kernel
@@ -140,8 +144,10 @@ class LinearCall(Call):
         return self.workspace.take(weights, forms, self.quantizers.weight, self.key("weight"), make, **kept)
 
     def check_weights(self, weights: Weights, needs_dx: bool, needs_dw: bool) -> None:
-        """UserError, with the name of the module, for weights that one of the GEMMs could not use. A step's use of ones
-        that are held in fp8_delayed is noted."""
+        """Raise UserError, with the module's name, for weights that one of the GEMMs cannot use.
+
+        Also notes that a step uses weights held in fp8_delayed.
+        """
         owners = [self] if len(weights) == 1 and weights[0].dim() == 3 else self.singles
         for call, weight in zip(owners, weights, strict=True):
             try:
@@ -157,14 +163,14 @@ class LinearCall(Call):
                 replace(states, **self.recording).use()
 
     def saved_input(self, tensors: Sequence[Tensor], skeleton: Skeleton | None) -> AnyOperand:
-        """The columnwise operand of x, made from what was saved of x."""
+        """Return the columnwise operand of x, made from the saved tensors."""
         if skeleton is not None:
             return unflatten(tensors, skeleton)
         outputs = {"columnwise": self.product_takes, "by_rows": self.by_rows("wgrad")}
         return self.quantize("input", tensors[0], **outputs).columnwise
 
     def probe_forward(self, x: Tensor, weights: Weights, y: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Report the tensors of forward; returns x and the weights in high precision, which backward compares with."""
+        """Report the tensors of forward. Returns x and the weights in high precision, with which backward compares."""
         self.probe_parts("input", x)
         originals = [call._probe_weight(w) for call, w in zip(self.singles, expert_weights(weights), strict=True)]
         self.probe_gemms("fprop", self.parts(x), originals, self.parts(y))
@@ -177,8 +183,10 @@ class LinearCall(Call):
                 call.probe_tensor(tensor, part)
 
     def probe_gemms(self, gemm: str, a: Sequence[Tensor], b: Sequence[Tensor], actual: Sequence[Tensor]) -> None:
-        """Report the GEMM of each expert that has rows, of unquantized a [m, k] and b [n, k]; `actual` is summed over
-        ranks where each has a part of the products."""
+        """Report the GEMM of each expert with rows, of unquantized a [m, k] and b [n, k].
+
+        `actual` is summed over ranks if each has a part of the products.
+        """
         probe, tensor = self.context.probe, PRODUCTS[gemm]
         for call, left, right, product in zip(self.singles, a, b, actual, strict=True):
             if probe and left.numel():
@@ -186,9 +194,11 @@ class LinearCall(Call):
                 probe.gemm(site, left, right, product, partial(call.summed, tensor))
 
     def _probe_weight(self, weight: Tensor) -> Tensor:
-        """The high-precision weight, which is reported. For a weight that is held quantized, this is the probe's
-        original of the layer; without an original, the values held stand in for it in the errors of GEMMs, and no error
-        of its own is reported."""
+        """Return the high-precision weight to report.
+
+        For a held quantized weight, this is the probe's original of the layer. Without an original, errors of GEMMs are
+        taken against the held values, and the weight has no error row.
+        """
         if isinstance(weight, HybridQuantizedTensor):
             original = self.context.probe.originals.get(self.layer)
             if original is None:

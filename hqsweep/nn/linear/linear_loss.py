@@ -1,10 +1,12 @@
 """A linear over a vocabulary and its cross entropy in one, by chunks of tokens: the logits never exist whole.
 
-A chunk of logits is formed in the linear's dtype, its gradient takes its place, is quantized, and goes into the
-gradients of x and of the weight, all in forward; backward multiplies both by the gradient that comes in. Values are
-those of Linear followed by the cross entropy of its output: the operands of x and of the weight are made of the whole
-tensors, and rows of dy, 128 or a multiple of that, have the codes that they have in the whole. Only dw is a sum of the
-chunks' products, in float32. Where the quantizer of dy ties its rows together there is one chunk.
+Forward computes a chunk of logits in the linear's dtype, and overwrites it with its gradient. It quantizes this
+gradient, and adds its products to the gradients of x and of the weight. Backward multiplies both by the incoming
+gradient.
+
+Values are the same as for Linear followed by the cross entropy of its output. Operands of x and of the weight are made
+of the whole tensors, and a multiple of 128 rows of dy has the codes that it has in the whole. Only dw is a sum of the
+chunks' products, in float32. If the quantizer of dy ties its rows together, there is one chunk.
 """
 
 from collections.abc import Callable
@@ -30,52 +32,57 @@ from hqsweep.quant.operand import HybridOperand, Operand
 from hqsweep.recipe.sections import LinearQuantizers
 
 CHUNK_BYTES = 2**30
-"""Logits of a chunk; more chunks take less memory, and read and write dw once more each."""
+"""Bytes of a chunk's logits. More chunks take less memory, and each reads and writes dw once more."""
 CHUNK_MULTIPLE = 128
-"""Rows of a chunk are a multiple of it, so that no block of any format lies in two chunks."""
+"""The rows of a chunk are a multiple of this, so that no block of any format lies in two chunks."""
 
 
 def forms_loss(head: Linear, h: Tensor) -> bool:
-    """Whether linear_cross_entropy forms the loss of this linear and h, and its gradients, itself: on hqsweep's
-    kernels, in bfloat16, without a bias and without a quantizer of the output, whole or by parts of the vocabulary."""
+    """Return whether linear_cross_entropy computes the loss and its gradients by hqsweep's kernels.
+
+    It does for bfloat16, without a bias and without a quantizer of the output, whole or by parts of the vocabulary.
+    """
     are_sums = head.parallel is not None and head.parallel.mode == "row"
     plain = head.dtype == torch.bfloat16 and head.bias is None and not are_sums
     return plain and use_kernels(h) and head.active_quantizers().output is None
 
 
 def is_by_rows(quantizers: LinearQuantizers) -> bool:
-    """Whether rows of dy, 128 or a multiple of that, are quantized as they are within the whole: without an amax of the
-    whole, and without random bits, which are keyed by the place."""
+    """Return whether a multiple of 128 rows of dy has the same codes alone as within the whole.
+
+    That excludes an amax of the whole, and random bits, whose key has the element's place.
+    """
     q = quantizers.grad_output
     alone = type(q) is HybridQuantizer and not q.stochastic and not q.delayed
     return alone and _divides(q.rowwise, "rows") and _divides(q.columnwise, "cols")
 
 
 def _divides(format: Format, axis: str) -> bool:
-    """Whether entries of every buffer cover a part of CHUNK_MULTIPLE along the axis."""
+    """Return whether the entries of every buffer divide CHUNK_MULTIPLE along the axis."""
     sizes = [getattr(buffer, axis) for buffer in format.layout.values()]
     return all(size != WHOLE and CHUNK_MULTIPLE % size == 0 for size in sizes)
 
 
 def chunk_rows(rows: int, vocabulary: int) -> int:
-    """Rows of a chunk of bfloat16 logits: of the fewest chunks with at most CHUNK_BYTES each, the smallest."""
+    """Return the rows of a chunk of bfloat16 logits: the fewest chunks of at most CHUNK_BYTES, as equal as possible."""
     most = max(CHUNK_BYTES // (2 * max(vocabulary, 1)) // CHUNK_MULTIPLE, 1) * CHUNK_MULTIPLE
     chunks = max(-(-rows // most), 1)
     return max(-(-rows // (chunks * CHUNK_MULTIPLE)), 1) * CHUNK_MULTIPLE
 
 
 def linear_cross_entropy(h: Tensor, head: Linear, targets: Tensor, chunk: int | None = None) -> Tensor:
-    """The mean over tokens of the cross entropy of head(h) with targets, float32 []: h [..., K], targets int64 [...]
-    of as many tokens, entries of the vocabulary. As in torch's cross_entropy a token whose target is -100 has no loss
-    and a gradient of 0, the mean is over the others, and it is NaN where there are none.
+    """Return the mean cross entropy of head(h) with targets, float32 []. h: [..., K]; targets: int64 [...].
 
-    Where `forms_loss` says so, gradients of h and of the weight (or its main_grad) are formed in forward, so that
-    backward runs once; elsewhere it is torch's cross entropy of whole logits. chunk: rows of logits that exist at once,
-    a multiple of 128, and the first of the two ways, on any device.
+    As in torch's cross_entropy, a token with target -100 has no loss and a gradient of 0. The mean is over the other
+    tokens, and NaN if there are none.
 
-    UserError for a chunk of a linear that has no such way, and for targets of another dtype, number or device. Other
-    targets than -100 and entries are refused: on the CPU by UserError; on CUDA by an assertion on the device, as torch
-    does it, since nothing waits for them.
+    If `forms_loss` is true, forward computes the gradients of h and of the weight (or its main_grad), so that backward
+    runs once. Otherwise it is torch's cross entropy of whole logits. chunk: the number of rows of logits that exist at
+    once, a multiple of 128; it forces the first way, on any device.
+
+    UserError for a chunk of a linear that has no such way, and for targets of another dtype, number or device. Targets
+    other than -100 and entries of the vocabulary are refused: on the CPU by UserError, on CUDA by an assertion on the
+    device, as in torch, since the host does not wait.
     """
     if head.parallel is not None:
         return head.parallel.cross_entropy(head, h, targets, chunk)
@@ -87,7 +94,7 @@ def linear_cross_entropy(h: Tensor, head: Linear, targets: Tensor, chunk: int | 
 
 
 def check_head(head: Linear, call: LinearCall) -> None:
-    """UserError for a linear whose loss is not formed by chunks."""
+    """Raise UserError for a linear whose loss cannot be computed by chunks."""
     if head.bias is not None or call.quantizers.output is not None:
         raise UserError(f"{head.name}: a linear with a bias, or with a quantizer of its output, takes no chunks")
 
@@ -101,8 +108,10 @@ def product_cross_entropy(
     chunk: int | None = None,
     chunks: "type[Chunks] | None" = None,
 ) -> Tensor:
-    """linear_cross_entropy of h [..., K] and weight [V, K] by this call, which has no quantizer of its output, always
-    by chunks, of a class of Chunks. UserError for more than one chunk where its rows depend on each other."""
+    """Return linear_cross_entropy of h [..., K] and weight [V, K] by this call, always by chunks (a class of Chunks).
+
+    The call has no quantizer of its output. UserError for more than one chunk if its rows depend on each other.
+    """
     chunks = chunks or Chunks
     rows, vocabulary = chunks.sizes(call, h, weight)
     targets = checked_targets(targets, rows, vocabulary, h.device, call.name)
@@ -118,7 +127,7 @@ def product_cross_entropy(
 
 
 def _tie(call: LinearCall) -> str | None:
-    """What ties the rows of a call together, so that they are one chunk."""
+    """Return the reason why the rows of a call depend on each other, so that they are one chunk."""
     if call.gemm == "native":
         return "gemm=native takes operands whole"
     if call.grad and not is_by_rows(call.quantizers):
@@ -127,12 +136,15 @@ def _tie(call: LinearCall) -> str | None:
 
 
 Input = tuple[AnyOperand, Callable[[], AnyOperand] | None]
-"""The operand of the input for fprop and, if wanted, that for wgrad, which may still be on its way."""
+"""The operand of the input for fprop and, if wanted, the operand for wgrad, which may still be on its way."""
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """h [M, K] in call.dtype, targets [M], of which `count` [] have a loss, weight [V, K] -> the mean cross entropy of
-    h @ weight.T, float32 [], by chunks of so many rows."""
+    """h [M, K] in call.dtype, targets [M], count [], weight [V, K] -> the mean cross entropy of h @ weight.T, float32
+    [].
+
+    `count` is the number of targets with a loss. The loss is computed by chunks of rows.
+    """
 
     @staticmethod
     def forward(
@@ -170,14 +182,15 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 class Chunks:
-    """The loss of a call with targets [M], of which `count` [] have one, and its gradients, chunk by chunk."""
+    """The loss of a call and its gradients, chunk by chunk. targets: [M]; `count` []: the number of targets with a
+    loss."""
 
     def __init__(self, call: LinearCall, targets: Tensor, count: Tensor, chunk: int) -> None:
         self.call, self.targets, rows = call, targets, len(targets)
         self.spans = [(start, min(start + chunk, rows)) for start in range(0, max(rows, 1), chunk)]
         self.scale = count.reciprocal()
         self.of_counted = rows / count
-        """The factor of a mean over all rows that makes it one over those with a loss; 1, to the bit, where all have
+        """M / count, which turns a mean over all rows into a mean over rows with a loss; exactly 1 if all rows have
         one."""
 
     @staticmethod
@@ -186,7 +199,8 @@ class Chunks:
         return h.shape[:-1].numel(), len(weight)
 
     def run(self, h: Tensor, weights: Weights, needs_dx: bool, needs_dw: bool) -> tuple[Tensor, Gradient, Gradient]:
-        """The mean loss of h [M, K] in call.dtype, the gradient of h, and that of the weight [V, K] in float32."""
+        """Return the mean loss of h [M, K] in call.dtype, the gradient of h, and the float32 gradient of the weight [V,
+        K]."""
         call, takes, probe = self.call, self.call.product_takes, self.call.context.probe
         row, column = (takes if needed else None for needed in (needs_dx, needs_dw))
         arriving = self.begin_input(h, column)
@@ -215,10 +229,10 @@ class Chunks:
             self._probe_gradients(whole, probed, dx, dw)
         return _joined(losses).mean() * self.of_counted, dx if dx is None else call.rounded("grad_input", dx), dw
 
-    # What ranks that share the linear do otherwise (hqsweep.parallel.shared.loss).
+    # What ranks that share the linear do otherwise (hqsweep.parallel.shared.linear).
 
     def begin_input(self, h: Tensor, column: Output | None) -> Callable[[], Input]:
-        """The operands of all rows of h, begun."""
+        """Start to make the operands of all rows of h."""
 
         def result() -> Input:
             operands = self.call.quantize("input", h, rowwise=self.call.product_takes, columnwise=column)
@@ -231,22 +245,23 @@ class Chunks:
         return h
 
     def begin_sum(self, dx: Tensor) -> Callable[[], Tensor]:
-        """The gradient of h, of this rank's dx, begun: it is asked for when wgrad is computed."""
+        """Start the sum over ranks of dx, the gradient of h. Its result is read when wgrad is computed."""
         return lambda: dx
 
     def release(self) -> None:
-        """End the use of what other ranks sent of h."""
+        """End the use of the rows of h that other ranks have sent."""
 
     def rows(self, x: AnyOperand, start: int, end: int) -> AnyOperand:
-        """Some rows of an exact operand, as views; of any operand all of it."""
+        """Return rows of an exact operand, as views; any other operand whole."""
         return x if start == 0 and end == _count(x, 0) else rows_of(x, start, end)
 
     def losses(self, logits: Tensor, targets: Tensor, *, gradient: bool) -> Tensor:
-        """The losses of a chunk, float32 [rows], whose logits give way to their gradient, if that is wanted."""
+        """Return the losses of a chunk, float32 [rows]. gradient: whether the gradient of the logits overwrites
+        them."""
         return cross_entropy_(logits, targets, self.scale, gradient=gradient)
 
     def _dgrad(self, dx: Gradient, dy: AnyOperand, w: AnyOperand, span: tuple[int, int]) -> Tensor:
-        """dx, with the rows of a chunk in it."""
+        """Return dx with the rows of a chunk written."""
         call = self.call
         if len(self.spans) == 1:
             return call.product("dgrad", dy, w, call.dtype)
@@ -256,7 +271,7 @@ class Chunks:
         return dx
 
     def _weight(self, weights: Weights, needs_dx: bool) -> tuple[AnyOperand, AnyOperand | None]:
-        """The operands of the weight for fprop and, if wanted, for dgrad, from one read."""
+        """Return the operands of the weight for fprop and, if wanted, for dgrad, from one read."""
         call, takes = self.call, self.call.product_takes
         if needs_dx and call.workspace is None and not (is_held(weights) or is_gathered(weights)):
             both = call.quantize("weight", weight_matrix(weights, call.dtype), rowwise=takes, columnwise=takes)
@@ -267,7 +282,7 @@ class Chunks:
     def _gradient(
         self, logits: Tensor, span: tuple[int, int], row: Output | None, column: Output | None
     ) -> tuple[Tensor, HybridOperand | None]:
-        """The losses of a chunk, and the operands of the gradient of its logits."""
+        """Return the losses of a chunk, and the operands of the gradient of its logits."""
         targets, call = self.targets[slice(*span)], self.call
         outputs, needed = {"rowwise": row, "columnwise": column}, bool(row or column)
         if needed and self.finds_amax():
@@ -278,7 +293,7 @@ class Chunks:
         return losses, call.quantize("grad_output", logits, **outputs) if needed else None
 
     def finds_amax(self) -> bool:
-        """Whether the kernel of the loss finds the amax by which the gradient is quantized."""
+        """Return whether the kernel of the loss finds the amax for the quantization of the gradient."""
         quantizer = self.call.quantizers.grad_output
         return len(self.spans) == 1 and type(quantizer) is HybridQuantizer and quantizer.takes_amax
 
@@ -292,7 +307,7 @@ class Chunks:
 
 
 def as_taken(operand: AnyOperand, takes: Output) -> AnyOperand:
-    """The operand as products take it; codes that have come from other ranks may still have to be decoded."""
+    """Return the operand as products take it. Codes from other ranks may still need decoding."""
     return operand.operand() if takes == "exact" and isinstance(operand, Operand) else operand
 
 
@@ -301,7 +316,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _columns(operand: AnyOperand, start: int, end: int) -> AnyOperand:
-    """Some of the contracted axis of an exact operand, as views; of any operand all of it."""
+    """Return a part of an exact operand along the contracted axis, as views; any other operand whole."""
     if start == 0 and end == _count(operand, 1):
         return operand
     return ExactOperand(operand.matrix[:, start:end], operand.factor, operand.divisor)
@@ -312,7 +327,7 @@ def _count(operand: AnyOperand, axis: int) -> int:
 
 
 def _added(call: LinearCall, total: Gradient, dy: AnyOperand, x: AnyOperand) -> Tensor:
-    """The total so far plus the product of a chunk, in float32."""
+    """Return total plus the product of a chunk, in float32."""
     if total is None:
         return call.product("wgrad", dy, x, torch.float32)
     add_mm_t(total, dy, x)

@@ -1,7 +1,7 @@
-"""The two linears of an MLP and the activation between them as one autograd function: on a GPU the activation, and its
-gradient, are quantized as they are computed, and not written for a quantizer that would read them once.
+"""The two linears of an MLP and the activation between them as one autograd function.
 
-Everything is to the byte what fc2(activate(fc1(x))) computes.
+On a GPU the activation and its gradient are quantized as they are computed, so that they are never written in high
+precision. All results have the bytes of fc2(activate(fc1(x))).
 """
 
 import torch
@@ -20,8 +20,8 @@ from hqsweep.ops.quantize.kernels import in_dtype, input_in
 class MLPFunction(torch.autograd.Function):
     """x [M, D], w1 [inputs * F, D], w2 [D, F] -> fc2(activation(fc1(x))) [M, D], in bfloat16 on CUDA.
 
-    It saves z = fc1(x) [M, inputs * F], and of fc1's and fc2's inputs what LinearFunction does. The calls are those of
-    fc1 and fc2; they have no probe and no boundaries, and that of fc2 has no save_original.
+    It saves z = fc1(x) [M, inputs * F], and the inputs of fc1 and fc2 as LinearFunction does. The calls of fc1 and fc2
+    have no probe and no boundaries; the call of fc2 has no save_original.
     """
 
     @staticmethod
@@ -77,8 +77,11 @@ class MLPFunction(torch.autograd.Function):
 
 
 def joins(fc1: Linear, fc2: Linear, kind: str, x: Tensor) -> bool:
-    """Whether joined() computes the MLP of x: it runs on hqsweep's CUDA kernels, for linears in bfloat16 that nobody
-    observes and that are no more than quantizers and GEMMs, on one rank or by parts that are quantized alone."""
+    """Return whether joined() computes the MLP of x.
+
+    It needs hqsweep's CUDA kernels, and plain linears in bfloat16 without observers. A rank has all, or parts that are
+    quantized alone.
+    """
     if not use_kernels(x) or current().probe or is_observed(fc1) or is_observed(fc2) or fc2.save_original_input:
         return False
     quantizers = (fc1.active_quantizers(), fc2.active_quantizers())
@@ -93,8 +96,10 @@ def joins(fc1: Linear, fc2: Linear, kind: str, x: Tensor) -> bool:
 
 @outside_autocast
 def joined(fc1: Linear, x: Tensor, fc2: Linear, kind: str, known: KnownInput = NOTHING) -> Branch:
-    """fc2(activation(fc1(x))) of x [..., D], where joins() says so, for whoever reads it next (Linear.branch). x is
-    behind the norm of an fc1 that has one. known: of x, before it is quantized."""
+    """Return fc2(activation(fc1(x))) of x [..., D] for its next reader (Linear.branch), if joins() allows it.
+
+    If fc1 has a norm, x is the norm's output. known: facts of x that are known before it is quantized.
+    """
     if fc1.parallel is not None:
         return fc1.parallel.mlp(fc1, x, fc2, kind, known)
     calls = LinearCall(**fc1.linear_facts()), LinearCall(**fc2.linear_facts())

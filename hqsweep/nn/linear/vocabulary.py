@@ -1,4 +1,4 @@
-"""Targets of a loss over a vocabulary, and the cross entropy of logits that exist whole.
+"""Targets of a loss over a vocabulary, and the cross entropy of whole logits.
 
 Targets follow torch's cross_entropy: a row whose target is -100 has no loss, and the mean is over the others.
 """
@@ -12,9 +12,11 @@ from hqsweep.ops.model.loss import IGNORED
 
 
 def checked_targets(targets: Tensor, rows: int, vocabulary: int, device: torch.device, name: str) -> Tensor:
-    """The targets, int64 or uint8, of so many rows on a device, each an entry of the vocabulary or -100: int64 [M],
-    contiguous. UserError for another dtype, number or device, and on the CPU for other entries; nothing waits for
-    CUDA, where counted_rows() and torch's cross_entropy assert on the device that there are none."""
+    """Return targets, int64 or uint8, as contiguous int64 [M] on a device. Each is an entry of the vocabulary or -100.
+
+    UserError for another dtype, number or device, and on the CPU for other entries. The host does not wait for CUDA,
+    where counted_rows() and torch's cross_entropy assert on the device.
+    """
     if targets.dtype not in (torch.int64, torch.uint8):
         raise UserError(f"{name}: targets are {targets.dtype} {list(targets.shape)}; they take int64 entries")
     if targets.numel() != rows or targets.device.type != device.type:
@@ -32,14 +34,18 @@ def checked_targets(targets: Tensor, rows: int, vocabulary: int, device: torch.d
 
 
 def counted_rows(targets: Tensor, vocabulary: int) -> Tensor:
-    """The number of rows of checked targets that have a loss, float32 []. On CUDA a target that is no entry of the
-    vocabulary ends in a device-side assertion."""
+    """Return the number of checked targets with a loss, float32 [].
+
+    On CUDA a target outside the vocabulary ends in a device-side assertion.
+    """
     counted, ones = targets != IGNORED, torch.ones((), device=targets.device).expand(vocabulary)
     return ones.gather(0, targets.where(counted, 0)).where(counted, 0.0).sum()
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross entropy of logits [..., V] with targets [...], float32 []: torch's, in float32, also where some
-    targets, or all, are -100. UserError as checked_targets() raises it."""
+    """Return the mean cross entropy of logits [..., V] with targets [...], float32 [].
+
+    It is torch's, in float32, NaN if all targets are -100. UserError as in checked_targets().
+    """
     rows = logits.flatten(0, -2)
     return F.cross_entropy(rows.float(), checked_targets(targets, *rows.shape, rows.device, "cross_entropy"))

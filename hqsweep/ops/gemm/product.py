@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from hqsweep.memo import constant_result, memo
-from hqsweep.ops.addresses import described, empty
-from hqsweep.ops.library import extension, has_kernels, operator, where
+from hqsweep.ops.addresses import empty
+from hqsweep.ops.library import described, extension, has_kernels, operator, where
 from hqsweep.ops.quantize.kernels import DTYPES
-from hqsweep.ops.quantize.operators import scale_product
 
 Lie = tuple[int, int, bool]
 """A matrix's memory layout: elements between lines, elements between matrices, and whether lines are columns."""
@@ -312,3 +311,29 @@ def _times(calls: list[Callable[[], object]]) -> list[float]:
             end.synchronize()
             times[i] = min(times[i], start.elapsed_time(end) / CALLS)
     return times
+
+
+@operator(
+    "scale_product(Tensor product, Tensor factor, ScalarType dtype, float before=1.0) -> Tensor",
+    fake=lambda product, factor, dtype, before=1.0: torch.empty_like(product, dtype=dtype),
+    devices=("CUDA",),
+)
+def scale_product(product: Tensor, factor: Tensor, dtype: torch.dtype, before: float = 1.0) -> Tensor:
+    """Return fl(fl(product * before) * factor) in float32, rounded to dtype.
+
+    product: float32 or bfloat16 [m, n], contiguous. factor: float32 [1, 1], [m, 1] or [1, n].
+    """
+    if product.dtype not in (torch.float32, torch.bfloat16) or product.dim() != 2 or not product.is_contiguous():
+        raise ValueError(f"product is {described(product)}; it takes float32 or bfloat16 with two axes, contiguous")
+    rows, cols = product.shape
+    fits = factor.dim() == 2 and factor.shape[0] in (1, rows) and factor.shape[1] in (1, cols)
+    if not fits or factor.dtype != torch.float32 or factor.device != product.device:
+        takes = f"it takes float32 [1, 1], [m, 1] or [1, n] on {product.device}"
+        raise ValueError(f"factor is {described(factor)} for a product {tuple(product.shape)}; {takes}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype}; products are rounded to float32, bfloat16 or float16")
+    out = torch.empty_like(product, dtype=dtype)
+    steps = (0 if size == 1 else stride for size, stride in zip(factor.shape, factor.stride(), strict=True))
+    call = (product.data_ptr(), DTYPES[product.dtype], before, factor.data_ptr(), rows, cols, *steps)
+    extension().scale_product_cuda(*call, out.data_ptr(), DTYPES[dtype], *where(product))
+    return out

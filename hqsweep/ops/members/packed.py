@@ -2,7 +2,7 @@
 
 A packed buffer concatenates the members' flattened compact buffers in member order. So each member is an ordinary
 operand whose buffers are views. Every format's rules apply unchanged, and blocks along the ragged axis start anew at
-each member. Sizes are exact if the host knows the splits; else ops.quantize.outputs.allocations bounds them.
+each member. Sizes are exact if the host knows the splits; else ops.quantize.operators.allocations bounds them.
 """
 
 from collections.abc import Sequence

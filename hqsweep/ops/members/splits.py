@@ -19,8 +19,7 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.memo import cached_property
 from hqsweep.ops import library
-from hqsweep.ops.addresses import described
-from hqsweep.ops.library import extension, has_kernels
+from hqsweep.ops.library import described, extension, has_kernels
 
 T = TypeVar("T")
 INT64_MAX = 2**63 - 1

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hqsweep.ops.addresses import described
-from hqsweep.ops.library import extension, operator, where
+from hqsweep.ops.library import described, extension, operator, where
 
 
 @operator(

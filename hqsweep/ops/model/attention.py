@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from hqsweep.memo import constant_result, memo
-from hqsweep.ops.addresses import described, empty
-from hqsweep.ops.library import operator
+from hqsweep.ops.addresses import empty
+from hqsweep.ops.library import described, operator
 from hqsweep.ops.model.rope import readable
 from hqsweep.ops.quantize.kernels import DTYPES
 from hqsweep.torch_private import (

@@ -7,8 +7,7 @@ other ranks' memory, and receives the rows that it lacks. Gradients travel the o
 import torch
 from torch import Tensor
 
-from hqsweep.ops.addresses import described
-from hqsweep.ops.library import extension, has_kernels, on_its_device, operator, where
+from hqsweep.ops.library import described, extension, has_kernels, on_its_device, operator, where
 from hqsweep.ops.model.experts import checked
 from hqsweep.ops.quantize.kernels import DTYPES
 

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hqsweep.ops.addresses import described
-from hqsweep.ops.library import extension, has_kernels, on_its_device, operator, where
+from hqsweep.ops.library import described, extension, has_kernels, on_its_device, operator, where
 from hqsweep.ops.quantize.kernels import DTYPES
 
 MULTIPLE = 8

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hqsweep.ops.addresses import described
-from hqsweep.ops.library import extension, on_its_device, operator, where
+from hqsweep.ops.library import described, extension, on_its_device, operator, where
 from hqsweep.ops.quantize.kernels import DTYPES
 
 UNIT = 4

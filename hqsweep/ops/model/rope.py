@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hqsweep.memo import memo
-from hqsweep.ops.addresses import described, empty
-from hqsweep.ops.library import extension, operator, where
+from hqsweep.ops.addresses import empty
+from hqsweep.ops.library import described, extension, operator, where
 
 MOST_WIDTH = 512
 """The largest head width with rotation."""

@@ -1,1 +1,1 @@
-"""Quantization and its inverse: operators, requests, outputs, and the reference."""
+"""Quantization and its inverse: operators, requests, and the reference."""

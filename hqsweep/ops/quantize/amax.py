@@ -7,12 +7,12 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Format, RngKey, RngKeys
-from hqsweep.ops.addresses import key_table
+from hqsweep.ops.addresses import check_keys, check_offsets, key_table, step_address
+from hqsweep.ops.library import extension, operator, where
 from hqsweep.ops.members.splits import Splits
-from hqsweep.ops.quantize import operators
-from hqsweep.ops.quantize.kernels import NO_KEY, KernelSpec
-from hqsweep.ops.quantize.nonfinite import current
-from hqsweep.ops.quantize.outputs import Matrices, amax_count, check_amax
+from hqsweep.ops.quantize.kernels import NO_KEY, KernelSpec, kernel_of, matrix_dtype
+from hqsweep.ops.quantize.nonfinite import address_of, current, look_at_trace
+from hqsweep.ops.quantize.operators import NO_STREAM, Matrices, amax_count, check_amax, finder, stream_of
 from hqsweep.ops.quantize.request import (
     Backend,
     Request,
@@ -114,7 +114,7 @@ def _one(request: Request, x: Tensor, rowwise: Search, columnwise: Search, backe
     elif rowwise.out is not None or columnwise.out is not None:
         key = key_words(request.row, rowwise.key) if request.dequantized else NO_KEY
         texts, step = (request.row_text, request.column_text), None if key is NO_KEY else rowwise.key.counter
-        operators.find_amax(x, *texts, request.dequantized, key, rowwise.amax, *outs, None, None, step, current())
+        find_amax_(x, *texts, request.dequantized, key, rowwise.amax, *outs, None, None, step, current())
 
 
 def _members(
@@ -128,7 +128,7 @@ def _members(
             table, key, step = key_table(keys, x.device), [0, 0, keys[0].step], keys[0].counter
         texts, amaxes = (request.row_text, request.column_text), (rowwise.amax, rowwise.out, columnwise.out)
         offsets = splits.offsets(x.device)
-        operators.find_amax(x, *texts, request.dequantized, key, *amaxes, offsets, table, step, current())
+        find_amax_(x, *texts, request.dequantized, key, *amaxes, offsets, table, step, current())
         return
     source = "rowwise_dequantized" if request.dequantized else "original"
     for member, span in enumerate(splits.spans):
@@ -167,3 +167,35 @@ def _by_reference(
             known = amax if amax is not None else out
             grid = format.grid(x) | ({spec.amax_name: known.view(-1, 1)} if known is not None else {})
             x = format.decode(format.encode(x, grid, key), tuple(x.shape)).to(x.dtype)
+
+
+@operator(
+    "find_amax_(Tensor x, str rowwise, str columnwise, bool dequantized, SymInt[] rowwise_key, Tensor? rowwise_amax, "
+    "Tensor(a!)? rowwise_found, Tensor(b!)? columnwise_found, Tensor? offsets=None, Tensor? rowwise_keys=None, "
+    "Tensor? step=None, int seen=0) -> ()",
+    fake=lambda *_, **__: None,
+)
+def find_amax_(x, rowwise, columnwise, dequantized, row_key, row_amax, row_found, column_found, offsets=None,
+              row_keys=None, step=None, seen=0):  # fmt: skip
+    """Set found = max(found, global amaxes) in place, for the rows and for the columns of X."""
+    dtype, row, column, members = matrix_dtype(x), None, None, None
+    rows, cols = x.shape
+    if offsets is not None:
+        members = check_offsets(x, offsets)
+        check_keys(x, row_keys, members)
+    elif row_keys is not None:
+        raise ValueError("a table of keys is that of members, which need offsets")
+    matrices = Matrices(rows, cols, members)
+    if rowwise:
+        spec = kernel_of(rowwise)
+        stream = stream_of(row_key, row_keys, step_address(x, step))
+        noted = address_of(x, seen, False, spec.format) if spec.delayed else 0
+        row = finder(spec, amax_count(spec, matrices, False), x, stream, row_amax, row_found, noted)
+    if columnwise:
+        spec = kernel_of(columnwise)
+        noted = address_of(x, seen, True, spec.format) if spec.delayed else 0
+        column = finder(spec, amax_count(spec, matrices, True), x, NO_STREAM, None, column_found, noted)
+    call = (x.data_ptr(), dtype, rows, cols, *x.stride(), row, column, dequantized)
+    run = extension().find_amax_cuda if x.is_cuda else extension().find_amax_cpu
+    run(*call, *where(x), *(() if offsets is None else (offsets.data_ptr(), members)))
+    look_at_trace(seen, x)

@@ -1,7 +1,9 @@
 """Decode operands to values, or to the exact matrices that gemm=exact multiplies."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -9,11 +11,13 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, ExactOperand, Format
-from hqsweep.ops.library import has_kernels
+from hqsweep.memo import memo
+from hqsweep.ops.addresses import check_offsets, empty, integers
+from hqsweep.ops.library import described, extension, has_kernels, operator, where
 from hqsweep.ops.members.layout import GroupLayout, Layout
 from hqsweep.ops.members.packed import PackedExact, held_exact, member_buffers, pack
-from hqsweep.ops.quantize import operators
-from hqsweep.ops.quantize.kernels import DTYPES, KernelSpec, spec_named
+from hqsweep.ops.quantize.kernels import DTYPES, KernelSpec, kernel_of, spec_named
+from hqsweep.ops.quantize.operators import Matrices, packed_entries
 from hqsweep.ops.quantize.request import Backend, check_backend
 
 
@@ -32,7 +36,7 @@ def dequantize(
     dtype, spec = dtype or torch.float32, spec_named(format.text)
     tensors = _tensors(buffers, spec, shape)
     if _by_kernel(tensors, spec, backend, dtype):
-        return operators.dequantize(tensors, spec.text, *shape, False, dtype)
+        return decode(tensors, spec.text, *shape, False, dtype)
     return format.decode(buffers, shape).to(dtype)
 
 
@@ -51,7 +55,7 @@ def exact_operand_of(
     dtype = spec.gpu_exact_dtype if tensors[0].is_cuda else spec.cpu_exact_dtype
     if not _by_kernel(tensors, spec, backend, dtype):
         return format.operand(buffers, layout)
-    matrix = operators.dequantize(tensors, spec.text, *layout, True, dtype)
+    matrix = decode(tensors, spec.text, *layout, True, dtype)
     return ExactOperand(matrix, buffers[spec.amax_name] if spec.amax_name else None, spec.divisor)
 
 
@@ -66,7 +70,7 @@ def dequantize_members(buffers: Buffers, format: Format, layout: GroupLayout, dt
         values = torch.cat([dequantize(own, format, shape, dtype) for own, shape in members])
         return F.pad(values, (0, 0, 0, rows - len(values)))
     tensors, offsets = [buffers[name] for name in spec.names], layout.splits.offsets(first.device)
-    values = operators.dequantize(tensors, spec.text, rows, layout.width, False, dtype, offsets)
+    values = decode(tensors, spec.text, rows, layout.width, False, dtype, offsets)
     return values.view(rows, layout.width)
 
 
@@ -104,7 +108,7 @@ class ExactParts:
             rows, cols = self.shape
             self._matrix = tensors[0].new_empty(rows, cols * self.count, dtype=spec.gpu_exact_dtype)
         columns = self._matrix.chunk(self.count, dim=1)[number]
-        operators.decode_into(columns, tensors, spec.text)
+        decode_into(columns, tensors, spec.text)
         factor = buffers[spec.amax_name] if spec.amax_name else None
         self.exact[number] = ExactOperand(columns, factor, spec.divisor)
 
@@ -124,7 +128,7 @@ def _exact_members(buffers: Buffers, format: Format, layout: Layout) -> PackedEx
         exact = [exact_operand_of(own, format, shape) for own, shape in members]
         return pack(exact, format, layout, by_rows=layout.columnwise)
     dtype = spec.gpu_exact_dtype if first.is_cuda else spec.cpu_exact_dtype
-    matrix = operators.dequantize(
+    matrix = decode(
         [buffers[name] for name in spec.names], spec.text, layout.splits.rows, layout.width, True,
         dtype, layout.splits.offsets(first.device), layout.columnwise,
     )  # fmt: skip
@@ -153,3 +157,99 @@ def _by_kernel(tensors: list[Tensor], spec: KernelSpec, backend: Backend, dtype:
     if backend == "kernel" and not supported:
         raise UserError(f"no kernel decodes {spec.text} to {dtype} on {tensors[0].device}; use backend reference")
     return supported and backend != "reference"
+
+
+def _decode_fake(buffers, format, rows, cols, exact, dtype, offsets=None, columnwise=False):
+    return buffers[0].new_empty((rows, cols) if offsets is None else (rows * cols,), dtype=dtype)
+
+
+@operator(
+    "dequantize(Tensor[] buffers, str format, SymInt rows, SymInt cols, bool exact, ScalarType dtype, "
+    "Tensor? offsets=None, bool columnwise=False) -> Tensor",
+    fake=_decode_fake,
+)
+def decode(buffers, format, rows, cols, exact, dtype, offsets=None, columnwise=False):
+    """Return the values of buffers, in layout order, in dtype. exact: codes times block scales.
+
+    One operand [rows, cols] gives a matrix. Packed buffers of the members of X [rows, cols] give flat [rows * cols],
+    stored by rows of X even if columnwise. The bytes equal a call per member.
+    ValueError for offsets or packed buffers with wrong types, and for too few entries.
+    """
+    if not buffers:  # offsets alone also give a device
+        raise ValueError("there are no buffers to decode")
+    first, number = buffers[0], DTYPES.get(dtype)
+    if number is None:
+        raise ValueError(f"dtype is {dtype}; values are decoded to float32, bfloat16 or float16")
+    members = None if offsets is None else check_offsets(first, offsets)
+    spec, least = _least_entries(format, rows, cols, columnwise, members)
+    _check_buffers(spec, buffers, least)
+    addresses = [tensor.data_ptr() for tensor in buffers] + [0] * (3 - len(buffers))
+    run = extension().dequantize_cuda if first.is_cuda else extension().dequantize_cpu
+    threads = where(first)[0]
+    if offsets is None:
+        out = empty(first, (rows, cols), (cols or 1, 1), dtype)
+        run(spec.compiled, rows, cols, *addresses, exact, out.data_ptr(), number, threads, columnwise)
+        return out
+    if not first.is_cuda:
+        _check_buffers(spec, buffers, _entries(spec, rows, cols, columnwise, offsets))
+    out = empty(first, (rows * cols,), (1,), dtype)
+    call = (spec.compiled, rows, cols, *addresses, exact, out.data_ptr(), number, threads)
+    run(*call, columnwise, offsets.data_ptr(), members)
+    return out
+
+
+def decode_into(out: Tensor, buffers: list[Tensor], format: str) -> None:
+    """Decode one operand exactly, on CUDA, into out [rows, cols], whose rows may lie apart.
+
+    ValueError for an unfit out, and as decode() raises it.
+    """
+    (rows, cols), first = out.shape, buffers[0]
+    spec, least = _least_entries(format, rows, cols, False, None)
+    _check_buffers(spec, buffers, least)
+    if out.dtype not in DTYPES or out.stride(1) != 1 or out.stride(0) < cols or out.device != first.device:
+        raise ValueError(f"out is {described(out)}; it takes rows of floats without gaps on {first.device}")
+    addresses = [tensor.data_ptr() for tensor in buffers] + [0] * (3 - len(buffers))
+    call = (spec.compiled, rows, cols, *addresses, True, out.data_ptr(), DTYPES[out.dtype], *where(first))
+    extension().dequantize_cuda(*call, pitch=out.stride(0))
+
+
+def _check_buffers(spec: KernelSpec, buffers: list[Tensor], least: list[int]) -> None:
+    """Raise ValueError for buffers that the kernels cannot read, or with fewer entries than `least`."""
+    if len(buffers) != len(least):
+        raise ValueError(f"{len(buffers)} buffers for {spec.text}; it has {len(least)}: {', '.join(spec.names)}")
+    device = buffers[0].get_device()
+    for (name, _, _, wanted), tensor, count in zip(spec.buffers, buffers, least, strict=True):
+        readable = tensor.dtype is wanted and tensor.is_contiguous() and tensor.get_device() == device
+        if not readable or tensor.numel() < count:
+            takes = f"it takes {count} or more contiguous {wanted} on {buffers[0].device}"
+            raise ValueError(f"buffer {name} is {described(tensor)}; {takes}")
+
+
+@memo
+def _least_entries(
+    text: str, rows: int, cols: int, columnwise: bool, members: int | None
+) -> tuple[KernelSpec, list[int]]:
+    """Return the KernelSpec, and the fewest entries that each buffer needs for X [rows, cols].
+
+    With members, the minimum is that of one member with all rows. ValueError for a negative size.
+    """
+    spec = kernel_of(text)
+    if rows < 0 or cols < 0:
+        raise ValueError(f"an operand cannot have the shape {(rows, cols)}")
+    if members is None:
+        shapes = spec.format.shapes(rows, cols)
+        return spec, [math.prod(shapes[name]) for name in spec.names]
+    if rows == 0 or cols == 0:
+        return spec, [0] * len(spec.names)
+    alone = Matrices(rows, cols, members, (rows, *(0,) * (members - 1)) if members else ())
+    return spec, [packed_entries(alone, columnwise, down, across) for _, down, across, _ in spec.buffers]
+
+
+def _entries(spec: KernelSpec, rows: int, cols: int, columnwise: bool, offsets: Tensor) -> list[int]:
+    """Return the entries of each packed buffer up to the end of the last member. offsets: on the CPU.
+
+    Wrong offsets are clamped, so that the result never exceeds the rows of X.
+    """
+    ends = [min(end, rows) for end in integers(offsets)]
+    matrices = Matrices(rows, cols, len(ends) - 1, tuple(max(end - start, 0) for start, end in pairwise(ends)))
+    return [packed_entries(matrices, columnwise, down, across) for _, down, across, _ in spec.buffers]

@@ -17,7 +17,7 @@ from hqsweep.ops.model.activation import INPUTS, activation, activation_backward
 from hqsweep.ops.model.norm import check_normed, norm, ready
 from hqsweep.ops.quantize.kernels import DTYPES, kernel_of
 from hqsweep.ops.quantize.nonfinite import NOBODY, current
-from hqsweep.ops.quantize.outputs import NO_STREAM, Matrices, Wanted, allocations, direction, outputs_of
+from hqsweep.ops.quantize.operators import NO_STREAM, Matrices, Wanted, allocations, direction, outputs_of
 from hqsweep.ops.quantize.request import Request, check_shape
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.formats import Format, parse
 from hqsweep.memo import memo
-from hqsweep.ops.library import extension, has_kernels
+from hqsweep.ops.library import described, extension, has_kernels
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Element dtypes and their numbers in the extension."""
@@ -30,6 +30,14 @@ def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     if not x.dtype.is_floating_point:
         raise UserError(f"got {x.dtype} {list(x.shape)} where {dtype} is computed with; it takes floating dtypes alone")
     return x.to(dtype)
+
+
+def matrix_dtype(x: Tensor) -> int:
+    """Return the extension's number for X's dtype. ValueError unless X is a matrix that the kernels can read."""
+    dtype = DTYPES.get(x.dtype)
+    if dtype is None or x.dim() != 2:
+        raise ValueError(f"x is {described(x)}; it takes float32, bfloat16 or float16 with two axes")
+    return dtype
 
 
 def input_in(x: Tensor, dtype: torch.dtype, name: str) -> Tensor:

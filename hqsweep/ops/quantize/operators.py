@@ -1,8 +1,9 @@
-"""The compiled extension as torch operators: hqsweep::quantize, find_amax_, dequantize, scale_product.
+"""The operator hqsweep::quantize: the tensors that it returns, and the extension's Directions with their addresses.
 
-Each operator is one function: its schema, its outputs in traced graphs, and the kernel that it calls. Bytes equal the
-reference's, which tests and the parity job check. Formats are passed as canonical text, "" for an unwanted direction.
-Work is enqueued on the current stream, and nothing waits for it. Modules provide the gradients.
+find_amax_ and dequantize stand in ops.quantize.amax and ops.quantize.dequantize. Each operator is one function: its
+schema, its outputs in traced graphs, and the kernel that it calls. Bytes equal the reference's. Formats are passed as
+canonical text, "" for an unwanted direction. Work is enqueued on the current stream, and nothing waits for it. Modules
+provide the gradients.
 
 offsets: None for one matrix. Otherwise int64 [members + 1]: the first row of each matrix (member) among the rows of X,
 and the end of the last one. Each member is quantized by itself, in one call. On CUDA nothing waits for offsets, and a
@@ -18,37 +19,262 @@ Everything else that kernels access by address is checked here: dtypes, devices,
 ValueError names the fault. Direct callers of hqsweep._C must check by themselves.
 """
 
-import math
-from itertools import pairwise
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from hqsweep.errors import UserError
 from hqsweep.memo import memo
-from hqsweep.ops.addresses import check_keys, check_offsets, check_sizes, described, empty, integers, step_address
+from hqsweep.ops.addresses import check_keys, check_offsets, check_sizes, in_one_memory, step_address
 from hqsweep.ops.library import extension, operator, where
-from hqsweep.ops.quantize.kernels import DTYPES, KernelSpec, kernel_of
-from hqsweep.ops.quantize.nonfinite import address_of, look_at_trace
-from hqsweep.ops.quantize.outputs import (
-    NO_STREAM,
-    Matrices,
-    Wanted,
-    allocations,
-    amax_count,
-    direction,
-    finder,
-    outputs_of,
-    packed_entries,
-    stream_of,
-)
+from hqsweep.ops.quantize.kernels import DTYPES, NO_KEY, SUMS, TILE, KernelSpec, kernel_of, matrix_dtype, spec_named
+from hqsweep.ops.quantize.nonfinite import NOBODY, address_of, look_at_trace
+from hqsweep.torch_private import empty_strided_cpu, empty_strided_cuda
+
+Allocation = tuple[tuple[int, ...], torch.dtype]
+ADDRESSES = ("amax", "found", "codes", "scales", "global", "exact", "exact_dtype", "sums", "row_errors")
+"""The arguments of the extension's Direction, from the fifth on."""
 
 
-def _dtype_of(x: Tensor) -> int:
-    """Return the extension's number for X's dtype. ValueError unless X is a matrix that the kernels can read."""
-    dtype = DTYPES.get(x.dtype)
-    if dtype is None or x.dim() != 2:
-        raise ValueError(f"x is {described(x)}; it takes float32, bfloat16 or float16 with two axes")
-    return dtype
+class Matrices(NamedTuple):
+    """The size of X, and the matrices that own its rows. Without members, X is one matrix."""
+
+    rows: int
+    cols: int
+    members: int | None = None
+    """The number of matrices that own the rows, one after the other."""
+    sizes: tuple[int, ...] | None = None
+    """The rows of each member, if the host knows them."""
+
+
+class Wanted(NamedTuple):
+    """The wanted result of one direction."""
+
+    text: str
+    columnwise: bool
+    exact: bool
+    amax_given: bool
+    """Whether the global amaxes are given."""
+    statistics: bool = False
+    by_rows: bool = False
+    """Whether exact values of columnwise members are stored in the element order of X."""
+    decoded: bool = False
+    """Whether the exact matrix is wanted after the codes of one matrix.
+
+    All buffers then share one memory; each starts at a multiple of 16 bytes.
+    """
+
+
+class Outputs(NamedTuple):
+    """The tensors of one direction, equal for all calls of one shape."""
+
+    spec: KernelSpec
+    tensors: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
+    """Shape, stride and dtype of each tensor: the operator's outputs in order, then scratch."""
+    scratch: int
+    """The number of trailing tensors that are scratch, needed only until the call has run."""
+    places: list[tuple[int, int]]
+    """Pairs of a tensor's index and its place in ADDRESSES."""
+    exact_dtype: int
+    amaxes: int
+    """The number of global amaxes."""
+    by_rows: bool
+    columnwise: bool
+    together: int = 0
+    """The number of leading tensors that share one memory."""
+
+
+def allocations(x: Matrices, wanted: Wanted, on_gpu: bool) -> list[Allocation]:
+    """Return shape and dtype of each output of one direction: buffers, or exact matrix and factor; then sums and row
+    errors.
+
+    A given global amax that is itself a buffer is left out. Members are packed and flat: with exact sizes if the host
+    knows them, else with room for any sizes.
+    """
+    spec = spec_named(wanted.text)
+    held = "g" if wanted.amax_given and spec.amax_name == "g" else None
+    if wanted.exact:
+        buffers = [(1, 1, spec.gpu_exact_dtype if on_gpu else spec.cpu_exact_dtype)]
+        if spec.amax_name and spec.amax_name != held:
+            factor = spec.format.layout[spec.amax_name]
+            buffers.append((factor.rows, factor.cols, torch.float32))
+    else:
+        buffers = [(down, across, dtype) for name, down, across, dtype in spec.buffers if name != held]
+        buffers += [(1, 1, spec.gpu_exact_dtype if on_gpu else spec.cpu_exact_dtype)] * wanted.decoded
+    if x.members is not None:
+        return [((packed_entries(x, wanted.columnwise, down, across),), dtype) for down, across, dtype in buffers]
+    rows, cols = (x.cols, x.rows) if wanted.columnwise else (x.rows, x.cols)
+    shapes: list[Allocation] = [
+        ((-(-rows // down) if down else 1, -(-cols // across) if across else 1), dtype)
+        for down, across, dtype in buffers
+    ]
+    if wanted.statistics:
+        tiles_down, tiles_across = -(-rows // TILE), -(-cols // TILE)
+        shapes += [((tiles_down * tiles_across, SUMS), torch.float32), ((rows, tiles_across), torch.float32)]
+    return shapes
+
+
+def packed_entries(x: Matrices, columnwise: bool, down: int, across: int) -> int:
+    """Return the number of entries of a packed buffer, or an upper bound if the sizes are unknown.
+
+    Each entry covers `down` x `across` elements of a member's operand; 0 covers the whole axis.
+    """
+    ragged, other = (across, down) if columnwise else (down, across)
+    if x.sizes is not None:
+        along = sum(-(-size // ragged) if ragged else 1 for size in x.sizes)
+    else:
+        along = x.rows // ragged + x.members * (ragged > 1) if ragged else x.members
+    return along * (-(-x.cols // other) if other else 1)
+
+
+def amax_count(spec: KernelSpec, x: Matrices, columnwise: bool) -> int:
+    """Return the number of global amaxes of a direction: one per matrix, or per operand row with +row_scaled."""
+    members = 1 if x.members is None else x.members
+    if not spec.row_scaled:
+        return members
+    return members * x.cols if columnwise else x.rows
+
+
+@memo
+def outputs_of(x: tuple, rowwise: tuple | None, columnwise: tuple | None, on_gpu: bool) -> tuple[Outputs | None, ...]:
+    """Return the Outputs of both directions, made once per shape.
+
+    The arguments are Matrices, Wanted and Wanted as plain tuples, which are cheaper to make.
+    """
+    x = Matrices(*x)
+    if x.sizes is not None and (len(x.sizes) != x.members or sum(x.sizes) != x.rows):
+        got = f"{len(x.sizes)} sizes of {sum(x.sizes)} rows"
+        raise ValueError(f"{got} for {x.members} members and a matrix of shape {(x.rows, x.cols)}")
+    return tuple(wanted and _outputs(x, Wanted(*wanted), on_gpu) for wanted in (rowwise, columnwise))
+
+
+def _outputs(x: Matrices, wanted: Wanted, on_gpu: bool) -> Outputs:
+    if wanted.statistics and x.members is not None:
+        raise ValueError("statistics are gathered for one matrix, and offsets are given")
+    spec = kernel_of(wanted.text)
+    if spec.delayed and not wanted.amax_given:
+        raise ValueError(f"{spec.text} takes its scale from the amaxes of earlier steps, and none is given")
+    shapes = allocations(x, wanted, on_gpu)
+    names = ["exact" if wanted.exact else "codes"]
+    if wanted.exact:
+        factor = None if wanted.amax_given and spec.amax_name == "g" else spec.amax_name
+        names += {"g": ["global"], "s": ["scales"]}.get(factor, [])
+    else:
+        names += ["scales", "global"][: len(shapes) - 1 - 2 * wanted.statistics - wanted.decoded]
+    names += ["exact"] * wanted.decoded + ["sums", "row_errors"] * wanted.statistics
+    exact_dtype, scratch = DTYPES[shapes[names.index("exact")][1]] if "exact" in names else 0, 0
+    if spec.amax_name == "s" and not wanted.amax_given:  # the scale overwrites its buffer last
+        shapes.append(((1 if x.members is None else x.members,), torch.float32))
+        names.append("found")
+        scratch = 1
+    places = [(i, ADDRESSES.index(name)) for i, name in enumerate(names)]
+    places += [(i, ADDRESSES.index("found")) for i, name in enumerate(names) if name == "global"]
+    tensors = [(shape, (shape[1] or 1, 1) if len(shape) == 2 else (1,), dtype) for shape, dtype in shapes]
+    amaxes, together = amax_count(spec, x, wanted.columnwise), names.index("exact") if wanted.decoded else 0
+    sides = wanted.by_rows, wanted.columnwise
+    return Outputs(spec, tensors, scratch, places, exact_dtype, amaxes, *sides, together)
+
+
+class Stream(NamedTuple):
+    """The random bits of one direction, as the extension takes them."""
+
+    key: list[int]
+    """Two words and the step, checked by stream_of."""
+    place: list[int]
+    """For a part of an operand: its first segment, and the segments between its rows. [] for a whole operand."""
+    table: int
+    """The address of the members' words, or 0."""
+    step_at: int
+    """The address of a step that replaces the key's step, or 0."""
+
+
+NO_STREAM = Stream(NO_KEY, [], 0, 0)
+
+
+def stream_of(key: list[int], keys: Tensor | None, step_at: int) -> Stream:
+    """Return the Stream of a key. keys: the members' key table. ValueError for an invalid key."""
+    if len(key) not in (3, 5) or (len(key) == 5 and keys is not None):
+        refuse_key(key)
+    return Stream(key[:3], key[3:], 0 if keys is None else keys.data_ptr(), step_at)
+
+
+def direction(
+    outputs: Outputs,
+    x: Tensor,
+    tensors: list[Tensor],
+    scratch: list[Tensor],
+    stream: Stream,
+    amax: Tensor | None,
+    slot: int = NOBODY,
+):
+    """Return the extension's Direction that fills new outputs, which are appended to `tensors`.
+
+    scratch: receives tensors that must live until the call has run. amax: the members' amaxes, concatenated. slot: see
+    ops.quantize.nonfinite.
+    """
+    allocate = empty_strided_cuda if x.is_cuda else empty_strided_cpu
+    allocated = in_one_memory(x, outputs.tensors[: outputs.together]) if outputs.together else []
+    allocated += [allocate(*wanted) for wanted in outputs.tensors[outputs.together :]]
+    addresses = [0, 0, 0, 0, 0, 0, outputs.exact_dtype, 0, 0]
+    for i, place in outputs.places:
+        addresses[place] = allocated[i].data_ptr()
+    if amax is not None:
+        check_amax(outputs.spec, "given amax", amax, outputs.amaxes, x)
+        addresses[0] = amax.data_ptr()
+    if outputs.scratch:
+        scratch += allocated[-outputs.scratch :]
+        del allocated[-outputs.scratch :]
+    tensors += allocated
+    key, place, table, step_at = stream
+    seen = address_of(x, slot, outputs.columnwise, outputs.spec.format)
+    rest = (table, outputs.by_rows, step_at, *(place or (0, 0)), seen)
+    try:
+        return extension().Direction(outputs.spec.compiled, *key, *addresses, *rest)
+    except TypeError:
+        refuse_key([*key, *place])
+
+
+def finder(
+    spec: KernelSpec,
+    count: int,
+    x: Tensor,
+    stream: Stream,
+    amax: Tensor | None,
+    amax_out: Tensor | None,
+    seen: int = 0,
+):
+    """Return a Direction that only finds `count` global amaxes and writes them to amax_out. seen: from address_of()."""
+    if spec.amax_name is None and (amax is not None or amax_out is not None):
+        raise ValueError(f"{spec.text} has no global amax to give or to find")
+    check_amax(spec, "given amax", amax, count, x)
+    check_amax(spec, "found amax", amax_out, count, x)
+    addresses = (0 if tensor is None else tensor.data_ptr() for tensor in (amax, amax_out))
+    key, place, table, step_at = stream
+    placed = dict(zip(("first_segment", "segments_across"), place, strict=False))
+    try:
+        return extension().Direction(spec.compiled, *key, *addresses, keys=table, step_at=step_at, **placed, seen=seen)
+    except TypeError:
+        refuse_key([*key, *place])
+
+
+def refuse_key(key: list[int]) -> NoReturn:
+    """Raise ValueError for an invalid key."""
+    raise ValueError(
+        f"a key is {key}; it takes two words of 32 bits and a step, and of a part of an operand the first segment and"
+        " the segments between rows, none of them negative"
+    ) from None
+
+
+def check_amax(spec: KernelSpec, name: str, amax: Tensor | None, count: int, x: Tensor) -> None:
+    """Raise UserError unless `amax` holds the `count` numbers that kernels read by address."""
+    if amax is None:
+        return
+    if amax.numel() == count and amax.dtype is torch.float32 and amax.is_contiguous() and amax.device == x.device:
+        return
+    got = f"{amax.dtype} of shape {tuple(amax.shape)} on {amax.device}"
+    got += "" if amax.is_contiguous() else ", not contiguous"
+    raise UserError(f"{name} for {spec.text} is {got}; it takes {count} contiguous float32 on {x.device}")
 
 
 def _quantize_fake(x, rowwise, columnwise, dequantized, row_exact, column_exact, row_key, column_key, row_amax,
@@ -75,11 +301,11 @@ def _quantize_fake(x, rowwise, columnwise, dequantized, row_exact, column_exact,
 def quantize(x, rowwise, columnwise, dequantized, row_exact, column_exact, row_key, column_key, row_amax, column_amax,
              statistics, offsets=None, sizes=None, row_keys=None, column_keys=None, by_rows=False,
              step=None, seen=0):  # fmt: skip
-    """Return the outputs for the rows of X, then for its columns (ops.quantize.outputs.allocations).
+    """Return the outputs for the rows of X, then for its columns (allocations).
 
     seen: the slot number for which kernels record NaN and inf (ops.quantize.nonfinite).
     """
-    dtype, on_gpu = _dtype_of(x), x.is_cuda
+    dtype, on_gpu = matrix_dtype(x), x.is_cuda
     rows, cols = x.shape
     if offsets is not None:
         members = check_offsets(x, offsets)
@@ -111,157 +337,3 @@ def quantize(x, rowwise, columnwise, dequantized, row_exact, column_exact, row_k
         run(*call, *where(x), offsets.data_ptr(), members)
     look_at_trace(seen, x)
     return tensors
-
-
-@operator(
-    "find_amax_(Tensor x, str rowwise, str columnwise, bool dequantized, SymInt[] rowwise_key, Tensor? rowwise_amax, "
-    "Tensor(a!)? rowwise_found, Tensor(b!)? columnwise_found, Tensor? offsets=None, Tensor? rowwise_keys=None, "
-    "Tensor? step=None, int seen=0) -> ()",
-    fake=lambda *_, **__: None,
-)
-def find_amax(x, rowwise, columnwise, dequantized, row_key, row_amax, row_found, column_found, offsets=None,
-              row_keys=None, step=None, seen=0):  # fmt: skip
-    """Set found = max(found, global amaxes) in place, for the rows and for the columns of X."""
-    dtype, row, column, members = _dtype_of(x), None, None, None
-    rows, cols = x.shape
-    if offsets is not None:
-        members = check_offsets(x, offsets)
-        check_keys(x, row_keys, members)
-    elif row_keys is not None:
-        raise ValueError("a table of keys is that of members, which need offsets")
-    matrices = Matrices(rows, cols, members)
-    if rowwise:
-        spec = kernel_of(rowwise)
-        stream = stream_of(row_key, row_keys, step_address(x, step))
-        noted = address_of(x, seen, False, spec.format) if spec.delayed else 0
-        row = finder(spec, amax_count(spec, matrices, False), x, stream, row_amax, row_found, noted)
-    if columnwise:
-        spec = kernel_of(columnwise)
-        noted = address_of(x, seen, True, spec.format) if spec.delayed else 0
-        column = finder(spec, amax_count(spec, matrices, True), x, NO_STREAM, None, column_found, noted)
-    call = (x.data_ptr(), dtype, rows, cols, *x.stride(), row, column, dequantized)
-    run = extension().find_amax_cuda if x.is_cuda else extension().find_amax_cpu
-    run(*call, *where(x), *(() if offsets is None else (offsets.data_ptr(), members)))
-    look_at_trace(seen, x)
-
-
-def _dequantize_fake(buffers, format, rows, cols, exact, dtype, offsets=None, columnwise=False):
-    return buffers[0].new_empty((rows, cols) if offsets is None else (rows * cols,), dtype=dtype)
-
-
-@operator(
-    "dequantize(Tensor[] buffers, str format, SymInt rows, SymInt cols, bool exact, ScalarType dtype, "
-    "Tensor? offsets=None, bool columnwise=False) -> Tensor",
-    fake=_dequantize_fake,
-)
-def dequantize(buffers, format, rows, cols, exact, dtype, offsets=None, columnwise=False):
-    """Return the values of buffers, in layout order, in dtype. exact: codes times block scales.
-
-    One operand [rows, cols] gives a matrix. Packed buffers of the members of X [rows, cols] give flat [rows * cols],
-    stored by rows of X even if columnwise. The bytes equal a call per member.
-    ValueError for offsets or packed buffers with wrong types, and for too few entries.
-    """
-    if not buffers:  # offsets alone also give a device
-        raise ValueError("there are no buffers to decode")
-    first, number = buffers[0], DTYPES.get(dtype)
-    if number is None:
-        raise ValueError(f"dtype is {dtype}; values are decoded to float32, bfloat16 or float16")
-    members = None if offsets is None else check_offsets(first, offsets)
-    spec, least = _least_entries(format, rows, cols, columnwise, members)
-    _check_buffers(spec, buffers, least)
-    addresses = [tensor.data_ptr() for tensor in buffers] + [0] * (3 - len(buffers))
-    run = extension().dequantize_cuda if first.is_cuda else extension().dequantize_cpu
-    threads = where(first)[0]
-    if offsets is None:
-        out = empty(first, (rows, cols), (cols or 1, 1), dtype)
-        run(spec.compiled, rows, cols, *addresses, exact, out.data_ptr(), number, threads, columnwise)
-        return out
-    if not first.is_cuda:
-        _check_buffers(spec, buffers, _entries(spec, rows, cols, columnwise, offsets))
-    out = empty(first, (rows * cols,), (1,), dtype)
-    call = (spec.compiled, rows, cols, *addresses, exact, out.data_ptr(), number, threads)
-    run(*call, columnwise, offsets.data_ptr(), members)
-    return out
-
-
-def decode_into(out: Tensor, buffers: list[Tensor], format: str) -> None:
-    """Decode one operand exactly, on CUDA, into out [rows, cols], whose rows may lie apart.
-
-    ValueError for an unfit out, and as dequantize() raises it.
-    """
-    (rows, cols), first = out.shape, buffers[0]
-    spec, least = _least_entries(format, rows, cols, False, None)
-    _check_buffers(spec, buffers, least)
-    if out.dtype not in DTYPES or out.stride(1) != 1 or out.stride(0) < cols or out.device != first.device:
-        raise ValueError(f"out is {described(out)}; it takes rows of floats without gaps on {first.device}")
-    addresses = [tensor.data_ptr() for tensor in buffers] + [0] * (3 - len(buffers))
-    call = (spec.compiled, rows, cols, *addresses, True, out.data_ptr(), DTYPES[out.dtype], *where(first))
-    extension().dequantize_cuda(*call, pitch=out.stride(0))
-
-
-def _check_buffers(spec: KernelSpec, buffers: list[Tensor], least: list[int]) -> None:
-    """Raise ValueError for buffers that the kernels cannot read, or with fewer entries than `least`."""
-    if len(buffers) != len(least):
-        raise ValueError(f"{len(buffers)} buffers for {spec.text}; it has {len(least)}: {', '.join(spec.names)}")
-    device = buffers[0].get_device()
-    for (name, _, _, wanted), tensor, count in zip(spec.buffers, buffers, least, strict=True):
-        readable = tensor.dtype is wanted and tensor.is_contiguous() and tensor.get_device() == device
-        if not readable or tensor.numel() < count:
-            takes = f"it takes {count} or more contiguous {wanted} on {buffers[0].device}"
-            raise ValueError(f"buffer {name} is {described(tensor)}; {takes}")
-
-
-@memo
-def _least_entries(
-    text: str, rows: int, cols: int, columnwise: bool, members: int | None
-) -> tuple[KernelSpec, list[int]]:
-    """Return the KernelSpec, and the fewest entries that each buffer needs for X [rows, cols].
-
-    With members, the minimum is that of one member with all rows. ValueError for a negative size.
-    """
-    spec = kernel_of(text)
-    if rows < 0 or cols < 0:
-        raise ValueError(f"an operand cannot have the shape {(rows, cols)}")
-    if members is None:
-        shapes = spec.format.shapes(rows, cols)
-        return spec, [math.prod(shapes[name]) for name in spec.names]
-    if rows == 0 or cols == 0:
-        return spec, [0] * len(spec.names)
-    alone = Matrices(rows, cols, members, (rows, *(0,) * (members - 1)) if members else ())
-    return spec, [packed_entries(alone, columnwise, down, across) for _, down, across, _ in spec.buffers]
-
-
-def _entries(spec: KernelSpec, rows: int, cols: int, columnwise: bool, offsets: Tensor) -> list[int]:
-    """Return the entries of each packed buffer up to the end of the last member. offsets: on the CPU.
-
-    Wrong offsets are clamped, so that the result never exceeds the rows of X.
-    """
-    ends = [min(end, rows) for end in integers(offsets)]
-    matrices = Matrices(rows, cols, len(ends) - 1, tuple(max(end - start, 0) for start, end in pairwise(ends)))
-    return [packed_entries(matrices, columnwise, down, across) for _, down, across, _ in spec.buffers]
-
-
-@operator(
-    "scale_product(Tensor product, Tensor factor, ScalarType dtype, float before=1.0) -> Tensor",
-    fake=lambda product, factor, dtype, before=1.0: torch.empty_like(product, dtype=dtype),
-    devices=("CUDA",),
-)
-def scale_product(product: Tensor, factor: Tensor, dtype: torch.dtype, before: float = 1.0) -> Tensor:
-    """Return fl(fl(product * before) * factor) in float32, rounded to dtype.
-
-    product: float32 or bfloat16 [m, n], contiguous. factor: float32 [1, 1], [m, 1] or [1, n].
-    """
-    if product.dtype not in (torch.float32, torch.bfloat16) or product.dim() != 2 or not product.is_contiguous():
-        raise ValueError(f"product is {described(product)}; it takes float32 or bfloat16 with two axes, contiguous")
-    rows, cols = product.shape
-    fits = factor.dim() == 2 and factor.shape[0] in (1, rows) and factor.shape[1] in (1, cols)
-    if not fits or factor.dtype != torch.float32 or factor.device != product.device:
-        takes = f"it takes float32 [1, 1], [m, 1] or [1, n] on {product.device}"
-        raise ValueError(f"factor is {described(factor)} for a product {tuple(product.shape)}; {takes}")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype}; products are rounded to float32, bfloat16 or float16")
-    out = torch.empty_like(product, dtype=dtype)
-    steps = (0 if size == 1 else stride for size, stride in zip(factor.shape, factor.stride(), strict=True))
-    call = (product.data_ptr(), DTYPES[product.dtype], before, factor.data_ptr(), rows, cols, *steps)
-    extension().scale_product_cuda(*call, out.data_ptr(), DTYPES[dtype], *where(product))
-    return out

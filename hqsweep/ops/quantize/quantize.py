@@ -22,7 +22,7 @@ from hqsweep.ops.quantize import operators
 from hqsweep.ops.quantize.dequantize import dequantize, exact_operand_of
 from hqsweep.ops.quantize.kernels import DTYPES, KernelSpec
 from hqsweep.ops.quantize.nonfinite import NOBODY, TRACED, current, now, see
-from hqsweep.ops.quantize.outputs import NO_STREAM, Outputs, direction, outputs_of
+from hqsweep.ops.quantize.operators import NO_STREAM, Outputs, direction, outputs_of
 from hqsweep.ops.quantize.reference import by_reference
 from hqsweep.ops.quantize.request import (
     NO_INPUTS,
@@ -119,11 +119,6 @@ def encode(
 ) -> dict[str, Tensor]:
     """Return the codes of x in one rowwise format, by quantize()."""
     return quantize(x, Target(format, key=key, grid=grid), backend=backend).rowwise
-
-
-def exact_operand(x: Tensor, format: Format, *, key: RngKey | None = None, backend: Backend = "auto") -> ExactOperand:
-    """Return the exact operand of x in one rowwise format, by quantize()."""
-    return quantize(x, Target(format, "exact", key), backend=backend).rowwise
 
 
 def _by_kernel(request: Request, x: Tensor, inputs: Inputs, statistics: bool) -> Quantized:

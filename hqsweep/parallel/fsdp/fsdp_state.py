@@ -65,7 +65,7 @@ def served(group: Any, *, repeats: bool, recomputes: bool) -> tuple[str, ...]:
 def drop_pass(module: nn.Module) -> None:
     """Reset every unit of fully_shard in the module, after an error in a forward or a backward.
 
-    Afterwards the shards are the parameters, no exchange is on its way, and there are no gradients.
+    Afterwards the shards are the parameters again. No exchange is on its way, and no gradients exist.
     """
     for part in module.modules():
         for group in groups_of(part):
@@ -78,10 +78,9 @@ def drop_pass(module: nn.Module) -> None:
 
 
 def unsharded_sum(weight: Tensor) -> Tensor | None:
-    """float32, with the shape of a gathered weight: the sum of its gradients that FSDP reduces next. None for a weight
-    that sum_in_fp32 has not registered.
+    """Return the float32 sum of a gathered weight's gradients that FSDP reduces next, in the weight's shape.
 
-    A backward adds to it, and gives autograd no gradient.
+    None for a weight that sum_in_fp32 does not know. A backward adds to it, and gives autograd no gradient.
     """
     unit = _unit_of(weight)
     if unit is None:

@@ -1,14 +1,14 @@
 """Gathering: makes fully_shard gather a plain weight in a narrower dtype, and frees the memory early.
 
-In the first pass torch makes the whole parameter, and refills the same objects later. gather_in makes these objects
-before: a GatheredWeight over the memory that torch fills. Codes that are kept of a weight are freed together with its
-values. Private attributes of FSDP are those of torch 2.11 to 2.15.
+In the first pass torch makes the whole parameter; later it refills the same objects. gather_in makes these objects
+first: a GatheredWeight over the memory that torch fills. Kept codes of a weight are freed together with its values.
+Private attributes of FSDP are as in torch 2.11 to 2.15.
 
-Each gather is quantized once, and its values are freed then. Where forward and backward share a gather, both operands
-are made at once, and kept as codes until torch shards the weight again: 2.06 bytes an element for mxfp8 and 1.13 for
-nvfp4 instead of 2. After a forward that nothing repeats, only the columnwise operand is kept: 1.03 and 0.56 bytes.
-Where backward gathers again, each pass makes the operand that it reads, of square tiles too: sharding again is there to
-keep nothing between the passes.
+Each gather is quantized once, and its values are freed then. If forward and backward share a gather, both operands are
+made at once, and kept as codes until torch shards the weight again. They take 2.06 bytes an element for mxfp8 and 1.13
+for nvfp4, instead of 2. After a forward without recomputation, only the columnwise operand is kept: 1.03 and 0.56
+bytes. If backward gathers again, each pass makes its own operand, also of square tiles, since resharding should keep
+nothing between the passes.
 """
 
 import math
@@ -146,9 +146,11 @@ class Gathering:
 
 
 def _are_cacheable(call: WeightCall, quantizer: HybridQuantizer, needs_column: bool) -> bool:
-    """Whether operands may be kept between passes: those whose scales are functions of the values, and whose codes are
-    not the values themselves; and not in an evaluation, as the training forward that may follow it in the same gather
-    reads the columnwise one."""
+    """Return whether operands may be kept between passes.
+
+    Their scales must follow from the values, and their codes must not be the values themselves. In an evaluation
+    nothing is kept: a training forward in the same gather may read the columnwise operand.
+    """
     of_values = type(quantizer) is HybridQuantizer and not quantizer.delayed
     is_read = needs_column or call.grad
     return is_read and of_values and not _are_values(quantizer, DIRECTIONS) and not call.context.probe

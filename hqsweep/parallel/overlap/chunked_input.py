@@ -1,7 +1,7 @@
-"""The input of a linear whose output ranks sum, written and quantized by the rows of each rank: those of the others
-come first, so that their products travel while this rank's rows are still computed.
+"""The input of a row-parallel linear, written and quantized by the rows of each rank.
 
-Where nothing of a matrix is scaled, or drawn, by more than blocks that no cut crosses, all bits are those of the whole.
+Rows of the other ranks come first, so that their products travel while this rank's rows are computed. All bits equal
+the bits of the whole input, if scales and random bits belong to blocks that no cut divides.
 """
 
 from collections.abc import Callable
@@ -24,29 +24,29 @@ from hqsweep.quant.operand import HybridOperand, Operand, OperandParts
 
 @dataclass(eq=False)
 class Turns:
-    """How a linear's input is written."""
+    """Writes a linear's input, by the rows of each rank."""
 
     part: Part
     """How ranks share the rows of the output."""
     write: Callable[[int], None] | None = None
     """Writes the rows of one rank."""
     by_halves: bool = False
-    """As in parallel.overlap.rank_rows.RankRows."""
+    """As in overlap.rank_rows.RankRows."""
 
 
 @dataclass(kw_only=True, eq=False)
 class OperandsInTurn:
-    """The operands of rows that are quantized when it is their turn to be multiplied."""
+    """The operands of an input whose rows are quantized just before they are multiplied."""
 
     part: Part
     rows: int
     """The rows of each rank."""
     quantize: Callable[[int], HybridOperand]
-    """The operands of one rank's rows."""
+    """Returns the operands of one rank's rows."""
     by_halves: bool = False
     """As in RankRows."""
     whole: Callable[[], Operand] | None = None
-    """The columnwise operand of all rows, once they are written; None: quantize() gives that of each rank's."""
+    """Returns the columnwise operand of all rows, after they are written; None: quantize() gives it for each rank."""
     columns: dict[int, Operand | None] = field(default_factory=dict, init=False)
 
     @property
@@ -56,7 +56,7 @@ class OperandsInTurn:
 
     @property
     def columnwise(self) -> Operand | OperandParts | None:
-        """The columnwise operand of all rows, once they have been multiplied."""
+        """The columnwise operand of all rows, after their product."""
         if self.whole is not None:
             return self.whole()
         parts = [self.columns[rank] for rank in sorted(self.columns)]
@@ -71,8 +71,10 @@ class OperandsInTurn:
 def part_in_turn(
     exchange: Exchange | None, quantizer: HybridQuantizer, gemm: str, like: Tensor, width: int
 ) -> Part | None:
-    """How ranks share the rows of the output of a linear whose input [M, width] may come in turn, on the device of
-    `like`, which has its rows; None where it comes as a whole."""
+    """Return how ranks share the output's rows of a linear whose input [M, width] can be written rank by rank.
+
+    None if the input must be written as a whole. like: has the rows and the device of the input.
+    """
     traced = torch.compiler.is_compiling()  # which waits for every collective at once
     if exchange is None or traced or gemm == "native" or not exchange.splits_tokens("output"):
         return None
@@ -83,7 +85,7 @@ def part_in_turn(
 
 
 def in_turn(call: SharedCall, turns: Turns, x: Tensor, *, rowwise: Output, columnwise: Output | None) -> OperandsInTurn:
-    """The operands of the input x [M, K] of a call, which is written as its turns say."""
+    """Return the operands of the input x [M, K] of a call, which `turns` writes."""
     rows = len(x) // turns.part.group.size()
     is_whole = columnwise is not None and call.quantizer("input").columnwise.high_precision  # x itself, and no parts
     of_rank = None if is_whole else columnwise
@@ -99,7 +101,7 @@ def in_turn(call: SharedCall, turns: Turns, x: Tensor, *, rowwise: Output, colum
 def activated_in_turn(
     call: SharedCall, z: Tensor, kind: str, *, rowwise: Output, columnwise: Output | None
 ) -> HybridOperand | OperandsInTurn:
-    """The operands of activation(z) [M, K], the input of a call; in turn where they may come so (part_in_turn)."""
+    """Return the operands of activation(z) [M, K], the input of a call; rank by rank if part_in_turn allows it."""
     quantizer, width = call.quantizer("input"), z.shape[1] // INPUTS[kind]
     part = part_in_turn(call.exchange, quantizer, call.gemm, z, width)
     if part is None:
@@ -119,6 +121,8 @@ def activated_in_turn(
 
 
 def is_hooked() -> bool:
-    """Whether hooks of saved tensors take away what autograd saves now, and bring it back, or make it again, for
-    backward; otherwise it may still be written, and lies in backward where it lay."""
+    """Return whether hooks of saved tensors replace tensors that autograd saves now, for example to offload them.
+
+    Without hooks a saved tensor may still be written, and backward reads it from the same memory.
+    """
     return top_hooks() is not None

@@ -1,13 +1,14 @@
-"""Sums over ranks between linears and norms, left to who reads them next: outputs by a linear to the norm behind it, in
-forward, and gradients by a linear to the norm before it, in backward. The norm reads the summands in one pass with what
-it does. What is sent next then travels beside products that nobody waits for:
+"""Deferred sums over ranks between linears and norms: the norm adds the summands as it reads or writes its tensors.
+
+In forward a linear defers the sum of its output to the next norm. In backward a linear defers the sum of its input's
+gradient to the previous norm. The messages that follow then travel beside products:
 
 forward   linear -> LeftOutput -> norm -> linear
-backward  linear <- the gradient of that output, which norms send at once <- norm <- LeftGradient <- linear, whose
-          weight's gradient comes after the norm's backward, while that travels
+backward  linear <- gradient of that output, which the norm sends at once <- norm <- LeftGradient <- linear; the
+          weight's gradient of the last linear is computed after the norm's backward, while that gradient travels
 
-Autograd knows this rank's summand as the tensor. That is safe since nobody else reads it, so that autograd adds nothing
-to its gradient, and since the reader is the next thing that runs.
+Autograd takes this rank's summand for the tensor. This is safe, because the norm is the tensor's only reader and runs
+next, so that autograd adds nothing to the gradient.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,32 +30,32 @@ WeightGradient = Callable[[], Tensor | None]
 
 @dataclass(eq=False)
 class LeftOutput:
-    """Between one call of a linear and the norm that alone reads its output."""
+    """The deferred output of one call of a linear, for the norm that alone reads it."""
 
     summands: Summands | None = None
     outgoing: Outgoing | None = None
-    """The gradient of the output, whose operands backward asks for."""
+    """The gradient of the output, whose operands backward reads."""
     owed: list[Callable[[], None]] = field(default_factory=list)
-    """What backward may do before it has the gradient: it makes operands of weights."""
+    """Work of backward that needs no gradient: it makes operands of weights."""
     _sent: tuple[Tensor, Arriving] | None = field(default=None, init=False)
 
     def leave(self, pending: Pending) -> Tensor:
-        """The output as autograd is to know it: this rank's summand, or the whole sum."""
+        """Return the output for autograd: this rank's summand, or the whole sum."""
         self.summands = left_by(pending)
         return pending() if self.summands is None else self.summands.own
 
     def take(self, y: Tensor) -> Tensor | Summands:
-        """The output y for the norm, once: the call lives until backward, and summands must not."""
+        """Return the output y for the norm, once. Summands must not live until backward, as the call does."""
         summands, self.summands = self.summands, None
         return y if summands is None else summands.of(y)._replace(writer=self)
 
     def prepare(self) -> None:
-        """Do what is owed, before other ranks are waited for."""
+        """Do the owed work, before the wait for other ranks."""
         for work in self.owed:
             work()
 
     def place(self, like: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Where to write the gradient (nn.core.wire.GradientReader)."""
+        """Return where to write the gradient (nn.core.wire.GradientReader)."""
         return None if self.outgoing is None else self.outgoing.place(like, dtype)
 
     def tell(self, dy: Tensor) -> None:
@@ -64,7 +65,7 @@ class LeftOutput:
             self._sent = dy, self.outgoing.begin(dy)
 
     def operands(self, dy: Tensor) -> HybridOperand | None:
-        """The operands of the gradient dy, once; None where it was not sent."""
+        """Return the operands of the gradient dy, once; None if it was not sent."""
         sent, self._sent = self._sent, None
         if sent is None:
             return None
@@ -74,25 +75,25 @@ class LeftOutput:
 
 @dataclass(eq=False)
 class LeftGradient:
-    """Between one call of a norm and the linear that alone reads its output."""
+    """The deferred gradient of one call of a norm, from the linear that alone reads the norm's output."""
 
     name: str
-    """The linear's, for messages."""
+    """The linear's name, for messages."""
     start: Callable[[Tensor, torch.dtype], Sending | None]
-    """Begins to exchange the output, which has the shape of a tensor, where the norm is to send it as it is computed
-    (parallel.overlap.overlapped_gemm.start_values)."""
+    """Starts to exchange the norm's output while the norm computes it (overlapped_gemm.start_values). Takes a tensor of
+    its shape."""
     sent: Sending | None = None
-    """The exchange that has begun so, for the linear."""
+    """The started exchange of the norm's output, for the linear."""
     is_taken: bool = False
-    """Whether the norm's backward takes what is left here."""
+    """Whether the norm's backward takes the deferred sum."""
     left: tuple[Pending, int] | None = None
-    """What the other ranks have of the gradient, and the number of this one; None: the gradient is whole."""
+    """The other ranks' summands of the gradient, and the number of this rank; None: the gradient is whole."""
     late: WeightGradient | None = None
-    """The gradient of the linear's weight, which is still to be computed."""
+    """Computes the gradient of the linear's weight, which is still missing."""
     _drawn: tuple[Tensor, Tensor] | None = field(default=None, init=False)
 
     def leave(self, pending: Pending) -> Tensor:
-        """The gradient as autograd is to know it: this rank's summand, or the whole sum."""
+        """Return the gradient for autograd: this rank's summand, or the whole sum."""
         summands = left_by(pending) if self.is_taken else None
         if summands is None:
             return pending()
@@ -100,13 +101,14 @@ class LeftGradient:
         return summands.own
 
     def take(self, dh: Tensor | None) -> tuple[Tensor, int] | tuple[()]:
-        """What was left, once, in the shape of the gradient that autograd has."""
+        """Return the deferred summands and this rank's number, once, in the shape of autograd's gradient; () if it is
+        whole."""
         left, self.left = self.left, None
         return () if left is None or dh is None else (left[0]().view(-1, *dh.shape), left[1])
 
     @contextmanager
     def sending(self, x: Tensor, dtype: torch.dtype) -> Iterator[Sequence[Tensor]]:
-        """Memory of other ranks, of the shape of x and a dtype, that gets the norm's output, too, inside; or none."""
+        """Yield memory of other ranks, with the shape of x and a dtype, for the norm's output; or nothing."""
         sending = self.start(x, dtype)
         if sending is None:
             yield ()
@@ -116,19 +118,24 @@ class LeftGradient:
         self.sent = sending
 
     def before_norm(self, weight: Tensor) -> None:
-        """Note that the norm runs next. Of what can run in backward, autograd takes first what forward ran last: the
-        ticket that is drawn here asks for `late` behind the norm's backward, and before all that came before."""
+        """Note that the norm runs next, and draw a ticket, which orders backward.
+
+        Among ready nodes of backward, autograd takes the latest of forward first. So the ticket asks for `late` after
+        the norm's backward, and before all earlier nodes.
+        """
         self._drawn = weight, _LateGradient.apply(weight, self)
 
     def ticket(self) -> tuple[Tensor, Tensor]:
-        """The weight, and the ticket that the linear's function of autograd takes beside it, once: a tensor of no
-        elements, whose gradient is such a one; it needs none where the weight needs none."""
+        """Return the weight and the ticket for the linear's autograd function, once.
+
+        The ticket is an empty tensor with an empty gradient. It requires no gradient if the weight requires none.
+        """
         drawn, self._drawn = self._drawn, None
         return drawn
 
 
 class _LateGradient(torch.autograd.Function):
-    """A tensor of no elements, whose backward computes the gradient of the weight."""
+    """Returns an empty tensor. Its backward computes the gradient of the weight."""
 
     @staticmethod
     def forward(ctx, weight: Tensor, gradient: LeftGradient) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where kernels of all ranks of a group, which run at the same time, tell each other the parts of a loss."""
+"""Mailboxes by which kernels of all ranks of a group, running at the same time, exchange the parts of a loss."""
 
 from typing import Any
 
@@ -9,19 +9,21 @@ from hqsweep.ops.model.loss import MOST_RANKS, NUMBERS, Boxes
 from hqsweep.parallel.wire.shared_memory import all_say, shared_memory
 
 HALVES = 2
-"""Launches take them by turns, since a rank may be a launch behind."""
+"""Launches alternate between the halves, since a rank may be one launch behind."""
 PART_BYTES = 4 * NUMBERS
 
 _MEETINGS: dict[tuple[str, int], Boxes | None] = {}
-"""The boxes of a group, by its name, on a device; None where the ranks found that they have none."""
+"""(name of a group, device) -> the boxes of the group; None if the ranks found that they cannot have any."""
 _MEMORY: list[Any] = []
-"""The memory of all boxes, also of those in whose place are larger ones, since graphs may still use them."""
+"""The memory of all boxes. Replaced boxes stay, since graphs may still use them."""
 
 
 def meeting(group: ProcessGroup, device: torch.device, rows: int) -> Boxes | None:
-    """The group's boxes for kernels of up to so many rows. None, on all ranks, where there are none: on a CPU, over
-    machines, and for more rows than before while a graph is captured. All ranks come here with the same, and launch the
-    same kernels in the same order."""
+    """Return the group's boxes for kernels of up to `rows` rows.
+
+    None, on all ranks, on a CPU, over machines, and for more rows than before while a graph is captured. All ranks call
+    it with the same arguments, and launch the same kernels in the same order.
+    """
     if device.type != "cuda" or torch.compiler.is_compiling() or not 1 < group.size() <= MOST_RANKS:
         return None
     key = (group.group_name, device.index)

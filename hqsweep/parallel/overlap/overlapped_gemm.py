@@ -1,8 +1,8 @@
-"""Operands and products of a linear that ranks share, by the rows of each rank, beside what travels of the others.
+"""Operands and products of a shared linear, by the rows of each rank, beside messages of other ranks.
 
-Where each rank has some of the tokens, the product of its own needs nothing of the others, so it comes first; and of a
-sum over ranks the rows of the others come first, and travel while the own ones are multiplied. Rows of a product do not
-depend on the rows beside them (tests/gemm/test_exact.py holds that for cuBLAS), so all bits are those of one product.
+If each rank has some of the tokens, it multiplies its own rows first, while the others arrive. If a product is summed
+over ranks, it multiplies the rows of other ranks first; they travel while its own rows are multiplied. Rows of a
+product do not depend on other rows (tests/gemm/test_exact.py checks cuBLAS), so all bits equal one whole product.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,13 +27,15 @@ from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.operand import HybridOperand, Operand
 
 HIDING_FEATURES = 1600
-"""Output features from which a product in bfloat16 takes longer than its input takes to another GPU: 2 K operations for
-each at 600 TFLOP/s, and 2 K bytes of a row at 370 GB/s."""
+"""With this many output features, a bfloat16 product takes longer than the transfer of its input to another GPU.
+
+A feature costs 2 K operations at 600 TFLOP/s. A row has 2 K bytes at 370 GB/s.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LateOperands:
-    """The operands of a tensor whose rows are arriving, of which this rank's can be multiplied before."""
+    """The operands of a tensor whose rows are arriving. This rank's own rows can be multiplied before."""
 
     part: Part
     own: ExactOperand
@@ -62,15 +64,15 @@ class LateOperands:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Beside:
-    """What goes on beside the exchange of an input."""
+    """Work and messages beside the exchange of an input."""
 
     sending: p2p_copy.Sending | None = None
-    """The exchange in which the rows were sent as they were computed, if they were."""
+    """The exchange that sent the rows while they were computed, if there was one."""
     weights: LayerWeights | None = None
-    """The weights of the layer, whose operands are made before this rank waits for others."""
+    """The weights of the layer. Their operands are made before this rank waits for others."""
 
     def owe_weights(self, part: Part, x: Tensor) -> None:
-        """Have the operands of the weights made before the stream next waits for the ranks that share x."""
+        """Defer the operands of the weights until the stream would wait for the ranks that share x."""
         if self.weights is not None:
             self.weights.owe(part.group, x.device)
 
@@ -88,11 +90,11 @@ def quantize_tokens(
     by_rows: bool = False,
     beside: Beside = NOTHING,
 ) -> HybridOperand | LateOperands:
-    """call.quantize() for a tensor of which each rank may have some of the tokens: the operands of all tokens, the
-    rowwise one as RankRows where that is worth it.
+    """Return call.quantize() for all tokens of a tensor of which each rank may have some.
 
-    They travel as codes where that takes fewer bytes and no block is cut, else x is gathered and quantized once. Where
-    an input travels as codes, its columnwise operand stays that of this rank's tokens until begin_whole_input().
+    The rowwise operand is RankRows if that is worth it. Tokens travel as codes if these have fewer bytes and no block
+    is cut; else x is gathered and quantized once. If an input travels as codes, its columnwise operand has only this
+    rank's tokens until begin_whole_input().
     """
     outputs, part = {"rowwise": rowwise, "columnwise": columnwise}, call.tokens_of(tensor, x)
     if part is None:
@@ -116,18 +118,18 @@ def quantize_tokens(
 
 @dataclass(kw_only=True, eq=False)
 class Outgoing:
-    """quantize_tokens() of a tensor that is sent as soon as its rows are known."""
+    """quantize_tokens() of a tensor that is sent as soon as its rows are computed."""
 
     call: SharedCall
     tensor: str
     rowwise: Output | None
     columnwise: Output | None
     lent: bool = True
-    """Whether operands may be what arrives, good until ranks of the group begin to exchange other rows."""
+    """Whether operands may use the receive memory, which is good until the group's next exchange of rows."""
     _placed: LentRows | None = field(default=None, init=False)
 
     def place(self, like: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Where the rows had best be written, of the shape of `like` and of a dtype; None: anywhere."""
+        """Return where to write the rows, with the shape of `like` and a dtype; None: anywhere."""
         rows = torch.empty((like.shape[:-1].numel(), like.shape[-1]), dtype=dtype, device="meta")
         part = self.call.tokens_of(self.tensor, rows)
         if part is None or part.runs > 1 or self._sends_codes(rows, part):
@@ -136,7 +138,7 @@ class Outgoing:
         return None if self._placed is None else self._placed.rows.view(like.shape)
 
     def begin(self, x: Tensor) -> Callable[[], HybridOperand]:
-        """The operands of all tokens, each as one, once what is sent now has come."""
+        """Start to send x. The returned function gives the operands of all tokens, each as one."""
         call, tensor, placed = self.call, self.tensor, self._placed
         outputs, part = {"rowwise": self.rowwise, "columnwise": self.columnwise}, call.tokens_of(tensor, x)
         self._placed = None
@@ -158,9 +160,12 @@ class Outgoing:
 def start_values(
     quantizer: HybridQuantizer, part: Part | None, features: int, x: Tensor, dtype: torch.dtype
 ) -> p2p_copy.Sending | None:
-    """An exchange for the rows of an input in a dtype, of which x has the shape and the device, where these are what
-    quantize_tokens() sends as codes: for whoever computes the rows, and can write them to the places of all ranks. None
-    where there is no such exchange, or the product of own rows, of so many features, hides copies of them."""
+    """Return an exchange for the rows of an input, with the shape and device of x, in a dtype.
+
+    The kernel that computes the rows writes them to the memory of all ranks; quantize_tokens() sends the same values as
+    codes. None if no such exchange exists, or if the product of this rank's rows hides copies of them. features: output
+    features of that product.
+    """
     rows = torch.empty((x.shape[:-1].numel(), x.shape[-1]), dtype=dtype, device="meta")
     plain = quantizer.rowwise.high_precision and dtype is torch.bfloat16
     if part is None or part.runs > 1 or not plain or features >= HIDING_FEATURES:
@@ -179,8 +184,10 @@ def _send_codes(
     decodes: bool = False,
     beside: Beside = NOTHING,
 ) -> tuple[Gathering | None, Gathering | Operand | None, ExactOperand | None]:
-    """The codes of this rank's tokens, on their way to the others; an input's columnwise ones stay. decodes: the exact
-    operand of the rowwise ones is wanted, too, if it comes with them."""
+    """Send the codes of this rank's tokens to the others. An input's columnwise codes are not sent.
+
+    decodes: the exact operand of the rowwise codes is wanted, too, if it comes with them.
+    """
     codes, quantizer = {name: output and "codes" for name, output in outputs.items()}, call.quantizer(tensor)
     if decodes and is_alone(quantizer, x.shape, part, **codes):
         own = quantizer.quantize_sent(x, codes["columnwise"])
@@ -197,21 +204,28 @@ def _whole(operand: Gathering | RankRows | Operand | None) -> RankRows | Operand
 
 
 def multiplies_by_ranks(call: SharedCall, part: Part, x: Tensor) -> bool:
-    """Whether the product of x, whose rows are a rank's, or are to be, is formed by the rows of each rank: these lie
-    together, and are many. A trace waits for every collective at once, and native GEMMs take whole operands."""
+    """Return whether the product of x is computed by the rows of each rank.
+
+    The rows must be contiguous and many. A trace waits for every collective at once, and native GEMMs take whole
+    operands.
+    """
     adjacent = part.axis == 0 and part.runs == 1 and call.splits is None and call.gemm != "native"
     return adjacent and hides(x) and not torch.compiler.is_compiling()
 
 
 def hides(x: Tensor) -> bool:
-    """Whether a product of the rows x hides what travels meanwhile. On a CPU nothing travels beside it, and a library
-    may add in another order for other numbers of rows."""
+    """Return whether a product of the rows x hides messages that travel meanwhile.
+
+    On a CPU nothing travels beside a product, and a library may add in another order for other numbers of rows.
+    """
     return x.is_cuda and len(x) >= LEAST_ROWS
 
 
 def begin_summed_product(call: SharedCall, gemm: str, tensor: str, a: OneOperand | RankRows, b: OneOperand) -> Pending:
-    """The product of a call, summed over ranks where each has a part of its sums: all of it, or this rank's tokens. It
-    is begun (parallel.wire.tokens)."""
+    """Start the product of a call, summed over ranks if each has a part of its sums (parallel.wire.tokens).
+
+    The result has all rows, or this rank's tokens.
+    """
     splits = call.exchange is not None and call.exchange.splits_tokens(tensor)
     a = _by_ranks(call, tensor, a) if splits else a
     if not splits or not isinstance(a, RankRows):
@@ -232,7 +246,7 @@ def begin_summed_product(call: SharedCall, gemm: str, tensor: str, a: OneOperand
 
 
 def _by_ranks(call: SharedCall, tensor: str, a: OneOperand | RankRows) -> OneOperand | RankRows:
-    """a by the rows of each rank, where a product of which ranks keep their tokens is to be formed so."""
+    """Return `a` by the rows of each rank, if ranks keep their tokens of its product and it is worth it."""
     if not isinstance(a, ExactOperand) or a.matrix.dim() != 2:
         return a
     part = call.exchange.parts[tensor]
@@ -250,8 +264,10 @@ def _sends_codes(
     rowwise: Output | None,
     columnwise: Output | None,
 ) -> bool:
-    """Whether codes of this rank's tokens go to the others in place of x. Those of an input go one by one, in forward
-    and in backward."""
+    """Return whether codes of this rank's tokens are sent in place of x.
+
+    Each operand of an input is sent by itself, in forward and in backward.
+    """
     if not is_part(quantizer, x.shape, part, rowwise, columnwise):
         return False
     row = sent_bytes(quantizer.rowwise, tuple(x.shape), 0) if rowwise else 0

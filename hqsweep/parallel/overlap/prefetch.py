@@ -1,4 +1,4 @@
-"""Operands of a layer's weights that are made while ranks wait for each other, before they are asked for."""
+"""Operands of a layer's weights, made before their use, while ranks wait for each other."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,13 +18,13 @@ Maker = Callable[[], None]
 
 @dataclass(eq=False)
 class Prefetched:
-    """The operands of the weight of one call that are made, and not yet taken."""
+    """The operands of one call's weight that are made and not yet taken."""
 
     operands: dict[Direction, AnyOperand] = field(default_factory=dict)
 
     @torch.no_grad()
     def make(self, call: LinearCall, weights: Weights, direction: Direction) -> None:
-        """Make call.weight() before it is asked for, unless it is made of more than the weights, or is there."""
+        """Make call.weight() early, unless it needs more than the weights, or exists."""
         if direction in self.operands:
             return
         quantizer = call.quantizers.weight
@@ -35,7 +35,7 @@ class Prefetched:
             self.operands[direction] = call.weight(weights, direction)
 
     def take(self, direction: Direction) -> AnyOperand | None:
-        """The operand of a direction, once; None where it is not made."""
+        """Return the operand of a direction, once; None if it is not made."""
         return self.operands.pop(direction) if direction in self.operands else None
 
 
@@ -44,14 +44,14 @@ class LayerWeights:
     """The weights of one call of a layer."""
 
     makers: Mapping[nn.Module, Callable[[], AnyOperand | None]]
-    """Linears whose operands for forward are still to be made -> what makes one; None where it is not to be made."""
+    """Linear -> the function that makes its operand for forward; None for a linear without such an operand."""
     made: dict[nn.Module, AnyOperand] = field(default_factory=dict, init=False)
-    """The operands that are made, and not yet taken."""
+    """The operands that are made and not yet taken."""
     backward: list[Maker] = field(default_factory=list, init=False)
-    """Each makes an operand for backward, if it is not made; in the order of backward."""
+    """Functions that make an operand for backward, unless it is made; in the order of backward."""
 
     def owe(self, group: ProcessGroup, device: torch.device) -> None:
-        """Have the operands for forward made before the current stream next waits for ranks of the group."""
+        """Defer the operands for forward until the current stream would wait for ranks of the group."""
         if self.makers:
             p2p_copy.owe(group, device, self.make)
 
@@ -64,19 +64,21 @@ class LayerWeights:
                 self.made[linear] = operand
 
     def take(self, linear: nn.Module) -> Prefetched:
-        """The operand that was made for forward of the linear, once."""
+        """Return the prefetched operand of the linear for forward, once."""
         operand = self.made.pop(linear, None)
         return Prefetched({} if operand is None else {"rowwise": operand})
 
     def made_in_backward(self, *makers: Maker) -> list[Maker]:
-        """What makes the operands for backward of the layer, up to the linear that forward calls now, whose own makers
-        come first."""
+        """Return the makers of the layer's operands for backward, up to the linear that forward calls now.
+
+        The linear's own makers come first.
+        """
         self.backward = [*makers, *self.backward]
         return self.backward
 
     @contextmanager
     def lent(self, *linears: nn.Module) -> Iterator[None]:
-        """A context for the call of the layer, in which what ranks share of its linears refers to these weights."""
+        """A context for the call of the layer, in which the shared linears use these weights."""
         for linear in linears:
             linear.parallel.layer = self
         try:

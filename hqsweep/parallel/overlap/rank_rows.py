@@ -12,7 +12,7 @@ from hqsweep.parallel.shards.shard_part import Part
 from hqsweep.quant.operand import Operand
 
 LEAST_ROWS = 2048
-"""Rows of a rank from which products are formed by ranks; of fewer a launch costs more than what it hides."""
+"""The least rows of a rank for a product by ranks. For fewer, a launch costs more than it hides."""
 OneOperand = Operand | ExactOperand
 Span = tuple[int, int]
 
@@ -25,25 +25,27 @@ class RankRows:
     rows: int
     """The rows of each rank."""
     of_rank: Callable[[int], OneOperand]
-    """A rank's rows; those of another rank wait until they have arrived."""
+    """Returns a rank's rows; waits for rows of another rank to arrive."""
     by_halves: bool = False
-    """Whether a sum of the product sends another rank the first half of its rows while the second is formed. Where not,
-    what is computed for own rows takes longer than rows travel."""
+    """Whether a summed product sends another rank the first half of its rows while the second half is computed.
+
+    False if this rank's own rows take longer to compute than rows take to travel.
+    """
 
     @property
     def pieces(self) -> int:
-        """The number of equal pieces of another rank's rows that leave one by one."""
+        """The number of equal pieces of another rank's rows that are sent one by one."""
         return 2 if self.by_halves and self.rows % 2 == 0 and self.rows >= 2 * LEAST_ROWS else 1
 
     @property
     def order(self) -> list[tuple[int, Span]]:
-        """Each rank with its rows in the whole, in the order in which they are multiplied: this one first."""
+        """Each rank with the span of its rows in the whole, in the order of multiplication: this rank first."""
         rank, world = self.part.group.rank(), self.part.group.size()
         ranks = [rank, *(other for other in range(world) if other != rank)]
         return [(each, span(each, self.rows)) for each in ranks]
 
     def product(self, b: OneOperand, out_dtype: torch.dtype) -> Tensor:
-        """mm_t of the whole and b."""
+        """Return mm_t of the whole and b."""
         b, y = decoded(b), None
         for rank, (start, stop) in self.order:
             a = decoded(self.of_rank(rank))
@@ -54,10 +56,10 @@ class RankRows:
 
 
 def span(rank: int, rows: int) -> Span:
-    """The rows of a rank in the whole."""
+    """Return the rows of a rank in the whole."""
     return rank * rows, (rank + 1) * rows
 
 
 def decoded(operand: OneOperand) -> ExactOperand:
-    """The operand as a product takes it."""
+    """Return the operand as a product takes it."""
     return operand.operand() if isinstance(operand, Operand) else operand

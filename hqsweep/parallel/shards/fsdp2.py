@@ -67,7 +67,7 @@ class Sharding:
         self._sent: dict[str, tuple[Tensor, Tensor]] = {}
 
     def pre(self, shard: Any, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:
-        """(messages, notes): what this rank sends for the next pass, and what post() needs to know."""
+        """Return (messages, notes): this rank's messages for the next pass, and the facts that post() needs."""
         if not self._has_engine():
             raise UserError(
                 f"fully_shard of torch {torch.__version__} keeps its parameters where hqsweep does not find them; it"
@@ -325,7 +325,7 @@ class HeldParam:
     kept: Mapping[str, Tensor] = {}
     """The name of a buffer -> this rank's piece of it, between forward and backward."""
     is_gathered = False
-    """Whether a gather has begun that torch has not turned into the parameter yet."""
+    """Whether a gather has begun that torch still has to turn into the parameter."""
 
     @property
     def fsdp_placement(self) -> Any:
@@ -357,7 +357,7 @@ class HeldParam:
 
     @property
     def all_gather_inputs(self) -> list[Tensor]:
-        """What this rank sends."""
+        """The tensors that this rank sends."""
         if self.sharded_state is not type(self.sharded_state).SHARDED_POST_FORWARD:
             return super().all_gather_inputs
         self.is_gathered = True

@@ -18,7 +18,7 @@ from hqsweep.parallel.wire.collectives import begin_gather_bytes
 from hqsweep.quant.operand import Operand
 
 ALIGNED = 16
-"""Each buffer of a message begins at a multiple of so many bytes."""
+"""Each buffer of a message begins at a multiple of this number of bytes."""
 
 
 class Gathering:

@@ -47,11 +47,9 @@ def hold_part(x: HybridQuantizedTensor, part: Part) -> HybridQuantizedTensor:
 
 
 def become_part(x: HybridQuantizedTensor, part: Part) -> None:
-    """Turn x, which has the shape of this rank's part, into that part of the whole matrix, or of each member of a
-    group.
+    """Turn x, in the shape of this rank's part, into that part of the whole matrix, or of each member of a group.
 
-    Later writes keep to the bytes of the whole, like those of hold_part()'s result; the present bytes do not change.
-    UserError as hold_part raises it.
+    Later writes give the bytes of the whole, as with hold_part(); the present bytes stay. UserError as in hold_part.
     """
     _check(x, x.shape[-2:], part)
     x.part = part

@@ -83,11 +83,10 @@ def quantize_master_weights(
 
 
 def takes_rows(weight: Any) -> bool:
-    """Whether quantize_master_weights(manual_post_all_gather_processing=True) writes only the rows of this rank's
-    fragment.
+    """Return whether quantize_master_weights(manual_post_all_gather_processing=True) writes only this rank's rows.
 
-    True for one whole matrix that no other rank holds a part of, if the columnwise operand follows from the rowwise one
-    or is not held. replace_raw_data must have moved no more than its codes.
+    True for one whole matrix that no other rank shares, if the columnwise operand follows from the rowwise one or is
+    not held. replace_raw_data must have moved nothing but its codes.
     """
     meta = weight.metadata
     whole = meta.place is None and meta.content.splits is None and weight.part is None and not meta.shares_scale

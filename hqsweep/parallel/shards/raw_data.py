@@ -18,7 +18,7 @@ from hqsweep.quant.tensor import HybridQuantizedTensor, check_quantized, describ
 from hqsweep.torch_private import storage_id
 
 ALIGNED = 16
-"""Each buffer begins at a multiple of so many bytes."""
+"""Each buffer begins at a multiple of this number of bytes."""
 
 
 class RawSizes(NamedTuple):

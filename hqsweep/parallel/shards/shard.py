@@ -56,7 +56,7 @@ class Cut:
         return int(self.dim > 0 and self.dim == len(self.shape) - 1)
 
     def shape_of(self, size: int) -> tuple[int, ...]:
-        """The shape of a part with so many rows, experts or columns."""
+        """Return the shape of a part with `size` rows, experts or columns."""
         return tuple(size if dim == self.dim else length for dim, length in enumerate(self.shape))
 
     def span(self, rank: int) -> tuple[int, int]:
@@ -113,7 +113,7 @@ class BufferCut:
         return math.prod(self._part(most)) * self.dtype.itemsize
 
     def _part(self, size: int) -> list[int]:
-        """The shape of a part with so many entries along the axis."""
+        """Return the shape of a part with `size` entries along the axis."""
         return [size if axis == self.axis else length for axis, length in enumerate(self.shape)]
 
     @property
@@ -170,7 +170,7 @@ class BufferCut:
 
 @memo
 def buffer_cuts(cut: Cut, ranks: int) -> Mapping[str, BufferCut]:
-    """Name of a buffer, such as "rowwise_q" -> its cut over so many ranks."""
+    """Return buffer name, such as "rowwise_q" -> its cut over this number of ranks."""
     return {f"{direction}_{name}": _buffer_cut(cut, ranks, direction, name) for direction, name in cut.metadata.stored}
 
 

@@ -39,7 +39,7 @@ def is_group(tensor: Any) -> bool:
 
 
 def matrices_of(tensor: Any, x: Tensor, key: RngKey | None) -> list[Write]:
-    """The writes of the single matrices that a write of a shard consists of: one for each expert."""
+    """Return the writes of single matrices in a write of a shard: one for each expert."""
     if not is_group(tensor):
         return [(tensor, x, key)]
     content = tensor.metadata.content
@@ -53,7 +53,7 @@ def own_area(tensor: Any) -> Area:
 
 
 def source_area(tensor: Any) -> Area:
-    """The area of the whole from whose values the operands of a tensor are made."""
+    """Return the area of the whole whose values make the operands of a tensor."""
     meta = tensor.metadata
     if meta.place is None:
         return own_area(tensor)
@@ -72,8 +72,10 @@ def operands_of_covers(tensor: Any, operands: HybridOperand) -> HybridOperand:
 
 
 def operand_of_area(operand: Operand, direction: str, area: Area, part: Area) -> Operand:
-    """The operand of a part of the area that an operand of this direction encodes, as views of its buffers. UserError
-    for a part that cuts blocks."""
+    """Return the operand of `part`, as views of the buffers of an operand that encodes `area`.
+
+    UserError for a part that cuts blocks.
+    """
     if part == area:
         return operand
     rows, cols = (0, 1) if direction == "rowwise" else (1, 0)
@@ -138,10 +140,10 @@ class Part:
 
 
 def quantize_parts(parts: Sequence[Part], group: ProcessGroup | None) -> list[HybridOperand]:
-    """The operands of every part, under the amaxes of its whole. A collective of the ranks of the group.
+    """Return the operands of every part, under the amaxes of its whole. A collective of the group.
 
-    All these ranks give their parts of the same matrices, in the same order. States of delayed scaling give amaxes, and
-    take those of the whole. group None: only the ranks of each part's own group have parts.
+    All ranks give their parts of the same matrices, in the same order. States of delayed scaling give amaxes, and
+    record the amaxes of the whole. group None: only the ranks of each part's own group have parts.
     """
     for part in parts:
         if part.states:
@@ -348,11 +350,10 @@ def _part(tensor: Any, x: Tensor, cut_rows: bool, key: RngKey | None) -> Part:
 
 
 def _remembered(known_by: Sequence[Any], held: tuple, needed: tuple, group: ProcessGroup | None) -> Exchange:
-    """The exchange of shards. The first shard remembers it for as long as it is written together with the same others.
+    """Return the exchange of shards. The first shard keeps it while the same shards are written together.
 
-    The key is the set of tensors and not their areas. Where a program makes tensors anew, it does so on every rank, so
-    either all ranks or none tell the others their areas. Areas would not do: a rank's own may equal those of another
-    set.
+    The key is the set of tensors, not of areas. A program that makes new tensors does so on every rank, so that either
+    all ranks or none exchange their areas. Areas are no key, because equal areas on one rank can belong to another set.
     """
     first, *others = known_by
     same = (held, needed, group)

@@ -48,14 +48,14 @@ class Place:
         return _widened(self.first_col, cols, blocks(format, direction)[1], self.cols_of_whole)
 
     def cover_area(self, format: Format, direction: str, shape: tuple[int, int]) -> Area:
-        """The rows and columns of the whole that this direction's operand of a shard of this shape encodes."""
+        """Return the area of the whole that this direction's operand of a shard of this shape encodes."""
         rows, cols = self.cover(format, direction, shape[0]), self.cover_columns(format, direction, shape[1])
         return Area(*rows, *cols)
 
     def sources(self, formats: Sequence[tuple[Format, str]], shape: tuple[int, int]) -> Area:
-        """The rows and columns of the whole from whose values all these operands, (format, direction), are made.
+        """Return the area of the whole whose values make all these operands, given as (format, direction).
 
-        They are whole blocks of every operand, also where one operand is made from the decoded values of another.
+        It has whole blocks of every operand, also if one operand is made from the decoded values of another.
         """
         down, across = (math.lcm(*(blocks(*pair)[axis] for pair in formats)) for axis in (0, 1))
         rows = _widened(self.first_row, shape[0], down, self.rows_of_whole)
@@ -63,7 +63,7 @@ class Place:
 
     @classmethod
     def of(cls, area: Area, whole: tuple[int, int]) -> "Place":
-        """The place of a matrix that has this area of a whole of this shape."""
+        """Return the place of a matrix with this area in a whole of this shape."""
         return cls(area.first_row, area.first_col, *whole)
 
     @property

@@ -1,5 +1,7 @@
-"""Attention over ranks that share its heads, or the tokens of every sequence; and attention that is written by the
-sequences of each rank, as the linear that reads it asks for them."""
+"""Attention over ranks that share its heads or the tokens of every sequence.
+
+Attention can also be written by the sequences of each rank, when the next linear reads them.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,11 +27,11 @@ from hqsweep.parallel.wire.tokens import gather_rows, sum_rows
 
 @dataclass(frozen=True, kw_only=True)
 class SharedAttentionCall(PartCall, AttentionCall):
-    """A call of attention of which each rank has some heads: quantized with the scales of all."""
+    """A call of attention in which each rank has some heads, quantized with the scales of all heads."""
 
     group: ProcessGroup
     batch: int = 1
-    """Sequences, each with the matrices of all heads."""
+    """The number of sequences, each with the matrices of all heads."""
 
     def part_of(self, tensor: str, x: Tensor) -> Part | None:
         return Part(group=self.group, axis=0, runs=self.batch * (3 if tensor in ("qkv", "grad_input") else 1))
@@ -40,9 +42,9 @@ class SharedAttention:
     """How ranks share a DotProductAttention (hqsweep.nn.core.wire.AttentionRanks)."""
 
     heads: ProcessGroup | None = None
-    """The ranks each of which has as many of the heads; None: this one has all."""
+    """The ranks that share the heads equally; None: this rank has all heads."""
     tokens: ProcessGroup | None = None
-    """The ranks each of which has as many of the tokens; None: this one has all."""
+    """The ranks that share the tokens equally; None: this rank has all tokens."""
 
     def call(self, facts: Mapping[str, Any], batch: int) -> AttentionCall:
         if self.heads is None:
@@ -53,7 +55,7 @@ class SharedAttention:
         return _WholeSequences.apply(qkv, self.tokens)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
-        """Attention for this rank's tokens of q, which are at the same place of every rank's part of all of them."""
+        """Return attention of this rank's tokens of q. Every rank has q's tokens at the same place of its part."""
         length = q.shape[-2] // self.tokens.size()
         end = (self.tokens.rank() + 1) * length
         q = q[..., end - length : end, :]
@@ -90,8 +92,11 @@ class _WholeSequences(torch.autograd.Function):
 def attend_in_turn(
     qkv: Tensor, heads: int, base: float | None, is_causal: bool, proj: Linear
 ) -> tuple[Tensor, Turns] | None:
-    """attend_joined() for `proj`, which alone reads the output: it is written by the sequences of each of the ranks
-    that share proj, as proj asks for them. None where it is to be computed as a whole."""
+    """Return attend_joined() for `proj`, the output's only reader, and the Turns that write it rank by rank.
+
+    The ranks that share proj get their sequences when proj reads them. None if attention must be computed as a
+    whole.
+    """
     exchange, quantizer = proj.parallel.exchange(qkv.shape[:2]), proj.active_quantizers().input
     part = part_in_turn(exchange, quantizer, proj.gemm, qkv.detach().flatten(0, 1), qkv.shape[2] // 3)
     by_sequences = part is not None and proj.parallel.sequence == 0 and proj.dtype is qkv.dtype
@@ -124,7 +129,7 @@ class _Writer:
 
 
 class _AttendInTurn(AttendJoined):
-    """AttendJoined whose output and sums are written later, by the sequences of each rank."""
+    """AttendJoined whose output and softmax sums are written later, by the sequences of each rank."""
 
     @staticmethod
     def forward(ctx, qkv: Tensor, heads: int, base: float | None, is_causal: bool, turns: Turns) -> Tensor:

@@ -1,4 +1,4 @@
-"""SharedCall: a call of a linear that ranks share, which knows what they exchange."""
+"""SharedCall: a call of a shared linear, with the exchanges of its ranks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from hqsweep.quant.operand import HybridOperand, Operand, OperandParts, Skeleton
 
 @dataclass(frozen=True, kw_only=True)
 class PartCall(Call):
-    """A call of a module with matrices of which each rank has a part (part_of)."""
+    """A call of a module whose matrices ranks share (part_of)."""
 
     def quantize(
         self,
@@ -37,7 +37,7 @@ class PartCall(Call):
         by_rows: bool = False,
         amaxes: Sequence[Tensor] = (),
     ) -> HybridOperand:
-        """Call.quantize(); of a part with the bytes that it has in the whole."""
+        """Return Call.quantize(). A part has the bytes that it has in the whole."""
         part = self.part_of(tensor, x)
         outputs = {"rowwise": rowwise, "columnwise": columnwise, "by_rows": by_rows}
         if part is None:
@@ -55,7 +55,7 @@ class PartCall(Call):
         columnwise: Output | None = None,
         by_rows: bool = False,
     ) -> HybridOperand:
-        """quantize() for one matrix, of which this rank has a part, or for a part of every expert's."""
+        """Return quantize() for this rank's part of one matrix, or of every expert's matrix."""
         quantizer, outputs = self.quantizer(tensor), {"rowwise": rowwise, "columnwise": columnwise}
         key, states = self.key(tensor) if quantizer.reads_key else None, self.states_of(tensor, x)
         splits = self.weight_splits if tensor == "weight" else self.splits
@@ -70,42 +70,42 @@ class PartCall(Call):
 
 @dataclass(frozen=True, kw_only=True)
 class SharedCall(PartCall, LinearCall):
-    """A call of a linear of which ranks have parts, of its features or of its experts."""
+    """A call of a linear whose features or experts ranks share."""
 
     exchange: Exchange | None = None
-    """What ranks exchange; None: each has all features of its experts."""
+    """The exchange of the ranks; None: each rank has all features of its experts."""
     mean_over: int = 1
-    """The number of data-parallel ranks whose rows are multiplied here: gradients of parameters are divided by it, as
-    those that are averaged over these ranks."""
+    """The number of data-parallel ranks whose rows are multiplied here. Gradients of parameters are divided by it,
+    since they are averaged over these ranks."""
 
     @property
     def made_together(self) -> bool:
-        """LinearCall.made_together."""
+        """As in LinearCall: whether other ranks make operands of their parts of the weight at the same time."""
         return self.exchange is not None
 
     def part_of(self, tensor: str, x: Tensor) -> Part | None:
         return None if self.exchange is None else self.exchange.parts.get(tensor)
 
     def tokens_of(self, tensor: str, x: Tensor) -> Part | None:
-        """Where the rows of x lie among those of all ranks, if they are some of the tokens; None if they are all."""
+        """Return the place of x's rows among the tokens of all ranks; None if x has all tokens."""
         return None if self.exchange is None else self.exchange.tokens(tensor, len(x))
 
     def gathered(self, tensor: str, x: Tensor) -> Tensor:
-        """x [rows, C], or, where each rank has some of its tokens, the rows of all ranks."""
+        """Return x [rows, C]; if each rank has some of the tokens, the rows of all ranks."""
         return x if self.exchange is None else self.exchange.gathered(tensor, x)
 
     def summed(self, tensor: str, x: Tensor) -> Tensor:
-        """x [rows, C]; where each rank has a part of its sums, the whole sum, or this rank's tokens of it."""
+        """Return x [rows, C]; if each rank has a part of its sums, the whole sum, or this rank's tokens of it."""
         return self.begin_summed(tensor, x)()
 
     def begin_summed(self, tensor: str, x: Tensor) -> Pending:
-        """summed(), begun: it goes on beside the work that follows (parallel.wire.tokens)."""
+        """Start summed() beside the work that follows (parallel.wire.tokens)."""
         return (lambda: x) if self.exchange is None else self.exchange.begin_summed(tensor, x)
 
     def product(
         self, gemm: str, a: AnyOperand | RankRows, b: AnyOperand, out_dtype: torch.dtype
     ) -> Tensor | Sequence[Tensor]:
-        """LinearCall.product(), also by the rows of each rank."""
+        """Return LinearCall.product(), also by the rows of each rank."""
         if not isinstance(a, RankRows):
             return super().product(gemm, a, b, out_dtype)
         if self.context.reader is not None:
@@ -123,7 +123,7 @@ class SharedCall(PartCall, LinearCall):
         columnwise: Output | None,
         by_rows: bool = False,
     ) -> HybridOperand:
-        """quantize() for a tensor whose rowwise operand is here: the columnwise one is made of its values."""
+        """Return quantize() for a tensor with a known rowwise operand, whose values give the columnwise operand."""
         column, quantizer = None, self.quantizer(tensor)
         if columnwise:
             values = dequantize_members(row.buffers, row.format, row.layout, row.dtype)
@@ -136,9 +136,12 @@ class SharedCall(PartCall, LinearCall):
     def begin_saved_input(
         self, tensors: Sequence[Tensor], skeleton: Skeleton | None, *, early: bool
     ) -> Callable[[], AnyOperand]:
-        """saved_input(), begun: what other ranks have of it arrives beside other work, and is good until ranks begin to
-        exchange other rows. early: it is where forward left it, so that it may leave before what was enqueued last
-        (parallel.wire.p2p_copy.begin)."""
+        """Start saved_input(). Rows of other ranks arrive beside other work, and are good until the next exchange of
+        rows.
+
+        early: the operand is unchanged since forward, so that it may be sent before the latest enqueued work
+        (parallel.wire.p2p_copy.begin).
+        """
         if skeleton is not None:
             return self.begin_whole_input(unflatten(tensors, skeleton), lent=True, early=early)
         outputs = {"columnwise": self.product_takes, "by_rows": self.by_rows("wgrad")}
@@ -148,8 +151,10 @@ class SharedCall(PartCall, LinearCall):
     def begin_whole_input(
         self, column: AnyOperand, *, lent: bool = False, early: bool = False
     ) -> Callable[[], AnyOperand]:
-        """A columnwise operand of x, of all tokens where it has this rank's, which are then gathered as
-        begin_saved_input() does. lent, early: as in parallel.shards.gather_operands.Gathering."""
+        """Start to gather a columnwise operand of x, if it has only this rank's tokens; else return it.
+
+        Gathers as begin_saved_input() does. lent, early: as in parallel.shards.gather_operands.Gathering.
+        """
         if isinstance(column, OperandParts):
             return column.operand
         if self.exchange is None or self.splits is not None or not isinstance(column, Operand):

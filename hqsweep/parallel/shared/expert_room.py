@@ -1,12 +1,11 @@
-"""Room for the rows that come to experts over ranks, however many those are: only the device knows the numbers.
+"""Room for rows from all ranks at their experts, while only the device knows how many rows come.
 
-Each rank tells all others how many of its rows go to each expert, and works out on the device where every row stands at
-its expert, and where it lay at its source. What leaves for a rank keeps its place in a message of as many rows as the
-rank has in all, and only rows of that rank's experts are written. Nothing waits for the device, so that a CUDA graph
-can be captured; the matrices of experts have as many rows as there is room for, and kernels leave out those that are
-nobody's.
+Each rank sends all others the number of its rows for each expert. The device then computes the place of every row at
+its expert, and at its source. A message to a rank has room for all rows of the sender; only the rows of that rank's
+experts are written. The host never waits for the device, so that a CUDA graph can be captured. The matrices of experts
+have as many rows as there is room, and kernels skip unused rows.
 
-Rows that find no room would be lost. The results of all ranks are NaN then, and check() says why.
+Rows without room would be lost. The results of all ranks are NaN then, and check() says why.
 """
 
 import math
@@ -33,27 +32,26 @@ OTHER_MICROBATCHES = "expert_room: the ranks' microbatches have other numbers th
 
 
 class ExpertRoom:
-    """Room for `factor` times the rows that the experts of each rank get when all are chosen equally often. Over W
-    ranks W times as many have room whatever is chosen."""
+    """Room for `factor` times the rows of each rank's experts under equal choices.
+
+    Over W ranks, factor W has room for any choices.
+    """
 
     def __init__(self, factor: float) -> None:
         if not factor >= 1:
             raise UserError(f"expert_room is {factor}; it takes 1, for experts that are chosen equally often, or more")
         self.factor = factor
         self._seen: Tensor | None = None
-        """float64 [3] on the device: the room that was first needed and not there, and whether ranks had unlike numbers
-        of rows, or other microbatches than before."""
+        """float64 [3] on the device: the first room that was too small, and whether ranks had unlike numbers of rows,
+        or other microbatches than before."""
         self._known: dict[tuple[int, int], int] = {}
-        """Of the number of rows, and the microbatch, of this rank: the microbatch of the first rank of the group."""
+        """(number of rows, microbatch) of this rank -> the microbatch of the group's first rank."""
 
     def route(self, tokens: Tensor, rows: int, multiple: int, groups: dict[str, Any]) -> Route:
-        """Dispatcher.send_counts of as many rows on every rank."""
+        """Return Dispatcher.send_counts() for equally many rows on every rank."""
         group, number = groups["group"], current().microbatch
         ranks, rank, experts = group.size(), group.rank(), len(tokens) // group.size()
-        told = torch.cat([tokens, tokens.new_full((1,), rows), tokens.new_full((1,), number)])
-        all_told = told.new_empty(ranks * len(told))
-        all_gather(all_told, told, group=group)
-        all_told = all_told.view(ranks, -1)
+        all_told = _all_told(tokens, rows, number, group)
         first = self._known.get((rows, number))
         if first is None:  # waits, the first time
             first = self._known[rows, number] = _first_microbatch(all_told, rows)
@@ -81,7 +79,7 @@ class ExpertRoom:
         )
 
     def _note(self, told: Tensor, rows: int, room: int, first: int) -> Tensor:
-        """Note what was needed; bool []: whether all ranks have room, and their numbers are as they should be."""
+        """Note the room that the rows need. Returns bool []: whether all ranks have room, and their numbers agree."""
         ranks = len(told)
         arrived = told[:, :-2].view(ranks, ranks, -1).sum(dim=(0, 2)).max()
         unlike, other = (told[:, -2] != rows).any(), told[0, -1] != first
@@ -92,8 +90,10 @@ class ExpertRoom:
         return ~((arrived > room) | unlike | other)
 
     def check(self, where: str = "") -> None:
-        """UserError where since the last check rows found no room, or ranks did not go together; waits for the device.
-        where: what stands before the name of the option."""
+        """Raise UserError if rows lacked room since the last check, or ranks disagreed. Waits for the device.
+
+        where: text before the name of the option.
+        """
         if self._seen is None:
             return
         needed, unlike, other = self._seen.tolist()
@@ -108,16 +108,28 @@ class ExpertRoom:
 
 
 def check_room(model: nn.Module, where: str = "") -> None:
-    """UserError where, since the last check, rows of the model's experts found no room, or ranks had unlike numbers of
-    tokens: results were NaN. Waits for the device. where: what stands before the name of the option."""
+    """Raise UserError if rows of the model's experts lacked room since the last check, or ranks had unlike numbers of
+    tokens.
+
+    The results were NaN then. Waits for the device. where: text before the name of the option.
+    """
     dispatchers = [getattr(module, "dispatcher", None) for module in model.modules()]
     for room in dict.fromkeys(dispatcher.room for dispatcher in dispatchers if dispatcher is not None):
         if room is not None:
             room.check(where)
 
 
+def _all_told(tokens: Tensor, rows: int, microbatch: int, group: dist.ProcessGroup) -> Tensor:
+    """Return int64 [W, E + 2]: of each rank its rows for each expert, its number of rows, and its microbatch."""
+    told = torch.cat([tokens, tokens.new_full((1,), rows), tokens.new_full((1,), microbatch)])
+    all_told = told.new_empty(group.size() * len(told))
+    all_gather(all_told, told, group=group)
+    return all_told.view(group.size(), -1)
+
+
 def _first_microbatch(told: Tensor, rows: int) -> int:
-    """The microbatch of the first rank; UserError where ranks have other numbers of rows. Waits for the device."""
+    """Return the microbatch of the first rank. UserError if ranks differ in their numbers of rows. Waits for the
+    device."""
     every = told[:, -2:].tolist()
     if any(number != rows for number, _ in every):
         raise UserError(UNLIKE_TOKENS)
@@ -125,15 +137,15 @@ def _first_microbatch(told: Tensor, rows: int) -> int:
 
 
 class _RoomySplits(Splits):
-    """Splits of a matrix with rows behind the last member that are nobody's."""
+    """Splits of a matrix with unused rows after the last member."""
 
     def _check(self, sizes: Sequence[int]) -> None:
-        """The device has seen to them."""
+        """Do nothing: the device has checked the sizes."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _RoomyRoute(Route):
-    """A route of numbers that only the device knows."""
+    """A route whose numbers of rows only the device knows."""
 
     places: ExpertPlaces
     rows: int
@@ -141,7 +153,7 @@ class _RoomyRoute(Route):
     fits: Tensor
     """bool []: whether all rows have room on all ranks."""
     multiple: int
-    """That experts are filled up to."""
+    """Experts are padded to a multiple of this."""
 
     @property
     def fills_up(self) -> bool:
@@ -177,8 +189,10 @@ class _RoomyRoute(Route):
         return out
 
     def _send(self, like: Tensor, write: Callable[[int, Tensor], None]) -> Callable[[], Tensor]:
-        """Have write(rank, place [rows, X]) write what goes to each other rank; the result waits for what they send:
-        [(W - 1) * rows, X], of the others in their order."""
+        """Let write(rank, place [rows, X]) write the message for each other rank, and send it.
+
+        The returned function waits for their messages, [(W - 1) * rows, X], in order of ranks.
+        """
         count, group = self.rows, self.group
         sending = p2p_copy.start(count * like.shape[1] * like.itemsize, group, like.device, purpose=ROWS)
         if sending is None:
@@ -189,7 +203,7 @@ class _RoomyRoute(Route):
         return lambda: sending.received().view(like.dtype).view(-1, like.shape[1])
 
     def _exchanged(self, like: Tensor, write: Callable[[int, Tensor], None]) -> Callable[[], Tensor]:
-        """_send() by a collective of equal splits."""
+        """Return _send() by a collective with equal splits."""
         count, others = self.rows, self._others
         leaving = like.new_empty(len(others), count, like.shape[1])
         for other, place in zip(others, leaving, strict=True):

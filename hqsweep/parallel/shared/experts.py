@@ -1,4 +1,4 @@
-"""Grouped linears that ranks share: the features of each expert, or the experts; and what held experts share."""
+"""Grouped linears over ranks: ranks share the features of each expert, or the experts; and held experts' amaxes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ class SharedExperts:
     """How ranks share a grouped linear (hqsweep.nn.core.wire.ExpertRanks)."""
 
     features: LinearShare | None = None
-    """How they share the features of each expert; None: each rank has all."""
+    """How ranks share the features of each expert; None: each rank has all."""
     mean_over: int = 1
-    """The number of ranks by which gradients of parameters are divided."""
+    """Gradients of parameters are divided by this number of ranks."""
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -53,8 +53,11 @@ class SharedExperts:
 
 
 def share_features(grouped: GroupedBase, share: LinearShare) -> None:
-    """Have a grouped linear compute with this rank's part of every expert: of its output features ("column"), or of its
-    input features ("row"). Every rank has all rows; what ranks sum has the sums of all."""
+    """Reduce a grouped linear to this rank's part of every expert: output features ("column") or input features
+    ("row").
+
+    Every rank has all rows. Sums over ranks are sums over all features.
+    """
     ranks = share.group.size()
     if share.mode == "column":
         grouped.out_features //= ranks

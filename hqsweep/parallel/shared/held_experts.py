@@ -1,4 +1,4 @@
-"""Weights that are held quantized, after copies, moves and checkpoints, and what ranks of fully_shard share of them."""
+"""Held quantized weights after copies, moves and checkpoints, and their amaxes over the ranks of fully_shard."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,15 +19,18 @@ from hqsweep.torch_private import foreach_zero_
 
 
 def link_held(model: nn.Module) -> None:
-    """Have weights that are held quantized, and shards of such, use the states that their modules have now."""
+    """Link held quantized weights, and their shards, to the present states of their modules."""
     for weights, states in _weights_and_states(model):
         link_states(list(map(stored, weights)), states)  # and not a view of the part
 
 
 @torch.no_grad()
 def share_amaxes(model: nn.Module) -> None:
-    """Give every rank the amaxes by which held experts are scaled that another rank of fully_shard writes, and whose
-    histories it alone has; statistics of the whole read them. All ranks call it, once after each write."""
+    """Give every rank the amaxes of held experts that another rank of fully_shard writes.
+
+    Only the writing rank has their history, while statistics of the whole need it. All ranks call it, after each
+    write.
+    """
     amaxes: dict[Any, list[Tensor]] = {}
     for weights, states in _weights_and_states(model):
         own = stored(weights[0])
@@ -44,7 +47,7 @@ def share_amaxes(model: nn.Module) -> None:
 
 
 def _weights_and_states(model: nn.Module) -> Iterator[tuple[Sequence[Tensor], DelayedStates | ExpertStates]]:
-    """The weights of each linear and of experts, of a converted model too, with the states of their module."""
+    """Yield the weights of each linear and of experts, also of a converted model, with the states of their module."""
     for module in quantized_modules(model):
         if isinstance(module, Linear | GroupedLinear):
             yield [module.weight] if isinstance(module, Linear) else module.weights, module.states

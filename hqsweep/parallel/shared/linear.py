@@ -1,6 +1,12 @@
-"""TensorParallel: what a linear has of the ranks that share it."""
+"""TensorParallel: what a linear has of the ranks that share it: alone, in an MLP, and as a head with its loss.
 
-from collections.abc import Sequence
+SharedMLPFunction runs MLPFunction in an order that hides what ranks exchange. Each rank quantizes its part of the
+activation, and of its gradient, alone. SharedChunks are the chunks of linear_cross_entropy where ranks share the
+vocabulary, or have some of the tokens each. They send each other four numbers a row (ops.model.loss.loss_parts).
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -11,26 +17,41 @@ from torch import Tensor, nn
 from hqsweep.errors import UserError
 from hqsweep.nn.core.context import current, use_kernels
 from hqsweep.nn.core.parameter import AnyOperand, link_states
-from hqsweep.nn.core.products import outside_autocast
+from hqsweep.nn.core.products import once_differentiable, outside_autocast
 from hqsweep.nn.core.residual import Branch, is_observed
+from hqsweep.nn.linear.gemms import Gradient, check_weights, input_column, keep
 from hqsweep.nn.linear.layernorm_linear import LayerNormLinear
 from hqsweep.nn.linear.linear import Linear, as_rows
 from hqsweep.nn.linear.linear_call import NOTHING, KnownInput
-from hqsweep.nn.linear.linear_loss import check_head, forms_loss, product_cross_entropy
-from hqsweep.ops.quantize.kernels import input_in
-from hqsweep.parallel.overlap.chunked_input import Turns
+from hqsweep.nn.linear.linear_loss import Chunks, Input, as_taken, check_head, forms_loss, product_cross_entropy
+from hqsweep.ops.model.activation import INPUTS
+from hqsweep.ops.model.loss import joint_cross_entropy_, loss_parts, shared_cross_entropy_
+from hqsweep.ops.quantize.kernels import in_dtype, input_in
+from hqsweep.ops.quantize.request import Output
+from hqsweep.parallel.overlap.chunked_input import Turns, activated_in_turn
 from hqsweep.parallel.overlap.deferred_reduce import LeftGradient, LeftOutput
-from hqsweep.parallel.overlap.overlapped_gemm import start_values
+from hqsweep.parallel.overlap.loss_mailbox import meeting
+from hqsweep.parallel.overlap.overlapped_gemm import Outgoing, quantize_tokens, start_values
 from hqsweep.parallel.overlap.prefetch import LayerWeights, Prefetched
+from hqsweep.parallel.overlap.rank_rows import RankRows
+from hqsweep.parallel.shards.shard_part import is_alone
 from hqsweep.parallel.shared.attention import attend_in_turn
 from hqsweep.parallel.shared.call import SharedCall
 from hqsweep.parallel.shared.exchange import LinearShare
-from hqsweep.parallel.shared.linear_function import Handover, NormedPart, SharedLinearFunction, handover_of
-from hqsweep.parallel.shared.loss import SharedChunks
-from hqsweep.parallel.shared.mlp import MLPCall, SharedMLPFunction, parts_are_alone
+from hqsweep.parallel.shared.linear_function import (
+    Handover,
+    NormedPart,
+    SharedLinearFunction,
+    begin_input,
+    handover_of,
+    one_wgrad,
+    stays,
+)
 from hqsweep.parallel.shared.tokens import local
 from hqsweep.parallel.shared.vocabulary import cross_entropy, vocabulary_group
 from hqsweep.parallel.wire.local import local as stored
+from hqsweep.parallel.wire.tokens import KeptRows, Pending, begin_kept_rows, gather_rows
+from hqsweep.quant.operand import HybridOperand
 
 
 @dataclass(kw_only=True, eq=False)
@@ -38,24 +59,26 @@ class TensorParallel(LinearShare):
     """How the ranks of a group share a linear, and compute with it (hqsweep.nn.core.wire.LinearRanks)."""
 
     layer: LayerWeights | None = None
-    """The weights of the call of the layer that runs now, if they are made beforehand."""
+    """The weights of the running call of the layer, if they are prefetched."""
 
     def call(self, linear: Linear, shape: Sequence[int]) -> SharedCall:
-        """A call with an input [*shape, K]."""
+        """Return a call with an input [*shape, K]."""
         call = SharedCall(**linear.linear_facts(), exchange=self.exchange(shape))
         link_states([stored(linear.weight)], linear.states)  # and not a view of the part
         return call
 
     def prefetched(self, linear: Linear) -> Prefetched:
-        """The operands of the linear's weight that are made, once."""
+        """Return the prefetched operands of the linear's weight, once."""
         return Prefetched() if self.layer is None else self.layer.take(linear)
 
     def product(self, linear: Linear, x: Tensor, known: KnownInput) -> Tensor:
         return self._product(x, linear, handover_of(known, self.layer))
 
     def branch(self, linear: Linear, x: Tensor, turns: Turns | None = None) -> Branch:
-        """product() for a norm that reads it next: Summands where it is a sum over ranks of rows of tokens. turns: how
-        x is written, where left_of() gives a LeftOutput, and part_in_turn() says so."""
+        """Return product() for a norm that reads it next: Summands if it is a sum of rows over ranks.
+
+        turns: the writer of x, if left_of() gives a LeftOutput and part_in_turn() allows it.
+        """
         left = self.left_of(linear, x)
         if left is None:
             return linear(x)
@@ -64,8 +87,10 @@ class TensorParallel(LinearShare):
         return left.take(self._product(x, linear, handover))
 
     def left_of(self, linear: Linear, x: Tensor) -> LeftOutput | None:
-        """Where a call leaves the sum over ranks of its output; None where that is more than a sum, or is read by
-        others than the caller."""
+        """Return where a call defers the sum of its output over ranks.
+
+        None if the output is more than a sum, or has other readers than the caller.
+        """
         plain = type(linear).forward is Linear.forward and linear.bias is None and not is_observed(linear)
         if not (plain and self.sequence is not None and use_kernels(x)) or torch.compiler.is_compiling():
             return None
@@ -92,8 +117,10 @@ class TensorParallel(LinearShare):
         return *added, NormedPart(early=early, gradient=gradient if gradient.is_taken else None)
 
     def prefetch(self, linear: Linear, shape: Sequence[int]) -> AnyOperand | None:
-        """The rowwise operand of the weight for a call with an input [*shape, K], before it is asked for; None where
-        it is made of more than the weight, or somebody observes the call."""
+        """Return the rowwise operand of the weight for a call with an input [*shape, K], before its use.
+
+        None if the operand needs more than the weight, or a hook observes the call.
+        """
         if is_observed(linear):
             return None
         early = Prefetched()
@@ -101,8 +128,10 @@ class TensorParallel(LinearShare):
         return early.take("rowwise")
 
     def layer_call(self, layer: nn.Module, shape: Sequence[int]) -> AbstractContextManager:
-        """A context for a call of a transformer layer, of whose x [*shape, D] this linear makes q, k and v: operands of
-        the weights that follow are made while the layer waits for other ranks."""
+        """Return a context for a call of a transformer layer with x [*shape, D]; this linear makes q, k and v.
+
+        Inside, operands of later weights are made while the layer waits for other ranks.
+        """
         qkv, proj, fc1, fc2 = layer.attn.qkv, layer.attn.proj, layer.mlp.fc1, layer.mlp.fc2
         if torch.compiler.is_compiling():
             return nullcontext()
@@ -142,3 +171,171 @@ class TensorParallel(LinearShare):
     def attend(self, proj: Linear, qkv: Tensor, heads: int, base: float | None, causal: bool) -> Branch:
         turned = None if self.left_of(proj, qkv) is None else attend_in_turn(qkv, heads, base, causal, proj)
         return None if turned is None else self.branch(proj, *turned)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MLPCall:
+    """The calls of fc1 and fc2, and the Handover of each. They have no probe and no boundaries."""
+
+    first: SharedCall
+    second: SharedCall
+    first_handover: Handover
+    second_handover: Handover
+    kind: str
+    """The activation."""
+
+    @property
+    def name(self) -> str:
+        """The name of fc1."""
+        return self.first.name
+
+
+class SharedMLPFunction(torch.autograd.Function):
+    """x [M, D], w1 [inputs * F, D], w2 [D, F] -> fc2(activation(fc1(x))) [M, D], with F shared over ranks.
+
+    Ranks may also share the tokens of x and of the output. With a ticket the gradient of w1 comes late.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, call: MLPCall, ticket: Tensor | None, w1: Tensor, w2: Tensor) -> Tensor:
+        first, second, of_first, of_second = call.first, call.second, call.first_handover, call.second_handover
+        needs_dx, *_, needs_dw1, needs_dw2 = (needed and first.grad for needed in ctx.needs_input_grad)
+        needs_dz = needs_dx or needs_dw1
+        check_weights(first, (w1,), needs_dx, needs_dw1)
+        operands = of_first.quantize_input(first, x, input_column(first, needs_dw1))
+        z = of_first.fprop(first, (w1,), operands.rowwise, needs_dx)
+        saved1, ctx.first = keep(first, (w1,), x if needs_dw1 else None, operands.columnwise, needs_dx)
+        del operands  # an exact matrix, perhaps
+        check_weights(second, (w2,), needs_dz, needs_dw2)
+        column = input_column(second, needs_dw2)
+        operands = activated_in_turn(second, z, call.kind, rowwise=second.product_takes, columnwise=column)
+        y = of_second.fprop(second, (w2,), operands.rowwise, needs_dz)
+        saved2, ctx.second = keep(second, (w2,), None, operands.columnwise, needs_dz)
+        also = [partial(of_first.early.make, first, (w1,), "columnwise")] if needs_dx else []
+        if of_first.layer is not None:
+            of_first.layer = None
+        of_second.send_gradient(second, (w2,), rowwise=needs_dz, columnwise=needs_dw2, also=also)
+        ctx.call, ctx.count, ctx.stays = call, len(saved1), (stays(first), stays(second))
+        ctx.save_for_backward(*saved1, *saved2, *([z] if needs_dz else []))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Gradient, ...]:
+        call, tensors = ctx.call, ctx.saved_tensors
+        first, second, of_first, of_second = call.first, call.second, call.first_handover, call.second_handover
+        needs_dx, _, is_late, needs_dw1, needs_dw2 = ctx.needs_input_grad
+        needs_dz, saved = needs_dx or needs_dw1, tensors[ctx.count :]
+        dx = dticket = dw1 = dw2 = None
+        takes = second.product_takes
+        row, column = (takes if needs_dz else None), (takes if needs_dw2 else None)
+        dy = in_dtype(dy, second.dtype)
+        h_column = begin_input(ctx.second, saved, early=ctx.stays[1]) if needs_dw2 else None
+        if needs_dw2 and of_second.left is not None:
+            h_column = _ready(h_column())  # while dy is still on its way
+        operands = of_second.quantize_gradient(second, dy, rowwise=row, columnwise=column)
+        if needs_dz:
+            dh = of_second.begin_dgrad(ctx.second, saved, operands.rowwise)()
+        if needs_dw2:
+            dw2 = one_wgrad(ctx.second, operands.columnwise, h_column)
+            del h_column
+        if not needs_dz:
+            return None, None, None, None, dw2
+        takes = first.product_takes
+        row, column = (takes if needs_dx else None), (takes if needs_dw1 else None)
+        is_late = is_late and needs_dx and needs_dw1
+        x_column = begin_input(ctx.first, tensors, early=ctx.stays[0]) if needs_dw1 else None  # beside what follows
+        operands = first.quantize_activated("grad_output", tensors[-1], dh, call.kind, rowwise=row, columnwise=column)
+        if needs_dx:  # and is summed beside a part of it, or beside wgrad
+            dx_sum = of_first.begin_dgrad(ctx.first, tensors, operands.rowwise)
+        if is_late:
+            of_first.gradient.late = partial(one_wgrad, ctx.first, operands.columnwise, x_column)
+            dticket = dy.new_empty(0)
+        elif needs_dw1:
+            dw1 = one_wgrad(ctx.first, operands.columnwise, x_column)
+        if needs_dx:
+            dx = of_first.gradient_of(first, dx_sum)
+        return dx, None, dticket, dw1, dw2
+
+
+def _ready(operand: AnyOperand) -> Callable[[], AnyOperand]:
+    return lambda: operand
+
+
+def parts_are_alone(fc1: Linear, fc2: Linear, kind: str, x: Tensor) -> bool:
+    """Return whether a rank quantizes its part of the activation, and of its gradient [tokens, features], alone."""
+    features, width = local(fc1.weight).shape[0], local(fc2.weight).shape[1]
+    if features % (8 * INPUTS[kind]) or (fc1.parallel.mode, fc2.parallel.mode) != ("column", "row"):
+        return False
+    first = fc1.parallel.exchange(x.shape[:-1])
+    shape = first.shape(x.shape[:-1])
+    rows, second = math.prod(shape), fc2.parallel.exchange(shape)
+    of_input, of_gradient = fc2.active_quantizers().input, fc1.active_quantizers().grad_output
+    both = ("codes", "codes")
+    alone = is_alone(of_input, (rows, width), second.parts["input"], *both)
+    return alone and is_alone(of_gradient, (rows, features), first.parts["grad_output"], *both)
+
+
+class SharedChunks(Chunks):
+    """The loss of all tokens and its gradients, from this rank's tokens of h and its rows of the weight."""
+
+    def __init__(self, call: SharedCall, targets: Tensor, count: Tensor, chunk: int) -> None:
+        super().__init__(call, targets, count, chunk)
+        self.group = call.exchange.parallel.group
+        self._release: Callable[[], None] = lambda: None
+
+    @staticmethod
+    def sizes(call: SharedCall, h: Tensor, weight: Tensor) -> tuple[int, int]:
+        exchange = call.exchange
+        return math.prod(exchange.shape(h.shape[:-1])), exchange.parallel.group.size() * len(weight)
+
+    def begin_input(self, h: Tensor, column: Output | None) -> Callable[[], Input]:
+        call, takes = self.call, self.call.product_takes
+        outputs = {"rowwise": takes, "columnwise": column}
+        if len(self.spans) == 1:  # which is multiplied by the rows of each rank
+            arriving = partial(quantize_tokens, call, "input", h, **outputs)
+        elif (kept := self._kept_input(h)) is not None:
+            self._release, arriving = kept.release, partial(self._quantize_kept, kept, outputs)
+        else:
+            arriving = Outgoing(call=call, tensor="input", lent=False, **outputs).begin(h)
+
+        def result() -> Input:
+            whole = arriving()
+            return as_taken(whole.rowwise, takes), whole.columnwise and call.begin_whole_input(whole.columnwise)
+
+        return result
+
+    def _kept_input(self, h: Tensor) -> KeptRows | None:
+        """Return the rows of h of all ranks, if ranks share the rows and both directions read unquantized values; else
+        None."""
+        part, quantizer = self.call.tokens_of("input", h), self.call.quantizers.input
+        plain = all(format.high_precision for format in (quantizer.rowwise, quantizer.columnwise))
+        return begin_kept_rows(h, part.group, part.runs) if part is not None and plain else None
+
+    def _quantize_kept(self, kept: KeptRows, outputs: Mapping[str, Output | None]) -> HybridOperand:
+        return self.call.quantize("input", kept.received(), **outputs)
+
+    def whole_input(self, h: Tensor) -> Tensor:
+        return self.call.gathered("input", h)
+
+    def begin_sum(self, dx: Tensor) -> Pending:
+        return self.call.begin_summed("grad_input", dx)
+
+    def release(self) -> None:
+        self._release()
+
+    def rows(self, x: AnyOperand | RankRows, start: int, end: int) -> AnyOperand | RankRows:
+        return x if isinstance(x, RankRows) else super().rows(x, start, end)
+
+    def finds_amax(self) -> bool:
+        return False  # which is that of all ranks' logits
+
+    def losses(self, logits: Tensor, targets: Tensor, *, gradient: bool) -> Tensor:
+        boxes = meeting(self.group, logits.device, len(logits)) if gradient else None
+        losses = None if boxes is None else joint_cross_entropy_(logits, targets, boxes, self.scale)
+        if losses is not None:
+            return losses
+        first = self.group.rank() * logits.shape[1]
+        own = loss_parts(logits, targets, first)
+        parts = gather_rows(own, self.group).view(-1, *own.shape)
+        return shared_cross_entropy_(logits, targets, parts, first, self.scale, gradient=gradient)

@@ -1,5 +1,7 @@
-"""SharedLinearFunction: LinearFunction of a linear that ranks share, in an order that hides what they exchange; and
-Handover: what the steps of one call hand on to each other, and to the norms around the linear."""
+"""SharedLinearFunction: LinearFunction of a shared linear, in an order that hides the exchanges of its ranks.
+
+Handover passes tensors between the steps of one call, and to the norms around the linear.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -46,30 +48,33 @@ from hqsweep.torch_private import foreach_div_
 
 @dataclass(kw_only=True, eq=False)
 class Handover:
-    """What the steps of one call hand on. Whoever reads a field of forward, or an operand, takes it out: this object
-    lives until backward, and what it hands on must not."""
+    """The tensors that the steps of one call pass on.
+
+    A reader removes the field that it reads: this object lives until backward, and the tensors must not.
+    """
 
     known: KnownInput = NOTHING
-    """What is known of x."""
+    """Facts of x that are known before it is quantized."""
     turns: Turns | None = None
-    """How x is written, if it is written rank by rank."""
+    """The writer of x, if x is written rank by rank."""
     beside: Beside | None = None
-    """What goes on beside the exchange of x."""
+    """Work and messages beside the exchange of x."""
     early: Prefetched = field(default_factory=Prefetched)
-    """The weight's operands that were made beforehand."""
+    """The prefetched operands of the weight."""
     layer: LayerWeights | None = None
-    """The weights of the layer that the linear is in, if these are made beforehand."""
+    """The weights of the linear's layer, if they are prefetched."""
     codes: Codes | None = None
-    """The operands of x and of the gradient of y that have come as codes."""
+    """The operands of x and of the gradient of y, if they arrived as codes."""
     left: LeftOutput | None = None
-    """Where y is left to its reader if it is a sum over ranks of rows; None: y is summed."""
+    """Where y is deferred to its reader, if y is a sum of rows over ranks; None: y is summed."""
     gradient: LeftGradient | None = None
-    """Where dx is left to the norm before, if it is such a sum."""
+    """Where dx is deferred to the previous norm, if dx is such a sum."""
 
     def quantize_input(
         self, call: SharedCall, x: Tensor, columnwise: Output | None
     ) -> HybridOperand | LateOperands | OperandsInTurn:
-        """The operands of x: the rowwise one to be multiplied, the columnwise one, if any, to be saved after that."""
+        """Return the operands of x: the rowwise one for the product, and the columnwise one, if wanted, to save
+        afterwards."""
         turns, known, beside = self.turns, self.known, self.beside
         outputs = {"rowwise": call.product_takes, "columnwise": columnwise}
         if turns is not None:
@@ -86,7 +91,7 @@ class Handover:
         return quantize_tokens(call, "input", x, **outputs, beside=beside)
 
     def fprop(self, call: SharedCall, weights: Weights, x: AnyOperand | RankRows, needs_dx: bool) -> Tensor:
-        """y, from x's rowwise operand; summed over ranks, where each has a part of its sums, or left so."""
+        """Return y from x's rowwise operand. If ranks have parts of its sums, y is summed or deferred."""
         early = self.early.take("rowwise")
         w = call.weight(weights, "rowwise", needs_dx=needs_dx) if early is None else early
         pending = begin_summed_product(call, "fprop", "output", x, w)
@@ -95,9 +100,11 @@ class Handover:
     def send_gradient(
         self, call: SharedCall, weights: Weights, *, rowwise: bool, columnwise: bool, also: Sequence[Maker] = ()
     ) -> None:
-        """Have the norm that alone reads y, where there is one, send dy as soon as it knows it, and the operands for
-        dgrad of the weights, and of what follows in backward, made before others are waited for. also: makes such
-        ones."""
+        """Let the norm that alone reads y send dy as soon as it has it.
+
+        Operands of the weights for dgrad, and for later steps of backward, are made before the wait for other ranks.
+        also: functions that make such operands.
+        """
         layer = self.layer
         if self.left is None and layer is None:
             return
@@ -122,7 +129,7 @@ class Handover:
         columnwise: Output | None,
         by_rows: bool = False,
     ) -> HybridOperand | LateOperands:
-        """The operands of dy, which may have been sent before."""
+        """Return the operands of dy, which may already be sent."""
         outputs = {"rowwise": rowwise, "columnwise": columnwise, "by_rows": by_rows}
         operands = None if self.left is None else self.left.operands(dy)
         if operands is not None:
@@ -132,15 +139,17 @@ class Handover:
         return quantize_tokens(call, "grad_output", dy, **outputs)
 
     def begin_dgrad(self, state: BackwardState, tensors: Sequence[Tensor], dy: AnyOperand | RankRows) -> Pending:
-        """dx, from dy's rowwise operand; where ranks sum it, the sum goes on beside the work that follows. tensors:
-        what keep() gave."""
+        """Start dx, from dy's rowwise operand. If ranks sum it, the sum runs beside the work that follows.
+
+        tensors: the saved tensors of keep().
+        """
         w_column = self.early.take("columnwise")
         if w_column is None:
             w_column = weight_column(state, tensors)
         return begin_summed_product(state.call, "dgrad", "grad_input", dy, w_column)
 
     def gradient_of(self, call: SharedCall, pending: Pending) -> Tensor:
-        """dx, whose sum over ranks was begun; this rank's part of it where the sum is left."""
+        """Return dx, whose sum over ranks has started; this rank's summand if the sum is deferred."""
         if self.gradient is None or call.quantizers.grad_input is not None:
             return pending()
         return self.gradient.leave(pending)
@@ -148,15 +157,15 @@ class Handover:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NormedPart(KnownInput):
-    """What is known of this rank's tokens of a norm's output, for the call of the linear that reads it."""
+    """The KnownInput of a norm's output for this rank's tokens, for the linear that reads it."""
 
     early: Prefetched
     gradient: LeftGradient | None
-    """Where the linear leaves the gradient, if the norm takes it."""
+    """Where the linear defers the gradient, if the norm takes it."""
 
 
 def handover_of(known: KnownInput, layer: LayerWeights | None) -> Handover:
-    """The Handover of a call, of what is known of its input."""
+    """Return the Handover of a call, from the KnownInput of its input."""
     if not isinstance(known, NormedPart):
         return Handover(known=known, beside=None if layer is None else Beside(weights=layer), layer=layer)
     gradient, sent = known.gradient, None
@@ -167,33 +176,37 @@ def handover_of(known: KnownInput, layer: LayerWeights | None) -> Handover:
 
 
 def begin_input(state: BackwardState, tensors: Sequence[Tensor], *, early: bool) -> Callable[[], AnyOperand]:
-    """x's columnwise operand, for wgrad; what other ranks have of it arrives beside the work that follows. tensors:
-    what keep() gave. early: as in SharedCall.begin_saved_input()."""
+    """Start x's columnwise operand, for wgrad. Rows of other ranks arrive beside the work that follows.
+
+    tensors: the saved tensors of keep(). early: as in SharedCall.begin_saved_input().
+    """
     _, saved = state.parts(tensors)
     return state.call.begin_saved_input(saved, state.skeleton, early=early)
 
 
 def stays(call: SharedCall) -> bool:
-    """Whether the saved tensors of x, which ranks exchange, stay where they are until backward."""
+    """Return whether the saved tensors of x keep their memory until backward, so that ranks may send them early."""
     return call.exchange is not None and not torch.compiler.is_compiling() and not is_hooked()
 
 
 def one_wgrad(state: BackwardState, dy: AnyOperand, x_column: Callable[[], AnyOperand]) -> Gradient:
-    """The gradient of a linear's one weight as autograd takes it, once x has come."""
+    """Return the gradient of a linear's single weight as autograd takes it. Waits for x."""
     (dw,) = delivered(state, mean(state.call, wgrad(state, dy, x_column())), [True])
     return dw
 
 
 def mean(call: SharedCall, sums: Tensor | Sequence[Tensor] | None) -> Tensor | Sequence[Tensor] | None:
-    """Gradients of parameters, divided by the number of ranks where the rows are those of many ranks."""
+    """Return gradients of parameters, divided by the number of ranks whose rows are multiplied here."""
     if call.mean_over > 1 and sums is not None:
         foreach_div_([sums] if isinstance(sums, Tensor) else list(sums), call.mean_over)
     return sums
 
 
 class SharedLinearFunction(torch.autograd.Function):
-    """LinearFunction of a linear that ranks share. With a ticket the gradient of the one weight comes late
-    (parallel.overlap.deferred_reduce)."""
+    """LinearFunction of a shared linear. With a ticket, the gradient of the single weight comes late.
+
+    See parallel.overlap.deferred_reduce.
+    """
 
     @staticmethod
     def forward(

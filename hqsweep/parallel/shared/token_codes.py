@@ -1,8 +1,9 @@
-"""Rows of tokens as codes with their scales, one message of bytes for each: what experts over ranks send for bfloat16.
+"""Token rows as codes with their scales, one message of bytes per row: experts over ranks send these in place of
+bfloat16.
 
-A rowwise operand can be sent so where every code and scale belongs to one row, except for an amax of the whole matrix,
-which the ranks agree on first. The columnwise operand can then be made from the decoded codes alone: a recipe that
-makes it of the original values gets these, unless nobody reads that operand.
+A rowwise operand can be sent this way if every code and scale belongs to one row. An amax of the whole matrix is
+allowed; ranks agree on it first. The receiver makes the columnwise operand from decoded codes alone. A recipe that
+makes it from the original values is not sent as codes, unless no product reads that operand.
 """
 
 from collections.abc import Mapping
@@ -27,13 +28,16 @@ from hqsweep.quant.operand import Operand
 PITCH = 16
 """The bytes of a message are a multiple of this: copies of whole rows are fast then."""
 SENT = "tokens for experts of other ranks"
-"""What stands for the layer of their slot (ops.quantize.nonfinite)."""
+"""The layer name in their slot (ops.quantize.nonfinite)."""
 
 
 @memo
 def sends_codes(quantizer: HybridQuantizer, columnwise: bool) -> bool:
-    """Whether rows can travel as codes: the operands that are read at their destination, which with `columnwise`
-    include the columnwise one, are those that the quantizer makes there of the rows' values."""
+    """Return whether rows can travel as codes: the receiver gets the operands that the quantizer makes from the rows'
+    values.
+
+    columnwise: whether a product reads the columnwise operand, too.
+    """
     format = quantizer.rowwise
     drawn = format.stochastic or format.delayed
     if type(quantizer) is not HybridQuantizer or format.high_precision or drawn:
@@ -45,13 +49,13 @@ def sends_codes(quantizer: HybridQuantizer, columnwise: bool) -> bool:
 
 @memo
 def _both(format: Format) -> HybridQuantizer:
-    """A quantizer whose rowwise format this is."""
+    """Return a quantizer with this rowwise format."""
     return HybridQuantizer(format, format.columnwise_form)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Messages:
-    """Rows of a matrix of experts, encoded, with what is common to the rows of an expert."""
+    """Encoded rows of the experts' matrices, and the buffers that rows of an expert share."""
 
     format: Format
     width: int
@@ -63,8 +67,7 @@ class Messages:
 
     @classmethod
     def of(cls, x: Tensor, splits: Splits, format: Format, amaxes: Tensor | None) -> "Messages":
-        """The messages of x [rows, width]; amaxes: float32 [E], the amax of every expert's matrix, where the format
-        takes one."""
+        """Return the messages of x [rows, width]. amaxes: float32 [E], each expert's amax, if the format takes one."""
         grid = None if amaxes is None else [{format.amax_name: amax} for amax in amaxes.view(-1, 1, 1).unbind()]
         with for_slot(SENT, "input", _both(format), x):
             buffers, parts = quantize(x, Target(format, grid=grid), splits=splits).rowwise, []
@@ -80,7 +83,7 @@ class Messages:
         return cls(format=format, width=x.shape[1], dtype=x.dtype, rows=rows, common=common)
 
     def operand(self, rows: Tensor, splits: Splits, first: int) -> Operand:
-        """The rowwise operand of rows that have come, in the order of experts; `first` is the first expert of the
+        """Return the rowwise operand of received rows, in the order of experts. first: the first expert of the
         splits."""
         buffers, start = {}, 0
         for name, size in zip(_of_rows(self.format), _sizes(self.format, self.width), strict=True):
@@ -94,19 +97,21 @@ class Messages:
 
 
 def _of_rows(format: Format) -> list[str]:
-    """The buffers that have entries of their own for each row."""
+    """Return the buffers with separate entries for each row."""
     return [name for name, buffer in format.layout.items() if buffer.rows != WHOLE]
 
 
 def _sizes(format: Format, width: int) -> list[int]:
-    """The bytes of a row in each of these buffers."""
+    """Return the bytes of a row in each of these buffers."""
     buffers = [format.layout[name] for name in _of_rows(format)]
     return [buffer.shape(1, width)[1] * buffer.dtype.itemsize for buffer in buffers]
 
 
 def agreed_amaxes(x: Tensor, splits: Splits, format: Format, group: object) -> Tensor | None:
-    """float32 [E]: the largest amax over the ranks of the group of each expert's rows, NaN aside; None for a format
-    without an amax of the matrix."""
+    """Return float32 [E]: the largest amax of each expert's rows over the group, without NaN.
+
+    None for a format without an amax of the matrix.
+    """
     if format.amax_name is None or format.row_scaled:
         return None
     amaxes = x.new_zeros(splits.count, dtype=torch.float32)

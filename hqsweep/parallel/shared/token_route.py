@@ -1,4 +1,4 @@
-"""Where the rows of one call of a mixture go, whose experts are spread over ranks, and how autograd sees them go."""
+"""Route: the way of a mixture's rows to their experts on other ranks in one call, and back, for autograd."""
 
 from abc import ABC, abstractmethod
 from collections import UserDict
@@ -19,72 +19,79 @@ from hqsweep.quant.operand import Operand
 
 
 class Codes(UserDict[str, Operand]):
-    """hqsweep.nn.core.wire.Codes. This is no dict, for hooks of fully_shard may copy a dict, and backward may have to
-    fill this one."""
+    """hqsweep.nn.core.wire.Codes. It is not a dict, since hooks of fully_shard may copy a dict, and backward may fill
+    this one."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Route(ABC):
-    """Where the rows of one call go, and come back from."""
+    """The way of the rows of one call to their experts, and back."""
 
     group: Any
-    """The process group over whose ranks the experts are spread."""
+    """The process group over which the experts are spread."""
     same_experts: Any
-    """The process group of the ranks that hold the experts of this one: they share amaxes of delayed scaling."""
+    """The process group with the same experts as this rank. It shares amaxes of delayed scaling."""
     first: int
     """The first expert of this rank."""
     local: Splits
-    """The splits of the rows that go, over all experts."""
+    """The splits of the sent rows, over all experts."""
     splits: Splits
-    """The splits of the rows that came, filled up, over the experts of this rank."""
+    """The padded splits of the received rows, over the experts of this rank."""
     microbatch: int
-    """The microbatch of the first rank, under which the experts draw the random bits of all."""
+    """The microbatch of the first rank. The experts draw the random bits of all rows under it."""
 
     @abstractmethod
     def moved(self, rows: Tensor, fillers: Tensor) -> Tensor:
-        """Rows [M * k, X], sorted by expert -> the rows at their experts; fillers [experts of this rank, X]: the row
-        that fills each up."""
+        """Return rows [M * k, X], sorted by expert, at their experts. fillers [experts of this rank, X]: the padding
+        rows."""
 
     @abstractmethod
     def returned(self, rows: Tensor) -> Tensor:
-        """The inverse of moved()."""
+        """Return rows at their experts to their sources, the inverse of moved()."""
 
     @property
     @abstractmethod
     def fills_up(self) -> bool:
-        """Whether rows may be filled up."""
+        """Whether rows may be padded."""
 
     @property
     def end(self) -> Tensor | None:
-        """int64 [1] on the device: the rows that came; None where that is how many there are."""
+        """int64 [1] on the device: the number of received rows; None if every row is in use."""
         return None
 
     def marked(self, routing: Routing) -> Routing:
-        """The routing, whose results are NaN where rows had no room."""
+        """Return the routing, with NaN results if rows lacked room."""
         return routing
 
     def go(self, rows: Tensor, format: Format | None, codes: Codes | None) -> Tensor:
-        """Rows [M * k, D], sorted by expert -> the rows of this rank's experts. With a format only its codes go: they
-        become the "input" of `codes`, and the rows have no values. Gradients go as they are."""
+        """Return the rows of this rank's experts, from rows [M * k, D], sorted by expert.
+
+        With a format only codes are sent: they become the "input" of `codes`, and the rows have no values. Gradients
+        are sent as values.
+        """
         return _Go.apply(rows, self, format, codes)
 
     def come_back(self, rows: Tensor, format: Format | None, codes: Codes | None) -> Tensor:
-        """The inverse of go(), whose gradients go as codes of the format: they become the "grad_output"."""
+        """Return the inverse of go(). Gradients are sent as codes of the format, and become the "grad_output" of
+        `codes`."""
         return _ComeBack.apply(rows, self, format, codes)
 
     def context(self) -> AbstractContextManager:
-        """The context in which experts are called: they draw bits once for the rows of all ranks, and share amaxes of
-        delayed scaling with the ranks that hold the same experts."""
+        """Return the context for calls of the experts.
+
+        They draw bits once for the rows of all ranks, and share amaxes of delayed scaling with ranks that hold the same
+        experts.
+        """
         if current() is OUTSIDE:
             return nullcontext()
         return within(replace(current(), microbatch=self.microbatch, amax_group=self.same_experts))
 
     def gone(self, rows: Tensor) -> Tensor:
-        """The rows at their experts, filled up with zeros."""
+        """Return the rows at their experts, padded with zeros."""
         return self.moved(rows, rows.new_zeros(self.splits.count, rows.shape[1]))
 
     def gone_as_codes(self, rows: Tensor, format: Format) -> tuple[Tensor, Operand]:
-        """gone() by messages: a matrix of that shape without values, and its rowwise operand."""
+        """Return gone() by messages: a matrix of that shape without values, and its rowwise operand."""
         amaxes = agreed_amaxes(rows, self.local, format, self.group)
         messages = Messages.of(rows, self.local, format, amaxes)
         fillers = messages.rows[:0]
@@ -97,7 +104,10 @@ class Route(ABC):
 
 
 def known_splits(sizes: Tensor) -> Splits:
-    """The host knows the sizes, but products are those of one process, in which only the device does."""
+    """Return Splits of sizes that the host knows, treated like sizes that only the device knows.
+
+    So products are the same as in one process.
+    """
     sizes = tuple(sizes.tolist())
     return Splits(rows=sum(sizes), count=len(sizes), sizes=sizes, for_plans=False)
 

@@ -1,4 +1,4 @@
-"""Tokens that lie split over the ranks of a group, and parameters that every rank has whole, as autograd sees them."""
+"""Tokens split over the ranks of a group, and parameters that every rank has whole, for autograd."""
 
 import math
 from collections.abc import Sequence
@@ -15,8 +15,11 @@ from hqsweep.parallel.wire.tokens import gather_rows, sum_whole
 
 
 def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter that is a DTensor; any other parameter as it is. A part with a main_grad is a
-    leaf, since autograd gets no gradient of it: torch 2.11 would make one of zeros. Its `spread` is the parameter."""
+    """Return this rank's part of a DTensor parameter; any other parameter as it is.
+
+    A part with a main_grad is a leaf: autograd gets no gradient of it, and torch 2.11 would make one of zeros. Its
+    `spread` is the parameter.
+    """
     if not is_spread(parameter):
         return parameter
     main_grad = getattr(parameter, "main_grad", None)
@@ -29,7 +32,7 @@ def local(parameter: Tensor) -> Tensor:
 
 
 class _SumGradients(torch.autograd.Function):
-    """Tensors themselves; their gradients are summed over ranks at once."""
+    """Returns the tensors themselves. Their gradients are summed over ranks at once."""
 
     @staticmethod
     def forward(ctx, group: ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -49,35 +52,37 @@ class _SumGradients(torch.autograd.Function):
 
 
 def sum_gradients(tensors: Sequence[Tensor], group: ProcessGroup) -> tuple[Tensor, ...]:
-    """The tensors themselves. Every rank has the part of their gradients that comes from its tokens, and receives the
-    sums, of all in one collective."""
+    """Return the tensors themselves. Backward sums their gradients over ranks, all in one collective.
+
+    Every rank has the part of the gradients that comes from its tokens.
+    """
     return _SumGradients.apply(group, *tensors)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SplitTokens:
-    """How tokens lie split over the ranks of a group, where each rank computes all that follows with every token."""
+    """How tokens are split over the ranks of a group that each compute later results for every token."""
 
     group: ProcessGroup
     axis: int
     """The axis of x along which each rank has an equal part of the tokens."""
 
     def whole(self, x: Tensor) -> Tensor:
-        """x of all ranks' tokens. Each rank has the whole gradient, and takes that of its own."""
+        """Return x of all ranks' tokens. Each rank has the whole gradient, and takes its own tokens of it."""
         return _WholeTokens.apply(x, self)
 
     def own(self, x: Tensor) -> Tensor:
-        """This rank's part of an x that all ranks have alike. Its gradient is gathered."""
+        """Return this rank's part of an x that is equal on all ranks. Its gradient is gathered."""
         return _OwnTokens.apply(x, self)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """x of all ranks."""
+        """Return x of all ranks."""
         lead, shape = math.prod(x.shape[: self.axis]), list(x.shape)
         shape[self.axis] *= self.group.size()
         return gather_rows(x.flatten(0, self.axis), self.group, lead).view(shape)
 
     def cut(self, x: Tensor) -> Tensor:
-        """A copy of this rank's part of x."""
+        """Return a copy of this rank's part of x."""
         return x.chunk(self.group.size(), self.axis)[self.group.rank()].clone(memory_format=torch.contiguous_format)
 
     def __deepcopy__(self, memo: Any) -> "SplitTokens":
@@ -123,5 +128,5 @@ class _WholeFeatures(torch.autograd.Function):
 
 
 def whole_features(x: Tensor, group: ProcessGroup) -> Tensor:
-    """[..., C] of each rank -> [..., W * C], of which every rank then computes the same."""
+    """Return [..., W * C] from [..., C] of each rank. Every rank then computes the same from it."""
     return _WholeFeatures.apply(x, group)

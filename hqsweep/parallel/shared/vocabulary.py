@@ -1,8 +1,7 @@
-"""A vocabulary over the ranks of a group: rank r of W has the entries [r * v, (r + 1) * v) of W * v, of an embedding's
-table, and of logits.
+"""A vocabulary over the ranks of a group: embedding tables and logits.
 
-Nothing of the size of all logits goes over the wire: of a row only its largest logit, the sum of its exponentials, and
-the logit of its target (Shoeybi et al., arXiv 1909.08053).
+Rank r of W has the entries [r * v, (r + 1) * v) of W * v. Ranks exchange only three numbers for each row: its largest
+logit, the sum of its exponentials, and the logit of its target (Shoeybi et al., arXiv 1909.08053).
 """
 
 import math
@@ -27,13 +26,15 @@ from hqsweep.parallel.wire.tokens import begin_lent_rows, sum_rows, sum_whole
 
 
 def vocabulary_group(head: Linear) -> ProcessGroup | None:
-    """The ranks that have each a part of the vocabulary; None where there are none."""
+    """Return the ranks that share the vocabulary; None if this rank has all of it."""
     return None if head.parallel is None or head.parallel.mode != "column" else head.parallel.group
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The mean cross entropy of logits [..., V] with targets [...], float32 []. group: the ranks each of which has V of
-    the vocabulary's logits, in their order. UserError as checked_targets() raises it."""
+    """Return the mean cross entropy of logits [..., V] with targets [...], float32 [].
+
+    group: the ranks, each with V logits of the vocabulary, in their order. UserError as in checked_targets().
+    """
     if group is None:
         return whole_cross_entropy(logits, targets)
     rows = logits.flatten(0, -2)
@@ -42,9 +43,11 @@ def cross_entropy(logits: Tensor, targets: Tensor, group: ProcessGroup | None) -
 
 
 def split_cross_entropy(logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
-    """The mean cross entropy of logits [M, v] of each rank with checked targets int64 [M] of the whole vocabulary,
-    float32 [], equal on all ranks: log(sum_v exp(x_v - max)) + max - x_target in float32, sums added in the order of
-    ranks."""
+    """Return the mean cross entropy of each rank's logits [M, v], float32 [], equal on all ranks.
+
+    targets: checked int64 [M], entries of the whole vocabulary. The loss of a row is log(sum_v exp(x_v - max)) + max -
+    x_target in float32. Sums are added in the order of ranks.
+    """
     return _SplitCrossEntropy.apply(logits, targets, counted_rows(targets, group.size() * logits.shape[1]), group)
 
 
@@ -81,14 +84,20 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
 
 def split_embedding(tokens: Tensor, table: Tensor, group: ProcessGroup, *, split: int | None) -> Tensor:
-    """Tokens [B, T] -> rows [B, T, D] of the whole table, of which each rank has [v, D]; with split, the axis of
-    tokens, of this rank's part of them along that: T / W positions of each sequence, or B / W sequences."""
+    """Return rows [B, T, D] of the whole table for tokens [B, T]. Each rank has [v, D] of the table.
+
+    split: the axis of tokens along which the result has only this rank's part: T / W positions of each sequence, or B /
+    W sequences.
+    """
     return _SplitEmbedding.apply(tokens, table, group, split)
 
 
 class _SplitEmbedding(torch.autograd.Function):
-    """Every row comes from one rank. Where ranks write to each other's memory, and each has whole sequences, a rank
-    sends the rows that others lack, and no others; elsewhere it adds zeros to them."""
+    """The embedding as an autograd function. Every row comes from one rank.
+
+    If ranks write to each other's memory, and each has whole sequences, a rank sends only the rows that others lack.
+    Otherwise rows are summed with zeros of the other ranks.
+    """
 
     @staticmethod
     def forward(ctx, tokens: Tensor, table: Tensor, group: ProcessGroup, split: int | None) -> Tensor:
@@ -130,18 +139,18 @@ class _SplitEmbedding(torch.autograd.Function):
 
 
 def _own_entries(tokens: Tensor, group: ProcessGroup, entries: int) -> tuple[Tensor, Tensor]:
-    """The tokens' entries of this rank's part of a table, and where these are."""
+    """Return the tokens as entries of this rank's part of a table, and a mask of the tokens in that part."""
     own = tokens - group.rank() * entries
     return own, (own >= 0) & (own < entries)
 
 
 def _start_rows(ctx: Any, count: int, like: Tensor) -> p2p_copy.Sending | None:
-    """An exchange of so many rows of every rank, as those of `like`."""
+    """Start an exchange of `count` rows of every rank, with the width and dtype of `like`."""
     return p2p_copy.start(count * like.shape[1] * like.itemsize, ctx.group, like.device)
 
 
 def _received_rows(tokens: Tensor, table: Tensor, group: ProcessGroup, sending: p2p_copy.Sending) -> Tensor:
-    """The rows of this rank's tokens, of which the others send those of their entries."""
+    """Return the rows of this rank's tokens. The other ranks send the rows of their entries."""
     of_rank, ranks = tokens.view(group.size(), -1), {"ranks": group.size(), "rank": group.rank()}
     for other in sending.others:
         embed(of_rank[other], table, out=sending.place(other), **ranks)
@@ -152,7 +161,7 @@ def _received_rows(tokens: Tensor, table: Tensor, group: ProcessGroup, sending: 
 def _table_gradient(
     rows: Tensor, tokens: Tensor, entries: int, group: ProcessGroup, sending: p2p_copy.Sending
 ) -> Tensor:
-    """The gradient of this rank's part of the table, from those of the rows of all ranks' tokens."""
+    """Return the gradient of this rank's part of the table, from the row gradients of all ranks' tokens."""
     own, stream = tokens.view(group.size(), -1)[group.rank()], torch.cuda.current_stream()
     beside = torch.cuda.Stream(priority=-1)  # whose small kernels get their places before the rest of a large one
     beside.wait_stream(stream)

@@ -1,9 +1,8 @@
-"""Weights that are no GEMM operands, of norms, embeddings and routers, as ranks share them; and one sum for the
-gradients of the gains of all layers, where each rank has some of the tokens.
+"""Weights of norms, embeddings and routers over ranks, and one sum for the gradients of all layers' gains.
 
-A norm that sums its own does so before its backward hands on the gradient of its input, which the next matrix sends to
-other ranks: a collective of a few microseconds that everything waits for. Here the layers' gains go through one
-function of autograd before the first layer runs, so that its backward, the sum, comes after that of the first layer.
+If each rank has some of the tokens, gradients of gains are summed over ranks. A norm that sums its own gain does so
+before it passes on the gradient of its input: a collective of a few microseconds in the critical path. Here all gains
+pass through one autograd function before the first layer. Its backward, the sum, runs after the first layer's backward.
 Every element is the same sum.
 """
 
@@ -21,23 +20,23 @@ from hqsweep.parallel.shards.shard_part import Part
 from hqsweep.parallel.shared.tokens import local, sum_gradients
 
 _TOGETHER: dict[int, Tensor] = {}
-"""The id of a parameter -> what its module reads in its place."""
+"""id of a parameter -> the tensor that its module reads instead."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharedWeight:
-    """How ranks share a module's parameters (hqsweep.nn.core.wire.WeightRanks). It has no copies, as a group has
-    none."""
+    """How ranks share a module's parameters (hqsweep.nn.core.wire.WeightRanks). It cannot be copied, because a group
+    cannot."""
 
     tokens: ProcessGroup | None = None
-    """The ranks that each have some of the tokens, over which the gradients of parameters are summed."""
+    """The ranks that each have some of the tokens. Gradients of parameters are summed over them."""
     part: Part | None = None
     """This rank's part of the weight; None: each rank has all of it."""
     split: int | None = None
     """The axis of tokens [B, T] along which each rank takes its part of an embedding's rows; None: it takes all."""
 
     def own(self, parameter: Tensor) -> Tensor:
-        """This rank's part of a parameter, as forward reads it."""
+        """Return this rank's part of a parameter, as forward reads it."""
         if self.tokens is None:
             return local(parameter)
         together = _TOGETHER.get(id(parameter))
@@ -49,8 +48,10 @@ class SharedWeight:
 
 @contextmanager
 def gains_summed_together(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """A context for a forward of the layers, whose gains then get their gradients by one sum. Layers that fully_shard
-    gathers keep sums of their own: their parameters are others within their forward."""
+    """A context for a forward of the layers. One sum then gives all gains their gradients.
+
+    Layers gathered by fully_shard sum their own gains, since their parameters are other objects within forward.
+    """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         yield
         return

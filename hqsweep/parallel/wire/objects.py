@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Disagreement(UserError):
-    """The ranks of a run differ in what they are to do. Every rank raises the same sentence."""
+    """The ranks of a run disagree on their work. Every rank raises the same sentence."""
 
 
 def is_many(group: ProcessGroup | None = None) -> bool:

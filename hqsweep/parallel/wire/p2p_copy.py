@@ -174,9 +174,9 @@ def owe(group: ProcessGroup, device: torch.device, work: Callable[[], None], pur
 
 
 def all_read(group: ProcessGroup, device: torch.device, purpose: Purpose = ROWS) -> None:
-    """Note that the current stream has got all reads of what this rank has waited for.
+    """Note that the current stream has enqueued all reads of received messages.
 
-    Exchanges that begin early, before the next wait, need not stand behind later work of the stream.
+    Exchanges that begin early, before the next wait, need not run after later work of the stream.
     """
     mailbox = _MAILBOXES.get((group.group_name, device.index, purpose))
     if mailbox is not None:
@@ -320,7 +320,7 @@ class Sending:
         self.exchange.kept = True
 
     def release(self) -> None:
-        """Note that the current stream has got all reads of what keep() has kept."""
+        """Note that the current stream has enqueued all reads of the messages of keep()."""
         self.exchange.kept = False
 
     def send(self, other: int, message: Message, first: int = 0) -> None:

@@ -82,8 +82,7 @@ class PendingSum:
 
 
 def left_by(pending: Pending) -> Summands | None:
-    """The summands of a sum that was begun, for a reader that reads them at once; None where only the whole sum can be
-    had."""
+    """Return the summands of a started sum, for a reader that reads them at once; None if only the whole sum exists."""
     return pending.summands() if isinstance(pending, PendingSum) else None
 
 
@@ -111,8 +110,7 @@ def begin_gather_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Pending:
 
 
 def begin_lent_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Pending:
-    """Start gather_rows without a copy of the result, which is good until ranks of the group begin to exchange other
-    rows."""
+    """Start gather_rows without a copy of the result. It is good until the group's next exchange of rows."""
     world = group.size()
     x = x.contiguous()
     messages = {other: (x,) for other in range(world) if other != group.rank()}
@@ -155,7 +153,7 @@ class KeptRows:
 
     received: Pending
     release: Callable[[], None]
-    """Notes that the current stream has got all reads of them."""
+    """Notes that the current stream has enqueued all reads of the rows."""
 
 
 def begin_kept_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> KeptRows:
@@ -208,8 +206,7 @@ class SumOfRows:
     sending: p2p_copy.Sending | None
 
     def ready(self, first: int, last: int) -> None:
-        """Send the rows from first to before last, which belong to one other rank and follow the rows that it has got
-        before."""
+        """Send the rows from first to before last, which belong to one other rank and follow its previous rows."""
         if self.sending is not None:
             other, row = divmod(first, len(self.x) // self.group.size())
             self.sending.send(other, (self.x[first:last],), row * self.x[0].nbytes)

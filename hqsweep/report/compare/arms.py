@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from hqsweep.errors import UserError, nearest
-from hqsweep.report.compare.curves import interval, intervals
+from hqsweep.report.compare.curves import intervals
 from hqsweep.report.compare.families import DECIDES, LOSSES, Family
 from hqsweep.report.compare.frames import DATA, FORK, REPLICATE, Frames, config_leaves
 from hqsweep.report.compare.identical import IDENTICAL
@@ -33,6 +33,7 @@ class Comparison:
 
     design       "whole run" or "fork"
     margin_pct   the largest gap that counts as none, in % of the baseline's loss
+    margin_tokens  the same in % of tokens, where it is stated so; NaN elsewhere
     maximum      replicates up to which a sequential study looks after each; None for a study of a fixed size
     estimates    arm -> the estimate that decides, in % of the baseline's loss; the baseline, and arms without a
                  verdict of their own, have none
@@ -41,22 +42,28 @@ class Comparison:
     notes        sentences about the study as a whole: what entered, what it covers, what it does not see
     arms         one row per arm, the baseline first: arm, baseline, null (whether it is the null arm of its baseline),
                  design, runs, state, verdict (one of verdicts.estimate.VERDICTS; baseline; or, of an arm that is no
-                 part of the family: identical, diverged, failed, unfinished, unpaired), identical (why it is the
-                 baseline again, "" where it is not), sentence, final_loss (mean val_loss of
-                 finished runs), final_sd, n (seeds or trunks that entered), gap (nats), gap_pct, ci_low_pct,
-                 ci_high_pct, half_pct (half of that interval), eq_low_pct, eq_high_pct, p, margin_pct, within_margin,
-                 needed (replicates in all), more (beyond n; both NaN of a null arm with an interval, which is there to
+                 part of the family: identical, diverged, failed, unfinished, waiting (for seeds that other arms have
+                 finished), unpaired), identical (why it is the baseline again, "" where it is not), sentence,
+                 final_loss (mean val_loss of finished runs), final_sd, n (seeds or trunks that entered), gap (nats),
+                 gap_pct, ci_low_pct, ci_high_pct, half_pct (half of that interval), eq_low_pct, eq_high_pct, p,
+                 margin_pct, within_margin, needed (replicates in all), more (beyond n; both NaN of a null arm with an
+                 interval, which is there to
                  check the machinery, not to be decided), replicate_minutes, needed_minutes, maximum, val_gap_pct,
                  val_low_pct, val_high_pct, train_gap_pct, train_low_pct, train_high_pct (of both losses; one of them
                  decides), these_low_pct, these_high_pct (these forks alone), correlation (of the arm's losses with the
-                 baseline's, over seeds), overhead_pct, overhead_lo, overhead_hi (tokens to loss), slope (nats a
-                 doubling of tokens takes off the baseline's train_loss),
+                 baseline's, over seeds), slowdown_pct, slowdown_low, slowdown_high (95 %, joint), slowdown_eq_low,
+                 slowdown_eq_high (90 %) (verdicts.slowdown: the % of tokens more for the baseline's loss), steps (of a
+                 run, or of a fork since its trunk; NaN where these differ), end (the step at which forks of several
+                 ages end together, NaN elsewhere: gap and slowdown are then those of a whole run of as many steps, and
+                 at_once_pct, at_once_low, at_once_high, growth_pct, growth_low, growth_high the parts of the gap, see
+                 families.Family.parts), margin_tokens (% of tokens, NaN where the margin is stated as a part of the
+                 loss), slope (nats a doubling of tokens takes off the baseline's train_loss),
                  baseline_loss (nats, of the loss that decides), loss_spikes_pct, grad_spikes_pct (means over runs),
                  diverged (runs), diverged_at (tokens, of the first), tokens_per_s, gemm (the plans that computed its
                  GEMMs), pairs and paired_gap (runs paired with the baseline's, and the mean gap in nats of them all),
                  null_in_doubt (whether the null arm is not shown equal)
-    finals       one row per run: the columns of curves.measures, and gap (of the loss that decides), overhead_pct, both
-                 against the baseline's run of the same replicate (NaN without one)
+    finals       one row per run: the columns of curves.measures, and gap (of the loss that decides) to the baseline's
+                 run of the same replicate (NaN without one)
     trunks       the trunks' own rows, of forks
     left_out     runs without a result, and those that cannot be believed
     """
@@ -69,6 +76,7 @@ class Comparison:
     finals: pd.DataFrame
     design: str
     margin_pct: float
+    margin_tokens: float
     maximum: int | None
     estimates: dict[str, Estimate]
     points: pd.DataFrame
@@ -132,14 +140,6 @@ def paired(rows: pd.DataFrame, value: str, baseline_of: dict[str, str], by: Sequ
     return rows[value] - other
 
 
-def partners(finals: pd.DataFrame, baseline_of: dict[str, str]) -> list[str | None]:
-    """The run, for each row of `finals`, of its baseline arm with the same replicate; None where there is none."""
-    runs = {(final.arm, *(getattr(final, key) for key in REPLICATE)): final.run for final in finals.itertuples()}
-    return [
-        runs.get((baseline_of[final.arm], *(getattr(final, key) for key in REPLICATE))) for final in finals.itertuples()
-    ]
-
-
 def gap_curve(comparison: Comparison, metric: str, smooth: int = 1) -> pd.DataFrame:
     """arm, step, gap (nats), low, high, n: the paired gap of `metric` at every step that both arms have; each run's gap
     is a rolling mean over `smooth` rows. The interval is the arm's own, 95 % over n seeds.
@@ -175,11 +175,25 @@ def null_arms(runs: pd.DataFrame, baseline_of: dict[str, str]) -> dict[str, str]
     return nulls
 
 
+def perturbed(runs: pd.DataFrame, baseline_of: dict[str, str]) -> dict[str, str]:
+    """Return, for each baseline that is itself judged against another arm, what sets them apart: a key of NOISE."""
+    first = runs.drop_duplicates("arm").set_index("arm")
+    found = {}
+    for arm in dict.fromkeys(baseline_of.values()):
+        other = baseline_of[arm]
+        keys = [name for name in NOISE if name in first and first.at[arm, name] != first.at[other, name]]
+        if other != arm and keys:
+            found[arm] = f"differs from '{other}' by {keys[0].removeprefix('config.')} and is judged against it"
+    return found
+
+
 def arm_row(
-    arm: str, family: Family, finals: pd.DataFrame, runs: pd.DataFrame, study: dict[str, Any]
+    arm: str, family: Family, finals: pd.DataFrame, runs: pd.DataFrame, study: dict[str, Any], no_baseline: str
 ) -> dict[str, Any]:
-    """One row of `Comparison.arms`; `finals` and `runs` are this arm's, `study` the cells that all arms have alike."""
-    overhead, overhead_low, overhead_high = interval(finals["overhead_pct"])
+    """Return one row of `Comparison.arms`; `finals` and `runs` are this arm's.
+
+    study: the cells that all arms have alike. no_baseline: as in verdict.sentence().
+    """
     pairs = finals["gap"].dropna()
     row = {
         "arm": arm,
@@ -191,9 +205,6 @@ def arm_row(
         **estimated(arm, family),
         "final_loss": finals["final_loss"].mean(),
         "final_sd": finals["final_loss"].std(),
-        "overhead_pct": overhead,
-        "overhead_lo": overhead_low,
-        "overhead_hi": overhead_high,
         "loss_spikes_pct": finals["loss_spikes_pct"].mean(),
         "grad_spikes_pct": finals["grad_spikes_pct"].mean(),
         "diverged": int(finals["diverged_at"].notna().sum()),
@@ -203,22 +214,14 @@ def arm_row(
         "pairs": len(pairs),
         "paired_gap": pairs.mean(),
     }
-    if row["design"] == FORK and not math.isnan(row["slope"]):
-        for name, gap in (("overhead_pct", "gap_pct"), ("overhead_lo", "ci_low_pct"), ("overhead_hi", "ci_high_pct")):
-            row[name] = _overhead(row[gap] * row["baseline_loss"] / 100, row["slope"])
     if row["verdict"] == IDENTICAL:
         loss = finals.loc[pairs.index, LOSSES[DECIDES[row["design"]]]].mean()
         row |= {"n": finals.loc[pairs.index, "trunk"].nunique(), "gap": pairs.mean()}
         row["gap_pct"] = 100 * row["gap"] / (loss - row["gap"])
     row["needed_minutes"] = row["more"] * row["replicate_minutes"]
     without = runs["run"].isin(finals["run"][finals["final_loss"].isna()])
-    row["sentence"] = sentence(row, runs[without])
+    row["sentence"] = sentence(row, runs[without], no_baseline)
     return row
-
-
-def _overhead(nats: float, slope: float) -> float:
-    """The tokens in % that a gap in nats is worth, where a doubling takes `slope` nats off the loss."""
-    return 100 * (2 ** (nats / slope) - 1) if slope > 0 else math.nan
 
 
 def estimated(arm: str, family: Family) -> dict[str, Any]:
@@ -235,7 +238,7 @@ def estimated(arm: str, family: Family) -> dict[str, Any]:
     cells = {
         "verdict": "baseline" if arm == family.baseline else family.apart.get(arm) or estimate.verdict,
         "n": estimate.n if estimate else 0,
-        "gap": points["gap"].mean(),
+        "gap": (points["gap"] * points["weight"]).sum() / points["trunk"].nunique() if len(points) else math.nan,
         "gap_pct": estimate.gap if estimate else math.nan,
         "ci_low_pct": estimate.ci_low if estimate else math.nan,
         "ci_high_pct": estimate.ci_high if estimate else math.nan,
@@ -257,4 +260,5 @@ def estimated(arm: str, family: Family) -> dict[str, Any]:
             f"{loss}_high_pct": high,
         }
     cells["these_low_pct"], cells["these_high_pct"] = family.these.get(arm, (math.nan, math.nan))
-    return cells | {"correlation": family.correlations.get(arm, math.nan), "baseline_loss": family.loss}
+    loss = family.losses.get(arm, family.losses.get(family.baseline, math.nan))
+    return cells | {"correlation": family.correlations.get(arm, math.nan), "baseline_loss": loss}

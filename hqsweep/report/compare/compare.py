@@ -4,25 +4,28 @@ comparison = compare(RunStore(Path("runs")).resolve(["quickstart"]), margin="0.2
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from hqsweep.config.study import parse_margin
+from hqsweep.config.study import margin_in_tokens, parse_margin
 from hqsweep.errors import Damaged, UserError
-from hqsweep.report.compare.arms import Comparison, arm_row, baselines, null_arms, paired, partners
-from hqsweep.report.compare.curves import loss_slope, measures, overheads
-from hqsweep.report.compare.families import DECIDES, LOSSES, Family, Rule, judge
-from hqsweep.report.compare.frames import FORK, Frames, load
+from hqsweep.report.compare.arms import Comparison, arm_row, baselines, null_arms, paired, perturbed
+from hqsweep.report.compare.curves import measures
+from hqsweep.report.compare.families import DECIDES, LOSSES, Family, Rule, judge, parts_of
+from hqsweep.report.compare.frames import Frames, common_end, load
 from hqsweep.report.compare.identical import IDENTICAL, identical_arms
 from hqsweep.report.compare.left_out import note, without_result
 from hqsweep.report.compare.left_out import rows as rows_of
 from hqsweep.report.compare.notes import alike_notes, rewarm_notes, study_notes
-from hqsweep.report.compare.studies import Study, of_one_data, replicate_minutes, study_of
+from hqsweep.report.compare.slowdowns import baseline_curves, cells_of, in_loss, slope_notes, slowdowns
+from hqsweep.report.compare.studies import of_one_data, replicate_minutes, study_of
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.verdicts.estimate import VERDICTS
+from hqsweep.verdicts.slowdown import Slowdown
 
 UNIT = "% of the baseline's loss"
 SAID = (*VERDICTS, IDENTICAL)
@@ -37,8 +40,8 @@ def compare(
     baseline  None: what the sweep states, else bf16, else the first arm's recipe
     window    of whole runs: losses are means over the trailing part, a number of steps or a fraction of the run below
               1, and at least the last value
-    margin    the largest gap that counts as none, in % of the baseline's loss: 0.25 or "0.25%". None: what the sweep
-              states
+    margin    the largest gap that counts as none: in % of the baseline's loss (0.25, "0.25%"), or in tokens ("1%
+              tokens", at most 1 % more for the same loss). None: what the sweep states
 
     A sweep that says seeds.until=decided is judged as one that was looked at after every replicate. Runs that are
     missing, damaged or not finished are named in left_out, and no number is taken from them. Raises UserError
@@ -65,25 +68,38 @@ def compare(
     design = frames.runs["design"].iloc[0]
     finals = measures(frames, window)
     finals["gap"] = paired(finals, LOSSES[DECIDES[design]], baseline_of)
-    finals["overhead_pct"] = np.nan if design == FORK else overheads(frames, finals, partners(finals, baseline_of))
     nulls = null_arms(frames.runs, baseline_of)
     identical, alike = identical_arms(frames, baseline_of, nulls.values())
-    rule = Rule(design=design, margin=study.margin, maximum=study.maximum, identical=identical)
+    curves = baseline_curves(frames, trunks, set(baseline_of.values()))
+    margins = {
+        name: in_loss(study.margin, name, curves, finals, design) for name in dict.fromkeys(baseline_of.values())
+    }
     repeated = finals[finals["arm"].isin(nulls.values())]
     null_gaps = paired(finals, LOSSES["val"], baseline_of).loc[repeated.index].dropna()
     rewarm = rewarm_notes(trunks, sorted(frames.runs["point"].unique()), null_gaps.tolist())
     left_out = (*frames.left_out, *without_result(trunks.runs), *without_result(frames.runs))
     groups = finals.groupby(finals["arm"].map(baseline_of), sort=False)
-    families = {name: judge(rows, name, nulls.get(name), rule) for name, rows in groups}
+    end = common_end(frames.runs)
+    rule = {"design": design, "maximum": study.maximum, "identical": identical, "end": end}
+    families = {name: judge(rows, name, nulls.get(name), Rule(margin=margins[name], **rule)) for name, rows in groups}
+    common = {
+        "design": design, "maximum": study.maximum or 0, "margin_tokens": margin_in_tokens(study.margin),
+        "end": math.nan if end is None else end, "replicate_minutes": replicate_minutes(frames.runs, trunks.runs),
+    }  # fmt: skip
+    cells = {
+        arm: own | {"margin_pct": margins[baseline_of[arm]], "identical": identical.get(arm, "")}
+        for arm, own in _cells(families, curves, finals, common).items()
+    }
     return Comparison(
         frames=frames, baseline=baseline, baseline_why=why, baseline_of=baseline_of, window=window, finals=finals,
-        design=design, margin_pct=study.margin, maximum=study.maximum, trunks=trunks,
-        arms=_arms(frames, trunks, finals, families, study, identical),
+        design=design, margin_pct=float(np.mean([*margins.values()])), maximum=study.maximum, trunks=trunks,
+        margin_tokens=margin_in_tokens(study.margin),
+        arms=_arms(frames, finals, families, cells, perturbed(frames.runs, baseline_of)),
         estimates={arm: own for family in families.values() for arm, own in family.estimates.items()},
         points=pd.concat([family.points for family in families.values()], ignore_index=True),
         notes=(
             *note(left_out), *alike_notes(alike), *study_notes(list(families.values()), frames, finals, study),
-            *rewarm,
+            *rewarm, *slope_notes(study.margin, curves),
         ),
         left_out=left_out,
     )  # fmt: skip
@@ -98,52 +114,48 @@ def _usual_baseline(runs: pd.DataFrame) -> tuple[str, str]:
 
 def _arms(
     frames: Frames,
-    trunks: Frames,
     finals: pd.DataFrame,
     families: dict[str, Family],
-    study: Study,
-    identical: Mapping[str, str],
+    cells: Mapping[str, Mapping[str, Any]],
+    no_baseline: Mapping[str, str],
 ) -> pd.DataFrame:
-    """Comparison.arms."""
-    family_of = {arm: family for family in families.values() for arm in (*_of(family), family.baseline)}
-    common = {
-        "design": frames.runs["design"].iloc[0], "margin_pct": study.margin, "maximum": study.maximum or 0,
-        "replicate_minutes": replicate_minutes(frames.runs, trunks.runs),
-    }  # fmt: skip
-    slopes = {name: _slope(frames, trunks, name) for name in families}
+    """Return Comparison.arms. cells: of each arm, those that do not come from its estimate."""
+    family_of = _family_of(families)
     rows = [
         arm_row(
-            arm,
-            family_of[arm],
-            finals[finals["arm"] == arm],
-            runs,
-            common | {"slope": slopes[family_of[arm].baseline], "identical": identical.get(arm, "")},
+            arm, family_of[arm], finals[finals["arm"] == arm], runs, cells[arm],
+            no_baseline.get(family_of[arm].baseline, ""),
         )
         for arm, runs in frames.runs.groupby("arm", sort=False)
-    ]
+    ]  # fmt: skip
     rows.sort(key=lambda row: row["arm"] != row["baseline"])
     return pd.DataFrame(rows)
 
 
+def _cells(
+    families: dict[str, Family], curves: pd.DataFrame, finals: pd.DataFrame, common: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Return, for each arm, `common`, what its baseline's curves say, its slowdown, and the parts of its gap."""
+    of_baseline = {
+        name: {
+            "slope": own["slope"].mean(),
+            "steps": own["since"].mean() if own["since"].nunique() == 1 else math.nan,
+        }
+        for name, own in curves.groupby("arm")
+    }
+    found = {arm: one for family in families.values() for arm, one in slowdowns(family, curves, finals).items()}
+    return {
+        arm: common | of_baseline[family.baseline] | cells_of(found.get(arm, Slowdown())) | parts_of(family, arm)
+        for arm, family in _family_of(families).items()
+    }
+
+
+def _family_of(families: dict[str, Family]) -> dict[str, Family]:
+    return {arm: family for family in families.values() for arm in (*_of(family), family.baseline)}
+
+
 def _of(family: Family) -> Sequence[str]:
     return (*family.estimates, *family.apart)
-
-
-def _slope(frames: Frames, trunks: Frames, baseline: str) -> float:
-    """The mean over runs (and points) of the nats that a doubling of tokens takes off train_loss: for the baseline's
-    runs at their end, for trunks at the points where they are forked."""
-    forked = frames.runs["design"].iloc[0] == FORK
-    runs = trunks.runs if forked else frames.runs[frames.runs["arm"] == baseline]
-    metrics = trunks.metrics if forked else frames.metrics
-    curves = metrics[metrics["run"].isin(runs["run"]) & metrics["metric"].eq("train_loss")].sort_values("step")
-    ends = sorted(frames.runs["point"].unique()) if forked else [None]
-    slopes = [
-        loss_slope(curve["step"].to_numpy(), curve["value"].to_numpy(), curve["step"].max() if end is None else end)
-        for _, curve in curves.groupby("run")
-        for end in ends
-    ]
-    known = [slope for slope in slopes if not np.isnan(slope)]
-    return float(np.mean(known)) if known else np.nan
 
 
 def document(comparison: Comparison) -> dict[str, Any]:
@@ -165,6 +177,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
         "baselines": [row for row in rows if row["arm"] == row["baseline"]],
         "unit": UNIT,
         "margin": comparison.margin_pct,
+        "margin_tokens": None if np.isnan(comparison.margin_tokens) else comparison.margin_tokens,
         "design": comparison.design,
         "baseline": comparison.baseline,
         "baseline_why": comparison.baseline_why,

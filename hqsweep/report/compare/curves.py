@@ -1,5 +1,5 @@
-"""The loss curve of one run in numbers: its trailing mean, the mean over a fork's decay, spikes, the tokens to a loss,
-the loss that a doubling of tokens takes off, and where it diverged.
+"""The loss curve of one run in numbers: its trailing mean, the mean over a fork's decay, spikes, the loss that a
+doubling of tokens takes off, and where it diverged.
 
 Tokens are train.batch x train.context a step. Losses are in nats.
 """
@@ -20,6 +20,8 @@ ENTROPY = "manifest.data.unigram_entropy_nats"
 """The loss that a model which ignores its context cannot beat."""
 SPIKE_SD, SPIKE_WINDOW, SPIKE_LEAST = 7.0, 1000, 20
 RISE_NATS = 1.0
+ROUNDING = 1e-9
+"""The slope of a flat loss, in nats."""
 
 
 def measures(frames: Frames, window: float) -> pd.DataFrame:
@@ -98,22 +100,14 @@ def intervals(groups: SeriesGroupBy) -> pd.DataFrame:
     )
 
 
-def interval(values: pd.Series) -> tuple[float, float, float]:
-    """(mean, low, high) of `intervals` for one group; all NaN without a value."""
-    values = values.dropna()
-    if values.empty:
-        return math.nan, math.nan, math.nan
-    row = intervals(values.groupby(np.zeros(len(values)))).iloc[0]
-    return float(row["mean"]), float(row["low"]), float(row["high"])
-
-
 def loss_slope(steps: np.ndarray, losses: np.ndarray, until: float) -> float:
     """The nats that a doubling of tokens takes off the loss: least squares of the losses on log2(step) between until /
     2 and `until`, with the sign turned; NaN for fewer than three points there."""
     part = (steps >= until / 2) & (steps <= until) & np.isfinite(losses)
     if part.sum() < 3:
         return math.nan
-    return -float(np.polyfit(np.log2(steps[part]), losses[part], 1)[0])
+    slope = -float(np.polyfit(np.log2(steps[part]), losses[part], 1)[0])
+    return slope if abs(slope) > ROUNDING else 0.0
 
 
 def spike_score(values: pd.Series) -> float:
@@ -140,46 +134,10 @@ def divergence_step(steps: np.ndarray, losses: np.ndarray, entropy: float) -> fl
     return float(steps[first]) if first < len(steps) else math.nan
 
 
-def steps_to(steps: np.ndarray, losses: np.ndarray, target: float) -> float:
-    """The first step at which the loss is at most `target`, on straight lines between the points; NaN for
-    none, and never before the first point."""
-    reached = np.flatnonzero(losses <= target)
-    if not len(reached):
-        return math.nan
-    at = reached[0]
-    if at == 0:
-        return float(steps[0])
-    (x0, x1), (y0, y1) = steps[at - 1 : at + 1], losses[at - 1 : at + 1]
-    return float(x0 + (x1 - x0) * (y0 - target) / (y0 - y1))
-
-
 def tokens_per_step(runs: pd.DataFrame) -> pd.Series:
     """The tokens in a step of each run, indexed by run."""
     tokens = runs["config.train.batch"] * runs["config.train.context"]
     return tokens.set_axis(runs["run"])
-
-
-def overheads(frames: Frames, finals: pd.DataFrame, partner: pd.Series) -> pd.Series:
-    """The tokens-to-loss overhead in % of each row of `finals`: how many more tokens the run took than the run named in
-    `partner` (None for none) to the higher of their two final val_losses, the lowest that both reached. NaN where a run
-    has one validation, which does not say when it came there."""
-    curves = {
-        run: (part["step"].to_numpy(), part["value"].to_numpy())
-        for run, part in frames.metrics[frames.metrics["metric"] == "val_loss"].sort_values("step").groupby("run")
-    }
-    tokens, ends = tokens_per_step(frames.runs), finals.set_index("run")["final_loss"]
-
-    def overhead(run: str, other: str | None) -> float:
-        if other is None or math.isnan(ends[run]) or math.isnan(ends[other]):
-            return math.nan
-        if min(len(curves[name][0]) for name in (run, other)) < 2:
-            return math.nan
-        target = max(ends[run], ends[other])
-        taken, reference = (tokens[name] * steps_to(*curves[name], target) for name in (run, other))
-        return 100 * (taken / reference - 1)
-
-    pairs = zip(finals["run"], partner, strict=True)
-    return pd.Series([overhead(run, other) for run, other in pairs], index=finals.index, dtype=float)
 
 
 def _divergences(frames: Frames, train: pd.DataFrame) -> list[float]:

@@ -1,14 +1,18 @@
 """Families of arms that are judged together, and the runs that enter: what hqsweep.verdicts gets of the finished runs.
 
-A family is a baseline, its null arm, and the arms under test; the 5 % of false claims are of all of its arms. Whole
-runs: only seeds that finished in every arm of the family enter. Forks: a trunk enters when its forks have ended, and
-then a point that one of them lacks is left out in every trunk, because gaps at other points are other gaps. An arm
-that diverged, that has no finished run, or that is the baseline again, leaves the family. All of this is said in
+A family is a baseline, its null arm, and the arms under test; the 5 % of false claims are of all of its arms, also the
+arms that have no result yet and may get one, so that the intervals of the others stay when they do.
+
+Forks: every arm is judged on what it and the baseline have. A trunk enters when the arm's forks from it have ended, and
+then a point that one of these trunks lacks is left out of all of them, because gaps at other points are other gaps.
+Whole runs are judged together, on the seeds that finished in every arm; an arm that still runs, and lacks seeds of the
+arm that has the most, waits.
+
+An arm that diverged, that has no finished run, or that is the baseline again, is not judged. All of this is said in
 `left_out`.
 """
 
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,11 +21,18 @@ import pandas as pd
 from hqsweep.report.compare.frames import FORK
 from hqsweep.report.compare.identical import IDENTICAL
 from hqsweep.verdicts import forks, whole_runs
+from hqsweep.verdicts.ages import Weights, weights
 from hqsweep.verdicts.estimate import Estimate
 
 DECIDES = {"whole run": "val", "fork": "train"}
 """Design -> the loss whose gap decides: final val_loss, or train_loss over the decay (the same fresh batches in every
 arm, and the quieter one)."""
+ENDED = ("diverged", IDENTICAL)
+"""Why an arm is not judged, whatever its other runs do."""
+OPEN = ("pending", "running", "interrupted")
+"""The states of runs that may yet finish."""
+NAMED = 3
+"""The trunks without a result that a sentence names; of more it says the number alone."""
 LOSSES = {"val": "final_loss", "train": "train_loss"}
 """Loss -> its column in the rows of curves.measures."""
 
@@ -36,6 +47,13 @@ class Rule:
     maximum: int | None = None
     identical: Collection[str] = ()
     """Arms that are their baseline again (report.compare.identical), which leave the family."""
+    end: int | None = None
+    """The step at which all forks end, where they do so together (frames.common_end): the gap of a whole run of as many
+    steps decides then, which forks of several ages show (verdicts.ages); else the mean over the points does."""
+
+
+Interval = tuple[float, float, float]
+"""A mean with the ends of its interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +64,14 @@ class Family:
     beside     arm -> the estimate by the other loss, which decides nothing
     these      arm -> 95 % interval in % that covers these trunks at these points alone (forks)
     points     one row per arm, replicate and point that entered: arm, trunk, seed, point, draw, then gap (nats) and
-               gap_pct of the loss that decides, val_gap, val_gap_pct, train_gap, train_gap_pct
-    apart      arm -> why it has no estimate: identical (to the baseline), diverged, failed, unfinished or unpaired
-    loss       the baseline's mean over what entered, in nats, of the loss that decides; NaN where nothing did
+               gap_pct of the loss that decides, val_gap, val_gap_pct, train_gap, train_gap_pct, and weight (of this
+               point in the trunk's gap)
+    parts      arm -> at once and growth, (mean, low, high) each: the part of the gap that comes with the switch, in %,
+               and what 100 steps since the fork add to it (forks that end together)
+    apart      arm -> why it has no estimate: identical (to the baseline), diverged, failed, unfinished, waiting (for
+               seeds that other arms have finished) or unpaired
+    losses     arm -> the baseline's mean over the arm's own rows, in nats, of the loss that decides; the baseline's own
+               is over all rows that entered
     correlations  arm -> the correlation of its losses with the baseline's, over three seeds or more (whole runs)
     left_out   sentences about what did not enter
     """
@@ -61,7 +84,8 @@ class Family:
     these: dict[str, tuple[float, float]]
     points: pd.DataFrame
     apart: dict[str, str]
-    loss: float = math.nan
+    parts: dict[str, dict[str, Interval]] = field(default_factory=dict)
+    losses: dict[str, float] = field(default_factory=dict)
     correlations: dict[str, float] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
 
@@ -75,33 +99,41 @@ def judge(finals: pd.DataFrame, baseline: str, null: str | None, rule: Rule) -> 
     arms = [arm for arm in finals["arm"].unique() if arm != baseline]
     apart = _apart(finals, arms, rule.identical)
     table = _table(finals, rule.design)
-    entering, unpaired, left_out = _entering(table, finals, baseline, [arm for arm in arms if arm not in apart], rule)
-    apart |= dict.fromkeys(unpaired, "unpaired")
-    judged = [arm for arm in arms if arm not in apart]
-    here = null if null in judged else None
-    if entering.empty or not judged:
-        nothing = pd.DataFrame(columns=["arm", "trunk", "seed", "point", "draw", *_gap_columns()])
-        apart |= dict.fromkeys(judged, "unpaired")
+    candidates = [arm for arm in arms if arm not in apart]
+    done = table[LOSSES[DECIDES[rule.design]]].reindex(columns=[baseline, *candidates]).notna()
+    choose = _of_forks if rule.design == FORK else _of_seeds
+    entering, lacking, left_out = choose(done, finals, baseline, [arm for arm in arms if apart.get(arm) not in ENDED])
+    apart |= {arm: lacking.get(arm, "unpaired") for arm in candidates if arm not in entering}
+    if not entering:
+        nothing = pd.DataFrame(columns=["arm", "trunk", "seed", "point", "draw", *_gap_columns(), "weight"])
         return Family(
             design=rule.design, baseline=baseline, null=null, estimates={}, beside={}, these={}, points=nothing,
             apart=apart, left_out=left_out,
         )  # fmt: skip
-    of_loss = {loss: table[LOSSES[loss]].loc[entering] for loss in LOSSES}
+    here = null if null in entering else None
+    rows = done.index[np.logical_or.reduce([done.index.isin(own) for own in entering.values()])]
+    of_loss = {loss: table[LOSSES[loss]].loc[rows] for loss in LOSSES}
     controls = [baseline] if here is None or rule.design == FORK else [baseline, here]
-    gaps = {loss: _gaps(of_loss[loss], judged, here, controls) for loss in LOSSES}
+    gaps = {loss: _gaps(of_loss[loss], entering, here, controls) for loss in LOSSES}
     percent = {loss: _percent(gaps[loss], of_loss[loss][baseline], rule.design) for loss in LOSSES}
     decides = DECIDES[rule.design]
     (other,) = set(LOSSES) - {decides}
-    estimates, beside = (_estimates(of_loss[loss], percent[loss], baseline, here, rule) for loss in (decides, other))
-    these, correlations = {}, {}
+    family = [arm for arm in arms if arm in entering or (apart[arm] not in ENDED and _open(finals, arm, baseline))]
+    study = _Study(baseline=baseline, null=here, rule=rule, arms=sum(arm != null for arm in family))
+    estimates, beside = (_estimates(of_loss[loss], percent[loss], entering, study) for loss in (decides, other))
+    these, correlations, parts = {}, {}, {}
     if rule.design == FORK:
-        these = forks.these_forks({arm: _by_trunk(percent[decides][arm]) for arm in judged}, null=here)
-    elif len(entering) > 2:
-        correlations = of_loss[decides][judged].corrwith(of_loss[decides][baseline]).to_dict()
+        own = {arm: _by_trunk(percent[decides][arm].loc[entering[arm]]) for arm in entering}
+        these = forks.these_forks(own, null=here, arms=study.arms)
+        parts = {arm: _parts(percent[decides][arm].loc[entering[arm]], rule, one) for arm, one in estimates.items()}
+    elif len(rows) > 2:
+        correlations = of_loss[decides][[*entering]].corrwith(of_loss[decides][baseline]).to_dict()
+    level = of_loss[decides][baseline]
     return Family(
         design=rule.design, baseline=baseline, null=null, estimates=estimates, beside=beside, these=these,
-        points=_points(finals, gaps, percent, decides), apart=apart, loss=float(of_loss[decides][baseline].mean()),
-        correlations=correlations, left_out=left_out,
+        points=_points(finals, gaps, percent, decides, rule), apart=apart, parts=parts, correlations=correlations,
+        left_out=left_out,
+        losses={baseline: float(level.mean()), **{arm: float(level[entering[arm]].mean()) for arm in entering}},
     )  # fmt: skip
 
 
@@ -130,57 +162,74 @@ def _table(finals: pd.DataFrame, design: str) -> pd.DataFrame:
     return keyed.pivot(index=["order", "trunk", "point", "draw", "seed"], columns="arm", values=[*LOSSES.values()])
 
 
-def _entering(
-    table: pd.DataFrame, finals: pd.DataFrame, baseline: str, arms: Sequence[str], rule: Rule
-) -> tuple[pd.Index, list[str], tuple[str, ...]]:
-    """(rows of `table` that enter, arms that share no row with the others, a sentence on rows left out)."""
-    done = table[LOSSES[DECIDES[rule.design]]].reindex(columns=[baseline, *arms]).notna()
-    full, unpaired = shared(done, baseline, arms)
-    if not full.any():
-        return table.index[:0], unpaired, ()
-    if rule.design == FORK:
-        family = finals[finals["arm"].isin({baseline, *arms} - {*unpaired})]
-        rows, left_out = balanced(full, _waiting(family))
-        return rows, unpaired, left_out
+def _open(finals: pd.DataFrame, arm: str, baseline: str) -> bool:
+    """Whether a run of the arm or of its baseline may yet finish."""
+    return bool(finals["state"][finals["arm"].isin([arm, baseline])].isin(OPEN).any())
+
+
+Chosen = tuple[dict[str, pd.Index], dict[str, str], tuple[str, ...]]
+"""Arm -> its rows that enter, of arms that have some; arm -> why it has none, where that is not "unpaired"; sentences
+on what is left out."""
+
+
+def _of_seeds(done: pd.DataFrame, finals: pd.DataFrame, baseline: str, arms: Sequence[str]) -> Chosen:
+    """The seeds that finished in every arm. An arm that still runs waits while it lacks a seed of the arm with the
+    most. `done`: whether each replicate of the arms and the baseline has its loss; `arms`: all that may have one."""
+    shared = {arm: done[arm] & done[baseline] for arm in done.columns if arm != baseline}
+    together = [arm for arm, rows in shared.items() if rows.any()]
+    if not together:
+        return {}, {}, ()
+    most = shared[max(together, key=lambda arm: int(shared[arm].sum()))]
+    running = set(finals["arm"][finals["state"].isin(OPEN)])
+    nothing = most & False
+    lacking = {arm: "waiting" for arm in arms if arm in running and (most & ~shared.get(arm, nothing)).any()}
+    together = [arm for arm in together if arm not in lacking]
+    while not (full := done[[baseline, *together]].all(axis=1)).any():
+        together.remove(min(reversed(together), key=lambda arm: int(shared[arm].sum())))
     missing = sorted(set(done.index.get_level_values("seed")[~full]))
-    said = (f"{listed('seed', missing)} did not finish in every arm and enters no gap.",) if missing else ()
-    return full.index[full], unpaired, said
+    said = [f"{listed('seed', missing)} did not finish in every arm and enters no gap."] if missing else []
+    counts = {arm: int(shared.get(arm, nothing).sum()) for arm in lacking}
+    said += [f"{arm}: {count} of {most.sum()} seeds; no gap before it has them all." for arm, count in counts.items()]
+    return dict.fromkeys(together, full.index[full]), lacking, tuple(said)
 
 
-def shared(done: pd.DataFrame, baseline: str, arms: Sequence[str]) -> tuple[pd.Series, list[str]]:
-    """(the rows that all arms have, as booleans; the arms that are left out for it). `done` has a column for each arm.
-
-    An arm is left out if it shares no row with the baseline; without a common row, also the arm that shares the fewest,
-    until there is one."""
-    unpaired = [arm for arm in arms if not (done[arm] & done[baseline]).any()]
-    together = [arm for arm in arms if arm not in unpaired]
-    while together and not done[[baseline, *together]].all(axis=1).any():
-        fewest = min(reversed(together), key=lambda arm: int((done[arm] & done[baseline]).sum()))
-        unpaired.append(fewest)
-        together.remove(fewest)
-    return done[[baseline, *together]].all(axis=1) & bool(together), unpaired
+def _of_forks(done: pd.DataFrame, finals: pd.DataFrame, baseline: str, arms: Sequence[str]) -> Chosen:
+    """Every arm's own trunks and points, and what it lacks of them; `arms`: all that may have some."""
+    entering, lacks = {}, {}
+    for arm in arms:
+        own = finals[finals["arm"].isin([arm, baseline])]
+        if arm in done and (full := done[arm] & done[baseline]).any():
+            entering[arm] = balanced(full, set(own["trunk"][own["state"].isin(OPEN)]))
+        if text := _missing(own, entering.get(arm, done.index[:0])):
+            lacks.setdefault(text, []).append(arm)
+    return entering, {}, tuple(f"{', '.join(lacking)}: {text}." for text, lacking in lacks.items())
 
 
-def _waiting(finals: pd.DataFrame) -> set[str]:
-    """Trunks with forks that may yet finish."""
-    return set(finals["trunk"][finals["state"].isin(["pending", "running", "interrupted"])])
-
-
-def balanced(full: pd.Series, waiting: Collection[str] = ()) -> tuple[pd.Index, tuple[str, ...]]:
+def balanced(full: pd.Series, waiting: set[str]) -> pd.Index:
     """The rows of the trunks whose forks have ended, at the points that all of these have; without a common point the
-    trunks with the fewest are left out, until there is one. `full`: which rows every arm has."""
+    trunks with the fewest are left out, until there is one. `full`: which rows an arm and its baseline have."""
     have = {trunk: list(part.index.get_level_values("draw")) for trunk, part in full[full].groupby("trunk", sort=False)}
     trunks = [trunk for trunk in have if trunk not in waiting] or list(have)
     while not (common := set.intersection(*(set(have[trunk]) for trunk in trunks))):
         trunks.remove(min(reversed(trunks), key=lambda trunk: len(have[trunk])))
-    levels = full.index
-    enters = levels.get_level_values("trunk").isin(trunks) & levels.get_level_values("draw").isin(common)
-    out_trunks = [trunk for trunk in dict.fromkeys(levels.get_level_values("trunk")) if trunk not in trunks]
-    out_points = [draw for draw in dict.fromkeys(levels.get_level_values("draw")) if draw not in common]
-    said = [f"{listed('trunk', out_trunks)} lacks forks and enters no gap."] if out_trunks else []
-    if out_points:
-        said.append(f"{listed('point', out_points)} is left out of every trunk, as a fork there has no result.")
-    return levels[enters & full.to_numpy()], tuple(said)
+    rows = full.index[full]
+    return rows[rows.get_level_values("trunk").isin(trunks) & rows.get_level_values("draw").isin(common)]
+
+
+def _missing(own: pd.DataFrame, entering: pd.Index) -> str:
+    """The trunks and points that do not enter, such as "1 of 3 trunks; the point 200 lacks forks"; "" for none. `own`:
+    the rows of finals of an arm and its baseline."""
+    trunks, draws = own["trunk"].unique(), own.sort_values("point", kind="stable")["draw"].unique()
+    out = [trunk for trunk in trunks if trunk not in entering.get_level_values("trunk")]
+    points = [draw for draw in draws if len(entering) and draw not in entering.get_level_values("draw")]
+    said = []
+    if out:
+        names = f" (without {' and '.join(out)})" if len(out) <= NAMED and len(entering) else ""
+        said.append(f"{len(trunks) - len(out)} of {len(trunks)} trunks{names}")
+    if points:
+        several = len(points) > 1
+        said.append(f"the point{'s' * several} {' and '.join(points)} lack{'s' * (not several)} forks")
+    return "; ".join(said)
 
 
 def listed(noun: str, names: Sequence[object]) -> str:
@@ -190,11 +239,14 @@ def listed(noun: str, names: Sequence[object]) -> str:
     return f"Each of the {noun}s {', '.join(map(str, names[:-1]))} and {names[-1]}"
 
 
-def _gaps(losses: pd.DataFrame, arms: Sequence[str], null: str | None, controls: Sequence[str]) -> pd.DataFrame:
-    """Gap in nats of each arm in each row of `losses`: to the mean of the controls, baseline first; the null arm's to
-    the baseline."""
+def _gaps(
+    losses: pd.DataFrame, entering: Mapping[str, pd.Index], null: str | None, controls: Sequence[str]
+) -> pd.DataFrame:
+    """Gap in nats of each arm in each row of `losses` that is its own, NaN in the others: to the mean of the controls,
+    baseline first; the null arm's to the baseline."""
     against = losses[list(controls)].mean(axis=1, skipna=False)
-    return pd.DataFrame({arm: losses[arm] - (losses[controls[0]] if arm == null else against) for arm in arms})
+    gaps = {arm: losses[arm] - (losses[controls[0]] if arm == null else against) for arm in entering}
+    return pd.DataFrame({arm: gap.where(gap.index.isin(entering[arm])) for arm, gap in gaps.items()})
 
 
 def _percent(gaps: pd.DataFrame, baseline: pd.Series, design: str) -> pd.DataFrame:
@@ -207,22 +259,79 @@ def _by_trunk(gaps: pd.Series) -> np.ndarray:
     return gaps.to_numpy().reshape(gaps.index.get_level_values("trunk").nunique(), -1)
 
 
+def _ages(points: Iterable[int], rule: Rule) -> Weights | None:
+    """The weights of a trunk's points, in their order; None where the mean over them decides."""
+    steps = [int(point) for point in points]
+    if rule.end is None or len(set(steps)) < 2:
+        return None
+    return weights([rule.end - point for point in steps], rule.end)
+
+
+def _points_of(index: pd.Index) -> list[int]:
+    """The points of the rows of one trunk."""
+    first = index.get_level_values("trunk") == index.get_level_values("trunk")[0]
+    return list(index.get_level_values("point")[first])
+
+
+def _whole(gaps: pd.Series, rule: Rule) -> np.ndarray:
+    """[trunks, points], or [trunks, 1] where forks end together: the gap of a whole run."""
+    by_trunk, ages = _by_trunk(gaps), _ages(_points_of(gaps.index), rule)
+    return by_trunk if ages is None else (by_trunk @ ages.whole)[:, None]
+
+
+def _parts(gaps: pd.Series, rule: Rule, estimate: Estimate) -> dict[str, Interval]:
+    """Family.parts of an arm. Both intervals have as many standard errors as the estimate's."""
+    ages = _ages(_points_of(gaps.index), rule)
+    if ages is None:
+        return {}
+    errors = (estimate.ci_high - estimate.gap) / estimate.se if estimate.se > 0 else np.nan
+    found = {}
+    for name, sums in (("at_once", _by_trunk(gaps) @ ages.at_once), ("growth", 100 * _by_trunk(gaps) @ ages.growth)):
+        half = errors * sums.std(ddof=1) / len(sums) ** 0.5 if len(sums) > 1 else np.nan
+        found[name] = float(sums.mean()), float(sums.mean() - half), float(sums.mean() + half)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Study:
+    """How the arms of a family are judged; arms: the arms under test whose intervals hold together."""
+
+    baseline: str
+    null: str | None
+    rule: Rule
+    arms: int
+
+
 def _estimates(
-    losses: pd.DataFrame, percent: pd.DataFrame, baseline: str, null: str | None, rule: Rule
+    losses: pd.DataFrame, percent: pd.DataFrame, entering: Mapping[str, pd.Index], study: _Study
 ) -> dict[str, Estimate]:
     """arm -> its estimate in %; {} where a loss is missing. The null arm is asked for equivalence alone: where it is
     within the margin, a gap of it that is resolved is no verdict."""
-    if percent.isna().any(axis=None):
+    own = {arm: percent[arm].loc[rows] for arm, rows in entering.items()}
+    if any(gaps.isna().any() for gaps in own.values()):
         return {}
-    options = {"null": null, "margin": rule.margin, "maximum": rule.maximum}
-    if rule.design == FORK:
-        estimates = forks.judge({arm: _by_trunk(percent[arm]) for arm in percent}, **options)
+    null, options = study.null, {"margin": study.rule.margin, "maximum": study.rule.maximum}
+    if study.rule.design == FORK:
+        by_trunk = {arm: _whole(gaps, study.rule) for arm, gaps in own.items()}
+        estimates = forks.judge(by_trunk, null=null, arms=study.arms, **options)
     else:
-        scaled = 100 * losses[[baseline, *percent]] / losses[baseline].mean()
-        estimates = whole_runs.judge({arm: scaled[arm].to_numpy() for arm in scaled}, baseline=baseline, **options)
+        scaled = 100 * losses[[study.baseline, *own]] / losses[study.baseline].mean()
+        columns = {arm: scaled[arm].to_numpy() for arm in scaled}
+        waiting = study.arms - sum(arm != null for arm in own)
+        estimates = whole_runs.judge(columns, baseline=study.baseline, null=null, waiting=waiting, **options)
     if null and estimates[null].within_margin:
         estimates[null] = replace(estimates[null], worse=False, better=False)
     return estimates
+
+
+def parts_of(family: Family, arm: str) -> dict[str, float]:
+    """The cells of Family.parts in a row of Comparison.arms, NaN where an arm has none."""
+    nothing = (np.nan,) * 3
+    return {
+        f"{name}_{cell}": value
+        for name in ("at_once", "growth")
+        for cell, value in zip(("pct", "low", "high"), family.parts.get(arm, {}).get(name, nothing), strict=True)
+    }
 
 
 def _gap_columns() -> list[str]:
@@ -230,7 +339,11 @@ def _gap_columns() -> list[str]:
 
 
 def _points(
-    finals: pd.DataFrame, gaps: Mapping[str, pd.DataFrame], percent: Mapping[str, pd.DataFrame], decides: str
+    finals: pd.DataFrame,
+    gaps: Mapping[str, pd.DataFrame],
+    percent: Mapping[str, pd.DataFrame],
+    decides: str,
+    rule: Rule,
 ) -> pd.DataFrame:
     """Family.points."""
     parts = {}
@@ -240,7 +353,14 @@ def _points(
     long = pd.DataFrame(
         {name: frame.rename_axis(columns="arm").stack(future_stack=True) for name, frame in parts.items()}
     )
-    rows = long.reset_index().drop(columns="order")
+    rows = long.dropna(subset="gap").reset_index().drop(columns="order")
     order = {arm: place for place, arm in enumerate(finals["arm"].unique())}
     rows = rows.sort_values("arm", key=lambda arms: arms.map(order), kind="stable", ignore_index=True)
-    return rows[["arm", "trunk", "seed", "point", "draw", *_gap_columns()]]
+    rows["weight"] = rows.groupby(["arm", "trunk"], sort=False)["point"].transform(lambda points: _weight(points, rule))
+    return rows[["arm", "trunk", "seed", "point", "draw", *_gap_columns(), "weight"]]
+
+
+def _weight(points: pd.Series, rule: Rule) -> np.ndarray:
+    """The weights of one trunk's points; they sum to 1."""
+    ages = _ages(points, rule)
+    return np.full(len(points), 1 / len(points)) if ages is None else ages.whole

@@ -43,6 +43,7 @@ DATA, DATA_PLACES = "data_seen", ("config.data.path", "config.data.hash")
 """The column of the hash of the data, and the keys that stand for it where it is known."""
 FORK_STEPS = "config.train.steps"
 """The key of a fork's steps, which follow from where it leaves its trunk."""
+FORK_CONSTANT, FORK_DECAY = "config.fork.steps", "config.fork.decay"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,9 +265,20 @@ def _stated(value: object) -> str:
     return "null" if value is None or value != value else str(value)
 
 
+def common_end(runs: pd.DataFrame) -> int | None:
+    """The step at which all forks among `runs` end, if they do so together after leaving their trunks at several steps;
+    None elsewhere."""
+    forks = runs[runs["design"] == FORK]
+    if forks.empty or forks["point"].nunique() < 2:
+        return None
+    ends = (forks["point"] + forks[FORK_CONSTANT] + forks[FORK_DECAY]).unique()
+    return int(ends[0]) if len(ends) == 1 else None
+
+
 def config_leaves(runs: pd.DataFrame) -> list[str]:
     """The columns of the config that can make another run of the same arm and seed."""
     apart, places = ("seed", *NOT_IN_ID), PLACE if (runs["design"] == WHOLE).any() else (*PLACE, FORK_STEPS)
+    places += (FORK_CONSTANT,) if common_end(runs) else ()
     places += DATA_PLACES if runs[DATA].notna().all() else DATA_PLACES[1:]
     names = [name for name in runs.columns if name.startswith("config.") and name.split(".")[1] not in apart]
     return [name for name in names if name not in places]

@@ -3,6 +3,7 @@ intervals cover, on what it cannot see, and on the re-warm of a checkpoint.
 """
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,10 @@ from hqsweep.config.train import LEARNT_NATS
 from hqsweep.report.compare.arms import Comparison
 from hqsweep.report.compare.curves import ENTROPY
 from hqsweep.report.compare.families import Family
-from hqsweep.report.compare.frames import DATA, FORK, Frames
+from hqsweep.report.compare.frames import DATA, FORK, Frames, common_end
 from hqsweep.report.compare.identical import IDENTICAL
 from hqsweep.report.compare.studies import Study
-from hqsweep.report.compare.verdict import BLIND, FEWEST_TRUNKS, digits, identity
+from hqsweep.report.compare.verdict import BLIND, FEWEST_TRUNKS, TENTHS, digits, identity, margin_text
 from hqsweep.verdicts.estimate import VERDICTS
 
 NAMED = 4
@@ -28,11 +29,12 @@ NAMED = 4
 
 def headline(comparison: Comparison) -> str:
     """Which arms are equivalent, better, worse and undecided, which have no verdict, and what the null arm says:
-    "mxfp8 (+0.05 %) is equivalent to bf16 within 0.25 %; nvfp4 (+1.06 %) is worse; the null arm is equivalent, as it
-    must be."."""
+    "mxfp8 (+0.9 % tokens, +0.05 %) is equivalent to bf16 within 1 % of the tokens; nvfp4 (+21 % tokens, +1.06 %) is
+    worse; the null arm is equivalent, as it must be."."""
     arms = comparison.arms[comparison.arms["arm"] != comparison.arms["baseline"]].sort_values("gap_pct", kind="stable")
     tested, null = arms[~arms["null"]], arms[arms["null"]]
-    margin, inside = f"{comparison.margin_pct:g} %", tested["within_margin"]
+    margin = margin_text({"margin_pct": comparison.margin_pct, "margin_tokens": comparison.margin_tokens})
+    inside = tested["within_margin"]
     said = {
         f"equivalent to {comparison.baseline} within {margin}": tested["verdict"] == "equivalent",
         f"better than {comparison.baseline}": (tested["verdict"] == "better") & ~inside,
@@ -68,7 +70,9 @@ def _clause(rows: pd.DataFrame, one: str, several: str) -> str:
 def _with_gap(row: Any) -> str:
     if pd.isna(row.gap_pct) or row.verdict == IDENTICAL:
         return row.arm
-    return f"{row.arm} ({row.gap_pct:+.{digits(row.half_pct)}f} %)"
+    tokens = f"{row.slowdown_pct:+.{1 if abs(row.slowdown_pct) < TENTHS else 0}f} % tokens, "
+    tokens = tokens if math.isfinite(row.slowdown_pct) else ""
+    return f"{row.arm} ({tokens}{row.gap_pct:+.{digits(row.half_pct)}f} %)"
 
 
 OF_TRAINING = (
@@ -92,7 +96,7 @@ def study_notes(families: Sequence[Family], frames: Frames, finals: pd.DataFrame
             f"Looked at after every {unit}, {study.maximum} at most: the 5 % of false claims are of all looks together."
         )
     if families[0].design == FORK:
-        notes += [OF_TRAINING, *_coverage(families), BLIND]
+        notes += [OF_TRAINING, *_coverage(families, common_end(frames.runs)), BLIND]
     notes += [*_untrained(frames.runs, finals), *_repeated(frames.runs), *_unsampled(frames)]
     notes += [*_other_code(frames.runs), *_unknown_data(frames.runs), *_nonfinite(frames.runs)]
     return tuple(dict.fromkeys(notes))
@@ -166,25 +170,37 @@ def _null(family: Family) -> list[str]:
     return [f"No null arm of '{family.baseline}' checks the machinery; null_arm=true adds one."]
 
 
-def _coverage(families: Sequence[Family]) -> list[str]:
+def _coverage(families: Sequence[Family], end: int | None) -> list[str]:
     """What the intervals speak of."""
     notes = []
-    for family in families:
-        points = family.points
-        if points.empty:
-            continue
-        trunks, draws = points["trunk"].nunique(), list(dict.fromkeys(points["draw"]))
+    for trunks, draws, which in [each for family in families for each in _entered(family)]:
         at = f"the fork point{'s' * (len(draws) > 1)} {' / '.join(draws)}"
         if trunks >= FEWEST_TRUNKS:
-            averaged = ", averaged; the gap at each point is listed" if len(draws) > 1 else ""
-            notes.append(
-                f"The intervals cover trunks of this model, data and recipe ({trunks} are here), at {at}{averaged}."
-            )
+            averaged = f", {_how(end)}; the gap at each point is listed" if len(draws) > 1 else ""
+            notes.append(f"{which} cover trunks of this model, data and recipe ({trunks} are here), at {at}{averaged}.")
         elif trunks == 1:
-            notes.append(f"The intervals cover {at} of this one trunk, and say nothing about another seed.")
+            notes.append(f"{which} cover {at} of this one trunk, and say nothing about another seed.")
         else:
-            notes.append(f"The intervals cover {at} of these two trunks; a verdict about all trunks needs three.")
+            notes.append(f"{which} cover {at} of these two trunks; a verdict about all trunks needs three.")
     return notes
+
+
+def _how(end: int | None) -> str:
+    """How the gaps at the points of a trunk become one."""
+    if end is None:
+        return "averaged"
+    return f"from which a straight line through the gaps against age leads to a whole run of {end} steps"
+
+
+def _entered(family: Family) -> list[tuple[int, list[str], str]]:
+    """(trunks, points, "The intervals of 'mxfp8'") for the arms that were judged over the same ones."""
+    same: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
+    for arm, own in family.points.groupby("arm", sort=False):
+        same.setdefault((tuple(own["trunk"].unique()), tuple(own["draw"].unique())), []).append(repr(arm))
+    return [
+        (len(trunks), list(draws), "The intervals" + (f" of {', '.join(arms)}" if len(same) > 1 else ""))
+        for (trunks, draws), arms in same.items()
+    ]
 
 
 def barely_trained(runs: pd.DataFrame, finals: pd.DataFrame) -> pd.Series:

@@ -19,8 +19,8 @@ BLIND = (
     "A fork does not see damage that builds up from the start of training, early instability, or late divergence; whole"
     " runs do."
 )
-FINE = 0.1
-"""Half-widths in % below which a third decimal is shown."""
+FINE, TENTHS = 0.1, 5.0
+"""Half-widths in % below which a third decimal of a gap is shown, and a first one of a slowdown."""
 FEWEST_TRUNKS = 3
 """Trunks below which there is no verdict about all trunks."""
 
@@ -38,15 +38,18 @@ def fault(run: Any) -> str:
     return run.state + (f" ({why})" if why else "")
 
 
-def sentence(row: Row, unfinished: pd.DataFrame) -> str:
-    """The verdict in plain words; `unfinished`, the arm's runs (of Frames.runs) without a final loss, come first."""
+def sentence(row: Row, unfinished: pd.DataFrame, no_baseline: str = "") -> str:
+    """The verdict in plain words; `unfinished`, the arm's runs (of Frames.runs) without a final loss, come first.
+
+    no_baseline: why the arm's baseline is a baseline of no arm, as arms.perturbed() says it.
+    """
     trouble = ""
     if len(unfinished):
         trouble = f"{len(unfinished)} of {row['runs']} runs without a result: {_faults(unfinished)}. "
     if row["diverged"]:
         trouble += f"{row['diverged']} of {row['runs']} runs diverged, the first at {row['diverged_at']:,.0f} tokens. "
     doubt = f" {NULL_IN_DOUBT.format(baseline=_name(row))}" if row["null_in_doubt"] else ""
-    return trouble + ("Null arm: " if row["null"] else "") + _finding(row) + doubt
+    return trouble + ("Null arm: " if row["null"] else "") + _finding(row, no_baseline) + doubt
 
 
 def _faults(unfinished: pd.DataFrame) -> str:
@@ -69,7 +72,7 @@ def _name(row: Row) -> str:
     return f"'{row['baseline']}'"
 
 
-def _finding(row: Row) -> str:
+def _finding(row: Row, no_baseline: str) -> str:
     name = _name(row)
     match row["verdict"]:
         case "baseline" if math.isnan(row["final_loss"]):
@@ -80,8 +83,13 @@ def _finding(row: Row) -> str:
             return f"{identity(row)}{_repeated(row)}. {IDENTICAL_REMEDY}."
         case "failed" | "unfinished":
             return "No run of this arm has a final loss."
+        case "waiting":
+            return "It still runs, and waits for seeds that other arms have finished: no gap yet."
+        case "unpaired" if no_baseline:
+            return f"No gap: {name} {no_baseline}, so no arm is paired with it."
         case "unpaired":
-            return f"No finished {_unit(row, 1)} in common with {name} and the other arms: no gap."
+            others = "" if row["design"] == "fork" else " and the other arms"
+            return f"No finished {_unit(row, 1)} in common with {name}{others}: no gap."
         case "diverged" if row["pairs"] == 0:
             return f"No verdict, and no other run is paired with {name}."
         case "diverged":
@@ -89,14 +97,70 @@ def _finding(row: Row) -> str:
         case "equivalent" if row["gap_pct"] == row["half_pct"] == 0:
             return f"equivalent to {name}: equal in every digit over {_replicates(row)}."
         case "equivalent":
-            size = f"{_percent(row)} ({_interval(row)}) over {_replicates(row)}"
-            return f"equivalent to {name} within {_margin(row)}: {size}{_narrower(row)}."
+            size = f"{tokens(row)}{_percent(row)} ({_interval(row)}) over {_replicates(row)}{_after(row)}"
+            return f"equivalent to {name} within {margin_text(row)}: {size}{_narrower(row)}."
         case "undecided":
             return _undecided(row)
         case verdict:
-            inside = f", inside the margin of {_margin(row)}" if row["within_margin"] else ""
-            size = _percent(row).lstrip("+-")
-            return f"{verdict} than {name} by {size} ({_interval(row)}) over {_replicates(row)}{inside}."
+            inside = f", inside the margin of {margin_text(row)}" if row["within_margin"] else ""
+            size = f"({_interval(row)}) over {_replicates(row)}{_after(row)}{inside}."
+            if known := tokens(row):
+                return f"{verdict} than {name}: {known}{_percent(row)} {size}"
+            return f"{verdict} than {name} by {_percent(row).lstrip('+-')} {size}"
+
+
+def margin_text(row: Row) -> str:
+    """ "0.25 %", or "1 % of the tokens"."""
+    stated = row["margin_tokens"]
+    return _of_unit(row, f"{row['margin_pct']:g}") if math.isnan(stated) else f"{stated:g} % of the tokens"
+
+
+def tokens(row: Row) -> str:
+    """ "22 % more tokens for the same loss (17 to 28 %); ", "" where there is no slowdown."""
+    pct, low, high = row["slowdown_pct"], row["slowdown_low"], row["slowdown_high"]
+    if math.isnan(pct):
+        return ""
+    known = "" if math.isnan(low) else f" ({slowdown_span(low, high)})"
+    size = f"{abs(pct):.{_places(pct, low, high)}f} % {'fewer' if pct < 0 else 'more'} tokens"
+    return f"{size} for the same loss{known}; "
+
+
+def slowdown_span(low: float, high: float) -> str:
+    """ "+17 to +28 %"."""
+    spec = f"+.{_places(high, low, high)}f"
+    return f"{low:{spec}} to {high:{spec}} %"
+
+
+def _places(pct: float, low: float, high: float) -> int:
+    """Decimals of a slowdown, and of its interval if it has one."""
+    half = abs(pct) / 4 if math.isnan(low) else (high - low) / 2
+    return 2 if half < FINE else 1 if half < TENTHS else 0
+
+
+def _after(row: Row) -> str:
+    """ ", 160 steps after the fork": a gap grows with them; or the parts of the gap of a whole run."""
+    if math.isfinite(row["end"]):
+        return f", as a run of {row['end']:.0f} steps from its first step on{parts(row)}"
+    known = row["design"] == "fork" and math.isfinite(row["steps"])
+    return f", {row['steps']:.0f} steps after the fork" if known else ""
+
+
+def parts(row: Row) -> str:
+    """ "; +2.51 % comes at once (+2.3 to +2.7 %), and each 100 steps add +0.387 % (+0.31 to +0.46 %)": the growth is
+    none where its interval holds 0."""
+    if math.isnan(row["at_once_pct"]):
+        return ""
+    at_once = _part(row, "at_once")
+    if math.isnan(row["growth_low"]) or not row["growth_low"] <= 0 <= row["growth_high"]:
+        return f"; {at_once} comes at once, and each 100 steps add {_part(row, 'growth')}"
+    return f"; {at_once} comes at once, and no growth is resolved (100 steps: {_part(row, 'growth')})"
+
+
+def _part(row: Row, name: str) -> str:
+    low, high = row[f"{name}_low"], row[f"{name}_high"]
+    places = digits((high - low) / 2)
+    known = "" if math.isnan(low) else f" ({low:+.{places}f} to {high:+.{places}f} %)"
+    return f"{row[f'{name}_pct']:+.{places}f} %{known}"
 
 
 def identity(row: Row) -> str:
@@ -114,7 +178,7 @@ def _repeated(row: Row) -> str:
 def _undecided(row: Row) -> str:
     """No verdict yet: the gap, what its interval covers, and what more would decide."""
     name, unit = _name(row), _unit(row, 2)
-    size = f"undecided against {name}: {_percent(row)}"
+    size = f"undecided against {name}: {tokens(row)}{_percent(row)}"
     if row["design"] == "fork" and row["n"] < FEWEST_TRUNKS:
         here = "this one trunk" if row["n"] == 1 else "these two trunks"
         other = "another seed" if row["n"] == 1 else "all trunks"
@@ -129,7 +193,7 @@ def _undecided(row: Row) -> str:
         cost = duration(row["replicate_minutes"])
         return f"{size} over one seed, which gives no interval; a verdict needs at least 1 more{cost}."
     interval = f" ({_interval(row)})" if math.isfinite(row["half_pct"]) else ""
-    size += f"{interval} over {_replicates(row)}"
+    size += f"{interval} over {_replicates(row)}{_after(row)}"
     if row["null"]:
         return f"{size}."
     if math.isnan(row["more"]):
@@ -181,10 +245,6 @@ def spec(row: Row, half: float) -> str:
 
 def _of_unit(row: Row, number: str) -> str:
     return number if row.get("unit") == PLAIN else f"{number} %"
-
-
-def _margin(row: Row) -> str:
-    return _of_unit(row, f"{row['margin_pct']:g}")
 
 
 def _percent(row: Row) -> str:

@@ -71,8 +71,10 @@ def load_rows(comparison: Comparison) -> pd.DataFrame:
 
 
 def load_table(comparison: Comparison) -> TextTable:
-    """A row for each arm with experts: the busiest and the idlest expert of any run at any sampled step. (A number
-    means another expert in the next seed, so medians over seeds hide an idle one.)"""
+    """Return a row for each arm with experts: the busiest and the idlest expert of any run at any sampled step.
+
+    A number means another expert in the next seed, so medians over seeds would hide an idle one.
+    """
     routed, rows = by_module(comparison.frames.stats), []
     routed = routed[routed["tensor"].eq("routed")].dropna(subset="load").sort_values("load", kind="stable")
     for arm in comparison.arms["arm"]:
@@ -118,8 +120,11 @@ def underflow_heatmaps(comparison: Comparison) -> Iterator[Panel]:
 
 
 def error_rows(comparison: Comparison) -> pd.DataFrame:
-    """arm, module (a grouped linear), tensor, direction, expert, format, sqnr_db, underflow_pct, and tokens and load of
-    that expert of the mixture: medians over sampled steps and seeds, of arms that quantize experts."""
+    """Return medians over sampled steps and seeds, for arms that quantize experts.
+
+    Columns: arm, module (a grouped linear), tensor, direction, expert, format, sqnr_db, underflow_pct, and the expert's
+    tokens and load in the mixture.
+    """
     rows = by_module(comparison.frames.stats).dropna(subset="expert").astype({"expert": int})
     errors = medians(comparison, rows, SLOT)
     quantized = np.isfinite(errors["sqnr_db"]).groupby(errors["arm"]).transform("any").astype(bool)
@@ -158,8 +163,11 @@ def _panels(
 
 
 def worst_experts(comparison: Comparison) -> TextTable:
-    """Rows, for each arm that quantizes its experts, and each tensor: the expert with the lowest SQNR, the median of
-    all experts in the same direction, its tokens and load; and the expert with the highest underflow."""
+    """Return a row for each arm that quantizes its experts, and each tensor, on two experts.
+
+    The expert with the lowest SQNR comes with its tokens and load, and the median of all experts in the same direction.
+    The other one has the highest underflow.
+    """
     rows, cells = error_rows(comparison), []
     typical = rows.groupby(["arm", "tensor", "direction"])["sqnr_db"].transform("median")
     names = [f"{module}.{expert}" for module, expert in zip(rows["module"], rows["expert"], strict=True)]

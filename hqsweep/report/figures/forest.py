@@ -26,8 +26,7 @@ SPACE = 7
 """The least distance of labels on a bent axis, in % of the width."""
 ALL_ARMS = "of all arms together"
 WIDE = 1.0
-"""The share by which intervals may lengthen the axis on either side, relative to what gaps, replicates and margin
-cover."""
+"""Intervals may lengthen the axis by this share on either side, relative to gaps, replicates and margin."""
 
 
 VERDICT_COLOURS = {"worse": "#a3320b", "better": "#00568a", "equivalent": "#00664b", "undecided": "#6b5300"}
@@ -162,7 +161,7 @@ def forest_of(comparison: Comparison) -> Forest | None:
     of all trunks would be as wide as the page.
     """
     arms, points = comparison.arms[comparison.arms["arm"] != comparison.arms["baseline"]], comparison.points
-    colours = {arm: style["color"] for arm, style in styles(comparison).items()}
+    colours = {arm: style["color"] for arm, style in styles(comparison.arms).items()}
     if comparison.design != FORK:
         singles = points.rename(columns={"trunk": "replicate"})
         return forest(arms, singles, colours, heading=_heading(comparison, "final validation loss"))
@@ -172,7 +171,8 @@ def forest_of(comparison: Comparison) -> Forest | None:
         arms = arms.assign(**bounds, eq_low_pct=math.nan, eq_high_pct=math.nan)
         singles = points.assign(replicate=points["trunk"] + " at " + points["draw"])
         return forest(arms, singles, colours, heading=heading, replicate="fork", covers="of these forks alone")
-    means = points.groupby(["arm", "trunk"], sort=False)["gap_pct"].mean().reset_index()
+    means = points.assign(gap_pct=points["gap_pct"] * points["weight"])
+    means = means.groupby(["arm", "trunk"], sort=False)["gap_pct"].sum().reset_index()
     return forest(arms, means.rename(columns={"trunk": "replicate"}), colours, heading=heading, replicate="trunk")
 
 
@@ -181,8 +181,11 @@ def _heading(comparison: Comparison, loss: str) -> str:
 
 
 def scale_of(arms: pd.DataFrame, singles: pd.DataFrame) -> Scale:
-    """An axis that shows every gap, every replicate and the margin, and intervals as far as that leaves them readable:
-    an interval of two replicates can be a hundred times as wide as what was seen."""
+    """Return an axis that shows every gap, every replicate and the margin, and as much of the intervals as stays
+    readable.
+
+    An interval of two replicates can be a hundred times as wide as their gaps.
+    """
     margin = float(arms["margin_pct"].max())
     seen = np.array([*arms["gap_pct"], *singles["gap_pct"], 1.3 * margin, -1.3 * margin])
     seen = seen[np.isfinite(seen)]
@@ -228,7 +231,7 @@ SPEED_TICKS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedLine:
-    """What is drawn of one arm, as a line of the forest plot is, without intervals. Places are in % of the width."""
+    """The drawing of one arm, as a line of the forest plot without intervals. Places are in % of the width."""
 
     arm: str
     colour: str
@@ -245,8 +248,8 @@ class SpeedLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Tokens a second of every run as a dot, and the mean of each arm; `ticks` are (place, label), `rows` what is
-    drawn."""
+    """Tokens a second of every run as a dot, and the mean of each arm. `ticks`: (place, label); `rows`: the drawn
+    data."""
 
     lines: tuple[SpeedLine, ...]
     ticks: tuple[tuple[float, str], ...]
@@ -268,7 +271,7 @@ def speed_of(comparison: Comparison) -> Speed | None:
     rows = comparison.frames.runs[["arm", "seed", "tokens_per_s"]].dropna()
     if rows.empty:
         return None
-    most, looks = 1.05 * float(rows["tokens_per_s"].max()) or 1.0, styles(comparison)
+    most, looks = 1.05 * float(rows["tokens_per_s"].max()) or 1.0, styles(comparison.arms)
     by_arm = dict(list(rows.groupby("arm")))
     lines = tuple(
         SpeedLine(

@@ -95,7 +95,7 @@ def loss_curves(comparison: Comparison, heading: str, metric: str, smooth: int =
     trunks = _means(_smoothed(comparison.trunks, metric, smooth), ["step"])
     if len(trunks):
         line_with_band(fig, "trunk", TRUNK_LINE, thin(trunks), ("loss", "loss", "loss"))
-    for arm, line in styles(comparison).items():
+    for arm, line in styles(comparison.arms).items():
         line_with_band(fig, arm, line, _pieces(means[means["arm"] == arm]), columns)
         for _, run in rows[(rows["arm"] == arm) & ~good].groupby("run"):
             _broken_run(fig, arm, line, run.dropna(subset="value"))
@@ -140,7 +140,7 @@ def gap_curves(comparison: Comparison, heading: str, metric: str, smooth: int = 
     baselines = comparison.arms["arm"] == comparison.arms["baseline"]
     margin_band(fig, comparison.margin_pct / 100 * comparison.arms["final_loss"][baselines].mean())
     fig.add_hline(y=0, line={"color": BASELINE_COLOUR, "width": 1})
-    for arm, line in styles(comparison).items():
+    for arm, line in styles(comparison.arms).items():
         line_with_band(fig, arm, line, thin(rows[rows["arm"] == arm]), ("gap", "low", "high"))
     settled = rows[rows["step"] > rows["step"].max() * SETTLED]
     fig.update_yaxes(range=padded(settled[["gap", "low", "high"]].to_numpy()), tickformat="+.4~g")
@@ -206,10 +206,12 @@ GRADIENTS = {"dgrad": "Gradient of the input (dgrad)", "wgrad": "Gradient of the
 
 
 def gradient_cosines(comparison: Comparison) -> list[Panel]:
-    """Figures for dgrad and wgrad with a line per layer: 1 - cosine between the GEMM's output and the product in FP32,
-    the median over sampled steps and seeds, and over the experts of a grouped linear, with a marker for each arm, on a
-    logarithmic axis."""
-    stats, look = by_module(comparison.frames.stats), styles(comparison)
+    """Return figures for dgrad and wgrad with a line per layer and a marker per arm, on a logarithmic axis.
+
+    A value is 1 - cosine between the GEMM's output and the product in FP32: the median over sampled steps, seeds, and
+    experts of a grouped linear.
+    """
+    stats, look = by_module(comparison.frames.stats), styles(comparison.arms)
     stats["layer"] = stats["module"]
     outputs = stats[(stats["direction"] == "output") & stats["tensor"].isin(GRADIENTS)]
     rows = outputs.groupby(["arm", "layer", "tensor"], sort=False)["cosine"].agg(["median", "min"]).reset_index()
@@ -256,10 +258,11 @@ KEYS = ["trunk", "seed", "point", "step"]
 
 
 def growth_rows(metrics: pd.DataFrame, runs: pd.DataFrame, baseline_of: Mapping[str, str]) -> pd.DataFrame:
-    """arm, trunk, seed, point, step (since the fork), gap (nats) and gap_pct (% of the baseline's loss at that step):
-    one row per logged train_loss of every fork that the fork of its baseline has as well.
+    """Return arm, trunk, seed, point, step (since the fork), gap (nats) and gap_pct (% of the baseline's loss at that
+    step).
 
-    metrics: run, step, metric, value. runs: run, arm, trunk, seed, point. baseline_of: arm -> its baseline.
+    There is a row for each logged train_loss of a fork that its baseline's fork has, too. metrics: run, step, metric,
+    value. runs: run, arm, trunk, seed, point. baseline_of: arm -> its baseline.
     """
     losses = metrics.loc[metrics["metric"] == "train_loss", ["run", "step", "value"]]
     losses = losses.merge(runs[["run", "arm", "trunk", "seed", "point"]], on="run")
@@ -315,7 +318,7 @@ def growth_of(comparison: Comparison, smooth: int) -> list[Panel]:
     lines = growth_lines(growth_rows(comparison.frames.metrics, done, comparison.baseline_of), smooth)
     steps = runs["config.fork.steps"].unique()
     decay_from = float(steps[0]) if len(steps) == 1 else None
-    return growth(lines, styles(comparison), margin=comparison.margin_pct, decay_from=decay_from)
+    return growth(lines, styles(comparison.arms), margin=comparison.margin_pct, decay_from=decay_from)
 
 
 def _panel(

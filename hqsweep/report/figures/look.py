@@ -16,8 +16,6 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from hqsweep.report.compare.arms import Comparison
-
 BASELINE_COLOUR, NULL_COLOUR = "#000000", "#767676"
 MARGIN_BAND, MARGIN_EDGE = "rgba(60,80,110,0.11)", {"color": "#3c506e", "width": 1, "dash": "dot"}
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -44,13 +42,13 @@ MAX_SAID = 8  # arms in the words that stand for a figure
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """A figure, and what stands beside it.
+    """A figure and the texts and data beside it.
 
     heading  over the figure
-    figure   what plotly draws
+    figure   of plotly
     name     of the CSV file that holds its rows; panels with the same name have the same rows
-    rows     every row that is drawn, and those that were left out because too many points cannot be seen
-    says     the figure in words, for who cannot see it
+    rows     all drawn rows, and rows that were left out because too many points cannot be seen
+    says     the figure in words, for readers who cannot see it
     zoomed   whether the y axis leaves rows out, which the page then offers to show
     """
 
@@ -67,11 +65,11 @@ def label(name: str) -> str:
     return html.escape(name, quote=False)
 
 
-def styles(comparison: Comparison) -> dict[str, dict]:
-    """arm -> line style, the same in every figure."""
+def styles(arms: pd.DataFrame) -> dict[str, dict]:
+    """arm -> line style, the same in every figure. arms: Comparison.arms."""
     looks = zip(itertools.cycle(COLOURS), itertools.cycle(DASHES), strict=False)
     black, colours = itertools.cycle(DASHES), {}
-    for row in comparison.arms[["arm", "baseline", "null"]].itertuples():
+    for row in arms[["arm", "baseline", "null"]].itertuples():
         if row.arm == row.baseline:
             colours[row.arm] = {"color": BASELINE_COLOUR, "dash": next(black)}
         elif row.null:

@@ -69,7 +69,7 @@ def sheet(drawings: Sequence[Drawing]) -> str:
 
 
 def drawing(panel: Panel) -> Drawing:
-    """The figure of a panel. Raises ValueError for what a picture does not have."""
+    """Return the figure of a panel. Raises ValueError for parts that a picture cannot have."""
     layout = panel.figure.layout.to_plotly_json()
     traces = [trace.to_plotly_json() for trace in panel.figure.data]
     height = round(SHRINK * layout["height"])

@@ -50,8 +50,10 @@ Description = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """What the file at `path` holds: the recipes of its arms, and its draws in the order in which they were stored,
-    each the entries and the sweeps they came from."""
+    """The content of the baseline file at `path`: the recipes of its arms, and its draws in stored order.
+
+    A draw has its entries and the sweeps that they came from.
+    """
 
     path: Path
     recipes: Mapping[str, Description]
@@ -141,7 +143,7 @@ def sealed(entry: Entry) -> Entry:
 
 
 def read_baseline(path: Path) -> Baseline:
-    """Raises UserError, saying why, when the file is no usable baseline."""
+    """Return the baseline in a file. Raises UserError, with the reason, for an unusable file."""
     try:
         document = loads(path.read_bytes())
         if document["version"] != VERSION:
@@ -170,7 +172,7 @@ def read_baseline(path: Path) -> Baseline:
 
 
 def _check(entry: Entry, path: Path) -> None:
-    """UserError when an entry's values are not those that its sha256 was made of."""
+    """Raise UserError if an entry's values differ from its sha256."""
     loss_of(entry), entry["curve_sha256"], entry["run_id"], entry["fingerprint"]
     if sealed(entry)["sha256"] != entry["sha256"]:
         arm, seed, point = key_of(entry)
@@ -182,7 +184,7 @@ def _check(entry: Entry, path: Path) -> None:
 
 
 def document(baseline: Baseline) -> dict[str, Any]:
-    """What read_baseline reads."""
+    """Return the baseline as read_baseline() reads it."""
     draws = [
         {"sweeps": list(sweeps), "runs": list(draw.values())}
         for sweeps, draw in zip(baseline.sweeps, baseline.draws, strict=True)

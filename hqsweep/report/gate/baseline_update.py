@@ -1,4 +1,4 @@
-"""`hqsweep baseline update`: a sweep becomes the baseline, or one more draw of it, and what changes is shown."""
+"""`hqsweep baseline update`: stores a sweep as the baseline, or as one more draw of it, and shows the changes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,9 +34,12 @@ from hqsweep.train.corpus import SHOWN_DIGITS
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What an update did: `rows` have arm, seed, point (0 for a whole run), stored and now (losses in nats, None for
-    none; stored is the mean over the draws), gap and change; `draws` is how many the file has now; `note` says what was
-    written, or why nothing was, and `refused` that the runs were not fit for it."""
+    """The result of an update.
+
+    rows: arm, seed, point (0 for a whole run), stored and now (losses in nats, None for none; stored is the mean over
+    the draws), gap and change. draws: the number of draws in the file. note: the written content, or why nothing was
+    written. refused: whether the runs were unfit for it.
+    """
 
     path: Path
     rows: tuple[dict[str, Any], ...]

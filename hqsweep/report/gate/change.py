@@ -137,8 +137,11 @@ def judge(rows: pd.DataFrame, family: Family, design: str, margin: float) -> dic
 
 
 def _percent(rows: pd.DataFrame, arms: Sequence[str], baseline: str, fork: bool) -> dict[str, np.ndarray]:
-    """arm -> D in % [replicates, points], at the points that all of `arms` have in every replicate that they share (or
-    of the replicates that have every point, where there is no such point); {} for none."""
+    """Return arm -> D in % [replicates, points]; {} for none.
+
+    The points are common to all of `arms` in every replicate that they share. Without such a point, only replicates
+    with every point enter.
+    """
     table = rows[rows["arm"].isin(arms)].pivot(index=["trunk", "draw"], columns="arm", values=["change", "stored"])
     if set(table.columns.get_level_values("arm")) != set(arms):
         return {}

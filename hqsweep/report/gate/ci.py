@@ -17,7 +17,7 @@ from hqsweep.report.pages.text import legal
 from hqsweep.sweep.store.run_dir import RunDir
 
 JUNIT = {"equivalent": "PASS", "better": "PASS", "undecided": "SKIP", "unfinished": "SKIP"}
-"""Verdict -> status; those that are not here fail."""
+"""Verdict -> status; all others fail."""
 
 
 def checked(comparison: Comparison) -> tuple[bool, str]:
@@ -42,7 +42,7 @@ def checked(comparison: Comparison) -> tuple[bool, str]:
         highest = arms["final_loss"].max()
         clauses.append(f"the highest final loss, {highest:.4f} nats, is below the unigram entropy of {floor:.4f}")
     clauses += [
-        f"'{row.arm}' is {row.gap_pct:+.4f} % from '{row.baseline}', inside the margin of {row.margin_pct:g} %"
+        f"'{row.arm}' is {row.gap_pct:+.4f} % from '{row.baseline}', inside the margin of {row.margin_pct:.3g} %"
         for row in nulls
     ]
     return True, f"check passed: {'; '.join(clauses)}"
@@ -69,8 +69,11 @@ def _stated_floor(frames: Frames) -> float | None:
 
 
 def verdict_rows(comparison: Comparison) -> list[dict[str, Any]]:
-    """A row per arm but the baseline, for write_junit: equivalent and better arms pass, undecided and unfinished ones
-    are skipped, all others fail; a worse one passes too where its gap is proven to be inside the margin."""
+    """Return a row per arm except the baseline, for write_junit.
+
+    Equivalent and better arms pass, undecided and unfinished ones are skipped, all others fail. A worse arm passes,
+    too, if its gap is proven to be inside the margin.
+    """
     arms = comparison.arms[comparison.arms["arm"] != comparison.arms["baseline"]]
     return [
         {

@@ -29,11 +29,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hqsweep.config.study import parse_margin
+from hqsweep.config.study import margin_in_tokens, parse_margin
 from hqsweep.errors import EXIT_FAILED, EXIT_MISMATCH, EXIT_UNDECIDED, UserError
 from hqsweep.report.compare.arms import null_arms
+from hqsweep.report.compare.curves import measures
 from hqsweep.report.compare.frames import FORK, Frames, load
 from hqsweep.report.compare.left_out import LeftOut, note
+from hqsweep.report.compare.slowdowns import baseline_curves, in_loss
 from hqsweep.report.compare.studies import arms_of, of_one_data, other_data, replicate_minutes, seen, study_of
 from hqsweep.report.compare.verdict import duration, fault
 from hqsweep.report.gate.baseline import (
@@ -150,7 +152,7 @@ class Verdicts:
     def table(self) -> Fitted:
         """The arms for a terminal."""
         styles = [STYLE.get(arm.outcome, "red") for arm in self.arms]
-        return to_rich(self.cells(), f"gate: {self.outcome}, margin {self.margin:g} %", styles)
+        return to_rich(self.cells(), f"gate: {self.outcome}, margin {self.margin:.3g} %", styles)
 
     def notes(self) -> list[str]:
         """The notes below the table, and in a job summary."""
@@ -163,7 +165,7 @@ MARKS = {"pass": "✅", "undecided": "⚠️"}
 def gate_markdown(verdicts: Verdicts) -> str:
     """A heading with the verdict, the problem and the runs that are left out, if any, and the table of the arms."""
     mark = MARKS.get(verdicts.outcome, "❌")
-    heading = f"### hqsweep gate: {mark} {verdicts.outcome}, margin {verdicts.margin:g} %\n\n"
+    heading = f"### hqsweep gate: {mark} {verdicts.outcome}, margin {verdicts.margin:.3g} %\n\n"
     notes = "".join(f"{markdown_text(line)}\n\n" for line in verdicts.notes())
     return heading + notes + markdown(verdicts.cells()) + "\n"
 
@@ -176,8 +178,8 @@ def append(path: Path, text: str) -> None:
 
 
 def gate(run_dirs: Iterable[RunDir], baseline_file: Path, margin: float | str | None = None) -> Verdicts:
-    """Judge each arm; margin in %, None for the sweep's. Raises UserError for no convergence run, whole runs and
-    forks together, or a margin that is not above 0 and at most 100."""
+    """Judge each arm; margin in % of the loss, or of the tokens ("1% tokens"), None for the sweep's. Raises UserError
+    for no convergence run, whole runs and forks together, or a margin that is not above 0 and at most 100."""
     run_dirs = list(run_dirs)
     study = study_of(run_dirs, margin=None if margin is None else parse_margin(margin))
     frames, trunks = load(run_dirs).of_job("convergence").of_design()
@@ -188,17 +190,27 @@ def gate(run_dirs: Iterable[RunDir], baseline_file: Path, margin: float | str | 
     _refuse_leftovers(frames, stored)
     frames, trunks = of_one_data(frames, trunks, arms_of(frames.runs, study.baseline))
     stored, others = _on_its_data(frames, stored)
+    margin_pct = _in_loss(study.margin, frames, trunks, study.baseline)
     held = Held(
-        frames=frames, trunks=trunks, stored=stored, baseline=study.baseline, margin=study.margin, others=set(others),
+        frames=frames, trunks=trunks, stored=stored, baseline=study.baseline, margin=margin_pct, others=set(others),
         now={key: entry for key, entry in measure(frames).items() if key not in others},
     )  # fmt: skip
     if problem is None and not set(stored.arms) & set(frames.runs["arm"]):
         problem = f"{baseline_file}: no arm in common with these runs (its arms: {', '.join(stored.arms)})"
     arms = dict.fromkeys([*frames.runs["arm"], *stored.arms])
     return Verdicts(
-        arms=tuple(map(held.verdict, arms)), replicates=held.replicates, margin=study.margin, problem=problem,
+        arms=tuple(map(held.verdict, arms)), replicates=held.replicates, margin=margin_pct, problem=problem,
         left_out=(*frames.left_out, *others.values()),
     )  # fmt: skip
+
+
+def _in_loss(margin: float | str, frames: Frames, trunks: Frames, baseline: str | None) -> float:
+    """The margin in % of the loss: of several baseline arms the smallest."""
+    if math.isnan(margin_in_tokens(margin)):
+        return float(margin)
+    names, design = set(arms_of(frames.runs, baseline).values()), frames.runs["design"].iloc[0]
+    curves, finals = baseline_curves(frames, trunks, names), measures(frames, window=1)
+    return min(in_loss(margin, name, curves, finals, design) for name in names)
 
 
 def _on_its_data(frames: Frames, stored: Baseline) -> tuple[Baseline, dict[Key, LeftOut]]:
@@ -348,7 +360,7 @@ class Held:
 
     def _reason(self, arm: str, estimate: Estimate | None) -> str:
         """What the estimate lacks, or allows, as words beside its verdict and its numbers."""
-        margin = f"the margin of {self.margin:g} %"
+        margin = f"the margin of {self.margin:.3g} %"
         if estimate is None:
             return f"no {self.replicates[:-1]} in common with '{self.baseline_of[arm]}', so its gap cannot be judged"
         if estimate.verdict in ("worse", "better"):

@@ -106,8 +106,10 @@ READ_AS_MISSING = frozenset((
 
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
-"""The beginnings of a cell by which a spreadsheet takes it for a formula, four of them as wide characters; a
-tab or a line break may be skipped before one."""
+"""First characters of a cell that a spreadsheet takes for a formula, four of them as wide characters.
+
+A tab or a line break may be skipped before them.
+"""
 QUOTE = "'"
 """What stands before such a cell, and before one that begins with it itself."""
 

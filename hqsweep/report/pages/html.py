@@ -29,7 +29,7 @@ from hqsweep.report.pages.text import legal
 PAGE = "report.html.j2"
 PLOT_CONFIG = {"responsive": True, "displayModeBar": False}
 LIGHT_BYTES = 290_000
-"""The size of a light page, in bytes; pictures for which there is no room are linked to."""
+"""The size of a light page, in bytes. Pictures beyond it are linked."""
 LIGHT_ROWS, LIGHT_ARMS = 60, 30
 """The rows of a table on a light page, and the arms whose throughput it draws."""
 
@@ -101,7 +101,7 @@ def legend(comparison: Comparison) -> list[dict[str, str]]:
     """The arm, colour and dash of every line, for the legend of the page."""
     return [
         {"arm": arm, "colour": style["color"], "dash": DASH_ARRAYS[style["dash"]]}
-        for arm, style in styles(comparison).items()
+        for arm, style in styles(comparison.arms).items()
     ]
 
 

@@ -15,7 +15,7 @@ from hqsweep.report.pages.text import TextTable, number
 
 Row = Mapping[str, Any]
 SHOWN = 60
-"""The number of tensors in the terminal: those with the lowest SQNR, when there are more."""
+"""The most tensors in the terminal: the ones with the lowest SQNR."""
 
 
 def probe_table(rows: Sequence[Row]) -> TextTable:

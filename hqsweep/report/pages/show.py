@@ -29,8 +29,11 @@ HIGH_PRECISION = "bf16"
 
 
 def show_run(run: RunDir, *, every: bool = False) -> tuple[RenderableType, dict[str, Any]]:
-    """(page, dict): state, recipe, the loss curve as a sparkline, the lowest SQNRs of the last sampled step, what was
-    checked, and the paths of the files. every: also the tables of what was checked, manifest and config."""
+    """Return (page, dict) of a run.
+
+    It has the state, the recipe, the loss curve as a sparkline, the lowest SQNRs of the last sampled step, counts of
+    checks, and the paths of the files. every: also the tables of checks, manifest and config.
+    """
     config, manifest, status = run.config(), run.manifest(), run.status()
     curve, worst = _loss_curve(run), _worst(run)
     checked = {table: rows for table in CHECKED_TABLES if (rows := run.rows(table))}
@@ -70,8 +73,11 @@ def show_run(run: RunDir, *, every: bool = False) -> tuple[RenderableType, dict[
 
 
 def recipe_lines(recipe: Mapping[str, Any] | None) -> list[str]:
-    """The recipe of a config in one to three lines: its quantizers where they are not high precision, then GEMM mode,
-    overrides and changes; for a Python factory its name. [] for a job without one."""
+    """Return the recipe of a config in one to three lines; [] for a job without one.
+
+    The lines have quantizers outside high precision, then GEMM mode, overrides and changes; for a Python factory its
+    name.
+    """
     if recipe is None:
         return []
     if recipe.get("qfactory"):

@@ -24,6 +24,7 @@ COLOUR = {
     "undecided": "yellow",
     "unfinished": "yellow",
     "unpaired": "yellow",
+    "waiting": "yellow",
 }
 SHOWN_ELSEWHERE = {"run_id", "sweep", "arm", "seed", "job", "overrides", "started", "gemm_plan", "recipe_schedule"}
 """The entries of the manifest that have their own place in a report."""
@@ -46,6 +47,7 @@ def arms_table(comparison: Comparison, *, brief: bool = False) -> TextTable:
         (
             row.arm,
             _verdict(row, brief),
+            *_token_cells(row),
             *_gap_cells(row),
             str(row.n) if row.arm != row.baseline else "-",
             number(row.more, "+.0f") if math.isfinite(row.more) else "-",
@@ -58,6 +60,8 @@ def arms_table(comparison: Comparison, *, brief: bool = False) -> TextTable:
     header = (
         "arm",
         "verdict",
+        "more tokens %",
+        "95 % of them",
         "gap %",
         "95 % interval",
         "90 % interval",
@@ -69,13 +73,20 @@ def arms_table(comparison: Comparison, *, brief: bool = False) -> TextTable:
         "tokens/s",
         "state",
     )
-    return TextTable(header=header, rows=rows, numeric=frozenset(range(2, 11)))
+    return TextTable(header=header, rows=rows, numeric=frozenset(range(2, 13)))
 
 
 def _verdict(row: Any, brief: bool) -> str:
     if row.verdict == IDENTICAL and not brief:
         return identity(row._asdict())
     return f"{row.verdict} (in margin)" if row.verdict in ("worse", "better") and row.within_margin else row.verdict
+
+
+def _token_cells(row: Any) -> tuple[str, str]:
+    """The slowdown and its interval."""
+    if math.isnan(row.slowdown_pct):
+        return "-", "-"
+    return number(row.slowdown_pct, "+.1f"), _span(row.slowdown_low, row.slowdown_high, "+.1f")
 
 
 def _gap_cells(row: Any) -> tuple[str, ...]:
@@ -110,7 +121,7 @@ def points_table(comparison: Comparison) -> TextTable:
 def _point_cells(points: pd.DataFrame, column: str, draws: list[str]) -> list[str]:
     """ "+1.32 (sd 0.16)" for each of `draws` and for the means of the trunks; `points` are of one arm."""
     apart = [points[points["draw"] == draw][column] for draw in draws]
-    together = points.groupby("trunk")[column].mean()
+    together = (points[column] * points["weight"]).groupby(points["trunk"]).sum(min_count=1)
     return [_with_sd(gaps) for gaps in (*apart, together)]
 
 
@@ -121,15 +132,13 @@ def _with_sd(gaps: pd.Series) -> str:
 
 
 def training_table(comparison: Comparison) -> TextTable:
-    """One row per arm on what its curves say: the gaps of both losses, tokens-to-loss overhead beside the loss that a
+    """One row per arm on what its curves say: the gaps of both losses, the loss that a
     doubling of tokens takes off, correlation over seeds, spike scores, divergence."""
     rows = tuple(
         (
             row.arm,
             *_percent_cells(row, "train"),
             *_percent_cells(row, "val"),
-            number(row.overhead_pct, "+.1f"),
-            _span(row.overhead_lo, row.overhead_hi, "+.1f"),
             number(row.slope, ".3f"),
             number(row.correlation, "+.2f"),
             number(row.loss_spikes_pct, ".2f"),
@@ -145,8 +154,6 @@ def training_table(comparison: Comparison) -> TextTable:
         "95 % of it",
         "val gap %",
         "95 % of that",
-        "tokens-to-loss overhead %",
-        "95 % interval of it",
         "nats a doubling",
         "correlation",
         "loss spikes %",
@@ -154,7 +161,7 @@ def training_table(comparison: Comparison) -> TextTable:
         "diverged",
         "at token",
     )
-    return TextTable(header=header, rows=rows, numeric=frozenset(range(1, 13)) - {11}).without(
+    return TextTable(header=header, rows=rows, numeric=frozenset(range(1, 11)) - {9}).without(
         *(["correlation"] if comparison.design == FORK else [])
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 from hqsweep.errors import EXIT_FAILED, Damaged
 from hqsweep.host import Busy, holder_pid
 from hqsweep.sweep.console import Display, how_far
-from hqsweep.sweep.engine.local import end_without
+from hqsweep.sweep.engine.task import end_without
 from hqsweep.sweep.slurm.scheduler import Job, Unreachable, cancel_jobs, find_jobs
 from hqsweep.sweep.store.run_dir import CANCELLED, UNUSABLE, RunDir, unusable
 from hqsweep.sweep.store.store import MOVE, RunStore
@@ -86,7 +86,7 @@ def _observed(run: RunDir, name: str, jobs: Mapping[str, Job]) -> dict[str, Any]
 
 
 def _settle(run: RunDir, name: str, job: Job | None) -> dict[str, Any]:
-    """The last status of a run whose job is over: the one that the run wrote, else one written here."""
+    """Return the last status of a run whose job is over: the run's own, else one written here."""
     status = run.written_status()
     if status["state"] in (*ENDS, "interrupted"):
         return status
@@ -130,8 +130,10 @@ def _reason_of_end(name: str, job: Job | None) -> str:
 
 
 def status_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
-    """A row for each run: run, state, step ("30/200", what it does before its first step, or None), loss (nats),
-    tokens_per_s, seconds, job (Slurm's id), reason."""
+    """Return a row for each run: run, state, step, loss (nats), tokens_per_s, seconds, job (Slurm's id), reason.
+
+    step: "30/200", the work before the first step, or None.
+    """
     rows, jobs = [], job_ids(runs)
     for run, status in zip(runs, observe(runs), strict=True):
         progress = status["progress"] or {}
@@ -145,7 +147,7 @@ def status_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
 
 
 def _step(status: Mapping[str, Any]) -> str | None:
-    """How far a run is, or, while it makes no steps, what it does."""
+    """Return the progress of a run; before its first step, its present work."""
     progress = status["progress"]
     if status["state"] == "running" and status["phase"]:
         return how_far(status)
@@ -153,7 +155,8 @@ def _step(status: Mapping[str, Any]) -> str | None:
 
 
 def stranger_row(run: RunDir) -> dict[str, Any]:
-    """The row of status_rows() for a folder that its sweep does not list, and so is no run of it."""
+    """Return the row of status_rows() for a folder that its sweep does not list, which is therefore not one of its
+    runs."""
     empty = dict.fromkeys(("step", "loss", "tokens_per_s", "job"))
     return {"run": run.name, "state": "foreign", **empty, "seconds": 0.0, "reason": f"not in sweep.json; {MOVE}"}
 
@@ -226,10 +229,12 @@ def _is_at_work(run: RunDir, state: str) -> bool:
 
 
 def _terminate(run: RunDir) -> bool:
-    """Send SIGTERM to the run's worker, if that is a process of this machine that has the run's lock: a worker goes on
-    to other runs, and another process may take over the number of a dead one. SIGCONT comes first, since a stopped
-    process receives nothing. Returns whether there was a worker: the kernel's list of locks, which changes while it is
-    read, may lack one that is there."""
+    """Send SIGTERM to the run's worker on this machine. Return whether there was a worker.
+
+    Only the holder of the run's lock gets the signal: a worker may have another run by now, and a dead worker's number
+    may belong to another process. SIGCONT comes first, since a stopped process receives nothing. The kernel's list of
+    locks changes while it is read, so a worker may be missed.
+    """
     status, pid = run.seen(), holder_pid(run.lock_path)
     if pid is not None and (status["pid"] == pid or status["state"] in UNUSABLE):
         with suppress(OSError):

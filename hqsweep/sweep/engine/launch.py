@@ -21,6 +21,7 @@ from hqsweep.recipe.factories import Importer, factory_name
 from hqsweep.sweep.console import Display
 from hqsweep.sweep.engine.local import Limits, run_local
 from hqsweep.sweep.engine.trunks import check_twins, linked
+from hqsweep.sweep.engine.until import Until
 from hqsweep.sweep.grid import same_operands
 from hqsweep.sweep.grid.point import GridPoint
 from hqsweep.sweep.grid.run_words import Words, each, read
@@ -49,11 +50,11 @@ class SweepPlan:
     begun: str = ""
     """The source that the trunks of a fork study begin from, "" for random weights."""
     data: tuple[Config, ...] = ()
-    """Configs that lead to the data of the runs, with the hashes of these."""
+    """Configs that lead to the data of the runs, with the hashes of the data."""
     same: tuple[str, ...] = ()
     """A line for each arm that quantizes nothing on its model, or that has another arm's operands there."""
     imports: tuple[str, ...] = ()
-    """The words that tell its workers which Python factories were imported for it."""
+    """The arguments that name the imported Python factories for its workers."""
 
     @property
     def first(self) -> Config:
@@ -103,8 +104,9 @@ def plan(
     workers: int | None = None,
     importer: Importer | None = None,
 ) -> SweepPlan:
-    """The grid of `conf=NAME KEY=VALUE...`; `workers` stands for engine.workers. Without an importer, Python factories
-    stay names, and such a plan cannot be started.
+    """Return the plan of `conf=NAME KEY=VALUE...`. `workers` replaces engine.workers.
+
+    Without an importer, Python factories stay names, and such a plan cannot be started.
 
     Raises:
         UserError: whatever is wrong in any point of the grid.
@@ -113,7 +115,7 @@ def plan(
 
 
 def plan_of(words: Words, importer: Importer | None = None) -> SweepPlan:
-    """The plan of words that were read; otherwise as plan(). Raises UserError for what a recipe cannot mean."""
+    """Return the plan of parsed words, as plan() does. UserError for a recipe without a meaning."""
     grid = words.grid
     if importer is not None:
         importer.folders = words.folders
@@ -143,8 +145,11 @@ def plan_of(words: Words, importer: Importer | None = None) -> SweepPlan:
 
 
 def check(plan: SweepPlan) -> None:
-    """UserError for all that start() would refuse, before it would: a device or data that this machine does not have,
-    data too short for train.context, and a study that began otherwise."""
+    """Raise UserError for everything that start() would refuse, before it starts.
+
+    These are: a device or data that this machine lacks, data too short for train.context, and a study that began with
+    other settings.
+    """
     if plan.first.engine.kind == "local":
         for config in plan.configs:
             _check_device(config)
@@ -164,7 +169,7 @@ def check(plan: SweepPlan) -> None:
 
 
 def check_data(plan: SweepPlan) -> None:
-    """UserError where the sweep has runs that have read other data than those that are there now."""
+    """Raise UserError if the sweep has runs that have read other data than the present files."""
     seen_data.check_data(RunStore(Path(plan.first.runs_dir)), plan.first.sweep, plan.data)
 
 
@@ -175,9 +180,14 @@ def folders(plan: SweepPlan, say: Callable[[str], None] = lambda line: None) -> 
     return RunStore(Path(first.runs_dir)).create(**listed, runs=plan.points, say=say)
 
 
-def start(plan: SweepPlan, display: Display, *, force: bool = False) -> list[RunDir]:
+def start(plan: SweepPlan, display: Display, *, force: bool = False, until: Until | None = None) -> list[RunDir]:
     """Make the folders, bring every run to an end (or only submit it, if the engine is to detach), and return the
-    folders in grid order."""
+    folders in grid order. `until`: the time until which runs start. UserError for one with Slurm."""
+    if until is not None and plan.first.engine.kind == "slurm":
+        raise UserError(
+            f"{until.name}: it is of engine=local, which starts the runs itself; give Slurm's jobs their time by"
+            " engine.slurm.time_min"
+        )
     store = RunStore(Path(plan.first.runs_dir))
     store.mend(plan.first.sweep, display.say)
     check(plan)
@@ -186,19 +196,42 @@ def start(plan: SweepPlan, display: Display, *, force: bool = False) -> list[Run
     display.expect({run.name: config.own_steps for run, config in trainings})
     limits = engine.model_dump(exclude={"kind", "slurm", "runs_per_gpu", "gpus_per_run"}) | {"imports": plan.imports}
     ranks = max((config.train.parallel.world for _, config in trainings), default=1)
+    ordered = work_order(plan, runs)
     if engine.kind == "slurm":
-        run_slurm(runs, slurm=engine.slurm.model_dump(), display=display, force=force, ranks=ranks, **limits)
+        run_slurm(ordered, slurm=engine.slurm.model_dump(), display=display, force=force, ranks=ranks, **limits)
     else:
         for run in runs:
             run.job_path.unlink(missing_ok=True)
         gpus = (engine.gpus_per_run or ranks) if ranks > 1 else None
-        limits = Limits(runs_per_gpu=engine.runs_per_gpu, gpus_per_run=gpus, **limits)
-        run_local(runs, display=display, limits=limits, force=force)
+        limits = Limits(runs_per_gpu=engine.runs_per_gpu, gpus_per_run=gpus, until=until, **limits)
+        run_local(ordered, display=display, limits=limits, force=force)
     return runs
 
 
+def work_order(plan: SweepPlan, runs: Sequence[RunDir]) -> list[RunDir]:
+    """The runs, given in grid order, in the order in which they start. In a fork study every trunk is followed by its
+    own forks: point by point, at each point the baseline, the null arm, then the others. So each trunk that is
+    finished answers for every arm."""
+    if not plan.study.fork:
+        return list(runs)
+    keys = [(config.fork.trunk_name or run.name, config.seed) for run, config in zip(runs, plan.configs, strict=True)]
+    trunks = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+    places = [
+        (trunks[key], config.start, _rank(point, config, plan.study.baseline))
+        for key, point, config in zip(keys, plan.points, plan.configs, strict=True)
+    ]
+    return [run for _, run in sorted(zip(places, runs, strict=True), key=lambda pair: pair[0])]
+
+
+def _rank(point: GridPoint, config: ConvergenceConfig, baseline: str | None) -> int:
+    """The place of a fork among its point's: of the baseline 0, of the null arm 1, of any other 2."""
+    if config.fork.noise:
+        return 1
+    return 0 if baseline in (point.arm, point.variant, config.recipe.name) else 2
+
+
 def _check_device(config: Config) -> None:
-    """UserError when this machine, on which the run will be, has no GPU that it needs, or not the tensor cores."""
+    """Raise UserError if this machine, which will run the run, lacks its GPU or tensor cores."""
     section = "train" if isinstance(config, ConvergenceConfig) else config.job
     wanted = getattr(config, section).device
     if wanted == "cuda" and not torch.cuda.is_available():

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -23,65 +22,10 @@ from hqsweep.errors import EXIT_BUSY, Damaged, Missing
 from hqsweep.host import NAMED_S, Busy, holder, usable_cpus
 from hqsweep.sweep.console import Display
 from hqsweep.sweep.engine.process import DELETED, Attempt, Slot, slots, thread_limits
+from hqsweep.sweep.engine.task import Task, end_without
+from hqsweep.sweep.engine.until import Until
 from hqsweep.sweep.store.run_dir import CANCELLED, PENDING, RunDir
 from hqsweep.train.record import is_point
-
-LOOK_S = 0.25
-"""Seconds between two looks at the status, the lock or the trunk of a run."""
-
-
-@dataclass(kw_only=True, eq=False)
-class Task:
-    """A run to do.
-
-    reset: delete what it has put out before. trunk: the run of the same sweep that it is a fork of. needs: the file
-    that it starts from. ready: whether that is there, or it needs none. name_at: when to say which process keeps it.
-    """
-
-    run: RunDir
-    reset: bool
-    trunk: RunDir | None = None
-    needs: Path | None = None
-    ready: bool = True
-    failures: int = 0
-    look_at: float = 0.0
-    announced: bool = False
-    name_at: float = float("inf")
-
-    @classmethod
-    def of(cls, run: RunDir, *, reset: bool) -> "Task":
-        needs = run.trunk_state()
-        trunk = needs and run.trunk()
-        return cls(run=run, reset=reset, trunk=trunk, needs=needs, ready=trunk is None)
-
-    def due(self) -> bool:
-        """Whether to look at the run again; counts as the look."""
-        if time.monotonic() < self.look_at:
-            return False
-        self.look_at = time.monotonic() + LOOK_S
-        return True
-
-    def make_ready(self) -> None:
-        """What it waited for is there."""
-        self.ready, self.announced, self.look_at = True, False, 0.0
-
-
-def end_without(trunk: RunDir) -> tuple[str, str] | None:
-    """State and reason of a fork whose trunk has not come to the fork's point; None while somebody trains it."""
-    status = trunk.seen()
-    state, reason = status["state"], status["reason"]
-    if state == "running":
-        return None
-    if state == "failed":
-        return "failed", f"its trunk {trunk.name} failed: {reason}"
-    if state in ("missing", "damaged"):
-        return "failed", f"its trunk {trunk.name} is {state}: {reason}"
-    if state == "finished":
-        return "failed", f"its trunk {trunk.name} is finished, and its state at this point is gone; run again"
-    if reason == CANCELLED:
-        return "interrupted", f"its trunk {trunk.name} was cancelled"
-    return "interrupted", f"its trunk {trunk.name} is {state}" + (f": {reason}" if reason else "")
-
 
 POLL_S = 0.05
 """The seconds between two looks at the worker processes."""
@@ -109,17 +53,20 @@ class Limits:
     backoff_s: float = 1.0
     """The seconds before the first further attempt, twice as long before each following one."""
     imports: Sequence[str] = ()
-    """The words that tell a worker which Python factories it may import (Importer.arguments)."""
+    """The worker's arguments with the Python factories that it may import (Importer.arguments)."""
     nodes: Sequence[str] = ()
-    """The words that tell a worker on which machines the ranks of its run are (ranks.nodes_arguments)."""
+    """The worker's arguments with the machines of its run's ranks (ranks.nodes_arguments)."""
     fail_fast: bool = False
     """Whether nothing more is started after the first run that failed, retries included."""
+    until: Until | None = None
+    """The time until which runs start; None for any time."""
 
 
 def run_local(
     runs: Sequence[RunDir], *, display: Display, limits: Limits = Limits(), force: bool = False
 ) -> list[dict[str, Any]]:
-    """Bring every run to an end; returns their statuses (contents of status.json) in the order of `runs`.
+    """Bring every run to an end; returns their statuses (contents of status.json) in the order of `runs`. Runs start in
+    this order, but for forks whose trunk has not come to their point: runs after them go first.
 
     force: delete the output of runs and repeat them; without it finished runs are skipped.
 
@@ -144,6 +91,8 @@ def run_local(
             while pool.busy() and not caught:
                 pool.turn()
                 pool.wait()
+            if pool.late:
+                display.say(limits.until.line(pool.late))
         finally:
             reason = f"stopped by {caught[0].name}" if caught else "the sweep broke off"
             pool.stop(reason, hurry=lambda: len(caught) > 1)
@@ -184,7 +133,10 @@ class _Pool:
     slots: list[Slot]
     """The free slots."""
     queue: list[Task] = field(default_factory=list)
+    """The tasks that are not started, in the order in which they start; one that waits is passed over."""
     active: list[_Active] = field(default_factory=list)
+    late: list[RunDir] = field(default_factory=list)
+    """The runs for which Limits.until leaves no time."""
 
     def enqueue(self, runs: Sequence[RunDir], *, force: bool) -> None:
         skipped = 0
@@ -197,10 +149,9 @@ class _Pool:
                 self._enqueue(run, reset=force)
             else:
                 skipped += 1
+                self._learn(run, status)
         if skipped:
             self.display.say(f"{skipped} of {len(runs)} runs are finished already and skipped; --force repeats them")
-        trunks = {task.trunk for task in self.queue}
-        self.queue.sort(key=lambda task: task.run not in trunks)
         if waiting := [task.trunk for task in self.queue if task.trunk and not is_point(task.needs)]:
             self.display.say(f"{len(waiting)} forks wait for {len(set(waiting))} trunks")
 
@@ -212,7 +163,7 @@ class _Pool:
             self.display.say(f"{todo} run{'s' * (todo > 1)} to do, {workers} at a time; starting {which}")
 
     def _enqueue(self, run: RunDir, *, reset: bool) -> None:
-        """Enqueue the run's task, unless nothing says what the run is to do."""
+        """Enqueue the run's task, unless its config is unknown."""
         try:
             self.queue.append(Task.of(run, reset=reset))
         except Damaged as fault:
@@ -223,7 +174,7 @@ class _Pool:
         return bool(self.queue or self.active)
 
     def turn(self) -> None:
-        """Look at what runs, clear away what has ended, start what can start."""
+        """Look at active runs, clear away ended ones, and start the next."""
         for active in list(self.active):
             if not active.attempt.alive():
                 self._end(active)
@@ -231,12 +182,14 @@ class _Pool:
                 active.attempt.stop("failed", f"timed out after {self.limits.timeout_s:g} s")
             elif active.task.due():
                 self._look_at(active)
+        if self.limits.until and not self.limits.until.left:
+            self._put_off(list(self.queue))
         for task in [task for task in self.queue if not task.ready and task.due()]:
             self._look_for_trunk(task)
         for task in [task for task in self.queue if task.ready]:
             if not self.slots:
                 break
-            if task.due():
+            if task.due() and self._in_time(task):
                 self._try_start(task)
         if not self.queue:
             self._clear()
@@ -268,8 +221,10 @@ class _Pool:
         self.display.update(run.name, status)
 
     def _look_at(self, active: _Active) -> None:
-        """Show the run at work; while its files are unreadable the display keeps what it has. A run whose folder was
-        deleted is stopped, and a worker that somebody stopped is named once."""
+        """Show the run at work. While its files are unreadable, the display keeps the last status.
+
+        A run whose folder was deleted is stopped. A worker that was stopped by a signal is named once.
+        """
         status, attempt = active.task.run.seen(), active.attempt
         if status["state"] == "missing":
             attempt.stop("failed", DELETED)
@@ -282,7 +237,7 @@ class _Pool:
             )
 
     def _look_for_trunk(self, task: Task) -> None:
-        """Make a fork ready whose trunk has reached its point, and end one whose trunk nobody trains any further."""
+        """Make a fork ready if its trunk has reached its point; end it if no process trains its trunk any further."""
         before = [other for other in self.queue if other.run == task.trunk]
         trained = before or any(active.task.run == task.trunk for active in self.active)
         end = None if trained else end_without(task.trunk)
@@ -315,6 +270,29 @@ class _Pool:
         with contextlib.suppress(Busy, OSError, Damaged), task.run.lock():
             status = task.run.write_status(state=state, reason=reason)
         return status
+
+    def _in_time(self, task: Task) -> bool:
+        """Whether there is time for the task; if not, it and the forks that wait for it are put off."""
+        if self.limits.until is None or self.limits.until.allows(task.run):
+            return True
+        self._put_off([other for other in self.queue if other is task or (other.trunk == task.run and not other.ready)])
+        return False
+
+    def _put_off(self, tasks: Sequence[Task]) -> None:
+        """Leave the tasks to the next command, pending; a finished run that was to be repeated stays as it is."""
+        for task in tasks:
+            self.queue.remove(task)
+            status = task.run.seen()
+            if status["state"] != "finished":
+                status = self._settle_unstarted(task, "pending", None)
+            self._show(task.run, status)
+            if status["state"] == "pending" or task.reset:
+                self.late.append(task.run)
+
+    def _learn(self, run: RunDir, status: dict[str, Any]) -> None:
+        """Take note of what a finished run took."""
+        if self.limits.until and status["state"] == "finished":
+            self.limits.until.learn(run, status["seconds"])
 
     def _try_start(self, task: Task) -> None:
         """Start the task unless its run is finished or cancelled, or another process works on it."""
@@ -363,11 +341,15 @@ class _Pool:
         self.active.remove(active)
         self.slots.append(active.attempt.slot)
         task = active.task
+        for fork in self.queue:
+            if fork.trunk == task.run:  # which comes before the runs behind it, as soon as its trunk has ended
+                fork.look_at = 0.0
         if active.attempt.exit_code == EXIT_BUSY and task.run.seen()["state"] != "missing":
-            self.queue.append(task)
+            self.queue.insert(0, task)
             return
         status = active.attempt.settle()
         self._show(task.run, status)
+        self._learn(task.run, status)
         if status["state"] == "failed" and task.failures < self.limits.retries:
             self._retry(task, status["reason"])
         else:
@@ -384,4 +366,4 @@ class _Pool:
         wait_s = self.limits.backoff_s * 2**task.failures
         self.display.say(f"{task.run.name}: {reason}; trying again in {wait_s:g} s")
         task.failures, task.reset, task.look_at = task.failures + 1, False, time.monotonic() + wait_s
-        self.queue.append(task)
+        self.queue.insert(0, task)

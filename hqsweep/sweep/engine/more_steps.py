@@ -1,9 +1,9 @@
-"""Longer runs from finished ones: `hqsweep run ... --more-steps N` makes a sweep with N steps more, whose runs go on
-from checkpoints of the finished runs, and end with the rows and weights that they would have from step 1 on.
+"""Longer runs from finished ones: `hqsweep run ... --more-steps N` makes a sweep with N steps more.
 
-That holds up to the last step at which the longer run has the learning rates and recipes of the shorter one. Warm-up is
-kept in steps, so that step comes before the decay, or before a change of recipe at a part of the steps. There is no
-such checkpoint if all that are left lie in the decay.
+Its runs continue from checkpoints of the finished runs, and end with the rows and weights of a run from step 1 on. This
+holds up to the last step at which both runs have the same learning rates and recipes. Warm-up is kept in steps, so that
+step comes before the decay, or before a change of recipe at a part of the steps. There is no such checkpoint if all
+remaining ones lie in the decay.
 """
 
 import math
@@ -27,7 +27,7 @@ CHANGED = ("train.steps", "train.warmup", "sweep")
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """A finished run, and the step of its checkpoint that a longer one goes on from."""
+    """A finished run, and the step of the checkpoint from which its longer run continues."""
 
     run: RunDir
     path: Path
@@ -58,7 +58,7 @@ def longer_words(words: Sequence[str], configs: Sequence[Any], more: int) -> lis
 
 
 def _same_warmup(rise: float, steps: int) -> float:
-    """The fraction of `steps` that is `rise` steps, exact to the last bit where a float has it."""
+    """Return the fraction of `steps` that is `rise` steps, exact to the last bit if a float can be."""
     near = rise / steps
     for fraction in (near, math.nextafter(near, 0), math.nextafter(near, 1)):
         if fraction * steps == rise:
@@ -69,8 +69,10 @@ def _same_warmup(rise: float, steps: int) -> float:
 def starts(
     runs: Sequence[RunDir], configs: Sequence[ConvergenceConfig], longer: Sequence[ConvergenceConfig]
 ) -> list[Start]:
-    """The start of each run of the longer sweep. UserError where one of `runs`, those of the shorter sweep, has not
-    finished, or has no checkpoint that a longer run would have reached."""
+    """Return the start of each run of the longer sweep. runs: the shorter sweep's.
+
+    UserError if one of them did not finish, or has no checkpoint that a longer run would have reached.
+    """
     return [_start(*of_run) for of_run in zip(runs, configs, longer, strict=True)]
 
 
@@ -137,7 +139,7 @@ def _is_own(path: Path, run: str) -> bool:
 
 
 def seed(start: Start, run: RunDir) -> None:
-    """Give a run of the longer sweep, which has not begun, the checkpoint and the rows that stood before it."""
+    """Give a run of the longer sweep, before it begins, the checkpoint and the rows before it."""
     with run.lock():
         if run.has_finished() or checkpoints(run.checkpoint):
             return

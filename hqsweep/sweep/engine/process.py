@@ -45,7 +45,7 @@ def slots(workers: int | None, runs_per_gpu: int | None, gpus_per_run: int | Non
 
 
 def _groups(gpus: Sequence[str], workers: int | None, size: int) -> list[dict[str, str]]:
-    """Neighbouring GPUs for each run; where there are too few for one, all that is there."""
+    """Return neighbouring GPUs for each run; all GPUs if there are too few for one run."""
     room = len(gpus) // size
     if room == 0:
         return [{}] * (workers or 1)
@@ -64,7 +64,7 @@ def visible_gpus() -> Sequence[str]:
 
 
 def thread_limits(threads: int) -> dict[str, str]:
-    """Environment that holds torch, numpy and BLAS to so many threads."""
+    """Return the environment that limits torch, numpy and BLAS to `threads` threads."""
     return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
 
 
@@ -83,8 +83,10 @@ def line_of(run: RunDir) -> bytes:
 
 
 def serve(work: Callable[[RunDir], int | None]) -> int:
-    """Do the runs that come on stdin, each with its stdout and stderr in its own log, until no more come, or `work`
-    returns an exit code instead of None (which means that another run may follow). Returns the exit code.
+    """Do the runs that come on stdin, each with stdout and stderr in its own log. Return the exit code.
+
+    It ends when no more runs come, or when `work` returns an exit code. None from `work` means that another run may
+    follow.
 
     Children of a run find /dev/null on stdin. Raises OSError where a log cannot be opened.
     """
@@ -100,7 +102,7 @@ def serve(work: Callable[[RunDir], int | None]) -> int:
 
 
 def write_to(log: Path) -> None:
-    """Append stdout and stderr to the file, whoever writes there, C code and children too."""
+    """Append stdout and stderr to the file, also from C code and child processes."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         _replace(stream.fileno(), os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644))
@@ -179,8 +181,10 @@ class WorkerProcess:
         return signal.Signals(-code) if code is not None and code < 0 else None
 
     def _reaped(self, options: int = os.WNOHANG) -> int | None:
-        """The exit code, minus the signal's number for one killed by a signal; None while it lives. Popen's own poll()
-        drops what the kernel says of a child's memory."""
+        """Return the exit code, or minus the number of the signal that killed the process; None while it lives.
+
+        Popen's own poll() drops the kernel's report of a child's memory.
+        """
         if self._process.returncode is None:
             pid, status, usage = os.wait4(self.pid, options)
             if pid:
@@ -225,8 +229,10 @@ class WorkerProcess:
 
 @dataclass(eq=False)
 class Slot:
-    """Room for one run at a time, on the threads and the GPU that `environment` gives, with the worker that waits there
-    for the next run: starting Python and torch takes longer than a short run."""
+    """Room for one run at a time, with the threads and the GPU in `environment`.
+
+    Its worker waits for the next run, because starting Python and torch takes longer than a short run.
+    """
 
     environment: Mapping[str, str]
     arguments: Sequence[str] = ()
@@ -234,7 +240,7 @@ class Slot:
     idle: WorkerProcess | None = None
 
     def worker_for(self, run: RunDir, log: BinaryIO) -> WorkerProcess:
-        """The worker to which the run was handed: the idle one, else a new one."""
+        """Hand the run to a worker, and return it: the idle one, else a new one."""
         worker, self.idle = self.idle, None
         if worker is None or not worker.take(run):
             if worker is not None:
@@ -277,8 +283,11 @@ class Attempt:
         return 0 if self._finished else self.worker.exit_code
 
     def alive(self) -> bool:
-        """Whether it goes on. A worker that finishes its run is left to the slot, unless it was told to stop: then it
-        ends, at the latest with its grace."""
+        """Return whether the attempt goes on.
+
+        A worker that finishes its run stays with the slot. After a request to stop it ends, at the latest after its
+        grace time.
+        """
         if self._finished:
             return False
         finished = self.worker.answers and self.worker.finished()
@@ -314,9 +323,11 @@ class Attempt:
         self.worker.end()
 
     def settle(self) -> dict[str, Any]:
-        """The final status of an attempt that ended: the one that the worker wrote, else one written here. If another
-        worker has taken the run since, it is that worker's; if nothing can be written, it is ours with a note of
-        that."""
+        """Return the final status of an attempt that ended: the worker's own, else one written here.
+
+        If another worker has taken the run since, it is that worker's status. If nothing can be written, it is this one
+        with a note of that.
+        """
         state, why = self._stop or ("failed", self._cause_of_death())
         ours = {"state": state, "reason": why, "exit_code": self.exit_code}
         before = self.run.seen()

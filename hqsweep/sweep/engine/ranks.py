@@ -1,6 +1,7 @@
-"""The ranks of a run over several processes: torch's elastic launcher starts them from the run's worker, which holds
-the folder and watches them, and a rank that fails says why before it ends. They are forks of a server of the worker,
-which has imported what ranks need, once for all of them and for the runs that follow in this worker.
+"""The ranks of a run over several processes: torch's elastic launcher starts them from the run's worker.
+
+The worker holds the folder and watches the ranks. A rank that fails says why before it ends. Ranks are forks of the
+worker's server, which has imported their modules once for all ranks and later runs of this worker.
 
 The first failure ends all ranks. Its consequences (such as a connection that the dead rank has closed) are not
 reported: a rank that has lost another gives way, so that the launcher sees the cause first.
@@ -15,7 +16,6 @@ import logging
 import os
 import pkgutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -53,17 +53,19 @@ class Meeting:
         self._store = TCPStore(host, int(port), None, serves, timeout=wait, wait_for_workers=False)
 
     def announce(self, key: str, command: Sequence[str]) -> None:
-        """Tell the other machines to launch the command under this key."""
+        """Ask the other machines to launch the command under this key."""
         number = self._store.add(LAUNCHES, 1)
         self._store.set(f"{LAUNCHES}/{number}", json.dumps({"key": key, "command": list(command)}))
 
     def finish(self) -> None:
-        """Tell the other machines that nothing more will come."""
+        """Announce to the other machines that nothing more will come."""
         self.announce("", ())
 
     def announced(self) -> Iterator[dict[str, Any]]:
-        """{"key", "command"} of each launch, as they come, until there are no more. Raises torch's DistNetworkError
-        when the store is gone."""
+        """Yield {"key", "command"} of each launch, as they come, until there are no more.
+
+        Raises torch's DistNetworkError when the store is gone.
+        """
         number = 1
         while True:
             while not self._store.check([f"{LAUNCHES}/{number}"]):
@@ -106,13 +108,6 @@ class Meeting:
             thread.join()
 
 
-def free_endpoint(host: str) -> str:
-    """HOST:PORT with a port that is free on this machine."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return f"{host}:{probe.getsockname()[1]}"
-
-
 GIVE_WAY_S = 3.0
 """The seconds that a rank waits to be ended before it reports what another one should have."""
 SHUTDOWN_S = 5
@@ -129,7 +124,7 @@ LOST = (
     "NCCL",
     "recvValue",
 )
-"""The words in messages of errors by which a rank learns that it has lost another."""
+"""Words in error messages by which a rank learns that it has lost another rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,12 +138,14 @@ class Nodes:
 
 
 def launch(nodes: Nodes, key: str, run: RunDir, imports: Sequence[str], meeting: Meeting | None = None) -> None:
-    """Do the run by every rank of this machine, until all have ended: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT are in their environment. CPU threads are shared out. Call it from the main thread.
+    """Run every rank of this machine, until all have ended.
 
-    imports: the words that tell a worker which Python factories it may import; key: equal on all machines, and another
-    for every attempt. Raises RankFailed with the rank that ended first and why, and torch's SignalException at SIGTERM
-    or SIGINT; in either case no rank is left.
+    RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in their environment. CPU threads are shared out. Call
+    it from the main thread.
+
+    imports: a worker's arguments with the Python factories that it may import. key: equal on all machines, and another
+    for every attempt. Raises RankFailed with the rank that ended first and its reason, and torch's SignalException at
+    SIGTERM or SIGINT; in either case no rank is left.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -200,7 +197,7 @@ def _launch(nodes: Nodes, key: str, run: RunDir, imports: Sequence[str]) -> None
 
 @dataclass(frozen=True)
 class _Rank:
-    """What a rank is told."""
+    """The arguments of a rank."""
 
     path: Path
     imports: Sequence[str]
@@ -208,7 +205,7 @@ class _Rank:
 
 
 def _be_rank(told: _Rank) -> None:
-    """Be a rank of a run, in a fork of the server, whose threads and output are those of the server's first run."""
+    """Run as a rank, in a fork of the server. Threads and output are as in the server's first run."""
     import torch
 
     from hqsweep.parallel.wire.spawn import end_with_starter
@@ -259,8 +256,8 @@ class Signaled(Exception):
 
 @dataclass(frozen=True)
 class Machines:
-    """The machines of a worker's runs: how many, where these meet, and the words that tell a rank which Python
-    factories it may import."""
+    """The machines of a worker's runs: their number, their meeting place, and a rank's arguments with Python
+    factories."""
 
     nodes: int
     endpoint: str
@@ -283,7 +280,7 @@ def launch_run(run: RunDir, ranks: int, machines: Machines) -> None:
 
 
 def nodes_arguments(count: int, endpoint: str) -> list[str]:
-    """The words that tell a worker on how many machines the ranks of its runs are, and where these meet."""
+    """Return a worker's arguments with the number of machines of its runs, and their meeting place."""
     return [f"--nodes={count}", f"--endpoint={endpoint}"]
 
 
@@ -302,8 +299,10 @@ def help_out(count: int, endpoint: str) -> None:
 
 
 def tell(error: Exception, rank: int) -> None:
-    """Leave the reason of a rank's end to the launcher (TORCHELASTIC_ERROR_FILE), after giving way to the rank that
-    caused it, or to rank 0, which fails by the same fault of the input."""
+    """Leave the reason of a rank's end to the launcher (TORCHELASTIC_ERROR_FILE).
+
+    It first gives way to the rank that caused the failure, or to rank 0, which fails by the same fault of the input.
+    """
     shared = isinstance(error, UserError | Diverged)
     lost = isinstance(error, RuntimeError) and any(words in str(error) for words in LOST)
     if (shared and rank) or lost:

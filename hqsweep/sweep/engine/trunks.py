@@ -1,5 +1,7 @@
-"""Forks and their starts: a trunk of the same sweep, by the name of its run, or a checkpoint of an earlier run, by the
-hash of its file and after a check of the config that it was trained with.
+"""Forks and their starts.
+
+A start is a trunk of the same sweep, by the name of its run, or a checkpoint of an earlier run. A checkpoint is known
+by the hash of its file, and its config is checked against the fork's.
 """
 
 import hashlib
@@ -37,8 +39,11 @@ PARTS: dict[str, Callable[[str], bool]] = {
     "data": lambda key: key not in ("path", "hash"),
     "train": lambda key: key in SAME_TRAIN,
 }
-"""Section -> whether a fork shares a key of it with its trunk; paths of models and data may have changed, hashes
-not (that of data is compared by itself, as trunks of earlier versions have it in their manifests)."""
+"""Section -> whether a fork shares a key of it with its trunk.
+
+Paths of models and data may have changed; hashes may not. The data's hash is compared by itself, because trunks of
+earlier versions have it in their manifests.
+"""
 
 Pair = tuple[GridPoint, Config]
 
@@ -46,9 +51,10 @@ Pair = tuple[GridPoint, Config]
 def linked(
     grid: Sequence[GridPoint], configs: Sequence[Config], study: ForkStudy, there: Collection[str] = ()
 ) -> tuple[list[Pair], str]:
-    """The runs of a fork study with canonical configs in which every fork names its start; a trunk that several points
-    of the grid share comes once. And a line on the source that trunks begin from, "" for random weights. there: the
-    ends of the names of the sweep's runs.
+    """Return the runs of a fork study, in which every fork names its start, and a line on the source of the trunks.
+
+    Configs are canonical. A trunk that several points of the grid share comes once. The line is "" for random weights.
+    there: the ends of the names of the sweep's runs.
 
     Raises:
         UserError: fork.trunk is no checkpoint, or one of another model, data, vocabulary or training.
@@ -138,7 +144,7 @@ def _check_outside(path: Path, configs: Iterable[ConvergenceConfig]) -> None:
 
 
 def _different(trunk: ConvergenceConfig, fork: ConvergenceConfig) -> list[tuple[str, object, object]]:
-    """The keys, with the values of both, in which a fork does not go on with what the trunk was."""
+    """Return the keys, with both values, in which a fork differs from its trunk."""
     theirs, ours = (dict(_leaves(config.model_dump(include=set(PARTS)))) for config in (trunk, fork))
     shared = [key for key in ours if PARTS[key.partition(".")[0]](key.partition(".")[2])]
     return [(key, theirs.get(key, "none"), ours[key]) for key in shared if theirs.get(key, "none") != ours[key]]
@@ -207,14 +213,17 @@ def _source(config: ConvergenceConfig, study: ForkStudy) -> Path | None:
 
 
 def rewarm_steps(beta2: float) -> int:
-    """How long a re-warm is by default, where the optimizer's moments are gone: 100 steps, or 3 / (1 - beta2) if that
-    is more. After t steps the second moment averages over (1 - beta2^t) / (1 + beta2^t) of the samples that it does in
-    the end: 90 % of them at t = ln 19 / -ln beta2, which is 2.94 / (1 - beta2) for a beta2 near 1."""
+    """Return the default length of a re-warm without the optimizer's moments: 100 steps, or 3 / (1 - beta2) if that is
+    more.
+
+    After t steps the second moment averages over (1 - beta2^t) / (1 + beta2^t) of its final samples. It is 90 % at t =
+    ln 19 / -ln beta2, which is 2.94 / (1 - beta2) for a beta2 near 1.
+    """
     return max(LEAST_REWARM, math.ceil(3 / (1 - beta2)))
 
 
 def _rewarm(config: ConvergenceConfig, study: ForkStudy, checkpoint: Checkpoint) -> tuple[int, str]:
-    """Steps of re-warm of a run's trunk, and what is to be said of what it begins from."""
+    """Return the re-warm steps of a run's trunk, and a sentence about its starting point."""
     first, wanted = min(study.at), rewarm_steps(config.train.beta2)
     bare = checkpoint.optimizer == "none"
     steps, why = study.rewarm, ""
@@ -242,7 +251,7 @@ def _shown(path: Path) -> Path:
 
 
 def _sound(path: Path) -> Checkpoint:
-    """What is in a checkpoint. UserError where that is not sound."""
+    """Return the content of a checkpoint. UserError for a damaged one."""
     try:
         checkpoint = inspect_checkpoint(path)
         checkpoint.check()
@@ -252,7 +261,7 @@ def _sound(path: Path) -> Checkpoint:
 
 
 def _check_fits(checkpoint: Checkpoint, config: ConvergenceConfig) -> None:
-    """UserError for names and shapes that are not those of the model."""
+    """Raise UserError for names and shapes that differ from the model's."""
     if (model := _outline(config)) is None:
         return
     try:
@@ -262,7 +271,8 @@ def _check_fits(checkpoint: Checkpoint, config: ConvergenceConfig) -> None:
 
 
 def _outline(config: ConvergenceConfig) -> nn.Module | None:
-    """The model without memory for its weights; None where a Python function makes it that nobody might import."""
+    """Return the model without memory for its weights; None if only a Python function that may not be imported builds
+    it."""
     if not isinstance(config.model, ModelConfig):
         from hqsweep.models.build import outline  # not for a GPT
 

@@ -1,9 +1,9 @@
-"""The names of arms: a recipe's name and what differs from it, as in mxfp8_input-nvfp4_lr-0.002.
+"""The names of arms: a recipe's name and its differences, as in mxfp8_input-nvfp4_lr-0.002.
 
-A label is the same as arm, beginning of a run's folder, legend of a plot and word of --baseline, so it has neither
-spaces nor characters with a meaning to a shell or a file system. Where one label of a grid is long, all of its labels
-take a shorter form (grad, dq; then x, w and dy for the operands of a linear), and what is still too long is cut and
-gets a hash.
+A label is the same as arm, beginning of a run's folder, legend of a plot and word of --baseline. So it has neither
+spaces nor characters with a meaning to a shell or a file system. If one label of a grid is long, all of its labels take
+a shorter form (grad, dq; then x, w and dy for the operands of a linear). Labels that are still too long are cut, and
+get a hash.
 """
 
 import hashlib
@@ -34,8 +34,10 @@ _LETTERS = _SHORT | {"input": "x", "weight": "w", "grad_output": "dy"}
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The description of an arm: the name of its recipe or its own; the fields in which it differs from the recipe; and
-    settings outside of recipes, in which whole families of arms differ."""
+    """The description of an arm: a name, the fields that differ from its recipe, and settings.
+
+    The name is its recipe's or its own. Settings lie outside of recipes; whole families of arms differ in them.
+    """
 
     name: str
     fields: tuple[Pair, ...] = ()
@@ -76,7 +78,7 @@ def _text(pairs: Sequence[Pair], form: Callable[[Sequence[Pair]], list[Pair]], l
 
 
 def _told_apart(texts: Mapping[K, str], room: Mapping[K, int]) -> dict[K, str]:
-    """The texts, cut to their room where they are longer, with a hash after what is cut or would be another's."""
+    """Return the texts, cut to their room if they are longer. A cut or ambiguous text gets a hash."""
     counts = Counter(texts.values())
     return {
         key: text if len(text) <= room[key] and counts[text] == 1 else f"{text[: room[key] - 5]}_{_digest(key)}"

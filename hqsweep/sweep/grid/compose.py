@@ -10,6 +10,7 @@ whole process: two threads cannot compose at once. It takes twice as long, and n
 """
 
 import copy
+import functools
 import itertools
 import json
 import math
@@ -128,8 +129,10 @@ def _recipe_config(name: str, config_dir: Path | None) -> Any:
 
 
 def factory_folders(conf: str, overrides: Sequence[str], config_dir: Path | None = None) -> list[str]:
-    """The folders in which modules of Python factories are looked for, beside the installed packages: those of the
-    user's own configs, which are the folders of recipe=PATH.yaml and conf=PATH.yaml, then config_dir, then ./conf."""
+    """Return the folders in which modules of Python factories are searched, beside the installed packages.
+
+    They are folders of the user's own configs: of recipe=PATH.yaml and conf=PATH.yaml, then config_dir, then ./conf.
+    """
     recipes = [value for text in overrides if text.startswith("recipe=") for value in text[7:].split(",")]
     files = [Path(name) for name in (*recipes, conf) if name.endswith(".yaml")]
     own = [file.parent.parent if file.resolve().parent.name == "recipe" else file.parent for file in files]
@@ -194,6 +197,7 @@ class Composer:
 
     def __init__(self, name: str, folders: Sequence[Path | None]) -> None:
         self.loader = _loader(folders)
+        self.is_packaged = not any(folder is not None and folder.is_dir() for folder in folders)
         self.overrides = Overrides(self.loader)
         self.name = name
         self.bases: dict[tuple[str, ...], DictConfig] = {}
@@ -214,6 +218,18 @@ class Composer:
         params = [o for key, o in self.overrides.parse(_params(base)).items() if key not in common and key not in inner]
         outer = [*params, *common.values()]
         check_size(self._size(arms, outer), f"conf={self.name}")
+        points, differences, keys = self._points(arms, outer)
+        named = labels(differences.values())
+        labelled = [
+            replace(point, arm=named[own].arm, settings=named[own].settings)
+            for point, own in zip(points.values(), differences.values(), strict=True)
+        ]
+        return with_study(labelled, parse_study(keys))
+
+    def _points(
+        self, arms: Sequence[tuple[str, dict[str, Override]]], outer: Sequence[Override]
+    ) -> tuple[dict[str, GridPoint], dict[str, Difference], dict[str, Any]]:
+        """Return the points without labels and their differences, both by content, and the keys of the study."""
         points: dict[str, GridPoint] = {}
         differences: dict[str, Difference] = {}
         keys: dict[str, Any] = {}
@@ -233,21 +249,16 @@ class Composer:
                         overrides=(f"{ARMS}=null", *choice) if arm else choice,
                         whole=not differences[content].fields and not any(key.startswith("recipe.") for key in own),
                     )  # fmt: skip
-        named = labels(differences.values())
-        labelled = [
-            replace(point, arm=named[own].arm, settings=named[own].settings)
-            for point, own in zip(points.values(), differences.values(), strict=True)
-        ]
-        return with_study(labelled, parse_study(keys))
+        return points, differences, keys
 
     def _size(self, arms: Sequence[tuple[str, dict[str, Override]]], outer: Sequence[Override]) -> int:
-        """The number of points, those that repeat others counted."""
+        """Return the number of points, including points that repeat others."""
         counts = [math.prod(len(self.overrides.choices(o)) for o in own.values()) for _, own in arms]
         return sum(counts) * math.prod(len(self.overrides.choices(o)) for o in outer)
 
     def _arms(self, base: DictConfig, common: dict[str, Override]) -> list[tuple[str, dict[str, Override]]]:
-        """The arms that the sweep names, with their overrides by key; one without a name and overrides where it names
-        none."""
+        """Return the sweep's named arms, with their overrides by key; without names one nameless arm without
+        overrides."""
         stated = common[ARMS].value() if ARMS in common else base.get(ARMS)
         if stated is None:
             return [("", {})]
@@ -317,16 +328,9 @@ class Composer:
 
     def _load(self, groups: Sequence[str], mode: RunMode) -> DictConfig:
         """Hydra's own composition of the named config under a choice of groups, open for unknown keys."""
-        try:
-            with warnings.catch_warnings(action="ignore"):  # without _self_ a YAML's own values win, which is meant
-                config = self.loader.load_configuration(self.name, list(groups), mode)
-            plain = OmegaConf.to_container(config)
-            params = plain.pop("hydra")["sweeper"].get("params")  # all else there is Hydra's own, with its resolvers
-            check_expansion(plain | {"hydra": {"sweeper": {"params": params}}}, "the config")
-        except Exception as error:  # a YAML can make Hydra and PyYAML raise anything: AttributeError by !!timestamp 1
-            raise UserError(f"conf={self.name}: {explain(error)}") from None
-        OmegaConf.set_struct(config, False)
-        return config
+        if self.is_packaged:
+            return copy.deepcopy(_packaged(self.name, tuple(groups), mode))
+        return _composed(self.loader, self.name, groups, mode)
 
     def _other_model(self, groups: Sequence[str], config: DictConfig) -> DictConfig:
         """The config, without the keys for the GPT in its YAML where the groups of the command line chose another
@@ -341,6 +345,26 @@ class Composer:
         """The composed config with Hydra's own part, under the groups that are chosen for all points."""
         fixed = [o.input_line for o in overrides.values() if self.overrides.is_group(o) and not o.is_sweep_override()]
         return self._load(fixed, RunMode.MULTIRUN)
+
+
+def _composed(loader: ConfigLoaderImpl, name: str, groups: Sequence[str], mode: RunMode) -> DictConfig:
+    """Hydra's composition by a loader, open for unknown keys."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # without _self_ a YAML's own values win, which is meant
+            config = loader.load_configuration(name, list(groups), mode)
+        plain = OmegaConf.to_container(config)
+        params = plain.pop("hydra")["sweeper"].get("params")  # all else there is Hydra's own, with its resolvers
+        check_expansion(plain | {"hydra": {"sweeper": {"params": params}}}, "the config")
+    except Exception as error:  # a YAML can make Hydra and PyYAML raise anything: AttributeError by !!timestamp 1
+        raise UserError(f"conf={name}: {explain(error)}") from None
+    OmegaConf.set_struct(config, False)
+    return config
+
+
+@functools.lru_cache(maxsize=128)
+def _packaged(name: str, groups: tuple[str, ...], mode: RunMode) -> DictConfig:
+    """The composition of packaged configs alone, whose files do not change while a process runs."""
+    return _composed(_loader([]), name, groups, mode)
 
 
 def _params(base: DictConfig) -> list[str]:

@@ -37,7 +37,7 @@ def is_users(config: DictConfig) -> bool:
 
 
 def drop_gpt(config: DictConfig) -> None:
-    """Leave out what a YAML says of the GPT, where a group for a user's own model was chosen instead."""
+    """Drop a YAML's keys of the GPT, if a group for a user's own model was chosen instead."""
     model = config["model"]
     own = (*UserModel.model_fields, *(HFModelConfig.model_fields if model["kind"] == "hf" else ()))
     for key in [key for key in model if key in ModelConfig.model_fields and key not in own]:
@@ -50,11 +50,11 @@ PARTS |= {"embedding": (), "norm": ()}
 
 
 def open_quantizers(config: DictConfig, key: str) -> None:
-    """Spell out the part of a recipe that `key` is a field of, so that the rest of the part stays as it was.
+    """Spell out the part of a recipe with the field `key`, so that the rest of the part stays unchanged.
 
-    For a key such as recipe.dpa.qkv the section becomes {tensor: quantizer}: of what the recipe says, or else of what
-    the section would resolve to. For one such as recipe.dpa.qkv.columnwise the quantizer becomes {rowwise, columnwise,
-    columnwise_source} as well. A key of anything else, or of a recipe that is a Python factory, changes nothing.
+    For a key such as recipe.dpa.qkv the section becomes {tensor: quantizer}: as stated in the recipe, or else as the
+    section would resolve. For a key such as recipe.dpa.qkv.columnwise the quantizer becomes {rowwise, columnwise,
+    columnwise_source} as well. Other keys, and a recipe that is a Python factory, change nothing.
     """
     top, *path = key.split(".")
     recipe = OmegaConf.select(config, "recipe") if top == "recipe" else None

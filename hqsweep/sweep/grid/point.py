@@ -15,10 +15,10 @@ LARGEST = 20_000
 class GridPoint:
     """One run of a grid.
 
-    config: resolved, as plain dicts and lists. overrides: all that were given, this point's choices among them.
-    changed: those of them that were swept. arm: the label of the run's recipe in this sweep, equal for all seeds.
-    settings: the end of the label that names other swept keys than the recipe's. whole: whether the recipe is as its
-    name says, no field of it changed. trunk: the run of the same grid that the run is a fork of.
+    config: resolved, as plain dicts and lists. overrides: all given ones, with this point's choices. changed: the swept
+    ones among them. arm: the label of the run's recipe in this sweep, equal for all seeds. settings: the end of the
+    label, which names swept keys outside the recipe. whole: whether the recipe is unchanged. trunk: for a fork, its run
+    of the same grid.
     """
 
     config: dict[str, Any]
@@ -31,14 +31,16 @@ class GridPoint:
 
     @property
     def variant(self) -> str:
-        """The arm without its settings: what it is paired by with arms of other variants at the same settings."""
+        """The arm without its settings. Arms of other variants at the same settings are paired by it."""
         return self.arm.removesuffix(self.settings)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The runs of a sweep in the order of the grid, the keys that belong to the sweep as a whole, and why its baseline
-    is what it is ("" where there is nothing to compare)."""
+    """The runs of a sweep in the order of the grid, the keys of the sweep as a whole, and the reason for its baseline.
+
+    The reason is "" without a comparison.
+    """
 
     points: list[GridPoint]
     study: StudyConfig

@@ -82,3 +82,9 @@ def split_conf(words: Sequence[str], config_dir: Path | None = None) -> tuple[st
         words = " ".join(f"conf={conf}" for conf in confs)
         raise UserError(f"{words}: a sweep has one conf; give one name, and sweep keys within it")
     return confs[0], rest
+
+
+def with_seeds(words: Sequence[str], seeds: Sequence[int]) -> list[str]:
+    """The words of `hqsweep run` with these seeds in place of their own."""
+    rest = [word for word in words if word.lstrip("+").partition("=")[0] != "seed"]
+    return [*rest, f"seed={','.join(map(str, seeds))}"]

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hqsweep.config.study import NULL_NOISE, ForkStudy, StudyConfig
+from hqsweep.config.study import FORK_STEPS, NULL_NOISE, ForkStudy, StudyConfig
 from hqsweep.errors import UserError, nearest
 from hqsweep.sweep.grid.point import Grid, GridPoint, check_size, is_trunk, section, without
 from hqsweep.sweep.store.store import RunStore
@@ -165,7 +165,7 @@ def _trunk(point: GridPoint, study: ForkStudy, recipe: dict[str, Any]) -> GridPo
 
 def _section(study: ForkStudy, **changes: Any) -> dict[str, Any]:
     """The section fork of a run."""
-    return study.model_dump(exclude={"rewarm"}) | changes
+    return study.model_dump(exclude={"rewarm", "end"}) | {"steps": study.steps or FORK_STEPS} | changes
 
 
 def _key(override: str) -> str:
@@ -173,8 +173,9 @@ def _key(override: str) -> str:
 
 
 def _fork(point: GridPoint, study: ForkStudy, at: int, trunk: GridPoint | None, noise: float) -> GridPoint:
-    fork = _section(study, at=[at], trunk=study.trunk if study.goes_on else TRUNK, noise=noise)
-    config = {"train": section(point, "train") | {"steps": at + study.steps + study.decay}, "fork": fork}
+    steps = study.steps_from(at)
+    fork = _section(study, at=[at], steps=steps, trunk=study.trunk if study.goes_on else TRUNK, noise=noise)
+    config = {"train": section(point, "train") | {"steps": at + steps + study.decay}, "fork": fork}
     changed, overrides = (*point.changed, f"fork.at={at}"), (*without(point.overrides, "fork.at"), f"fork.at={at}")
     if noise:
         config["recipe"] = section(point, "recipe") | {"name": NAME}

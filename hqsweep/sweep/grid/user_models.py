@@ -1,6 +1,7 @@
-"""The checks of users' own models before anything starts: the recipes of the grid by the shapes of modules, a trial of
-each model on a few tokens, and the vocabulary of data that has to be read for it. Files are checked before torch is
-imported (checkpoints.user_model).
+"""Checks of users' own models before anything starts.
+
+They check the recipes of the grid by the shapes of modules, try each model on a few tokens, and read the vocabulary of
+data if the model needs it. Files are checked before torch is imported (checkpoints.user_model).
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,8 +26,10 @@ def hashed(config: Config) -> Config:
 
 
 def check_recipes(points: Sequence[GridPoint], configs: Sequence[Config]) -> None:
-    """UserError for a recipe that a user's model cannot take, and for a model that cannot be trained on tokens, with
-    what was swept of its run."""
+    """Raise UserError for a recipe that a user's model cannot take, and for a model that cannot be trained on tokens.
+
+    The message has the run's swept keys.
+    """
     own = [pair for pair in zip(points, configs, strict=True) if _is_users(pair[1])]
     if not own:
         return

@@ -1,8 +1,8 @@
-"""engine=slurm: a task of a Slurm array for each run, submitted by submitit; the forks of an arm from one trunk share a
-task, which starts when the trunk's has finished.
+"""engine=slurm: each run is a task of a Slurm array, submitted by submitit.
 
-A run's folder has the id of its job, so the same command again finds the jobs that wait or run and follows them instead
-of submitting a second time. No process here has to stay alive: jobs go on without us.
+The forks of an arm from one trunk share a task, which starts after the trunk's task. A run's folder has the id of its
+job, so the same command again finds waiting and running jobs, and follows them instead of submitting twice. No process
+here has to stay alive: jobs go on without it.
 """
 
 import io
@@ -27,7 +27,7 @@ from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore
 
 ARRAY_SIZE = 1000
-"""The tasks of one array: what Slurm takes by default (MaxArraySize is 1001)."""
+"""The tasks of one array: Slurm's default limit (MaxArraySize is 1001)."""
 
 
 def run_slurm(
@@ -71,8 +71,10 @@ def run_slurm(
 
 
 def check_slurm(sweep_path: Path) -> None:
-    """UserError where submitit is missing, and where its scripts and Slurm would take the path of a sweep's folder for
-    another one: a line break ends a line of the script, and both replace %j and the like by facts of a job."""
+    """Raise UserError if submitit is missing, or Slurm would misread the path of a sweep's folder.
+
+    A line break ends a line of the script, and both replace %j and the like by facts of a job.
+    """
     if find_spec("submitit") is None:
         raise UserError("engine.kind: 'slurm' needs submitit; pip install 'hqsweep[slurm]', or set engine=local")
     path = str(sweep_path.resolve())
@@ -110,8 +112,10 @@ def _prepare(runs: Sequence[RunDir], live: Collection[RunDir], force: bool) -> l
 
 
 def _by_trunk(todo: Sequence[RunDir], coming: Collection[RunDir]) -> dict[RunDir | None, list[RunDir]]:
-    """The runs to submit by the trunk whose job they have to wait for, None for those that can start; `coming` are the
-    runs that have a job, or will."""
+    """Return the runs to submit by the trunk whose job they must wait for; None for runs that can start.
+
+    coming: the runs that have a job, or will have one.
+    """
     groups: dict[RunDir | None, list[RunDir]] = {}
     for run in todo:
         trunk = run.trunk()

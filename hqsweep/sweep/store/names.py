@@ -100,8 +100,11 @@ def run_id(config: Mapping[str, Any]) -> str:
 
 
 def run_name(config: Mapping[str, Any], arm: str | None = None) -> str:
-    """`<arm>-s<seed>-<first 10 hex digits of the run id>`; a parity run is called parity, a trunk trunk, and a fork
-    has its point before the id: nvfp4-s0-at400-1f2e3d4c5b. arm: None is the recipe's name."""
+    """Return `<arm>-s<seed>-<first 10 hex digits of the run id>`.
+
+    A parity run is called parity, a trunk trunk. A fork has its point before the id: nvfp4-s0-at400-1f2e3d4c5b. arm:
+    None is the recipe's name.
+    """
     label = (arm or config["recipe"]["name"]) if config["job"] == "convergence" else config["job"]
     fork = fork_of(config)
     label = "trunk" if fork and fork.is_trunk else re.sub(r"[^A-Za-z0-9._+-]", "_", label)

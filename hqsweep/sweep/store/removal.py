@@ -35,9 +35,11 @@ class Removal:
 
 
 def removals(store: RunStore, words: Sequence[str]) -> list[Removal]:
-    """The removals that the words mean, a sweep at a time. UserError for a run that is at work or waits for Slurm, for
-    a trunk whose forks stay, for a run whose checkpoint another sweep has as its fork.trunk, for a folder of no sweep,
-    and for some of the runs behind a link."""
+    """Return the removals for these words, a sweep at a time.
+
+    UserError for a run that is at work or waits for Slurm, for a trunk whose forks stay, for a run whose checkpoint is
+    another sweep's fork.trunk, for a folder of no sweep, and for some of the runs behind a link.
+    """
     runs = store.resolve(words)
     removed = []
     for folder in dict.fromkeys(run.sweep_path for run in runs):

@@ -47,7 +47,7 @@ def repair(run: RunDir, say: Callable[[str], None]) -> None:
 
 
 def _clear(path: Path) -> str | None:
-    """Make room for a folder of a run; what was done, None where nothing was to do."""
+    """Make room for a run's folder. Return a description of the repair; None if there was none."""
     if path.is_symlink():
         if RunDir(path).has_finished():
             return None

@@ -151,7 +151,7 @@ class RunDir:
         write_json(self.manifest_path, self._known_entries() | entries)
 
     def note_repair(self, sentence: str) -> None:
-        """Add to the manifest what was damaged, and how the run went on without it."""
+        """Add a repair to the manifest: the damage, and how the run continued without the damaged part."""
         self.update_manifest(repairs=[*self._known_entries().get("repairs", []), sentence])
 
     def rows(self, table: str) -> list[dict[str, Any]]:
@@ -260,14 +260,16 @@ class RunDir:
         return files
 
     def check(self) -> None:
-        """Raise Damaged where a run that has ended has changed since; all is read except what it captured."""
+        """Raise Damaged if an ended run has changed since. Reads everything except captured operands."""
         files = self.sealed()
         for fault in seal.faults(self.path, files, deep=False) if files is not None else ():
             raise fault
 
     def reset(self) -> None:
-        """Delete the run's output (links, not what they lead to), so that it is pending again, which its status says
-        first. The caller holds the lock."""
+        """Delete the run's output, so that it is pending again. The status says this first.
+
+        Links are deleted, but not their targets. The caller holds the lock.
+        """
         manifest = self._known_entries()
         if self.path.is_symlink():
             config = self.config_path.read_bytes()
@@ -298,7 +300,7 @@ def unusable(fault: Damaged) -> dict[str, Any]:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a link (never what it leads to) or a folder with all that is in it."""
+    """Delete a file, a link (never its target) or a folder with its content."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -32,11 +32,11 @@ CAPTURED = "captured"
 REPEAT = "the sweep's `hqsweep run` command repeats the run"
 
 Files = Mapping[str, Mapping[str, Any]]
-"""Name -> {"bytes": size, "sha256": hex} of each file under a seal; names of those in captured/ begin so."""
+"""Name -> {"bytes": size, "sha256": hex} of each file under a seal. Captured files begin with "captured/"."""
 
 
 def covers(name: str) -> bool:
-    """Whether it is the name of a file that a seal speaks of; those in captured/ begin so."""
+    """Return whether a seal covers the file of that name; names of captured files begin with "captured/"."""
     return name in SMALL or ("/" not in name and name.endswith(ROWS)) or _is_captured(name)
 
 
@@ -49,7 +49,7 @@ def write(folder: Path, status: bytes) -> None:
 
 
 def remove(folder: Path) -> None:
-    """The run goes on, or is to be repeated."""
+    """Delete the seal of a run that goes on, or is to be repeated."""
     (folder / FILE).unlink(missing_ok=True)
 
 

@@ -50,8 +50,10 @@ def hashed(configs: Sequence[Config]) -> list[Config]:
 
 
 def of_before(config: Config, there: Iterable[str]) -> Config:
-    """The config without the hash of its data where the sweep has this run from before that was a part of ids. there:
-    the ends of the names of its runs (RunStore.ids)."""
+    """Return the config without the hash of its data, if the sweep has this run from before hashes were part of ids.
+
+    there: the ends of the names of its runs (RunStore.ids).
+    """
     if not (isinstance(config, ConvergenceConfig) and there):
         return config
     dump = config.model_dump(mode="json")
@@ -66,8 +68,10 @@ def settings_of(section: Mapping[str, Any]) -> str:
 
 
 def check_data(store: RunStore, sweep: str, configs: Iterable[Config]) -> None:
-    """UserError where a run of the sweep has read other data than those that these configs lead to now (hashed()), by
-    equal settings."""
+    """Raise UserError if a run of the sweep has read other data than these configs lead to now (hashed()).
+
+    Runs and configs are matched by equal settings.
+    """
     now: dict[str, dict[str, ConvergenceConfig]] = {}
     for config in configs:
         if isinstance(config, ConvergenceConfig):
@@ -98,8 +102,11 @@ def _listed(store: RunStore, sweep: str) -> list[RunDir]:
 
 @dataclass(frozen=True, kw_only=True)
 class SeenData:
-    """Data that runs have read: their source and path, the hash that they had (None: no manifest says it), and what is
-    there now: state is "same", "changed" (now has the hash), "gone", "unreadable" (why says why), or "unknown"."""
+    """Data that runs have read: their source, their path, their hash at that time, and their present state.
+
+    hash: None if no manifest has it. state: "same", "changed" (`now` has the new hash), "gone", "unreadable" (`why` has
+    the reason), or "unknown".
+    """
 
     source: str
     path: str | None
@@ -148,7 +155,7 @@ def seen_by(runs: Iterable[RunDir]) -> list[SeenData]:
 
 
 def _now(section: Mapping[str, Any]) -> dict[str, Any]:
-    """The hash of what a section `data` leads to now, or the state that it is in instead."""
+    """Return the present hash of the data of a section `data`, or the state that prevents one."""
     path = section.get("path")
     if path is not None and not Path(path).exists():
         return {"state": "gone"}

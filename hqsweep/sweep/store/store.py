@@ -62,12 +62,16 @@ class RunStore:
         study: Mapping[str, Any] | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> list[RunDir]:
-        """The folders of these runs, in grid order, made where they are missing. Repeating a call changes nothing; a
-        call with other runs adds them to the sweep. study: the keys of the sweep as a whole, StudyConfig as JSON; None
-        keeps those that it has. A run that ended and is damaged is pending again, one that was cut off is repaired
-        (repair()), and a damaged list of runs is made again from the folders; `say` is told all of this. Raises
-        UserError for a sweep name that is no plain folder name, for a folder in which nothing can be written, and for a
-        sweep of an earlier version, which had no checksum."""
+        """Return the folders of these runs, in grid order; make missing ones.
+
+        Repeating a call changes nothing; a call with other runs adds them to the sweep. study: the keys of the sweep as
+        a whole, StudyConfig as JSON; None keeps the present ones. An ended run that is damaged is pending again, an
+        interrupted one is repaired (repair()), and a damaged list of runs is made again from the folders. `say` gets a
+        line on each.
+
+        UserError for a sweep name that is no plain folder name, for a folder that cannot be written, and for a sweep of
+        an earlier version, which had no checksum.
+        """
         if not re.fullmatch(r"[A-Za-z0-9._+-]*[A-Za-z0-9_+-]", sweep):
             raise UserError(f"sweep: '{sweep}' is not a folder name; use letters, digits and any of . _ + -")
         try:
@@ -82,7 +86,7 @@ class RunStore:
             ) from None
 
     def mend(self, sweep: str, say: Callable[[str], None]) -> None:
-        """Make a sweep's damaged list of runs again from its folders, and tell `say`. Raises UserError as create()
+        """Rebuild a sweep's damaged list of runs from its folders, and report it to `say`. Raises UserError as create()
         does."""
         folder = self.root / sweep
         if not folder.is_dir():
@@ -276,11 +280,12 @@ def _take_back_if_damaged(run: RunDir, say: Callable[[str], None]) -> None:
 
 
 def _create_run(run: RunDir, point: PlannedRun, arm: str, needed: Collection[Path] = ()) -> RunDir:
-    """Write config, manifest and status of a run. One that is finished or at work keeps them; another takes the new
-    config, which can differ only in what cannot change a number (track, engine).
+    """Write config, manifest and status of a run. A finished or active run keeps its own.
 
-    needed: checkpoints that forks wait for. Anything else in the place of one is deleted, and a finished trunk that
-    lacks one is pending again, and keeps the points that it has.
+    Another run takes the new config, which can differ only in keys that cannot change a number (track, engine).
+
+    needed: checkpoints that forks wait for. Anything else in the place of one is deleted. A finished trunk that lacks
+    one is pending again, and keeps its other points.
     """
     run.path.mkdir(exist_ok=True)
     with suppress(Busy), run.lock():

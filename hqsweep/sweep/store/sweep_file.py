@@ -67,7 +67,7 @@ def rebuilt(folder: Path) -> dict[str, Any]:
 
 
 def is_sweep(folder: Path) -> bool:
-    """Whether a folder is a sweep's, whatever is in its list of runs."""
+    """Return whether a folder is a sweep's, even if its list of runs is damaged."""
     return (folder / FILE).is_file()
 
 

@@ -147,8 +147,7 @@ def _other_copy(path: Path, rows: list[dict[str, Any]]) -> Iterator[Damaged]:
 
 
 def _checkpoint_faults(run: RunDir, identity: str, finished: bool) -> Iterator[Damaged]:
-    """The checkpoints that are not what their records say. One without a record does not matter when the run is
-    done."""
+    """Yield the checkpoints that differ from their records. In a finished run, a checkpoint without a record passes."""
     for path in checkpoints(run.checkpoint).values():
         if finished and not record_path(path).exists():
             continue
@@ -157,7 +156,7 @@ def _checkpoint_faults(run: RunDir, identity: str, finished: bool) -> Iterator[D
 
 
 def _trunk_faults(run: RunDir, state: Path, started_from: str | None) -> Iterator[Damaged]:
-    """The fault of a trunk's state that is not the one that its fork started from."""
+    """Yield the fault of a trunk's state, if its fork started from another state."""
     with suppress(NotAsWritten):  # its own run's faults say so
         if started_from is not None and state.exists() and read_record(state).sha256 != started_from:
             yield Damaged(state, f"is not the state from which {run.name} started", "repeat the fork with --force")

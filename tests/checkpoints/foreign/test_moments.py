@@ -14,6 +14,8 @@ from hqsweep.errors import UserError
 from hqsweep.optim import FusedAdam
 from tests.checkpoints.foreign.test_dcp import adam, same_moments
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])
 def test_a_checkpoint_of_hugging_faces_trainer(model_type: str, tmp_path: Path) -> None:

@@ -10,8 +10,13 @@ from hqsweep.formats.inputs import draw
 from hqsweep.ops.members.layout import GroupLayout
 from hqsweep.ops.members.packed import member_buffers
 from hqsweep.ops.members.splits import Splits
-from hqsweep.ops.quantize import operators
-from hqsweep.ops.quantize.dequantize import dequantize, exact_operand_of, exact_operand_of_parts
+from hqsweep.ops.quantize.dequantize import (
+    decode,
+    decode_into,
+    dequantize,
+    exact_operand_of,
+    exact_operand_of_parts,
+)
 from hqsweep.quant.operand import Operand, narrow
 
 SIXTEENS = (0, 128, 48, 0, 16, 160, 256, 0)
@@ -46,9 +51,7 @@ def test_decoding_at_once_gives_the_bytes_of_each_operand(text, columnwise, widt
                 members = [decoded(b, format, s, exact, dtype) for b, s in zip(buffers, layout.shapes, strict=True)]
                 wanted = torch.cat([(m.t() if columnwise else m).reshape(-1) for m in members])
                 tensors = [packed[name] for name in format.layout]
-                actual = operators.dequantize(
-                    tensors, text, len(x), width, exact, wanted.dtype, splits.offsets(x.device), columnwise
-                )
+                actual = decode(tensors, text, len(x), width, exact, wanted.dtype, splits.offsets(x.device), columnwise)
                 assert actual.dtype == wanted.dtype and torch.equal(actual.view(torch.uint8), wanted.view(torch.uint8))
 
 
@@ -72,10 +75,10 @@ def test_gpu_decoding_writes_nothing_beside_its_columns():
     x = draw("heavy", 64, 128, dtype=torch.bfloat16).cuda()
     buffers = list(quantize(x, parse("mxfp8")).rowwise.values())
     out = torch.full((64, 256), 7.0, device="cuda", dtype=torch.bfloat16)
-    operators.decode_into(out[:, 64:192], buffers, "mxfp8")
+    decode_into(out[:, 64:192], buffers, "mxfp8")
     assert out[:, :64].eq(7).all() and out[:, 192:].eq(7).all() and not out[:, 64:192].eq(7).all()
     with pytest.raises(ValueError, match="rows of floats without gaps"):
-        operators.decode_into(out.t()[:64, 64:192], buffers, "mxfp8")
+        decode_into(out.t()[:64, 64:192], buffers, "mxfp8")
 
 
 def decoded(buffers, format, shape, exact, dtype):
@@ -93,4 +96,4 @@ def test_what_decoding_at_once_refuses():
         ("expert 0 has rows 0 to 64 of 48", buffers, torch.tensor([0, 64])),
     ):
         with pytest.raises(ValueError, match=message):
-            operators.dequantize(tensors, "mxfp8", *rest, starts)
+            decode(tensors, "mxfp8", *rest, starts)

@@ -10,7 +10,8 @@ from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import DISTRIBUTIONS, draw
 from hqsweep.ops.quantize.kernels import supports
-from hqsweep.ops.quantize.quantize import encode, exact_operand
+from hqsweep.ops.quantize.quantize import encode, quantize
+from hqsweep.ops.quantize.request import Target
 
 KEY = RngKey(seed=7, slot="test", step=2**33 + 5)
 
@@ -39,7 +40,7 @@ def test_kernel_equals_reference(text, distribution, dtype, rows, blocks, tail, 
 @pytest.mark.parametrize("text", KERNELS)
 def test_exact_operand_equals_decoding_the_codes(text):
     format, x = parse(text), draw("heavy", 96, 160)
-    fused, reference = (exact_operand(x, format, key=KEY, backend=b) for b in ("kernel", "reference"))
+    fused, reference = (quantize(x, Target(format, "exact", KEY), backend=b).rowwise for b in ("kernel", "reference"))
     assert torch.equal(fused.matrix, reference.matrix.float())
     assert fused.divisor == reference.divisor
     assert (fused.factor is None) == (reference.factor is None)
@@ -99,7 +100,7 @@ def test_gpu_exact_operand_is_the_reference_operand(text, distribution):
     format = parse(text)
     for x, on_gpu in on_cpu_and_gpu(distribution, text):
         wanted = format.operand(format.encode(x, None, KEY), tuple(x.shape))
-        actual = exact_operand(on_gpu, format, key=KEY, backend="kernel")
+        actual = quantize(on_gpu, Target(format, "exact", KEY), backend="kernel").rowwise
         assert actual.matrix.is_cuda and actual.matrix.dtype == wanted.matrix.dtype
         matrices = [torch.where(m.isnan(), 7.0, m).contiguous() for m in (wanted.matrix, actual.matrix.cpu())]
         assert torch.equal(*(m.view(torch.uint8) for m in matrices)), (x.dtype, x.stride())

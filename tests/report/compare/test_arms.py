@@ -117,15 +117,20 @@ def test_the_least_that_a_verdict_needs_is_told_where_nothing_can_be_estimated(m
     assert (fork["needed"], fork["more"], whole["needed"], whole["more"]) == (3, 2, 2, 1)
 
 
-def test_a_missing_fork_drops_its_point_in_every_trunk(make_sweep, fake):
+def test_a_missing_fork_drops_its_point_in_every_trunk_of_its_arm(make_sweep, fake):
     gaps = {"mxfp8": by_trunk(0.001, 0.0012, 0.0008, 0.001), "nvfp4": by_trunk(0.026, 0.030, 0.020, 0.027)}
     runs = fake.fork_study(gaps)
     broken = next(i for i, run in enumerate(runs) if (run.arm, run.seed, run.point) == ("mxfp8", 1, 80))
     runs[broken] = fake.Run(**vars(runs[broken]) | {"state": "failed", "reason": "killed"})
     comparison = compare(make_sweep(runs))
-    assert set(comparison.points["point"]) == {40} and arms_of(comparison).at["nvfp4", "n"] == 4
-    assert "Point 80 is left out of every trunk, as a fork there has no result." in comparison.notes
-    assert arms_of(comparison).at["nvfp4", "gap_pct"] == pytest.approx(100 * 0.02575 / 2)
+    own = {arm: set(rows["point"]) for arm, rows in comparison.points.groupby("arm")}
+    assert own == {"mxfp8": {40}, "nvfp4": {40, 80}} and arms_of(comparison).at["mxfp8", "n"] == 4
+    assert "mxfp8: the point 80 lacks forks." in comparison.notes
+    assert arms_of(comparison).at["mxfp8", "gap_pct"] == pytest.approx(100 * 0.001 / 2)
+    assert arms_of(comparison).at["nvfp4", "gap_pct"] == pytest.approx(100 * 0.02625 / 2)
+    covers = [note for note in comparison.notes if note.startswith("The intervals of")]
+    assert len(covers) == 2 and covers[0].startswith("The intervals of 'mxfp8' cover trunks of this model")
+    assert "at the fork point 40." in covers[0] and "'nvfp4'" in covers[1] and "fork points 40 / 80" in covers[1]
 
 
 def test_a_trunk_whose_forks_still_run_waits_and_costs_the_others_no_point(make_sweep, fake):
@@ -136,7 +141,7 @@ def test_a_trunk_whose_forks_still_run_waits_and_costs_the_others_no_point(make_
     ]
     comparison = compare(make_sweep(runs))
     assert set(comparison.points["point"]) == {40, 80} and arms_of(comparison).at["nvfp4", "n"] == 3
-    assert "Trunk trunk-s3 lacks forks and enters no gap." in comparison.notes
+    assert "nvfp4: 3 of 4 trunks (without trunk-s3)." in comparison.notes
 
 
 def test_only_seeds_that_finished_in_every_arm_enter(make_sweep, fake):
@@ -149,7 +154,7 @@ def test_only_seeds_that_finished_in_every_arm_enter(make_sweep, fake):
     assert comparison.notes[1] == "Seed 3 did not finish in every arm and enters no gap."
     (lost,) = comparison.left_out
     assert (lost.state, lost.fault) == ("failed", "killed") and lost.line in comparison.notes[0]
-    said = "1 of 4 runs without a result: seed 3 failed (killed). worse than 'bf16' by "
+    said = "1 of 4 runs without a result: seed 3 failed (killed). worse than 'bf16': "
     assert arms.at["nvfp4", "sentence"].startswith(said)
 
 
@@ -180,6 +185,22 @@ def test_arms_without_a_pair_or_a_result_say_so(make_sweep, fake):
     }  # fmt: skip
     assert "No finished seed in common with 'bf16'" in arms_of(comparison).at["mxfp8", "sentence"]
     assert "'mxfp4' (failed)" in " ".join(comparison.notes)
+
+
+def test_a_baseline_that_is_judged_itself_names_the_key_that_sets_it_apart(make_sweep, fake):
+    """model.init_noise as a key of the grid: with noise, the baseline is the null arm of the one without."""
+    arms = [(recipe, noise) for recipe in ("bf16", "mxfp8") for noise in (0.0, 0.01)]
+    runs = [
+        fake.Run(arm=f"{recipe}_init_noise-{noise}", recipe=recipe, seed=s, final=2.0 + s * noise, init_noise=noise)
+        for recipe, noise in arms
+        for s in range(3)
+    ]
+    arm = arms_of(compare(make_sweep(runs))).loc["mxfp8_init_noise-0.01"]
+    assert (arm["verdict"], arm["sentence"]) == (
+        "unpaired",
+        "No gap: 'bf16_init_noise-0.01' differs from 'bf16_init_noise-0.0' by model.init_noise and is judged against"
+        " it, so no arm is paired with it.",
+    )
 
 
 def test_arms_with_other_seeds_than_each_other_lose_the_one_with_fewer(make_sweep, fake):
@@ -280,3 +301,33 @@ def test_a_null_arm_within_the_margin_is_equivalent_however_small_its_spread(mak
     assert arms.at["null", "ci_low_pct"] > 0 and arms.at["null", "verdict"] == "equivalent"
     assert arms.at["null", "sentence"].startswith("Null arm: equivalent to 'bf16' within 0.25 %: +0.03")
     assert arms.at["mxfp8", "verdict"] == "worse" and arms.at["mxfp8", "within_margin"]
+
+
+def test_forks_of_several_ages_that_end_together_say_what_a_whole_run_costs(make_sweep, fake):
+    def grows(seed, point):
+        return 0.02 * (1 + 0.01 * (120 - point)) + 0.0005 * seed
+
+    runs = make_sweep(fake.fork_study({"nvfp4": grows, "null": lambda seed, point: 1e-6 * seed}, end=120, falls=0.25))
+    comparison = compare(runs, "bf16", margin="1%tokens")
+    row = comparison.arms.set_index("arm").loc["nvfp4"]
+    assert row["end"] == 120 and row["gap_pct"] == pytest.approx(100 * (0.044 + 0.00075) / 2)
+    assert row["gap"] == pytest.approx(0.044 + 0.00075)
+    assert row["at_once_pct"] == pytest.approx(1.0375) and row["growth_pct"] == pytest.approx(1.0)
+    assert ", as a run of 120 steps from its first step on; +1.038 % (" in row["sentence"]
+    assert " comes at once, and each 100 steps add +1.000 % (" in row["sentence"]
+    assert row["slope"] == pytest.approx(0.25)
+    assert row["slowdown_pct"] == pytest.approx(100 * (2 ** (row["gap"] / 0.25) - 1), rel=1e-6)
+    assert row["slowdown_low"] > 1 and row["verdict"] == "worse"
+    assert comparison.margin_tokens == 1
+    assert comparison.margin_pct == pytest.approx(100 * row["slope"] / 2 * math.log2(1.01))
+
+
+def test_a_margin_in_tokens_of_a_loss_that_does_not_fall_is_said_and_replaced(make_sweep, fake):
+    runs = make_sweep(fake.three_arms())
+    for run in runs:
+        rows = [row | ({"value": 3.0} if row["metric"] == "train_loss" else {}) for row in run.rows("metrics")]
+        run.jsonl("metrics").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        fake.seal_again(run)
+    comparison = compare(runs, "bf16", margin="1% tokens")
+    assert comparison.margin_pct == 0.25 and comparison.arms["slowdown_pct"].isna().all()
+    assert any("'bf16' does not fall with tokens" in note for note in comparison.notes)

@@ -102,7 +102,10 @@ def test_each_verdict_is_said_once_with_its_arms_by_gap(make_sweep, fake):
     broken = fake.Run(arm="broken", state="failed", reason="x", steps=80)
     comparison = compare(make_sweep([*fake.three_arms(), *null, broken]), "bf16")
     arms = comparison.arms.set_index("arm")
-    gaps = {arm: f"{arm} ({arms.at[arm, 'gap_pct']:+.{n}f} %)" for arm, n in (("mxfp8", 3), ("nvfp4", 2))}
+    gaps = {
+        arm: f"{arm} ({arms.at[arm, 'slowdown_pct']:+.{tokens}f} % tokens, {arms.at[arm, 'gap_pct']:+.{n}f} %)"
+        for arm, tokens, n in (("mxfp8", 1, 3), ("nvfp4", 0, 2))
+    }
     assert headline(comparison) == (
         f"{gaps['mxfp8']} is equivalent to bf16 within 0.25 %; {gaps['nvfp4']} is worse than bf16; broken has no"
         " verdict (failed); the null arm is equivalent, as it must be; 1 run is left out."

@@ -13,7 +13,8 @@ WHOLE = {
     "final_loss": 2.1, "n": 4, "gap_pct": 0.2, "ci_low_pct": -0.4, "ci_high_pct": 0.8, "half_pct": 0.6,
     "eq_low_pct": -0.1, "eq_high_pct": 0.5, "margin_pct": 0.25, "within_margin": False, "needed": 7.0, "more": 3.0,
     "replicate_minutes": 2.4, "maximum": 0, "these_low_pct": NAN, "these_high_pct": NAN, "diverged": 0,
-    "diverged_at": NAN, "pairs": 4, "paired_gap": 0.01, "null_in_doubt": False,
+    "slowdown_pct": NAN, "slowdown_low": NAN, "slowdown_high": NAN, "margin_tokens": NAN, "steps": NAN,
+    "end": NAN, "at_once_pct": NAN,    "diverged_at": NAN, "pairs": 4, "paired_gap": 0.01, "null_in_doubt": False,
 }  # fmt: skip
 FORKS = WHOLE | {"design": "fork"}
 NONE = pd.DataFrame({"state": []})
@@ -80,6 +81,21 @@ def test_equivalent_names_the_margin_and_the_interval_that_decides():
     assert said(**same) == "equivalent to 'bf16': equal in every digit over 4 trunks."
 
 
+def test_the_tokens_lead_and_the_gap_names_its_steps():
+    tokens = {"slowdown_pct": 8.2, "slowdown_low": 7.5, "slowdown_high": 8.9, "steps": 160.0}
+    gap = {"gap_pct": 1.31, "ci_low_pct": 0.9, "ci_high_pct": 1.72, "half_pct": 0.41}
+    assert said(verdict="worse", **tokens, **gap) == (
+        "worse than 'bf16': 8.2 % more tokens for the same loss (+7.5 to +8.9 %); +1.31 % (95 % interval +0.90 to"
+        " +1.72 %) over 4 trunks, 160 steps after the fork."
+    )
+    near = tokens | {"slowdown_pct": -0.31, "slowdown_low": -0.36, "slowdown_high": -0.26, "margin_tokens": 1.0}
+    assert said(verdict="equivalent", **near).startswith(
+        "equivalent to 'bf16' within 1 % of the tokens: 0.31 % fewer tokens for the same loss (-0.36 to -0.26 %); "
+    )
+    one = near | {"slowdown_pct": 30.0, "slowdown_low": NAN, "slowdown_high": NAN}
+    assert said(**one).startswith("undecided against 'bf16': 30 % more tokens for the same loss; +0.20 %")
+
+
 def test_what_has_no_verdict_says_why():
     failed = pd.DataFrame([{"seed": 1, "point": 80, "design": "fork", "state": "failed", "reason": "out of memory"}])
     text = sentence(FORKS | {"verdict": "failed"}, failed)
@@ -92,7 +108,9 @@ def test_what_has_no_verdict_says_why():
         " runs."
     )
     assert said(**diverged | {"pairs": 0}).endswith("No verdict, and no other run is paired with 'bf16'.")
-    assert said(verdict="unpaired").startswith("No finished trunk in common with 'bf16' and the other arms")
+    assert said(verdict="unpaired") == "No finished trunk in common with 'bf16': no gap."
+    assert said(verdict="unpaired", design="whole run").startswith("No finished seed in common with 'bf16' and the oth")
+    assert said(verdict="waiting").startswith("It still runs, and waits for seeds")
     assert said(verdict="baseline") == "Baseline: final val loss 2.1000 nats."
     assert said(verdict="baseline", final_loss=NAN) == "No run of the baseline has a final loss."
 

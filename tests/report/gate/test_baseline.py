@@ -8,6 +8,8 @@ from hqsweep.errors import UserError
 from hqsweep.report.gate.baseline import loss_of, read_baseline, sealed
 from hqsweep.report.gate.baseline_update import update
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def stored(make_sweep, fake, tmp_path):

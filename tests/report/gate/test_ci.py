@@ -7,6 +7,8 @@ import pytest
 from hqsweep.report.compare.compare import compare
 from hqsweep.report.gate.ci import checked, run_rows, verdict_rows, write_junit
 
+pytestmark = pytest.mark.slow
+
 GAPS = {
     "null": lambda seed, point: 1e-4 * (-1) ** seed,
     "mxfp8": lambda seed, point: 0.002 + 1e-4 * seed,

@@ -12,14 +12,25 @@ from hqsweep.errors import UserError
 from hqsweep.report.gate.baseline import read_baseline, sealed
 from hqsweep.report.gate.baseline_update import update
 from hqsweep.report.gate.gate import Verdict, Verdicts, append, gate, gate_markdown
+from hqsweep.sweep.store.run_dir import RunDir
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def stored_once(fake, tmp_path_factory):
+    """A baseline file of three arms by three seeds."""
+    folder = tmp_path_factory.mktemp("stored")
+    runs = fake.write_sweep(folder / "runs/stored", fake.three_arms())
+    assert not update([RunDir(path) for path in runs], folder / "sweep.json").refused
+    return folder / "sweep.json"
 
 
 @pytest.fixture
-def stored(make_sweep, fake, tmp_path):
-    """A baseline file of three arms by three seeds."""
-    path = tmp_path / "baselines" / "sweep.json"
-    assert not update(make_sweep(fake.three_arms(), "stored"), path).refused
-    return path
+def stored(stored_once, tmp_path):
+    """A copy of that file."""
+    (tmp_path / "baselines").mkdir()
+    return shutil.copy(stored_once, tmp_path / "baselines" / "sweep.json")
 
 
 def outcomes(verdicts) -> dict[str, str]:

@@ -19,6 +19,8 @@ from hqsweep.report.pages.folder import report_markdown
 from hqsweep.report.pages.panels import panels
 from hqsweep.track.tables import TABLES
 
+pytestmark = pytest.mark.slow
+
 NASTY = "</script><script>alert('arm')</script><img src=x onerror=alert(1)> & \"q\""
 
 
@@ -241,7 +243,7 @@ def test_gradient_cosines_by_layer_in_forward_order(comparison):
 def test_arms_differ_by_more_than_colour_and_text_by_contrast(make_sweep, fake):
     arms = ["bf16", *(f"arm{place}" for place in range(30))]
     comparison = compare(make_sweep([fake.Run(arm=arm) for arm in arms]), "bf16")
-    style = look.styles(comparison)
+    style = look.styles(comparison.arms)
     assert len({(line["color"], line["dash"]) for line in style.values()}) == 31
     assert style["bf16"]["color"] == look.BASELINE_COLOUR
     assert all(style[a]["dash"] != style[b]["dash"] for a, b in itertools.pairwise(arms[1:]))

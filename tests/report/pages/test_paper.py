@@ -16,6 +16,8 @@ from hqsweep.report.pages.paper import forest_plot, plots
 from hqsweep.report.pages.tables import arms_table
 from hqsweep.report.pages.text import TextTable
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def comparison(make_sweep, fake):
@@ -32,7 +34,6 @@ def test_every_figure_is_a_picture_of_its_own(comparison, tmp_path: Path) -> Non
     assert "nvfp4" in files["val_loss.svg"].read_text()  # the key
 
 
-@pytest.mark.slow
 def test_png_has_the_pictures_size_and_its_text(comparison, tmp_path: Path) -> None:
     pytest.importorskip("resvg_py")
     try:

@@ -11,6 +11,8 @@ from hqsweep.report.pages import html, tables
 from hqsweep.report.pages.folder import report_markdown
 from hqsweep.report.pages.panels import panels
 
+pytestmark = pytest.mark.slow
+
 NASTY = "<script>alert(1)</script> | [bold]\"q\" 'a' `c`\nnew"
 
 

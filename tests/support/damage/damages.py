@@ -30,9 +30,10 @@ class Damage:
 
 
 def draw(seed: int, sweep: Path) -> Damage:
-    """The damage of a seed to a sweep. Files are drawn by their kind first, so that the few of a sweep are hit too."""
+    """The damage of a seed to a sweep. Seeds go round the kinds. Files are drawn by their names first, so that the few
+    of a sweep are hit too."""
     rng = random.Random(seed)
-    kind = rng.choice(list(KINDS))
+    kind = list(KINDS)[seed % len(KINDS)]
     runs = sorted(path.name for path in sweep.iterdir() if path.is_dir())
     if kind in FOLDERS:
         chosen = rng.sample(runs, 2)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hqsweep.config.job import config_class
 from hqsweep.config.jobs import JOBS
 from hqsweep.config.section import leaves
-from hqsweep.formats import FORMATS, options
+from hqsweep.formats import NAMES, options
 from hqsweep.sweep.grid.compose import known_confs, known_recipes
 
 CONFS = [
@@ -130,7 +130,7 @@ def _value(rng: random.Random) -> str:
 
 def _quantizer(rng: random.Random) -> str:
     formats = []
-    for name in rng.choices(sorted(FORMATS), k=rng.choice((1, 2))):
+    for name in rng.choices(sorted(NAMES), k=rng.choice((1, 2))):
         chosen = rng.sample(options(name), k=min(len(options(name)), rng.choice((0, 1, 2))))
         formats.append(
             "+".join((name, *chosen, *rng.choices(("eps1", "history0", "history4", "eps-1"), k=rng.random() < 0.1)))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from cases import KERNELS, LOW
 
-from hqsweep.formats import FORMATS, ExactOperand, Format, RngKey, parse, spellings
+from hqsweep.formats import ExactOperand, Format, RngKey, parse, spellings
 from hqsweep.formats.base import expand_tiles
 from hqsweep.formats.elements import ELEMENTS
 
@@ -50,7 +50,7 @@ cached_parse = functools.cache(parse)
 
 def texts(name: str) -> list[str]:
     """Every combination of a format's options, and two epsilons where it takes one."""
-    epsilons = [f"{name}+eps{e}" for e in ("1e-06", "16.0") if "eps" in FORMATS[name][0].family.numbered]
+    epsilons = [f"{name}+eps{e}" for e in ("1e-06", "16.0") if "eps" in parse(name).family.numbered]
     return sorted([*spellings(name), *epsilons])
 
 

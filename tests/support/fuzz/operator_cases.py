@@ -209,7 +209,7 @@ class Call:
         self, text: str, shape: tuple[int, int], columnwise: bool, offsets: Tensor, sizes: list[int] | None
     ) -> list[Tensor]:
         """Buffers of members of these sizes, or room for any."""
-        from hqsweep.ops.quantize.outputs import Matrices, Wanted, allocations
+        from hqsweep.ops.quantize.operators import Matrices, Wanted, allocations
 
         wanted, exact = (
             Wanted(text, columnwise, False, False),

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, linear_cross_entropy, quantization
 from hqsweep.parallel.fsdp.unit_comms import Gather, Sum
-from hqsweep.parallel.shared import loss as shared_loss
+from hqsweep.parallel.shared import linear as shared_linear
 from hqsweep.parallel.shared.vocabulary import split_embedding
 from hqsweep.parallel.tensor import ColwiseLinear, RowwiseLinear
 from hqsweep.parallel.wire import p2p_copy
@@ -199,7 +199,7 @@ def beside_collectives(rank: int, which: int) -> tuple[list[str], int | None]:
     run, pool, start, sent = list(WORK)[which](init_device_mesh("cuda", (2,))), GraphPool(), p2p_copy.Mailbox.start, []
     with (
         mock.patch.object(p2p_copy, "LEAST_BYTES", 1 << 40),
-        mock.patch.object(shared_loss, "meeting", lambda *_: None),
+        mock.patch.object(shared_linear, "meeting", lambda *_: None),
     ):
         expected = run()
 
@@ -207,14 +207,14 @@ def beside_collectives(rank: int, which: int) -> tuple[list[str], int | None]:
         sent.append(size)
         return start(mailbox, size, **options)
 
-    joint = shared_loss.joint_cross_entropy_
+    joint = shared_linear.joint_cross_entropy_
 
     def joined(*call: object) -> Tensor | None:
         result = joint(*call)
         sent.extend([] if result is None else [len(result)])
         return result
 
-    losses = mock.patch.object(shared_loss, "joint_cross_entropy_", joined)
+    losses = mock.patch.object(shared_linear, "joint_cross_entropy_", joined)
     with mock.patch.object(p2p_copy.Mailbox, "start", counted), losses:
         results = {"eager": run()}
         with pool.eager():

@@ -73,7 +73,7 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
     (folder / "munge.key").write_bytes(os.urandom(1024))
     (folder / "munge.key").chmod(0o400)
     machine = {"host": socket.gethostname().partition(".")[0], "folder": folder, "cpus": CPUS,
-             "port": _free_port(), "node_port": _free_port()}  # fmt: skip
+             "port": free_port(), "node_port": free_port()}  # fmt: skip
     (folder / "slurm.conf").write_text(CONF.format(**machine))
     (folder / "gres.conf").write_text(GRES.format(**machine))
     environment = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path()}
@@ -103,7 +103,7 @@ def _path() -> str:
     return os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

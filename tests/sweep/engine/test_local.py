@@ -228,7 +228,7 @@ def test_workers_do_not_outlive_a_killed_parent(store, make_runs):
     assert outcomes([run.status()]) == [("interrupted", "stopped by SIGTERM")]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_a_sweep_killed_at_random_moments_finishes_without_repeating_finished_runs(store, make_runs, seed):
     runs = make_runs(*["short"] * 6)
     moment = random.Random(seed)

@@ -19,6 +19,8 @@ from hqsweep.train.build import learning_rate
 from hqsweep.train.checkpoint import read_state
 from hqsweep.train.record import Record, mark_of, write_record
 
+pytestmark = pytest.mark.slow
+
 TINY = [
     "conf=convergence", "data=markov", "data.markov.length=8192", "model.dim=32", "model.layers=1", "model.heads=2",
     "train.batch=2", "train.context=32", "train.eval_batches=1", "train.eval_every=10", "train.checkpoint_every=10",
@@ -125,20 +127,20 @@ def hqsweep(*words: str) -> Result:
     return CliRunner().invoke(app, ["run", *TINY, "recipe=nvfp4", "train.decay=0", *words])
 
 
-@pytest.mark.slow
 def test_rows_and_state_are_those_of_a_run_from_step_1(folder: Path) -> None:
-    assert hqsweep("sweep=short", "train.steps=20").exit_code == 0
-    dry = hqsweep("sweep=short", "train.steps=20", "--more-steps", "20", "--dry-run")
-    assert dry.exit_code == 0 and "1 run from step 20 of 'short' on" in dry.stderr
-    assert not (folder / "runs/short-40").exists()
-    assert hqsweep("sweep=short", "train.steps=20", "--more-steps", "20").exit_code == 0
-    assert hqsweep("sweep=whole", "train.steps=40", "train.warmup=0.025").exit_code == 0
-    (long,), (whole,) = (sorted((folder / "runs" / sweep).glob("nvfp4-*")) for sweep in ("short-40", "whole"))
-    assert long.name == whole.name and RunDir(long).manifest()["continues"].endswith("from step 20")
+    short = ("sweep=short", "train.steps=10", "train.warmup=0.1")
+    assert hqsweep(*short).exit_code == 0
+    dry = hqsweep(*short, "--more-steps", "10", "--dry-run")
+    assert dry.exit_code == 0 and "1 run from step 10 of 'short' on" in dry.stderr
+    assert not (folder / "runs/short-20").exists()
+    assert hqsweep(*short, "--more-steps", "10").exit_code == 0
+    assert hqsweep("sweep=whole", "train.steps=20", "train.warmup=0.05").exit_code == 0
+    (long,), (whole,) = (sorted((folder / "runs" / sweep).glob("nvfp4-*")) for sweep in ("short-20", "whole"))
+    assert long.name == whole.name and RunDir(long).manifest()["continues"].endswith("from step 10")
     assert "repairs" not in RunDir(long).manifest() and RunDir(long).status()["attempt"] == 1
     for table in TABLES:
         assert RunDir(long).rows(table) == RunDir(whole).rows(table)
-    leaves = [tree_leaves(read_state(each / "checkpoint/step_40.pt", torch.device("cpu"))) for each in (long, whole)]
+    leaves = [tree_leaves(read_state(each / "checkpoint/step_20.pt", torch.device("cpu"))) for each in (long, whole)]
     assert len(leaves[0]) > 20
     for ours, theirs in zip(*leaves, strict=True):
         assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs

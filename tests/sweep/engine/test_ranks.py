@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.sweep.shown import Shown
+from support.sweep.slurm_cluster import free_port
 
 from hqsweep.config.job import parse
 from hqsweep.errors import Damaged
@@ -23,7 +24,7 @@ from hqsweep.jobs.sink import ListSink
 from hqsweep.parallel.wire.spawn import FORKED, start_server
 from hqsweep.sweep.engine import ranks
 from hqsweep.sweep.engine.local import Limits, run_local
-from hqsweep.sweep.engine.ranks import Meeting, free_endpoint, nodes_arguments
+from hqsweep.sweep.engine.ranks import Meeting, nodes_arguments
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore
 from hqsweep.sweep.store.verify import verify
@@ -211,7 +212,7 @@ def test_damage_to_what_many_ranks_wrote_is_named_and_made_good(mended, tmp_path
 
 
 def test_two_machines_share_a_run_and_name_the_rank_that_died_on_the_other(tmp_path):
-    run, display, endpoint = make_run(tmp_path), Shown(), free_endpoint("localhost")
+    run, display, endpoint = make_run(tmp_path), Shown(), f"localhost:{free_port()}"
     meeting = Meeting(endpoint, serves=True)
     code = f"from hqsweep.sweep.engine.ranks import help_out; help_out(2, '{endpoint}')"
     other = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"OMP_NUM_THREADS": "1"})

@@ -11,7 +11,8 @@ from support.sweep import fake_worker
 from support.sweep.shown import Shown
 
 from hqsweep.sweep.engine import follow, process
-from hqsweep.sweep.engine.local import Limits, end_without, run_local
+from hqsweep.sweep.engine.local import Limits, run_local
+from hqsweep.sweep.engine.task import end_without
 from hqsweep.sweep.store import seal
 from hqsweep.sweep.store.run_dir import CANCELLED
 
@@ -50,10 +51,10 @@ def test_what_becomes_of_a_fork_without_its_trunks_state(make_forks, status, end
 
 
 @pytest.mark.slow
-def test_trunks_come_first_and_forks_start_while_their_trunk_goes_on(make_forks, make_runs):
+def test_the_next_trunk_trains_ahead_and_forks_start_while_their_trunk_goes_on(make_forks, make_runs):
     runs = make_forks("trunk", "quick", "quick", seeds=2)
     display = Shown()
-    run_local([*make_runs("quick"), *runs[::-1]], display=display, limits=Limits(workers=2))
+    run_local([*trunk_by_trunk(runs), *make_runs("quick")], display=display, limits=Limits(workers=2))
     assert states(runs) == ["finished"] * 10 and [starts(run) for run in runs] == [1] * 10
     assert set(display.order("running")[:2]) == {run.name for run in runs[:2]}
     assert display.lines[0] == "8 forks wait for 2 trunks"
@@ -62,6 +63,28 @@ def test_trunks_come_first_and_forks_start_while_their_trunk_goes_on(make_forks,
     first_point = next(run for run in runs if run.trunk() == runs[0] and run.fork().start == 1)
     shown = [entry[:2] for entry in display.shown]
     assert shown.index((first_point.name, "pending")) < shown.index((runs[0].name, "finished"))
+
+
+def trunk_by_trunk(runs):
+    """Each trunk, then its forks, in the order of `runs`."""
+    trunks = [run for run in runs if run.trunk() is None]
+    return [run for trunk in trunks for run in (trunk, *(fork for fork in runs if fork.trunk() == trunk))]
+
+
+@pytest.mark.slow
+def test_one_worker_does_every_fork_of_a_trunk_before_the_next_trunk(make_forks, make_runs):
+    runs = trunk_by_trunk(make_forks("trunk", "quick", "quick", seeds=2))
+    display = Shown()
+    run_local([*runs, *make_runs("quick")], display=display, limits=Limits(workers=1))
+    assert states(runs) == ["finished"] * 10
+    assert display.order("finished")[:10] == [run.name for run in runs]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_tried_again_keeps_its_place(make_runs):
+    runs, display = make_runs("flaky", "quick", "quick"), Shown()
+    run_local(runs, display=display, limits=Limits(workers=1, retries=2, backoff_s=0))
+    assert display.order("finished") == [run.name for run in runs]
 
 
 @pytest.mark.slow

@@ -13,6 +13,8 @@ from hqsweep.sweep.engine.launch import SweepPlan, plan
 from hqsweep.sweep.engine.trunks import rewarm_steps
 from hqsweep.train.model import GPT
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["conf=convergence", "recipe=bf16,mxfp8", "fork.at=300,600", "fork.steps=6", "fork.decay=4", "track=none",
          "train.steps=600", "model.dim=32", "model.layers=1", "model.heads=2", "train.batch=2", "train.context=32",
          "data=markov", "data.markov.length=20000"]  # fmt: skip

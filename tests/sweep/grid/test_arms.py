@@ -12,6 +12,8 @@ from hqsweep.sweep.grid.compose import expand
 from hqsweep.sweep.store.names import id_in, run_name
 from hqsweep.sweep.store.store import RunStore
 
+pytestmark = pytest.mark.slow
+
 SLOTS = ("input", "weight", "grad_output")
 GRID = ["conf=convergence", "recipe=mxfp8", "recipe.linear.input=mxfp8,nvfp4|mxfp8", "track=none"]
 

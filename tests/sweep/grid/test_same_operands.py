@@ -1,7 +1,6 @@
 """Arms that quantize nothing on their model, or repeat another arm, are named before anything starts."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,10 +8,12 @@ import pytest
 from support.models.tiny import tiny
 from typer.testing import CliRunner
 
-from hqsweep.api.run import run
+from hqsweep.api.sweep import run
 from hqsweep.cli.main import app
 from hqsweep.recipe.factories import Importer
 from hqsweep.sweep.engine.launch import plan
+
+pytestmark = pytest.mark.slow
 
 BASE = {
     "conf": "convergence", "track": "none", "data": "markov", "data.markov.length": "4096", "train.steps": "2",
@@ -115,9 +116,8 @@ def test_run_dry_run_and_python_say_it(mine):
     assert as_json.stdout.startswith("[") and "warning: arm 'mxfp8' quantizes nothing" in as_json.stderr
 
 
-@pytest.mark.slow
 def test_a_run_says_it_first_and_compare_says_it_again(mine, capsys):
-    own = words(model___target_="my_lstm.LSTM", model__head="true", null_arm="true", seed="0,1", sweep="lstm")
+    own = words(model___target_="my_lstm.LSTM", model__head="true", engine__workers="1", sweep="lstm")
     conf, *overrides = own
     sweep = run(conf.removeprefix("conf="), overrides)
     assert "warning: arm 'mxfp8' quantizes nothing on this model" in capsys.readouterr().err
@@ -125,7 +125,5 @@ def test_a_run_says_it_first_and_compare_says_it_again(mine, capsys):
     assert manifest["quantized_share"] == 0 and 0 < manifest["share"] < 1
     log = sweep["mxfp8-s0"].log
     assert "skipped cells (convert has no products of nn.LSTM)" in log and f"model: {manifest['text']}\n" in log
-    compared = subprocess.run(
-        [sys.executable, "-m", "hqsweep", "compare", "lstm", "--check"], capture_output=True, text=True, check=False
-    )
-    assert compared.returncode == 1 and "'mxfp8' is identical to bf16: nothing was quantized" in compared.stdout
+    compared = CliRunner().invoke(app, ["compare", "lstm", "--check"])
+    assert compared.exit_code == 1 and "'mxfp8' is identical to bf16: nothing was quantized" in compared.stdout

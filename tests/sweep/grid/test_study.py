@@ -6,10 +6,15 @@ import pytest
 
 from hqsweep.config.study import parse_study
 from hqsweep.errors import UserError
-from hqsweep.sweep.engine.launch import SweepPlan, plan
+from hqsweep.sweep.engine.launch import SweepPlan, plan, work_order
 from hqsweep.sweep.grid.compose import expand
 from hqsweep.sweep.grid.study import check_stated
 from hqsweep.sweep.store.names import run_name
+from hqsweep.sweep.store.run_dir import RunDir
+
+pytestmark = pytest.mark.slow
+
+pytestmark = pytest.mark.slow
 
 ARMS = ["bf16", "mxfp8", "null"]
 
@@ -102,6 +107,20 @@ def test_a_trunk_for_each_seed_and_a_fork_for_each_arm_seed_and_point() -> None:
     ]  # fmt: skip
 
 
+def test_runs_start_trunk_by_trunk_and_point_by_point_the_baseline_and_the_null_arm_first() -> None:
+    sweep_plan = plan(["conf=convergence", "recipe=mxfp8,bf16", *FORK, "seed=0,1", "null_arm=true"])
+    runs = [RunDir(Path(name)) for name in names(sweep_plan)]
+    ordered = [run.name.rpartition("-")[0] for run in work_order(sweep_plan, runs)]
+    assert ordered[:7] == [
+        "trunk-s0", "bf16-s0-at100", "null-s0-at100", "mxfp8-s0-at100", "bf16-s0-at200", "null-s0-at200",
+        "mxfp8-s0-at200",
+    ]  # fmt: skip
+    assert ordered[7:] == [name.replace("-s0", "-s1") for name in ordered[:7]]
+    whole = plan(["conf=convergence", "recipe=mxfp8,bf16", "seed=0,1"])
+    runs = [RunDir(Path(name)) for name in names(whole)]
+    assert work_order(whole, runs) == runs
+
+
 def test_a_trunk_is_in_the_recipe_of_the_baseline_and_a_fork_knows_it_and_its_own_end() -> None:
     sweep_plan = planned("baseline=mxfp8")
     trunk, *forks = sweep_plan.configs
@@ -120,7 +139,6 @@ def test_the_null_arm_is_the_baseline_with_noise_at_the_fork() -> None:
     assert null.recipe.linear == bf16.recipe.linear and null.fork.trunk == bf16.fork.trunk
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("word", ["fork.at=[200,100]", "fork.at=range(100,300,100)", "fork.at=200,100"])
 def test_points_are_written_as_a_list_or_as_values(word: str) -> None:
     assert names(plan(["conf=convergence", "recipe=bf16,mxfp8", word, *FORK[1:]])) == names(planned())
@@ -134,7 +152,6 @@ def test_other_keys_that_are_swept_have_trunks_of_their_own_unless_they_change_n
     assert len([c for c in planned("train.log_every=5,10").configs if c.fork.is_trunk]) == 1
 
 
-@pytest.mark.slow
 def test_other_points_arms_and_lengths_keep_the_name_of_the_trunk() -> None:
     trunk, *forks = names(planned())
     for word in ("fork.at=100,150", "fork.steps=50", "stats.every=7", "train.steps=230", "train.eval_every=30"):

@@ -21,9 +21,12 @@ from hqsweep.recipe.factories import Importer
 from hqsweep.sweep.engine.launch import check, plan
 from hqsweep.sweep.grid.run_words import read
 
+pytestmark = pytest.mark.slow
+
 BASE = {
-    "conf": "convergence", "track": "none", "data": "markov", "train.steps": "4", "train.batch": "4",
-    "train.context": "32", "train.eval_batches": "1", "train.device": "cpu", "stats.every": "2",
+    "conf": "convergence", "track": "none", "data": "markov", "data.markov.length": "20000",
+    "train.steps": "4", "train.batch": "4", "train.context": "32", "train.eval_batches": "1", "train.device": "cpu",
+    "stats.every": "2",
 }  # fmt: skip
 FACTORY = """
 from torch import nn
@@ -192,7 +195,6 @@ def test_a_type_of_model_that_nobody_knows_is_refused(copy) -> None:
         plan(words(told(copy, model_type="mine")))
 
 
-@pytest.mark.slow
 def test_the_id_is_that_of_the_model_wherever_it_lies(llama, copy, tmp_path) -> None:
     def run(path, *more):
         return plan(words(path, *more)).rows()[0]["run"].rpartition("-")[2]
@@ -215,7 +217,6 @@ def test_a_grid_over_models_names_arms_by_their_folders(llama, copy) -> None:
     assert arms == ["bf16_path-llama", "mxfp8_path-llama", "bf16_path-copy", "mxfp8_path-copy"]
 
 
-@pytest.mark.slow
 def test_a_function_is_imported_by_run_alone(tmp_path, monkeypatch) -> None:
     (tmp_path / "mine_20.py").write_text(FACTORY)
     monkeypatch.chdir(tmp_path)
@@ -274,13 +275,12 @@ def test_an_encoder_of_hugging_face_is_refused_by_a_dry_run(is_decoder, pretrain
     assert ("2 to do" in ran.stdout) == is_decoder and not (tmp_path / "runs").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hf", "factory"])
 def test_runs_from_the_command_line(kind, llama, tmp_path) -> None:
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "mine_21.py").write_text(FACTORY)
     model = words(llama) if kind == "hf" else study_words("model._target_=mine_21.build", "model.width=64")
-    command = [sys.executable, "-m", "hqsweep", "run", *model, "recipe=bf16,mxfp8", "--json"]
+    command = [sys.executable, "-m", "hqsweep", "run", *model, "recipe=bf16,mxfp8", "engine.workers=1", "--json"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     results = json.loads(ran.stdout)

@@ -20,6 +20,8 @@ from hqsweep.sweep.slurm.slurm import run_slurm, sbatch_parameters
 
 pytest.importorskip("submitit")
 
+pytestmark = pytest.mark.slow
+
 SECTION = {"partition": None, "gres": None, "mem_gb": None, "time_min": None, "nodes": 1, "signal_s": 60,
            "options": None, "detach": False}  # fmt: skip
 
@@ -64,11 +66,10 @@ def slurm_says(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.slow
 def test_runs_end_each_in_its_way_and_the_same_call_repeats_what_is_not_finished(make_runs, submit):
     runs = make_runs("quick", "raise", "segv", "kill", "orphan", "sleep")
     began = time.monotonic()
-    assert submit(runs, timeout_s=8, retries=0, backoff_s=1)[0] == "6 of 6 runs submitted to Slurm"
+    assert submit(runs, timeout_s=6, retries=0, backoff_s=1)[0] == "6 of 6 runs submitted to Slurm"
     assert time.monotonic() - began < 60
     job = follow.job_ids(runs)[runs[4]]
     assert [(run.status()["state"], run.status()["reason"]) for run in runs] == [
@@ -77,14 +78,13 @@ def test_runs_end_each_in_its_way_and_the_same_call_repeats_what_is_not_finished
         ("failed", "killed by SIGSEGV"),
         ("failed", "killed by SIGKILL"),
         ("failed", f"Slurm job {job}: FAILED, killed by SIGKILL"),
-        ("failed", "timed out after 8 s"),
+        ("failed", "timed out after 6 s"),
     ]
     lines = submit(runs[:2], retries=1, backoff_s=0.1)
     assert lines[0] == "1 of 2 runs submitted to Slurm"
     assert [starts(run) for run in runs[:2]] == [1, 3]
 
 
-@pytest.mark.slow
 def test_a_job_that_is_told_to_stop_or_preempted_goes_on_later(make_runs, submit):
     runs = make_runs("again", "again")
     submit(runs, gres="gpu:1", detach=True)
@@ -101,7 +101,6 @@ def test_a_job_that_is_told_to_stop_or_preempted_goes_on_later(make_runs, submit
     assert [(run.status()["state"], run.status()["attempt"], starts(run)) for run in runs] == [("finished", 2, 2)] * 2
 
 
-@pytest.mark.slow
 def test_cancel_takes_back_what_waits_and_what_runs(make_runs, submit, store):
     runs = make_runs("sleep", "sleep")
     submit(runs, workers=1, detach=True)
@@ -116,7 +115,6 @@ def test_cancel_takes_back_what_waits_and_what_runs(make_runs, submit, store):
     assert starts(runs[1]) == 0
 
 
-@pytest.mark.slow
 def test_forks_of_an_arm_share_a_task_that_starts_when_their_trunk_has_finished(make_forks, submit):
     runs = make_forks("trunk", "quick", "quick", seeds=2)
     assert submit(runs, detach=True)[0] == "10 of 10 runs submitted to Slurm"
@@ -130,7 +128,6 @@ def test_forks_of_an_arm_share_a_task_that_starts_when_their_trunk_has_finished(
     assert pids[2] == pids[3] != pids[4] == pids[5]
 
 
-@pytest.mark.slow
 def test_forks_of_a_trunk_that_fails_on_slurm_say_so_and_are_repeated_with_it(make_forks, submit):
     trunk, *forks = runs = make_forks("trunk-fails", "quick", "quick")
     began = time.monotonic()
@@ -144,7 +141,6 @@ def test_forks_of_a_trunk_that_fails_on_slurm_say_so_and_are_repeated_with_it(ma
     assert [(run.status()["state"], starts(run)) for run in forks] == [("finished", 1)] * 4
 
 
-@pytest.mark.slow
 def test_a_trunk_that_goes_back_to_the_queue_keeps_its_forks_waiting(make_forks, submit):
     trunk, *forks = runs = make_forks("trunk-sleeps", "quick")
     submit(runs, detach=True)
@@ -158,7 +154,6 @@ def test_a_trunk_that_goes_back_to_the_queue_keeps_its_forks_waiting(make_forks,
     assert trunk.status()["attempt"] == 2
 
 
-@pytest.mark.slow
 def test_a_cancelled_fork_takes_along_those_that_share_its_task_and_a_cancelled_trunk_all(make_forks, submit):
     trunk, *forks = runs = make_forks("trunk-sleeps", "quick", "quick")
     submit(runs, detach=True)
@@ -170,7 +165,6 @@ def test_a_cancelled_fork_takes_along_those_that_share_its_task_and_a_cancelled_
     assert reasons == ["cancelled"] * 3 + [f"its trunk {trunk.name} was cancelled"] * 2
 
 
-@pytest.mark.slow
 def test_slurm_that_refuses_is_one_sentence(make_runs, submit, capfd):
     (run,) = make_runs("quick")
     with pytest.raises(UserError, match=r"^engine: Slurm did not take the jobs: invalid partition specified: none; "):

@@ -23,6 +23,8 @@ from hqsweep.sweep.store.verify import verify
 from hqsweep.train import corpus
 from hqsweep.train.record import checkpoints, read_record
 
+pytestmark = pytest.mark.slow
+
 TINY = ("conf=convergence", "model.dim=32", "model.layers=1", "model.heads=2", "train.batch=2",
         "train.context=16", "train.steps=4", "train.eval_batches=1", "train.device=cpu", "stats.every=0", "track=none",
         "engine.workers=1", "engine.threads=1")  # fmt: skip

@@ -1,4 +1,9 @@
-"""The meaning of a text as a recipe: the same in every Python function and for recipe= on the command line.
+"""What functions take as `recipe=`, and the quantizers that it yields.
+
+A Recipe or CustomRecipe gives a module the quantizers for its name and type. A section (LinearQuantizers,
+DpaQuantizers), a quantizer, or a mapping from tensors to quantizers applies to this module alone. A mapping with
+`linear` or `qfactory` is the config of a recipe. Composite modules take the same and pass it to all of their linears.
+A text means the same in every Python function and for recipe= on the command line:
 
 "nvfp4"                     the recipe of that name in ./conf/recipe, else the packaged one
 "mine.yaml", "my/recipe"    the recipe of a YAML file: text that ends in .yaml or .yml or has a separator, or a Path
@@ -8,7 +13,9 @@
 
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from hqsweep.config.recipe_files import FORMAT, PACKAGED, known_names, read_recipe, recipe_file
 from hqsweep.errors import UserError, nearest
@@ -16,9 +23,62 @@ from hqsweep.formats.spec import NAMES
 from hqsweep.memo import constant_result, memo
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import AnyRecipe
+from hqsweep.recipe.custom import CustomRecipe
+from hqsweep.recipe.roles import module_roles
 from hqsweep.recipe.schedule import parse_recipe
 from hqsweep.recipe.sectioned import Recipe
-from hqsweep.recipe.sections import LinearQuantizers, parse_quantizer
+from hqsweep.recipe.sections import MODULE_SECTIONS, LinearQuantizers, Section, parse_quantizer
+from hqsweep.recipe.validate import check_products
+
+RecipeArgument = AnyRecipe | Section | HybridQuantizer | str | os.PathLike | Mapping[str, Any]
+RECIPE_KEYS = ("linear", "qfactory", "_target_")
+"""A recipe's config has one of these keys; a section has none."""
+
+
+def recipe_or_section(recipe: RecipeArgument, module_type: str, name: str) -> AnyRecipe | Section:
+    """Return a recipe (an object, a name, or a config), or else the module's section.
+
+    UserError, with the module's name, for any other argument.
+    """
+    if isinstance(recipe, str | os.PathLike):
+        recipe = first_stage(recipe, name)
+    if isinstance(recipe, Recipe | CustomRecipe):
+        return recipe
+    if isinstance(recipe, Mapping) and any(key in recipe for key in RECIPE_KEYS):
+        return parse_recipe(recipe)
+    section = MODULE_SECTIONS[module_type]
+    if isinstance(recipe, section):
+        return recipe
+    if recipe is None or isinstance(recipe, Section):
+        got = "None" if recipe is None else f"a {type(recipe).__name__}"
+        raise UserError(
+            f"{name}: recipe is {got}; a {module_type} takes a Recipe or CustomRecipe, {section.__name__}, the name of"
+            " a recipe, a format, or the mapping of one"
+        )
+    return section.parse(recipe, name)
+
+
+def module_quantizers(recipe: RecipeArgument, module_type: str, name: str) -> tuple[Section, str]:
+    """Return the quantizers of a module, and its GEMM mode. Raises as recipe.resolve() and check_products() do."""
+    section, gemm = recipe_or_section(recipe, module_type, name), "exact"
+    if not isinstance(section, Section):
+        recipe, roles = section, module_roles(module_type, name)
+        resolved, gemm = recipe.resolve(roles), recipe.gemm
+        section = MODULE_SECTIONS[module_type](**{role.tensor_type: resolved[role] for role in roles})
+    check_products([(module_type, name, section)], gemm)
+    return section, gemm
+
+
+def whole_recipe(recipe: RecipeArgument, name: str) -> AnyRecipe:
+    """Return the recipe of a composite module. A section becomes the section of all of its linears."""
+    chosen = recipe_or_section(recipe, "linear", name)
+    if not isinstance(chosen, LinearQuantizers):
+        return chosen
+    if chosen.output or chosen.grad_input:
+        raise UserError(
+            f"{name}: recipe has quantizers for output or grad_input, which are of single modules; leave them out"
+        )
+    return Recipe(linear=chosen, head=chosen)
 
 
 def recipe_of(text: str | os.PathLike[str], where: str = "hqsweep.recipe") -> AnyRecipe:

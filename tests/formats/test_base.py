@@ -5,11 +5,11 @@ import itertools
 import pytest
 
 from hqsweep.errors import UserError
-from hqsweep.formats import FORMATS, options, parse
+from hqsweep.formats import NAMES, options, parse
 
 
 def texts():
-    for name in FORMATS:
+    for name in NAMES:
         for count in range(4):
             yield from ("+".join((name, *chosen)) for chosen in itertools.combinations(options(name), count))
 

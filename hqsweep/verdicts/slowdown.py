@@ -1,0 +1,75 @@
+"""Slowdown: how many more tokens an arm needs for the loss that the baseline has.
+
+Where the baseline's loss falls by b nats for each doubling of all tokens, a gap of g nats stands for a slowdown of
+100 (2^(g / b) - 1) %. In the terms of scaling laws it is 1 / effD - 1, and effD is the part of an arm's tokens that
+count (Castro et al., arXiv:2505.14669). Unlike a gap it has no unit of a loss, and does not shrink where a curve is
+flat: half of a small slope is as much time as half of a large one.
+
+Replicates give pairs (g, b). The interval of g / b has every u whose g - u b passes a t test of mean 0 (Fieller 1954):
+the noise of the slopes is in it, and a slowdown lies above 0 exactly where the gap does.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slowdown:
+    """The slowdown of an arm, in % of all tokens.
+
+    pct, low, high    estimate and joint 95 % interval; NaN where the baseline does not learn, and of the interval for
+                      one replicate, or where the noise of its slope lets it be flat
+    eq_low, eq_high   90 % interval, whose two ends are the two one-sided tests of equivalence
+    """
+
+    pct: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    eq_low: float = math.nan
+    eq_high: float = math.nan
+
+
+def slowdown(gaps: ArrayLike, slopes: ArrayLike, critical: float, equivalence: float) -> Slowdown:
+    """The slowdown of one arm over its replicates.
+
+    gaps, slopes  [replicates]: loss of the arm minus that of the baseline; what a doubling of all tokens takes off the
+                  baseline's loss. In one unit: nats, or % of the baseline's loss
+    critical, equivalence  the standard errors between a gap and the ends of its 95 % and 90 % intervals
+                  (verdicts.designs.Design); NaN for one replicate
+
+    Raises ValueError for arrays of other shapes, or values that are not finite.
+    """
+    gap, slope = (np.asarray(values, dtype=np.float64) for values in (gaps, slopes))
+    if gap.ndim != 1 or gap.shape != slope.shape or not len(gap):
+        raise ValueError(f"gaps {gap.shape} and slopes {slope.shape} must have one value for each replicate")
+    if not (np.isfinite(gap).all() and np.isfinite(slope).all()):
+        raise ValueError(f"gaps and slopes must be finite, not {gap} and {slope}")
+    if not slope.mean() > 0:
+        return Slowdown()
+    (low, high), (eq_low, eq_high) = (ratio_interval(gap, slope, errors) for errors in (critical, equivalence))
+    doublings = (gap.mean() / slope.mean(), low, high, eq_low, eq_high)
+    return Slowdown(**dict(zip(("pct", "low", "high", "eq_low", "eq_high"), map(in_percent, doublings), strict=True)))
+
+
+def in_percent(doublings: float) -> float:
+    """The slowdown in % of so many doublings of tokens."""
+    return 100 * float(np.expm1(doublings * math.log(2)))
+
+
+def ratio_interval(gap: np.ndarray, slope: np.ndarray, errors: float) -> tuple[float, float]:
+    """(low, high) of mean(gap) / mean(slope): every u at which mean(gap - u slope) lies within `errors` standard errors
+    of 0. NaN for one replicate, and where slopes are so noisy that the interval has no ends."""
+    n = len(gap)
+    if n < 2 or math.isnan(errors):
+        return math.nan, math.nan
+    # (g - u b)^2 = errors^2 (var g - 2 u cov + u^2 var b) / n is a u^2 - 2 h u + c = 0.
+    (var_gap, cov), (_, var_slope) = np.cov(gap, slope) * errors**2 / n
+    a = slope.mean() ** 2 - var_slope
+    h, c = gap.mean() * slope.mean() - cov, gap.mean() ** 2 - var_gap
+    root = h * h - a * c
+    if a <= 0 or root < 0:
+        return math.nan, math.nan
+    return float((h - math.sqrt(root)) / a), float((h + math.sqrt(root)) / a)

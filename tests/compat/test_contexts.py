@@ -1,0 +1,104 @@
+"""autocast's former name, recomputation, availability, and padding of experts' rows."""
+
+import pytest
+import torch
+from torch import nn
+
+from hqsweep import compat
+from hqsweep.compat import CustomRecipe, Fp8Padding, Fp8Unpadding, autocast, fp8_autocast
+from hqsweep.errors import UserError
+from hqsweep.formats.inputs import draw
+from hqsweep.nn import quantization
+
+AVAILABLE = ("fp8", "mxfp8", "fp8_block_scaling", "nvfp4", "bf16")
+
+
+def test_fp8_autocast_is_autocast_by_its_former_arguments():
+    module, x = compat.Linear(64, 96), draw("normal", 32, 64)
+    with fp8_autocast(True, fp8_recipe="mxfp8"):
+        old = module(x)
+    with autocast(recipe="mxfp8"):
+        new = module(x)
+    with fp8_autocast(enabled=False):
+        plain = module(x)
+    assert torch.equal(old, new) and not torch.equal(old, plain)
+    with pytest.raises(UserError, match="calibrating=True has no counterpart"):
+        fp8_autocast(True, True, "mxfp8")
+    with pytest.raises(UserError, match=r"amax_reduction_group=3 is given to hqsweep.nn.quantization\(amax_group="):
+        autocast(recipe="mxfp8", amax_reduction_group=3)
+
+
+def test_fp8_model_init_holds_weights():
+    with compat.fp8_model_init(recipe="mxfp8"):
+        assert isinstance(compat.Linear(64, 96).weight, compat.MXFP8Tensor)
+
+
+@pytest.mark.parametrize("name", AVAILABLE)
+def test_every_format_is_available(name):
+    asked = getattr(compat, f"is_{name}_available")
+    assert asked() is True and asked(return_reason=True) == (True, "")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_computes_again_with_the_same_bits(reentrant):
+    """Stochastic rounding, dropout, and an autocast that ends before backward."""
+    module, dropout = compat.LayerNormMLP(64, 96, params_dtype=torch.bfloat16, name="m"), nn.Dropout(0.5)
+    results = []
+    for recompute in (False, True):
+        x, calls = draw("normal", 32, 64).requires_grad_(), []
+
+        def block(x, scale, calls=calls):
+            calls.append(1)
+            return dropout(module(x)) * scale
+
+        torch.manual_seed(3)
+        module.zero_grad()
+        with quantization(seed=1, step=4), autocast(recipe=compat.NVFP4BlockScaling()):
+            if recompute:
+                y = compat.checkpoint(block, x, scale=2.0, use_reentrant=reentrant, tp_group=None)
+            else:
+                y = block(x, 2.0)
+        y.backward(draw("normal", 32, 64, 1))
+        assert len(calls) == 1 + recompute
+        results.append((y.detach(), x.grad, *(p.grad for p in module.parameters())))
+    assert all(torch.equal(plain, again) for plain, again in zip(*results, strict=True))
+
+
+def test_checkpoint_refuses_what_it_would_not_do():
+    with pytest.raises(UserError, match="checkpoint: distribute_saved_activations=True has no counterpart"):
+        compat.checkpoint(torch.relu, torch.ones(2), distribute_saved_activations=True)
+    with pytest.raises(UserError, match=r"checkpoint: get_rng_state_tracker=.* has no counterpart"):
+        compat.checkpoint(torch.relu, torch.ones(2), get_rng_state_tracker=lambda: None)
+
+
+def test_padding_adds_rows_of_zeros_and_unpadding_takes_them_off():
+    x = draw("normal", 12, 8).float().requires_grad_()
+    padded, splits = Fp8Padding(3, align_size=8)(x, [3, 0, 9])
+    assert splits == [8, 0, 16] and padded.shape == (24, 8)
+    assert torch.equal(padded[:3], x[:3]) and torch.equal(padded[8:17], x[3:])
+    assert not padded[3:8].any() and not padded[17:].any()
+    again = Fp8Unpadding(3, 8)(padded, [3, 0, 9])
+    assert torch.equal(again, x)
+    again.square().sum().backward()
+    assert torch.equal(x.grad, 2 * x.detach())
+    whole = draw("normal", 16, 8)
+    assert Fp8Padding(2, 8)(whole, [8, 8])[0] is whole and Fp8Unpadding(2, 8)(whole, [8, 8]) is whole
+
+
+@pytest.mark.parametrize(
+    ("recipe", "multiple"),
+    [
+        (compat.MXFP8BlockScaling(), 32), (compat.NVFP4BlockScaling(), 128), (compat.Float8CurrentScaling(), 16),
+        (CustomRecipe(compat.mxfp8_factory), 128), (CustomRecipe(compat.mxfp8_factory, quantization_alignment=32), 32),
+    ],
+)  # fmt: skip
+def test_padding_takes_the_multiple_of_the_recipe(recipe, multiple):
+    with autocast(recipe=recipe):
+        assert Fp8Padding(2)(torch.ones(5, 4), [4, 1])[1] == [multiple, multiple]
+
+
+def test_padding_refuses_other_splits_and_no_multiple():
+    with pytest.raises(UserError, match="Fp8Padding: 1 splits for 2 members"):
+        Fp8Padding(2, 8)(torch.ones(4, 4), [4])
+    with pytest.raises(UserError, match="no autocast says to which multiple; give align_size"):
+        Fp8Padding(1)(torch.ones(4, 4), [4])
