@@ -85,9 +85,8 @@ class DelayedScalingRequest(QuantizerRequest):
         format = parse(self.text(role))
         return Frozen(format, format)
 
-    def text(self, role: QuantizerRole) -> str:
-        """The format string of a slot."""
-        kind = "DelayedScalingRequest"
+    def text(self, role: QuantizerRole, kind: str = "DelayedScalingRequest") -> str:
+        """The format string of a slot. kind: who asks, for messages."""
         refuse(kind, {"margin": self.margin, "scaling_factor_compute_algo": self.scaling_factor_compute_algo})
         if not isinstance(self.amax_compute_algo, str) or self.amax_compute_algo not in ("max", "most_recent"):
             algorithm = f"amax_compute_algo is {shown(self.amax_compute_algo)}"
