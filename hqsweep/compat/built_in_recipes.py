@@ -75,7 +75,7 @@ class DelayedScalingOptions(_Options):
     def __post_init__(self) -> None:
         self.check()
         one_of(self.kind, "backward_override", self.backward_override, (None,))
-        self.quantizer(QuantizerRole()).text(QuantizerRole())
+        self.quantizer(QuantizerRole()).text(QuantizerRole(), self.kind)
 
     def quantizer(self, role: QuantizerRole) -> DelayedScalingRequest:
         return DelayedScalingRequest(**{f.name: getattr(self, f.name) for f in fields(DelayedScalingRequest)})

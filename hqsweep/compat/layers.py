@@ -116,6 +116,11 @@ class LayerNormMLP(_OverRanks, _LayerNormMLP):
         modes = {"init_method": given["output_layer_init_method"], "parallel_mode": "row"}
         self.fc2 = Linear(ffn_hidden_size, hidden_size, name=f"{name}.fc2", **modes, **shared)
 
+    def reset_parameters(self) -> None:
+        """Draw both weights again, and reset the biases and the norm."""
+        self.fc1.reset_parameters()
+        self.fc2.reset_parameters()
+
     def forward(self, inp: Tensor, *positional: Any, **arguments: Any) -> Tensor:
         """forward(inp). is_first_microbatch has no effect: quantization(cache_weights=True) keeps the operands of
         unchanged weights."""

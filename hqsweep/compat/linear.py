@@ -155,6 +155,14 @@ class LayerNormLinear(_Shared, _LayerNormLinear):
         for parameter in self.norm.parameters():
             parameter.sequence_parallel = self._sequence
 
+    def reset_parameters(self) -> None:
+        """Draw the weight again, zero both biases, and set the gain to 1."""
+        super().reset_parameters()
+        if hasattr(self, "norm"):  # which is built after the linear
+            nn.init.ones_(self.norm.weight)
+            if self.norm.bias is not None:
+                nn.init.zeros_(self.norm.bias)
+
     def forward(self, inp: Tensor, *positional: Any, **arguments: Any) -> Tensor:
         """forward(inp), as Linear's."""
         if positional or arguments:

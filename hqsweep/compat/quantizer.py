@@ -198,6 +198,30 @@ class Quantizer:
         return f"{type(self).__name__}({', '.join(f'{name}={shown(value)}' for name, value in vars(self).items())})"
 
 
+class OfFrozen(Quantizer):
+    """A quantizer of hqsweep.quant as a part of a HybridQuantizer."""
+
+    def __init__(self, frozen: Frozen) -> None:
+        super().__init__(rowwise=True, columnwise=True)
+        if type(frozen) is not Frozen:
+            raise UserError(
+                f"HybridQuantizer: {type(frozen).__name__} may quantize by a method of its own, and only formats are"
+                " taken from a part; derive it from a quantizer of hqsweep.compat"
+            )
+        self._frozen = frozen
+
+    @property
+    def frozen(self) -> Frozen:
+        return self._frozen
+
+    @property
+    def rowwise(self) -> Format:
+        return self._frozen.rowwise
+
+    def is_requantization_safe(self) -> bool:
+        return not (self._frozen.stochastic or self._frozen.delayed)
+
+
 @dataclass(frozen=True)
 class Called(Frozen):
     """The quantizer of a slot whose operands come from calls of a user's object."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hqsweep.compat.activation_dtype import BF16, FORMATS, ToBF16
 from hqsweep.compat.arguments import flag, one_of, refuse, shown, taken
-from hqsweep.compat.quantizer import Quantizer, quantized
+from hqsweep.compat.quantizer import OfFrozen, Quantizer, quantized
 from hqsweep.errors import UserError
 from hqsweep.formats import MX, NVFP4, Format, Fp8Block, Fp8Current, Fp8Delayed
 from hqsweep.formats.base import divide
@@ -278,25 +278,6 @@ class NVFP4Quantizer(Quantizer):
         one_of(kind, "nvfp4_e4m3_max", self.nvfp4_e4m3_max, (448, 256))
         e4m3_max = 448 if self.nvfp4_e4m3_max == 448 else 0  # 256 is the format's default
         return {"four_over_six": True, "error_mode": mode.lower(), "e4m3_max": e4m3_max}
-
-
-class OfFrozen(Quantizer):
-    """A quantizer of hqsweep.quant as a part of a HybridQuantizer."""
-
-    def __init__(self, frozen: Frozen) -> None:
-        super().__init__(rowwise=True, columnwise=True)
-        self._frozen = frozen
-
-    @property
-    def frozen(self) -> Frozen:
-        return self._frozen
-
-    @property
-    def rowwise(self) -> Format:
-        return self._frozen.rowwise
-
-    def is_requantization_safe(self) -> bool:
-        return not (self._frozen.stochastic or self._frozen.delayed)
 
 
 class HybridQuantizer(Quantizer):

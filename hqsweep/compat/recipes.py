@@ -85,9 +85,8 @@ class DelayedScalingRequest(QuantizerRequest):
         format = parse(self.text(role))
         return Frozen(format, format)
 
-    def text(self, role: QuantizerRole) -> str:
-        """The format string of a slot."""
-        kind = "DelayedScalingRequest"
+    def text(self, role: QuantizerRole, kind: str = "DelayedScalingRequest") -> str:
+        """The format string of a slot. kind: who asks, for messages."""
         refuse(kind, {"margin": self.margin, "scaling_factor_compute_algo": self.scaling_factor_compute_algo})
         if not isinstance(self.amax_compute_algo, str) or self.amax_compute_algo not in ("max", "most_recent"):
             algorithm = f"amax_compute_algo is {shown(self.amax_compute_algo)}"
@@ -226,9 +225,14 @@ def check_attention(kind: str, fp8_dpa: Any, fp8_mha: Any, backward_override: An
 
 def overridden(quantizer: Any, role: QuantizerRole, override: str) -> Frozen:
     """The quantizer of a slot under backward_override: only rowwise operands of inputs and weights stay quantized.
-    UserError for delayed scaling."""
+    UserError for delayed scaling, and for a quantizer with a quantize() of its own."""
     if role.tensor_type in GRADIENTS:
         return Frozen(BF16, BF16)
+    if not getattr(quantizer, "is_plain", type(quantizer) is Frozen):
+        raise UserError(
+            f"backward_override={override!r} keeps only the format of {type(quantizer).__name__}, which quantizes by a"
+            " method of its own; leave it out, or use a quantizer of hqsweep.compat"
+        )
     rowwise = quantizer.rowwise
     if rowwise.delayed:
         raise UserError(f"backward_override={override!r} is not for {rowwise}; leave it out, or use another format")

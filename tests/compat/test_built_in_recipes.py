@@ -110,7 +110,7 @@ def test_options_reach_the_formats_of_tensors(recipe, expected):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DelayedScaling(margin=1), "margin=1 has no counterpart here"),
+        (lambda: DelayedScaling(margin=1), "DelayedScaling: margin=1 has no counterpart here"),
         (lambda: DelayedScaling(fp8_format=Format.E5M2), "fp8_format is Format.E5M2; it takes Format.E4M3 or"),
         (lambda: DelayedScaling(amax_compute_algo=max), "amax_compute_algo is a builtin_function"),
         (lambda: DelayedScaling(scaling_factor_compute_algo=max), "scaling_factor_compute_algo=.* has no counterpart"),

@@ -239,3 +239,19 @@ REFUSED = {
 def test_what_would_change_a_number_and_is_not_here_is_refused(sentence):
     with pytest.raises(UserError, match=sentence):
         REFUSED[sentence]()
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_an_mlp_is_drawn_again_as_it_was_built(held):
+    with quantized_model_init(enabled=held, recipe="mxfp8"):
+        torch.manual_seed(0)
+        module = compat.LayerNormMLP(D, F)
+    first = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.full(parameter.shape, 3.0))
+    torch.manual_seed(0)
+    module.reset_parameters()
+    for name, parameter in module.named_parameters():
+        values = [p.dequantize() if isinstance(p, HybridQuantizedTensor) else p for p in (parameter, first[name])]
+        assert torch.equal(*values), name

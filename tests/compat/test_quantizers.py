@@ -268,6 +268,12 @@ def test_a_quantizer_of_hqsweep_may_be_a_part():
     hybrid = compat.HybridQuantizer(rowwise_quantizer=part, columnwise_quantizer=part)
     assert hybrid == part and hybrid.is_requantization_safe()
 
+    class Own(HybridQuantizer):
+        """A quantizer of a user."""
+
+    with pytest.raises(UserError, match="HybridQuantizer: Own may quantize by a method of its own"):
+        compat.HybridQuantizer(rowwise_quantizer=Own(part.rowwise, part.columnwise), columnwise_quantizer=part)
+
 
 def test_arguments_that_are_buffers_have_no_effect_and_say_so():
     with pytest.warns(DeprecationWarning, match="use_existing_amax, scale and amax have no effect"):

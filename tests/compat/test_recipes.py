@@ -17,6 +17,11 @@ def attention(role):
     return "bf16" if role is None or role.module_type == "dpa" else "mxfp8"
 
 
+class Own(compat.IdentityQuantizer):
+    def quantize_impl(self, tensor):
+        return super().quantize_impl(2 * tensor)
+
+
 def texts(recipe):
     return [str(recipe.quantizer(role)) for role in ROLES]
 
@@ -52,6 +57,8 @@ def test_backward_override_has_the_format_of_a_row_scaled_quantizer():
         (lambda: CustomRecipe(attention, quantization_alignment=0), "quantization_alignment is 0; it takes a number"),
         (lambda: texts(CustomRecipe(compat.delayed_scaling_factory, backward_override="dequantized")),
          "backward_override='dequantized' is not for fp8_delayed"),
+        (lambda: texts(CustomRecipe(lambda role: Own(), backward_override="dequantized")),
+         "keeps only the format of Own, which quantizes by a method of its own"),
         (lambda: texts(CustomRecipe(lambda role: QuantizerRequest())), "QuantizerRequest: a request has no quantizer"),
         (lambda: texts(CustomRecipe(lambda role: None, backward_override="dequantized")), "returned None"),
     ],
