@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from hqsweep.errors import UserError
+from hqsweep.report.compare.compare import compare
 from hqsweep.report.gate.baseline import read_baseline, sealed
 from hqsweep.report.gate.baseline_update import update
 from hqsweep.report.gate.gate import Verdict, Verdicts, append, gate, gate_markdown
@@ -64,6 +65,12 @@ def test_a_rise_is_a_regression_of_that_arm_only_and_passes_inside_the_margin(ma
     inside = gate(runs, stored, margin="50%")
     assert (inside.exit_code, inside.arms[2].verdict) == (0, "worse")
     assert inside.arms[2].note.endswith("worse than stored, but inside the margin of 50 %")
+
+
+def test_a_margin_in_tokens_is_the_gap_that_compare_makes_of_it(make_sweep, fake, stored):
+    runs = make_sweep(fake.three_arms())
+    margin = gate(runs, stored, margin="5%tokens").margin
+    assert margin == pytest.approx(compare(runs, margin="5% tokens").margin_pct) and margin > 0.3
 
 
 def test_a_fall_is_better_and_passes(make_sweep, fake, stored):
