@@ -30,7 +30,8 @@ Row = Mapping[str, Any]
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
     """The planned study. tokens, and replicate by design, count tokens as a row of study.noise does. fork_tokens: the
-    tokens of one arm's forks, None for whole runs. on_gpu: whether it runs on a GPU."""
+    tokens of one arm's forks, None for whole runs. on_gpu: whether it runs on a GPU. ends_together: whether its forks
+    end together (fork.end), whose gap of a whole run is noisier than a mean over points."""
 
     model: Mapping[str, Any]
     data: Mapping[str, Any]
@@ -39,6 +40,7 @@ class Wanted:
     on_gpu: bool
     tokens: int
     fork_tokens: int | None
+    ends_together: bool
     names: frozenset[str]
     arms: int
     null: bool
@@ -69,7 +71,8 @@ def wanted_of(plan: Plan) -> Wanted | None:
         data=first.data.model_dump(mode="json"), data_hash=plan.data[0].data.hash,
         params=params, tokens=whole * step, fork_tokens=forked,
         on_gpu=pick_device(first.train.device).type == "cuda",
-        names=frozenset(names), arms=tested, null=plan.study.null_arm, replicate=replicate,
+        ends_together=bool(fork and fork.end), names=frozenset(names), arms=tested, null=plan.study.null_arm,
+        replicate=replicate,
         maximum=plan.study.seeds.max if plan.study.seeds.until == "decided" else None,
     )  # fmt: skip
 
@@ -108,6 +111,9 @@ def why_far(wanted: Wanted, row: Row) -> list[str]:
     if row["design"] == FORK:
         why += _ratio(row["run_tokens"], wanted.fork_tokens or row["run_tokens"], "tokens after the fork")
         why += [] if any(not arm["null"] for arm in row["arms"].values()) else ["it has no arm but the null arm"]
+        together = bool(row.get("ends_together"))
+        if together != wanted.ends_together:
+            why.append("its forks end together (fork.end)" if together else "its forks do not end together (fork.end)")
     return why
 
 

@@ -10,6 +10,7 @@ A row (parameters count matrices, tokens are tokens of training):
     tokens            of a run from step 1, the trunk's included; of forks, the mean over points
     design            "whole run" or "fork"
     points            fork points a replicate, 1 of whole runs
+    ends_together     whether forks of several points end at one step: a replicate's gap is then that of a whole run
     baseline, arms    its name, and of each other arm {"sd", "sd_pct" (of one replicate's gap; nats, % of the baseline's
                       loss), "gap_pct", "null"}; of forks a replicate's gap is the mean over its points
     sd, sd_pct        root mean square over the arms that are not the null arm
@@ -38,7 +39,7 @@ from hqsweep.config.model import UserModel
 from hqsweep.errors import Damaged
 from hqsweep.host import Busy, locked, write_whole
 from hqsweep.report.compare.arms import Comparison
-from hqsweep.report.compare.frames import DATA, FORK
+from hqsweep.report.compare.frames import DATA, FORK, common_end
 from hqsweep.report.compare.notes import barely_trained
 from hqsweep.sweep.store.files import encode_rows, read_rows
 from hqsweep.sweep.store.run_dir import RunDir
@@ -131,6 +132,7 @@ def _row(comparison: Comparison, baseline: str, noise: Mapping[str, dict[str, An
         "tokens": round(float(runs["config.train.steps"].mean()) * step),
         "design": comparison.design,
         "points": int(forks),
+        "ends_together": common_end(frames) is not None,
         "baseline": baseline,
         "arms": dict(noise),
         "sd": _rms(arm["sd"] for arm in tested),

@@ -119,6 +119,17 @@ def test_forks_of_another_length_or_without_an_arm_under_test_are_far(laboratory
     assert "10 times as many tokens after the fork" in line and "it has no arm but the null arm" in line
 
 
+def test_forks_that_end_together_are_planned_from_such_forks_alone(laboratory, row):
+    words = (*WORDS, "fork.at=40,60", "fork.decay=10", "fork.warmup=5")
+    apart, together = (forks(row, tokens=70 * STEP, run_tokens=40 * STEP, ends_together=end) for end in (False, True))
+    (of_end,) = forecasts(laboratory.plan(*words, "fork.end=75"), 1.0, [apart, together | {"sweeps": ["ends"]}])
+    assert of_end.basis.startswith("ends")
+    (of_steps,) = forecasts(laboratory.plan(*words, "fork.steps=10"), 1.0, [together, apart | {"sweeps": ["apart"]}])
+    assert of_steps.basis.startswith("apart")
+    lines = not_used(laboratory.plan(*words, "fork.end=75"), [apart])
+    assert "its forks do not end together (fork.end)" in lines[0]
+
+
 def test_a_gap_of_one_control_is_louder(laboratory, row):
     """Without a null arm a gap is to the baseline alone: 2 variances instead of 1.5."""
     (estimate,) = forecasts(laboratory.plan("recipe=bf16,mxfp8,nvfp4"), 1.0, [row()])
