@@ -62,7 +62,8 @@ class Family:
 
     estimates  arm -> the estimate of the loss that decides, in % of the baseline's loss
     beside     arm -> the estimate by the other loss, which decides nothing
-    these      arm -> 95 % interval in % that covers these trunks at these points alone (forks)
+    these      arm -> 95 % interval in % that covers these trunks at these points alone (forks); NaN for one point, and
+               for forks that end together
     points     one row per arm, replicate and point that entered: arm, trunk, seed, point, draw, then gap (nats) and
                gap_pct of the loss that decides, val_gap, val_gap_pct, train_gap, train_gap_pct, and weight (of this
                point in the trunk's gap)
@@ -123,7 +124,7 @@ def judge(finals: pd.DataFrame, baseline: str, null: str | None, rule: Rule) -> 
     estimates, beside = (_estimates(of_loss[loss], percent[loss], entering, study) for loss in (decides, other))
     these, correlations, parts = {}, {}, {}
     if rule.design == FORK:
-        own = {arm: _by_trunk(percent[decides][arm].loc[entering[arm]]) for arm in entering}
+        own = {arm: _whole(percent[decides][arm].loc[entering[arm]], rule) for arm in entering}
         these = forks.these_forks(own, null=here, arms=study.arms)
         parts = {arm: _parts(percent[decides][arm].loc[entering[arm]], rule, one) for arm, one in estimates.items()}
     elif len(rows) > 2:

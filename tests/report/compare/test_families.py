@@ -203,3 +203,6 @@ def test_forks_that_end_together_are_judged_as_a_whole_run():
     assert family.points.groupby("trunk")["weight"].sum().tolist() == pytest.approx([1.0] * 4)
     one = judge(finals([row for row in rows if row[2] == 60]), "bf16", None, replace(FORKS, end=100))
     assert one.estimates["a"].gap == pytest.approx(1.8) and not one.parts["a"]
+    alone = judge(finals([row for row in rows if row[1] == 0]), "bf16", None, replace(FORKS, end=100))
+    assert alone.estimates["a"].gap == pytest.approx(3.0)
+    assert all(map(math.isnan, alone.these["a"])), "an interval of the points' mean does not hold the whole run's gap"
