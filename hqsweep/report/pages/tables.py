@@ -103,7 +103,8 @@ def _span(low: float, high: float, spec: str) -> str:
 
 def points_table(comparison: Comparison) -> TextTable:
     """Two rows per arm, by gap: the gap in % of training loss over the decay, which decides, and of validation at the
-    end. One column per fork point, and all together: mean over trunks, with its sd. Empty for whole runs."""
+    end. One column per fork point, and all together: mean over trunks, with its sd; of forks that end together the gap
+    of a whole run. Empty for whole runs."""
     points = comparison.points.sort_values("point", kind="stable")
     draws = list(dict.fromkeys(points["draw"]))
     if comparison.design != FORK or not draws:
@@ -114,7 +115,9 @@ def points_table(comparison: Comparison) -> TextTable:
         if arm in set(points["arm"])
         for loss in ("train", "val")
     )
-    header = ("arm", "loss", *(f"gap % at {draw}" for draw in draws), "together")
+    end = comparison.arms["end"].iloc[0]
+    together = "together" if math.isnan(end) else f"run of {end:.0f} steps"
+    header = ("arm", "loss", *(f"gap % at {draw}" for draw in draws), together)
     return TextTable(header=header, rows=rows, numeric=frozenset(range(2, len(header))))
 
 
