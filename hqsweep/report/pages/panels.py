@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from hqsweep.report.compare.arms import Comparison
 from hqsweep.report.compare.frames import FORK
-from hqsweep.report.figures import experts, heatmaps, lines, svg
+from hqsweep.report.figures import ages, experts, heatmaps, lines, svg
 from hqsweep.report.figures.forest import Forest, Speed, forest_of, speed_of
 from hqsweep.report.figures.look import Panel
 from hqsweep.report.pages import tables
@@ -89,6 +89,16 @@ def _gap_note(comparison: Comparison) -> str:
 
 
 SECTIONS = (
+    Section(
+        name="ages", group="losses", heading="What a whole run costs", short="Gap against age",
+        draw=ages.age_panels, key=True,
+        note=_always(
+            "A mark for each fork, at its age; all end at one step. Line: least squares in a trunk, mean over trunks;"
+            " band: the verdict's interval at that age.\n"
+            "At age 0 is the part that comes at once, at the right end the gap of a run that had the recipe from its"
+            " first step. Where the marks bend, the line does not hold."
+        ),
+    ),
     Section(
         name="growth", group="losses", heading="Growth of the gap", short="Growth of the gap",
         draw=lines.growth_panels, note=_growth_note, key=True, first_alone=True,
