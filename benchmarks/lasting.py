@@ -9,6 +9,7 @@ last 80 steps, over which the learning rate falls to 0, in % of bf16's.
 """
 
 import argparse
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,10 @@ def main() -> None:
     page = (FOLDER / "lasting.md").read_text()
     head, tail = page.partition("<!-- table -->")[0], page.partition("<!-- end -->")[2]
     body = "\n".join([*table(found), "", *said])
+    names = [name for name in sweeps if name != "lasting_whole"]
+    words = ["compare", *names, "--runs-dir", str(options.runs_dir)]
+    subprocess.run([sys.executable, "-m", "hqsweep", *words], check=True)
+    shutil.copy(Path("reports") / "+".join(names) / "figures/ages.svg", FOLDER)
     (FOLDER / "lasting.md").write_text(f"{head}<!-- table -->\n{body}\n<!-- end -->{tail}")
     print(body)
 
