@@ -6,7 +6,6 @@ value; nan and inf are values.
 """
 
 import gzip
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import pyarrow.parquet as pq
 from pyarrow import csv
 from pyarrow import json as pa_json
 
+from hqsweep.config.safe import loads
 from hqsweep.errors import UserError, nearest
 from hqsweep.foreign_logs.columns import USUAL, Columns
 
@@ -207,7 +207,7 @@ class JsonLines:
         step, value, picks = columns.step, columns.metric, False
         if self.open_ended and value not in self.known:
             value, picks = LONG[1], True
-        schema = self._schema([*keys.values(), *([LONG[0]] if picks else [])], [value, *([step] if step else [])])
+        schema = self._types_of([*keys.values(), *([LONG[0]] if picks else [])], [value, *([step] if step else [])])
 
         def frames(rows: Iterable[Mapping[str, Any]]) -> Iterator[pd.DataFrame]:
             rows = (row for row in rows if row.get(value) is not None)
@@ -234,7 +234,7 @@ class JsonLines:
                     yield piece(long_rows(table, columns.metric) if picks else table, columns, value)
                 number += len(lines)
 
-    def _schema(self, keys: Sequence[str], numbers: Sequence[str]) -> pa.Schema | None:
+    def _types_of(self, keys: Sequence[str], numbers: Sequence[str]) -> pa.Schema | None:
         """The types of columns, for pyarrow, which is four times as fast as json; None for a list, or keys of several
         kinds."""
         types = {frozenset([str]): pa.string(), frozenset([int]): pa.int64()}
@@ -257,7 +257,7 @@ class JsonLines:
                 first = next((line for line in lines if line.strip()), "")
                 if first.lstrip().startswith("["):
                     self._is_list = True
-                    for place, row in enumerate(json.loads(first + lines.read()), 1):
+                    for place, row in enumerate(loads(first + lines.read()), 1):
                         yield self._checked(row, f"entry {place}")
                     return
                 read = 0
@@ -267,13 +267,15 @@ class JsonLines:
                         yield self._object(line, number)
                     if most and read > most:
                         return
-        except (json.JSONDecodeError, RecursionError) as error:
+        except UserError:  # which is a ValueError, too
+            raise
+        except ValueError as error:
             raise UserError(f"{self.where}: is no JSON ({error})") from None
 
     def _object(self, line: str, number: int) -> dict[str, Any]:
         try:
-            row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+            row = loads(line)
+        except ValueError as error:
             raise UserError(f"{self.where}: line {number} is no JSON ({error})") from None
         return self._checked(row, f"line {number}")
 

@@ -1,11 +1,12 @@
 """Reads .wandb files, as W&B writes them for each run: LevelDB's log framing around W&B's protobuf records."""
 
-import json
 import struct
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from wandb.proto import wandb_internal_pb2 as pb
+
+from hqsweep.config.safe import loads
 
 BLOCK, HEADER, FULL, FIRST, LAST = 32768, 7, 1, 2, 4
 
@@ -29,4 +30,4 @@ def records(data: bytes) -> Iterator[pb.Record]:
 
 def items(entries: Iterable[Any]) -> dict[str, Any]:
     """Key -> value of a record's entries."""
-    return {entry.key or ".".join(entry.nested_key): json.loads(entry.value_json) for entry in entries}
+    return {entry.key or ".".join(entry.nested_key): loads(entry.value_json) for entry in entries}

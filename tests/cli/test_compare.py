@@ -62,7 +62,8 @@ def test_json_has_a_verdict_of_four_for_every_arm(folder):
 def test_the_terminal_says_the_verdict_and_its_size(folder):
     write_sweep(folder / "runs/study", study())
     shown = " ".join(compare("study").stdout.split())
-    assert "nvfp4: worse than 'bf16' by 1.43 % (95 % interval" in shown and "over 4 trunks." in shown
+    assert "nvfp4: worse than 'bf16' by 1.43 % (95 % interval" in shown
+    assert "over 4 trunks, 40 steps after the fork." in shown
     assert "mxfp8: equivalent to 'bf16' within 0.25 %: +0.00" in shown and "report: reports/study/report.html" in shown
 
 

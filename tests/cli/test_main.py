@@ -318,7 +318,7 @@ def test_detached_runs_are_submitted_and_left(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_warnings_of_runs_are_told_once_at_the_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(plan: launch.SweepPlan, display: object, *, force: bool) -> list[RunDir]:
+    def start(plan: launch.SweepPlan, display: object, *, force: bool, until: object) -> list[RunDir]:
         runs = RunStore(folder / "runs").create(sweep="tiny", conf="tiny", overrides=[], runs=plan.points)
         for run in runs:
             run.update_manifest(warnings=["training reads its data twice"] if run.name.startswith("mxfp8") else [])
@@ -344,7 +344,7 @@ def test_a_parity_mismatch_exits_1(status: str, code: int, folder: Path, monkeyp
     row = {"check": "kernel", "case": "normal", "subject": "mxfp8", "status": status, "mismatches": 1, "total": 9,
            "first_index": "q[3, 5]", "got": "0x7e", "expected": "0x7f", "note": None}  # fmt: skip
 
-    def start(plan: launch.SweepPlan, display: object, *, force: bool) -> list[RunDir]:
+    def start(plan: launch.SweepPlan, display: object, *, force: bool, until: object) -> list[RunDir]:
         (run,) = RunStore(folder / "runs").create(sweep="parity", conf="parity", overrides=[], runs=plan.points)
         run.jsonl("parity").write_text(json.dumps(row) + "\n")
         run.write_status(state="finished")

@@ -1,6 +1,5 @@
 """Synthetic sweeps on disk: the run-folder layout that the report reads, written without training anything."""
 
-import functools
 import hashlib
 import json
 import math
@@ -145,11 +144,16 @@ def stats_rows(run: FakeRun) -> list[dict]:
     return rows
 
 
-@functools.cache
+_TABLES: dict[str, dict[str, str]] = {}
+
+
 def tables_of(run: FakeRun) -> dict[str, str]:
     """The contents of the files of rows, made once for all tests."""
-    tables = {"metrics": metric_rows(run), "stats": stats_rows(run)}
-    return {table: "".join(json.dumps(row) + "\n" for row in rows) for table, rows in tables.items()}
+    key = repr(run)
+    if key not in _TABLES:
+        tables = {"metrics": metric_rows(run), "stats": stats_rows(run)}
+        _TABLES[key] = {table: "".join(json.dumps(row) + "\n" for row in rows) for table, rows in tables.items()}
+    return _TABLES[key]
 
 
 def fork_section(run: FakeRun) -> dict | None:

@@ -13,6 +13,7 @@ NAMES = json.loads((Path(__file__).parents[1] / "golden" / "run_names.json").rea
 
 @pytest.mark.parametrize("conf", NAMES)
 def test_runs_of_packaged_sweeps_keep_their_names(conf: str, tmp_path: Path) -> None:
+    sweep, *words = conf.split()
     for name in NAMES[conf]:
-        (tmp_path / conf / name).mkdir(parents=True)
-    assert [row["run"] for row in plan([f"conf={conf}", f"runs_dir={tmp_path}"]).rows()] == NAMES[conf]
+        (tmp_path / sweep / name).mkdir(parents=True)
+    assert [row["run"] for row in plan([f"conf={sweep}", *words, f"runs_dir={tmp_path}"]).rows()] == NAMES[conf]
