@@ -10,7 +10,7 @@ A row (parameters count matrices, tokens are tokens of training):
     tokens            of a run from step 1, the trunk's included; of forks, the mean over points
     design            "whole run" or "fork"
     points            fork points a replicate, 1 of whole runs
-    ends_together     whether forks of several points end at one step: a replicate's gap is then that of a whole run
+    ends_together     whether forks of several points end at one step: a replicate's gap is then the whole run's
     baseline, arms    its name, and of each other arm {"sd", "sd_pct" (of one replicate's gap; nats, % of the baseline's
                       loss), "gap_pct", "null"}; of forks a replicate's gap is the mean over its points
     sd, sd_pct        root mean square over the arms that are not the null arm

@@ -1,7 +1,7 @@
 """Forks that end together: the gap of a whole run from forks of several ages.
 
-A fork's gap after so many tokens is smaller than that of a run which had the recipe from its first step: part of it
-comes with the switch, the rest grows with age, the share of the steps since the fork. Forks of one trunk that end at
+A fork has a smaller gap than a whole run that ends at the same step. One part of a gap comes with the switch; the rest
+grows with age, the steps since the fork. Forks of one trunk that end at
 one step see the same tokens, so that age is all that tells their gaps apart; a straight line through gap against age is
 at age 0 the part that comes at once, and at the age of a whole run its gap. Each of these is a weighted sum of a
 trunk's gaps, and is judged over trunks as their mean is.

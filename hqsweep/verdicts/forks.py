@@ -68,7 +68,7 @@ def these_forks(
     gaps: Mapping[str, ArrayLike], null: str | None = None, arms: int | None = None
 ) -> dict[str, tuple[float, float]]:
     """(low, high) of every arm's mean gap at its points of its trunks, 95 % together for all arms (the null arm: its
-    own). It says nothing of another trunk and decides nothing. `arms` is that of judge().
+    own). It says nothing of another trunk and decides nothing. `arms` as in judge().
 
     se^2 = max(MS of trunk x point, mean of the null arm's squared gaps) / (trunks points), with (trunks - 1) (points
     - 1) degrees of freedom; of one trunk: the variance over points, points - 1. True differences of a gap between

@@ -35,7 +35,7 @@ class Slowdown:
 def slowdown(gaps: ArrayLike, slopes: ArrayLike, critical: float, equivalence: float) -> Slowdown:
     """The slowdown of one arm over its replicates.
 
-    gaps, slopes  [replicates]: loss of the arm minus that of the baseline; what a doubling of all tokens takes off the
+    gaps, slopes  [replicates]: loss of the arm minus loss of the baseline; what a doubling of all tokens takes off the
                   baseline's loss. In one unit: nats, or % of the baseline's loss
     critical, equivalence  the standard errors between a gap and the ends of its 95 % and 90 % intervals
                   (verdicts.designs.Design); NaN for one replicate

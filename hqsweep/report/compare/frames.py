@@ -266,10 +266,10 @@ def _stated(value: object) -> str:
 
 
 def common_end(runs: pd.DataFrame) -> int | None:
-    """The step at which all forks among `runs` end, if they do so together after leaving their trunks at several steps;
+    """The step at which all forks among `runs` end, if they do so together, with one decay, and begin at several steps;
     None elsewhere."""
     forks = runs[runs["design"] == FORK]
-    if forks.empty or forks["point"].nunique() < 2:
+    if forks.empty or forks["point"].nunique() < 2 or forks[FORK_DECAY].nunique() > 1:
         return None
     ends = (forks["point"] + forks[FORK_CONSTANT] + forks[FORK_DECAY]).unique()
     return int(ends[0]) if len(ends) == 1 else None

@@ -2,7 +2,7 @@
 margin in tokens stands for.
 
 The slope of the baseline's loss is measured on its own train_loss at the constant learning rate: over the second half,
-in tokens, of all steps before the decay, those of a fork's trunk included.
+in tokens, of all steps before the decay, with the steps of a fork's trunk.
 """
 
 import math

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from hqsweep.errors import UserError
-from hqsweep.report.compare.frames import flatten, load
+from hqsweep.report.compare.frames import common_end, flatten, load
 from hqsweep.sweep.store.run_dir import RunDir
 
 
@@ -136,3 +136,13 @@ def test_forks_of_one_seed_at_other_points_are_one_arm_and_another_recipe_marks_
     changed = [fake.Run(**vars(run) | {"fmt": "mxfp4"}) for run in runs if run.arm == "mxfp8"]
     arms = set(load(make_sweep([*runs, *changed], "again")).runs["arm"])
     assert {"trunk", "bf16"} < arms and {arm.partition(" ")[0] for arm in arms - {"trunk", "bf16"}} == {"mxfp8"}
+
+
+def test_forks_end_together_at_one_step_with_one_decay(make_sweep, fake):
+    runs = make_sweep(fake.fork_study({"a": 0.01}, trunks=1, end=120))
+    assert common_end(load(runs).runs) == 120
+    assert common_end(load(make_sweep(fake.fork_study({"a": 0.01}, trunks=1), "apart")).runs) is None
+    other = load(runs).runs
+    other.loc[other["point"] == 80, "config.fork.decay"] = 10
+    other.loc[other["point"] == 80, "config.fork.steps"] = 30
+    assert common_end(other) is None, "forks of two decays are not of one schedule"
