@@ -19,7 +19,7 @@ quickstart: $(STAMP)  ## a fork study of six recipes on real text; verdicts, and
 # Two processes of one thread each: threads of both together would wait for each other. A file is one's alone, so that
 # what its tests share, such as trainings over ranks, runs once. Compiled tests are kept: to compile them takes 10 s.
 PYTEST := OMP_NUM_THREADS=1 PYTHONUTF8=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q
-test: $(TEST_STAMP)  ## the whole suite: under 15 minutes on 2 idle cores; writes build/durations.jsonl
+test: $(TEST_STAMP)  ## the whole suite: 20 minutes on 2 idle cores; writes build/durations.jsonl
 	$(PYTEST) --durations-file build/durations.jsonl
 
 test-fast: $(TEST_STAMP)  ## the suite without tests marked slow, or for a GPU: under 3 minutes on 2 idle cores
