@@ -51,7 +51,6 @@ class CompiledBlocks:
         for block in self.blocks:
             drop_compiled(block)
         if self.on:
-            torch.compiler.reset()  # graphs of other runs in this process
             raise_recompile_limit(GRAPHS)
             for block in self.blocks:
                 block.compile(fullgraph=True, dynamic=False, options=inductor_options())
