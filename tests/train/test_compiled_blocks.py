@@ -58,7 +58,8 @@ def config(linear="mxfp8", *, model=None, schedule=(), every=0, gemm="exact", **
     return parse(
         {
             "job": "convergence", "sweep": "t", "data": {"source": "markov", "markov": {"length": 20000}},
-            "recipe": {"name": "r", "linear": linear, "gemm": gemm, "schedule": list(schedule)}, "stats": {"every": every},
+            "recipe": {"name": "r", "linear": linear, "gemm": gemm, "schedule": list(schedule)},
+            "stats": {"every": every},
             "model": model or {"_target_": f"{HERE}.Blocks"}, "train": {"device": "cpu", "lr": 1e-3, **train},
         },
         find_factory,
