@@ -10,7 +10,8 @@ enum class Family { current, block, mx, nvfp4 };
 enum class Dtype { fp32, bf16, fp16 };
 enum class FourOverSix { none, mae, mse };
 
-// The format, as far as the loops care. A scale tile has tile_rows x tile_cols elements; 0 x 0 is the whole tensor.
+// The format, as far as the loops care. A scale tile has tile_rows x tile_cols elements; 0 x 0 is the whole
+// tensor, or (row_scaled) a row.
 struct Spec {
   Family family;
   Element element;
@@ -18,7 +19,7 @@ struct Spec {
   bool pow2;                    // current, block: scales are powers of two
   float amax_epsilon;           // current, block: smaller amaxes count as this
   ScaleRounding scale_rounding; // mx: how amax / element max becomes a power of two
-  bool row_scaled;              // nvfp4: one global amax per row
+  bool row_scaled;              // current, nvfp4: one global amax per row
   bool rht, rht_sign;           // e2m1 but mx: random Hadamard transform of each 16 elements, with the fixed signs or without
   bool sr;                      // e2m1 but mx: stochastic rounding of the elements
   FourOverSix four_over_six;
@@ -60,7 +61,7 @@ struct Direction {
   const float* amax;  // input: global amax, [1] or [rows] when row_scaled; null: found in a pass before
   float* found;       // [1] or [rows]: where that pass finds it (current, nvfp4 without `amax`); may equal `global`
   uint8_t* codes;     // [rows, cols], or [rows, cols / 2] for e2m1, even index in the low nibble
-  void* scales;       // fp32 scale_inv (current, block), E8M0 (mx) or E4M3 (nvfp4) bytes, one per scale tile
+  void* scales;       // fp32 scale_inv (current, block), E8M0 (mx) or E4M3 (nvfp4) bytes, one per scale tile, or row
   float* global;      // nvfp4 global amax: [1], or [rows] when row_scaled
   void* exact;        // [rows, cols] decoded code times block scale, rounded to exact_dtype
   Dtype exact_dtype;  // fp32 or bf16

@@ -80,7 +80,7 @@ def bare(recipe):
 def both_directions(text: str) -> str:
     """The quantizer with a format in both directions, as far as each may have it."""
     format = parse(text)
-    return f"{text}|{format.columnwise_form}" if format.row_scaled else text
+    return f"{text}|{format.columnwise_form}" if format.rowwise_only else text
 
 
 def _pairs(texts: tuple[str, ...], distance: int) -> tuple[str, ...]:

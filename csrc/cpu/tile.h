@@ -20,7 +20,7 @@ struct Work {
   int block;           // elements along a row that share a scale
   float element_max;   // largest value of the element format
   float input_max;     // largest finite value of X's dtype
-  float whole_scale;   // current: the one encode scale
+  float whole_scale;   // current: the encode scale, but of rows
   const float* amax;   // nvfp4: the global amax, or one per row
 };
 

@@ -28,11 +28,11 @@ inline bool is_mxfp8(const Direction& to) {
 // Something else than codes and scales alone.
 inline bool wants_other_than_codes(const Direction& to) { return to.exact || !to.codes || !to.scales; }
 
-// What training needs: no amax per row, no 4over6 by the fast error, no E2M1 under one scale, MX scales rounded up, no
+// What training needs: no NVFP4 with an amax per row, no 4over6 by the fast error, no E2M1 under one scale, MX scales rounded up, no
 // transform of scale tiles of several rows, decoded values in bf16. segments: see stores_segments.
 inline bool is_usual(const Direction& to, bool segments) {
   const Spec& spec = to.spec;
-  return segments && !spec.row_scaled && !spec.fast_error && !is_current_four(spec) &&
+  return segments && !(spec.row_scaled && spec.family == Family::nvfp4) && !spec.fast_error && !is_current_four(spec) &&
          spec.scale_rounding == ScaleRounding::up && !(spec.rht && spec.tile_rows > 1) &&
          (!to.exact || to.exact_dtype == Dtype::bf16);
 }
@@ -154,9 +154,16 @@ inline Encoder encoder_of_group(const QuantizeJob& job) {
   return fast ? encoder_of_tiles(job) : Encoder::general;
 }
 
+// Amaxes of the rows and of the columns are both to be found.
+inline bool finds_lines(const QuantizeJob& job) {
+  return job.has_row && job.has_column && !job.dequantized && job.row.spec.row_scaled && job.column.spec.row_scaled &&
+         !job.row.amax && !job.column.amax;
+}
+
 // The fast encoders' first tile stores the scale of current scaling, where all tiles of a matrix are whole.
 inline bool encoder_stores_scale_inv(const QuantizeJob& job) {
-  return fast_takes_matrix(job) && has_whole_tiles(job.source) && !has_four_over_six(job);
+  const bool by_rows = (job.has_row && job.row.spec.row_scaled) || (job.has_column && job.column.spec.row_scaled);
+  return !by_rows && fast_takes_matrix(job) && has_whole_tiles(job.source) && !has_four_over_six(job);
 }
 
 // ---- inside of the fast encoders, for each tile --------------------------------------------------------------------

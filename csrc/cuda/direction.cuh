@@ -197,8 +197,9 @@ __device__ __forceinline__ float2 errors_of(const uint32_t words[kGroupWords<Ord
 
 // The amax from which the scales of a segment follow: the direction's, or that of the segment's row.
 __device__ __forceinline__ GlobalScale global_of(const Spec& spec, const Frame& frame, const Place& place) {
-  if (spec.family == Family::current) return {*frame.amax, 0.0f, 0.0f, 0.0f};
-  return nvfp4_global(spec.row_scaled ? (place.count > 0 ? frame.amax[place.row] : 1.0f) : *frame.amax, spec);
+  const float amax = spec.row_scaled ? (place.count > 0 ? frame.amax[place.row] : 1.0f) : *frame.amax;
+  if (spec.family == Family::current) return {amax, 0.0f, 0.0f, 0.0f};
+  return nvfp4_global(amax, spec);
 }
 
 // 4over6 over tiles of 16 rows: whether each segment's tile maps its amax to 4.

@@ -66,7 +66,7 @@ class Format:
     high_precision: ClassVar[bool] = False
     """Whether the matrix is stored as values, without codes and scales."""
     scaling: ClassVar[str | None] = None
-    """How a tensor core scales the codes: "tensor", "block", "mx" or "nvfp4"; None in high precision."""
+    """How a tensor core scales the codes: "tensor", "row", "block", "mx" or "nvfp4"; None in high precision."""
     amax_name: ClassVar[str | None] = None
     """The grid entry that is an amax of the whole matrix, or of a row: the only one that kernels take."""
     delayed: ClassVar[bool] = False
@@ -82,7 +82,9 @@ class Format:
     rht_signed = True
     """Whether that transform has signs."""
     row_scaled = False
-    """Whether each row has its own amax; for rowwise operands only."""
+    """Whether each row of the operand has its own amax."""
+    rowwise_only = False
+    """Whether it is for rowwise operands only."""
     four_over_six = False
     """Whether each block chooses between two scales."""
     stochastic = False

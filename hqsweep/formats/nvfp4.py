@@ -144,6 +144,10 @@ class NVFP4(Format):
         return self.sr
 
     @property
+    def rowwise_only(self) -> bool:
+        return self.row_scaled
+
+    @property
     def divisor(self) -> float:
         return 6.0 * self.scale_max
 

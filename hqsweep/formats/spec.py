@@ -25,7 +25,7 @@ class Family:
     cls: str
     """The name of the class."""
     scaling: str | None
-    """How a tensor core scales the codes: "tensor", "block", "mx" or "nvfp4"; None in high precision."""
+    """How a tensor core scales the codes: "tensor", "row", "block", "mx" or "nvfp4"; None in high precision."""
     names: Mapping[str, Fields]
     """Name -> the fields of the class that it fixes. A second word, as in "nvfp4+tensor", stands among the options."""
     options: Mapping[str, Fields] = field(default_factory=dict)
@@ -66,6 +66,11 @@ FP8_BLOCK = Family(
     numbered={"eps": ("amax_epsilon", float)},
     fingerprint=("fp8_block", "fp8_block+2d+fp32_scale"),
 )  # fmt: skip
+FP8_ROW = Family(
+    module="fp8", cls="Fp8Row", scaling="row", names={"fp8_row": {}},
+    options={"pow2": {"pow2": True}},
+    numbered={"eps": ("amax_epsilon", float)},
+)  # fmt: skip
 MX = Family(
     module="mx", cls="MX", scaling="mx",
     names={
@@ -105,7 +110,7 @@ NVFP4_TENSOR = Family(
     fingerprint=("nvfp4+tensor", "nvfp4+tensor+rht+sr"),
 )  # fmt: skip
 
-FAMILIES = (IDENTITY, FP8_CURRENT, FP8_DELAYED, FP8_BLOCK, MX, NVFP4, NVFP4_TENSOR)
+FAMILIES = (IDENTITY, FP8_CURRENT, FP8_DELAYED, FP8_BLOCK, FP8_ROW, MX, NVFP4, NVFP4_TENSOR)
 NAMES: dict[str, Family] = {name: family for family in FAMILIES for name in family.names}
 """Name -> its family."""
 FINGERPRINT = "efe9481fa9da443f263ba55e89ae7d3fb70d8af9334c5095af96a6e9980a1110"

@@ -53,7 +53,7 @@ class HybridQuantizer:
         check_source(self.columnwise_source)
         if self.rowwise.rht:
             raise UserError(f"rowwise format {self.rowwise}: +rht acts on columnwise operands only; drop it here")
-        if self.columnwise.row_scaled:
+        if self.columnwise.rowwise_only:
             raise UserError(
                 f"columnwise format {self.columnwise}: +row_scaled is for rowwise operands only; drop it here"
             )

@@ -34,15 +34,19 @@ def with_amaxes(
 ) -> tuple[Target, Target]:
     """Return the targets with the known amaxes of each direction, or of every member."""
     row_amax, column_amax = amaxes["rowwise"], amaxes["columnwise"]
-    row = row if row_amax is None else row._replace(grid=_grid(row.format, row_amax, splits))
-    return row, column if column_amax is None else column._replace(grid=_grid(column.format, column_amax, splits))
+    row = row if row_amax is None else row._replace(grid=_grid(row.format, row_amax, splits, False))
+    column = column if column_amax is None else column._replace(grid=_grid(column.format, column_amax, splits, True))
+    return row, column
 
 
-def _grid(format: Format, amaxes: Tensor, splits: Splits | None) -> Buffers | list[Buffers]:
+def _grid(format: Format, amaxes: Tensor, splits: Splits | None, columnwise: bool) -> Buffers | list[Buffers]:
     """Return the grid of one matrix, or a list with each member's grid."""
     if splits is None:
         return {format.amax_name: amaxes}
-    of_members = amaxes.view(-1, 1).split(list(splits.host) if format.row_scaled else 1)
+    sizes = 1
+    if format.row_scaled:
+        sizes = amaxes.numel() // max(splits.count, 1) if columnwise else list(splits.host)
+    of_members = amaxes.view(-1, 1).split(sizes)
     return [{format.amax_name: own} for own in of_members]
 
 

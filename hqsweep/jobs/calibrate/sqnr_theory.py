@@ -128,7 +128,7 @@ def _scales(format: Format, density: Density, amax: Array, rows: int, cols: int)
             return _round(amax / (6 * top), _grid("e4m3")) * top
         case "mx":
             return _mx_scale(format, amax)
-        case "tensor" | "block" if not format.delayed:
+        case "tensor" | "row" | "block" if not format.delayed:
             scale = amax / format.element.max
             return np.exp2(np.ceil(np.log2(scale))) if format.pow2 else scale
     raise TypeError(f"no closed form of the scales of {format}")
