@@ -69,6 +69,9 @@ def single_cases() -> list[Case]:
         Case(section="single", columnwise="nvfp4+rht+sr", goal=0.60),
         Case(section="single", rowwise="nvfp4", columnwise="nvfp4+rht+sr", goal=0.60),
         Case(section="single", rowwise="mxfp4", columnwise="mxfp4"),
+        Case(section="single", rowwise="mxfp4+rht", columnwise="mxfp4+rht"),
+        Case(section="single", rowwise="mxfp4", columnwise="mxfp4+rht+sr"),
+        Case(section="single", rowwise="nvfp4+rht128", columnwise="nvfp4+rht128"),
         Case(section="single", rowwise="mxfp6_e2m3", columnwise="mxfp6_e2m3"),
         Case(section="single", rowwise="nvfp4+4over6", columnwise="nvfp4+4over6"),
     ]

@@ -27,7 +27,7 @@ class RowwiseLinear(nn.Linear):
 
 
 class RowwiseProducts(torch.autograd.Function):
-    """x [M, K], w [N, K] -> x @ w.T. All operands have a scale per row; only forward accumulates fast, as in torchao."""
+    """x [M, K], w [N, K] -> x @ w.T. Operands have a scale per row; only forward accumulates fast, as in torchao."""
 
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ const Names<Element> kElements = {{"e4m3", Element::e4m3}, {"e5m2", Element::e5m
                                    {"e2m3", Element::e2m3}, {"e3m2", Element::e3m2}};
 const Names<Dtype> kDtypes = {{"fp32", Dtype::fp32}, {"bf16", Dtype::bf16}, {"fp16", Dtype::fp16}};
 const Names<ScaleRounding> kRoundings = {{"up", ScaleRounding::up}, {"floor", ScaleRounding::floor},
-                                         {"even", ScaleRounding::even}};
+                                         {"even", ScaleRounding::even}, {"ceil", ScaleRounding::ceil}};
 const Names<FourOverSix> kFourOverSix = {{"none", FourOverSix::none}, {"mae", FourOverSix::mae},
                                          {"mse", FourOverSix::mse}};
 
@@ -109,8 +109,9 @@ inline void check_spec(const Spec& spec) {
           "four_over_six and fast_error belong to family nvfp4 only");
   HQ_REQUIRE(spec.family == Family::nvfp4 || (spec.family == Family::current && one_byte) || !spec.row_scaled,
           "row_scaled belongs to family nvfp4, and to family current with elements of 8 bits");
-  HQ_REQUIRE(spec.family == Family::nvfp4 || is_current_four(spec) || !(spec.rht || spec.sr),
-          "rht and sr belong to family nvfp4, and to family current with element e2m1");
+  HQ_REQUIRE(spec.element == Element::e2m1 || !(spec.rht || spec.sr), "rht and sr belong to element e2m1");
+  HQ_REQUIRE(spec.rht == 0 || spec.rht == 16 || spec.rht == 32 || spec.rht == 64 || spec.rht == 128,
+          "rht is " + text(spec.rht) + ", must be 0, 16, 32, 64 or 128");
   HQ_REQUIRE(!(adaptive && (spec.sr || spec.rht)), "four_over_six cannot be combined with sr or rht");
 }
 
@@ -119,7 +120,7 @@ T* pointer(uintptr_t address) { return reinterpret_cast<T*>(address); }
 
 inline std::unique_ptr<Spec> make_spec(const std::string& family, const std::string& element, int tile_rows,
                                        int tile_cols, bool pow2, float amax_epsilon, const std::string& scale_rounding,
-                                       bool row_scaled, bool rht, bool rht_sign, bool sr,
+                                       bool row_scaled, int rht, bool rht_sign, bool sr,
                                        const std::string& four_over_six, float e4m3_max, bool fast_error) {
   Spec spec{lookup(kFamilies, "family", family), lookup(kElements, "element", element), tile_rows, tile_cols, pow2,
                   amax_epsilon, lookup(kRoundings, "scale_rounding", scale_rounding), row_scaled, rht, rht_sign, sr,

@@ -20,8 +20,9 @@ struct Spec {
   float amax_epsilon;           // current, block: smaller amaxes count as this
   ScaleRounding scale_rounding; // mx: how amax / element max becomes a power of two
   bool row_scaled;              // current, nvfp4: one global amax per row
-  bool rht, rht_sign;           // e2m1 but mx: random Hadamard transform of each 16 elements, with the fixed signs or without
-  bool sr;                      // e2m1 but mx: stochastic rounding of the elements
+  int rht;                      // e2m1: random Hadamard transform of so many elements each, 16 to 128; 0: none
+  bool rht_sign;                // with the fixed signs or without
+  bool sr;                      // e2m1: stochastic rounding of the elements
   FourOverSix four_over_six;
   float e4m3_max;               // nvfp4: largest block scale, 448 or 256
   bool fast_error;              // nvfp4 4over6: error measured in the scaled domain
@@ -82,9 +83,11 @@ HQ_HD bool wants_statistics(const Direction* to) { return to && (to->sums || to-
 // E2M1 codes under the one scale of current scaling.
 HQ_HD bool is_current_four(const Spec& spec) { return spec.family == Family::current && spec.element == Element::e2m1; }
 
-// The contracted axis has a multiple of this many elements: of 16 where transforms and random bits come by 16.
+// The contracted axis has a multiple of this many elements: of 16 where random bits come by 16, or of the transform's.
 HQ_HD int contracted_multiple(const Spec& spec) {
-  return spec.family == Family::nvfp4 || is_current_four(spec) ? 16 : (spec.element == Element::e2m1 ? 2 : 1);
+  const bool sixteen = spec.family == Family::nvfp4 || is_current_four(spec) || spec.sr;
+  const int least = sixteen ? 16 : (spec.element == Element::e2m1 ? 2 : 1);
+  return spec.rht > least ? spec.rht : least;
 }
 
 // Both directions of X in one read. row has blocks along X's columns; column has blocks along X's rows, and its arrays

@@ -35,9 +35,9 @@ void encode_row(const Work& work, Tile& tile, int r) {
     const float* __restrict x = tile.x + r * kWidth + b * kBlock;
     uint32_t* __restrict codes = tile.codes + b * kBlock;
     const float scale = tile.encode_scale[t][b];
-    if (kBlock == 16 && spec.sr) {
-      const uint8_t* __restrict random = reinterpret_cast<const uint8_t*>(tile.random[b]);
-      for (int i = 0; i < 16; ++i) codes[i] = encode_e2m1_stochastic(x[i] * scale, random[i]);
+    if (E::kWidth == 4 && spec.sr) {
+      const uint8_t* __restrict random = reinterpret_cast<const uint8_t*>(tile.random) + b * kBlock;
+      for (int i = 0; i < kBlock; ++i) codes[i] = encode_e2m1_stochastic(x[i] * scale, random[i]);
     } else {
       for (int i = 0; i < kBlock; ++i) codes[i] = encode<E>(x[i] * scale);
     }

@@ -77,8 +77,9 @@ class Format:
     """Rows and columns of the matrix that share a scale; WHOLE covers the axis."""
     two_d = False
     """Whether a tile has several rows, so that the scales of X.T are the transposed scales of X."""
-    rht = False
-    """Whether a random Hadamard transform along the contracted axis comes first; for columnwise operands only."""
+    rht = 0
+    """The size of a random Hadamard transform along the contracted axis that comes first; 0: none. One text for both
+    directions sets it for the columnwise operand."""
     rht_signed = True
     """Whether that transform has signs."""
     row_scaled = False
@@ -96,7 +97,7 @@ class Format:
 
     @property
     def rowwise_form(self) -> "Format":
-        """The format without options of columnwise operands (rht)."""
+        """The format without the options that one text for both directions sets columnwise (rht)."""
         return self
 
     @property

@@ -24,9 +24,14 @@ def takes_amax_of_matrix(format: Format | None) -> bool:
     return format is not None and format.amax_name is not None and not (format.delayed or format.row_scaled)
 
 
+def takes_amax_of_x(format: Format | None) -> bool:
+    """Return whether the format's only amax belongs to the matrix as it is."""
+    return takes_amax_of_matrix(format) and not format.rht
+
+
 def signs_of(format: Format | None) -> bool | None:
-    """Return the transform's signs for a columnwise format whose amax belongs to transformed columns; else None."""
-    return format.rht_signed if takes_amax_of_matrix(format) and format.rht else None
+    """Return the transform's signs for a columnwise format whose amax belongs to columns in groups of 16; else None."""
+    return format.rht_signed if takes_amax_of_matrix(format) and format.rht == 16 else None
 
 
 def with_amaxes(
@@ -52,7 +57,7 @@ def _grid(format: Format, amaxes: Tensor, splits: Splits | None, columnwise: boo
 
 def under(target: Target, amax: Tensor) -> Target:
     """Return the target with a grid of that amax, if its format takes one."""
-    return target._replace(grid={target.format.amax_name: amax}) if takes_amax_of_matrix(target.format) else target
+    return target._replace(grid={target.format.amax_name: amax}) if takes_amax_of_x(target.format) else target
 
 
 def found_under(row: Target, column: Target, amaxes: Sequence[Tensor], source: Source) -> tuple[Target, Target]:
@@ -60,6 +65,6 @@ def found_under(row: Target, column: Target, amaxes: Sequence[Tensor], source: S
     row = under(row, amaxes[0])
     if source != "original":
         return row, column
-    transformed = signs_of(column.format) is not None
-    place = 1 if transformed else 0  # no bool: a trace indexes with integers
-    return row, under(column, amaxes[place]) if len(amaxes) > place else column
+    if signs_of(column.format) is None:
+        return row, under(column, amaxes[0])
+    return row, column._replace(grid={column.format.amax_name: amaxes[1]}) if len(amaxes) > 1 else column

@@ -37,7 +37,7 @@ MODULE_GEMMS = {"linear": GEMMS, "grouped_linear": GEMMS, "dpa": DPA_GEMMS}
 class Scaled(Protocol):
     """A format as a product sees it: a formats.Format, or a torch-free FormatText."""
 
-    rht: bool
+    rht: int
     rht_signed: bool
     two_d: bool
     scaling: str | None
@@ -75,6 +75,9 @@ def same_scaling(a: Scaled, b: Scaled) -> bool:
 def mathematical_fault(a: Scaled, b: Scaled) -> str | None:
     """Return why the product of the two would be wrong in any arithmetic, or None."""
     transform = [(f.rht, f.rht_signed) for f in (a, b)]
+    if transform[0] != transform[1] and a.rht and b.rht:
+        named = [f"of {size} {'with' if signed else 'without'} signs" for size, signed in transform]
+        return f"the Hadamard transforms differ ({named[0]}, {named[1]}), so they do not cancel"
     if transform[0] != transform[1]:
         return "the random Hadamard transform must be on both operands or on neither, or it does not cancel"
     return None

@@ -135,10 +135,12 @@ def _scales(format: Format, density: Density, amax: Array, rows: int, cols: int)
 
 
 def _mx_scale(format: MX, amax: Array) -> Array:
-    """Up: the smallest power of two that saturates nothing; floor, even: OCP MX v1.0 section 6.3, torchao's EVEN."""
+    """Up: the smallest power of two that saturates nothing; floor: OCP MX v1.0 section 6.3; even, ceil: torchao's."""
     mantissa, _, top = ELEMENTS[format.element_name]
     if format.scale_rounding == "up":
         return np.exp2(np.ceil(np.log2(amax / top)))
+    if format.scale_rounding == "ceil":
+        return np.exp2(np.ceil(np.log2(amax)) - math.floor(math.log2(top)))
     if format.scale_rounding == "even":
         step = np.exp2(np.floor(np.log2(amax)) - mantissa)
         amax = np.floor(amax / step + 0.5) * step

@@ -199,7 +199,7 @@ def _find(part: Part) -> list[Tensor]:
     (first, place), amaxes = part.pieces[0], dict[str, Tensor]()
     for direction, format in (("rowwise", row), ("columnwise", column)):
         if _has_one_amax(format):
-            same = direction == "columnwise" and "rowwise" in amaxes and not format.rht
+            same = direction == "columnwise" and "rowwise" in amaxes and not (format.rht or row.rht)
             amaxes[direction] = amaxes["rowwise"] if same else first.new_zeros(1, 1, dtype=torch.float32)
             part.grids[direction] = {format.amax_name: amaxes[direction]}
     if part.has_rows:

@@ -192,10 +192,10 @@ def _blocks(
 
 
 def _block(format: Format, axis: int) -> int:
-    """The most elements along an axis of the operand that share an entry of some buffer. Entries of the whole axis do
-    not count."""
+    """The most elements along an axis of the operand that share an entry of some buffer, or a transform. Entries of the
+    whole axis do not count."""
     sizes = [(buffer.rows, buffer.cols)[axis] for buffer in format.layout.values()]
-    return max(size if size != WHOLE else 1 for size in sizes)
+    return max(format.rht if axis else 1, *(size if size != WHOLE else 1 for size in sizes))
 
 
 def has_amax(format: Format | None) -> bool:
