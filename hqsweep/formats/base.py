@@ -151,7 +151,7 @@ class Format:
 
         Float32 scales are 1 then, so inf decodes to the element's largest number.
         """
-        return self.scaling not in ("tensor", "block")
+        return self.scaling not in ("tensor", "row", "block")
 
     def shapes(self, rows: int, cols: int) -> dict[str, tuple[int, int]]:
         """Return the shape of each buffer for a matrix [rows, cols]. UserError if the format cannot hold that shape."""
