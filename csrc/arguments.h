@@ -24,7 +24,7 @@ const Names<Element> kElements = {{"e4m3", Element::e4m3}, {"e5m2", Element::e5m
                                    {"e2m3", Element::e2m3}, {"e3m2", Element::e3m2}};
 const Names<Dtype> kDtypes = {{"fp32", Dtype::fp32}, {"bf16", Dtype::bf16}, {"fp16", Dtype::fp16}};
 const Names<ScaleRounding> kRoundings = {{"up", ScaleRounding::up}, {"floor", ScaleRounding::floor},
-                                         {"even", ScaleRounding::even}};
+                                         {"even", ScaleRounding::even}, {"ceil", ScaleRounding::ceil}};
 const Names<FourOverSix> kFourOverSix = {{"none", FourOverSix::none}, {"mae", FourOverSix::mae},
                                          {"mse", FourOverSix::mse}};
 
@@ -86,7 +86,8 @@ inline void check_spec(const Spec& spec) {
   const std::string got = ", got " + tile_text(rows, cols);
   switch (spec.family) {
     case Family::current:
-      HQ_REQUIRE(rows == 0 && cols == 0, "family current has scale tile 0 x 0 (the whole tensor)" + got);
+      HQ_REQUIRE(cols == 0 && rows == (spec.row_scaled ? 1 : 0),
+              "family current has scale tile 0 x 0 (the whole tensor), and 1 x 0 (a row) with row_scaled" + got);
       HQ_REQUIRE(one_byte || is_current_four(spec), "family current takes element e4m3, e5m2 or e2m1");
       break;
     case Family::block:
@@ -104,10 +105,13 @@ inline void check_spec(const Spec& spec) {
       HQ_REQUIRE(!(spec.row_scaled && rows != 1), "row_scaled needs scale tile 1 x 16" + got);
   }
   const bool adaptive = spec.four_over_six != FourOverSix::none;
-  HQ_REQUIRE(spec.family == Family::nvfp4 || !(spec.row_scaled || adaptive || spec.fast_error),
-          "row_scaled, four_over_six and fast_error belong to family nvfp4 only");
-  HQ_REQUIRE(spec.family == Family::nvfp4 || is_current_four(spec) || !(spec.rht || spec.sr),
-          "rht and sr belong to family nvfp4, and to family current with element e2m1");
+  HQ_REQUIRE(spec.family == Family::nvfp4 || !(adaptive || spec.fast_error),
+          "four_over_six and fast_error belong to family nvfp4 only");
+  HQ_REQUIRE(spec.family == Family::nvfp4 || (spec.family == Family::current && one_byte) || !spec.row_scaled,
+          "row_scaled belongs to family nvfp4, and to family current with elements of 8 bits");
+  HQ_REQUIRE(spec.element == Element::e2m1 || !(spec.rht || spec.sr), "rht and sr belong to element e2m1");
+  HQ_REQUIRE(spec.rht == 0 || spec.rht == 16 || spec.rht == 32 || spec.rht == 64 || spec.rht == 128,
+          "rht is " + text(spec.rht) + ", must be 0, 16, 32, 64 or 128");
   HQ_REQUIRE(!(adaptive && (spec.sr || spec.rht)), "four_over_six cannot be combined with sr or rht");
 }
 
@@ -116,12 +120,13 @@ T* pointer(uintptr_t address) { return reinterpret_cast<T*>(address); }
 
 inline std::unique_ptr<Spec> make_spec(const std::string& family, const std::string& element, int tile_rows,
                                        int tile_cols, bool pow2, float amax_epsilon, const std::string& scale_rounding,
-                                       bool row_scaled, bool rht, bool rht_sign, bool sr,
+                                       bool row_scaled, int rht, bool rht_sign, bool sr,
                                        const std::string& four_over_six, float e4m3_max, bool fast_error) {
-  const Spec spec{lookup(kFamilies, "family", family), lookup(kElements, "element", element), tile_rows, tile_cols, pow2,
+  Spec spec{lookup(kFamilies, "family", family), lookup(kElements, "element", element), tile_rows, tile_cols, pow2,
                   amax_epsilon, lookup(kRoundings, "scale_rounding", scale_rounding), row_scaled, rht, rht_sign, sr,
                   lookup(kFourOverSix, "four_over_six", four_over_six), e4m3_max, fast_error};
   check_spec(spec);
+  if (spec.family == Family::current) spec.tile_rows = 0;  // the loops go by row_scaled
   return std::make_unique<Spec>(spec);
 }
 

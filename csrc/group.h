@@ -52,7 +52,7 @@ HQ_HD Starts starts_of(const Spec& spec, bool columns, const Units& units, const
   return {spec.row_scaled ? rows : before.expert,
           elements,
           spec.element == Element::e2m1 ? elements / 2 : elements,
-          spec.family == Family::current ? before.expert : scales,
+          spec.family == Family::current ? (spec.row_scaled ? rows : before.expert) : scales,
           before.tiles * across,
           columns ? before.tiles * cols : before.rows * across};
 }

@@ -18,7 +18,7 @@
 namespace hq {
 
 enum class Element { e4m3, e5m2, e2m1, e2m3, e3m2 };
-enum class ScaleRounding { up, floor, even };  // how a block's amax becomes a power of two (MX)
+enum class ScaleRounding { up, floor, even, ceil };  // how a block's amax becomes a power of two (MX)
 
 HQ_HD uint32_t to_bits(float value) {
   uint32_t bits;
@@ -159,21 +159,23 @@ HQ_HD uint32_t e8m0_up(float value) {
 }
 
 // E8M0 code of 2^(floor(log2(amax)) - emax), for amax >= 0; below the range it is 0, inf counts as 2^128, NaN gives
-// 0xFF. half_ulp, in bits of the fp32 mantissa, is added first: rounding half up.
-HQ_HD uint32_t e8m0_floor(float amax, uint32_t emax, uint32_t half_ulp) {
+// 0xFF. `added`, in units of the last bit of the fp32 mantissa, comes first: it rounds up.
+HQ_HD uint32_t e8m0_floor(float amax, uint32_t emax, uint32_t added) {
   const uint32_t bits = to_bits(amax) & kAbsMask;
-  const uint32_t exponent = (bits + half_ulp) >> 23;
+  const uint32_t exponent = (bits + added) >> 23;
   const uint32_t code = select(static_cast<int32_t>(exponent) > static_cast<int32_t>(emax), exponent - emax, 0u);
   return select(static_cast<int32_t>(bits) > static_cast<int32_t>(kInfBits), 0xFFu, code);
 }
 
 // E8M0 scale of a block with elements E. up: the smallest power of two that saturates nothing (TransformerEngine);
-// floor: OCP MX v1.0 section 6.3; even: torchao's EVEN, amax rounded to E's mantissa before the floor.
+// floor: OCP MX v1.0 section 6.3; even: torchao's EVEN, amax rounded to E's mantissa before the floor; ceil: torchao's
+// CEIL, amax rounded up to a power of two before it.
 template <class E>
 HQ_HD uint32_t e8m0_scale(ScaleRounding rounding, float amax) {
   if (rounding == ScaleRounding::up) return e8m0_up(amax * (1.0f / to_float(E::kMaxBits)));
   constexpr uint32_t emax = (E::kMaxBits >> 23) - 127;
-  return e8m0_floor(amax, emax, select(rounding == ScaleRounding::even, 1u << (22 - E::kMan), 0u));
+  const uint32_t added = select(rounding == ScaleRounding::ceil, 0x7FFFFFu, 0u);
+  return e8m0_floor(amax, emax, select(rounding == ScaleRounding::even, 1u << (22 - E::kMan), added));
 }
 
 // The same for an element known at run time.
@@ -234,6 +236,17 @@ constexpr float kSixth = 0x1.555556p-3f;  // fl(1/6)
 // ---- random Hadamard transform and random bits ---------------------------------------------------------------------
 
 constexpr uint32_t kRhtSignMask = 0xD7E8u;  // bit i: input element i of each group of 16 is negated
+
+// The same for groups of up to 128 elements, of which `first` is a multiple of 16: the signs of 16 from there.
+HQ_HD uint32_t rht_signs(int first) {
+  const uint32_t two = first < 32 ? 0x29DED7E8u : (first < 64 ? 0x7F92A9B8u : (first < 96 ? 0xCE45A98Du : 0x8F8FCAD6u));
+  return (two >> (first % 32)) & 0xFFFFu;
+}
+
+// 1 / sqrt(size), for 16, 32, 64 and 128.
+HQ_HD float rht_scale(int size) {
+  return size == 16 ? 0.25f : (size == 32 ? 0x1.6a09e6p-3f : (size == 64 ? 0.125f : 0x1.6a09e6p-4f));
+}
 
 // Hadamard transform of 16 values as butterflies over distances 1, 2, 4, 8 in this order. V is float, or a vector of
 // floats for as many transforms side by side.

@@ -40,7 +40,8 @@ void decode_line(Element element, const uint8_t* codes, int count, float* out) {
 // Scale of the block that holds element (r, c).
 float scale_at(const Encoded& in, Decoding decoding, int64_t r, int64_t c) {
   const Spec& spec = in.spec;
-  if (spec.family == Family::current) return decoding == Decoding::exact ? 1.0f : *static_cast<const float*>(in.scales);
+  if (spec.family == Family::current)
+    return decoding == Decoding::exact ? 1.0f : static_cast<const float*>(in.scales)[spec.row_scaled ? r : 0];
   const int64_t across = (in.cols + spec.tile_cols - 1) / spec.tile_cols;
   const int64_t block = r / spec.tile_rows * across + c / spec.tile_cols;
   if (spec.family == Family::block) return static_cast<const float*>(in.scales)[block];

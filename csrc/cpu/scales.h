@@ -65,6 +65,18 @@ float global_amax(const Work& work, const Tile& tile, int t) {
   return work.amax[work.to.spec.row_scaled ? tile.row0 + t : 0];
 }
 
+// Current scaling: the encode scale under the amax of that row, or under the only one.
+float current_scale(const Work& work, int64_t row) {
+  const Spec& spec = work.to.spec;
+  return fp8_scale(work.amax[row], work.element_max, spec.amax_epsilon, spec.pow2, kFloatMax);
+}
+
+// Which line of a tile's scales a row of the tile has.
+int scale_line(const Spec& spec, int r) {
+  if (spec.tile_rows) return r / spec.tile_rows;
+  return spec.row_scaled ? r : 0;
+}
+
 // Scales of `count` blocks, each a plain loop over all of them.
 template <class E>
 inline __attribute__((always_inline)) void scales_of(const Work& work, float global_amax, int count,

@@ -44,7 +44,8 @@ __device__ Piece locate(const DecodeJob& job, int64_t index) {
 
 // The factor of the piece's codes.
 __device__ float load_scale(const DecodeJob& job, const Piece& piece) {
-  if (job.family == Family::current) return job.exact ? 1.0f : *static_cast<const float*>(job.scales);
+  if (job.family == Family::current)
+    return job.exact ? 1.0f : static_cast<const float*>(job.scales)[job.row_scaled ? piece.row : 0];
   const int64_t tile = (piece.row >> job.row_shift) * job.tiles_across + (piece.col >> job.col_shift);
   if (job.family == Family::block) return static_cast<const float*>(job.scales)[tile];
   const uint32_t code = static_cast<const uint8_t*>(job.scales)[tile];

@@ -45,7 +45,7 @@ struct MemberCodes {
     const Encoded& packed = job.encoded.packed;
     const Family family = packed.spec.family;
     const auto* floats = static_cast<const float*>(packed.scales) + starts.scales;
-    if (family == Family::current) return job.exact ? 1.0f : *floats;
+    if (family == Family::current) return job.exact ? 1.0f : floats[packed.spec.row_scaled ? row : 0];
     const int64_t tile = (row >> job.row_shift) * tiles_across + (col >> job.col_shift);
     if (family == Family::block) return floats[tile];
     const uint32_t code = (static_cast<const uint8_t*>(packed.scales) + starts.scales)[tile];

@@ -59,12 +59,60 @@ __device__ __forceinline__ void transform_group(const Spec& spec, uint32_t words
   }
 }
 
+template <class Order, class W>
+struct GroupWords {
+  uint32_t words[kGroupWords<Order, W>];
+};
+
+// The same over up to 128 elements: lanes that hold neighbouring segments of a line trade their sums. All lanes of the
+// warp. Not inlined: few formats need it.
+template <class Order, class W>
+__device__ __noinline__ GroupWords<Order, W> transform_wide(GroupWords<Order, W> group, int size, bool signs) {
+  const int first = Order::col(0) & (size - 1);
+  const uint32_t mask = signs ? rht_signs(first) : 0;
+  const float factor = rht_scale(size);
+  float x[kGroupSegments<Order, W>][kSegment];
+#pragma unroll
+  for (int k = 0; k < kGroupSegments<Order, W>; ++k) {
+#pragma unroll
+    for (int i = 0; i < kSegment; ++i)
+      x[k][i] = __fmul_rn(value_of<Order, W>(group.words, k, i), (mask >> i) & 1u ? -factor : factor);
+    butterfly16(x[k]);
+    for (int distance = kSegment; distance < size; distance *= 2) {
+      const bool upper = first & distance;
+#pragma unroll
+      for (int i = 0; i < kSegment; ++i) {
+        const float other = __shfl_xor_sync(~0u, x[k][i], distance / kSegment * Order::kNext);
+        x[k][i] = upper ? other - x[k][i] : x[k][i] + other;
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kGroupWords<Order, W>; ++i) {
+    if constexpr (W::kPack == 1)
+      group.words[i] = to_bits(round_to_bf16(x[0][i]));
+    else if constexpr (std::is_same_v<Order, RowOrder>)
+      group.words[i] = round_pair<Bf16>(x[0][2 * i], x[0][2 * i + 1]);
+    else
+      group.words[i] = round_pair<Bf16>(x[0][i], x[kGroupSegments<Order, W> - 1][i]);
+  }
+  return group;
+}
+
 // The group's words in the basis that the format approximates.
 template <class Order, class W>
 __device__ __forceinline__ void get_basis(const uint32_t* tile, const Spec& spec, int h,
                                           uint32_t words[kGroupWords<Order, W>]) {
   get_group<Order, W>(tile, h, words);
-  if (spec.rht) transform_group<Order, W>(spec, words);
+  if (spec.rht == kSegment) transform_group<Order, W>(spec, words);
+  if (spec.rht > kSegment) {
+    GroupWords<Order, W> group;
+#pragma unroll
+    for (int i = 0; i < kGroupWords<Order, W>; ++i) group.words[i] = words[i];
+    group = transform_wide<Order, W>(group, spec.rht, spec.rht_sign);
+#pragma unroll
+    for (int i = 0; i < kGroupWords<Order, W>; ++i) words[i] = group.words[i];
+  }
 }
 
 // amax of each segment of a group, and whether one holds a NaN.
@@ -197,8 +245,9 @@ __device__ __forceinline__ float2 errors_of(const uint32_t words[kGroupWords<Ord
 
 // The amax from which the scales of a segment follow: the direction's, or that of the segment's row.
 __device__ __forceinline__ GlobalScale global_of(const Spec& spec, const Frame& frame, const Place& place) {
-  if (spec.family == Family::current) return {*frame.amax, 0.0f, 0.0f, 0.0f};
-  return nvfp4_global(spec.row_scaled ? (place.count > 0 ? frame.amax[place.row] : 1.0f) : *frame.amax, spec);
+  const float amax = spec.row_scaled ? (place.count > 0 ? frame.amax[place.row] : 1.0f) : *frame.amax;
+  if (spec.family == Family::current) return {amax, 0.0f, 0.0f, 0.0f};
+  return nvfp4_global(amax, spec);
 }
 
 // 4over6 over tiles of 16 rows: whether each segment's tile maps its amax to 4.

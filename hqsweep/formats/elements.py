@@ -115,15 +115,15 @@ def e8m0_up(x: Tensor) -> Tensor:
     return torch.where(bits > 0x7F800000, 0xFF, code).to(torch.uint8)
 
 
-def e8m0_floor(amax: Tensor, element: Element, *, even: bool = False) -> Tensor:
+def e8m0_floor(amax: Tensor, element: Element, rounding: str = "floor") -> Tensor:
     """Return uint8 E8M0 of 2^(floor(log2(amax)) - emax), at least 2^-127, for float32 block amaxes; NaN -> 0xFF.
 
-    even: first round amax to the element's mantissa bits, ties up (a carry raises the exponent). An infinite amax
-    counts as 2^128.
+    rounding "even": first round amax to the element's mantissa bits, ties up (a carry raises the exponent); "ceil":
+    first round it up to a power of two. An infinite amax counts as 2^128.
     """
     bits = amax.contiguous().view(torch.int32)
-    half_ulp = 1 << (22 - element.mantissa_bits) if even else 0
-    code = ((bits + half_ulp >> 23) - element.max_exponent).clamp(min=0)
+    added = {"floor": 0, "even": 1 << (22 - element.mantissa_bits), "ceil": (1 << 23) - 1}[rounding]
+    code = ((bits + added >> 23) - element.max_exponent).clamp(min=0)
     return torch.where(bits > 0x7F800000, 0xFF, code).to(torch.uint8)
 
 

@@ -4,8 +4,9 @@ A table by compute capability says which products run. All others are refused be
 to gemm=exact. sm_90 was measured (benchmarks/gemm.py). sm_100 follows the documented layouts and has not run yet.
 
     sm_89          per-tensor FP8 with per-tensor FP8
-    sm_90          the same, and block FP8: 1x128 with 1x128 or 128x128
-    sm_100, sm_103 per-tensor FP8, MXFP8 and NVFP4, each with its own kind
+    sm_90          the same, FP8 with a scale per row, also with per-tensor FP8, and block FP8: 1x128 with 1x128 or
+                   128x128
+    sm_100, sm_103 per-tensor FP8, FP8 with a scale per row, MXFP8 and NVFP4, each with its own kind
     all            two equal high-precision dtypes
 E5M2 never meets E5M2.
 """
@@ -27,8 +28,8 @@ from hqsweep.torch_private import scaled_mm
 
 CUDA_KINDS: dict[int, tuple[str, ...]] = {
     8: ("tensor",),
-    9: ("tensor", "block"),
-    10: ("tensor", "mx", "nvfp4"),
+    9: ("tensor", "row", "block"),
+    10: ("tensor", "row", "mx", "nvfp4"),
 }
 """Major compute capability -> scalings (Format.scaling) with a native product; of 8 only 8.9."""
 ALIGNMENT = 16
@@ -120,6 +121,8 @@ def mm_t_native(a: Operand, b: Operand, *, out_dtype: torch.dtype) -> Tensor:
     if a.format.high_precision:
         return mm_t(a, b, out_dtype=out_dtype)
     (left, left_scale), (right, right_scale) = map(_operand, (a, b))
+    if "row" in (a.format.scaling, b.format.scaling):
+        left_scale, right_scale = (_of_rows(s, operand) for s, operand in ((left_scale, a), (right_scale, b)))
     kinds = [operand.format.two_d for operand in (a, b)] if _has_uneven_tiles(a.format, b.format, k) else []
     factors = a.format.scaling == "nvfp4"
     dtype = torch.float32 if factors else out_dtype
@@ -159,7 +162,7 @@ def native_product(
 
 def _aligned(scale: Tensor) -> Tensor:
     """Return a scale at an address that cuBLAS takes. A view into many experts' scales may begin elsewhere."""
-    return scale.clone() if scale.dim() == 0 and scale.data_ptr() % ALIGNMENT else scale
+    return scale.clone() if scale.data_ptr() % ALIGNMENT else scale
 
 
 def multiply(a: Operand | ExactOperand, b: Operand | ExactOperand, mode: str, out_dtype: torch.dtype) -> Tensor:
@@ -184,6 +187,15 @@ def _float8(operand: Operand) -> Tensor:
 
 def _per_tensor(operand: Operand) -> tuple[Tensor, Tensor]:
     return _float8(operand), operand.buffers["s"].view(())
+
+
+def _per_row(operand: Operand) -> tuple[Tensor, Tensor]:
+    return _float8(operand), operand.buffers["s"]
+
+
+def _of_rows(scale: Tensor, operand: Operand) -> Tensor:
+    """Return float32 [rows, 1]: a scale of each row. The scale of a tensor is repeated, as torchao does."""
+    return scale if scale.dim() == 2 else scale.expand(operand.shape[0], 1).contiguous()
 
 
 def _block(operand: Operand) -> tuple[Tensor, Tensor]:
@@ -216,6 +228,7 @@ def _factor(operand: Operand) -> ExactOperand:
 
 _ARRANGED: dict[str, Callable[[Operand], tuple[Tensor, Tensor]]] = {
     "tensor": _per_tensor,
+    "row": _per_row,
     "block": _block,
     "mx": _mx,
     "nvfp4": _nvfp4,

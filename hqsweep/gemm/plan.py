@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from hqsweep.formats import Format
+from hqsweep.recipe.pairs import OUTSIDE
 
 Capability = tuple[int, int] | None
 """Compute capability of a GPU; None for a CPU."""
@@ -116,7 +117,7 @@ def _kernel(a: Format, b: Format, capability: Capability, group: GroupGemm) -> s
 
 def _native_kernel(a: Format, b: Format, capability: Capability, group: GroupGemm) -> str | None:
     rows_of_codes = group.gemm != "wgrad" and group.out_dtype == torch.bfloat16
-    rows_of_codes = rows_of_codes and all(f.scaling == "tensor" and f.element_name == "e4m3" for f in (a, b))
+    rows_of_codes = rows_of_codes and all(f.scaling in OUTSIDE and f.element_name == "e4m3" for f in (a, b))
     fits = rows_of_codes and all(size % (2 * ALIGNMENT) == 0 for size in group.sizes)
     return "torch._scaled_grouped_mm" if fits and _is_among(capability, NATIVE_MAJORS) else None
 

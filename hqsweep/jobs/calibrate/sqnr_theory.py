@@ -128,17 +128,19 @@ def _scales(format: Format, density: Density, amax: Array, rows: int, cols: int)
             return _round(amax / (6 * top), _grid("e4m3")) * top
         case "mx":
             return _mx_scale(format, amax)
-        case "tensor" | "block" if not format.delayed:
+        case "tensor" | "row" | "block" if not format.delayed:
             scale = amax / format.element.max
             return np.exp2(np.ceil(np.log2(scale))) if format.pow2 else scale
     raise TypeError(f"no closed form of the scales of {format}")
 
 
 def _mx_scale(format: MX, amax: Array) -> Array:
-    """Up: the smallest power of two that saturates nothing; floor, even: OCP MX v1.0 section 6.3, torchao's EVEN."""
+    """Up: the smallest power of two that saturates nothing; floor: OCP MX v1.0 section 6.3; even, ceil: torchao's."""
     mantissa, _, top = ELEMENTS[format.element_name]
     if format.scale_rounding == "up":
         return np.exp2(np.ceil(np.log2(amax / top)))
+    if format.scale_rounding == "ceil":
+        return np.exp2(np.ceil(np.log2(amax)) - math.floor(math.log2(top)))
     if format.scale_rounding == "even":
         step = np.exp2(np.floor(np.log2(amax)) - mantissa)
         amax = np.floor(amax / step + 0.5) * step
