@@ -22,7 +22,7 @@ from hqsweep.nn.core.parameter import link_states
 from hqsweep.nn.experts.grouped_linear import GroupedLinear
 from hqsweep.nn.experts.moe import LayerNormMoE
 from hqsweep.nn.experts.router import Routing
-from hqsweep.nn.linear.activation import activate
+from hqsweep.nn.linear.mlp import activate
 from hqsweep.parallel.mesh import axis_of, peers
 from hqsweep.parallel.shared.expert_room import ExpertRoom, check_room
 from hqsweep.parallel.shared.experts import SharedExperts

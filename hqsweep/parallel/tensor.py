@@ -18,9 +18,8 @@ from hqsweep.nn.core.module import QuantizedWeight
 from hqsweep.nn.experts.moe import LayerNormMoE
 from hqsweep.nn.experts.router import Router
 from hqsweep.nn.layers.norm import Norm
-from hqsweep.nn.linear.layernorm_linear import LayerNormLinear
-from hqsweep.nn.linear.layernorm_mlp import LayerNormMLP
-from hqsweep.nn.linear.linear import Linear, LinearBase
+from hqsweep.nn.linear.linear import LayerNormLinear, Linear, LinearBase
+from hqsweep.nn.linear.mlp import LayerNormMLP
 from hqsweep.ops.model.activation import INPUTS
 from hqsweep.parallel.shards.held_part import hold_part
 from hqsweep.parallel.shards.shard_part import Part

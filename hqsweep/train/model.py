@@ -23,10 +23,9 @@ from hqsweep.nn.core.options import MoELayerOptions, TransformerOptions
 from hqsweep.nn.experts.grouped_linear import GroupedLinear
 from hqsweep.nn.experts.moe import LayerNormMoE, MoELayer
 from hqsweep.nn.layers.embedding import embedding
-from hqsweep.nn.layers.layer_stack import through
 from hqsweep.nn.layers.norm import Norm
 from hqsweep.nn.layers.saved_memory import saved_input_bytes
-from hqsweep.nn.layers.transformer_layer import TransformerLayer
+from hqsweep.nn.layers.transformer_layer import TransformerLayer, through
 from hqsweep.nn.linear.linear import Linear
 from hqsweep.nn.linear.linear_loss import forms_loss, linear_cross_entropy
 from hqsweep.parallel.shared.tokens import whole_features

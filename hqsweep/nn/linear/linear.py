@@ -1,4 +1,7 @@
-"""Linear: y = x @ w.T + b with each of its three GEMMs on operands of the recipe's formats."""
+"""Linear: y = x @ w.T + b with each of its three GEMMs on operands of the recipe's formats.
+
+LayerNormLinear is a norm before it, whose output is quantized as the linear's input.
+"""
 
 import math
 from typing import Any
@@ -6,16 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hqsweep.nn.core.context import current, use_kernels
 from hqsweep.nn.core.model_init import gemm_weight
 from hqsweep.nn.core.module import BOUNDARIES, Boundary, QuantizedModule
-from hqsweep.nn.core.options import LinearOptions
+from hqsweep.nn.core.options import LayerNormLinearOptions, LinearOptions
 from hqsweep.nn.core.parameter import is_held, link_states
 from hqsweep.nn.core.products import once_differentiable, outside_autocast, returned, untraced
-from hqsweep.nn.core.residual import Branch
+from hqsweep.nn.core.residual import AddsBranch, Branch
 from hqsweep.nn.core.wire import LinearRanks
 from hqsweep.nn.core.workspace import WeightWorkspace
-from hqsweep.nn.linear.gemms import (
+from hqsweep.nn.layers.norm import Norm
+from hqsweep.nn.linear.linear_call import (
+    NOTHING,
     Gradient,
+    KnownInput,
+    LinearCall,
     add_biases,
     bias_gradients,
     check_weights,
@@ -26,9 +34,8 @@ from hqsweep.nn.linear.gemms import (
     weight_column,
     wgrad,
 )
-from hqsweep.nn.linear.linear_call import NOTHING, KnownInput, LinearCall
 from hqsweep.ops.quantize.kernels import in_dtype, input_in
-from hqsweep.recipe.argument import RecipeArgument, module_quantizers
+from hqsweep.recipe.argument import RecipeArgument, module_quantizers, whole_recipe
 from hqsweep.recipe.roles import QuantizerRole
 from hqsweep.recipe.sections import LinearQuantizers
 
@@ -212,3 +219,53 @@ class Linear(LinearBase):
 
     _product_untraced = untraced(_product)
     """A trace cannot take operands out of a weight that is held in them."""
+
+
+class LayerNormLinear(AddsBranch, Linear):
+    """y [..., N] = norm(x [..., K]) @ weight [N, K].T (+ bias [N]), with the roles of a Linear.
+
+    The norm is named `name`.norm; see Norm, and Linear for the rest.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        name: str,
+        recipe: RecipeArgument,
+        bias: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        options: LayerNormLinearOptions = LayerNormLinearOptions(),
+    ) -> None:
+        recipe = whole_recipe(recipe, name)
+        super().__init__(in_features, out_features, name=name, recipe=recipe, bias=bias, dtype=dtype, options=options)
+        norm = {"normalization": options.normalization, "epsilon": options.epsilon}
+        self.norm = Norm(in_features, name=f"{name}.norm", recipe=recipe, **norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._added(x, None)[1]
+
+    def _added(self, x: Tensor, branch: Branch) -> tuple[Tensor, Tensor]:
+        total, h, known = self.normed(x, branch)
+        return total, self._product(h, known)
+
+    def normed(self, x: Tensor, branch: Branch) -> tuple[Tensor, Tensor, KnownInput]:
+        """Return norm.added(x, branch, dtype), and the KnownInput of the norm's output.
+
+        KnownInput has the norm's input if the kernel quantizes while it computes; the output then has no values. It has
+        the amaxes that the quantizer takes, if the norm's kernel finds them.
+        """
+        splits_tokens = self.parallel is not None and self.parallel.sequence is not None
+        if torch.compiler.is_compiling() or not (splits_tokens or use_kernels(x)):
+            return *self.norm.added(x, branch, self.dtype), NOTHING
+        if splits_tokens:  # of the output, which is quantized whole
+            return self.parallel.normed(self, x, branch)
+        saves_column = torch.is_grad_enabled() and self.weight.requires_grad and not self.save_original_input
+        quantizer, outputs = self.active_quantizers().input, ("codes", "codes" if saves_column else None)
+        if not (current().probe or self.save_original_input) and quantizer.takes_normed(*outputs):
+            described = self.norm.described(x, branch, self.dtype)
+            if described is not None:
+                return *described[:2], KnownInput(normed=described[2])
+        total, h, *amaxes = self.norm.measured(x, branch, self.dtype, *quantizer.takes_amaxes(*outputs))
+        return total, h, KnownInput(amaxes=amaxes)

@@ -14,7 +14,7 @@ from torch import Tensor
 from hqsweep.formats import ExactOperand
 from hqsweep.gemm.exact import mm_t
 from hqsweep.memo import cached_property
-from hqsweep.nn.linear.gemms import rows_of
+from hqsweep.nn.linear.linear_call import rows_of
 from hqsweep.ops.quantize.request import Output
 from hqsweep.parallel.overlap.prefetch import LayerWeights
 from hqsweep.parallel.overlap.rank_rows import LEAST_ROWS, OneOperand, RankRows, decoded, span

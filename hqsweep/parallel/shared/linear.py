@@ -19,10 +19,8 @@ from hqsweep.nn.core.context import current, use_kernels
 from hqsweep.nn.core.parameter import AnyOperand, link_states
 from hqsweep.nn.core.products import once_differentiable, outside_autocast
 from hqsweep.nn.core.residual import Branch, is_observed
-from hqsweep.nn.linear.gemms import Gradient, check_weights, input_column, keep
-from hqsweep.nn.linear.layernorm_linear import LayerNormLinear
-from hqsweep.nn.linear.linear import Linear, as_rows
-from hqsweep.nn.linear.linear_call import NOTHING, KnownInput
+from hqsweep.nn.linear.linear import LayerNormLinear, Linear, as_rows
+from hqsweep.nn.linear.linear_call import NOTHING, Gradient, KnownInput, check_weights, input_column, keep
 from hqsweep.nn.linear.linear_loss import Chunks, Input, as_taken, check_head, forms_loss, product_cross_entropy
 from hqsweep.ops.model.activation import INPUTS
 from hqsweep.ops.model.loss import joint_cross_entropy_, loss_parts, shared_cross_entropy_

@@ -13,9 +13,11 @@ from torch import Tensor
 from hqsweep.nn.core.parameter import AnyOperand, Weights
 from hqsweep.nn.core.products import once_differentiable, returned
 from hqsweep.nn.core.wire import Codes
-from hqsweep.nn.linear.gemms import (
+from hqsweep.nn.linear.linear_call import (
+    NOTHING,
     BackwardState,
     Gradient,
+    KnownInput,
     add_biases,
     bias_gradients,
     check_weights,
@@ -26,7 +28,6 @@ from hqsweep.nn.linear.gemms import (
     weight_column,
     wgrad,
 )
-from hqsweep.nn.linear.linear_call import NOTHING, KnownInput
 from hqsweep.ops.quantize.kernels import in_dtype
 from hqsweep.ops.quantize.request import Output
 from hqsweep.parallel.overlap.chunked_input import OperandsInTurn, Turns, in_turn, is_hooked

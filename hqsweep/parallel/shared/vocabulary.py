@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 from hqsweep.nn.core.context import use_kernels
 from hqsweep.nn.layers.embedding import check_tokens
 from hqsweep.nn.linear.linear import Linear
-from hqsweep.nn.linear.vocabulary import checked_targets, counted_rows
-from hqsweep.nn.linear.vocabulary import cross_entropy as whole_cross_entropy
+from hqsweep.nn.linear.linear_loss import checked_targets, counted_rows
+from hqsweep.nn.linear.linear_loss import cross_entropy as whole_cross_entropy
 from hqsweep.ops.model.embedding import ROWS, by_entry, embed, rows_of_rank, table_gradient, takes
 from hqsweep.ops.model.loss import IGNORED
 from hqsweep.parallel.wire import p2p_copy, wide_copy

@@ -9,7 +9,7 @@ from hqsweep.formats.inputs import draw
 from hqsweep.nn import LayerNormMoE, MoEOptions, Probe, quantization
 from hqsweep.nn.experts import grouped, moe, router
 from hqsweep.nn.experts.router import Router
-from hqsweep.nn.linear.activation import swiglu
+from hqsweep.nn.linear.mlp import swiglu
 from hqsweep.ops.members.splits import Splits
 
 DIM, FFN, EXPERTS, TOKENS = 32, 32, 4, 96

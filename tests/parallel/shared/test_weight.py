@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from hqsweep.nn.layers.layer_stack import through
 from hqsweep.nn.layers.norm import Norm
-from hqsweep.nn.layers.stream_layer import StreamLayer
+from hqsweep.nn.layers.transformer_layer import StreamLayer, through
 from hqsweep.parallel.shared import tokens, weight
 from hqsweep.parallel.shared.weight import SharedWeight, gains_summed_together
 

@@ -1,20 +1,84 @@
-"""The two linears of an MLP and the activation between them as one autograd function.
+"""LayerNormMLP: norm, linear, activation, linear.
 
-On a GPU the activation and its gradient are quantized as they are computed, so that they are never written in high
-precision. All results have the bytes of fc2(activate(fc1(x))).
+On a GPU the two linears and the activation between them are one autograd function, MLPFunction: the activation and its
+gradient are quantized as they are computed, and never written in high precision. All results have the bytes of
+fc2(activate(fc1(x))). Activations run on hqsweep's CUDA kernels, or by torch's operators, the reference.
 """
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hqsweep.nn.core.context import current, use_kernels
+from hqsweep.nn.core.options import LayerNormLinearOptions, MLPOptions
 from hqsweep.nn.core.products import once_differentiable, outside_autocast
-from hqsweep.nn.core.residual import Branch, is_observed
-from hqsweep.nn.linear.gemms import Gradient, check_weights, delivered, input_column, keep, weight_column, wgrad
-from hqsweep.nn.linear.linear import Linear, as_rows
-from hqsweep.nn.linear.linear_call import NOTHING, KnownInput, LinearCall
-from hqsweep.ops.model.activation import INPUTS
+from hqsweep.nn.core.residual import AddsBranch, Branch, is_observed, whole
+from hqsweep.nn.linear.linear import LayerNormLinear, Linear, as_rows
+from hqsweep.nn.linear.linear_call import (
+    NOTHING,
+    Gradient,
+    KnownInput,
+    LinearCall,
+    check_weights,
+    delivered,
+    input_column,
+    keep,
+    weight_column,
+    wgrad,
+)
+from hqsweep.ops.model.activation import INPUTS, activation, activation_backward, takes
 from hqsweep.ops.quantize.kernels import in_dtype, input_in
+from hqsweep.recipe.argument import RecipeArgument, whole_recipe
+from hqsweep.recipe.roles import QuantizerRole
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU(x) by its tanh approximation (Hendrycks and Gimpel, arXiv 1606.08415)."""
+    return F.gelu(x, approximate="tanh")
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(g) * u with [g, u] = x: half the width (Shazeer, arXiv 2002.05202)."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": gelu, "swiglu": swiglu}
+"""Name -> function. ops.activation.INPUTS has the ratio of the widths of input and output."""
+
+
+class ActivationFunction(torch.autograd.Function):
+    """z bfloat16 [..., W] -> h bfloat16 [..., W / inputs], by the kernels. It saves z. Its gradient cannot be
+    differentiated again; the linears around it refuse gradients of gradients."""
+
+    @staticmethod
+    def forward(ctx, z: Tensor, kind: str, end: Tensor | None = None) -> Tensor:
+        rows = z.reshape(-1, z.shape[-1]).contiguous()
+        ctx.kind = kind
+        ctx.save_for_backward(rows, end)
+        h = activation(rows, kind, False, None, end)[0]
+        return h if z.dim() == 2 else h.view(*z.shape[:-1], h.shape[-1])
+
+    @staticmethod
+    def backward(ctx, dh: Tensor) -> tuple[Tensor, None, None]:
+        rows, end = ctx.saved_tensors
+        matrix = in_dtype(dh, rows.dtype).reshape(-1, dh.shape[-1]).contiguous()
+        dz = activation_backward(matrix, rows, ctx.kind, False, None, end)[0]
+        return dz if dh.dim() == 2 else dz.view(*dh.shape[:-1], dz.shape[-1]), None, None
+
+
+def activate(z: Tensor, kind: str, end: Tensor | None = None) -> Tensor:
+    """Return activation(z) [..., W / inputs] of z [..., W], computed in float32.
+
+    end: int64 [1] on the device, the number of rows in use; later rows may be skipped. The result is bfloat16 if
+    use_kernels chooses the kernels and they take z, else float32 by torch's operators. A linear that rounds it to
+    bfloat16 reads the same values either way, except for the kernels' exponential.
+    """
+    if use_kernels(z) and takes(z, kind):
+        return ActivationFunction.apply(z, kind, end)
+    return ACTIVATIONS[kind](z.float())
 
 
 class MLPFunction(torch.autograd.Function):
@@ -106,3 +170,44 @@ def joined(fc1: Linear, x: Tensor, fc2: Linear, kind: str, known: KnownInput = N
     rows = input_in(as_rows(x), fc1.dtype, fc1.name)
     y = MLPFunction.apply(rows, *calls, kind, known, fc1.weight, fc2.weight)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+
+class LayerNormMLP(AddsBranch):
+    """x [..., D] -> fc2(activation(fc1(norm(x)))) [..., D]; `ffn` is the width of fc2's input.
+
+    The activation is computed in float32. The linears are named `name`.fc1 and `name`.fc2.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        ffn: int,
+        *,
+        name: str,
+        recipe: RecipeArgument,
+        bias: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        options: MLPOptions = MLPOptions(),
+    ) -> None:
+        super().__init__()
+        if options.activation not in ACTIVATIONS:
+            raise ValueError(f"{name}: activation is {options.activation!r}; allowed: {', '.join(ACTIVATIONS)}")
+        self.activation, times = options.activation, INPUTS[options.activation]
+        shared = {"recipe": whole_recipe(recipe, name), "bias": bias, "dtype": dtype}
+        norm = LayerNormLinearOptions(normalization=options.normalization)
+        self.fc1 = LayerNormLinear(dim, times * ffn, name=f"{name}.fc1", options=norm, **shared)
+        self.fc2 = Linear(ffn, dim, name=f"{name}.fc2", **shared)
+
+    def get_quantizer_roles(self, *, fwd: bool) -> list[QuantizerRole | None]:
+        """Return the roles of fc1, then the roles of fc2."""
+        return self.fc1.get_quantizer_roles(fwd=fwd) + self.fc2.get_quantizer_roles(fwd=fwd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return whole(self._added(x, None)[1])
+
+    def _added(self, x: Tensor, branch: Branch) -> tuple[Tensor, Branch]:
+        if joins(self.fc1, self.fc2, self.activation, x):
+            total, h, known = self.fc1.normed(x, branch)
+            return total, joined(self.fc1, h, self.fc2, self.activation, known)
+        total, z = self.fc1.added(x, branch)
+        return total, self.fc2.branch(activate(z, self.activation))

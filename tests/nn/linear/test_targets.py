@@ -13,7 +13,7 @@ from hqsweep.models.head_loss import HeadLoss
 from hqsweep.models.hf import causal_lm_loss
 from hqsweep.nn import Linear, linear_cross_entropy
 from hqsweep.nn.linear import linear_loss
-from hqsweep.nn.linear.vocabulary import cross_entropy
+from hqsweep.nn.linear.linear_loss import cross_entropy
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 ROWS, WIDTH, VOCABULARY = 384, 64, 96

@@ -7,13 +7,82 @@ from support.nn import emulated
 
 from hqsweep.errors import UserError
 from hqsweep.nn import LayerNormMLP, Linear, MLPOptions, Probe, quantization, quantized_model_init, set_recipe
-from hqsweep.nn.linear import activation, mlp_function
-from hqsweep.nn.linear.mlp_function import joined, joins
+from hqsweep.nn.linear import mlp
+from hqsweep.nn.linear import mlp as of_modules
+from hqsweep.nn.linear.mlp import ACTIVATIONS, activate, joined, joins
+from hqsweep.ops.model.activation import INPUTS
 from hqsweep.optim import use_main_grads
 from hqsweep.quant import hybrid
 from hqsweep.recipe import Recipe
 from hqsweep.recipe.roles import QuantizerRole
 from hqsweep.recipe.sections import LinearQuantizers
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The kernels by torch's operators on the CPU; the list has the shapes that they were given."""
+    shapes = []
+
+    def forward(z, kind, amax, signs, end):
+        assert (amax, signs, end) == (False, None, None)
+        shapes.append(tuple(z.shape))
+        return [ACTIVATIONS[kind](z.float()).bfloat16()]
+
+    def backward(dh, z, kind, amax, signs, end):
+        assert (amax, signs, end) == (False, None, None)
+        assert dh.is_contiguous()
+        assert dh.dtype == torch.bfloat16
+        with torch.enable_grad():
+            leaf = z.detach().float().requires_grad_()
+            ACTIVATIONS[kind](leaf).backward(dh.float())
+        return [leaf.grad.bfloat16()]
+
+    monkeypatch.setattr(of_modules, "activation", forward)
+    monkeypatch.setattr(of_modules, "activation_backward", backward)
+    monkeypatch.setattr(of_modules, "use_kernels", lambda x: True)
+    return shapes
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_shapes_and_gradients_around_the_kernels(calls, kind):
+    values = torch.randn(2, 3, 16 * INPUTS[kind]).bfloat16()
+    gradient = torch.randn(2, 16, 3).transpose(1, 2)  # neither contiguous nor bfloat16
+    z, plain = values.clone().requires_grad_(), values.clone().requires_grad_()
+    h = activate(z, kind)
+    h.backward(gradient.bfloat16())
+    expected = ACTIVATIONS[kind](plain.float()).bfloat16()
+    expected.backward(gradient.bfloat16())
+    assert calls == [(6, 16 * INPUTS[kind])]
+    assert torch.equal(h, expected)
+    assert torch.equal(z.grad, plain.grad)
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_what_the_kernels_do_not_take_is_torchs(calls, kind):
+    for z in (torch.randn(3, 16), torch.randn(3, 12).bfloat16()):
+        h = activate(z, kind)
+        assert h.dtype == torch.float32
+        assert torch.equal(h, ACTIVATIONS[kind](z.float()))
+    assert calls == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_a_module_with_and_without_kernels(kind):
+    """Once rounded to bfloat16, both read the same up to its last place."""
+    torch.manual_seed(0)
+    mlp = LayerNormMLP(64, 96, name="m", recipe="bf16", options=MLPOptions(activation=kind)).cuda()
+    x, results = torch.randn(2, 40, 64, device="cuda"), []
+    for kernels in (True, False):
+        mlp.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with quantization(kernels=kernels):
+            y = mlp(leaf)
+        y.float().square().sum().backward()
+        results.append([y, leaf.grad, *(p.grad for p in mlp.parameters())])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-6 * other.abs().max().item())
+
 
 DIM, FFN = 64, 128
 RECIPES = {
@@ -35,7 +104,7 @@ gpu = pytest.mark.gpu
 def kernels(monkeypatch):
     """The kernels that run, emulated."""
     names = []
-    emulated.install(monkeypatch, (activation, mlp_function), hybrid, note=names.append)
+    emulated.install(monkeypatch, (mlp, mlp), hybrid, note=names.append)
     return names
 
 
@@ -47,7 +116,7 @@ def build(text, device="cpu", **options):
 def trained(mlp, *, join, monkeypatch, device="cpu", rows=128, steps=2):
     """y, and the gradients of x and of all parameters after steps of forward and backward."""
     if not join:
-        monkeypatch.setattr("hqsweep.nn.linear.layernorm_mlp.joins", lambda *_: False)
+        monkeypatch.setattr("hqsweep.nn.linear.mlp.joins", lambda *_: False)
     generator, results = torch.Generator().manual_seed(1), []
     for step in range(steps):
         x = torch.randn(2, rows // 2, DIM, generator=generator).to(device).requires_grad_()
@@ -93,7 +162,7 @@ def test_what_is_not_needed_is_not_made(kernels, monkeypatch):
             )
             with monkeypatch.context() as patch:
                 if not join:
-                    patch.setattr("hqsweep.nn.linear.layernorm_mlp.joins", lambda *_: False)
+                    patch.setattr("hqsweep.nn.linear.mlp.joins", lambda *_: False)
                 y = mlp(x)
                 y.float().square().sum().backward()
             results.append([y, x.grad, *(p.grad for p in mlp.parameters())])
@@ -156,7 +225,7 @@ def test_linears_without_a_norm(kernels):
     x = torch.randn(32, DIM).bfloat16()
     y = joined(fc1, x, fc2, "swiglu")
     assert kernels == ["quantize_activated"]
-    assert torch.equal(y, fc2(activation.activate(fc1(x), "swiglu")))
+    assert torch.equal(y, fc2(mlp.activate(fc1(x), "swiglu")))
 
 
 def test_gradients_of_gradients_are_refused(kernels):
