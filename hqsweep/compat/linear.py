@@ -19,7 +19,7 @@ from hqsweep.nn.core.context import high_precision
 from hqsweep.nn.core.options import LayerNormLinearOptions, LinearOptions
 from hqsweep.nn.core.parameter import link_states
 from hqsweep.nn.core.residual import Branch
-from hqsweep.nn.linear.linear import LayerNormLinear as _LayerNormLinear
+from hqsweep.nn.linear.layernorm_linear import LayerNormLinear as _LayerNormLinear
 from hqsweep.nn.linear.linear import Linear as _Linear
 from hqsweep.parallel.shards.held_part import become_part
 from hqsweep.parallel.shared.exchange import LinearShare

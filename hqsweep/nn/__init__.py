@@ -20,7 +20,8 @@ from hqsweep.nn.experts.grouped_linear import GroupedLinear
 from hqsweep.nn.experts.moe import LayerNormMoE, MoELayer
 from hqsweep.nn.layers.saved_memory import ActivationOffload
 from hqsweep.nn.layers.transformer_layer import TransformerLayer
-from hqsweep.nn.linear.linear import LayerNormLinear, Linear
+from hqsweep.nn.linear.layernorm_linear import LayerNormLinear
+from hqsweep.nn.linear.linear import Linear
 from hqsweep.nn.linear.linear_loss import linear_cross_entropy
 from hqsweep.nn.linear.mlp import LayerNormMLP
 

@@ -29,8 +29,8 @@ from hqsweep.nn.layers.transformer_layer import through
 from hqsweep.nn.linear.linear_loss import forms_loss
 from hqsweep.parallel.data import reshard
 from hqsweep.parallel.mesh import axis_of, peers
+from hqsweep.parallel.shared.tokens import gains_summed_together
 from hqsweep.parallel.shared.vocabulary import cross_entropy, vocabulary_group
-from hqsweep.parallel.shared.weight import gains_summed_together
 from hqsweep.parallel.wire.local import is_spread, local, squared_norms
 from hqsweep.torch_private import foreach_norm
 

@@ -21,7 +21,8 @@ from hqsweep.nn.core.context import current, recomputed, use_kernels
 from hqsweep.nn.core.module import QuantizedModule
 from hqsweep.nn.core.options import AttentionOptions, LayerNormLinearOptions
 from hqsweep.nn.core.residual import AddsBranch, Branch, is_observed, whole
-from hqsweep.nn.linear.linear import LayerNormLinear, Linear
+from hqsweep.nn.linear.layernorm_linear import LayerNormLinear
+from hqsweep.nn.linear.linear import Linear
 from hqsweep.ops.library import direct
 from hqsweep.ops.model.attention import attention_back
 from hqsweep.ops.model.rope import fits, frequencies, join_heads, readable, rope, rope_

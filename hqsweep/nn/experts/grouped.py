@@ -14,15 +14,14 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Format
-from hqsweep.gemm.native import capability_of
-from hqsweep.gemm.plan import GemmPlan, GroupGemm, gemm_plan
+from hqsweep.gemm.native import GemmPlan, GroupGemm, capability_of, gemm_plan
+from hqsweep.nn.core.call import NOTHING, LinearCall
 from hqsweep.nn.core.delayed import ExpertStates
 from hqsweep.nn.core.options import GroupedLinearOptions
 from hqsweep.nn.core.parameter import is_held
 from hqsweep.nn.core.products import outside_autocast, returned, untraced
 from hqsweep.nn.core.wire import Codes, ExpertRanks
 from hqsweep.nn.linear.linear import LinearBase, LinearFunction, as_rows
-from hqsweep.nn.linear.linear_call import NOTHING, LinearCall
 from hqsweep.ops.members.splits import PaddedSplits, Splits
 from hqsweep.ops.quantize.kernels import input_in
 from hqsweep.quant.group import homogeneous

@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hqsweep.nn.core.call import NOTHING, KnownInput, LinearCall
 from hqsweep.nn.core.context import current, use_kernels
 from hqsweep.nn.core.options import LayerNormLinearOptions, MLPOptions
 from hqsweep.nn.core.products import once_differentiable, outside_autocast
 from hqsweep.nn.core.residual import AddsBranch, Branch, is_observed, whole
-from hqsweep.nn.linear.linear import LayerNormLinear, Linear, as_rows
-from hqsweep.nn.linear.linear_call import (
-    NOTHING,
+from hqsweep.nn.linear.layernorm_linear import LayerNormLinear
+from hqsweep.nn.linear.linear import (
     Gradient,
-    KnownInput,
-    LinearCall,
+    Linear,
+    as_rows,
     check_weights,
     delivered,
     input_column,

@@ -10,14 +10,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hqsweep.nn.core.call import NOTHING, KnownInput
 from hqsweep.nn.core.parameter import AnyOperand, Weights
 from hqsweep.nn.core.products import once_differentiable, returned
 from hqsweep.nn.core.wire import Codes
-from hqsweep.nn.linear.linear_call import (
-    NOTHING,
+from hqsweep.nn.linear.linear import (
     BackwardState,
     Gradient,
-    KnownInput,
     add_biases,
     bias_gradients,
     check_weights,
@@ -35,11 +34,13 @@ from hqsweep.parallel.overlap.deferred_reduce import LeftGradient, LeftOutput
 from hqsweep.parallel.overlap.overlapped_gemm import (
     Beside,
     LateOperands,
+    LayerWeights,
+    Maker,
     Outgoing,
+    Prefetched,
     begin_summed_product,
     quantize_tokens,
 )
-from hqsweep.parallel.overlap.prefetch import LayerWeights, Maker, Prefetched
 from hqsweep.parallel.overlap.rank_rows import RankRows
 from hqsweep.parallel.shared.call import SharedCall
 from hqsweep.parallel.wire.tokens import Pending

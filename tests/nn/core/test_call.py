@@ -9,8 +9,8 @@ from hqsweep.formats.inputs import draw
 from hqsweep.gemm.exact import mm_t
 from hqsweep.nn import Linear, LinearOptions, autocast, quantization, quantized_model_init, set_recipe
 from hqsweep.nn.attention.attention import DotProductAttention
-from hqsweep.nn.core.call import rounded
 from hqsweep.nn.core.module import quantized_modules
+from hqsweep.nn.core.rounding import rounded
 from hqsweep.nn.layers.transformer_layer import TransformerLayer
 from hqsweep.quant import HybridQuantizer, Operand
 from hqsweep.recipe import Recipe

@@ -24,9 +24,9 @@ from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand
 from hqsweep.gemm.exact import mm_t
 from hqsweep.nn import LayerNormMLP, Linear, Probe, linear_cross_entropy, quantization, quantized_model_init
+from hqsweep.nn.core.call import LinearCall
 from hqsweep.nn.layers import norm
 from hqsweep.nn.linear import mlp
-from hqsweep.nn.linear.linear_call import LinearCall
 from hqsweep.parallel.data import gather_in_linear_dtype, residual_under_fsdp
 from hqsweep.parallel.expert import expert_parallel
 from hqsweep.parallel.mesh import Ranks

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.memo import constant_result, memo
-from hqsweep.ops.addresses import empty
-from hqsweep.ops.library import described, extension, has_kernels, operator, where
+from hqsweep.ops.library import described, empty, extension, has_kernels, operator, where
 from hqsweep.ops.quantize.kernels import DTYPES
 
 Lie = tuple[int, int, bool]

@@ -7,7 +7,7 @@ import sys
 import pytest
 from cases import BASES, HIGH, first
 
-from hqsweep.config.recipe_text import check_pairs, check_texts
+from hqsweep.config.keys import check_pairs, check_texts
 from hqsweep.errors import UserError
 from hqsweep.formats import NAMES, parse, spellings
 from hqsweep.formats.spec import FormatText, directions

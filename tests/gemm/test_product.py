@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.gemm.product import _multiply as multiply_into
-from hqsweep.ops.gemm.product import add_product, has_products, lie_of, product, takes
+from hqsweep.gemm.product import _multiply as multiply_into
+from hqsweep.gemm.product import add_product, has_products, lie_of, product, takes
 
 SHAPES = [(64, 48, 80), (33, 70, 77), (1, 5, 7), (9, 1, 24), (16, 16, 8192), (512, 256, 1024)]
 FACTORS = [

@@ -7,7 +7,7 @@ from support.ops.calls import quantize
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.stream import stream_statistics
+from hqsweep.jobs.probe.job import stream_statistics
 
 
 @pytest.mark.parametrize("name", ["heavy", "spike", "zeros"])

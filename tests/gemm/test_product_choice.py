@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from hqsweep.gemm import product as product_choice
 from hqsweep.gemm.exact import mm_t, plain_product
-from hqsweep.ops.gemm import product as product_choice
-from hqsweep.ops.gemm.product import Planned, fastest_product, preferred
+from hqsweep.gemm.product import Planned, fastest_product, preferred
 
 M, N, K = 4096, 2048, 768
 

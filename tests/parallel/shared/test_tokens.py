@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 from hqsweep.nn.layers.norm import Norm
-from hqsweep.nn.layers.transformer_layer import StreamLayer, through
-from hqsweep.parallel.shared import tokens, weight
-from hqsweep.parallel.shared.weight import SharedWeight, gains_summed_together
+from hqsweep.nn.layers.stream_layer import StreamLayer
+from hqsweep.nn.layers.transformer_layer import through
+from hqsweep.parallel.shared import tokens
+from hqsweep.parallel.shared.tokens import SharedWeight, gains_summed_together
 
 GROUP = object()
 
@@ -55,7 +56,7 @@ def test_one_sum_follows_all_layers(said):
     said.clear()
     assert all(torch.equal(own, 2 * whole) for own, whole in zip(gradients(layers, x, GROUP), alone, strict=True))
     assert said == [2, 1, 0, 3 * 16]
-    assert not weight._TOGETHER
+    assert not tokens._TOGETHER
 
 
 def test_gains_without_a_gradient_and_of_layers_under_fully_shard_have_none_or_their_own_sums(said, monkeypatch):
@@ -64,7 +65,7 @@ def test_gains_without_a_gradient_and_of_layers_under_fully_shard_have_none_or_t
     first, _, *others = gradients(layers, x, GROUP)
     assert first is None and all(gradient is not None for gradient in others) and said == [1, 0, 16]
     said.clear()
-    monkeypatch.setattr(weight, "groups_of", lambda module: [GROUP])
+    monkeypatch.setattr(tokens, "groups_of", lambda module: [GROUP])
     own = gradients(layers, x, GROUP)[2:]
     assert said == [1, 8, 8, 0] and all(map(torch.equal, own, others))
 
@@ -76,4 +77,4 @@ def test_a_forward_that_fails_or_has_no_gradients_leaves_nothing(said):
         through(layers, torch.randn(4, 8))
     with pytest.raises(RuntimeError), gains_summed_together(layers):
         through(layers, torch.randn(4, 9))
-    assert not weight._TOGETHER
+    assert not tokens._TOGETHER

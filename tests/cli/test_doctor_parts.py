@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from hqsweep.doctor import machine
-from hqsweep.doctor.machine import PROBES, parts
+from hqsweep.cli import doctor
+from hqsweep.cli.doctor import PROBES, parts
 
 
 def test_every_part_answers():
@@ -22,14 +22,14 @@ def test_a_probe_that_breaks_is_a_row(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_empty_machine(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machine, "extension", lambda: None)
-    monkeypatch.setattr(machine.torch.version, "cuda", "13.0")
-    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(machine.Path, "is_file", lambda path: False)
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor, "extension", lambda: None)
+    monkeypatch.setattr(doctor.torch.version, "cuda", "13.0")
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor.Path, "is_file", lambda path: False)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setitem(PROBES, "kernel digest", lambda: (False, "other"))
     monkeypatch.setitem(os.environ, "PATH", "/nowhere")
-    monkeypatch.setattr(machine, "frontend_version", lambda: None)
+    monkeypatch.setattr(doctor, "frontend_version", lambda: None)
     by_name = {part.what: part for part in parts()}
     missing = ("cpu kernels", "cuda kernels", "nvcc", "gpu", "cudnn frontend", "wandb", "submitit", "slurm", "chromium")
     assert {what: by_name[what].present for what in missing} == dict.fromkeys(missing, False)
@@ -49,7 +49,7 @@ def test_slurm_without_a_configuration_is_no_cluster(monkeypatch: pytest.MonkeyP
 
 def test_the_daemon_of_mps_is_seen_by_its_pipes(monkeypatch: pytest.MonkeyPatch, tmp_path):
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    (before,) = (part for part in machine.parts() if part.what == "mps")
+    (before,) = (part for part in doctor.parts() if part.what == "mps")
     (tmp_path / "control").touch()
-    (after,) = (part for part in machine.parts() if part.what == "mps")
+    (after,) = (part for part in doctor.parts() if part.what == "mps")
     assert (before.present, after.present) == (False, True) and "take turns" in before.detail

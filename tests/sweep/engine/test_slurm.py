@@ -12,11 +12,10 @@ from support.sweep import fake_worker, slurm_cluster
 from support.sweep.shown import Shown
 
 from hqsweep.errors import UserError
-from hqsweep.sweep.engine import follow, launch, process
+from hqsweep.sweep.engine import follow, launch, process, slurm
 from hqsweep.sweep.engine.ranks import nodes_arguments
-from hqsweep.sweep.slurm import slurm
-from hqsweep.sweep.slurm.scheduler import Job
-from hqsweep.sweep.slurm.slurm import run_slurm, sbatch_parameters
+from hqsweep.sweep.engine.scheduler import Job
+from hqsweep.sweep.engine.slurm import run_slurm, sbatch_parameters
 
 pytest.importorskip("submitit")
 

@@ -1,4 +1,10 @@
-"""Gathering: makes fully_shard gather a plain weight in a narrower dtype, and frees the memory early.
+"""The exchanges of units of fully_shard: gathers in a narrower dtype (Gathering), and copies between GPUs.
+
+Within a machine, units exchange by copy engines (p2p_copy), else by collectives. torch calls these on its own streams.
+A collective there takes multiprocessors from the GEMMs beside it; a copy takes none. Gradients are added in the order
+of ranks and rounded once.
+
+Gathering makes fully_shard gather a plain weight in a narrower dtype, and frees the memory early.
 
 In the first pass torch makes the whole parameter; later it refills the same objects. gather_in makes these objects
 first: a GatheredWeight over the memory that torch fills. Kept codes of a weight are freed together with its values.
@@ -17,11 +23,15 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from hqsweep.ops.library import in_backward
+from hqsweep.ops.sum_parts import sum_parts
 from hqsweep.parallel.fsdp.fsdp_state import allocate, free, is_free, served
+from hqsweep.parallel.wire import p2p_copy
 from hqsweep.parallel.wire.collectives import all_gather
 from hqsweep.quant.gathered_weight import GatheredWeight
 from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
@@ -29,6 +39,7 @@ from hqsweep.quant.operand import HybridOperand
 from hqsweep.torch_private import (
     fsdp_cuts_again,
     fsdp_dtensor_spec,
+    fsdp_exchanges,
     fsdp_phase,
     fsdp_set_inner_tensors,
     fsdp_set_whole,
@@ -195,3 +206,53 @@ def _set_dtype(parameter: Any, dtype: torch.dtype) -> None:
         parameter.param_dtype = dtype if dtype != parameter.orig_dtype else None
 
     parameter.init_dtype_attrs = init_dtype_attrs
+
+
+DefaultAllGather, DefaultReduceScatter = fsdp_exchanges()
+GATHERS = p2p_copy.Purpose("gather", slots=1, most=1 << 28)
+SUMS = p2p_copy.Purpose("sum", slots=1, most=1 << 28)
+"""One slot is enough: each exchange has arrived before the next begins, and ranks wait for each other as in a
+collective."""
+
+
+class Gather(DefaultAllGather):
+    """The all_gather of a unit's parameters."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        rank, world = group.rank(), group.size()
+        others = [other for other in range(world) if other != rank]
+        arriving = p2p_copy.begin(dict.fromkeys(others, (input_tensor,)), group, purpose=GATHERS)
+        if arriving is None:
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+        places = output_tensor.view(world, -1).view(torch.uint8)
+        if input_tensor.data_ptr() != places[rank].data_ptr():
+            places[rank].copy_(input_tensor.view(-1).view(torch.uint8))
+        for other, message in zip(others, arriving(), strict=True):
+            places[other].copy_(message)
+        return None
+
+
+class Sum(DefaultReduceScatter):
+    """The reduce_scatter of a unit's gradients."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        rank, world = group.rank(), group.size()
+        parts, arriving = input_tensor.view(world, -1), None
+        if op == dist.ReduceOp.SUM:
+            messages = {other: (parts[other],) for other in range(world) if other != rank}
+            arriving = p2p_copy.begin(messages, group, purpose=SUMS)
+        if arriving is None:
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+        received = arriving().view(parts.dtype).view(world - 1, 1, -1)
+        sum_parts(parts[None], received, rank, out=output_tensor.view(1, -1))
+        return None
+
+
+def exchange_by_copies(unit: Any) -> None:
+    """Have a unit of fully_shard exchange by Gather and Sum."""
+    unit.set_custom_all_gather(Gather())
+    unit.set_custom_reduce_scatter(Sum())

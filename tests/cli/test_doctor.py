@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hqsweep import formats
+from hqsweep.cli.doctor import FORMATS, products, reasons
 from hqsweep.cli.main import app
-from hqsweep.doctor.page import FORMATS, products, reasons
 
 
 def test_the_page_names_every_part_and_format():

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hqsweep.parallel.overlap import loss_mailbox as module
-from hqsweep.parallel.overlap.loss_mailbox import meeting
+from hqsweep.parallel.shared import vocabulary as module
+from hqsweep.parallel.shared.vocabulary import meeting
 
 DEVICE = SimpleNamespace(type="cuda", index=0)
 
