@@ -22,7 +22,7 @@ LAYERS = [
     ("checkpoints",), ("compat",),
     ("train",), ("jobs",),
     ("sweep",), ("track",), ("report",), ("foreign_logs",), ("study",), ("api",),
-    ("worker", "doctor"), ("cli",), ("__main__",),
+    ("worker",), ("cli",), ("__main__",),
 ]  # fmt: skip
 """Packages, and packages or files that stand elsewhere than the package around them. Those joined by + import each
 other: held tensors know their shards, and what fully_shard gathers."""

@@ -33,9 +33,8 @@ def probe(
 
     Every matrix is quantized in every format and in both directions. Files may be larger than memory.
     """
-    from hqsweep.jobs.probe.job import parse_quantizers
+    from hqsweep.jobs.probe.job import find_matrices, parse_quantizers
     from hqsweep.jobs.probe.suggest import recipe_of, suggest
-    from hqsweep.jobs.probe.tensor_files import find_matrices
     from hqsweep.report.pages import probe as report
     from hqsweep.report.pages.text import to_rich
 

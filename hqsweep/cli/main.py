@@ -66,7 +66,7 @@ def ls(
 
     Exit code 3 where something of them is damaged, missing or foreign.
     """
-    from hqsweep.report.pages.listing import list_sweeps
+    from hqsweep.report.pages.show import list_sweeps
     from hqsweep.sweep.store.store import RunStore
 
     page, document = list_sweeps(RunStore(runs_dir), tag)
@@ -108,7 +108,7 @@ def show(
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Say what this machine can run natively, exactly or not at all, and why."""
-    from hqsweep.doctor.page import doctor
+    from hqsweep.cli.doctor import doctor
 
     page, document = doctor()
     print_result(as_json, document, page)
