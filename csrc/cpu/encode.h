@@ -37,7 +37,10 @@ void encode_row(const Work& work, Tile& tile, int r) {
     const float scale = tile.encode_scale[t][b];
     if (E::kWidth == 4 && spec.sr) {
       const uint8_t* __restrict random = reinterpret_cast<const uint8_t*>(tile.random) + b * kBlock;
-      for (int i = 0; i < kBlock; ++i) codes[i] = encode_e2m1_stochastic(x[i] * scale, random[i]);
+      if (spec.element == Element::e1m2)
+        for (int i = 0; i < kBlock; ++i) codes[i] = encode_e1m2_stochastic(x[i] * scale, random[i]);
+      else
+        for (int i = 0; i < kBlock; ++i) codes[i] = encode_e2m1_stochastic(x[i] * scale, random[i]);
     } else {
       for (int i = 0; i < kBlock; ++i) codes[i] = encode<E>(x[i] * scale);
     }
@@ -69,7 +72,7 @@ void write_codes(const Work& work, const Tile& tile, int r) {
   const int64_t start = (tile.row0 + r) * work.cols + tile.col0;
   uint8_t bytes[kWidth];
   for (int i = 0; i < kWidth; ++i) bytes[i] = static_cast<uint8_t>(tile.codes[i]);
-  if (work.to.spec.element != Element::e2m1) {
+  if (!is_four(work.to.spec.element)) {
     if (tile.cols == kWidth)
       memcpy(work.to.codes + start, bytes, kWidth);
     else
@@ -110,7 +113,7 @@ void value_scales(const Work& work, const Tile& tile, int t, float* out) {
   if (spec.family == Family::current) {
     for (int b = 0; b < kBlocks; ++b) out[b] = 1.0f / tile.encode_scale[t][0];
   } else if (spec.family == Family::nvfp4) {
-    const float amax = global_amax(work, tile, t), inverse = 1.0f / (6.0f * spec.e4m3_max);
+    const float amax = global_amax(work, tile, t), inverse = spec.inverse_range;
     for (int b = 0; b < kBlocks; ++b) out[b] = tile.decode_scale[t][b] * amax * inverse;
   } else {
     memcpy(out, tile.decode_scale[t], sizeof(tile.decode_scale[t]));
@@ -212,6 +215,8 @@ void with_format(const Work& work, const Run& run) {
     case Element::e4m3: return wide ? run(As<E4M3, 128>{}) : run(As<E4M3, 32>{});
     case Element::e5m2: return wide ? run(As<E5M2, 128>{}) : run(As<E5M2, 32>{});
     case Element::e2m1: return work.block == 16 ? run(As<E2M1, 16>{}) : run(As<E2M1, 32>{});
+    case Element::e1m2: return work.block == 16 ? run(As<E1M2, 16>{}) : run(As<E1M2, 32>{});
+    case Element::int8: return run(As<INT8, 128>{});
     case Element::e2m3: return run(As<E2M3, 32>{});
     case Element::e3m2: return run(As<E3M2, 32>{});
   }

@@ -22,6 +22,8 @@ float max_of(Element element) {
     case Element::e2m1: return 6.0f;
     case Element::e2m3: return 7.5f;
     case Element::e3m2: return 28.0f;
+    case Element::e1m2: return 3.5f;
+    case Element::int8: return 127.0f;
   }
   return 0.0f;
 }

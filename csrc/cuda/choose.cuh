@@ -28,11 +28,12 @@ inline bool is_mxfp8(const Direction& to) {
 // Something else than codes and scales alone.
 inline bool wants_other_than_codes(const Direction& to) { return to.exact || !to.codes || !to.scales; }
 
-// What training needs: no transform of more than 16, and none nor random bits in MX; no NVFP4 with an amax per row, no 4over6 by the fast error, no E2M1 under one scale, MX scales rounded up, no
+// What training needs: no uniform grid, no UE5M3 scales, no transform of more than 16, and none nor random bits in MX; no NVFP4 with an amax per row, no 4over6 by the fast error, no E2M1 under one scale, MX scales rounded up, no
 // transform of scale tiles of several rows, decoded values in bf16. segments: see stores_segments.
 inline bool is_usual(const Direction& to, bool segments) {
   const Spec& spec = to.spec;
-  const bool as_is = spec.rht <= 16 && !(spec.family == Family::mx && (spec.rht || spec.sr));
+  const bool known = spec.family != Family::ue5m3 && spec.element != Element::e1m2 && spec.element != Element::int8;
+  const bool as_is = known && spec.rht <= 16 && !(spec.family == Family::mx && (spec.rht || spec.sr));
   return segments && as_is && !(spec.row_scaled && spec.family == Family::nvfp4) && !spec.fast_error && !is_current_four(spec) &&
          spec.scale_rounding == ScaleRounding::up && !(spec.rht && spec.tile_rows > 1) &&
          (!to.exact || to.exact_dtype == Dtype::bf16);

@@ -225,6 +225,7 @@ __device__ __forceinline__ BlockScale find_scale(const Spec& spec, const Element
   if (spec.family == Family::current) return current_scale(global.amax, facts, spec);
   if constexpr (kFour) {
     if (spec.family == Family::nvfp4) return nvfp4_scale_of(nvfp4_scale_code(amax, global), global, spec);
+    if (spec.family == Family::ue5m3) return ue5m3_scale(amax, spec);
   } else {
     if (spec.family == Family::block) return block_scale(amax, facts, spec, frame.input_max);
   }
@@ -299,6 +300,7 @@ __device__ __forceinline__ void encode_direction(const Direction& to, const Fram
   constexpr int per_group = kGroupSegments<Order, W>;
   const bool ahead = spec.tile_rows > 1;  // a scale depends on segments that the thread does not hold at the same time
   const bool chooses = kFour && spec.four_over_six != FourOverSix::none;
+  const bool uniform = kFour && spec.element == Element::e1m2;
   float amax_of_tile[kSegments] = {}, errors[2][kSegments] = {};
   if (ahead) {
     all_amax<Order, W>(tile, spec, spec.tile_cols, amax_of_tile);
@@ -345,9 +347,9 @@ __device__ __forceinline__ void encode_direction(const Direction& to, const Fram
           else
             segment = static_cast<uint64_t>(place.row * frame.cols + place.col) / kSegment;
           draw(key, segment, random);
-          encode_four(x, scale.encode, random, codes);
+          uniform ? encode_uniform(x, scale.encode, random, codes) : encode_four(x, scale.encode, random, codes);
         } else {
-          encode_four(x, scale.encode, nullptr, codes);
+          uniform ? encode_uniform(x, scale.encode, nullptr, codes) : encode_four(x, scale.encode, nullptr, codes);
         }
         if (nan) mark_nan(x, codes);
       } else {
@@ -359,7 +361,7 @@ __device__ __forceinline__ void encode_direction(const Direction& to, const Fram
       if (!to.exact && !replace && !kSums) continue;
       float v[kSegment], scaled[kSegment];
       if constexpr (kFour)
-        decode_four(codes, v);
+        uniform ? decode_uniform(codes, v) : decode_four(codes, v);
       else
         decode_eight(codes, spec.element, facts, v);
       if (to.exact && place.count > 0) {
@@ -385,7 +387,7 @@ template <class Order, class W, bool kSums, bool kPlaced>
 __device__ __forceinline__ void run_direction(const Direction& to, bool find, const Frame& frame, uint32_t* tile,
                                               bool replace, Dtype rounded) {
   if (find) return find_direction<Order, W>(to, frame, tile);
-  if (to.spec.element == Element::e2m1)
+  if (is_four(to.spec.element))
     return encode_direction<Order, W, true, kSums, kPlaced>(to, frame, tile, replace, rounded);
   encode_direction<Order, W, false, kSums, kPlaced>(to, frame, tile, replace, rounded);
 }

@@ -399,6 +399,7 @@ __device__ __forceinline__ void run_fast(const FastSide& side, uint32_t* tile, T
     case Family::mx:
       if (spec.element == Element::e2m1) return encode_fast<Order, Kind::mx_four, kPart>(side, tile, tally);
       return encode_fast<Order, Kind::mx_eight, kPart>(side, tile, tally);
+    case Family::ue5m3:
     case Family::nvfp4: break;
   }
   if (spec.sr) return encode_fast<Order, Kind::nvfp4_stochastic, kPart>(side, tile, tally);

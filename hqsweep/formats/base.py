@@ -66,7 +66,7 @@ class Format:
     high_precision: ClassVar[bool] = False
     """Whether the matrix is stored as values, without codes and scales."""
     scaling: ClassVar[str | None] = None
-    """How a tensor core scales the codes: "tensor", "row", "block", "mx" or "nvfp4"; None in high precision."""
+    """How a product scales the codes, as "tensor", "row", "block", "mx" or "nvfp4"; None in high precision."""
     amax_name: ClassVar[str | None] = None
     """The grid entry that is an amax of the whole matrix, or of a row: the only one that kernels take."""
     delayed: ClassVar[bool] = False
@@ -151,7 +151,7 @@ class Format:
 
         Float32 scales are 1 then, so inf decodes to the element's largest number.
         """
-        return self.scaling not in ("tensor", "row", "block")
+        return self.scaling in (None, "mx", "nvfp4")
 
     def shapes(self, rows: int, cols: int) -> dict[str, tuple[int, int]]:
         """Return the shape of each buffer for a matrix [rows, cols]. UserError if the format cannot hold that shape."""

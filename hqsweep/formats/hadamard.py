@@ -8,15 +8,12 @@ are TransformerEngine's (pytorch/tensor/nvfp4_tensor.py), the others come from S
 """
 
 import hashlib
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
-
-if TYPE_CHECKING:
-    from hqsweep.formats.base import Format
 
 SIGNS_OF_16 = 0xD7E8
 """Bit i: element i of a group is negated."""
@@ -46,7 +43,7 @@ def hadamard(x: Tensor, *, size: int = 16, signed: bool = True) -> Tensor:
     return groups.view(x.shape)
 
 
-def transformed(format: "Format", x: Tensor) -> Tensor:
+def transformed(format: Any, x: Tensor) -> Tensor:
     """Return x as the format approximates it: its transform in bfloat16 with +rht, else x itself."""
     if not format.rht:
         return x
@@ -54,7 +51,7 @@ def transformed(format: "Format", x: Tensor) -> Tensor:
     return hadamard(x, size=format.rht, signed=format.rht_signed).bfloat16()
 
 
-def check_signs(format: "Format") -> None:
+def check_signs(format: Any) -> None:
     """Raise UserError for +nosign without a transform."""
     if not format.rht and not format.rht_signed:
         raise UserError(f"{format.name}: nosign describes the transform of +rht; add +rht or drop it")

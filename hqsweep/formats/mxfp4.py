@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hqsweep.formats.hadamard import check_signs, transformed
 from hqsweep.formats.mx import MX
-from hqsweep.formats.nvfp4 import round_e2m1
+from hqsweep.formats.nvfp4 import round_four
 from hqsweep.formats.random import RngKey
 from hqsweep.formats.spec import MXFP4 as SPEC
 
@@ -20,8 +20,8 @@ SEGMENT = 16
 
 @dataclass(frozen=True, kw_only=True)
 class MXFP4(MX):
-    """mxfp4: E2M1 in blocks of 1x32, or in 32x32 tiles with two_d. Columns must be even; with rht or sr a multiple of
-    16, or of the transform's size.
+    """mxfp4: E2M1, or E1M2, in blocks of 1x32, or in 32x32 tiles with two_d. Columns must be even; with rht or sr a
+    multiple of 16, or of the transform's size.
 
     Partial blocks at the edges use the existing elements. operand(): code * 2^(e - 127) in bfloat16, as in MX.
     """
@@ -30,6 +30,7 @@ class MXFP4(MX):
 
     name: str = "mxfp4"
     element_name: str = "e2m1"
+    """The element of the codes: e2m1, or the uniform grid e1m2."""
     rht: int = 0
     """The size of the random Hadamard transform along the contracted axis that comes first; 0: none. Both operands of a
     product take the same."""
@@ -61,4 +62,4 @@ class MXFP4(MX):
         return transformed(self, x).float()
 
     def _codes(self, scaled: Tensor, key: RngKey | None) -> Tensor:
-        return round_e2m1(scaled, sr=self.sr, key=key, name=self.text)
+        return round_four(scaled, self.element, sr=self.sr, key=key, name=self.text)

@@ -30,7 +30,7 @@ from hqsweep.formats.base import (
     expand_tiles,
     tile_amax,
 )
-from hqsweep.formats.elements import E2M1, E4M3, Element, pack_nibbles, unpack_nibbles
+from hqsweep.formats.elements import E1M2, E2M1, E4M3, ELEMENTS, Element, pack_nibbles, unpack_nibbles
 from hqsweep.formats.hadamard import check_signs, transformed
 from hqsweep.formats.random import RngKey, random_bytes
 from hqsweep.formats.spec import NVFP4 as SPEC
@@ -86,8 +86,9 @@ class NVFP4(Format):
     name = "nvfp4"
     family, scaling = SPEC, SPEC.scaling
     amax_name = "g"
-    element_name = "e2m1"
 
+    element_name: str = "e2m1"
+    """The element of the codes: e2m1, or the uniform grid e1m2, whose largest number 3.5 takes the place of 6."""
     two_d: bool = False
     """Whether scales cover 16x16 tiles: the transposed codes are then the codes of the transpose."""
     rht: int = 0
@@ -114,6 +115,8 @@ class NVFP4(Format):
             raise UserError(f"nvfp4: row_scaled cannot be combined with {', '.join(random) or '2d'}")
         if self.four_over_six and random:
             raise UserError(f"nvfp4: 4over6 cannot be combined with {', '.join(random)}")
+        if self.four_over_six and self.element_name != "e2m1":
+            raise UserError("nvfp4: 4over6 chooses between two numbers of E2M1; drop it or e1m2")
         if not self.four_over_six and (self.error_mode != "mae" or self.fast_error or self.e4m3_max):
             raise UserError("nvfp4: mse, fast_error and max448 choose how 4over6 decides; add +4over6 or drop them")
         check_signs(self)
@@ -124,7 +127,7 @@ class NVFP4(Format):
 
     @property
     def element(self) -> Element:
-        return E2M1
+        return ELEMENTS[self.element_name]
 
     @property
     def scale_max(self) -> int:
@@ -144,7 +147,7 @@ class NVFP4(Format):
 
     @property
     def divisor(self) -> float:
-        return 6.0 * self.scale_max
+        return self.element.max * self.scale_max
 
     @property
     def rowwise_form(self) -> "NVFP4":
@@ -197,10 +200,10 @@ class NVFP4(Format):
         if self.four_over_six:
             codes, scales = self.scale_choice.choose(x, grid["s"], grid["g"], encode_scale)
             return {"q": pack_nibbles(codes), "s": scales, "g": grid["g"]}
-        sixth = encode_scale * torch.full_like(encode_scale, 1.0 / 6.0)
+        sixth = encode_scale * torch.full_like(encode_scale, 1.0 / self.element.max)
         scales = E4M3.encode((grid["s"] * sixth).clamp(max=FLT_MAX))
         scaled = x * expand_tiles(block_encode_scale(scales, encode_scale), x.shape, *self.tile)
-        codes = round_e2m1(scaled, sr=self.sr, key=key, name=self.text)
+        codes = round_four(scaled, self.element, sr=self.sr, key=key, name=self.text)
         return {"q": pack_nibbles(codes), "s": scales, "g": grid["g"]}
 
     def global_scale(self, amax: Tensor) -> Tensor:
@@ -210,10 +213,10 @@ class NVFP4(Format):
 
     def decode(self, buffers: Buffers, shape: tuple[int, int]) -> Tensor:
         """Return values in the basis of the codes: with +rht they stay transformed, as the GEMM takes them."""
-        return E2M1.decode(self.codes(buffers)) * expand_tiles(self.value_scales(buffers), shape, *self.tile)
+        return self.element.decode(self.codes(buffers)) * expand_tiles(self.value_scales(buffers), shape, *self.tile)
 
     def operand(self, buffers: Buffers, shape: tuple[int, int]) -> ExactOperand:
-        matrix = E2M1.decode(self.codes(buffers)) * expand_tiles(self.scales(buffers), shape, *self.tile)
+        matrix = self.element.decode(self.codes(buffers)) * expand_tiles(self.scales(buffers), shape, *self.tile)
         return ExactOperand(matrix.bfloat16(), buffers["g"], self.divisor)
 
     def scales(self, buffers: Buffers) -> Tensor:
@@ -252,16 +255,24 @@ def _sum_tiles(error: Tensor, *, two_d: bool) -> Tensor:
     return tiles[:, 0]
 
 
-def round_e2m1(scaled: Tensor, *, sr: bool, key: RngKey | None, name: str) -> Tensor:
-    """Return uint8 E2M1 codes of scaled float32 [rows, cols]: RNE, or with sr stochastic_e2m1 under the key's bytes.
+def round_four(scaled: Tensor, element: Element, *, sr: bool, key: RngKey | None, name: str) -> Tensor:
+    """Return uint8 codes of 4 bits of scaled float32 [rows, cols]: RNE, or with sr stochastic under the key's bytes.
 
     ValueError, which names the format, for sr without a key.
     """
     if not sr:
-        return E2M1.encode(scaled)
+        return element.encode(scaled)
     if key is None:
         raise ValueError(f"{name}: encode needs an RngKey")
-    return stochastic_e2m1(scaled, random_bytes(key, *scaled.shape, scaled.device))
+    bits = random_bytes(key, *scaled.shape, scaled.device)
+    return stochastic_e2m1(scaled, bits) if element == E2M1 else stochastic_e1m2(scaled, bits)
+
+
+def stochastic_e1m2(x: Tensor, random: Tensor) -> Tensor:
+    """Return E1M2 codes of float32 x: stochastic_e2m1 on the grid whose steps are all 0.5, saturating at 3.5."""
+    t = x.abs() + random.float() * (0.5 / 256)
+    rounded = (torch.floor(t * 2) / 2).clamp(max=3.5)
+    return E1M2.encode(torch.where(torch.isnan(x), 3.5, torch.copysign(rounded, x)))
 
 
 def stochastic_e2m1(x: Tensor, random: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from hqsweep.formats.base import FLT_MAX, WHOLE, Buffer, Buffers, ExactOperand, Format, divide, fp8_scale, tile_amax
 from hqsweep.formats.elements import E2M1, Element, pack_nibbles, unpack_nibbles
 from hqsweep.formats.hadamard import check_signs, transformed
-from hqsweep.formats.nvfp4 import round_e2m1
+from hqsweep.formats.nvfp4 import round_four
 from hqsweep.formats.random import RngKey
 from hqsweep.formats.spec import NVFP4_TENSOR
 from hqsweep.memo import cached_property
@@ -88,7 +88,7 @@ class NVFP4Tensor(Format):
         self.check_shape(*x.shape)
         amax = (self.grid(x) if grid is None else grid)["s"]
         scale = fp8_scale(amax, fp8_max=E2M1.max, epsilon=0.0, pow2=self.pow2, inf_value=FLT_MAX)
-        codes = round_e2m1(self.basis(x) * scale, sr=self.sr, key=key, name=self.text)
+        codes = round_four(self.basis(x) * scale, E2M1, sr=self.sr, key=key, name=self.text)
         return {"q": pack_nibbles(codes), "s": divide(1.0, scale)}
 
     def decode(self, buffers: Buffers, shape: tuple[int, int]) -> Tensor:

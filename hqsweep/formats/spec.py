@@ -25,7 +25,7 @@ class Family:
     cls: str
     """The name of the class."""
     scaling: str | None
-    """How a tensor core scales the codes: "tensor", "row", "block", "mx" or "nvfp4"; None in high precision."""
+    """How a product scales the codes, as "tensor", "row", "block", "mx" or "nvfp4"; None in high precision."""
     names: Mapping[str, Fields]
     """Name -> the fields of the class that it fixes. A second word, as in "nvfp4+tensor", stands among the options."""
     options: Mapping[str, Fields] = field(default_factory=dict)
@@ -43,6 +43,7 @@ _RHT: dict[str, Fields] = {
     "rht128": {"rht": 128},
     "nosign": {"rht_signed": False},
 }
+_FOUR: dict[str, Fields] = _RHT | {"sr": {"sr": True}, "e1m2": {"element_name": "e1m2"}}
 _MX_SCALES: dict[str, Fields] = {name: {"scale_rounding": name} for name in ("floor", "even", "ceil")}
 
 IDENTITY = Family(
@@ -92,13 +93,12 @@ MX = Family(
 )  # fmt: skip
 MXFP4 = Family(
     module="mxfp4", cls="MXFP4", scaling="mx", names={"mxfp4": {}},
-    options={"2d": {"two_d": True}} | _MX_SCALES | _RHT | {"sr": {"sr": True}},
+    options={"2d": {"two_d": True}} | _MX_SCALES | _FOUR,
     fingerprint=("mxfp4",),
 )  # fmt: skip
 NVFP4 = Family(
     module="nvfp4", cls="NVFP4", scaling="nvfp4", names={"nvfp4": {}},
-    options={"2d": {"two_d": True}} | _RHT | {
-        "sr": {"sr": True},
+    options={"2d": {"two_d": True}} | _FOUR | {
         "row_scaled": {"row_scaled": True},
         "4over6": {"four_over_six": True},
         "mse": {"error_mode": "mse"},
@@ -115,7 +115,25 @@ NVFP4_TENSOR = Family(
     fingerprint=("nvfp4+tensor", "nvfp4+tensor+rht+sr"),
 )  # fmt: skip
 
-FAMILIES = (IDENTITY, FP8_CURRENT, FP8_DELAYED, FP8_BLOCK, FP8_ROW, MX, MXFP4, NVFP4, NVFP4_TENSOR)
+INT8_ROW = Family(
+    module="int8", cls="Int8Row", scaling="int_row", names={"int8_row": {}},
+    options={"pow2": {"pow2": True}},
+    numbered={"eps": ("amax_epsilon", float)},
+)  # fmt: skip
+INT8_BLOCK = Family(
+    module="int8", cls="Int8Block", scaling="int_block", names={"int8_block": {}},
+    options={"2d": {"two_d": True}, "pow2": {"pow2": True}},
+    numbered={"eps": ("amax_epsilon", float)},
+)  # fmt: skip
+NVFP4_UE5M3 = Family(
+    module="nvfp4_ue5m3", cls="NVFP4UE5M3", scaling="ue5m3", names={"nvfp4+ue5m3": {}},
+    options={"2d": {"two_d": True}} | _FOUR,
+)  # fmt: skip
+
+FAMILIES = (
+    IDENTITY, FP8_CURRENT, FP8_DELAYED, FP8_BLOCK, FP8_ROW, INT8_ROW, INT8_BLOCK, NVFP4_UE5M3, MX, MXFP4, NVFP4,
+    NVFP4_TENSOR,
+)  # fmt: skip
 NAMES: dict[str, Family] = {name: family for family in FAMILIES for name in family.names}
 """Name -> its family."""
 FINGERPRINT = "efe9481fa9da443f263ba55e89ae7d3fb70d8af9334c5095af96a6e9980a1110"
