@@ -234,7 +234,9 @@ def prepare(
     source: Annotated[
         Path, typer.Argument(metavar="SOURCE", help="A file or a folder: text, JSON lines, Parquet, also .gz and .zst.")
     ],
-    tokenizer: Annotated[Path, typer.Option(metavar="FILE", help="A tokenizer.json of Hugging Face, or its folder.")],
+    tokenizer: Annotated[
+        Path, typer.Option(metavar="FILE", help="A tokenizer.json of Hugging Face, its folder, or GGUF.")
+    ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="The folder of the shards, for data=shards data.path=DIR.")],
     column: Annotated[str, typer.Option(help="The key of JSON lines or column of Parquet with the text.")] = "text",
     read_as: Annotated[

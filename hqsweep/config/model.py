@@ -93,7 +93,8 @@ class UserModel(Section):
 
 
 class HFModelConfig(UserModel):
-    """A causal language model of Hugging Face, from a folder with config.json and safetensors.
+    """A causal language model of Hugging Face, from a folder with config.json and safetensors, a .safetensors file with
+    config.json beside it, or a .gguf file.
 
     With pretrained=false, config.json alone is read, without trained weights. Nothing is downloaded, and no code of the
     folder is run. hash: the hash of its config and, if they are read, its weights; the sweep's command fills it in.

@@ -10,6 +10,7 @@ from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
 from hqsweep.config.model import HFModelConfig
 from hqsweep.config.train import DataConfig, TrainConfig
 from hqsweep.errors import UserError
+from hqsweep.models.gguf import gguf_digest, is_gguf
 from hqsweep.models.hf_config import HFConfig, read_hf_config
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
@@ -38,7 +39,7 @@ def check_files(model: HFModelConfig) -> HFConfig:
     config = read_hf_config(model.path)
     if not model.pretrained:
         return config
-    if not Path(model.path).is_dir():
+    if config.path == Path(model.path):
         raise UserError(
             f"model.path: '{model.path}' is a config alone; give the folder that has the weights too, or"
             " model.pretrained=false for random ones"
@@ -64,6 +65,8 @@ def model_digest(model: HFModelConfig) -> str:
     config = read_hf_config(model.path)
     if not model.pretrained:
         return config.digest
+    if is_gguf(model.path):
+        return hashlib.sha256(f"gguf {gguf_digest(model.path)}".encode()).hexdigest()
     checkpoint = weights_of(model)
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in checkpoint.files]
     key = (config.digest, *stats)
