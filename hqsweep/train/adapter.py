@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hqsweep.models.compiled import CompiledBlocks
+
 
 def keyed_seed(*key: int) -> int:
     """A seed for a torch generator, below 2**63, as a function of numbers >= 0."""
@@ -75,6 +77,8 @@ class ModelAdapter(Protocol):
     """The dtype of torch.autocast in which the model computes; None without autocast."""
     why_eager: str | None
     """Why its steps cannot be CUDA graphs; None where they can."""
+    compiled: CompiledBlocks | None
+    """The compiled blocks of a user's model; None where no block is to be compiled."""
     facts: Mapping[str, Any]
     """Entries of the manifest and of checkpoints."""
     taken: Mapping[str, Any]
