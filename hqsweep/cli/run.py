@@ -70,7 +70,9 @@ def run(
         from hqsweep.sweep.engine import launch
 
         importer = Importer(partial(say, err=True), allowed=() if no_import else None, refusal=NO_IMPORT)
-        importer = None if dry_run else importer
+        if dry_run:
+            typed = () if no_import else functions_in(words)
+            importer = Importer(partial(say, err=True), allowed=typed, others_by_name=True)
         plan = launch.plan_of(request, importer)
     planned = partial(launch.plan, config_dir=config_dir, workers=workers, importer=importer)
     if more_steps is not None:
@@ -88,6 +90,13 @@ def run(
         print_result(as_json, results)
         return
     raise typer.Exit(_print_ended(ended, results, plan, junit_file, timed=limit is not None, as_json=as_json))
+
+
+def functions_in(words: Sequence[str]) -> list[str]:
+    """The Python functions of models, losses and data that the words themselves name. A dry run imports these alone."""
+    keys = ("model._target_", "model.loss", "data._target_")
+    pairs = [word.lstrip("+").partition("=") for word in words]
+    return [path for key, _, value in pairs if key in keys for path in value.split(",")]
 
 
 def _print_ended(

@@ -16,7 +16,7 @@ from hqsweep.config.model import Model, ModelConfig, has_experts
 from hqsweep.config.recipe_text import check_pairs, check_texts
 from hqsweep.config.section import Name, Section, sentence
 from hqsweep.config.study import ForkConfig
-from hqsweep.config.train import DataConfig, ParallelConfig, StatsConfig, TrainConfig, sharing_gpus
+from hqsweep.config.train import Data, DataConfig, ParallelConfig, StatsConfig, TrainConfig, sharing_gpus
 from hqsweep.errors import UserError
 
 KEPT = 1024
@@ -57,7 +57,7 @@ class Training(Job):
     job: Literal["convergence"]
     recipe: RecipeKeys | Any
     model: Model = ModelConfig()
-    data: DataConfig = DataConfig()
+    data: Data = DataConfig()
     train: TrainConfig = TrainConfig()
     stats: StatsConfig = StatsConfig()
     fork: ForkConfig | None = None

@@ -28,8 +28,17 @@ from hqsweep.quant.serialize import load_safetensors
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_model(path_or_config: str | Path, *, pretrained: bool = True, dtype: str = "float32", seed: int = 0) -> Any:
+def load_model(
+    path_or_config: str | Path,
+    *,
+    pretrained: bool = True,
+    dtype: str = "float32",
+    seed: int = 0,
+    architecture: str = "causal",
+) -> Any:
     """A causal language model in training mode, on the CPU, its parameters in `dtype`.
+
+    architecture: "own" gives the class that config.json names instead, such as an image classifier's.
 
     path_or_config: a folder with config.json and safetensors, a .safetensors file with config.json beside it, or a
     .gguf file, which is read once and kept (models.gguf). With pretrained=False it may be a config.json; the seed then
@@ -42,28 +51,48 @@ def load_model(path_or_config: str | Path, *, pretrained: bool = True, dtype: st
     if dtype not in DTYPES:
         raise UserError(f"load_model: dtype got {dtype!r}; must be one of {', '.join(DTYPES)}")
     config = read_hf_config(path_or_config)
-    auto = transformers().AutoModelForCausalLM
+    auto = model_class(config, architecture)
     if not pretrained:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return _explained(config, auto.from_config, hf_config(config), dtype=DTYPES[dtype]).train()
+            return _explained(config, _of_config(auto), hf_config(config), dtype=DTYPES[dtype]).train()
     options = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
     options["ignore_mismatched_sizes"] = True  # _check_loaded names them
     folder = str(config.folder) if config.weights is None or config.weights.name == "model.safetensors" else None
     if folder is None:
         options |= {"config": hf_config(config), "state_dict": load_safetensors(config.weights)}
-        auto = type(meta_model(config))
+        auto = type(meta_model(config, architecture))
     with quietly():
         model, told = _explained(config, partial(auto.from_pretrained, folder, dtype=DTYPES[dtype], **options))
     _check_loaded(config, told)
     return model.train()
 
 
-def meta_model(config: HFConfig) -> Any:
+def model_class(config: HFConfig, architecture: str = "causal") -> Any:
+    """transformers' class of the model: that of causal language models, or with "own" the first of `architectures` in
+    config.json. UserError for an architecture that transformers does not have."""
+    if architecture == "causal":
+        return transformers().AutoModelForCausalLM
+    named = next(iter(config.keys.get("architectures") or ()), None)
+    found = getattr(transformers(), named, None) if isinstance(named, str) else None
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise UserError(
+            f"model.architecture: own, but '{config.path}' names {named!r} in `architectures`, which transformers does"
+            " not have; name a class there, such as ViTForImageClassification"
+        )
+    return found
+
+
+def _of_config(auto: Any) -> Callable[..., Any]:
+    """The function that gives a model with random weights of a config. Classes of models have a private one alone."""
+    return auto.from_config if hasattr(auto, "from_config") else auto._from_config
+
+
+def meta_model(config: HFConfig, architecture: str = "causal") -> Any:
     """The model of a config without memory for its weights."""
     own = hf_config(config)
     with torch.device("meta"):
-        return _explained(config, transformers().AutoModelForCausalLM.from_config, own, dtype=torch.float32)
+        return _explained(config, _of_config(model_class(config, architecture)), own, dtype=torch.float32)
 
 
 def one_layer(path: str | Path, most: int) -> Any:

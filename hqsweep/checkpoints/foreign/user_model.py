@@ -8,7 +8,7 @@ from typing import Any
 from hqsweep.checkpoints.foreign.checkpoint import Checkpoint, first_names
 from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
 from hqsweep.config.model import HFModelConfig
-from hqsweep.config.train import DataConfig, TrainConfig
+from hqsweep.config.train import DataConfig, TrainConfig, data_kind
 from hqsweep.errors import UserError
 from hqsweep.models.gguf import gguf_digest, is_gguf
 from hqsweep.models.hf_config import HFConfig, read_hf_config
@@ -28,9 +28,10 @@ def check_model_files(config: Mapping[str, Any]) -> None:
     section = config.get("model")
     if not isinstance(section, Mapping) or section.get("kind") != "hf":
         return
-    data = DataConfig.model_validate(config.get("data", {}))
-    context = TrainConfig.model_validate(config.get("train", {})).context
-    vocab_size = data.vocab_estimate if data.source in KNOWN_VOCABULARY else None
+    context, vocab_size = TrainConfig.model_validate(config.get("train", {})).context, None
+    if data_kind(config.get("data")) == "tokens":
+        data = DataConfig.model_validate(config.get("data", {}))
+        vocab_size = data.vocab_estimate if data.source in KNOWN_VOCABULARY else None
     check_fits(check_files(HFModelConfig.model_validate(section)), context, vocab_size)
 
 

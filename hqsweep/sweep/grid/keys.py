@@ -23,6 +23,9 @@ from hqsweep.recipe.roles import HEAD, IN_HIGH_PRECISION, TENSOR_TYPES
 MODEL_TARGET = f"model.{TARGET}"
 """The function that builds a user's own model; it stands for the whole section, whose other keys are its arguments."""
 
+DATA_TARGET = f"data.{TARGET}"
+"""The function that gives samples; it stands for the whole section, whose other keys are its arguments."""
+
 
 def take_factory(config: DictConfig) -> None:
     """Have a section for a Python function, without the keys of another kind of model."""
