@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from hqsweep.errors import UserError
-from hqsweep.host import locked
+from hqsweep.host import CACHE, cache_folder, locked
 from hqsweep.models.library import one_line, quietly, transformers
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
-CACHE = "HQSWEEP_CACHE"
-"""The environment variable that names the cache; default: hqsweep in XDG_CACHE_HOME or ~/.cache."""
 DIGITS = 16
 WAIT_S = 3600.0
 """The seconds for which a process waits for another one that reads the same file."""
@@ -63,7 +61,7 @@ def gguf_folder(path: str | Path, where: str = "model.path") -> Path:
             cannot read; or a package is missing.
     """
     file = Path(path)
-    folder = cache() / "gguf" / gguf_digest(file, where)[:DIGITS]
+    folder = cache_folder() / "gguf" / gguf_digest(file, where)[:DIGITS]
     if folder.is_dir():
         return folder
     missing = [name for name in ("transformers", "gguf", "accelerate") if find_spec(name) is None]
@@ -80,13 +78,6 @@ def gguf_folder(path: str | Path, where: str = "model.path") -> Path:
             print(f"{file.name}: read once, and kept in {folder}", file=sys.stderr, flush=True)
             _keep(file, folder, where)
     return folder
-
-
-def cache() -> Path:
-    """The user's cache of hqsweep."""
-    if named := os.environ.get(CACHE):
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hqsweep"
 
 
 def _keep(file: Path, folder: Path, where: str) -> None:
