@@ -37,8 +37,6 @@ class CompiledBlocks:
     def __init__(self, model: nn.Module, conversion: Conversion, backend: str = "inductor") -> None:
         self.model, self.conversion, self.backend = model, conversion, backend
         self.blocks = blocks_of(model)
-        self.seconds = 0.0
-        """The time that compilation has taken."""
         self.begin()
 
     @property
@@ -76,8 +74,7 @@ class CompiledBlocks:
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
-        self.seconds += time.perf_counter() - start
-        say(str(self))
+        say(f"compile: {self}" + (f", in {time.perf_counter() - start:.0f} s" if self.on else ""))
 
     @contextmanager
     def plain(self) -> Iterator[None]:
@@ -89,11 +86,11 @@ class CompiledBlocks:
             yield
 
     def __str__(self) -> str:
+        """What is compiled, or why nothing is."""
         if not self.on:
-            return f"compile: nothing, since {self.why_not}"
+            return f"nothing, since {self.why_not}"
         kinds = Counter(type(block).__name__.partition("[")[0] for block in self.blocks)
-        named = ", ".join(f"{count} {name}" for name, count in kinds.items())
-        return f"compile: {named} by TorchInductor, in {self.seconds:.0f} s"
+        return f"{', '.join(f'{count} {name}' for name, count in kinds.items())} by TorchInductor"
 
     def _drop(self, why: str) -> None:
         self.why_not = why

@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 
 import hqsweep
 from hqsweep.config.job import parse
+from hqsweep.jobs.training_report import steps_fields
 from hqsweep.models.compiled import CompiledBlocks, blocks_of
 from hqsweep.recipe.factories import find_factory
 from hqsweep.train import data
@@ -52,12 +53,13 @@ def folder(tmp_path_factory):
     return path
 
 
-def config(linear="mxfp8", *, model=None, schedule=(), every=0, **train):
+def config(linear="mxfp8", *, model=None, schedule=(), every=0, gemm="exact", **train):
     train = {"steps": 4, "batch": 4, "context": 32, "eval_batches": 2, "eval_every": 2, "log_every": 1, **train}
     return parse(
         {
             "job": "convergence", "sweep": "t", "data": {"source": "markov", "markov": {"length": 20000}},
-            "recipe": {"name": "r", "linear": linear, "schedule": list(schedule)}, "stats": {"every": every},
+            "recipe": {"name": "r", "linear": linear, "gemm": gemm, "schedule": list(schedule)},
+            "stats": {"every": every},
             "model": model or {"_target_": f"{HERE}.Blocks"}, "train": {"device": "cpu", "lr": 1e-3, **train},
         },
         find_factory,
@@ -100,7 +102,8 @@ def test_samples_look_at_the_blocks_as_they_are_and_change_no_bit(capsys):
         assert own.metrics == ours.metrics and own.stats == ours.stats
     unsampled = [done.metrics for done in trainer(config(microbatches=2), "aot_eager").steps()]
     assert unsampled[-1]["val_loss"] == compiled.val_loss and compiled.adapter.compiled.on
-    assert "compile: 2 Block by TorchInductor" in capsys.readouterr().out and not compiled.adapter.unused()
+    assert "compile: 2 Block by TorchInductor, in " in capsys.readouterr().out and not compiled.adapter.unused()
+    assert steps_fields(compiled)["compiled"] == "2 Block by TorchInductor" and "compiled" not in steps_fields(plain)
     assert counters["stats"]["unique_graphs"] <= 8  # training and evaluation, of each microbatch
 
 
@@ -139,15 +142,19 @@ def test_compiled_blocks_of_hugging_face_repeat_and_resume(folder, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("linear", ["bf16", "mxfp8", "nvfp4"])
-def test_on_a_gpu_a_run_repeats_and_resumes_and_is_near_the_uncompiled_one(linear, folder, tmp_path):
+@pytest.mark.parametrize(
+    ("linear", "gemm"),
+    [("bf16", "exact"), ("mxfp8", "exact"), (LINEARS["nvfp4"], "exact"), ("fp8_current", "native")],
+    ids=("bf16", "mxfp8", "nvfp4", "native"),
+)
+def test_on_a_gpu_a_run_repeats_and_resumes_and_is_near_the_uncompiled_one(linear, gemm, folder, tmp_path):
     options = {"model": hf(folder), "device": "cuda", "dtype": "bf16", "steps": 8, "batch": 8, "context": 64}
-    cfg = config(LINEARS[linear] if linear != "bf16" else "bf16", **options)
+    cfg = config(linear, gemm=gemm, **options)
     rows = check_resumed(partial(trainer, cfg), tmp_path)
     assert rows == [done.metrics for done in trainer(cfg).steps()]
-    sampled = trainer(config(LINEARS[linear] if linear != "bf16" else "bf16", every=3, **options))
+    sampled = trainer(config(linear, gemm=gemm, every=3, **options))
     assert rows == [done.metrics for done in sampled.steps()] and sampled.runner.has_graph
-    off = trainer(config(LINEARS[linear] if linear != "bf16" else "bf16", compile="off", **options))
+    off = trainer(config(linear, gemm=gemm, compile="off", **options))
     assert off.adapter.compiled is None
     for own, ours in zip(off.steps(), rows, strict=True):
         assert ours["train_loss"] == pytest.approx(own.metrics["train_loss"], rel=5e-3)
