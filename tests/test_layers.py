@@ -18,7 +18,7 @@ LAYERS = [
     ("errors", "memo", "torch_private", "track.tables", "config.jobs"),
     ("host", "verdicts", "formats.spec", "config.safe"), ("config.recipe_files",), ("formats",),
     ("ops",), ("parallel.wire",), ("quant + parallel.shards + parallel.fsdp",), ("recipe",),
-    ("config", "gemm"), ("nn",), ("optim", "shards"), ("models",), ("parallel",),
+    ("config", "gemm"), ("nn",), ("optim",), ("models",), ("parallel", "shards"),
     ("checkpoints",), ("compat",),
     ("train",), ("jobs",),
     ("sweep",), ("track",), ("report",), ("foreign_logs",), ("study",), ("api",),

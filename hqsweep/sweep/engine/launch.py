@@ -200,12 +200,21 @@ def start(plan: SweepPlan, display: Display, *, force: bool = False, until: Unti
     if engine.kind == "slurm":
         run_slurm(ordered, slurm=engine.slurm.model_dump(), display=display, force=force, ranks=ranks, **limits)
     else:
+        if engine.workers == "auto":
+            from hqsweep.sweep.engine.auto_workers import runs_at_a_time  # with all of a training
+
+            todo = [config for run, config in zip(runs, plan.configs, strict=True) if force or not _is_finished(run)]
+            limits["workers"] = runs_at_a_time(todo, plan.imports, display.say)
         for run in runs:
             run.job_path.unlink(missing_ok=True)
         gpus = (engine.gpus_per_run or ranks) if ranks > 1 else None
         limits = Limits(runs_per_gpu=engine.runs_per_gpu, gpus_per_run=gpus, until=until, **limits)
         run_local(ordered, display=display, limits=limits, force=force)
     return runs
+
+
+def _is_finished(run: RunDir) -> bool:
+    return run.seen()["state"] == "finished"
 
 
 def work_order(plan: SweepPlan, runs: Sequence[RunDir]) -> list[RunDir]:

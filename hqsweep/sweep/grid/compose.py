@@ -42,6 +42,7 @@ from hqsweep.config.study import parse_study
 from hqsweep.errors import UserError, nearest
 from hqsweep.sweep.grid.arms import FACTORY_KEYS, Difference, check_arm, difference, labels, override_texts
 from hqsweep.sweep.grid.overrides import (
+    DATA_TARGET,
     MODEL_TARGET,
     STUDY_KEYS,
     Overrides,
@@ -312,6 +313,8 @@ class Composer:
         try:
             if builder is not None:
                 take_factory(config)
+            if any(o.key_or_group == DATA_TARGET for o in parsed):
+                config["data"] = {"source": "factory"}
             for override in factories:
                 path = str(override.value())
                 config["recipe"] = {"name": path.rpartition(".")[2], "qfactory": path}

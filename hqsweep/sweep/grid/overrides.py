@@ -140,6 +140,8 @@ def _count(override: Override) -> int:
 
 MODEL_TARGET = f"model.{TARGET}"
 """The function that builds a user's own model; it stands for the whole section, whose other keys are its arguments."""
+DATA_TARGET = f"data.{TARGET}"
+"""The function that gives samples; it stands for the whole section, whose other keys are its arguments."""
 
 
 def take_factory(config: DictConfig) -> None:
