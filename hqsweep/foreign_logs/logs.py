@@ -9,6 +9,7 @@ import pandas as pd
 from hqsweep.errors import UserError
 from hqsweep.foreign_logs.columns import FILE, Columns, find
 from hqsweep.foreign_logs.judge import Judgement, Question, judge
+from hqsweep.foreign_logs.stores import SQLITE, is_mlflow, read_mlflow, read_sqlite
 from hqsweep.foreign_logs.tables import Csv, Frame, JsonLines, Parquet, Source, WideCsv
 from hqsweep.foreign_logs.trackers import EVENTS, WANDB, read_tensorboard, read_wandb
 from hqsweep.foreign_logs.values import Collector
@@ -93,17 +94,26 @@ def _open(path: Path) -> list[Source]:
     for pattern, reader in readers.items():
         if next(path.rglob(pattern), None):
             return [reader(path)]
+    if is_mlflow(path):
+        return [read_mlflow(path)]
+    if stores := [file for file in sorted(path.iterdir()) if file.suffix in SQLITE]:
+        return [*map(read_sqlite, stores)]
     tables = [file for file in sorted(path.iterdir()) if file.is_file() and _kind(file) in READERS]
     if not tables:
-        raise UserError(f"{path}: no file of TensorBoard or W&B, and none that ends in {', '.join(READERS)}")
+        raise UserError(
+            f"{path}: no file of TensorBoard, W&B, MLflow or trackio, and none that ends in {', '.join(READERS)}"
+        )
     return [*map(_open_file, tables)]
 
 
 def _open_file(path: Path) -> Source:
     if path.match(EVENTS) or path.match(WANDB):
         raise UserError(f"{path}: is a file of one run; give the folder of all runs")
+    if path.suffix in SQLITE:
+        return read_sqlite(path)
     if _kind(path) not in READERS:
-        raise UserError(f"{path}: is of no known kind; it takes {', '.join(READERS)}, and folders of trackers")
+        ends = ", ".join([*READERS, *SQLITE])
+        raise UserError(f"{path}: is of no known kind; it takes {ends}, and folders of trackers")
     source = READERS[_kind(path)](path)
     return WideCsv(source) if isinstance(source, Csv) and WideCsv.is_one(source) else source
 
