@@ -1,5 +1,4 @@
-"""`hqsweep compare` judges recipes, `hqsweep judge` logs of other programs, and `hqsweep gate` a sweep by a stored
-baseline, which `hqsweep baseline` stores."""
+"""`hqsweep compare` judges recipes, `hqsweep gate` a sweep by a stored baseline, and `hqsweep baseline` stores one."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -85,65 +84,6 @@ def compare(
     raise typer.Exit(exit_code(comparison.left_out, partial) if good else EXIT_MISMATCH)
 
 
-Column = Annotated[str | None, typer.Option(metavar="NAME", help="The column, where its name is no usual one.")]
-
-
-def judge(
-    logs: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="LOGS...", help="CSV, JSON lines or Parquet; a folder of them, or of TensorBoard's or W&B's files."
-        ),
-    ],
-    baseline: Annotated[
-        str | None, typer.Option(help="Arm that the others are measured against; default bf16.")
-    ] = None,
-    margin: Annotated[
-        str, typer.Option(help="Largest gap that counts as none: a part of the baseline's mean, or a number, 0.002.")
-    ] = "0.25%",
-    metric: Annotated[str | None, typer.Option(help="The metric; default val_loss, or the only one.")] = None,
-    lower: Annotated[
-        bool | None,
-        typer.Option("--lower-is-better/--higher-is-better", help="Default: what the metric's name says."),
-    ] = None,
-    window: Annotated[
-        float | None,
-        typer.Option(
-            help="Last steps, or last part of a run, over which values are averaged; default: the last value."
-        ),
-    ] = None,
-    null_arm: Annotated[
-        str | None, typer.Option(metavar="ARM", help="An arm that repeats the baseline: a second control.")
-    ] = None,
-    any_length: Annotated[
-        bool, typer.Option("--any-length", help="Take runs that end at another step than most, too.")
-    ] = False,
-    partial: Annotated[bool, typer.Option("--partial", help="Exit 0 though runs are left out.")] = False,
-    arm_column: Column = None,
-    seed_column: Column = None,
-    step_column: Column = None,
-    trunk_column: Column = None,
-    point_column: Column = None,
-    as_json: AsJson = False,
-) -> None:
-    """Judge what another program trained, from its logs.
-
-    A row for each run, or each step of a run, with columns arm and seed, and the metric. Forks have columns trunk
-    and point, too. Exit code 3 where runs are left out: they are named.
-    """
-    with waiting("reading the logs"):
-        from hqsweep.foreign_logs.judge import Question, document
-        from hqsweep.foreign_logs.logs import Reading, judge_files
-        from hqsweep.foreign_logs.table import rich_table
-
-        columns = {"arm": arm_column, "seed": seed_column, "step": step_column, "trunk": trunk_column}
-        reading = Reading(columns=columns | {"point": point_column}, window=window, any_length=any_length)
-        question = Question(metric=metric or "", baseline=baseline, margin=margin, lower=lower, null_arm=null_arm)
-        judgement = judge_files(logs, question, reading)
-    print_result(as_json, document(judgement), rich_table(judgement))
-    raise typer.Exit(EXIT_FAILED if judgement.left_out and not partial else 0)
-
-
 baseline_app = typer.Typer(cls=OneSentence, no_args_is_help=True, help="Keep the baseline that the gate compares with.")
 Baseline = Annotated[Path, typer.Option(metavar="FILE", help="The stored baseline, a JSON file to keep in git.")]
 
@@ -167,8 +107,15 @@ def gate(
 
     Equal config and machine: every arm must be bitwise equal. Otherwise the change of its gap is judged: worse,
     better, equivalent within the margin, or undecided. Exit code: 0 good, 1 a regression, 3 failed, missing or
-    damaged runs, 4 no usable baseline, or too few replicates to decide.
+    damaged runs, 4 no usable baseline, or too few replicates to decide. With a baseline that `hqsweep judge --store`
+    has written, RUNS are logs of another program.
     """
+    from hqsweep.foreign_logs.gate import is_stored
+
+    if is_stored(baseline):
+        from hqsweep.cli.judge import print_gate
+
+        raise typer.Exit(print_gate(places(runs, runs_dir), baseline, margin, junit_file, summary, as_json=as_json))
     from hqsweep.report.gate.ci import write_junit
     from hqsweep.report.gate.gate import UNIT, append, gate, gate_markdown
     from hqsweep.sweep.store.store import RunStore
@@ -181,6 +128,11 @@ def gate(
     document = {"outcome": verdicts.outcome, "unit": UNIT} | asdict(verdicts)
     print_result(as_json, document, verdicts.table(), *verdicts.notes())
     raise typer.Exit(verdicts.exit_code)
+
+
+def places(words: list[str], runs_dir: Path) -> list[Path]:
+    """The paths of logs, and the folders of sweeps, that words name."""
+    return [path if (path := Path(word)).exists() else runs_dir / word for word in words]
 
 
 @baseline_app.callback()

@@ -68,6 +68,9 @@ class Judgement:
                within_margin, sentence
     estimates  arm -> its estimate, in `unit`
     values     what entered: a row per seed (or trunk and draw), a column per arm
+    gaps       arm, replicate (a seed or trunk; a trunk's mean over its points) and gap_pct (in `unit`) of what entered
+    runs       arm, replicate, draw, value of all runs of the log
+    curves     arm, replicate, draw, step and value, as many as fit a page; empty without steps
     left_out   sentences on runs that do not enter
     """
 
@@ -80,6 +83,9 @@ class Judgement:
     arms: pd.DataFrame
     estimates: Mapping[str, Estimate]
     values: pd.DataFrame
+    gaps: pd.DataFrame
+    runs: pd.DataFrame
+    curves: pd.DataFrame
     notes: tuple[str, ...]
     left_out: tuple[str, ...]
 
@@ -135,13 +141,14 @@ def judge(values: Values, question: Question, *, forked: bool) -> Judgement:
     return Judgement(
         metric=question.metric, lower=lower, baseline=baseline, unit=unit, margin=margin, design=design,
         arms=frame.sort_values("arm", key=lambda names: names != baseline, kind="stable", ignore_index=True),
-        estimates=estimates, values=entered, notes=values.notes, left_out=(*values.left_out, *out),
+        estimates=estimates, values=entered, gaps=_singles(family, entered, relative), runs=values.runs,
+        curves=values.curves, notes=values.notes, left_out=(*values.left_out, *out),
     )  # fmt: skip
 
 
-def parse_margin(value: str | float) -> tuple[float, bool]:
-    """(the margin, whether it is in % of the baseline's mean) of "0.25%" or "0.002"; UserError unless it is above
-    0."""
+def parse_margin(value: str | float, name: str = "margin") -> tuple[float, bool]:
+    """(the margin, whether it is in % of the baseline's mean) of "0.25%" or "0.002"; UserError, which begins with
+    `name`, unless it is above 0."""
     text = str(value).strip()
     try:
         number = math.nan if isinstance(value, bool) else float(text.removesuffix("%"))
@@ -149,7 +156,7 @@ def parse_margin(value: str | float) -> tuple[float, bool]:
         number = math.nan
     if not 0 < number < math.inf:
         raise UserError(
-            f"margin: got {value!r}; it takes a part of the baseline's mean, as in 0.25%, or a number in"
+            f"{name}: got {value!r}; it takes a part of the baseline's mean, as in 0.25%, or a number in"
             " the metric's unit, as in 0.002, above 0"
         )
     return number, text.endswith("%")
@@ -260,6 +267,18 @@ def _gaps(table: pd.DataFrame, baseline: str, null: str | None, design: str) -> 
     gaps = {arm: table[arm] - (table[baseline] if arm == null else mean) for arm in table if arm != baseline}
     rows = [(arm, gap, index, 1.0) for arm, column in gaps.items() for index, gap in enumerate(column)]
     return pd.DataFrame(rows, columns=["arm", "gap", "trunk", "weight"]).astype({"gap": float})
+
+
+def _singles(family: Family, table: pd.DataFrame, relative: bool) -> pd.DataFrame:
+    """Judgement.gaps."""
+    gaps = family.points.set_index("trunk")
+    index = table.index[gaps.index.to_numpy(dtype=int)]
+    if relative:
+        level = table[family.baseline].abs()
+        level = level.loc[index].to_numpy() if family.design == FORK else level.mean()
+        gaps = gaps.assign(gap=100 * gaps["gap"] / level)
+    named = gaps.assign(replicate=index.get_level_values("trunk"))
+    return named.groupby(["arm", "replicate"], sort=False)["gap"].mean().rename("gap_pct").reset_index()
 
 
 def _row(

@@ -12,7 +12,7 @@ from hqsweep.foreign_logs.judge import Judgement, Question, judge
 from hqsweep.foreign_logs.stores import SQLITE, is_mlflow, read_mlflow, read_sqlite
 from hqsweep.foreign_logs.tables import Csv, Frame, JsonLines, Parquet, Source, WideCsv
 from hqsweep.foreign_logs.trackers import EVENTS, WANDB, read_tensorboard, read_wandb
-from hqsweep.foreign_logs.values import Collector
+from hqsweep.foreign_logs.values import Collector, Values
 
 READERS = {
     ".csv": Csv, ".tsv": Csv, ".txt": Csv, ".jsonl": JsonLines, ".ndjson": JsonLines, ".json": JsonLines,
@@ -50,6 +50,26 @@ def judge_frame(frame: pd.DataFrame, question: Question, reading: Reading) -> Ju
 
 def judge_sources(sources: Sequence[Source], question: Question, reading: Reading) -> Judgement:
     """The judgement of all rows of some logs."""
+    log = read_sources(sources, question, reading)
+    return judge(log.values, log.question, forked=log.forked)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log:
+    """The values of the runs of some logs, and the question with the metric's name. forked: replicates are trunks."""
+
+    values: Values
+    question: Question
+    forked: bool
+
+
+def read_files(paths: Sequence[Path], question: Question, reading: Reading) -> Log:
+    """The values of all runs of some files and folders; errors as judge_files."""
+    return read_sources([source for path in paths for source in _open(path)], question, reading)
+
+
+def read_sources(sources: Sequence[Source], question: Question, reading: Reading) -> Log:
+    """The values of all runs of some logs."""
     if reading.window is not None and not reading.window > 0:
         raise UserError(f"window: {reading.window} steps; give a number of steps (50) or a fraction of the run (0.1)")
     metric, read = question.metric or None, []
@@ -68,7 +88,7 @@ def judge_sources(sources: Sequence[Source], question: Question, reading: Readin
         for rows in _pieces(source, found):
             collector.add(rows)
     values = collector.values(reading.any_length)
-    return judge(values, replace(question, metric=metric), forked=first.trunk is not None)
+    return Log(values=values, question=replace(question, metric=metric), forked=first.trunk is not None)
 
 
 def _pieces(source: Source, columns: Columns) -> Iterator[pd.DataFrame]:

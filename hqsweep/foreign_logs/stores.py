@@ -93,7 +93,7 @@ def read_sqlite(path: Path) -> Runs:
             return Runs(str(path), _trackio_rows(path, database), "step")
         known = ", ".join(sorted(tables)[:12]) or "none"
     raise UserError(
-        f"{path}: is no file of MLflow or trackio, whose tables are metrics and params or configs ({known})"
+        f"{path}: is no file of MLflow or trackio, with tables metrics and configs or params; it has {known}"
     )
 
 
