@@ -8,7 +8,6 @@
 Nothing is sampled: `metrics` and `stats` have every row. Make another Sweep to read a sweep again that has gone on.
 """
 
-import re
 import signal
 import sys
 import threading
@@ -27,6 +26,7 @@ from hqsweep.errors import UserError, nearest, visible
 from hqsweep.report.compare.frames import DATA, FORK, TRUNK, Frames, load
 from hqsweep.report.compare.left_out import LeftOut
 from hqsweep.sweep.engine.until import Until
+from hqsweep.sweep.grid.overrides import quoted
 from hqsweep.sweep.grid.run_words import read, with_seeds
 from hqsweep.sweep.store.run_dir import RunDir
 
@@ -304,12 +304,6 @@ def _words(conf: str, overrides: Sequence[str], out: str | Path | None) -> list[
     if out is not None:
         words.append(f"runs_dir={quoted(str(out))}")
     return words
-
-
-def quoted(text: str) -> str:
-    """The text as a value of an override: in quotes, with backslashes doubled where Hydra would read them as
-    escapes."""
-    return "'" + re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), text) + "'"
 
 
 def _say(line: str) -> None:
