@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from hqsweep.cli.output import AsJson, Junit, OneSentence, Runs, RunsDir, print_result, waiting
-from hqsweep.errors import EXIT_FAILED, EXIT_MISMATCH
+from hqsweep.errors import EXIT_FAILED, EXIT_MISMATCH, UserError
 
 
 def compare(
@@ -18,8 +18,9 @@ def compare(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Report folder; default reports/SWEEP.")] = None,
     window: Annotated[
-        float, typer.Option(help="Last steps, or last part of a run, over which losses are averaged.")
-    ] = 0.1,
+        float | None,
+        typer.Option(help="Last steps, or last part of a run, over which losses are averaged; default 0.1."),
+    ] = None,
     margin: Annotated[
         str | None,
         typer.Option(help="Largest gap that counts as none, in % of the baseline's loss; default: the sweep's, 0.25%."),
@@ -34,6 +35,9 @@ def compare(
     partial: Annotated[
         bool, typer.Option("--partial", help="Exit 0 though runs are missing or not finished; damaged ones stay 3.")
     ] = False,
+    metric: Annotated[
+        str | None, typer.Option(help="Of runs of a command or of hqsweep.track: the metric; default: as they state.")
+    ] = None,
     figures: Annotated[
         str | None,
         typer.Option(metavar="svg|png", help="Also write every figure as a file of its own, into paper/ there."),
@@ -50,6 +54,8 @@ def compare(
     """
     with waiting("reading the runs and writing the report"):
         from hqsweep.api.comparison import compared
+        from hqsweep.cli.judge import print_judgement
+        from hqsweep.foreign_logs.commands import is_of_commands, judge_runs
         from hqsweep.report.compare.compare import document
         from hqsweep.report.compare.left_out import exit_code
         from hqsweep.report.gate.ci import checked, verdict_rows, write_junit
@@ -62,8 +68,20 @@ def compare(
         if figures:
             check_kind(figures)
         selected = RunStore(runs_dir).resolve(runs)
-        comparison = compared(selected, baseline, window, margin)
-        page = write(comparison, out or Path("reports", "+".join(dict.fromkeys(run.sweep for run in selected))))
+        folder = out or Path("reports", "+".join(dict.fromkeys(run.sweep for run in selected)))
+        if is_of_commands(selected):
+            options = {"--check": check, "--track": track, "--figures": figures, "--latex": latex}
+            if given := next((name for name, value in options.items() if value), None):
+                raise UserError(
+                    f"{given}: is for runs of hqsweep's own trainer, and these are of a command; leave it out"
+                )
+            judgement = judge_runs(selected, baseline, window, margin, metric)
+            code = print_judgement(judgement, folder, junit_file, as_json=as_json)
+            raise typer.Exit(0 if partial else code)
+        if metric is not None:
+            raise UserError("--metric: runs of hqsweep are compared by their loss; `hqsweep judge` takes any metric")
+        comparison = compared(selected, baseline, 0.1 if window is None else window, margin)
+        page = write(comparison, folder)
         paper = write_figures(comparison, figures, page.parent / "paper") if figures else []
         paper += write_latex(comparison, page.parent / "paper") if latex else []
     if junit_file:
@@ -155,9 +173,18 @@ def update(
     Losses are stored as hex floats, which hold every bit. One stored draw may be a lucky one; --add keeps those of
     several machines side by side. Exit code 3, and the file left as it is, when a run has no final loss.
     """
+    from hqsweep.foreign_logs.commands import is_of_commands
+    from hqsweep.foreign_logs.gate import store_runs
     from hqsweep.report.gate.baseline_update import update
     from hqsweep.sweep.store.store import RunStore
 
-    change = update(RunStore(runs_dir).resolve(runs), baseline, add)
+    selected = RunStore(runs_dir).resolve(runs)
+    if is_of_commands(selected):
+        if add:
+            raise UserError("--add: a baseline of commands has one draw; leave it out")
+        store_runs(selected, baseline)
+        print_result(as_json, {"path": str(baseline)}, f"stored {baseline}")
+        return
+    change = update(selected, baseline, add)
     print_result(as_json, asdict(change), change.table())
     raise typer.Exit(EXIT_FAILED if change.refused else 0)

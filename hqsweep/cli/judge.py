@@ -79,30 +79,40 @@ def judge(
         raise typer.Exit(print_gate(logs, gate, margin, junit_file, None, as_json=as_json))
     with waiting("reading the logs"):
         from hqsweep.foreign_logs.gate import store as keep
-        from hqsweep.foreign_logs.judge import MARGIN, Question, document
+        from hqsweep.foreign_logs.judge import MARGIN, Question
         from hqsweep.foreign_logs.logs import Reading, judge_files
-        from hqsweep.foreign_logs.table import rich_table, verdict_rows
 
         reading = Reading(columns=columns, window=window, any_length=any_length)
         question = Question(
             metric=metric or "", baseline=baseline, margin=margin or MARGIN, lower=lower, null_arm=null_arm
         )
         judgement = judge_files(logs, question, reading)
-        page = None
-        if out is not None:
-            from hqsweep.foreign_logs.folder import write
-
-            page = write(judgement, out)
     if store is not None:
         keep(judgement, question, reading, store)
+    code = print_judgement(judgement, out, junit_file, as_json=as_json, stored=store)
+    raise typer.Exit(0 if partial else code)
+
+
+def print_judgement(
+    judgement: Any, out: Path | None, junit_file: Path | None, *, as_json: bool, stored: Path | None = None
+) -> int:
+    """Print a judgement, and write its report into `out`; returns the exit code."""
+    from hqsweep.foreign_logs.judge import document
+    from hqsweep.foreign_logs.table import rich_table, verdict_rows
+
+    page = None
+    if out is not None:
+        from hqsweep.foreign_logs.folder import write
+
+        page = write(judgement, out)
     if junit_file is not None:
         from hqsweep.report.gate.ci import write_junit
 
         write_junit(junit_file, "judge", verdict_rows(judgement))
-    said = document(judgement) | {"report": page and str(page), "stored": store and str(store)}
-    lines = [*([f"report: {page}"] if page else []), *([f"stored {store}"] if store else [])]
+    said = document(judgement) | {"report": page and str(page), "stored": stored and str(stored)}
+    lines = [*([f"report: {page}"] if page else []), *([f"stored {stored}"] if stored else [])]
     print_result(as_json, said, rich_table(judgement), *lines)
-    raise typer.Exit(EXIT_FAILED if judgement.left_out and not partial else 0)
+    return EXIT_FAILED if judgement.left_out else 0
 
 
 def _check_alone(options: dict[str, Any], gate: Path) -> None:

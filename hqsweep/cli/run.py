@@ -21,6 +21,7 @@ from hqsweep.cli.output import (
     say,
     waiting,
 )
+from hqsweep.config.jobs import COMMAND, COMPARED
 from hqsweep.errors import EXIT_FAILED, EXIT_MISMATCH, UserError
 
 NO_IMPORT = "which --no-import refuses; give one that is none, or leave --no-import out"
@@ -110,11 +111,16 @@ def _print_ended(
         write_junit(junit_file, sweep, [*run_rows(runs), *checked])
     failed = any(result["state"] != "finished" for result in results)
     decided = growth.comparison if growth else _compared(plan, runs) if timed else None
+    of_command = plan.first.job == COMMAND
     tables = [rows_table("results", results, RESULT_COLUMNS)] if failed or not (checked or decided) else []
     said: Any = {"runs": results, "looks": ended.looks} if growth else {"runs": results} if timed else results
     if decided:
-        from hqsweep.report.compare.compare import document
-        from hqsweep.report.pages.tables import rich_table
+        if of_command:
+            from hqsweep.foreign_logs.judge import document
+            from hqsweep.foreign_logs.table import rich_table
+        else:
+            from hqsweep.report.compare.compare import document
+            from hqsweep.report.pages.tables import rich_table
 
         said, tables = said | document(decided), [*tables, rich_table(decided)]
     print_result(as_json, said, *job_tables(rows), *tables)
@@ -129,8 +135,12 @@ def _compared(plan: Any, runs: Sequence[Any]) -> Any:
     from hqsweep.sweep.grid.point import is_trunk
 
     arms = {point.arm for point in plan.points if not is_trunk(point)}
-    if plan.first.job != "convergence" or len(arms) < 2:
+    if plan.first.job not in COMPARED or len(arms) < 2:
         return None
+    if plan.first.job == COMMAND:
+        from hqsweep.foreign_logs.commands import judge_runs
+
+        return judge_runs(list(runs))
     from hqsweep.api.comparison import compared
 
     return compared(list(runs))

@@ -6,7 +6,7 @@ its own value, and equal values pass. A run that was finite and ends at nan or i
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,8 +14,9 @@ import pandas as pd
 
 from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
+from hqsweep.foreign_logs.commands import log_of
 from hqsweep.foreign_logs.judge import Judgement, Question, parse_margin
-from hqsweep.foreign_logs.logs import Reading
+from hqsweep.foreign_logs.logs import Reading, judge_log
 from hqsweep.foreign_logs.values import several
 from hqsweep.report.compare.frames import FORK
 from hqsweep.report.compare.verdict import PLAIN, spec
@@ -23,6 +24,7 @@ from hqsweep.report.gate.baseline import sealed
 from hqsweep.report.gate.change import Family, changes_of, judge
 from hqsweep.report.gate.gate import Verdict, Verdicts
 from hqsweep.sweep.store.files import write_json
+from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.verdicts.estimate import Estimate
 
 VERSION = 1
@@ -78,6 +80,13 @@ def store(judgement: Judgement, question: Question, reading: Reading, path: Path
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, sealed(document))
+
+
+def store_runs(runs: Sequence[RunDir], path: Path) -> None:
+    """Write the values of runs of commands into a baseline file, as store() does."""
+    log = log_of(runs)
+    reading = Reading(columns={}, window=log.window)
+    store(judge_log(log), log.question, reading, path)
 
 
 def is_stored(path: Path) -> bool:

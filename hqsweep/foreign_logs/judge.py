@@ -48,6 +48,7 @@ class Question:
               unit, "0.002"
     lower     whether lower values are better; None: what the metric's name says
     null_arm  an arm that repeats the baseline: the second control
+    maximum   of a study that is looked at after each seed: the most that it has; None: of a fixed one
     """
 
     metric: str
@@ -55,6 +56,7 @@ class Question:
     margin: str | float = MARGIN
     lower: bool | None = None
     null_arm: str | None = None
+    maximum: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +124,7 @@ def judge(values: Values, question: Question, *, forked: bool) -> Judgement:
     entered = table.loc[entering, [baseline, *judged]]
     null = null if null in judged else None
     _check_relative(entered[baseline], relative)
-    options = {"null": null, "margin": margin}
+    options = {"null": null, "margin": margin, "maximum": question.maximum}
     estimates = _estimates(entered, baseline, design, relative, options) if judged else {}
     if not lower:
         estimates = {arm: replace(each, worse=each.better, better=each.worse) for arm, each in estimates.items()}
@@ -135,7 +137,7 @@ def judge(values: Values, question: Question, *, forked: bool) -> Judgement:
     )  # fmt: skip
     unit = "%" if relative else PLAIN
     of_arm = {arm: runs for arm, runs in values.runs.groupby("arm")}
-    common = {"margin_pct": margin, "unit": unit, **dict.fromkeys(NOT_HERE, math.nan)}
+    common = {"margin_pct": margin, "unit": unit, "maximum": question.maximum or 0, **dict.fromkeys(NOT_HERE, math.nan)}
     rows = [_row(arm, family, entered, of_arm[arm], common) for arm in (baseline, *arms)]
     frame = pd.DataFrame(rows).sort_values("gap", kind="stable", key=lambda gaps: gaps if lower else -gaps)
     return Judgement(
@@ -286,7 +288,7 @@ def _row(
 ) -> dict[str, Any]:
     """A row of Judgement.arms; `runs` are all of this arm's."""
     row = {
-        "arm": arm, "baseline": family.baseline, "null": arm == family.null, "design": family.design, "maximum": 0,
+        "arm": arm, "baseline": family.baseline, "null": arm == family.null, "design": family.design,
         "runs": len(runs), "diverged": 0, "replicate_minutes": math.nan, **common, **estimated(arm, family),
         "mean": entered[arm].mean() if arm in entered else runs["value"].mean(skipna=False),
     }  # fmt: skip

@@ -9,10 +9,12 @@ import pandas as pd
 from hqsweep.errors import UserError
 from hqsweep.foreign_logs.columns import FILE, Columns, find
 from hqsweep.foreign_logs.judge import Judgement, Question, judge
+from hqsweep.foreign_logs.runs import sweep_source
 from hqsweep.foreign_logs.stores import SQLITE, is_mlflow, read_mlflow, read_sqlite
 from hqsweep.foreign_logs.tables import Csv, Frame, JsonLines, Parquet, Source, WideCsv
-from hqsweep.foreign_logs.trackers import EVENTS, WANDB, read_tensorboard, read_wandb
+from hqsweep.foreign_logs.trackers import EVENTS, WANDB, Runs, read_tensorboard, read_wandb
 from hqsweep.foreign_logs.values import Collector, Values
+from hqsweep.sweep.store.sweep_file import is_sweep
 
 READERS = {
     ".csv": Csv, ".tsv": Csv, ".txt": Csv, ".jsonl": JsonLines, ".ndjson": JsonLines, ".json": JsonLines,
@@ -50,17 +52,23 @@ def judge_frame(frame: pd.DataFrame, question: Question, reading: Reading) -> Ju
 
 def judge_sources(sources: Sequence[Source], question: Question, reading: Reading) -> Judgement:
     """The judgement of all rows of some logs."""
-    log = read_sources(sources, question, reading)
-    return judge(log.values, log.question, forked=log.forked)
+    return judge_log(read_sources(sources, question, reading))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """The values of the runs of some logs, and the question with the metric's name. forked: replicates are trunks."""
+    """The values of the runs of some logs, and the question with the metric's name. forked: replicates are trunks;
+    window: as Reading has it."""
 
     values: Values
     question: Question
     forked: bool
+    window: float | None
+
+
+def judge_log(log: Log) -> Judgement:
+    """The judgement of values that are read."""
+    return judge(log.values, log.question, forked=log.forked)
 
 
 def read_files(paths: Sequence[Path], question: Question, reading: Reading) -> Log:
@@ -88,7 +96,10 @@ def read_sources(sources: Sequence[Source], question: Question, reading: Reading
         for rows in _pieces(source, found):
             collector.add(rows)
     values = collector.values(reading.any_length)
-    return Log(values=values, question=replace(question, metric=metric), forked=first.trunk is not None)
+    left_out = [text for source in sources if isinstance(source, Runs) for text in source.left_out]
+    values = replace(values, left_out=(*values.left_out, *left_out))
+    named = replace(question, metric=metric)
+    return Log(values=values, question=named, forked=first.trunk is not None, window=reading.window)
 
 
 def _pieces(source: Source, columns: Columns) -> Iterator[pd.DataFrame]:
@@ -110,6 +121,8 @@ def _open(path: Path) -> list[Source]:
         raise UserError(f"{path}: no such file or folder")
     if path.is_file():
         return [_open_file(path)]
+    if is_sweep(path):
+        return [sweep_source(path)]
     readers = {EVENTS: read_tensorboard, WANDB: read_wandb}
     for pattern, reader in readers.items():
         if next(path.rglob(pattern), None):

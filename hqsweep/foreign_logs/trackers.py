@@ -32,12 +32,12 @@ class Run:
 
 
 class Runs:
-    """A source of runs, of which one at a time is read."""
+    """A source of runs, of which one at a time is read; left_out: sentences on runs that are none of them."""
 
     open_ended = False
 
-    def __init__(self, where: str, runs: Sequence[Run], step: str) -> None:
-        self.where, self._runs, self.known = where, runs, {}
+    def __init__(self, where: str, runs: Sequence[Run], step: str, left_out: tuple[str, ...] = ()) -> None:
+        self.where, self._runs, self.known, self.left_out = where, runs, {}, left_out
         for run in runs:
             self.known |= {name: type(value) in (int, float) for name, value in run.facts.items()}
             self.known |= {step: True, **dict.fromkeys(run.metrics, True)}

@@ -62,8 +62,10 @@ class Rows:
         self._sink.metric(step, dict(values))
         self.metrics |= values
         self.count += 1
-        if self._steps is not None:
-            loss = next((value for name, value in values.items() if "loss" in name), None)
+        loss = next((value for name, value in values.items() if "loss" in name), None)
+        if self._steps is None:
+            self._sink.progress(step, step, loss, None, part=0.0)  # how much is left is not known
+        else:
             self._sink.progress(min(step, self._steps), self._steps, loss, None)
 
 

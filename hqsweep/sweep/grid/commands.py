@@ -45,7 +45,7 @@ def _check(command: Any, points: Sequence[GridPoint], *, grows: bool) -> None:
     """Check the points of one command."""
     if not isinstance(command, str):
         raise UserError(
-            f"command: got {command!r}; give the words of a program, as in 'python train.py --seed {seed}'"
+            f"command: got {command!r}; give the words of a program, as in 'python train.py --seed {{seed}}'"
         )
     known = placeholders(command, "command")
     if "arm" not in known and _varies(section(point, "recipe").get("text") for point in points):
