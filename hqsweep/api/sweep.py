@@ -20,7 +20,8 @@ from typing import Any
 
 import pandas as pd
 
-from hqsweep.api.comparison import Comparison, OfRuns, compared, folders_of
+from hqsweep.api.comparison import Comparison, OfRuns, comparison_of, folders_of
+from hqsweep.api.judgement import Judgement
 from hqsweep.config.jobs import CHECKED_TABLES
 from hqsweep.errors import UserError, nearest, visible
 from hqsweep.report.compare.frames import DATA, FORK, TRUNK, Frames, load
@@ -205,8 +206,8 @@ class Sweep(Sequence[Run]):
         return self._frames.left_out
 
     @cached_property
-    def _compared(self) -> Comparison:
-        return Comparison(compared(self._folders, keep=False))
+    def _compared(self) -> Comparison | Judgement:
+        return comparison_of(self._folders, keep=False)
 
     @property
     def verdicts(self) -> pd.DataFrame:
@@ -214,10 +215,10 @@ class Sweep(Sequence[Run]):
         return self._compared.verdicts
 
     def compare(
-        self, baseline: str | None = None, *, window: float = 0.1, margin: float | str | None = None
-    ) -> Comparison:
+        self, baseline: str | None = None, *, window: float | None = None, margin: float | str | None = None
+    ) -> Comparison | Judgement:
         """The arms against `baseline`, as hqsweep.compare."""
-        return Comparison(compared(self._folders, baseline, window, margin))
+        return comparison_of(self._folders, baseline, window, margin)
 
     def __repr__(self) -> str:
         return f"<Sweep {self.name}: {self._counts()}>"
