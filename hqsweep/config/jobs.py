@@ -27,9 +27,6 @@ JOBS = {
         table="metrics",
         compared=True,
     ),
-    "command": JobKind(
-        config="hqsweep.config.command:CommandConfig", run="hqsweep.jobs.command:run", table="metrics", compared=True
-    ),
     "parity": JobKind(
         config="hqsweep.config.job:ParityConfig",
         run="hqsweep.jobs.parity.job:run",
@@ -41,6 +38,9 @@ JOBS = {
         run="hqsweep.jobs.calibrate.job:run",
         table="calibrate",
         printer="hqsweep.report.pages.checks:tables",
+    ),
+    "command": JobKind(
+        config="hqsweep.config.command:CommandConfig", run="hqsweep.jobs.command:run", table="metrics", compared=True
     ),
 }
 """Name of the job, as in `job: parity` of a config -> its parts."""

@@ -25,6 +25,7 @@ from pydantic import ValidationError
 
 from hqsweep.config.command import CommandConfig
 from hqsweep.config.jobs import COMMAND
+from hqsweep.config.safe import loads
 from hqsweep.config.section import sentence
 from hqsweep.errors import EXIT_FAILED, Damaged, UserError
 from hqsweep.host import Busy, holder
@@ -100,7 +101,7 @@ def _checked(
     if not isinstance(arm, str) or not arm.strip() or not arm.isprintable():
         raise UserError(f"track: arm={arm!r}; it takes a name, as in arm='nvfp4'")
     try:
-        args = json.loads(json.dumps(dict(config)))
+        args = loads(json.dumps(dict(config)))
     except (TypeError, ValueError) as error:
         raise UserError(f"track: config has what JSON lacks ({error}); give numbers, texts, lists and dicts") from None
     keys = {"job": COMMAND, "sweep": sweep, "seed": seed, "recipe": {"name": arm}, "args": args, **own}
