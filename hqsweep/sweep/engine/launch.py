@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hqsweep.config.command import CommandConfig
 from hqsweep.config.job import Config, ConvergenceConfig, parse
 from hqsweep.config.jobs import CHECKED_TABLES
 from hqsweep.config.study import StudyConfig
@@ -241,6 +242,8 @@ def _rank(point: GridPoint, config: ConvergenceConfig, baseline: str | None) -> 
 
 def _check_device(config: Config) -> None:
     """Raise UserError if this machine, which will run the run, lacks its GPU or tensor cores."""
+    if isinstance(config, CommandConfig):
+        return  # the program looks for its device itself
     section = "train" if isinstance(config, ConvergenceConfig) else config.job
     wanted = getattr(config, section).device
     if wanted == "cuda" and not torch.cuda.is_available():
