@@ -17,9 +17,8 @@ from hqsweep.errors import UserError, nearest
 from hqsweep.report.compare.curves import intervals
 from hqsweep.report.compare.families import DECIDES, LOSSES, Family
 from hqsweep.report.compare.frames import DATA, FORK, REPLICATE, Frames, config_leaves
-from hqsweep.report.compare.identical import IDENTICAL
 from hqsweep.report.compare.left_out import LeftOut
-from hqsweep.report.compare.verdict import FEWEST_TRUNKS, sentence, state_text
+from hqsweep.report.compare.verdict import FEWEST_TRUNKS, IDENTICAL, sentence, state_text
 from hqsweep.report.pages.gemm_plans import computed_by
 from hqsweep.verdicts.estimate import Estimate
 

@@ -17,12 +17,13 @@ from hqsweep.report.compare.arms import Comparison, arm_row, baselines, null_arm
 from hqsweep.report.compare.curves import measures
 from hqsweep.report.compare.families import DECIDES, LOSSES, Family, Rule, judge, parts_of
 from hqsweep.report.compare.frames import Frames, common_end, load
-from hqsweep.report.compare.identical import IDENTICAL, identical_arms
+from hqsweep.report.compare.identical import identical_arms
 from hqsweep.report.compare.left_out import note, without_result
 from hqsweep.report.compare.left_out import rows as rows_of
 from hqsweep.report.compare.notes import alike_notes, rewarm_notes, study_notes
 from hqsweep.report.compare.slowdowns import baseline_curves, cells_of, in_loss, slope_notes, slowdowns
 from hqsweep.report.compare.studies import of_one_data, replicate_minutes, study_of
+from hqsweep.report.compare.verdict import IDENTICAL
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.verdicts.estimate import VERDICTS
 from hqsweep.verdicts.slowdown import Slowdown

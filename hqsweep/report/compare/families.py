@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from hqsweep.report.compare.frames import FORK
-from hqsweep.report.compare.identical import IDENTICAL
+from hqsweep.report.compare.verdict import IDENTICAL
 from hqsweep.verdicts import forks, whole_runs
 from hqsweep.verdicts.ages import Weights, weights
 from hqsweep.verdicts.estimate import Estimate

@@ -13,6 +13,8 @@ Row = Mapping[str, Any]
 """A row of Comparison.arms, as far as it is filled in. A row whose gaps are not in % has the key "unit": PLAIN."""
 PLAIN = "plain"
 """The unit of gaps that are differences of the metric itself."""
+IDENTICAL = "identical"
+"""The verdict of an arm whose operands are its baseline's."""
 IDENTICAL_REMEDY = "Leave the arm out, or quantize what this model has"
 NULL_IN_DOUBT = "The null arm is not shown equal to {baseline}, so the machinery is in doubt."
 BLIND = (

@@ -4,8 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from hqsweep.recipe.argument import parse_recipe
 from hqsweep.recipe.listing import described
-from hqsweep.recipe.schedule import parse_recipe
 from hqsweep.report.compare.frames import FORK, WHOLE
 from hqsweep.report.gate.baseline import Baseline
 from hqsweep.report.gate.change import Family, broken, changes, difference, equal, judge, recipe_changes
