@@ -53,9 +53,8 @@ def probe(
         return
     if study:
         raise UserError("--study: treatments need the loss of a model; give --data SHARDS, of hqsweep data prepare")
-    from hqsweep.jobs.probe.job import parse_quantizers
+    from hqsweep.jobs.probe.job import find_matrices, parse_quantizers
     from hqsweep.jobs.probe.suggest import recipe_of, suggest
-    from hqsweep.jobs.probe.tensor_files import find_matrices
     from hqsweep.report.pages import probe as report
     from hqsweep.report.pages.text import to_rich
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from hqsweep.cli import completion as cli_completion
+from hqsweep.cli.judge import print_plan
 from hqsweep.cli.output import (
     FORK_COLUMNS,
     GRID_COLUMNS,
@@ -20,6 +21,7 @@ from hqsweep.cli.output import (
     say,
     waiting,
 )
+from hqsweep.config.jobs import COMMAND, COMPARED
 from hqsweep.errors import EXIT_FAILED, EXIT_MISMATCH, UserError
 
 NO_IMPORT = "which --no-import refuses; give one that is none, or leave --no-import out"
@@ -123,11 +125,16 @@ def _print_ended(
         write_junit(junit_file, sweep, [*run_rows(runs), *checked])
     failed = any(result["state"] != "finished" for result in results)
     decided = growth.comparison if growth else _compared(plan, runs) if timed else None
+    of_command = plan.first.job == COMMAND
     tables = [rows_table("results", results, RESULT_COLUMNS)] if failed or not (checked or decided) else []
     said: Any = {"runs": results, "looks": ended.looks} if growth else {"runs": results} if timed else results
     if decided:
-        from hqsweep.report.compare.compare import document
-        from hqsweep.report.pages.tables import rich_table
+        if of_command:
+            from hqsweep.foreign_logs.judge import document
+            from hqsweep.foreign_logs.table import rich_table
+        else:
+            from hqsweep.report.compare.compare import document
+            from hqsweep.report.pages.tables import rich_table
 
         said, tables = said | document(decided), [*tables, rich_table(decided)]
     print_result(as_json, said, *job_tables(rows), *tables)
@@ -142,8 +149,12 @@ def _compared(plan: Any, runs: Sequence[Any]) -> Any:
     from hqsweep.sweep.grid.point import is_trunk
 
     arms = {point.arm for point in plan.points if not is_trunk(point)}
-    if plan.first.job != "convergence" or len(arms) < 2:
+    if plan.first.job not in COMPARED or len(arms) < 2:
         return None
+    if plan.first.job == COMMAND:
+        from hqsweep.foreign_logs.commands import judge_runs
+
+        return judge_runs(list(runs))
     from hqsweep.api.comparison import compared
 
     return compared(list(runs))
@@ -229,15 +240,24 @@ def _longer(plan: Any, words: list[str], planned: Callable[[list[str]], Any], mo
 
 
 def plan(
-    words: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="conf=NAME [KEY=VALUE...]", help="A sweep, and overrides.", autocompletion=cli_completion.run_word
-        ),
-    ],
     resolve: Annotated[
         str, typer.Option(metavar="PERCENT", help="The gap to find, in % of the baseline's loss, as in 0.1%.")
     ],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="conf=NAME [KEY=VALUE...]", help="A sweep, and overrides.", autocompletion=cli_completion.run_word
+        ),
+    ] = None,
+    logs: Annotated[
+        list[Path] | None,
+        typer.Option("--from", metavar="LOGS", help="Logs of a study, as `hqsweep judge` reads them, for its noise."),
+    ] = None,
+    baseline: Annotated[str | None, typer.Option(help="With --from: the baseline of the logs; default bf16.")] = None,
+    metric: Annotated[str | None, typer.Option(help="With --from: the metric.")] = None,
+    window: Annotated[
+        float | None, typer.Option(help="With --from: last steps, or last part of a run, that values are means of.")
+    ] = None,
     config_dir: Annotated[
         Path | None, typer.Option(exists=True, file_okay=False, help="Your configs; ./conf is searched in any case.")
     ] = None,
@@ -247,8 +267,20 @@ def plan(
 
     For forks and for whole runs, from the noise that comparable studies measured (RUNS_DIR/noise.jsonl, which hqsweep
     compare writes): the least and the greatest of them. Studies that are not comparable are named. Starts nothing.
+    With --from LOGS in place of a sweep: the seeds that decide a gap, or a number in the metric's unit, by their noise.
     """
     from dataclasses import asdict
+
+    if logs:
+        if words:
+            raise UserError(f"--from: plans by logs, and {words[0]} plans a sweep; give one of them")
+        print_plan(logs, resolve, {"baseline": baseline, "metric": metric or ""}, window, as_json=as_json)
+        return
+    given = {"--baseline": baseline, "--metric": metric, "--window": window}
+    if odd := next((name for name, value in given.items() if value is not None), None):
+        raise UserError(f"{odd}: is of --from LOGS; leave it out, or give logs")
+    if not words:
+        raise UserError("plan: give conf=NAME, a sweep, or --from LOGS, the logs of an earlier study")
 
     from hqsweep.config.study import parse_percent
 

@@ -290,8 +290,9 @@ class TrainConfig(Section):
 
     recompute: the part that backward computes again instead of keeping it. offload: the rest waits in CPU memory. A
     step runs its batch in `microbatches` equal parts, whose gradients add up. compile: auto and graph give the same
-    bits; off is the reference, whose sums on a GPU are in another order. The CPU knows one way, and refuses graph. Over
-    several ranks `batch` is the sum of all ranks' batches, and each rank runs its part in `microbatches`.
+    bits; off is the reference, whose sums on a GPU are in another order. With auto and graph TorchInductor compiles the
+    blocks of a user's own model. The CPU knows one way, and refuses graph. Over several ranks `batch` is the sum of all
+    ranks' batches, and each rank runs its part in `microbatches`.
     """
 
     steps: Count = 200

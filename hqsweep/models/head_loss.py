@@ -22,10 +22,10 @@ from hqsweep.models.first_step import note_call, watched
 from hqsweep.models.hf import Around, causal_lm_loss
 from hqsweep.models.linear import ConvertedLinear, LinearPart, call_dtype, output_projection
 from hqsweep.models.refusals import is_distributed, is_sharded
+from hqsweep.nn.core.call import LinearCall
 from hqsweep.nn.core.context import current, use_kernels
 from hqsweep.nn.core.module import PARTS
 from hqsweep.nn.core.options import LinearOptions
-from hqsweep.nn.linear.linear_call import LinearCall
 from hqsweep.nn.linear.linear_loss import product_cross_entropy
 from hqsweep.recipe.argument import module_quantizers
 from hqsweep.recipe.sections import LinearQuantizers

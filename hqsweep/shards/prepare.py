@@ -23,9 +23,8 @@ from hqsweep.errors import UserError
 from hqsweep.host import Busy, locked, usable_cpus, write_whole
 from hqsweep.shards import manifest as manifests
 from hqsweep.shards import sources
-from hqsweep.shards.encode import Setup
+from hqsweep.shards.encode import Piece, Setup, encode_all
 from hqsweep.shards.manifest import SPLITS, WIDE, Manifest, Section, Separator, Shard, Source, TokenizerFacts
-from hqsweep.shards.pool import Piece, encode_all
 from hqsweep.shards.stream import Part, Stream, unigram_entropy
 from hqsweep.shards.tokenizer import open_tokenizer, separator, tokenizer_file, vocab_size
 

@@ -1,4 +1,4 @@
-"""examples/real_model in its small form, with a tiny GGUF instead of the download; docs/real_model.md has its steps."""
+"""examples/real_model in its small form, with a tiny GGUF in place of the download."""
 
 import json
 import os

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hqsweep.config.command import CommandConfig
 from hqsweep.config.job import Config, ConvergenceConfig, parse
 from hqsweep.config.jobs import CHECKED_TABLES
 from hqsweep.config.study import StudyConfig
@@ -20,6 +21,7 @@ from hqsweep.parallel.mesh import check_devices
 from hqsweep.recipe.factories import Importer, factory_name
 from hqsweep.sweep.console import Display
 from hqsweep.sweep.engine.local import Limits, run_local
+from hqsweep.sweep.engine.slurm import check_slurm, run_slurm
 from hqsweep.sweep.engine.trunks import check_twins, linked
 from hqsweep.sweep.engine.until import Until
 from hqsweep.sweep.grid import same_operands
@@ -27,7 +29,6 @@ from hqsweep.sweep.grid.point import GridPoint
 from hqsweep.sweep.grid.run_words import Words, each, read
 from hqsweep.sweep.grid.study import check_stated
 from hqsweep.sweep.grid.user_models import check_recipes, check_vocabularies, hashed
-from hqsweep.sweep.slurm.slurm import check_slurm, run_slurm
 from hqsweep.sweep.store import seen_data
 from hqsweep.sweep.store.documents import met_lines
 from hqsweep.sweep.store.run_dir import RunDir, unusable
@@ -241,6 +242,8 @@ def _rank(point: GridPoint, config: ConvergenceConfig, baseline: str | None) -> 
 
 def _check_device(config: Config) -> None:
     """Raise UserError if this machine, which will run the run, lacks its GPU or tensor cores."""
+    if isinstance(config, CommandConfig):
+        return  # the program looks for its device itself
     section = "train" if isinstance(config, ConvergenceConfig) else config.job
     wanted = getattr(config, section).device
     if wanted == "cuda" and not torch.cuda.is_available():
