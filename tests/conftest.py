@@ -2,6 +2,7 @@
 HQSWEEP_EXTENSION=FILE tests another build of the kernels. `--durations-file FILE` records how long each file takes.
 """
 
+import gc
 import json
 import os
 import time
@@ -72,6 +73,16 @@ def pytest_runtest_protocol(item):
 def pytest_runtest_teardown(item):
     yield
     item.user_properties[0] = ("cpu_seconds", item.user_properties[0][1] + sum(os.times()[:4]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Modules and cases live as long as the process. To search them for garbage takes seconds in all."""
+    gc.disable()
+    result = yield
+    gc.enable()
+    gc.freeze()
+    return result
 
 
 def pytest_collection_modifyitems(config, items):
