@@ -50,10 +50,11 @@ def is_package(name: str) -> bool:
     return FILES[name].name == "__init__.py"
 
 
-def imported(tree: ast.AST) -> list[tuple[str, str, ast.AST]]:
+@cache
+def imported(file: str) -> list[tuple[str, str, ast.AST]]:
     """(module below hqsweep, name imported from it or "", node) of every import of our own."""
     modules = []
-    for node in ast.walk(tree):
+    for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.Import):
             modules += [(alias.name, "", node) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -70,7 +71,7 @@ def defines(module: str, name: str) -> str:
     if inside in FILES:
         return inside
     if name and is_package(module):
-        for source, re_exported, _ in imported(tree_of(module)):
+        for source, re_exported, _ in imported(module):
             if re_exported == name:
                 return defines(source, name)
     return module
@@ -87,15 +88,14 @@ def late(tree: ast.AST) -> set[int]:
     return {id(node) for block in blocks for node in ast.walk(block)}
 
 
+@cache
 def edges(name: str, *, only_top: bool = False) -> set[str]:
     """The modules that a module imports."""
     if is_package(name):
         return set()
     skipped = late(tree_of(name)) if only_top else set()
     targets = {
-        defines(module, what)
-        for module, what, node in imported(tree_of(name))
-        if id(node) not in skipped and what != "_C"
+        defines(module, what) for module, what, node in imported(name) if id(node) not in skipped and what != "_C"
     }
     return targets - {name, "", "_C"}
 
@@ -118,7 +118,7 @@ def test_imports_only_from_above():
     faults = [
         f"hqsweep.{name} imports {to}"
         for name in names
-        for to in sorted({defines(module, what) for module, what, _ in imported(tree_of(name))} - {"", "_C"})
+        for to in sorted({defines(module, what) for module, what, _ in imported(name)} - {"", "_C"})
         if not may_import(layer(name), layer(to))
     ]
     assert not faults, "what is imported does not stand above:\n" + "\n".join(faults)
