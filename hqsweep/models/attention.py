@@ -119,10 +119,12 @@ class Interface:
         """Attention by nn.attention.sdpa's kernels for runs, where it is causal and nothing else; otherwise by the
         earlier function."""
         if self._is_causal_alone(module, q, k, mask, options):
-            groups = q.shape[1] // k.shape[1]
-            k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))
-            if way_back(q, k, v, True) is not None:
-                return attend(q, k, v, is_causal=True).transpose(1, 2).contiguous(), None
+            device, groups = q.device.type, q.shape[1] // k.shape[1]
+            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
+            rows = [x.to(dtype) for x in (q, k, v)]  # as autocast has torch's own attention compute
+            rows[1:] = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in rows[1:])
+            if way_back(*rows, True) is not None:
+                return attend(*rows, is_causal=True).transpose(1, 2).contiguous(), None
         return self._plain(module)(module, q, k, v, mask, **options)
 
     def _is_causal_alone(

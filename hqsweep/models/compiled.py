@@ -1,9 +1,9 @@
 """CompiledBlocks: the repeated blocks of a user's model, compiled by TorchInductor once for all of them.
 
 A model of Hugging Face runs norms, rotary positions and activations as many small kernels. Compiled, a block is a few
-fused ones around hqsweep's operators, and a step's CUDA graph replays these. The blocks of one class share their graphs.
-Inductor is in its deterministic mode, in which no timing chooses an order of sums, so the bits of a step are a function
-of model, recipe, versions and device. Its files are cached on disk, so that the second run of a model compiles little.
+fused ones around hqsweep's operators, and a step's CUDA graph replays these. Blocks of one class share their graphs.
+Inductor is in its deterministic mode, in which no timing chooses an order of sums. So the bits of a step are a function
+of model, recipe, versions and device. Its files are cached on disk, and the second run of a model compiles little.
 
 Some steps are traced differently, or not at all. Samples of error statistics look into modules, so those steps run the
 blocks as they are, beside the step itself (train.loop). States of delayed scaling and held weights would break the
@@ -34,11 +34,9 @@ class CompiledBlocks:
     The first forward in training compiles. Where that fails, the blocks run as they are, and why_not says why.
     """
 
-    def __init__(self, model: nn.Module, conversion: Conversion) -> None:
-        self.model, self.conversion = model, conversion
+    def __init__(self, model: nn.Module, conversion: Conversion, backend: str = "inductor") -> None:
+        self.model, self.conversion, self.backend = model, conversion, backend
         self.blocks = blocks_of(model)
-        self.seconds = 0.0
-        """The time that compilation has taken."""
         self.begin()
 
     @property
@@ -52,8 +50,9 @@ class CompiledBlocks:
             drop_compiled(block)
         if self.on:
             raise_recompile_limit(GRAPHS)
+            options = inductor_options() if self.backend == "inductor" else None
             for block in self.blocks:
-                block.compile(fullgraph=True, dynamic=False, options=inductor_options())
+                block.compile(fullgraph=True, dynamic=False, backend=self.backend, options=options)
 
     def try_once(self, forward: Callable[[], Tensor], say: Callable[[str], None]) -> None:
         """Compile by one forward and backward, whose gradients are dropped, if that was not done yet.
@@ -75,8 +74,7 @@ class CompiledBlocks:
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
-        self.seconds += time.perf_counter() - start
-        say(str(self))
+        say(f"compile: {self}" + (f", in {time.perf_counter() - start:.0f} s" if self.on else ""))
 
     @contextmanager
     def plain(self) -> Iterator[None]:
@@ -88,11 +86,11 @@ class CompiledBlocks:
             yield
 
     def __str__(self) -> str:
+        """What is compiled, or why nothing is."""
         if not self.on:
-            return f"compile: nothing, since {self.why_not}"
+            return f"nothing, since {self.why_not}"
         kinds = Counter(type(block).__name__.partition("[")[0] for block in self.blocks)
-        named = ", ".join(f"{count} {name}" for name, count in kinds.items())
-        return f"compile: {named} by TorchInductor, in {self.seconds:.0f} s"
+        return f"{', '.join(f'{count} {name}' for name, count in kinds.items())} by TorchInductor"
 
     def _drop(self, why: str) -> None:
         self.why_not = why

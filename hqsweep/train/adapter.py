@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hqsweep.models.compiled import CompiledBlocks
-
 
 def keyed_seed(*key: int) -> int:
     """A seed for a torch generator, below 2**63, as a function of numbers >= 0."""
@@ -65,6 +63,19 @@ def by_decay(model: nn.Module, decayed: Iterable[Tensor]) -> tuple[list[nn.Param
     return [p for p in parameters if id(p) in known], [p for p in parameters if id(p) not in known]
 
 
+class Compiled(Protocol):
+    """Compiled parts of a model, as the training loop knows them (models.compiled.CompiledBlocks)."""
+
+    on: bool
+    """Whether anything is compiled."""
+
+    def begin(self) -> None:
+        """Compile anew at the next forward in training, after a change of the recipe."""
+
+    def plain(self) -> AbstractContextManager:
+        """The context in which the model runs as it is."""
+
+
 class ModelAdapter(Protocol):
     """A model, as the training loop knows it."""
 
@@ -77,7 +88,7 @@ class ModelAdapter(Protocol):
     """The dtype of torch.autocast in which the model computes; None without autocast."""
     why_eager: str | None
     """Why its steps cannot be CUDA graphs; None where they can."""
-    compiled: CompiledBlocks | None
+    compiled: Compiled | None
     """The compiled blocks of a user's model; None where no block is to be compiled."""
     facts: Mapping[str, Any]
     """Entries of the manifest and of checkpoints."""
