@@ -227,7 +227,8 @@ class Composer:
     def _job(self) -> Any:
         """The job of the config; None where it cannot be composed as it is."""
         try:
-            return self._load((), RunMode.RUN).get("job")
+            config, _ = self._load((), RunMode.RUN)
+            return config.get("job")
         except UserError:
             return None
 
