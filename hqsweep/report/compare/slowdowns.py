@@ -28,7 +28,7 @@ def baseline_curves(frames: Frames, trunks: Frames, baselines: Iterable[str]) ->
     losses = frames.metrics[frames.metrics["metric"] == "train_loss"].sort_values("step")
     own = dict(iter(losses[losses["run"].isin(runs["run"])].groupby("run")))
     before = trunks.metrics[trunks.metrics["metric"] == "train_loss"].sort_values("step")
-    of_trunk = {row.trunk: before[before["run"] == row.run] for row in trunks.runs.itertuples()}
+    of_trunk = {row.trunk: before[before["run"] == row.run] for row in trunks.runs[["trunk", "run"]].itertuples()}
     nothing = losses.iloc[:0]
     rows = []
     for run in runs.to_dict("records"):

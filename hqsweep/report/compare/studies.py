@@ -12,7 +12,7 @@ import pandas as pd
 
 from hqsweep.config.study import StudyConfig
 from hqsweep.errors import Damaged, UserError
-from hqsweep.report.compare.frames import FORK, Frames
+from hqsweep.report.compare.frames import DATA, FORK, Frames
 from hqsweep.report.compare.left_out import OTHER_DATA, UNKNOWN_DATA, LeftOut
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore
@@ -71,6 +71,8 @@ def _agreed(stated: dict[str, dict[str, Any]], key: str) -> Any:
     return next(iter(values.values()), None)
 
 
+READ = ["run", "arm", "trunk", "state", "diverged", "path", DATA]
+"""The columns of Frames.runs that are read row by row here: a row has a hundred more, of its config."""
 AGAIN = "compare it with a baseline on the same data, or train it under another sweep=NAME"
 
 
@@ -83,15 +85,15 @@ def of_one_data(frames: Frames, trunks: Frames, baseline_of: Mapping[str, str]) 
         family = frames.runs[frames.runs["arm"].map(baseline_of) == baseline]
         data = _data_of(family, baseline)
         wanted.add(data)
-        for run in family.itertuples():
+        for run in family[READ].itertuples():
             if entry := _apart(run, seen(run), data, f"'{baseline}' has read"):
                 out[run.run] = entry
     first = next(iter(wanted), None)
-    for trunk in trunks.runs.itertuples():
+    for trunk in trunks.runs[READ].itertuples():
         own = seen(trunk)
         if own is not None and None not in wanted and own not in wanted:
             out[trunk.run] = _entry(trunk, OTHER_DATA, own, first, "its forks have read")
-            for fork in frames.runs[frames.runs["trunk"] == trunk.trunk].itertuples():
+            for fork in frames.runs.loc[frames.runs["trunk"] == trunk.trunk, READ].itertuples():
                 out.setdefault(fork.run, _entry(fork, OTHER_DATA, seen(fork), own, "its trunk has read"))
     if not out:
         return frames, trunks
@@ -112,7 +114,8 @@ def _data_of(family: pd.DataFrame, baseline: str) -> str | None:
     """The hash of the data of most of the baseline's finished runs, of several the first; None where it is not known.
     Where none has finished, the data of most runs of the family."""
     own = family[(family["arm"] == baseline) & (family["state"] == "finished")]
-    known = list(map(seen, own.itertuples())) or [data for run in family.itertuples() if (data := seen(run))]
+    known = list(map(seen, own[READ].itertuples()))
+    known = known or [data for run in family[READ].itertuples() if (data := seen(run))]
     return Counter(known).most_common(1)[0][0] if known else None
 
 
