@@ -9,6 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from hqsweep.report.compare.arms import Comparison, gap_curve
+from hqsweep.report.compare.courses import growth_rows
 from hqsweep.report.compare.frames import FORK, Frames, by_module
 from hqsweep.report.figures.look import (
     BASELINE_COLOUR,
@@ -254,26 +255,6 @@ def _cosine(
 NAME = "growth"
 TOGETHER = "all"
 """The fork point of the rows that are means over all points."""
-KEYS = ["trunk", "seed", "point", "step"]
-
-
-def growth_rows(metrics: pd.DataFrame, runs: pd.DataFrame, baseline_of: Mapping[str, str]) -> pd.DataFrame:
-    """Return arm, trunk, seed, point, step (since the fork), gap (nats) and gap_pct (% of the baseline's loss at that
-    step).
-
-    There is a row for each logged train_loss of a fork that its baseline's fork has, too. metrics: run, step, metric,
-    value. runs: run, arm, trunk, seed, point. baseline_of: arm -> its baseline.
-    """
-    losses = metrics.loc[metrics["metric"] == "train_loss", ["run", "step", "value"]]
-    losses = losses.merge(runs[["run", "arm", "trunk", "seed", "point"]], on="run")
-    losses["step"] -= losses["point"].astype("int64")
-    reference = losses.rename(columns={"arm": "baseline", "value": "reference"}).drop(columns="run")
-    others = losses[losses["arm"] != losses["arm"].map(baseline_of)]
-    pairs = others.assign(baseline=others["arm"].map(baseline_of)).merge(reference, on=["baseline", *KEYS])
-    pairs["gap"] = pairs["value"] - pairs["reference"]
-    pairs["gap_pct"] = 100 * pairs["gap"] / pairs["reference"]
-    rows = pairs[["arm", *KEYS, "gap", "gap_pct"]].sort_values(["arm", *KEYS], ignore_index=True)
-    return rows[np.isfinite(rows["gap_pct"])]
 
 
 def growth_lines(rows: pd.DataFrame, smooth: int = 1) -> pd.DataFrame:
