@@ -104,16 +104,16 @@ LONGEST = 44
 """The most characters of an arm's name."""
 
 
-def parse_percent(value: Any, name: str) -> float:
+def parse_percent(value: Any, name: str, came: Any = None) -> float:
     """A part of the baseline's loss in %, from 0.25, "0.25" or "0.25%". UserError, which begins with `name`, unless it
-    is above 0 and at most 100."""
+    is above 0 and at most 100. `came`: the whole of what was given, where `value` is a part of it."""
     try:
         percent = float(value.removesuffix("%")) if isinstance(value, str) else float(value)
     except (TypeError, ValueError):
         percent = float("nan")
     if isinstance(value, bool) or not 0 < percent <= 100:
         raise UserError(
-            f"{name}: got {value!r}; it takes a part of the baseline's loss in %, above 0 and at most 100, as in 0.25%"
+            f"{name}: got {(value if came is None else came)!r}; it takes a part of the baseline's loss in %, above 0 and at most 100, as in 0.25%"
             + (", or of the tokens, as in 1%tokens" if name == "margin" else "")
         )
     return percent
@@ -129,7 +129,7 @@ def parse_margin(value: Any) -> float | str:
     match = TOKENS.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         return parse_percent(value, "margin")
-    return f"{parse_percent(match[1], 'margin'):g}% tokens"
+    return f"{parse_percent(match[1], 'margin', value):g}% tokens"
 
 
 def margin_in_tokens(margin: float | str) -> float:

@@ -19,6 +19,12 @@ def test_a_margin_may_be_stated_in_tokens(margin: str) -> None:
     assert expand("convergence", ["margin=2%tokens"]).study.margin == "2% tokens"
 
 
+@pytest.mark.parametrize("margin", ["200%tokens", "0% tokens", "a% of the tokens"])
+def test_a_wrong_margin_in_tokens_is_named_whole(margin: str) -> None:
+    with pytest.raises(UserError, match=rf"^margin: got '{margin}'; it takes .* at most 100, .* as in 1%tokens$"):
+        parse_margin(margin)
+
+
 def test_forks_that_end_together_have_their_own_steps() -> None:
     study = ForkStudy(at=[160, 360], end=480, decay=80)
     assert [study.steps_from(at) for at in study.at] == [240, 40]

@@ -44,11 +44,11 @@ def courses(family: Family, frames: Frames, margin: float, maximum: int | None) 
     runs = frames.runs[frames.runs["arm"].isin([*family.estimates, family.baseline])]
     rows = growth_rows(frames.metrics, runs, dict.fromkeys(runs["arm"], family.baseline))
     rows = rows[rows["step"] <= runs[FORK_CONSTANT].min()]
-    entered = family.points[["arm", "trunk", "seed", "point"]]
-    by_arm = dict(iter(rows.merge(entered, on=[*entered.columns]).groupby("arm", sort=False)))
+    entered = family.points[["arm", "trunk", "seed", "point", "draw"]]
+    by_arm = dict(iter(rows.merge(entered, on=["arm", "trunk", "seed", "point"]).groupby("arm", sort=False)))
     found = {}
-    for arm in family.estimates:
-        table = by_arm[arm].pivot_table(index="trunk", columns=["step", "point", "seed"], values="gap_pct", sort=False)
+    for arm in family.estimates.keys() & by_arm.keys():
+        table = by_arm[arm].pivot_table(index="trunk", columns=["step", "draw"], values="gap_pct", sort=False)
         curves = table.dropna(axis=1).T.groupby("step").mean().T  # of the steps that every fork has
         law = Forks(arms=1 if arm == family.null else family.together, maximum=maximum)
         steps = curves.columns.to_numpy(dtype=float)

@@ -3,6 +3,7 @@ trunk, and the direction of gradients as points for each layer.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -14,6 +15,7 @@ from hqsweep.report.compare.frames import FORK, Frames, by_module
 from hqsweep.report.figures.look import (
     BASELINE_COLOUR,
     Panel,
+    faint,
     figure,
     label,
     line_with_band,
@@ -299,7 +301,43 @@ def growth_of(comparison: Comparison, smooth: int) -> list[Panel]:
     lines = growth_lines(growth_rows(comparison.frames.metrics, done, comparison.baseline_of), smooth)
     steps = runs["config.fork.steps"].unique()
     decay_from = float(steps[0]) if len(steps) == 1 else None
-    return growth(lines, styles(comparison.arms), margin=comparison.margin_pct, decay_from=decay_from)
+    drawn = growth(lines, styles(comparison.arms), margin=comparison.margin_pct, decay_from=decay_from)
+    return [_fitted(drawn[0], comparison), *drawn[1:]] if drawn and comparison.courses else drawn
+
+
+FIT = "fit"
+"""The fork point of the rows of fitted curves, whose low and high are the interval of the part that lasts."""
+
+
+def _fitted(panel: Panel, comparison: Comparison) -> Panel:
+    """The panel with the fitted curve of every arm, dotted, and over its second half the interval of the part that
+    lasts."""
+    parts, said = [panel.rows], []
+    for arm, style in styles(comparison.arms).items():
+        steps, found = comparison.courses.get(arm, (np.empty(0), None))
+        if found is None or not len(found.fitted):
+            continue
+        mean, low, high = found.lasting
+        own = pd.DataFrame({"arm": arm, "point": FIT, "step": steps, "gap_pct": found.fitted, "low": low, "high": high})
+        band = own[own["step"] >= own["step"].max() / 2].assign(gap_pct=mean)
+        line = {**style, "width": 1, "dash": "dot"}
+        if np.isfinite(mean):
+            edges = band["low"].to_numpy(), band["high"].to_numpy()
+            _band(panel.figure, arm, style, band["step"], *edges)
+            said.append(f"{arm} {mean:+.3f} %")
+        panel.figure.add_scatter(
+            x=own["step"], y=own["gap_pct"], mode="lines", line=line, legendgroup=arm, name="",
+            hovertemplate="fit, %{x} steps since the fork: %{y:+.4f} %",
+        )  # fmt: skip
+        parts.append(own)
+    says = f"{panel.says} The part that is lasting: {listed(said)}." if said else panel.says
+    return replace(panel, rows=pd.concat(parts, ignore_index=True), says=says)
+
+
+def _band(fig: go.Figure, arm: str, style: dict, steps: pd.Series, low: np.ndarray, high: np.ndarray) -> None:
+    edge = {"x": steps, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "legendgroup": arm}
+    fig.add_scatter(y=high, **edge)
+    fig.add_scatter(y=low, fill="tonexty", fillcolor=faint(style["color"]), **edge)
 
 
 def _panel(
