@@ -112,8 +112,9 @@ def parse_percent(value: Any, name: str, came: Any = None) -> float:
     except (TypeError, ValueError):
         percent = float("nan")
     if isinstance(value, bool) or not 0 < percent <= 100:
+        given = value if came is None else came
         raise UserError(
-            f"{name}: got {(value if came is None else came)!r}; it takes a part of the baseline's loss in %, above 0 and at most 100, as in 0.25%"
+            f"{name}: got {given!r}; it takes a part of the baseline's loss in %, above 0 and at most 100, as in 0.25%"
             + (", or of the tokens, as in 1%tokens" if name == "margin" else "")
         )
     return percent

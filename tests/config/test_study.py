@@ -73,7 +73,7 @@ def test_the_null_arm_is_one_of_the_baseline_that_is_named() -> None:
     [
         ("margin=0", "margin: got 0; it takes a part of the baseline's loss in %, above 0 and at most 100"),
         ("margin=101%", "margin: got '101%'"),
-        ("margin=0%tokens", "margin: got '0'"),
+        ("margin=0%tokens", "margin: got '0%tokens'"),
         (
             "margin=some tokens",
             "margin: got 'some'; it takes a part",
