@@ -76,7 +76,7 @@ def test_the_null_arm_is_one_of_the_baseline_that_is_named() -> None:
         ("margin=0%tokens", "margin: got '0%tokens'"),
         (
             "margin=some tokens",
-            "margin: got 'some'; it takes a part",
+            "margin: got 'some tokens'; it takes a part",
         ),
         ("margin=much", "margin: got 'much'"),
         ("margin=nan", "margin: got nan"),
