@@ -1,7 +1,8 @@
 """gemm=native: products on the machine's tensor cores, from codes and scales, through torch._scaled_mm.
 
 A table by compute capability says which products run. All others are refused before anything runs. Nothing falls back
-to gemm=exact, except some products of experts, whose plan says so (gemm_plan). sm_90 was measured (benchmarks/gemm.py). sm_100 follows the documented layouts and has not run yet.
+to gemm=exact, except some products of experts, whose plan says so (gemm_plan). sm_90 was measured (benchmarks/gemm.py).
+sm_100 follows the documented layouts and has not run yet.
 
     sm_89          per-tensor FP8 with per-tensor FP8
     sm_90          the same, FP8 with a scale per row, also with per-tensor FP8, and block FP8: 1x128 with 1x128 or

@@ -35,7 +35,7 @@ def study_of(runs: Iterable[RunDir], baseline: str | None = None, margin: float 
     paths = dict.fromkeys(run.sweep_path for run in runs)
     stated = {path.name: _stated(path) for path in paths}
     chosen = baseline if baseline is not None else _agreed(stated, "baseline")
-    growing = [study["seeds"]["max"] for study in stated.values() if study["seeds"]["until"] == "decided"]
+    growing = [study["seeds"]["max"] for study in stated.values() if _grows(study)]
     return Study(
         baseline=chosen,
         margin=margin if margin is not None else _agreed(stated, "margin"),
@@ -61,6 +61,11 @@ def _stated(sweep_path) -> dict[str, Any]:
     if not (sweep_path / "sweep.json").is_file():
         return defaults
     return defaults | RunStore(sweep_path.parent).facts(sweep_path.name).get("study", {})
+
+
+def _grows(study: Mapping[str, Any]) -> bool:
+    """Whether a study was looked at after every replicate."""
+    return study["seeds"]["until"] == "decided" or (study.get("fork") or {}).get("until") == "settled"
 
 
 def _agreed(stated: dict[str, dict[str, Any]], key: str) -> Any:
