@@ -51,7 +51,7 @@ def test_operations_of_torch(text):
     with torch.no_grad():
         for written, value in (
             (lambda: w.fill_(0.75), 0.75), (lambda: w.mul_(2), 1.5), (lambda: w.copy_(torch.zeros(size)), 0.0),
-            (lambda: nn.init.constant_(w, 0.25), 0.25), (lambda: w.zero_(), 0.0),
+            (lambda: nn.init.constant_(w, 0.375), 0.375), (lambda: w.zero_(), 0.0),
         ):  # fmt: skip
             assert written() is w and torch.equal(w.dequantize().float(), torch.full((size,), value))
     assert nn.init.normal_(w) is w and 0.9 < w.dequantize().std() < 1.1
