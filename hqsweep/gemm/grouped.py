@@ -23,10 +23,8 @@ from torch import Tensor
 
 from hqsweep.formats import ExactOperand
 from hqsweep.gemm.exact import apply_factors, plain_product
-from hqsweep.gemm.native import multiply
-from hqsweep.gemm.plan import GemmPlan
-from hqsweep.ops.members.layout import GroupLayout, ShapesLayout
-from hqsweep.ops.members.packed import PackedExact, pack
+from hqsweep.gemm.native import GemmPlan, multiply
+from hqsweep.ops.members.layout import GroupLayout, PackedExact, ShapesLayout, pack
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.kernels import in_dtype
 from hqsweep.quant.operand import Operand

@@ -7,8 +7,8 @@ from cases import NAMES, REPRESENTATIVE
 from hqsweep.formats import ExactOperand, RngKey, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.gemm.exact import matrix_product, mm_t
-from hqsweep.gemm.plan import gemm_plan
-from hqsweep.nn.linear.gemms import rows_of
+from hqsweep.gemm.native import gemm_plan
+from hqsweep.nn.linear.linear import rows_of
 from hqsweep.quant import HybridQuantizer
 
 KEY = RngKey(seed=0, slot="t", step=0)

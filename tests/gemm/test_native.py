@@ -11,8 +11,7 @@ from hqsweep.formats import ExactOperand, parse
 from hqsweep.formats.base import expand_tiles
 from hqsweep.formats.inputs import draw
 from hqsweep.gemm.exact import mm_t
-from hqsweep.gemm.native import _ARRANGED, _aligned, fault, mm_t_native, shape_fault, swizzle
-from hqsweep.gemm.plan import plan_text
+from hqsweep.gemm.native import _ARRANGED, _aligned, fault, mm_t_native, plan_text, shape_fault, swizzle
 from hqsweep.quant import HybridQuantizer
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)

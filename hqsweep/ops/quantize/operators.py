@@ -26,8 +26,16 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.memo import memo
-from hqsweep.ops.addresses import check_keys, check_offsets, check_sizes, in_one_memory, step_address
-from hqsweep.ops.library import extension, operator, where
+from hqsweep.ops.library import (
+    check_keys,
+    check_offsets,
+    check_sizes,
+    extension,
+    in_one_memory,
+    operator,
+    step_address,
+    where,
+)
 from hqsweep.ops.quantize.kernels import DTYPES, NO_KEY, SUMS, TILE, KernelSpec, kernel_of, matrix_dtype, spec_named
 from hqsweep.ops.quantize.nonfinite import NOBODY, address_of, look_at_trace
 from hqsweep.torch_private import empty_strided_cpu, empty_strided_cuda

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hqsweep.formats.hadamard import hadamard
 from hqsweep.nn.layers.norm import EPSILON
-from hqsweep.nn.linear.activation import ACTIVATIONS
+from hqsweep.nn.linear.mlp import ACTIVATIONS
 from hqsweep.ops.quantize import operators
 from hqsweep.ops.quantize.kernels import NO_KEY
 
