@@ -21,6 +21,7 @@ _HOME: dict[str, str] = {
     "converted": "hqsweep.models.convert",
     "load_model": "hqsweep.models.hf",
     "nonfinite": "hqsweep.ops.quantize.nonfinite",
+    "probe_loss": "hqsweep.jobs.probe.loss",
     "recipe": "hqsweep.recipe",
     "revert": "hqsweep.models.convert",
     "unpacked": "hqsweep.models.hf",

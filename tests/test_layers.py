@@ -18,11 +18,11 @@ LAYERS = [
     ("errors", "memo", "torch_private", "track.tables", "config.jobs"),
     ("host", "verdicts", "formats.spec", "config.safe"), ("config.recipe_files",), ("formats",),
     ("ops",), ("parallel.wire",), ("quant + parallel.shards + parallel.fsdp",), ("recipe",),
-    ("config", "gemm"), ("nn",), ("optim", "shards"), ("models",), ("parallel",),
+    ("config", "gemm"), ("nn",), ("optim",), ("models",), ("parallel", "shards"),
     ("checkpoints",), ("compat",),
     ("train",), ("jobs",),
     ("sweep",), ("track",), ("report",), ("foreign_logs",), ("study",), ("api",),
-    ("worker", "doctor"), ("cli",), ("__main__",),
+    ("worker",), ("cli",), ("__main__",),
 ]  # fmt: skip
 """Packages, and packages or files that stand elsewhere than the package around them. Those joined by + import each
 other: held tensors know their shards, and what fully_shard gathers."""

@@ -35,6 +35,9 @@ def run(
         ),
     ],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print runs, states and minutes; start nothing.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="With --dry-run: time a few steps of each kind of run for its minutes.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Repeat finished runs.")] = False,
     config_dir: Annotated[
         Path | None, typer.Option(exists=True, file_okay=False, help="Your configs; ./conf is searched in any case.")
@@ -63,6 +66,8 @@ def run(
     from hqsweep.sweep.engine.until import Until
 
     limit = None if until is None else Until(until)
+    if measure and not dry_run:
+        raise UserError("--measure: times steps for the minutes of --dry-run; add --dry-run")
     from hqsweep.sweep.console import SafeConsole, open_display
     from hqsweep.sweep.grid.run_words import read, with_seeds
 
@@ -72,13 +77,15 @@ def run(
         from hqsweep.sweep.engine import launch
 
         importer = Importer(partial(say, err=True), allowed=() if no_import else None, refusal=NO_IMPORT)
-        importer = None if dry_run else importer
+        if dry_run:
+            typed = () if no_import else functions_in(words)
+            importer = Importer(partial(say, err=True), allowed=typed, others_by_name=True)
         plan = launch.plan_of(request, importer)
     planned = partial(launch.plan, config_dir=config_dir, workers=workers, importer=importer)
     if more_steps is not None:
         plan = _longer(plan, words, planned, more_steps, dry_run=dry_run)
     if dry_run:
-        _show_plan(plan, words, planned, force=force, as_json=as_json)
+        _show_plan(plan, words, planned, force=force, measure=measure, as_json=as_json)
         return
     from hqsweep.api.finish import finish
 
@@ -90,6 +97,13 @@ def run(
         print_result(as_json, results)
         return
     raise typer.Exit(_print_ended(ended, results, plan, junit_file, timed=limit is not None, as_json=as_json))
+
+
+def functions_in(words: Sequence[str]) -> list[str]:
+    """The Python functions of models, losses and data that the words themselves name. A dry run imports these alone."""
+    keys = ("model._target_", "model.loss", "data._target_")
+    pairs = [word.lstrip("+").partition("=") for word in words]
+    return [path for key, _, value in pairs if key in keys for path in value.split(",")]
 
 
 def _print_ended(
@@ -159,18 +173,29 @@ def _hint(as_json: bool, results: list[dict[str, Any]], sweep: str) -> None:
 
 
 def _show_plan(
-    plan: Any, words: Sequence[str], planned: Callable[[list[str]], Any], *, force: bool, as_json: bool
+    plan: Any,
+    words: Sequence[str],
+    planned: Callable[[list[str]], Any],
+    *,
+    force: bool,
+    measure: bool,
+    as_json: bool,
 ) -> None:
     """Print the runs of a plan with their states; UserError after that where they would be refused. Writes nothing.
     planned: the plan of other words."""
-    from hqsweep.study.forecast import outlook
+    from hqsweep.study.forecast import outlook, time_steps
     from hqsweep.study.sequential import first_seeds
     from hqsweep.sweep.engine import launch
     from hqsweep.sweep.grid.run_words import with_seeds
 
-    ahead = outlook(plan, plan.rows(), force=force)
+    timed = None
+    if measure:
+        launch.check(plan)
+        with waiting("timing a few steps of each kind of run"):
+            timed = time_steps(plan, partial(say, err=True))
+    ahead = outlook(plan, plan.rows(), force=force, timed=timed)
     columns = FORK_COLUMNS if plan.study.fork else GRID_COLUMNS
-    lines = [*plan.lines, _time_ahead(ahead)]
+    lines = [*plan.lines, *([f"on {ahead.device}"] if ahead.device else []), _time_ahead(ahead)]
     for line in plan.same if as_json else ():
         say(line, err=True)
     print_result(as_json, list(ahead.rows), rows_table(plan.heading, list(ahead.rows), columns), *lines)

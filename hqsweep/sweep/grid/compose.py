@@ -36,25 +36,29 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hqsweep.config.jobs import COMMAND, COMPARED
+from hqsweep.config.keys import check_texts
 from hqsweep.config.recipe_files import FORMAT, FORMAT_TEXTS, PACKAGED, read_recipe
-from hqsweep.config.recipe_text import check_texts
 from hqsweep.config.safe import check_expansion, check_file
 from hqsweep.config.study import parse_study
 from hqsweep.errors import UserError, nearest
 from hqsweep.sweep.grid.arms import FACTORY_KEYS, Difference, check_arm, difference, labels, override_texts
 from hqsweep.sweep.grid.commands import name_recipe
-from hqsweep.sweep.grid.keys import (
+from hqsweep.sweep.grid.overrides import (
+    DATA_TARGET,
     MODEL_TARGET,
+    STUDY_KEYS,
+    Overrides,
     drop_gpt,
     explain,
+    is_text,
     is_users,
     one_line,
     open_quantizers,
+    options,
     resolved,
     set_number,
     take_factory,
 )
-from hqsweep.sweep.grid.overrides import STUDY_KEYS, Overrides, is_text, options
 from hqsweep.sweep.grid.point import Grid, GridPoint, check_size
 from hqsweep.sweep.grid.study import with_study
 from hqsweep.sweep.store.names import NOT_IN_ID
@@ -322,6 +326,8 @@ class Composer:
         try:
             if builder is not None:
                 take_factory(config)
+            if any(o.key_or_group == DATA_TARGET for o in parsed):
+                config["data"] = {"source": "factory"}
             for override in factories:
                 path = str(override.value())
                 config["recipe"] = {"name": path.rpartition(".")[2], "qfactory": path}

@@ -17,6 +17,7 @@ NOT_IN_ID_AT = {
     "train": {"compile": "auto", "parallel": ONE_RANK},
     "fork": {"source": None, "source_hash": None},
     "data": {"hash": None},
+    "model": {"architecture": "causal", "loss": None},
     "parity": {"ranks": []},
 }
 """Section -> key -> the value with which it does not count for the id: runs from before the key existed keep their
