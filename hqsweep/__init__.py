@@ -36,6 +36,7 @@ _HOME: dict[str, str] = {
     "compare": "hqsweep.api.comparison",
     "Judgement": "hqsweep.api.judgement",
     "judge": "hqsweep.api.judgement",
+    "query": "hqsweep.api.query",
     "run": "hqsweep.api.sweep",
     "Shards": "hqsweep.shards.reader",
     "prepare": "hqsweep.shards.prepare",

@@ -13,6 +13,7 @@ from hqsweep import __version__
 from hqsweep.cli import compare as cli_compare
 from hqsweep.cli import completion as cli_completion
 from hqsweep.cli import files, recipe, runs
+from hqsweep.cli import query as cli_query
 from hqsweep.cli import run as cli_run
 from hqsweep.cli.output import AsJson, OneSentence, RunsDir, print_result
 from hqsweep.errors import EXIT_FAILED
@@ -124,7 +125,8 @@ def version(as_json: AsJson = False) -> None:
 
 
 for _command in (
-    cli_compare.compare, cli_compare.judge, cli_run.plan, cli_compare.gate, files.probe, runs.verify, runs.status,
+    cli_compare.compare, cli_compare.judge, cli_run.plan, cli_compare.gate, files.probe, cli_query.query,
+    runs.verify, runs.status,
     runs.cancel, runs.sync, runs.note,
 ):  # fmt: skip
     app.command()(_command)

@@ -3,7 +3,7 @@
 import os
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -119,6 +119,22 @@ def waiting(for_what: str) -> Iterator[None]:
 
     with SafeConsole(stderr=True).status(Text(for_what)):
         yield
+
+
+@contextmanager
+def counting(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, if that is a terminal: a function that takes how many are done, and how many there are."""
+    if not sys.stderr.isatty():
+        yield lambda number, total: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from hqsweep.sweep.console import SafeConsole
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=SafeConsole(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda number, total: bar.update(task, completed=number, total=total)
 
 
 def print_result(as_json: bool, document: Any, *shown: Shown) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from hqsweep.cli import completion as cli_completion
-from hqsweep.cli.output import AsJson, Runs, RunsDir, print_result, rows_table, say
+from hqsweep.cli.output import AsJson, Runs, RunsDir, counting, print_result, rows_table, say
 from hqsweep.errors import EXIT_FAILED, Damaged, UserError
 
 STATUS_COLUMNS = {
@@ -211,7 +211,8 @@ def verify(
 
     store = RunStore(runs_dir)
     sweeps, runs = _sweeps_and_runs(store, words or store.sweeps())
-    findings = _with_a_bar(lambda done: verify(sweeps, runs, keep=keep, done=done))
+    with counting("runs") as done:
+        findings = verify(sweeps, runs, keep=keep, done=done)
     faults = [{"file": fault.file, "fault": fault.fault, "remedy": fault.remedy} for fault in findings.faults]
     if not words:
         faults += _registry_faults(runs_dir)
@@ -237,18 +238,6 @@ def _sweeps_and_runs(store: Any, words: list[str]) -> tuple[list[Path], list[Any
         else:
             runs += store.resolve([word])
     return sweeps, runs
-
-
-def _with_a_bar(work: Any) -> Any:
-    """The work, with a bar on stderr that counts runs."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from hqsweep.sweep.console import SafeConsole
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=SafeConsole(stderr=True), transient=True) as bar:
-        task = bar.add_task("runs", total=None)
-        return work(lambda number, total: bar.update(task, completed=number, total=total))
 
 
 def _registry_faults(runs_dir: Path) -> list[dict[str, str]]:

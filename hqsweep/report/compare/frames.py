@@ -153,7 +153,7 @@ def _begun(read: Mapping[tuple[str, str | None], Any]) -> dict[tuple[str, str | 
     }
 
 
-class _SealedOnce(RunDir):
+class SealedOnce(RunDir):
     """A run whose seal is read once, and then holds for all of its files."""
 
     def sealed(self) -> Files | None:
@@ -166,17 +166,21 @@ class _SealedOnce(RunDir):
 
 def _read(folder: RunDir) -> tuple[dict, list[dict], list[dict], list[dict]]:
     """One row of `runs`, and the run's rows of metrics, stats and parity. Raises Damaged."""
-    run = _SealedOnce(folder.path)
+    run = SealedOnce(folder.path)
+    return run_row(run), *(run.rows(table) for table in ("metrics", "stats", "parity"))
+
+
+def run_row(run: SealedOnce) -> dict[str, Any]:
+    """One row of `runs`. Raises Damaged."""
     status, config, manifest = run.status(), run.config(), run.manifest()
     if run.sealed() is None and manifest["run_id"] != run_id(config):
         raise Damaged(run.config_path, "is the config of another run than the manifest beside it", REPAIRED)
     try:
-        row = _row(run, config, manifest, status)
+        return _row(run, config, manifest, status)
     except Damaged:
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         raise Damaged(run.config_path, "is not the config of a run", REPAIRED) from None
-    return row, *(run.rows(table) for table in ("metrics", "stats", "parity"))
 
 
 def _row(run: RunDir, config: dict, manifest: dict, status: dict) -> dict[str, Any]:

@@ -31,6 +31,8 @@ MOVE = "move it away, or run the sweep's `hqsweep run` command, which takes in w
 """The remedy for a folder that is not in the list of its sweep."""
 SOME = 8
 """The number of names in a message."""
+INDEX = ".query"
+"""The folder of a sweep with the index of its rows, which queries make."""
 LOCK_WAIT_S = 60.0
 """The seconds to wait for the process that changes the sweep's list of runs."""
 
@@ -185,6 +187,13 @@ class RunStore:
     def runs(self, sweep: str) -> list[RunDir]:
         """The sweep's runs in grid order, also those without a folder; [] for an unknown sweep."""
         return runs_in(self.root / sweep)
+
+    def all_runs(self) -> list[RunDir]:
+        """The runs of all sweeps. Raises UserError where there is no sweep."""
+        sweeps = self.sweeps()
+        if not sweeps:
+            raise UserError(f"runs_dir: no sweep in {self.root}; `hqsweep run conf=quickstart` makes one")
+        return [run for sweep in sweeps for run in self.runs(sweep)]
 
     def _whole_runs(self, sweep: str) -> list[RunDir]:
         """The sweep's runs; [] for a sweep whose list is damaged."""
