@@ -6,8 +6,8 @@
     stats, parity, calibrate   a row for each sampled tensor or check: FACTS, its columns, and the dotted names
 
 <sweep>/.query/<table>.parquet has the rows of runs that have ended, with a mark of the files that each came from: inode,
-size, and both times of status, config, manifest, seal and rows. Rows whose mark is not the one of the files are read
-anew, so an index is never out of date; without the right to write there is none. Each row is once read by its seal.
+size and times of status, config, manifest, seal and rows. Rows whose mark is not the mark of the files are read anew,
+so an index is never out of date; without the right to write there is none. Each row is read once through its seal.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -95,15 +96,17 @@ class Tables:
         if not self._runs:
             raise UserError("query: no run to read; give the names of runs or sweeps, as `hqsweep ls` lists them")
         self._done = done
-        self._lost = {run.path: stranger(run) for run in strangers}
+        self._strangers = strangers
         self._faults: dict[Path, Damaged] = {}
         self._read: dict[Path, tuple[dict[str, Any], list[dict[str, Any]], bool]] = {}
         self._parts: dict[str, list[_Part]] = {}
+        self._mark = cache(_mark)
 
     @property
     def left_out(self) -> list[LeftOut]:
         """The runs whose files cannot be trusted, as far as they were read."""
-        return list(self._lost.values())
+        faults = [damaged(RunDir(path), fault) for path, fault in self._faults.items()]
+        return [*map(stranger, self._strangers), *faults]
 
     def columns(self, table: str) -> tuple[list[str], list[str]]:
         """(names that `*` means, dotted names) of a table."""
@@ -159,7 +162,7 @@ class Tables:
             for folder, places in groups.items():
                 marks, marked = _marks(folder, table), {}
                 for name in places:
-                    marked[name] = _mark(folder / name, "metrics" if table == "runs" else table)
+                    marked[name] = self._mark(f"{folder}/{name}", "metrics" if table == "runs" else table)
                 stale[folder] = {name: mark for name, mark in marked.items() if mark[0] != marks.get(name)}
             total, before = sum(map(len, stale.values())), 0
             self._parts[table] = []
@@ -180,7 +183,6 @@ class Tables:
             try:
                 rows, is_sealed = self._rows(RunDir(folder / name), table)
             except Damaged as fault:
-                self._lost[folder / name] = damaged(RunDir(folder / name), fault)
                 self._faults[folder / name] = fault
             else:
                 settled = is_sealed and now - changed > SETTLED_S
@@ -257,6 +259,8 @@ def _column(values: list[Any]) -> pa.Array:
 
 def joined(tables: Sequence[pa.Table]) -> pa.Table:
     """Tables below each other; a column that is missing is null, and one of two types becomes text."""
+    if len(tables) == 1:
+        return tables[0]
     types: dict[str, set[pa.DataType]] = {}
     for table in tables:
         for column in table.schema:
@@ -274,7 +278,7 @@ def joined(tables: Sequence[pa.Table]) -> pa.Table:
     return pa.concat_tables(cast, promote_options="default") if cast else pa.table({PLACE: pa.array([], pa.int32())})
 
 
-def _mark(folder: Path, table: str) -> tuple[str, float]:
+def _mark(folder: str, table: str) -> tuple[str, float]:
     """(mark of the files of a run, the time of the last change of one)."""
     facts, changed = [], 0
     for name in (*FILES, f"{table}.jsonl"):

@@ -338,19 +338,20 @@ def runs_in(sweep_path: Path) -> list[RunDir]:
     return [] if document is None else [RunDir(sweep_path / name) for name in document["runs"]]
 
 
-def foreign(sweep_path: Path) -> list[RunDir]:
-    """The folders in a sweep's folder that look like runs and are not in its list, by name."""
-    listed = {run.name for run in runs_in(sweep_path)}
-    return [RunDir(sweep_path / name) for name in sorted(sweep_file.present(sweep_path) - listed)] if listed else []
+def foreign(sweep_path: Path, listed: Sequence[RunDir] | None = None) -> list[RunDir]:
+    """The folders in a sweep's folder that look like runs and are not in its list, by name. listed: runs_in() of it."""
+    names = {run.name for run in (runs_in(sweep_path) if listed is None else listed)}
+    return [RunDir(sweep_path / name) for name in sorted(sweep_file.present(sweep_path) - names)] if names else []
 
 
 def known(runs: Iterable[RunDir]) -> tuple[list[RunDir], list[RunDir]]:
     """(runs, folders among them that their sweep does not list); where all runs of a sweep are given, all folders in it
     that it does not list. A folder beside no sweep.json is a run. Raises Damaged for a damaged sweep.json."""
     runs = list(runs)
-    paths = {run.path for run in runs}
+    paths = {str(run.path) for run in runs}
     strangers = []
     for sweep_path in dict.fromkeys(run.sweep_path for run in runs):
-        whole = paths.issuperset(run.path for run in runs_in(sweep_path))
-        strangers += [run for run in foreign(sweep_path) if whole or run.path in paths]
+        listed = runs_in(sweep_path)
+        whole = paths.issuperset(str(run.path) for run in listed)
+        strangers += [run for run in foreign(sweep_path, listed) if whole or str(run.path) in paths]
     return [run for run in runs if run not in strangers], strangers
