@@ -15,7 +15,7 @@ from hqsweep.cli import completion as cli_completion
 from hqsweep.cli import files, recipe, runs
 from hqsweep.cli import query as cli_query
 from hqsweep.cli import run as cli_run
-from hqsweep.cli.output import AsJson, OneSentence, RunsDir, print_result
+from hqsweep.cli.output import AsJson, OneSentence, RunsDir, Sort, Where, choice, print_result
 from hqsweep.errors import EXIT_FAILED
 
 app = typer.Typer(
@@ -60,17 +60,20 @@ app.command()(cli_run.run)
 @app.command()
 def ls(
     tag: Annotated[str | None, typer.Option(help="Only sweeps that have this tag, or runs that do.")] = None,
+    where: Where = None,
+    sort: Sort = None,
     runs_dir: RunsDir = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """List the sweeps.
+    """List the sweeps, the newest last.
 
-    Exit code 3 where something of them is damaged, missing or foreign.
+    --where and --sort take sweep, conf, created, tags and note, and arms, runs, trunks, forks and each state as
+    numbers. Exit code 3 where something of them is damaged, missing or foreign.
     """
     from hqsweep.report.pages.listing import list_sweeps
     from hqsweep.sweep.store.store import RunStore
 
-    page, document = list_sweeps(RunStore(runs_dir), tag)
+    page, document = list_sweeps(RunStore(runs_dir), tag, choice(where, sort))
     print_result(as_json, document, page)
     raise typer.Exit(EXIT_FAILED if any(sweep["faults"] for sweep in document) else 0)
 

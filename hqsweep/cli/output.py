@@ -33,8 +33,23 @@ Runs = Annotated[
         autocompletion=cli_completion.run_or_sweep,
     ),
 ]
+Where = Annotated[
+    str | None, typer.Option("--where", metavar="SQL", help="Only rows for which this holds: state = 'failed'.")
+]
+Sort = Annotated[
+    str | None, typer.Option("--sort", metavar="KEYS", help="The order: columns; -loss begins with the highest.")
+]
 Junit = Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Also write JUnit XML.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def choice(where: str | None, sort: str | None) -> Callable[[list[dict[str, Any]]], list[int]] | None:
+    """What --where and --sort ask for, as a function from rows to the numbers of those to show; None for all rows."""
+    if where is None and sort is None:
+        return None
+    from hqsweep.queries.sql import chosen
+
+    return lambda rows: chosen(rows, where, sort, "--where or --sort")
 
 
 class OneSentence(TyperGroup):

@@ -1,6 +1,7 @@
 """Commands for runs that are there already: status, cancel, sync, note, tag, rm and verify."""
 
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -8,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from hqsweep.cli import completion as cli_completion
-from hqsweep.cli.output import AsJson, Runs, RunsDir, counting, print_result, rows_table, say
+from hqsweep.cli.output import AsJson, Runs, RunsDir, Sort, Where, choice, counting, print_result, rows_table, say
 from hqsweep.errors import EXIT_FAILED, Damaged, UserError
 
 STATUS_COLUMNS = {
@@ -20,12 +21,15 @@ STATUS_COLUMNS = {
 def status(
     runs: Runs,
     follow: Annotated[bool, typer.Option("--follow", help="Show them until none runs or waits in a queue.")] = False,
+    where: Where = None,
+    sort: Sort = None,
     runs_dir: RunsDir = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
     """Show the present state of runs, on Slurm too.
 
-    Exit code 3 when one of them has failed, was interrupted, is damaged or gone, or is no run of its sweep.
+    --where and --sort take the keys of --json, and sweep, arm, seed and point. Exit code 3 when one of them has failed,
+    was interrupted, is damaged or gone, or is no run of its sweep.
     """
     from hqsweep.sweep.console import SafeConsole, open_display
     from hqsweep.sweep.engine import follow as observer
@@ -36,10 +40,32 @@ def status(
         observer.follow(selected, open_display(SafeConsole(stderr=True)))
     listed, strangers = known(selected)
     rows = [*observer.status_rows(listed), *map(observer.stranger_row, strangers)]
+    if choose := choice(where, sort):
+        rows = [rows[place] for place in choose(_cells(rows, [*listed, *strangers]))]
     heading = f"{sum(row['state'] == 'finished' for row in rows)} of {len(rows)} runs finished"
     print_result(as_json, rows, rows_table(heading, rows, STATUS_COLUMNS))
     bad = ("failed", "interrupted", "foreign", *observer.UNUSABLE)
     raise typer.Exit(EXIT_FAILED if any(row["state"] in bad for row in rows) else 0)
+
+
+def _cells(rows: list[dict[str, Any]], runs: list[Any]) -> list[dict[str, Any]]:
+    """What conditions see of each run: its row of status, with the step as a number, and facts of its manifest."""
+    pairs = zip(runs, rows, strict=True)
+    return [_facts(run) | row | {"step": _number(row["step"])} for run, row in pairs]
+
+
+def _facts(run: Any) -> dict[str, Any]:
+    """sweep, arm, seed and point of a run, None where its manifest cannot be read."""
+    manifest: dict[str, Any] = {}
+    with suppress(Damaged):
+        manifest = run.manifest()
+    return {"sweep": run.sweep} | {name: manifest.get(name) for name in ("arm", "seed", "point")}
+
+
+def _number(step: str | None) -> int | None:
+    """The step of "30/200"."""
+    done = (step or "").partition("/")[0]
+    return int(done) if done.isdecimal() else None
 
 
 def cancel(runs: Runs, runs_dir: RunsDir = Path("runs"), as_json: AsJson = False) -> None:

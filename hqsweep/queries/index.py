@@ -5,8 +5,8 @@
     metrics   a row for each run and step: FACTS, step, a column for each metric, and the dotted names
     stats, parity, calibrate   a row for each sampled tensor or check: FACTS, its columns, and the dotted names
 
-<sweep>/.query/<table>.parquet has the rows of runs that have ended, with a mark of the files that each came from: inode,
-size and times of status, config, manifest, seal and rows. Rows whose mark is not the mark of the files are read anew,
+<sweep>/.query/<table>.parquet has the rows of runs that have ended, with a mark of the files that each came from:
+inode, size and times of status, config, manifest, seal and rows. Rows whose mark is not the files' mark are read anew,
 so an index is never out of date; without the right to write there is none. Each row is read once through its seal.
 """
 

@@ -21,6 +21,7 @@ from hqsweep.host import usable_cpus
 from hqsweep.queries.index import FACTS, NAMES, PLACE, Tables, table_of
 
 EXAMPLE = "as in: arm, seed, min(val_loss) where step > 100"
+CONDITION = "write as in: --where \"state = 'failed'\" --sort=-loss"
 SHOWN = 12
 """The number of columns that an error names."""
 BEGINNINGS = ("select", "from", "with", "values", "(")
@@ -97,10 +98,11 @@ def _connection() -> Any:
 def _parsed(con: Any, sql: str, option: str = "query") -> dict[str, Any]:
     """The syntax tree of one select."""
     tree = loads(con.execute("SELECT json_serialize_sql(?)", [sql]).fetchall()[0][0])
+    example = f"write columns and conditions, {EXAMPLE}" if option == "query" else CONDITION
     if tree["error"] and tree["error_type"] == "parser":
-        raise UserError(f"{option}: {_first_line(tree['error_message'])}; write columns and conditions, {EXAMPLE}")
+        raise UserError(f"{option}: {_first_line(tree['error_message'])}; {example}")
     if tree["error"] or len(tree["statements"]) != 1:
-        raise UserError(f"{option}: one select is taken, and no other statement; write columns, {EXAMPLE}")
+        raise UserError(f"{option}: one select is taken, and no other statement; {example}")
     return tree
 
 
@@ -122,7 +124,7 @@ def _forbid_tables(tree: Any, allowed: set[str], option: str) -> None:
     others = [node for node in nodes if node.get("type") in ("BASE_TABLE", "TABLE_FUNCTION", "SET_OPERATION_NODE")]
     for node in others:
         if node.get("table_name") not in allowed:
-            raise UserError(f"{option}: a condition on the columns is taken, and no other table")
+            raise UserError(f"{option}: a condition on the columns is taken, and no other table; {CONDITION}")
 
 
 class _Columns:

@@ -1,6 +1,7 @@
 """`hqsweep ls`: the listing of sweeps to print, and the same content as plain dicts for --json."""
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,20 @@ from hqsweep.sweep.store.store import RunStore, foreign
 STATES = ("finished", "running", "pending", "interrupted", "failed", "damaged", "missing", "foreign")
 
 
-def list_sweeps(store: RunStore, tag: str | None = None) -> tuple[RenderableType, list[dict[str, Any]]]:
+def list_sweeps(
+    store: RunStore, tag: str | None = None, choose: Callable[[list[dict[str, Any]]], list[int]] | None = None
+) -> tuple[RenderableType, list[dict[str, Any]]]:
     """(table, dicts): for each sweep its conf, when it was created, arms, runs (in a fork study trunks, which are no
     arm, and forks), how many of them are in each state, its notes, and the faults of runs that are damaged, missing or
-    foreign; newest last. tag: only sweeps that have it, or runs that do. UserError where none has it."""
+    foreign; newest last. tag: only sweeps that have it, or runs that do. choose: gets the facts of each sweep, and
+    returns the numbers of those to list, in order. UserError where none has the tag."""
     sweeps = [entry_of(store.root / name) for name in store.sweeps()]
     if tag is not None:
         sweeps = _tagged(sweeps, tag)
+    if sweeps and choose:
+        sweeps = [sweeps[place] for place in choose([_cells(sweep) for sweep in sweeps])]
+        if not sweeps:
+            return Text(f"no sweep in {store.root} for which that holds"), []
     if not sweeps:
         return Text(f"no sweep in {store.root}; `hqsweep run conf=quickstart` makes one"), []
     rows = tuple(
@@ -44,6 +52,15 @@ def list_sweeps(store: RunStore, tag: str | None = None) -> tuple[RenderableType
         table = table if table.column(name) - {""} else table.without(name)
     shown = to_rich(table, f"sweeps in {store.root}", drop=("created (UTC)", "conf", "arms"))
     return Group(shown, *(Text(fault) for sweep in sweeps for fault in sweep["faults"])), sweeps
+
+
+def _cells(sweep: dict[str, Any]) -> dict[str, Any]:
+    """What conditions see of a sweep: its facts, the number of runs in each state, tags and note."""
+    said = sweep["notes"].values()
+    words = {"tags": sorted({tag for each in said for tag in each["tags"]})}
+    words["note"] = sweep["notes"].get("", {"note": ""})["note"]
+    facts = {key: sweep[key] for key in ("sweep", "conf", "created", "overrides", "runs", "trunks", "forks")}
+    return facts | {"arms": len(sweep["arms"])} | words | {state: sweep["states"].get(state, 0) for state in STATES}
 
 
 def _tagged(sweeps: list[dict[str, Any]], tag: str) -> list[dict[str, Any]]:
