@@ -127,6 +127,23 @@ def version(as_json: AsJson = False) -> None:
     print_result(as_json, shown, *(f"{key}: {value}" for key, value in shown.items()))
 
 
+@app.command()
+def schema(
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="[COMMAND]", help="Such as ls, or baseline update; none: list them.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the JSON Schema of what a command prints with --json."""
+    import json
+
+    from hqsweep.cli.answers import ANSWERS
+    from hqsweep.cli.answers import schema as schema_of
+
+    document = schema_of(" ".join(command)) if command else list(ANSWERS)
+    print_result(as_json, document, json.dumps(document, indent=2) if command else "\n".join(ANSWERS))
+
+
 for _command in (
     cli_compare.compare, cli_compare.judge, cli_run.plan, cli_compare.gate, files.probe, cli_query.query,
     runs.verify, runs.status,

@@ -157,13 +157,19 @@ def print_result(as_json: bool, document: Any, *shown: Shown) -> None:
     if as_json:
         import json
 
-        plain = json.loads(json.dumps(document, default=str), parse_constant=lambda name: None)
-        typer.echo(json.dumps(plain, indent=2))
+        typer.echo(json.dumps(as_plain(document), indent=2))
         return
     console, columns = result_console(), _columns(sys.stdout)
     for part in shown:
         is_line = isinstance(part, str)
         console.print(wrapped(part, columns) if is_line else part, markup=False, highlight=False, soft_wrap=is_line)
+
+
+def as_plain(document: Any) -> Any:
+    """The document as JSON has it: null for NaN and infinity, text for paths, lists for tuples."""
+    import json
+
+    return json.loads(json.dumps(document, default=str), parse_constant=lambda name: None)
 
 
 def result_console() -> Any:
