@@ -30,6 +30,7 @@ _HOME: dict[str, str] = {
     "load_sharded": "hqsweep.checkpoints.sharded.sharded_load",
     "save_sharded": "hqsweep.checkpoints.sharded.sharded",
     "save_sharded_async": "hqsweep.checkpoints.sharded.sharded",
+    "Alerts": "hqsweep.sweep.alerts",
     "Comparison": "hqsweep.api.comparison",
     "Run": "hqsweep.api.sweep",
     "Sweep": "hqsweep.api.sweep",

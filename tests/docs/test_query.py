@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from hqsweep.cli.answers import ANSWERS, schema
@@ -43,8 +44,8 @@ def test_each_command_runs(command: str) -> None:
 
 def test_the_skill_has_five_recipes_and_every_exit_code() -> None:
     assert len(re.findall(r"^## ", SKILL, re.M)) == 5 and all(f"\n| {code} | " in SKILL for code in range(5))
-    front = SKILL.split("---\n")[1]
-    assert re.search(r"^name: hqsweep$", front, re.M) and re.search(r"^description: .{80,}", front, re.M)
+    front = yaml.safe_load(SKILL.split("---\n")[1])
+    assert front["name"] == "hqsweep" and 80 < len(front["description"]) < 1024
 
 
 def test_the_skill_names_commands_that_exist() -> None:
