@@ -137,8 +137,8 @@ class Planned(Open):
     run: str
     arm: str
     seed: int
-    point: int | None
-    trunk: str | None
+    point: int | None = None
+    trunk: str | None = None
     changed: list[str]
     config: dict[str, Any]
     state: str

@@ -3,7 +3,7 @@
     runs      a row for each run: FACTS, the last value of each metric, and under dotted names every key of the config
               (train.lr) and of the manifest (manifest.device)
     metrics   a row for each run and step: FACTS, step, a column for each metric, and the dotted names
-    stats, parity, calibrate   a row for each sampled tensor or check: FACTS, its columns, and the dotted names
+    stats, parity, calibrate, system   a row for each sampled tensor, check or time: FACTS, its columns, dotted names
 
 <sweep>/.query/<table>.parquet has the rows of runs that have ended, with a mark of the files that each came from:
 inode, size and times of status, config, manifest, seal and rows. Rows whose mark is not the files' mark are read anew,
@@ -35,14 +35,15 @@ from hqsweep.report.compare.left_out import LeftOut, damaged, stranger
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.seal import FILE as SEAL
 from hqsweep.sweep.store.store import INDEX, known
-from hqsweep.track.tables import TABLES
+from hqsweep.track.tables import SYSTEM, TABLES
 
 FACTS = (
     "sweep", "run", "arm", "recipe", "seed", "job", "design", "trunk", "point", "state", "reason", "step", "steps",
     "seconds", "tokens_per_s", "run_id", "path",
 )  # fmt: skip
 """The columns of a run in every table; other tables than `runs` have no step of it."""
-NAMES = ("runs", *TABLES)
+OF_ROWS = TABLES | {"system": SYSTEM}
+NAMES = ("runs", *OF_ROWS)
 PLACE = "place of the run"
 """The internal column that joins a table to `runs`: the number of the run in the order asked for."""
 METRIC = "metric "
@@ -117,7 +118,7 @@ class Tables:
         """({name: (table, internal name)} of what `*` means, dotted names)."""
         of_runs = dict.fromkeys(name for part in self._of("runs") for name in part.names)
         dotted = [name for name in of_runs if name not in FACTS and not name.startswith(METRIC)]
-        own = TABLES.get(table, {})
+        own = OF_ROWS.get(table, {})
         if table not in ("runs", "metrics"):
             facts = [name for name in FACTS if name not in ("step", *own)]
             return {name: ("runs", name) for name in facts} | {name: (table, name) for name in own}, dotted

@@ -41,6 +41,8 @@ PLACE = ("config.fork.at", "config.fork.trunk", "config.fork.trunk_hash")
 """The keys that say where a fork leaves which trunk; they make no other arm, as the seed does not."""
 DATA, DATA_PLACES = "data_seen", ("config.data.path", "config.data.hash")
 """The column of the hash of the data, and the keys that stand for it where it is known."""
+ENERGY = "manifest.system.joules_per_token"
+"""The column of the energy of GPUs, in J a token, where it was measured."""
 FORK_STEPS = "config.train.steps"
 """The key of a fork's steps, which follow from where it leaves its trunk."""
 FORK_CONSTANT, FORK_DECAY = "config.fork.steps", "config.fork.decay"
@@ -210,6 +212,7 @@ def _row(run: RunDir, config: dict, manifest: dict, status: dict) -> dict[str, A
     }
     plans = {"gemm_plan": manifest.get("gemm_plan", {}), "recipe_schedule": manifest.get("recipe_schedule", [])}
     leaves = manifest | {key: json.dumps(plan) for key, plan in plans.items()}  # one cell, not one for every GEMM
+    leaves.pop("diff", None)
     return row | flatten(config, "config") | flatten(leaves, "manifest")
 
 

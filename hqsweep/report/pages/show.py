@@ -61,7 +61,8 @@ def show_run(run: RunDir, *, every: bool = False) -> tuple[RenderableType, dict[
         parts.append(_worst_table(worst))
     if not every:
         parts += [Text(counted(table, rows)) for table, rows in checked.items()]
-        parts += [Text(line) for line in (_machine_line(manifest), f"files: {run.path}", "--all: manifest and config")]
+        lines = (_machine_line(manifest), system_line(manifest.get("system") or {}))
+        parts += [Text(line) for line in (*filter(None, lines), f"files: {run.path}", "--all: manifest and config")]
         return Group(*parts), page
     parts += job_tables(checked)
     parts += [
@@ -121,6 +122,24 @@ def _machine_line(manifest: Mapping[str, Any]) -> str:
     parts += [f"{manifest['params']:,} parameters" if "params" in manifest else None]
     parts += [f"{manifest['tokens']:,} tokens ({manifest['epochs']:.2g} epochs)" if "epochs" in manifest else None]
     return ", ".join(part for part in parts if part) or "not started yet"
+
+
+USES = {
+    "cpu_pct_mean": ("CPU", ".0f", 1, " %"), "memory_bytes_max": ("memory", ".2f", 1e9, " GB"),
+    "gpu_pct_mean": ("GPU", ".0f", 1, " %"), "gpu_memory_bytes_max": ("GPU memory", ".2f", 1e9, " GB"),
+    "gpu_watts_mean": ("power", ".0f", 1, " W"), "joules_per_token": ("energy", ".3g", 1, " J a token"),
+}  # fmt: skip
+"""Key of the manifest's "system" -> (word, format, divisor, unit)."""
+
+
+def system_line(system: Mapping[str, float]) -> str:
+    """A line on the use of the machine: means, and the most memory; "" where nothing was measured."""
+    said = [
+        f"{word} {number(system[key] / divisor, spec)}{unit}"
+        for key, (word, spec, divisor, unit) in USES.items()
+        if key in system
+    ]
+    return f"use: {', '.join(said)}" if said else ""
 
 
 def _status_line(status: dict[str, Any]) -> str:
