@@ -39,6 +39,7 @@ _HOME: dict[str, str] = {
     "judge": "hqsweep.api.judgement",
     "query": "hqsweep.api.query",
     "run": "hqsweep.api.sweep",
+    "serve": "hqsweep.api.serve",
     "Shards": "hqsweep.shards.reader",
     "prepare": "hqsweep.shards.prepare",
 }

@@ -146,8 +146,7 @@ def schema(
 
 for _command in (
     cli_compare.compare, cli_compare.judge, cli_run.plan, cli_compare.gate, files.probe, cli_query.query,
-    runs.verify, runs.status,
-    runs.cancel, runs.sync, runs.note,
+    cli_query.serve, runs.verify, runs.status, runs.cancel, runs.sync, runs.note,
 ):  # fmt: skip
     app.command()(_command)
 app.command(context_settings={"ignore_unknown_options": True})(runs.tag)

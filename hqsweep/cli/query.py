@@ -1,4 +1,4 @@
-"""`hqsweep query`: questions about runs in SQL."""
+"""`hqsweep query`: questions about runs in SQL; `hqsweep serve`: their reports in a browser."""
 
 import csv
 import sys
@@ -82,3 +82,24 @@ def _table(answer: Any, rows: list[tuple[Any, ...]]) -> Any:
     kinds = [column.type for column in answer.schema]
     numeric = [index for index, kind in enumerate(kinds) if pa.types.is_integer(kind) or pa.types.is_floating(kind)]
     return to_rich(TextTable(header=tuple(answer.column_names), rows=cells, numeric=frozenset(numeric)), "")
+
+
+def serve(
+    sweeps: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SWEEPS...]", help="Sweeps, by name or folder; default: all.",
+            autocompletion=cli_completion.run_or_sweep,
+        ),
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one.")] = 8765,
+    host: Annotated[
+        str, typer.Option(help="Address; another than a loopback one lets other machines read the reports.")
+    ] = "127.0.0.1",
+    every: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds between two looks of a browser.")] = 15.0,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:  # fmt: skip
+    """Show reports in a browser, refreshed while runs go on: read only, for this machine alone."""
+    from hqsweep.api.serve import serve as serve_sweeps
+
+    serve_sweeps(*(sweeps or []), runs_dir=runs_dir, host=host, port=port, every_s=every)
