@@ -383,11 +383,14 @@ class Probed(Answer):
 
 
 class Found(Answer):
-    found: bool
+    found: bool | None
+    """null: the probe itself failed."""
     detail: str
 
 
 class Machine(Answer):
+    card: str | None
+    """The card that --as names."""
     machine: dict[str, Found]
     products: list[dict[str, Any]]
     reasons: list[dict[str, Any]]

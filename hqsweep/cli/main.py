@@ -110,11 +110,17 @@ def show(
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
+def doctor(
+    every: Annotated[bool, typer.Option("--all", help="Every part, every pair of formats, and the reasons.")] = False,
+    card: Annotated[
+        str | None, typer.Option("--as", metavar="CARD", help="Answer for another card, such as B200 or H100.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Say what this machine can run natively, exactly or not at all, and why."""
     from hqsweep.doctor.page import doctor
 
-    page, document = doctor()
+    page, document = doctor(card, every=every)
     print_result(as_json, document, page)
 
 
