@@ -20,6 +20,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats import NAMES, ExactOperand, Format, parse
 from hqsweep.gemm.exact import epilogue, mm_t
 from hqsweep.gemm.plan import Capability
+from hqsweep.ops.library import operator
 from hqsweep.quant.operand import Operand
 from hqsweep.recipe.pairs import same_scaling
 from hqsweep.torch_private import scaled_mm
@@ -119,16 +120,46 @@ def mm_t_native(a: Operand, b: Operand, *, out_dtype: torch.dtype) -> Tensor:
     if a.format.high_precision:
         return mm_t(a, b, out_dtype=out_dtype)
     (left, left_scale), (right, right_scale) = map(_operand, (a, b))
-    if _has_uneven_tiles(a.format, b.format, k):
-        recipes = [SCALING_TYPES[operand.format.two_d] for operand in (a, b)]
-        return F.scaled_mm(left, right.t(), left_scale, recipes[0], right_scale, recipes[1], output_dtype=out_dtype)
-    if right_scale.dim() == 2:
-        right_scale = right_scale.t()
+    kinds = [operand.format.two_d for operand in (a, b)] if _has_uneven_tiles(a.format, b.format, k) else []
     factors = a.format.scaling == "nvfp4"
-    product = scaled_mm(left, right.t(), left_scale, right_scale, out_dtype=torch.float32 if factors else out_dtype)
+    dtype = torch.float32 if factors else out_dtype
+    product = native_product(left, right, left_scale, right_scale, kinds, dtype)
     if not factors:
         return product
     return epilogue(product, _factor(a), _factor(b), out_dtype)
+
+
+def _product_like(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, kinds: list[bool], out_dtype: torch.dtype
+) -> Tensor:
+    return left.new_empty((left.shape[0], right.shape[0]), dtype=out_dtype)
+
+
+@operator(
+    "native_product(Tensor left, Tensor right, Tensor left_scale, Tensor right_scale, bool[] kinds, ScalarType "
+    "out_dtype) -> Tensor",
+    fake=_product_like,
+    devices=("CUDA",),
+)
+def native_product(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, kinds: list[bool], out_dtype: torch.dtype
+) -> Tensor:
+    """Return codes left [m, k] times codes right [n, k] transposed, [m, n], with their decode scales.
+
+    kinds: for block FP8 in uneven tiles, whether each operand has tiles of 128x128; otherwise [].
+    """
+    if kinds:
+        left_kind, right_kind = (SCALING_TYPES[kind] for kind in kinds)
+        return F.scaled_mm(left, right.t(), left_scale, left_kind, right_scale, right_kind, output_dtype=out_dtype)
+    left_scale, right_scale = map(_aligned, (left_scale, right_scale))
+    if right_scale.dim() == 2:
+        right_scale = right_scale.t()
+    return scaled_mm(left, right.t(), left_scale, right_scale, out_dtype=out_dtype)
+
+
+def _aligned(scale: Tensor) -> Tensor:
+    """Return a scale at an address that cuBLAS takes. A view into many experts' scales may begin elsewhere."""
+    return scale.clone() if scale.dim() == 0 and scale.data_ptr() % ALIGNMENT else scale
 
 
 def multiply(a: Operand | ExactOperand, b: Operand | ExactOperand, mode: str, out_dtype: torch.dtype) -> Tensor:
@@ -152,10 +183,7 @@ def _float8(operand: Operand) -> Tensor:
 
 
 def _per_tensor(operand: Operand) -> tuple[Tensor, Tensor]:
-    scale = operand.buffers["s"].view(())
-    if scale.data_ptr() % ALIGNMENT:  # a view into many experts' scales
-        scale = scale.clone()
-    return _float8(operand), scale
+    return _float8(operand), operand.buffers["s"].view(())
 
 
 def _block(operand: Operand) -> tuple[Tensor, Tensor]:

@@ -157,7 +157,7 @@ class GPT(nn.Module):
 class GPTAdapter:
     """The ModelAdapter of hqsweep's own GPT."""
 
-    autocast = why_eager = None
+    autocast = why_eager = compiled = None
     facts: Mapping[str, Any] = MappingProxyType({})
     taken = facts
     methods = ("loss",)

@@ -7,6 +7,7 @@ linears that compute by the recipe take bf16, like those of the GPT.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from hqsweep.checkpoints.foreign.user_model import check_same, weights_of
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.model import FactoryModelConfig, HFModelConfig, UserModel
 from hqsweep.errors import UserError
+from hqsweep.models.attention import take_fast_kernels
 from hqsweep.models.build import build, check_code, check_ranks, check_recompute, code_of, vocab_fault
+from hqsweep.models.compiled import CompiledBlocks
 from hqsweep.models.conversion import Conversion
 from hqsweep.models.convert import convert
 from hqsweep.models.head_loss import HeadLoss, is_hugging_face, model_loss, why_whole
@@ -67,8 +70,10 @@ class UserAdapter:
         dtype: torch.dtype,
         head_loss: HeadLoss | None = None,
         origin: Origin | None = None,
+        compiled: CompiledBlocks | None = None,
     ) -> None:
         self.model, self.conversion, self.origin = model, conversion, origin
+        self.compiled = compiled
         self.autocast = None if dtype is torch.float32 else dtype
         self.around = head_loss or nullcontext
         own_loss = not is_hugging_face(model) and callable(getattr(model, "loss", None))
@@ -82,6 +87,7 @@ class UserAdapter:
 
     def losses(self, inputs: Tensor, targets: Tensor, saving: Saving = nullcontext) -> Losses:
         """The losses of models.head_loss.model_loss. `saving` surrounds the whole model, its loss included."""
+        self._compile(inputs, targets)
         before = generator_state(self.device) if self.draws is None and torch.is_grad_enabled() else None
         on_host = torch.get_rng_state() if is_captured(self.device) else None
         with saving(), self._autocast():
@@ -94,6 +100,18 @@ class UserAdapter:
         self.has_aux = self.has_aux or aux is not None
         balance = Balance(loss=cross_entropy.new_zeros(()) if aux is None else aux, tokens=[])
         return Losses(cross_entropy=cross_entropy, minimized=minimized, balance=balance)
+
+    def _compile(self, inputs: Tensor, targets: Tensor) -> None:
+        """Compile the blocks before the first forward in training, on its batch."""
+        if self.compiled is None or not torch.is_grad_enabled() or is_captured(self.device):
+            return
+
+        def minimized() -> Tensor:
+            with self._autocast():
+                cross_entropy, aux = model_loss(self.model, inputs, targets, self.around)
+            return cross_entropy if aux is None else cross_entropy + aux
+
+        self.compiled.try_once(minimized, partial(print, flush=True))
 
     def begin(self, key: tuple[int, int, int]) -> None:
         """Seed torch's generators by the key, for models that draw from them.
@@ -216,10 +234,14 @@ def user_adapter(
         compute_again(model)
     if train.parallel.world > 1:
         check_ranks(model)
-    by_chunks = dtype is torch.bfloat16 and device.type == "cuda" and train.parallel.world == 1
-    by_chunks = by_chunks and train.compile != "off" and loss_by_chunks(model)
+    fast = device.type == "cuda" and train.compile != "off" and train.parallel.world == 1
+    by_chunks = fast and dtype is torch.bfloat16 and loss_by_chunks(model)
     conversion = convert_for_training(model, recipe, section, config.seed, dtype)
-    return UserAdapter(model.to(device), conversion, dtype, HeadLoss(model) if by_chunks else None, origin)
+    compiled = None
+    if fast:
+        take_fast_kernels(model)
+        compiled = CompiledBlocks(model, conversion)
+    return UserAdapter(model.to(device), conversion, dtype, HeadLoss(model) if by_chunks else None, origin, compiled)
 
 
 def convert_for_training(

@@ -11,7 +11,7 @@ from hqsweep.formats import ExactOperand, parse
 from hqsweep.formats.base import expand_tiles
 from hqsweep.formats.inputs import draw
 from hqsweep.gemm.exact import mm_t
-from hqsweep.gemm.native import _ARRANGED, fault, mm_t_native, shape_fault, swizzle
+from hqsweep.gemm.native import _ARRANGED, _aligned, fault, mm_t_native, shape_fault, swizzle
 from hqsweep.gemm.plan import plan_text
 from hqsweep.quant import HybridQuantizer
 
@@ -88,7 +88,7 @@ def test_scales_of_experts_have_addresses_that_cublas_takes():
     scales = torch.arange(8, dtype=torch.float32)
     for expert in range(8):
         own = replace(whole, buffers=whole.buffers | {"s": scales[expert : expert + 1]})
-        _, scale = _ARRANGED["tensor"](own)
+        scale = _aligned(_ARRANGED["tensor"](own)[1])
         assert scale.data_ptr() % 16 == 0 and scale.dim() == 0 and scale.item() == expert
 
 

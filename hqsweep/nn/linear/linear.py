@@ -39,14 +39,17 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 class LinearFunction(torch.autograd.Function):
-    """x [M, K], `count` weights ([N, K] each, or one [E, N, K]), then as many biases, if any -> y [M, N].
+    """x [M, K], the call, KnownInput, the number of weights ([N, K] each, or one [E, N, K]), the weights, and as many
+    biases, if any -> y [M, N].
 
     It saves x's columnwise operand as codes, or x itself with save_original. Of the weights it saves the tensors of
     flatten_weights: held columnwise operands, or the weights, from which backward makes the operands again.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, call: LinearCall, known: KnownInput, count: int, *parameters: Tensor) -> Tensor:
+    def forward(ctx, *arguments: Any) -> Tensor:
+        # Without gradients Dynamo leaves out ctx if it counts as many arguments as names, so names are few.
+        x, call, known, count, *parameters = arguments
         weights, biases = parameters[:count], parameters[count:]
         needs_dx = ctx.needs_input_grad[0] and call.grad
         needs_dw = call.grad and any(ctx.needs_input_grad[4 : 4 + count])
