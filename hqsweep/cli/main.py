@@ -12,7 +12,7 @@ import typer
 from hqsweep import __version__
 from hqsweep.cli import compare as cli_compare
 from hqsweep.cli import completion as cli_completion
-from hqsweep.cli import files, recipe, runs
+from hqsweep.cli import files, judge, probe, recipe, runs
 from hqsweep.cli import query as cli_query
 from hqsweep.cli import run as cli_run
 from hqsweep.cli.output import AsJson, OneSentence, RunsDir, Sort, Where, choice, print_result
@@ -70,7 +70,7 @@ def ls(
     --where and --sort take sweep, conf, created, tags and note, and arms, runs, trunks, forks and each state as
     numbers. Exit code 3 where something of them is damaged, missing or foreign.
     """
-    from hqsweep.report.pages.listing import list_sweeps
+    from hqsweep.report.pages.show import list_sweeps
     from hqsweep.sweep.store.store import RunStore
 
     page, document = list_sweeps(RunStore(runs_dir), tag, choice(where, sort))
@@ -118,7 +118,7 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Say what this machine can run natively, exactly or not at all, and why."""
-    from hqsweep.doctor.page import doctor
+    from hqsweep.cli.doctor import doctor
 
     page, document = doctor(card, every=every)
     print_result(as_json, document, page)
@@ -151,8 +151,8 @@ def schema(
 
 
 for _command in (
-    cli_compare.compare, cli_compare.judge, cli_run.plan, cli_compare.gate, files.probe, cli_query.query,
-    cli_query.serve, runs.verify, runs.status, runs.cancel, runs.sync, runs.note,
+    cli_compare.compare, judge.judge, cli_run.plan, cli_compare.gate, probe.probe, cli_query.query, cli_query.serve,
+    runs.verify, runs.status, runs.cancel, runs.sync, runs.note,
 ):  # fmt: skip
     app.command()(_command)
 app.command(context_settings={"ignore_unknown_options": True})(runs.tag)

@@ -26,13 +26,11 @@ from hqsweep.compat.linear import LayerNormLinear, Linear, ranks_of
 from hqsweep.errors import UserError
 from hqsweep.nn.attention.attention import DotProductAttention
 from hqsweep.nn.attention.multihead_attention import MultiheadAttention as _MultiheadAttention
-from hqsweep.nn.core.context import high_precision
-from hqsweep.nn.core.recompute import recomputed
+from hqsweep.nn.core.context import high_precision, recomputed
 from hqsweep.nn.core.residual import Branch, add_branch
 from hqsweep.nn.layers.transformer_layer import TransformerLayer as _TransformerLayer
-from hqsweep.nn.linear.activation import activate
-from hqsweep.nn.linear.layernorm_mlp import LayerNormMLP as _LayerNormMLP
-from hqsweep.nn.linear.mlp_function import joins
+from hqsweep.nn.linear.mlp import LayerNormMLP as _LayerNormMLP
+from hqsweep.nn.linear.mlp import activate, joins
 from hqsweep.ops.model.activation import INPUTS
 from hqsweep.ops.quantize.kernels import in_dtype
 from hqsweep.parallel.shared.attention import share_attention

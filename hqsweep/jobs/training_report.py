@@ -11,7 +11,7 @@ import torch
 
 from hqsweep.formats import Format
 from hqsweep.gemm import native
-from hqsweep.gemm.plan import gemm_plan
+from hqsweep.gemm.native import gemm_plan
 from hqsweep.jobs.resume import save_captured
 from hqsweep.jobs.sink import Diverged, Sink
 from hqsweep.nn.core.module import QuantizedModule, quantized_modules, roles_of

@@ -148,7 +148,7 @@ def share_out(config: ConvergenceConfig, adapter: ModelAdapter, ranks: Ranks) ->
 
 def _offload(model: nn.Module) -> Saving:
     """The context of a forward whose saved tensors wait in CPU memory for backward."""
-    from hqsweep.nn.layers.offload import ActivationOffload
+    from hqsweep.nn.layers.saved_memory import ActivationOffload
 
     return ActivationOffload(model).saving
 

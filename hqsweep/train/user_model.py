@@ -21,7 +21,8 @@ from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.model import FactoryModelConfig, HFModelConfig, UserModel
 from hqsweep.errors import UserError
 from hqsweep.models.attention import take_fast_kernels
-from hqsweep.models.build import build, check_code, check_ranks, check_recompute, code_of, vocab_fault
+from hqsweep.models.batches import ATTRIBUTE
+from hqsweep.models.build import build, check_code, check_ranks, check_recompute, code_of, code_of_modules, vocab_fault
 from hqsweep.models.compiled import CompiledBlocks
 from hqsweep.models.conversion import Conversion
 from hqsweep.models.convert import convert
@@ -39,6 +40,7 @@ from hqsweep.parallel.wire.objects import rank_in
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.torch_private import DropoutNd
 from hqsweep.train.adapter import Balance, Losses, Saving, by_decay, keyed_seed
+from hqsweep.train.batch_trial import loss_of
 from hqsweep.train.step import NotCapturable
 
 CODE = "model_code"
@@ -223,12 +225,18 @@ def user_adapter(
     model = trained_weights(section, config.seed) if isinstance(section, HFModelConfig) else build(section, config.seed)
     origin = None
     if isinstance(section, FactoryModelConfig):
-        origin = Origin(target=section.target, code=code_of(model, section.factory))
+        functions = [section.factory, *([section.loss_function] if section.loss else [])]
+        origin = Origin(target=section.target, code=code_of(model, *functions))
+    elif section.loss:
+        origin = Origin(target=section.loss, code=code_of_modules({section.loss_function.__module__}))
     if section.init_noise:
         perturb_weights(model, section.init_noise, config.seed)
     if fault := vocab_fault(model, vocab_size):
         raise UserError(f"model: the data has {vocab_size} tokens, but {fault}; give another model, or other data")
-    check_causal(model, vocab_size)
+    if (loss := loss_of(config)) is not None:
+        loss.attach(model)
+    else:
+        check_causal(model, vocab_size)
     if train.recompute != "none":
         check_recompute(model, train.recompute)
         compute_again(model)
@@ -278,7 +286,7 @@ def _said(conversion: Conversion) -> Conversion:
 
 def loss_by_chunks(model: nn.Module) -> bool:
     """Whether HeadLoss computes the loss of a model. Prints that it does, or why not."""
-    if not is_hugging_face(model):
+    if not is_hugging_face(model) or ATTRIBUTE in model.__dict__:
         return False
     why = why_whole(model)
     print("loss: by chunks of tokens" if why is None else f"loss: of whole logits, for {why}", flush=True)
@@ -290,7 +298,7 @@ def trained_weights(section: HFModelConfig, seed: int) -> nn.Module:
     if not section.pretrained or weights_of(section).kind == "safetensors":
         return build(section, seed)
     config = read_hf_config(section.path)
-    model = load_model(config.path, pretrained=False, seed=seed)
+    model = load_model(config.path, pretrained=False, seed=seed, architecture=section.architecture)
     load_checkpoint(Path(section.path), model)
     return model
 
