@@ -40,6 +40,7 @@ from hqsweep.sweep.store.run_dir import CANCELLED, RunDir
 from hqsweep.track.machine import facts
 from hqsweep.track.open import open_tracker
 from hqsweep.track.rows import RowSink
+from hqsweep.track.system import sampled
 from hqsweep.track.tables import MIRRORED_TABLES
 from hqsweep.track.tracker import NullTracker, Tracker
 
@@ -163,7 +164,8 @@ def _attempt(run: RunDir, number: int, do: Do) -> tuple[Tracker, dict[str, Any]]
             attempt=number, started=time.time(), ended=None,
         )  # fmt: skip
         tracker = NullTracker() if ranks_of(run.config()) > 1 else open_tracker(run)
-        do(run, tracker)
+        with sampled(run):
+            do(run, tracker)
         outcome: dict[str, Any] = {"state": "finished", "exit_code": 0}
     except Stopped as stop:
         _deafen()
@@ -177,9 +179,10 @@ def _attempt(run: RunDir, number: int, do: Do) -> tuple[Tracker, dict[str, Any]]
 
 def _do_job(run: RunDir, sink: RowSink | QuietSink, find: FindFactory) -> None:
     """Call the job that the config names, with a sink on the run's folder."""
-    config = parse(run.config(), find)
+    document = run.config()
+    config = parse(document, find)
     try:
-        sink.manifest(**facts())
+        sink.manifest(**facts(with_diff=bool((document.get("track") or {}).get("diff"))))
         pkgutil.resolve_name(JOBS[config.job].run)(config, sink, run.path)
         sink.write_parquet()
     finally:

@@ -21,7 +21,7 @@ LAYERS = [
     ("config", "gemm"), ("nn",), ("optim",), ("models",), ("parallel", "shards"),
     ("checkpoints",), ("compat",),
     ("train",), ("jobs",),
-    ("sweep",), ("track",), ("report",), ("foreign_logs",), ("study",), ("api",),
+    ("sweep",), ("track",), ("report",), ("queries",), ("foreign_logs",), ("study",), ("api",),
     ("worker",), ("cli",), ("__main__",),
 ]  # fmt: skip
 """Packages, and packages or files that stand elsewhere than the package around them. Those joined by + import each

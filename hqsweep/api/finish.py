@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hqsweep.config.jobs import COMMAND
+from hqsweep.sweep.alerts import Alarm, AlertingDisplay, Alerts
 from hqsweep.sweep.console import Display
 from hqsweep.sweep.store.run_dir import RunDir
 
@@ -79,6 +80,24 @@ def finish(
     if growth.comparison is not None and not of_command:
         noise.record(growth.comparison, Path(plan.first.runs_dir))
     return Ended(runs=growth.runs, growth=growth)
+
+
+def finish_with(
+    alerts: Alerts, plan: Any, replan: Callable[[Sequence[int]], Any], display: Display, **options: Any
+) -> Ended:
+    """finish(), with alerts for runs that fail meanwhile, and one at the end."""
+    if not alerts.any():
+        return finish(plan, replan, display, **options)
+    folder, alarm = Path(plan.first.runs_dir) / plan.first.sweep, Alarm(alerts=alerts, say=options["say"])
+    try:
+        watched = AlertingDisplay(display, alarm, lambda name: RunDir(folder / name))
+        ended = finish(plan, replan, watched, **options)
+        states = [run.seen()["state"] for run in ended.runs]
+        verdicts = ended.growth.looks[-1].verdicts if ended.growth and ended.growth.looks else {}
+        alarm.ended(plan.first.sweep, f"{states.count('finished')} of {len(states)} runs finished", verdicts)
+        return ended
+    finally:
+        alarm.wait()
 
 
 def warnings_of(results: Sequence[dict[str, Any]]) -> list[str]:

@@ -26,6 +26,7 @@ from hqsweep.config.jobs import CHECKED_TABLES
 from hqsweep.errors import UserError, nearest, visible
 from hqsweep.report.compare.frames import DATA, FORK, TRUNK, Frames, load
 from hqsweep.report.compare.left_out import LeftOut
+from hqsweep.sweep.alerts import Alerts
 from hqsweep.sweep.engine.until import Until
 from hqsweep.sweep.grid.overrides import quoted
 from hqsweep.sweep.grid.run_words import read, with_seeds
@@ -248,6 +249,7 @@ def run(
     no_import: bool = False,
     quiet: bool = False,
     until: str | None = None,
+    alerts: Alerts | None = None,
 ) -> Sweep:
     """Run the unfinished runs of a sweep's grid, and return the sweep. Call it from the main thread.
 
@@ -259,6 +261,7 @@ def run(
     no_import   refuse a Python factory, instead of importing it
     quiet       print nothing; else progress and warnings go to stderr
     until       start runs for this long alone ("90s", "20m", "2h"), and none that would not be finished by then
+    alerts      what is done when a run fails, and at the end
 
     A run that fails raises nothing: its state and reason are in Sweep.runs. The same call resumes a sweep that was
     interrupted.
@@ -270,11 +273,13 @@ def run(
     folder = None if config_dir is None else Path(config_dir)
     if folder is not None and not folder.is_dir():
         raise UserError(f"config_dir: {folder} is no folder; give the folder of your configs")
+    if not isinstance(alerts or Alerts(), Alerts):
+        raise UserError(f"alerts: takes hqsweep.Alerts(...), and got a {type(alerts).__name__}")
     if threading.current_thread() is not threading.main_thread():
         raise UserError("run: it stops its workers at a signal, which Python gives to the main thread; call it there")
     say = _silent if quiet else _say
     request = read(words, config_dir=folder)  # a mistyped word is refused before torch is imported
-    from hqsweep.api.finish import after_failures, finish, warnings_of
+    from hqsweep.api.finish import after_failures, finish_with, warnings_of
     from hqsweep.recipe.factories import Importer
     from hqsweep.sweep.console import PlainDisplay, SafeConsole, open_display
     from hqsweep.sweep.engine import launch
@@ -286,7 +291,8 @@ def run(
     console = SafeConsole(stderr=True, quiet=quiet, force_jupyter=False)
     display = PlainDisplay(console) if quiet else open_display(console)
     try:
-        runs = finish(plan, lambda seeds: planned(with_seeds(words, seeds)), display, **options).runs
+        finishing = partial(finish_with, alerts or Alerts(), plan, lambda seeds: planned(with_seeds(words, seeds)))
+        runs = finishing(display, **options).runs
     except SystemExit as stopped:
         if stopped.code == 128 + signal.SIGINT:  # in Python, ^C and a notebook's button are this exception
             raise KeyboardInterrupt from None

@@ -25,6 +25,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from hqsweep import formats
+from hqsweep.errors import UserError, nearest
 from hqsweep.formats import parse
 from hqsweep.formats.spec import FINGERPRINT
 from hqsweep.gemm.native import CUDA_KINDS, UNTRIED, fault, gemm_plan, plan_text
@@ -300,16 +301,86 @@ LEGEND = (
 )
 
 
-def doctor() -> tuple[RenderableType, dict[str, Any]]:
-    """(page, document): the machine's parts, every pair of formats, and why a pair has no product in a mode."""
-    machine, pairs = parts(), products(capability_here())
+CARDS = {
+    "A100": (8, 0), "A40": (8, 6), "RTX3090": (8, 6), "L4": (8, 9), "L40S": (8, 9), "RTX4090": (8, 9), "H100": (9, 0),
+    "H200": (9, 0), "GH200": (9, 0), "B200": (10, 0), "GB200": (10, 0), "B300": (10, 3), "GB300": (10, 3),
+    "RTX5090": (12, 0), "CPU": None,
+}  # fmt: skip
+"""Card -> compute capability, from NVIDIA's table (developer.nvidia.com/cuda-gpus)."""
+FIRST = ("cpu", "cpu kernels", "torch", "gpu", "cuda kernels")
+"""The parts that a short page shows with details."""
+WIDTH = 80
+"""Characters of a line of the short page, but for long names of formats."""
+
+
+def doctor(card: str | None = None, *, every: bool = False) -> tuple[RenderableType, dict[str, Any]]:
+    """(page, document): the machine's parts, every pair of formats, and why a pair has no product in a mode.
+
+    card: answer for a GPU of CARDS in the place of this machine's. every: the page has all of the document; without it
+    at most 12 lines. Raises UserError for an unknown card.
+    """
+    name = None if card is None else _card(card)
+    capability = capability_here() if name is None else CARDS[name]
+    machine, pairs = parts(), products(capability)
     why = reasons(pairs)
     document = {
+        "card": name,
         "machine": {part.what: {"found": part.present, "detail": part.detail} for part in machine},
         "products": [{"mode": pair.mode, **asdict(pair)} for pair in pairs],
         "reasons": why,
     }
-    return Group(_machine(machine), _matrix(pairs), Text(LEGEND), Text(), _native(pairs), _why(why)), document
+    if not every:
+        return Group(*(Text(line) for line in _short(machine, pairs, name, capability))), document
+    heads = [Text(_as_line(name, capability))] if name else [_machine(machine)]
+    return Group(*heads, _matrix(pairs), Text(LEGEND), Text(), _native(pairs), _why(why)), document
+
+
+def _card(card: str) -> str:
+    """The key of CARDS that a word means."""
+    known = {name.lower(): name for name in CARDS}
+    word = (
+        card.lower().replace(" ", "").replace("-", "").replace("_", "").removeprefix("nvidia").removeprefix("geforce")
+    )
+    if word not in known:
+        raise UserError(f"--as: no card '{card}'{nearest(card.upper(), CARDS)}; there are {', '.join(CARDS)}")
+    return known[word]
+
+
+def _as_line(name: str, capability: tuple[int, int] | None) -> str:
+    return f"as on {name}{'' if capability is None else f' ({_sm(capability)})'}, which need not be here"
+
+
+def _short(
+    machine: list[Part], pairs: list[Product], name: str | None, capability: tuple[int, int] | None
+) -> list[str]:
+    """At most 12 lines."""
+    alike = {p.a: p for p in pairs if p.a == p.b}
+    native = [text for text in formats.NAMES if text in alike and alike[text].mode == "native"]
+    high = [text for text in native if parse(text).high_precision]
+    untried = [text for text in native if text not in high and capability and _sm(capability) in alike[text].untried]
+    lines = [_as_line(name, capability)] if name else _parts_lines(machine)
+    lines += [f"{'native':<13}{', '.join(native)}"]
+    lines += [f"{'':<13}from documents, not yet run there: {', '.join(untried)}"] if untried else []
+    none = Counter(pair.mode for pair in pairs)["none"]
+    return [
+        *lines,
+        f"{'exact':<13}{len(pairs) - none} of {len(pairs)} pairs of formats, on any device, the same bytes",
+        f"{'no product':<13}{none} pairs, which have a Hadamard transform on one side alone",
+        "--all: every part with its reason, and every pair; --as B200: another card",
+    ]
+
+
+def _parts_lines(machine: list[Part]) -> list[str]:
+    named = {part.what: part for part in machine}
+    lines = [
+        f"{what:<13}{'' if (part := named[what]).present else f'{FOUND[part.present]}: '}{part.detail}"
+        for what in FIRST
+    ]
+    others = [part for part in machine if part.what not in FIRST]
+    for said, found in (("also here", True), ("not here", False), ("broken", None)):
+        names = [part.what for part in others if part.present is found]
+        lines += [f"{said:<13}{', '.join(names)}"] if names else []
+    return [line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in lines]
 
 
 def _machine(machine: list[Part]) -> RenderableType:

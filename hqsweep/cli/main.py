@@ -13,8 +13,9 @@ from hqsweep import __version__
 from hqsweep.cli import compare as cli_compare
 from hqsweep.cli import completion as cli_completion
 from hqsweep.cli import files, judge, probe, recipe, runs
+from hqsweep.cli import query as cli_query
 from hqsweep.cli import run as cli_run
-from hqsweep.cli.output import AsJson, OneSentence, RunsDir, print_result
+from hqsweep.cli.output import AsJson, OneSentence, RunsDir, Sort, Where, choice, print_result
 from hqsweep.errors import EXIT_FAILED
 
 app = typer.Typer(
@@ -59,17 +60,20 @@ app.command()(cli_run.run)
 @app.command()
 def ls(
     tag: Annotated[str | None, typer.Option(help="Only sweeps that have this tag, or runs that do.")] = None,
+    where: Where = None,
+    sort: Sort = None,
     runs_dir: RunsDir = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """List the sweeps.
+    """List the sweeps, the newest last.
 
-    Exit code 3 where something of them is damaged, missing or foreign.
+    --where and --sort take sweep, conf, created, tags and note, and arms, runs, trunks, forks and each state as
+    numbers. Exit code 3 where something of them is damaged, missing or foreign.
     """
     from hqsweep.report.pages.show import list_sweeps
     from hqsweep.sweep.store.store import RunStore
 
-    page, document = list_sweeps(RunStore(runs_dir), tag)
+    page, document = list_sweeps(RunStore(runs_dir), tag, choice(where, sort))
     print_result(as_json, document, page)
     raise typer.Exit(EXIT_FAILED if any(sweep["faults"] for sweep in document) else 0)
 
@@ -106,11 +110,17 @@ def show(
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
+def doctor(
+    every: Annotated[bool, typer.Option("--all", help="Every part, every pair of formats, and the reasons.")] = False,
+    card: Annotated[
+        str | None, typer.Option("--as", metavar="CARD", help="Answer for another card, such as B200 or H100.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Say what this machine can run natively, exactly or not at all, and why."""
     from hqsweep.cli.doctor import doctor
 
-    page, document = doctor()
+    page, document = doctor(card, every=every)
     print_result(as_json, document, page)
 
 
@@ -123,9 +133,26 @@ def version(as_json: AsJson = False) -> None:
     print_result(as_json, shown, *(f"{key}: {value}" for key, value in shown.items()))
 
 
+@app.command()
+def schema(
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="[COMMAND]", help="Such as ls, or baseline update; none: list them.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the JSON Schema of what a command prints with --json."""
+    import json
+
+    from hqsweep.cli.answers import ANSWERS
+    from hqsweep.cli.answers import schema as schema_of
+
+    document = schema_of(" ".join(command)) if command else list(ANSWERS)
+    print_result(as_json, document, json.dumps(document, indent=2) if command else "\n".join(ANSWERS))
+
+
 for _command in (
-    cli_compare.compare, judge.judge, cli_run.plan, cli_compare.gate, probe.probe, runs.verify, runs.status,
-    runs.cancel, runs.sync, runs.note,
+    cli_compare.compare, judge.judge, cli_run.plan, cli_compare.gate, probe.probe, cli_query.query, cli_query.serve,
+    runs.verify, runs.status, runs.cancel, runs.sync, runs.note,
 ):  # fmt: skip
     app.command()(_command)
 app.command(context_settings={"ignore_unknown_options": True})(runs.tag)

@@ -3,7 +3,7 @@
 import os
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -33,8 +33,23 @@ Runs = Annotated[
         autocompletion=cli_completion.run_or_sweep,
     ),
 ]
+Where = Annotated[
+    str | None, typer.Option("--where", metavar="SQL", help="Only rows for which this holds: state = 'failed'.")
+]
+Sort = Annotated[
+    str | None, typer.Option("--sort", metavar="KEYS", help="The order: columns; -loss begins with the highest.")
+]
 Junit = Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Also write JUnit XML.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def choice(where: str | None, sort: str | None) -> Callable[[list[dict[str, Any]]], list[int]] | None:
+    """What --where and --sort ask for, as a function from rows to the numbers of those to show; None for all rows."""
+    if where is None and sort is None:
+        return None
+    from hqsweep.queries.sql import chosen
+
+    return lambda rows: chosen(rows, where, sort, "--where or --sort")
 
 
 class OneSentence(TyperGroup):
@@ -121,18 +136,40 @@ def waiting(for_what: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def counting(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, if that is a terminal: a function that takes how many are done, and how many there are."""
+    if not sys.stderr.isatty():
+        yield lambda number, total: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from hqsweep.sweep.console import SafeConsole
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=SafeConsole(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda number, total: bar.update(task, completed=number, total=total)
+
+
 def print_result(as_json: bool, document: Any, *shown: Shown) -> None:
     """Print `document` as JSON, or `shown` to a person. JSON has no NaN and no infinity: both are null there."""
     if as_json:
         import json
 
-        plain = json.loads(json.dumps(document, default=str), parse_constant=lambda name: None)
-        typer.echo(json.dumps(plain, indent=2))
+        typer.echo(json.dumps(as_plain(document), indent=2))
         return
     console, columns = result_console(), _columns(sys.stdout)
     for part in shown:
         is_line = isinstance(part, str)
         console.print(wrapped(part, columns) if is_line else part, markup=False, highlight=False, soft_wrap=is_line)
+
+
+def as_plain(document: Any) -> Any:
+    """The document as JSON has it: null for NaN and infinity, text for paths, lists for tuples."""
+    import json
+
+    return json.loads(json.dumps(document, default=str), parse_constant=lambda name: None)
 
 
 def result_console() -> Any:

@@ -55,6 +55,18 @@ def run(
         bool,
         typer.Option("--no-import", help="Refuse Python factories of recipes and models, instead of importing them."),
     ] = False,
+    on_failure: Annotated[
+        str | None,
+        typer.Option(metavar="CMD", help="A command of sh for each run that fails: HQSWEEP_TEXT, JSON on stdin."),
+    ] = None,
+    on_end: Annotated[
+        str | None, typer.Option(metavar="CMD", help="The same at the end of the sweep, with its verdicts.")
+    ] = None,
+    webhook: Annotated[
+        str | None,
+        typer.Option(metavar="URL", envvar="HQSWEEP_WEBHOOK", help="POST failures and the end to this address."),
+    ] = None,
+    notice: Annotated[bool, typer.Option("--notice", help="Show them as notices on this desktop, too.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a sweep: all of its grid that is not finished.
@@ -66,6 +78,9 @@ def run(
     from hqsweep.sweep.engine.until import Until
 
     limit = None if until is None else Until(until)
+    from hqsweep.sweep.alerts import Alerts
+
+    alerts = Alerts(on_failure=on_failure, on_end=on_end, webhook=webhook or None, notice=notice)
     if measure and not dry_run:
         raise UserError("--measure: times steps for the minutes of --dry-run; add --dry-run")
     from hqsweep.sweep.console import SafeConsole, open_display
@@ -87,11 +102,11 @@ def run(
     if dry_run:
         _show_plan(plan, words, planned, force=force, measure=measure, as_json=as_json)
         return
-    from hqsweep.api.finish import finish
+    from hqsweep.api.finish import finish_with
 
     display, told, look = open_display(SafeConsole(stderr=True)), partial(say, err=True), partial(say, err=as_json)
     options = {"say": told, "look": look, "force": force, "until": limit}
-    ended = finish(plan, lambda seeds: planned(with_seeds(words, seeds)), display, **options)
+    ended = finish_with(alerts, plan, lambda seeds: planned(with_seeds(words, seeds)), display, **options)
     results = [launch.result(run) for run in ended.runs]
     if plan.first.engine.slurm.detach:
         print_result(as_json, results)

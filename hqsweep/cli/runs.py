@@ -1,6 +1,7 @@
 """Commands for runs that are there already: status, cancel, sync, note, tag, rm and verify."""
 
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -8,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from hqsweep.cli import completion as cli_completion
-from hqsweep.cli.output import AsJson, Runs, RunsDir, print_result, rows_table, say
+from hqsweep.cli.output import AsJson, Runs, RunsDir, Sort, Where, choice, counting, print_result, rows_table, say
 from hqsweep.errors import EXIT_FAILED, Damaged, UserError
 
 STATUS_COLUMNS = {
@@ -20,12 +21,15 @@ STATUS_COLUMNS = {
 def status(
     runs: Runs,
     follow: Annotated[bool, typer.Option("--follow", help="Show them until none runs or waits in a queue.")] = False,
+    where: Where = None,
+    sort: Sort = None,
     runs_dir: RunsDir = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
     """Show the present state of runs, on Slurm too.
 
-    Exit code 3 when one of them has failed, was interrupted, is damaged or gone, or is no run of its sweep.
+    --where and --sort take the keys of --json, and sweep, arm, seed and point. Exit code 3 when one of them has failed,
+    was interrupted, is damaged or gone, or is no run of its sweep.
     """
     from hqsweep.sweep.console import SafeConsole, open_display
     from hqsweep.sweep.engine import follow as observer
@@ -36,10 +40,32 @@ def status(
         observer.follow(selected, open_display(SafeConsole(stderr=True)))
     listed, strangers = known(selected)
     rows = [*observer.status_rows(listed), *map(observer.stranger_row, strangers)]
+    if choose := choice(where, sort):
+        rows = [rows[place] for place in choose(_cells(rows, [*listed, *strangers]))]
     heading = f"{sum(row['state'] == 'finished' for row in rows)} of {len(rows)} runs finished"
     print_result(as_json, rows, rows_table(heading, rows, STATUS_COLUMNS))
     bad = ("failed", "interrupted", "foreign", *observer.UNUSABLE)
     raise typer.Exit(EXIT_FAILED if any(row["state"] in bad for row in rows) else 0)
+
+
+def _cells(rows: list[dict[str, Any]], runs: list[Any]) -> list[dict[str, Any]]:
+    """What conditions see of each run: its row of status, with the step as a number, and facts of its manifest."""
+    pairs = zip(runs, rows, strict=True)
+    return [_facts(run) | row | {"step": _number(row["step"])} for run, row in pairs]
+
+
+def _facts(run: Any) -> dict[str, Any]:
+    """sweep, arm, seed and point of a run, None where its manifest cannot be read."""
+    manifest: dict[str, Any] = {}
+    with suppress(Damaged):
+        manifest = run.manifest()
+    return {"sweep": run.sweep} | {name: manifest.get(name) for name in ("arm", "seed", "point")}
+
+
+def _number(step: str | None) -> int | None:
+    """The step of "30/200"."""
+    done = (step or "").partition("/")[0]
+    return int(done) if done.isdecimal() else None
 
 
 def cancel(runs: Runs, runs_dir: RunsDir = Path("runs"), as_json: AsJson = False) -> None:
@@ -211,7 +237,8 @@ def verify(
 
     store = RunStore(runs_dir)
     sweeps, runs = _sweeps_and_runs(store, words or store.sweeps())
-    findings = _with_a_bar(lambda done: verify(sweeps, runs, keep=keep, done=done))
+    with counting("runs") as done:
+        findings = verify(sweeps, runs, keep=keep, done=done)
     faults = [{"file": fault.file, "fault": fault.fault, "remedy": fault.remedy} for fault in findings.faults]
     if not words:
         faults += _registry_faults(runs_dir)
@@ -237,18 +264,6 @@ def _sweeps_and_runs(store: Any, words: list[str]) -> tuple[list[Path], list[Any
         else:
             runs += store.resolve([word])
     return sweeps, runs
-
-
-def _with_a_bar(work: Any) -> Any:
-    """The work, with a bar on stderr that counts runs."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from hqsweep.sweep.console import SafeConsole
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=SafeConsole(stderr=True), transient=True) as bar:
-        task = bar.add_task("runs", total=None)
-        return work(lambda number, total: bar.update(task, completed=number, total=total))
 
 
 def _registry_faults(runs_dir: Path) -> list[dict[str, str]]:

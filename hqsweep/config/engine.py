@@ -5,7 +5,7 @@ import shlex
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
-from pydantic import PlainValidator, ValidationInfo, field_validator, model_validator
+from pydantic import Field, PlainValidator, ValidationInfo, field_validator, model_validator
 
 from hqsweep.config.section import Count, Index, Positive, Section
 from hqsweep.errors import UserError
@@ -27,7 +27,8 @@ class TrackConfig(Section):
     """The tracker that mirrors the run folder.
 
     kind auto is wandb if it is installed, else none. mode auto is online if a user is logged in, else offline. wandb
-    takes mode, project, entity and init_timeout_s.
+    takes mode, project, entity and init_timeout_s. system_s: seconds between two rows of the machine's use in
+    system.jsonl; 0 for none. diff: whether the manifest of a run from a changed checkout has what git diff says.
     """
 
     kind: Literal["none", "wandb", "tensorboard"] = "none"
@@ -35,6 +36,8 @@ class TrackConfig(Section):
     project: str = "hqsweep"
     entity: str | None = None
     init_timeout_s: Positive = 15
+    system_s: Annotated[float, Field(ge=0)] = 10
+    diff: bool = True
 
     @field_validator("kind", mode="before")
     @classmethod

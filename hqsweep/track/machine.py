@@ -18,12 +18,18 @@ ISA_FLAGS = (
 """Instruction sets that kernels of ours or of torch choose by, x86 then Arm, as Linux names them."""
 
 
-def facts() -> dict[str, Any]:
+MOST_DIFF = 20_000
+
+
+def facts(with_diff: bool = False) -> dict[str, Any]:
     """The manifest's part that no job knows. `started` in seconds since 1970; `threads` per worker; a package that is
-    not installed has no version; commit and dirty describe the current directory's repository, None outside one."""
+    not installed has no version; commit and dirty describe the current directory's repository, None outside one.
+    with_diff: also git_diff(), if it is dirty."""
+    git = git_state()
     return {
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
-        **git_state(),
+        **git,
+        **({"diff": git_diff()} if with_diff and git["dirty"] else {}),
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "isa": cpu_isa(),
@@ -47,12 +53,20 @@ def git_state() -> dict[str, Any]:
     return {"commit": commit, "dirty": None if changes is None else bool(changes)}
 
 
+def git_diff() -> str:
+    """What `git diff HEAD` says of tracked text files, at most MOST_DIFF characters of it; a last line says how many
+    more there are."""
+    text = _git("diff", "HEAD", "--no-color", "--no-ext-diff", "--no-textconv") or ""
+    more = len(text) - MOST_DIFF
+    return text if more <= 0 else f"{text[:MOST_DIFF]}\n... {more} more characters"
+
+
 def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(["git", *arguments], capture_output=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return done.stdout.decode(errors="replace").strip()
 
 
 def cpu_isa(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

@@ -26,6 +26,13 @@ TABLES: dict[str, dict[str, type]] = {
 }  # fmt: skip
 """Table -> column -> type: SQNR in dB, underflow and saturation in % of the elements; a missing value is null."""
 
+SYSTEM: dict[str, type] = {"seconds": float, "step": int} | dict.fromkeys(
+    ("cpu_pct", "memory_bytes", "gpu_pct", "gpu_memory_bytes", "gpu_watts", "gpu_joules"), float
+)
+"""Columns of system.jsonl, the machine over time, which is no result of a job: seconds since 1970; cpu_pct of one
+processor and memory of the worker and its ranks; of the GPUs of the run together their mean use, memory, power, and the
+energy since the first row of the attempt."""
+
 NAMING = frozenset({"step", "metric", "layer", "tensor", "direction", *CHECKED})
 """Columns that name the subject of a row, and so are never null."""
 OPTIONAL = frozenset({*LOADS, "row_sqnr_db_median", "row_sqnr_db_p5"})

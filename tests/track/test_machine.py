@@ -37,6 +37,22 @@ def test_commit_and_dirt(tmp_path, monkeypatch):
     assert machine.git_state() == clean | {"dirty": True}
 
 
+def test_the_diff_of_a_changed_checkout_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    author = ("-c", "user.name=a", "-c", "user.email=a@b")
+    (tmp_path / "file").write_text("old\n")
+    for command in (("init", "-q"), ("add", "file"), (*author, "commit", "-qm", "x")):
+        subprocess.run(["git", *command], check=True)
+    assert "diff" not in machine.facts(with_diff=True)
+    (tmp_path / "file").write_text("new\n")
+    assert machine.facts(with_diff=True)["diff"].endswith("-old\n+new") and "diff" not in machine.facts()
+    (tmp_path / "file").write_bytes(b"x\xff" * 40_000)
+    text = machine.facts(with_diff=True)["diff"]
+    assert len(text) < machine.MOST_DIFF + 40 and text.splitlines()[-1].endswith(" more characters")
+    subprocess.run(["git", "config", "diff.external", "touch evil"], check=True)
+    assert machine.git_diff() == text and not (tmp_path / "evil").exists()
+
+
 def test_without_git_there_is_no_commit(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert machine.git_state() == {"commit": None, "dirty": None}

@@ -17,7 +17,7 @@ import pandas as pd
 from hqsweep.errors import UserError, nearest
 from hqsweep.report.compare.curves import intervals
 from hqsweep.report.compare.families import DECIDES, LOSSES, Family
-from hqsweep.report.compare.frames import DATA, FORK, REPLICATE, Frames, config_leaves
+from hqsweep.report.compare.frames import DATA, ENERGY, FORK, REPLICATE, Frames, config_leaves
 from hqsweep.report.compare.left_out import LeftOut
 from hqsweep.report.compare.verdict import FEWEST_TRUNKS, IDENTICAL, sentence, state_text
 from hqsweep.report.pages.gemm_plans import computed_by
@@ -64,8 +64,9 @@ class Comparison:
                  margin_tokens (% of tokens, NaN where the margin is stated as a part of the
                  loss), slope (nats a doubling of tokens takes off the baseline's train_loss),
                  baseline_loss (nats, of the loss that decides), loss_spikes_pct, grad_spikes_pct (means over runs),
-                 diverged (runs), diverged_at (tokens, of the first), tokens_per_s, gemm (the plans that computed its
-                 GEMMs), pairs and paired_gap (runs paired with the baseline's, and the mean gap in nats of them all),
+                 diverged (runs), diverged_at (tokens, of the first), tokens_per_s, joules_per_token (of GPUs; NaN where
+                 not measured), gemm (the plans that computed its GEMMs), pairs and paired_gap (runs paired with the
+                 baseline's, and the mean gap in nats of them all),
                  null_in_doubt (whether the null arm is not shown equal)
     finals       one row per run: the columns of curves.measures, and gap (of the loss that decides) to the baseline's
                  run of the same replicate (NaN without one)
@@ -217,6 +218,7 @@ def arm_row(
         "diverged": int(finals["diverged_at"].notna().sum()),
         "diverged_at": finals["diverged_at"].min(),
         "tokens_per_s": runs["tokens_per_s"].mean(),
+        "joules_per_token": runs[ENERGY].mean() if ENERGY in runs else math.nan,
         "gemm": computed_by(runs),
         "pairs": len(pairs),
         "paired_gap": pairs.mean(),

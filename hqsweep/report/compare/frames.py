@@ -41,6 +41,8 @@ PLACE = ("config.fork.at", "config.fork.trunk", "config.fork.trunk_hash")
 """The keys that say where a fork leaves which trunk; they make no other arm, as the seed does not."""
 DATA, DATA_PLACES = "data_seen", ("config.data.path", "config.data.hash")
 """The column of the hash of the data, and the keys that stand for it where it is known."""
+ENERGY = "manifest.system.joules_per_token"
+"""The column of the energy of GPUs, in J a token, where it was measured."""
 FORK_STEPS = "config.train.steps"
 """The key of a fork's steps, which follow from where it leaves its trunk."""
 FORK_CONSTANT, FORK_DECAY = "config.fork.steps", "config.fork.decay"
@@ -153,7 +155,7 @@ def _begun(read: Mapping[tuple[str, str | None], Any]) -> dict[tuple[str, str | 
     }
 
 
-class _SealedOnce(RunDir):
+class SealedOnce(RunDir):
     """A run whose seal is read once, and then holds for all of its files."""
 
     def sealed(self) -> Files | None:
@@ -166,17 +168,21 @@ class _SealedOnce(RunDir):
 
 def _read(folder: RunDir) -> tuple[dict, list[dict], list[dict], list[dict]]:
     """One row of `runs`, and the run's rows of metrics, stats and parity. Raises Damaged."""
-    run = _SealedOnce(folder.path)
+    run = SealedOnce(folder.path)
+    return run_row(run), *(run.rows(table) for table in ("metrics", "stats", "parity"))
+
+
+def run_row(run: SealedOnce) -> dict[str, Any]:
+    """One row of `runs`. Raises Damaged."""
     status, config, manifest = run.status(), run.config(), run.manifest()
     if run.sealed() is None and manifest["run_id"] != run_id(config):
         raise Damaged(run.config_path, "is the config of another run than the manifest beside it", REPAIRED)
     try:
-        row = _row(run, config, manifest, status)
+        return _row(run, config, manifest, status)
     except Damaged:
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         raise Damaged(run.config_path, "is not the config of a run", REPAIRED) from None
-    return row, *(run.rows(table) for table in ("metrics", "stats", "parity"))
 
 
 def _row(run: RunDir, config: dict, manifest: dict, status: dict) -> dict[str, Any]:
@@ -206,6 +212,7 @@ def _row(run: RunDir, config: dict, manifest: dict, status: dict) -> dict[str, A
     }
     plans = {"gemm_plan": manifest.get("gemm_plan", {}), "recipe_schedule": manifest.get("recipe_schedule", [])}
     leaves = manifest | {key: json.dumps(plan) for key, plan in plans.items()}  # one cell, not one for every GEMM
+    leaves.pop("diff", None)
     return row | flatten(config, "config") | flatten(leaves, "manifest")
 
 

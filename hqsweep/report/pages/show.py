@@ -1,7 +1,7 @@
 """`hqsweep ls`, `hqsweep show RUN` and `hqsweep show SWEEP`: pages for a terminal, and the same content for --json."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,20 @@ from hqsweep.sweep.store.store import RunStore, foreign
 STATES = ("finished", "running", "pending", "interrupted", "failed", "damaged", "missing", "foreign")
 
 
-def list_sweeps(store: RunStore, tag: str | None = None) -> tuple[RenderableType, list[dict[str, Any]]]:
+def list_sweeps(
+    store: RunStore, tag: str | None = None, choose: Callable[[list[dict[str, Any]]], list[int]] | None = None
+) -> tuple[RenderableType, list[dict[str, Any]]]:
     """(table, dicts): for each sweep its conf, when it was created, arms, runs (in a fork study trunks, which are no
     arm, and forks), how many of them are in each state, its notes, and the faults of runs that are damaged, missing or
-    foreign; newest last. tag: only sweeps that have it, or runs that do. UserError where none has it."""
+    foreign; newest last. tag: only sweeps that have it, or runs that do. choose: gets the facts of each sweep, and
+    returns the numbers of those to list, in order. UserError where none has the tag."""
     sweeps = [entry_of(store.root / name) for name in store.sweeps()]
     if tag is not None:
         sweeps = _tagged(sweeps, tag)
+    if sweeps and choose:
+        sweeps = [sweeps[place] for place in choose([_cells(sweep) for sweep in sweeps])]
+        if not sweeps:
+            return Text(f"no sweep in {store.root} for which that holds"), []
     if not sweeps:
         return Text(f"no sweep in {store.root}; `hqsweep run conf=quickstart` makes one"), []
     rows = tuple(
@@ -53,6 +60,15 @@ def list_sweeps(store: RunStore, tag: str | None = None) -> tuple[RenderableType
         table = table if table.column(name) - {""} else table.without(name)
     page = to_rich(table, f"sweeps in {store.root}", drop=("created (UTC)", "conf", "arms"))
     return Group(page, *(Text(fault) for sweep in sweeps for fault in sweep["faults"])), sweeps
+
+
+def _cells(sweep: dict[str, Any]) -> dict[str, Any]:
+    """What conditions see of a sweep: its facts, the number of runs in each state, tags and note."""
+    said = sweep["notes"].values()
+    words = {"tags": sorted({tag for each in said for tag in each["tags"]})}
+    words["note"] = sweep["notes"].get("", {"note": ""})["note"]
+    facts = {key: sweep[key] for key in ("sweep", "conf", "created", "overrides", "runs", "trunks", "forks")}
+    return facts | {"arms": len(sweep["arms"])} | words | {state: sweep["states"].get(state, 0) for state in STATES}
 
 
 def _tagged(sweeps: list[dict[str, Any]], tag: str) -> list[dict[str, Any]]:
@@ -172,7 +188,8 @@ def show_run(run: RunDir, *, every: bool = False) -> tuple[RenderableType, dict[
         parts.append(_worst_table(worst))
     if not every:
         parts += [Text(counted(table, rows)) for table, rows in checked.items()]
-        parts += [Text(line) for line in (_machine_line(manifest), f"files: {run.path}", "--all: manifest and config")]
+        lines = (_machine_line(manifest), system_line(manifest.get("system") or {}))
+        parts += [Text(line) for line in (*filter(None, lines), f"files: {run.path}", "--all: manifest and config")]
         return Group(*parts), page
     parts += job_tables(checked)
     parts += [
@@ -233,6 +250,24 @@ def _machine_line(manifest: Mapping[str, Any]) -> str:
     parts += [f"{manifest['params']:,} parameters" if "params" in manifest else None]
     parts += [f"{manifest['tokens']:,} tokens ({manifest['epochs']:.2g} epochs)" if "epochs" in manifest else None]
     return ", ".join(part for part in parts if part) or "not started yet"
+
+
+USES = {
+    "cpu_pct_mean": ("CPU", ".0f", 1, " %"), "memory_bytes_max": ("memory", ".2f", 1e9, " GB"),
+    "gpu_pct_mean": ("GPU", ".0f", 1, " %"), "gpu_memory_bytes_max": ("GPU memory", ".2f", 1e9, " GB"),
+    "gpu_watts_mean": ("power", ".0f", 1, " W"), "joules_per_token": ("energy", ".3g", 1, " J a token"),
+}  # fmt: skip
+"""Key of the manifest's "system" -> (word, format, divisor, unit)."""
+
+
+def system_line(system: Mapping[str, float]) -> str:
+    """A line on the use of the machine: means, and the most memory; "" where nothing was measured."""
+    said = [
+        f"{word} {number(system[key] / divisor, spec)}{unit}"
+        for key, (word, spec, divisor, unit) in USES.items()
+        if key in system
+    ]
+    return f"use: {', '.join(said)}" if said else ""
 
 
 def _status_line(status: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ import pandas as pd
 from rich.text import Text
 
 from hqsweep.report.compare.arms import Comparison
-from hqsweep.report.compare.frames import FORK, config_leaves
+from hqsweep.report.compare.frames import ENERGY, FORK, config_leaves
 from hqsweep.report.compare.verdict import IDENTICAL, digits, fault, identity
 from hqsweep.report.pages.gemm_plans import arm_lines
 from hqsweep.report.pages.text import Fitted, TextTable, number, text, to_rich
@@ -25,7 +25,8 @@ COLOUR = {
     "unpaired": "yellow",
     "waiting": "yellow",
 }
-SHOWN_ELSEWHERE = {"run_id", "sweep", "arm", "seed", "job", "overrides", "started", "gemm_plan", "recipe_schedule"}
+SHOWN_ELSEWHERE = {"run_id", "sweep", "arm", "seed", "job", "overrides", "started", "gemm_plan", "recipe_schedule",
+                   "system"}  # fmt: skip
 """The entries of the manifest that have their own place in a report."""
 FIRST = ("device", "commit", "dirty", "data_hash", "versions")
 """The entries that come before the others."""
@@ -52,6 +53,7 @@ def arms_table(comparison: Comparison, *, brief: bool = False) -> TextTable:
             number(row.more, "+.0f") if math.isfinite(row.more) else "-",
             number(row.final_loss),
             number(row.tokens_per_s, ",.0f"),
+            number(row.joules_per_token, ".3g"),
             row.state,
         )
         for row in by_gap(comparison).itertuples()
@@ -70,9 +72,11 @@ def arms_table(comparison: Comparison, *, brief: bool = False) -> TextTable:
         f"more {unit}",
         "final val loss",
         "tokens/s",
+        "J/token",
         "state",
     )
-    return TextTable(header=header, rows=rows, numeric=frozenset(range(2, 13)))
+    table = TextTable(header=header, rows=rows, numeric=frozenset(range(2, 14)))
+    return table if table.column("J/token") - {"-"} else table.without("J/token")
 
 
 def _verdict(row: Any, brief: bool) -> str:
@@ -252,8 +256,8 @@ def gemm_errors(stats: pd.DataFrame) -> TextTable:
 
 
 def runs_table(comparison: Comparison) -> TextTable:
-    """One row per run: final loss, its gap (of the loss that decides) to the baseline's run of the same replicate, time
-    and speed."""
+    """One row per run: final loss, its gap (of the loss that decides) to the baseline's run of the same replicate,
+    time, speed, and the energy of GPUs where it was measured."""
     runs = comparison.frames.runs.set_index("run")
     rows = tuple(
         (
@@ -265,12 +269,14 @@ def runs_table(comparison: Comparison) -> TextTable:
             number(final.gap, "+.6f"),
             number(runs.at[final.run, "seconds"], ".0f"),
             number(runs.at[final.run, "tokens_per_s"], ",.0f"),
+            number(runs.at[final.run, ENERGY], ".3g") if ENERGY in runs else "-",
             final.run,
         )
         for final in comparison.finals.itertuples()
     )
-    header = ("arm", "seed", "point", "state", "final val loss", "gap (nats)", "seconds", "tokens/s", "run")
-    table = TextTable(header=header, rows=rows, numeric=frozenset(range(1, 8)) - {3})
+    header = ("arm", "seed", "point", "state", "final val loss", "gap (nats)", "seconds", "tokens/s", "J/token", "run")
+    table = TextTable(header=header, rows=rows, numeric=frozenset(range(1, 9)) - {3})
+    table = table if table.column("J/token") - {"-"} else table.without("J/token")
     return table if comparison.design == FORK else table.without("point")
 
 

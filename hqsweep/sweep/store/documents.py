@@ -101,6 +101,8 @@ class Manifest(Document):
     tokens: Integer | None = None
     epochs: Number | None = None
     steps: Annotated[Mapped, Field(default_factory=dict)]
+    diff: Text = ""
+    system: Annotated[dict[Text, Number], Field(default_factory=dict)]
     nonfinite: Annotated[list[Met], Field(default_factory=list)]
 
 
@@ -159,6 +161,8 @@ class Track(Document):
     project: Text | None = None
     entity: Text | None = None
     init_timeout_s: Number | None = None
+    system_s: Number | None = None
+    diff: bool = False
 
 
 class Config(Document):

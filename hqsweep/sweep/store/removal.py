@@ -14,9 +14,9 @@ from hqsweep.errors import Damaged, UserError
 from hqsweep.host import Busy
 from hqsweep.sweep.store import notes
 from hqsweep.sweep.store.run_dir import RunDir, remove
-from hqsweep.sweep.store.store import RunStore, sweep_file
+from hqsweep.sweep.store.store import INDEX, RunStore, sweep_file
 
-OURS = (sweep_file.FILE, notes.FILE, ".lock", "slurm")
+OURS = (sweep_file.FILE, notes.FILE, INDEX, ".lock", "slurm")
 """The files beside the runs of a sweep."""
 
 

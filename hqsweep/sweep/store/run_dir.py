@@ -17,7 +17,7 @@ from hqsweep.host import is_locked, locked, write_whole
 from hqsweep.sweep.store import seal
 from hqsweep.sweep.store.files import REPAIRED, check_rows, encode_json, parse_json, parse_rows, read_bytes, write_json
 from hqsweep.sweep.store.names import fork_of, trunk_path
-from hqsweep.track.tables import TABLES
+from hqsweep.track.tables import SYSTEM, TABLES
 from hqsweep.train.record import NotAsWritten, checkpoints, misfit, read_record
 
 PENDING: dict[str, Any] = {
@@ -155,15 +155,15 @@ class RunDir:
         self.update_manifest(repairs=[*self._known_entries().get("repairs", []), sentence])
 
     def rows(self, table: str) -> list[dict[str, Any]]:
-        """The rows of `table` as written so far, without a torn last line. Raises Damaged for a line that is not a row
-        of the table. Raises it too where no process works on the run, and its rows do not begin as at its newest
-        checkpoint."""
+        """The rows of `table`, or of "system", as written so far, without a torn last line. Raises Damaged for a line
+        that is not a row of the table. Raises it too where no process works on the run, and its rows do not begin as at
+        its newest checkpoint."""
         path = self.jsonl(table)
         data = self.read(path) or b""
         if self.checkpoint.is_dir() and self.sealed() is None and not self.is_locked():
             self._check_mark(table, data)
         rows = parse_rows(path, data)
-        check_rows(path, rows, TABLES[table])
+        check_rows(path, rows, SYSTEM if table == "system" else TABLES[table])
         return rows
 
     def _check_mark(self, table: str, data: bytes) -> None:

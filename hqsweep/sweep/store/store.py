@@ -31,6 +31,8 @@ MOVE = "move it away, or run the sweep's `hqsweep run` command, which takes in w
 """The remedy for a folder that is not in the list of its sweep."""
 SOME = 8
 """The number of names in a message."""
+INDEX = ".query"
+"""The folder of a sweep with the index of its rows, which queries make."""
 LOCK_WAIT_S = 60.0
 """The seconds to wait for the process that changes the sweep's list of runs."""
 
@@ -186,6 +188,13 @@ class RunStore:
         """The sweep's runs in grid order, also those without a folder; [] for an unknown sweep."""
         return runs_in(self.root / sweep)
 
+    def all_runs(self) -> list[RunDir]:
+        """The runs of all sweeps. Raises UserError where there is no sweep."""
+        sweeps = self.sweeps()
+        if not sweeps:
+            raise UserError(f"runs_dir: no sweep in {self.root}; `hqsweep run conf=quickstart` makes one")
+        return [run for sweep in sweeps for run in self.runs(sweep)]
+
     def _whole_runs(self, sweep: str) -> list[RunDir]:
         """The sweep's runs; [] for a sweep whose list is damaged."""
         with suppress(Damaged):
@@ -329,19 +338,20 @@ def runs_in(sweep_path: Path) -> list[RunDir]:
     return [] if document is None else [RunDir(sweep_path / name) for name in document["runs"]]
 
 
-def foreign(sweep_path: Path) -> list[RunDir]:
-    """The folders in a sweep's folder that look like runs and are not in its list, by name."""
-    listed = {run.name for run in runs_in(sweep_path)}
-    return [RunDir(sweep_path / name) for name in sorted(sweep_file.present(sweep_path) - listed)] if listed else []
+def foreign(sweep_path: Path, listed: Sequence[RunDir] | None = None) -> list[RunDir]:
+    """The folders in a sweep's folder that look like runs and are not in its list, by name. listed: runs_in() of it."""
+    names = {run.name for run in (runs_in(sweep_path) if listed is None else listed)}
+    return [RunDir(sweep_path / name) for name in sorted(sweep_file.present(sweep_path) - names)] if names else []
 
 
 def known(runs: Iterable[RunDir]) -> tuple[list[RunDir], list[RunDir]]:
     """(runs, folders among them that their sweep does not list); where all runs of a sweep are given, all folders in it
     that it does not list. A folder beside no sweep.json is a run. Raises Damaged for a damaged sweep.json."""
     runs = list(runs)
-    paths = {run.path for run in runs}
+    paths = {str(run.path) for run in runs}
     strangers = []
     for sweep_path in dict.fromkeys(run.sweep_path for run in runs):
-        whole = paths.issuperset(run.path for run in runs_in(sweep_path))
-        strangers += [run for run in foreign(sweep_path) if whole or run.path in paths]
+        listed = runs_in(sweep_path)
+        whole = paths.issuperset(str(run.path) for run in listed)
+        strangers += [run for run in foreign(sweep_path, listed) if whole or str(run.path) in paths]
     return [run for run in runs if run not in strangers], strangers

@@ -73,7 +73,7 @@ def is_sweep(folder: Path) -> bool:
 
 def present(folder: Path) -> set[str]:
     """The names of the folders of runs in a sweep's folder."""
-    return {entry.name for entry in os.scandir(folder) if (Path(entry) / "config.yaml").is_file()}
+    return {entry.name for entry in os.scandir(folder) if os.path.isfile(f"{entry.path}/config.yaml")}
 
 
 def _is_list_of_runs(document: Any) -> bool:
@@ -81,7 +81,7 @@ def _is_list_of_runs(document: Any) -> bool:
         return False
     lists = [document.get(key) for key in LISTS]
     good = all(isinstance(words, list) and all(isinstance(word, str) for word in words) for words in lists)
-    plain = good and all(Path(name).name == name and name not in ("", "..") for name in document["runs"])
+    plain = good and all(os.path.basename(name) == name and name not in ("", ".", "..") for name in document["runs"])
     return plain and isinstance(document.get("study", {}), dict)
 
 

@@ -1,0 +1,1 @@
+"""Questions about runs in SQL: the tables that a query sees, and the query."""
