@@ -19,6 +19,7 @@ that it is not read; histories then begin anew.
 
 import warnings
 from collections.abc import Mapping, MutableMapping
+from functools import reduce
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +28,6 @@ from torch import Tensor, nn
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 EXTRA_STATE = "_extra_state"
-QKV = ("query", "key", "value")
 State = MutableMapping[str, Any]
 
 
@@ -36,26 +36,41 @@ class TakesKeys(nn.Module):
 
     KEYS: ClassVar[Mapping[str, str]] = {}
     """TransformerEngine's key -> this module's key. A key that ends in a dot stands for all keys that begin with it."""
-    pieces: int = 1
-    """The matrices that lie one below the other in the weight; TransformerEngine has names for three."""
-    fused_qkv = False
-    """Whether its weight of q, k and v lies in one piece."""
+    split: ClassVar[Mapping[str, int]] = {}
+    """Name of a part of the weight in parameters_split -> its rows, one part below the other."""
     has_extra_state = True
     """Whether its state_dict has an _extra_state there."""
+
+    def __getattr__(self, name: str) -> Any:
+        """A parameter or a module under TransformerEngine's name, such as layer_norm_weight or query_weight."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            part, _, kind = name.rpartition("_")
+            own = self.KEYS.get(name) or self.KEYS.get(f"{name}.", "").removesuffix(".")
+            if part in self.split and kind in ("weight", "bias"):
+                return self._rows_of(part, getattr(self, kind))
+            if not own:
+                raise
+        return reduce(getattr, own.split("."), self)
+
+    def _rows_of(self, part: str, whole: Tensor | None) -> Tensor | None:
+        sizes = list(self.split.values())
+        index = list(self.split).index(part)
+        start = sum(sizes[:index])
+        return None if whole is None else whole[start : start + sizes[index]]
 
     def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
         drop_extra_state(state_dict, prefix, type(self).__name__)
         rename(state_dict, prefix, self.KEYS)
-        if self.pieces == len(QKV):
-            for name in ("weight", "bias"):
-                _join(state_dict, prefix, name)
+        for name in ("weight", "bias") if self.split else ():
+            _join(state_dict, prefix, name, self.split)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def give_keys(self, state: State, prefix: str) -> None:
         """Rename this module's keys in a state_dict to TransformerEngine's; its children have done so."""
-        if self.pieces == len(QKV) and not self.fused_qkv:
-            for name in ("weight", "bias"):
-                _split(state, prefix, name)
+        for name in ("weight", "bias") if self.split else ():
+            _split(state, prefix, name, self.split)
         rename(state, prefix, {own: theirs for theirs, own in self.KEYS.items()})
         if self.has_extra_state:
             state[f"{prefix}{EXTRA_STATE}"] = torch.empty(0, dtype=torch.uint8)
@@ -105,13 +120,14 @@ def drop_extra_state(state: State, prefix: str, kind: str) -> None:
         )
 
 
-def _join(state: State, prefix: str, name: str) -> None:
-    keys = [f"{prefix}{part}_{name}" for part in QKV]
+def _join(state: State, prefix: str, name: str, split: Mapping[str, int]) -> None:
+    keys = [f"{prefix}{part}_{name}" for part in split]
     if f"{prefix}{name}" not in state and all(isinstance(state.get(key), Tensor) for key in keys):
         state[f"{prefix}{name}"] = torch.cat([state.pop(key) for key in keys])
 
 
-def _split(state: State, prefix: str, name: str) -> None:
+def _split(state: State, prefix: str, name: str, split: Mapping[str, int]) -> None:
     whole = state.pop(f"{prefix}{name}", None)
     if whole is not None:
-        state.update({f"{prefix}{part}_{name}": rows for part, rows in zip(QKV, whole.chunk(3), strict=True)})
+        parts = zip(split, whole.split(list(split.values())), strict=True)
+        state.update({f"{prefix}{part}_{name}": rows for part, rows in parts})

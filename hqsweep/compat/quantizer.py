@@ -13,8 +13,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from hqsweep.compat.activation_dtype import quantizer_in
 from hqsweep.compat.arguments import shown
+from hqsweep.compat.modules.activation_dtype import quantizer_in
 from hqsweep.errors import UserError
 from hqsweep.formats import Format, Fp8Current, RngKey
 from hqsweep.quant import HybridOperand, HybridQuantizedTensor, Operand

@@ -10,8 +10,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from hqsweep.compat.activation_dtype import BF16, FORMATS, ToBF16
 from hqsweep.compat.arguments import flag, one_of, refuse, shown, taken
+from hqsweep.compat.modules.activation_dtype import BF16, FORMATS, ToBF16
 from hqsweep.compat.quantizer import OfFrozen, Quantizer, quantized
 from hqsweep.errors import UserError
 from hqsweep.formats import MX, NVFP4, Format, Fp8Block, Fp8Current, Fp8Delayed

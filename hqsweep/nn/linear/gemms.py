@@ -143,6 +143,11 @@ def delivered(
     return [None] * len(needs)
 
 
+def weight_gradients(state: BackwardState, dy: AnyOperand, x: AnyOperand, needs: Sequence[bool]) -> list[Gradient]:
+    """wgrad() and delivered() in one call, for a backward that leaves them to later."""
+    return delivered(state, wgrad(state, dy, x), needs)
+
+
 def add_biases(call: LinearCall, y: Tensor, biases: Sequence[Tensor]) -> Tensor:
     rows, splits = biases[0] if biases[0].dim() == 2 else biases, call.splits
     if splits is not None and (splits.sizes is None or splits.equal):  # one addition for all, and nothing waits

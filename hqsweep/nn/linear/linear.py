@@ -1,6 +1,7 @@
 """Linear: y = x @ w.T + b with each of its three GEMMs on operands of the recipe's formats."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from hqsweep.nn.linear.gemms import (
     keep,
     probe_wgrad,
     weight_column,
+    weight_gradients,
     wgrad,
 )
 from hqsweep.nn.linear.linear_call import NOTHING, KnownInput, LinearCall
@@ -83,10 +85,13 @@ class LinearFunction(torch.autograd.Function):
                 call.probe_gemms("dgrad", call.parts(dy), [w.t() for w in probed[1]], call.parts(dx))
         if column:
             x_column = call.saved_input(state.parts(tensors)[1], state.skeleton)
-            gradients = wgrad(state, operands.columnwise, x_column, may_add=not probed)
-            if probed:
-                probe_wgrad(call, dy, probed[0], gradients)
-            dw = delivered(state, gradients, needs_dw)
+            if call.waiting is None:
+                gradients = wgrad(state, operands.columnwise, x_column, may_add=not probed)
+                if probed:
+                    probe_wgrad(call, dy, probed[0], gradients)
+                dw = delivered(state, gradients, needs_dw)
+            else:
+                call.waiting.append(partial(weight_gradients, state, operands.columnwise, x_column, needs_dw))
         if needs_dx:
             dx = call.rounded("grad_input", dx)
         db = bias_gradients(call, dy, ctx.biases) if any(needs_db) else [None] * len(ctx.biases)

@@ -1,6 +1,6 @@
 """LinearCall: a call of a linear with one weight matrix, or with one for each expert."""
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -63,6 +63,8 @@ class LinearCall(Call):
     save_original: bool
     """Whether x is saved instead of its columnwise operand, which is then made in backward."""
     workspace: WeightWorkspace | None
+    waiting: list[Callable[[], list[Tensor | None]]] | None = None
+    """Where backward puts functions that compute the gradients of the weights later; None: it computes them itself."""
     plans: Mapping[str, GemmPlan] | None = None
     """"fprop", "dgrad" and "wgrad" -> the plan that computes the product of all experts."""
     made_together: ClassVar[bool] = False

@@ -1,0 +1,1 @@
+"""Optimizers by TransformerEngine's names."""
