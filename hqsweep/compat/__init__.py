@@ -60,7 +60,7 @@ from hqsweep.compat.modules.multihead_attention import MultiheadAttention
 from hqsweep.compat.modules.norms import LayerNorm, RMSNorm
 from hqsweep.compat.modules.rope import RotaryPositionEmbedding
 from hqsweep.compat.modules.transformer_layer import TransformerLayer
-from hqsweep.compat.optimizers.fused_adam import FusedAdam
+from hqsweep.compat.optimizers import FusedAdam, FusedSGD
 from hqsweep.compat.quantizer import Quantizer, te_device_type
 from hqsweep.compat.quantizers import (
     DType,
@@ -129,6 +129,7 @@ __all__ = [
     "Fp8Padding",
     "Fp8Unpadding",
     "FusedAdam",
+    "FusedSGD",
     "GroupedLinear",
     "GroupedTensor",
     "HybridQuantizedTensor",

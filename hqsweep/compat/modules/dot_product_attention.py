@@ -62,14 +62,14 @@ class DotProductAttention(TakesKeys, _DotProductAttention):
             what = f"num_attention_heads={heads}" if heads % ranks else f"num_gqa_groups={groups}"
             raise UserError(f"{kind}: {what} does not divide by tp_size={ranks}")
         width = channels if isinstance(channels, int) else channels[0]
-        self.heads, self.groups, self.ranks = heads // ranks, groups // ranks, ranks
+        self.ranks = ranks
         self.scale = 1 / math.sqrt(width) if given["softmax_scale"] is None else given["softmax_scale"]
         self.attention_dropout, self.qkv_format = given["attention_dropout"], given["qkv_format"]
         self.hidden = Hidden(
             mask_type=given["attn_mask_type"], window=given["window_size"], bottom_right=given["bottom_right_diagonal"]
         )
         self.softmax_type, self.return_max_logit = given["softmax_type"], bool(given["return_max_logit"])
-        learned = torch.zeros(1, self.heads, 1, 1) if self.softmax_type == "learnable" else None
+        learned = torch.zeros(1, heads // ranks, 1, 1) if self.softmax_type == "learnable" else None
         self.softmax_offset = None if learned is None else nn.Parameter(learned)
 
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | None) -> None:
@@ -134,11 +134,11 @@ class DotProductAttention(TakesKeys, _DotProductAttention):
         return self.training and self.attention_dropout > 0
 
     def _in_high_precision(self, q: Tensor, k: Tensor, v: Tensor, hidden: Hidden, bias: Bias) -> Tensor:
-        shape = (len(q), self.heads, q.shape[-2], k.shape[-2])
+        shape = (*q.shape[:3], k.shape[-2])
         k, v = self._repeated(q, k, v)
         added = hidden.scores(bias, shape, self.scale, q.device)
         if self.softmax_type != "vanilla":  # a key more, whose value is 0 and whose score is the sink's
-            sink = self._sinks(q.device).view(1, -1, 1, 1).expand(len(q), self.heads, shape[2], 1)
+            sink = self._sinks(q).view(1, -1, 1, 1).expand(*shape[:3], 1)
             added = torch.zeros(shape, device=q.device) if added is None else added.expand(shape)
             added, k, v = torch.cat([added, sink], dim=-1), *(F.pad(x, (0, 0, 0, 1)) for x in (k, v))
         options = {"scale": self.scale, "dropout_p": self.attention_dropout if self.drops else 0.0}
@@ -159,12 +159,12 @@ class DotProductAttention(TakesKeys, _DotProductAttention):
         call = self.parallel.call(facts, len(q)) if self.parallel is not None else AttentionCall(**facts)
         mask = None
         if not hidden.is_plain or bias.kind != "no_bias":
-            shape = (len(q), self.heads, q.shape[-2], k.shape[-2])
+            shape = (*q.shape[:3], k.shape[-2])
             mask = hidden.scores(bias, shape, self.scale, q.device)
             mask = (mask > -math.inf) if bias.kind == "no_bias" else mask
             mask = mask.expand(len(q), -1, -1, -1)
         k, v = self._repeated(q, k, v)
-        sinks = None if self.softmax_type == "vanilla" else self._sinks(q.device)
+        sinks = None if self.softmax_type == "vanilla" else self._sinks(q)
         y = quantized_attention(q, k, v, replace(call, scale=self.scale), mask=mask, sinks=sinks)
         return y if call.quantizers.output is None else call.rounded("output", y)
 
@@ -174,10 +174,10 @@ class DotProductAttention(TakesKeys, _DotProductAttention):
             return k, v
         return tuple(x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
 
-    def _sinks(self, device: torch.device) -> Tensor:
+    def _sinks(self, q: Tensor) -> Tensor:
         """The score of each head's sink, float32 [H]."""
         if self.softmax_offset is None:
-            return torch.zeros(self.heads, device=device)
+            return torch.zeros(q.shape[1], device=q.device)
         return self.softmax_offset.float().flatten()
 
     def _max_logit(self, q: Tensor, k: Tensor, hidden: Hidden, bias: Bias) -> Tensor:

@@ -236,9 +236,13 @@ class MultiheadAttention(OverRanks, _MultiheadAttention):
         return x, self.proj(recomputed(self._core, qkv) if checkpoint_core_attention else self._core(qkv))
 
     def _core(self, qkv: Tensor, *, in_place: bool = False) -> Tensor:
-        if in_place and self._is_joined(qkv):
+        if self.dpa.splits_tokens:
+            qkv = self.dpa.parallel.whole_sequences(qkv if self.qkv_format == "bshd" else qkv.transpose(0, 1))
+            qkv = qkv if self.qkv_format == "bshd" else qkv.transpose(0, 1)
+        elif in_place and self._is_joined(qkv):
             return attend_joined(qkv, self.heads, None, self.is_causal)
-        return in_dtype(self.dpa(*self.layout.of_self(qkv)), qkv.dtype)
+        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).unbind(-3)  # ranks may have changed the number of heads
+        return in_dtype(self.dpa(q, k, v), qkv.dtype)
 
     def _is_joined(self, qkv: Tensor) -> bool:
         return self.qkv_format == "bshd" and super()._is_joined(qkv)
