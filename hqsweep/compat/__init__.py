@@ -13,6 +13,7 @@ TransformerEngine's modules load: hqsweep.compat.checkpoint_keys. `hqsweep recip
 is the way back.
 """
 
+from hqsweep.compat import ops, optimizers
 from hqsweep.compat.built_in_recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -187,6 +188,8 @@ __all__ = [
     "nvfp4_linear_fp8_dpa_factory",
     "nvfp4_row_scaled_fwd_high_precision_bwd_factory",
     "nvfp4_row_scaled_fwd_mxfp8_bwd_factory",
+    "ops",
+    "optimizers",
     "quantized_model_init",
     "quantizer_factory",
     "te_device_type",

@@ -24,10 +24,18 @@ from hqsweep.quant.metadata import Metadata
 
 
 class DType(Enum):
-    """Element types of codes."""
+    """Element types. Quantizers take the three of codes."""
 
+    kByte = "uint8"
+    kInt16 = "int16"
+    kInt32 = "int32"
+    kInt64 = "int64"
+    kFloat32 = "float32"
+    kFloat16 = "float16"
+    kBFloat16 = "bfloat16"
     kFloat8E4M3 = "e4m3"
     kFloat8E5M2 = "e5m2"
+    kFloat8E8M0 = "e8m0"
     kFloat4E2M1 = "e2m1"
 
 
