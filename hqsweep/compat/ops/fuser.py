@@ -5,16 +5,16 @@ SwiGLU between them, on a GPU. All results have the bytes of the operations one 
 torch.autocast, which is rounded to its dtype first.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hqsweep.compat.arguments import shown
 from hqsweep.compat.ops.activations import Activation
-from hqsweep.compat.ops.linear import BasicLinear, Bias, dtype_of
+from hqsweep.compat.ops.basic_linear import BasicLinear, Bias
 from hqsweep.compat.ops.norms import NormOperation
-from hqsweep.compat.ops.op import BasicOperation, FusibleOperation
+from hqsweep.compat.ops.op import BasicOperation, FusibleOperation, dtype_of
 from hqsweep.errors import UserError
 from hqsweep.nn.linear.layernorm_linear import normed_for
 from hqsweep.nn.linear.linear_call import NOTHING
@@ -148,3 +148,25 @@ def _product(ops: Sequence[BasicOperation], x: Tensor, known: Any, before: int) 
 
 FUSIONS: tuple[Fusion, ...] = (_mlp, _norm_and_product, _with_bias)
 """What is tried at each operation, in this order."""
+
+
+class FusedOperation(FusibleOperation):
+    """Several basic operations in one. It has no parameters of its own."""
+
+    def __init__(self, basic_ops: Iterable[FusibleOperation]) -> None:
+        super().__init__()
+        self.basic_ops = nn.ModuleList(basic_ops)
+        if not self.basic_ops:
+            raise UserError(f"{type(self).__name__}: there are no basic operations")
+
+    @property
+    def is_fused_op(self) -> bool:
+        return True
+
+    @property
+    def parts(self) -> Sequence[BasicOperation]:
+        return [part for op in self.basic_ops for part in op.parts]
+
+    def forward(self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Any = None) -> Any:
+        """The operations by themselves."""
+        return OperationFuser([self])(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from hqsweep.compat.modules.activation_dtype import params_dtype
 from hqsweep.compat.modules.grouped_linear import GroupedLinear as _GroupedLinear
-from hqsweep.compat.ops.linear import dtype_of
-from hqsweep.compat.ops.op import BasicOperation
+from hqsweep.compat.ops.op import BasicOperation, dtype_of
 from hqsweep.errors import UserError
 from hqsweep.nn.experts.grouped import ExpertParameters
 from hqsweep.ops.quantize.kernels import in_dtype

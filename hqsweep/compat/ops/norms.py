@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from hqsweep.compat.modules.activation_dtype import params_dtype
 from hqsweep.compat.modules.norms import L2Normalization as _L2Normalization
-from hqsweep.compat.ops.linear import dtype_of
-from hqsweep.compat.ops.op import BasicOperation
+from hqsweep.compat.ops.op import BasicOperation, dtype_of
 from hqsweep.nn.core.context import high_precision
 from hqsweep.nn.layers.norm import Norm
 from hqsweep.ops.quantize.kernels import in_dtype

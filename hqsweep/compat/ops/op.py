@@ -12,6 +12,12 @@ from torch import Tensor, nn
 
 from hqsweep.compat.arguments import shown
 from hqsweep.errors import UserError
+from hqsweep.nn.core.products import in_autocast
+
+
+def dtype_of(x: Tensor, parameter: Tensor) -> torch.dtype:
+    """The dtype of an operation with parameters: of these, or of torch.autocast."""
+    return torch.get_autocast_dtype(x.device.type) if in_autocast(x.device) else parameter.dtype
 
 
 class OperationContext:
@@ -33,7 +39,7 @@ class FusibleOperation(nn.Module):
     @property
     def is_fused_op(self) -> bool:
         """Whether it stands for several basic operations."""
-        return isinstance(self, FusedOperation)
+        return False
 
     @property
     def parts(self) -> Sequence["BasicOperation"]:
@@ -119,10 +125,13 @@ class BasicOperation(FusibleOperation):
         raise NotImplementedError(f"{type(self).__name__} has no op_backward()")
 
     def forward(self, input: Tensor, *extra_inputs: Tensor, **options: Any) -> Any:
-        """The operation by itself."""
-        from hqsweep.compat.ops.fuser import OperationFuser  # which imports this file
-
-        return OperationFuser([self])(input, *extra_inputs, basic_op_kwargs=[options])
+        """The operation by itself. UserError for another number of extra inputs."""
+        self._captured = True
+        if len(extra_inputs) != self.num_extra_inputs:
+            raise UserError(
+                f"{type(self).__name__}: it takes {self.num_extra_inputs} extra inputs, and got {len(extra_inputs)}"
+            )
+        return self.run(input, *extra_inputs, **options)
 
 
 class _OfContext(torch.autograd.Function):
@@ -141,23 +150,3 @@ class _OfContext(torch.autograd.Function):
         ctx.context.saved_tensors = ctx.saved_tensors
         dx, gradients = ctx.op.op_backward(ctx.context, dy)
         return dx, None, None, *gradients
-
-
-class FusedOperation(FusibleOperation):
-    """Several basic operations in one. It has no parameters of its own."""
-
-    def __init__(self, basic_ops: Iterable[FusibleOperation]) -> None:
-        super().__init__()
-        self.basic_ops = nn.ModuleList(basic_ops)
-        if not self.basic_ops:
-            raise UserError(f"{type(self).__name__}: there are no basic operations")
-
-    @property
-    def parts(self) -> Sequence[BasicOperation]:
-        return [part for op in self.basic_ops for part in op.parts]
-
-    def forward(self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Any = None) -> Any:
-        """The operations by themselves."""
-        from hqsweep.compat.ops.fuser import OperationFuser  # which imports this file
-
-        return OperationFuser([self])(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)

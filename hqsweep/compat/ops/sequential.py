@@ -5,8 +5,8 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from hqsweep.compat.ops.basic_linear import BasicLinear
 from hqsweep.compat.ops.fuser import OperationFuser
-from hqsweep.compat.ops.linear import BasicLinear
 from hqsweep.compat.ops.op import BasicOperation, FusibleOperation
 from hqsweep.errors import UserError
 
