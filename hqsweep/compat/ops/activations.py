@@ -5,36 +5,57 @@ A gated one takes [a, b], one half of the width each. With glu_interleave_size=n
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from hqsweep.compat.arguments import refuse
+from hqsweep.compat.arguments import flag
 from hqsweep.compat.modules.activation_dtype import activations
 from hqsweep.compat.modules.activations import activation_of, clamped_swiglu, srelu
 from hqsweep.compat.ops.op import BasicOperation
+from hqsweep.compat.quantizers import DType, Float8CurrentScalingQuantizer
 from hqsweep.errors import UserError
 from hqsweep.ops.quantize.kernels import in_dtype
 
 
 class Activation(BasicOperation):
-    """Base of all. cache_quantized_input saves x in FP8, which changes gradients, and is refused."""
+    """Base of all. cache_quantized_input: x is saved for backward as FP8 with one scale (E4M3)."""
 
     kind: ClassVar[str]
     """The name in hqsweep.compat's LayerNormMLP."""
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
-        refuse(type(self).__name__, {"cache_quantized_input": cache_quantized_input})
+        self.cache_quantized_input = flag(type(self).__name__, "cache_quantized_input", cache_quantized_input)
 
     def run(self, x: Tensor) -> Tensor:
         x = activations(type(self).__name__, x)
+        return _OfCodes.apply(x, self._in_dtype) if self.cache_quantized_input else self._in_dtype(x)
+
+    def _in_dtype(self, x: Tensor) -> Tensor:
         return in_dtype(self.activated(x), x.dtype)
 
     def activated(self, x: Tensor) -> Tensor:
         """The activation in float32, or in x's dtype by a kernel."""
         return activation_of(type(self).__name__, self.kind, None)(x)
+
+
+class _OfCodes(torch.autograd.Function):
+    """A function of x, whose gradient is taken at the values of x in FP8."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, columnwise=False)
+        ctx.codes, ctx.shape, ctx.function = quantizer(x.reshape(1, -1)), x.shape, function
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            x = ctx.codes.dequantize().view(ctx.shape).requires_grad_()
+            return torch.autograd.grad(ctx.function(x), x, dy)[0], None
 
 
 class GELU(Activation):

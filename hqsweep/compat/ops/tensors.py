@@ -11,8 +11,8 @@ from torch import Tensor
 from hqsweep.compat.arguments import flag
 from hqsweep.compat.modules.activation_dtype import quantizer_in
 from hqsweep.compat.ops.op import BasicOperation
-from hqsweep.errors import UserError
 from hqsweep.nn.core.context import autocast_recipe, current
+from hqsweep.nn.core.delayed import DelayedStates
 from hqsweep.nn.core.rounding import rounded
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import QuantizerRole
@@ -72,6 +72,7 @@ class Quantize(BasicOperation):
         super().__init__()
         self.rounds_forward = flag("Quantize", "forward", forward)
         self.rounds_backward = flag("Quantize", "backward", backward)
+        self.states = DelayedStates()
 
     def get_quantizer_roles(self, mode: str) -> list[QuantizerRole]:
         tensor = "input" if mode == "forward" else "grad_output"
@@ -81,16 +82,17 @@ class Quantize(BasicOperation):
         recipe = autocast_recipe()
         if recipe is None:
             return x
-        forward, backward = (self._rounding(recipe, mode, x.dtype) for mode in ("forward", "backward"))
+        forward, backward = (self._rounding(recipe, mode, x) for mode in ("forward", "backward"))
         return _Rounded.apply(x, forward if self.rounds_forward else None, backward if self.rounds_backward else None)
 
-    def _rounding(self, recipe: AnyRecipe, mode: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        """The function that rounds x, or its gradient. UserError for delayed scaling."""
-        (role,) = self.get_quantizer_roles(mode)
-        quantizer = quantizer_in(recipe.quantizer(role), dtype)
-        if quantizer.delayed:
-            raise UserError(f"Quantize: {quantizer} has histories, which belong to linears; give another format")
-        return partial(rounded, quantizer=quantizer, key=current().key(str(role)))
+    def _rounding(self, recipe: AnyRecipe, mode: str, x: Tensor) -> Callable[[Tensor], Tensor]:
+        """The function that rounds x, or its gradient."""
+        (role,), context = self.get_quantizer_roles(mode), current()
+        quantizer = quantizer_in(recipe.quantizer(role), x.dtype)
+        step = context.turn if context.step is None else context.step
+        call = {"step": step, "record": torch.is_grad_enabled(), "group": context.amax_group}
+        states = self.states.of(role.tensor_type, quantizer, device=x.device, **call)
+        return partial(rounded, quantizer=quantizer, key=context.key(str(role)), states=states)
 
 
 class _Rounded(torch.autograd.Function):

@@ -107,7 +107,9 @@ class Call:
     def recording(self) -> dict[str, Any]:
         """The arguments with which states of delayed scaling record this call: the step, whether to record, and the
         group."""
-        return {"step": self.context.step, "record": self.grad, "group": self.context.amax_group}
+        context = self.context
+        step = context.turn if context.step is None else context.step
+        return {"step": step, "record": self.grad, "group": context.amax_group}
 
     @property
     def product_takes(self) -> Output:

@@ -5,7 +5,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hqsweep.compat import DType, MXFP8BlockScaling, MXFP8Quantizer, autocast, ops
+from hqsweep.compat import (
+    DelayedScaling,
+    DType,
+    Float8CurrentScalingQuantizer,
+    MXFP8BlockScaling,
+    MXFP8Quantizer,
+    autocast,
+    ops,
+)
 from hqsweep.errors import UserError
 
 M, W = 8, 64
@@ -138,8 +146,6 @@ def test_a_linear_is_a_product_and_a_bias():
         assert op(x).dtype is torch.bfloat16
     with pytest.raises(UserError, match=r"ops.Linear: tensor_parallel_mode='row' takes no bias"):
         ops.Linear(W, 32, tensor_parallel_mode="row")
-    with pytest.raises(UserError, match="GELU: cache_quantized_input=True has no counterpart here"):
-        ops.GELU(cache_quantized_input=True)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -194,3 +200,20 @@ def test_fused_operations_have_parts():
     assert torch.equal(Both([ops.ReLU(), ops.ConstantScale(2.0)])(x), 2 * F.relu(x))
     with pytest.raises(UserError, match="Both: there are no basic operations"):
         Both([])
+
+
+@pytest.mark.parametrize("kind", ["SiLU", "SwiGLU"])
+def test_the_gradient_may_be_taken_at_values_in_fp8(kind):
+    op, plain, x = getattr(ops, kind)(cache_quantized_input=True), getattr(ops, kind)(), rows()
+    low = Float8CurrentScalingQuantizer(DType.kFloat8E4M3)(x.detach()).dequantize().requires_grad_()
+    y = op(x)
+    assert torch.equal(y, plain(x))
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(plain(low).sum(), low)[0])
+
+
+def test_rounding_by_delayed_scaling_has_a_history():
+    op, x = ops.Quantize(), rows().detach()
+    for factor in (1.0, 64.0):
+        with autocast(recipe=DelayedScaling(amax_history_len=2)):
+            y = op(x * factor)
+    assert y.abs().max() < 2 * x.abs().max()  # by the scale of the first call
