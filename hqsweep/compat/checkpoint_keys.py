@@ -9,22 +9,23 @@ A module's own state_dict has this package's keys, and these load as well. Below
     MultiheadAttention      layernorm_qkv.*  ->  qkv.*  (with input_layernorm; without it both say qkv.*)
                             query_weight, key_weight, value_weight  ->  one below the other in weight; biases alike
     TransformerLayer        self_attention.*, layernorm_mlp.*  ->  attn.*, mlp.*
-    all                     _extra_state: empty, and not read; see below
+    all                     _extra_state  ->  states.*: the histories of delayed scaling; see below
 
 With fuse_qkv_params the weight of q, k and v is one piece, whose rows are in the order of heads unless
-qkv_weight_interleaved is False. It loads into a module that is built with both options, and is refused elsewhere. An
-_extra_state that is not empty is a pickle: the recipe, and the scales and histories of delayed scaling. A warning says
-that it is not read; histories then begin anew.
+qkv_weight_interleaved is False. It loads into a module that is built with the same two options, and is refused
+elsewhere. An _extra_state that is not empty is a pickle: hqsweep.compat.extra_state. A warning says where it is not
+read; histories then begin anew.
 """
 
 import warnings
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from functools import reduce
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from hqsweep.compat import extra_state
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 EXTRA_STATE = "_extra_state"
@@ -60,8 +61,12 @@ class TakesKeys(nn.Module):
         start = sum(sizes[:index])
         return None if whole is None else whole[start : start + sizes[index]]
 
+    def products(self) -> Sequence[str]:
+        """The prefix of the delayed-scaling states of each product whose columns its _extra_state has."""
+        return ("states.",)
+
     def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
-        drop_extra_state(state_dict, prefix, type(self).__name__)
+        take_extra_state(state_dict, prefix, self)
         rename(state_dict, prefix, self.KEYS)
         for name in ("weight", "bias") if self.split else ():
             _join(state_dict, prefix, name, self.split)
@@ -73,26 +78,35 @@ class TakesKeys(nn.Module):
             _split(state, prefix, name, self.split)
         rename(state, prefix, {own: theirs for theirs, own in self.KEYS.items()})
         if self.has_extra_state:
-            state[f"{prefix}{EXTRA_STATE}"] = torch.empty(0, dtype=torch.uint8)
+            own = {k: state[f"{prefix}{k}"] for k in _below(state, prefix) if ".states." in f".{k}"}
+            found = extra_state.written(own, self.products()) if own else None
+            state[f"{prefix}{EXTRA_STATE}"] = torch.empty(0, dtype=torch.uint8) if found is None else found
+            for key in own:
+                del state[f"{prefix}{key}"]
 
 
 def transformer_engine_state_dict(model: nn.Module) -> dict[str, Any]:
     """The state_dict of a model with TransformerEngine's keys for its modules of these names, which loads there.
 
-    Weights that are held quantized are given as their values. States of delayed scaling are left out, which a warning
-    says: there they are a pickle.
+    Weights that are held quantized are given as their values. States of delayed scaling of linears and experts become
+    an _extra_state, and others are left out, which a warning says.
     """
     state: dict[str, Any] = {}
     for key, value in model.state_dict().items():
-        if ".states." in f".{key}":
-            warnings.warn(f"{key}: states of delayed scaling are left out; they begin anew there", stacklevel=2)
-            continue
         held = isinstance(value, HybridQuantizedTensor)
         state[key] = value.dequantize() if held else value
     for name, module in reversed(list(model.named_modules(remove_duplicate=False))):
         if isinstance(module, TakesKeys):
             module.give_keys(state, f"{name}." if name else "")
+    for key in [key for key in state if ".states." in f".{key}"]:
+        warnings.warn(f"{key}: states of delayed scaling are left out; they begin anew there", stacklevel=2)
+        del state[key]
     return state
+
+
+def _below(state: State, prefix: str) -> list[str]:
+    """The keys below a prefix, without it."""
+    return [key.removeprefix(prefix) for key in state if key.startswith(prefix)]
 
 
 def rename(state: State, prefix: str, keys: Mapping[str, str]) -> None:
@@ -106,6 +120,17 @@ def rename(state: State, prefix: str, keys: Mapping[str, str]) -> None:
                 state[renamed] = state.pop(key)
 
 
+def take_extra_state(state: State, prefix: str, module: TakesKeys) -> None:
+    """Put the histories of a module's _extra_state in place of it; print a warning if it has others."""
+    value = state.get(f"{prefix}{EXTRA_STATE}")
+    found = extra_state.read(value, module.products()) if isinstance(value, Tensor) and value.numel() else None
+    if found is None:
+        drop_extra_state(state, prefix, type(module).__name__)
+    else:
+        del state[f"{prefix}{EXTRA_STATE}"]
+        state.update({f"{prefix}{key}": tensor for key, tensor in found.items()})
+
+
 def drop_extra_state(state: State, prefix: str, kind: str) -> None:
     """Remove the _extra_state of a module, and print a warning if it had content."""
     key = f"{prefix}{EXTRA_STATE}"
@@ -114,8 +139,8 @@ def drop_extra_state(state: State, prefix: str, kind: str) -> None:
     value = state.pop(key)
     if value is not None and not (isinstance(value, Tensor) and value.numel() == 0):
         warnings.warn(
-            f"{kind}: {key} of the checkpoint is a pickle of TransformerEngine's recipe and histories of delayed"
-            " scaling; it is not read, and histories begin anew",
+            f"{kind}: {key} of the checkpoint is a pickle that does not have the histories of delayed scaling of this"
+            " module; it is not read, and histories begin anew",
             stacklevel=2,
         )
 

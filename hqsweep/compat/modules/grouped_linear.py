@@ -93,6 +93,9 @@ class GroupedLinear(LaterGradients, TakesKeys, InActivationDtype, _GroupedLinear
         if ranks > 1 or self._draw is not None:
             self._take_part()
 
+    def products(self) -> Sequence[str]:
+        return [f"states.{expert}." for expert in range(self.num_experts)]
+
     def weights_of_later(self) -> Sequence[Tensor]:
         return self.weights
 

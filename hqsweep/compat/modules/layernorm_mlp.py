@@ -1,11 +1,10 @@
 """transformer_engine.pytorch.LayerNormMLP, by its name: two linears of compat, fc1 and fc2, and an activation."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from hqsweep.compat.checkpoint_keys import EXTRA_STATE
 from hqsweep.compat.modules.activations import activation_of, inputs
 from hqsweep.compat.modules.layernorm_linear import LayerNormLinear
 from hqsweep.compat.modules.linear import Linear
@@ -54,6 +53,7 @@ class LayerNormMLP(OverRanks, _LayerNormMLP):
         modes = {"init_method": given["output_layer_init_method"], "parallel_mode": "row"}
         both["return_bias"] = given["return_bias"]
         self.fc2 = Linear(ffn_hidden_size, hidden_size, name=f"{name}.fc2", **modes, **both)
+        self.fc1.has_extra_state = self.fc2.has_extra_state = False  # the module's has the columns of both
 
     def forward(self, inp: Tensor, *positional: Any, **arguments: Any) -> Any:
         """forward(inp). is_first_microbatch has no effect: quantization(cache_weights=True) keeps the operands of
@@ -84,8 +84,5 @@ class LayerNormMLP(OverRanks, _LayerNormMLP):
         total, z = self.fc1.added(x, branch)
         return total, self.fc2(in_dtype(self._activate(z), x.dtype))
 
-    def give_keys(self, state: dict[str, Any], prefix: str) -> None:
-        """TakesKeys.give_keys. In TransformerEngine its linears have no separate _extra_state."""
-        for inner in ("fc1", "fc2"):
-            state.pop(f"{prefix}{inner}.{EXTRA_STATE}")
-        super().give_keys(state, prefix)
+    def products(self) -> Sequence[str]:
+        return ("fc1.states.", "fc2.states.")
