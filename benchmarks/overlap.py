@@ -33,10 +33,10 @@ from benchmarks.step import Data, Prepared, alternated
 from benchmarks.step_cases import SIZES
 from hqsweep.config.train import ParallelConfig
 from hqsweep.parallel.mesh import backend
-from hqsweep.parallel.overlap import chunked_input, deferred_reduce, loss_mailbox, overlapped_gemm
-from hqsweep.parallel.overlap.overlapped_gemm import hides
-from hqsweep.parallel.overlap.prefetch import LayerWeights
+from hqsweep.parallel.overlap import chunked_input, deferred_reduce, overlapped_gemm
+from hqsweep.parallel.overlap.overlapped_gemm import LayerWeights, hides
 from hqsweep.parallel.overlap.rank_rows import RankRows, decoded
+from hqsweep.parallel.shared import vocabulary
 from hqsweep.parallel.wire import collectives, p2p_copy, tokens
 from hqsweep.parallel.wire.spawn import spawn_ranks
 from hqsweep.quant.operand import HybridOperand
@@ -55,7 +55,7 @@ def no_overlap() -> list[Patch]:
     return [
         *everywhere(hides, lambda x: False),
         *everywhere(tokens.left_by, lambda pending: None),
-        *everywhere(loss_mailbox.meeting, lambda *_: None),
+        *everywhere(vocabulary.meeting, lambda *_: None),
         (p2p_copy, "start", lambda *_, **__: None),
     ]
 
@@ -147,7 +147,7 @@ ENGINES: dict[str, Callable[[], list[Patch]]] = {
     ],
     "no_deferred_reduce": lambda: everywhere(deferred_reduce.left_by, lambda pending: None),
     "no_overlapped_gemm": lambda: everywhere(hides, lambda x: False),
-    "no_loss_mailbox": lambda: everywhere(loss_mailbox.meeting, lambda *_: None),
+    "no_loss_mailbox": lambda: everywhere(vocabulary.meeting, lambda *_: None),
     "nccl": no_overlap,
     "torch": lambda: [*no_overlap(), *low_contention()],
     "fused": lambda: [*no_overlap(), *low_contention(), *fused()],

@@ -28,7 +28,7 @@ from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks import rows
-from hqsweep.shards.pool import ONE_THREAD
+from hqsweep.shards.encode import ONE_THREAD
 from hqsweep.shards.prepare import prepare
 from hqsweep.train import corpus
 

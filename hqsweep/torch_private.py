@@ -116,6 +116,25 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
+def drop_compiled(module: nn.Module) -> None:
+    """Undo module.compile(), so that the module's forward runs as it is."""
+    module._compiled_call_impl = None
+
+
+def inductor_options() -> dict[str, Any]:
+    """The options of torch.compile with which equal sums have equal bits in every process on one kind of device."""
+    from torch._inductor import config
+
+    return {"deterministic": True} if hasattr(config, "deterministic") else {}
+
+
+def raise_recompile_limit(graphs: int) -> None:
+    """Have Dynamo keep at least so many graphs of one function."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, graphs)
+
+
 def dynamo_output() -> Any:
     """The OutputGraph of the trace that torch.compile makes now."""
     from torch._dynamo.symbolic_convert import InstructionTranslator

@@ -18,11 +18,11 @@ LAYERS = [
     ("errors", "memo", "torch_private", "track.tables", "config.jobs"),
     ("host", "verdicts", "formats.spec", "config.safe"), ("config.recipe_files",), ("formats",),
     ("ops",), ("parallel.wire",), ("quant + parallel.shards + parallel.fsdp",), ("recipe",),
-    ("config", "gemm"), ("nn",), ("optim", "shards"), ("models",), ("parallel",),
+    ("config", "gemm"), ("nn",), ("optim",), ("models",), ("parallel", "shards"),
     ("checkpoints",), ("compat",),
     ("train",), ("jobs",),
     ("sweep",), ("track",), ("report",), ("foreign_logs",), ("study",), ("api",),
-    ("worker", "doctor"), ("cli",), ("__main__",),
+    ("worker",), ("cli",), ("__main__",),
 ]  # fmt: skip
 """Packages, and packages or files that stand elsewhere than the package around them. Those joined by + import each
 other: held tensors know their shards, and what fully_shard gathers."""
@@ -185,17 +185,17 @@ def test_a_run_in_one_process_waits_for_no_module_of_ranks():
 MANY_ARGUMENTS = {
     "ops.quantize.operators", "ops.quantize.amax.find_amax_", "ops.quantize.dequantize.decode",
     "ops.quantize.dequantize._decode_fake", "ops.model.adam", "ops.model.norm", "ops.library", "compat",
-    "cli.run", "cli.compare", "cli.runs", "cli.files", "cli.recipe",
+    "cli.run", "cli.compare", "cli.judge", "cli.runs", "cli.files", "cli.recipe",
 }  # fmt: skip
 """Modules and functions whose signatures are not ours to choose: operators, TransformerEngine's names, and options of
 commands."""
 NINE_AT_MOST = {
     "optim.adam.__init__", "sweep.engine.local.run_local", "quant.hybrid.quantize", "quant.grouped.quantize",
     "quant.group.quantize_group", "quant.tensor.empty",
-    "nn.core.context.quantization", "api.sweep.run",
+    "nn.core.context.quantization", "api.sweep.run", "track.own_loop.track",
 }  # fmt: skip
 """Functions with one or two arguments too many: torch.optim's signature, the keys of engine=local, groups, what a step
-says to modules, and the options of `hqsweep run`."""
+says to modules, the options of `hqsweep run`, and what makes a run."""
 FORMAT_FIELDS = {"sr", "rht", "rht_signed", "row_scaled", "tile", "two_d", "pow2", "stochastic", "delayed",
                  "exact_dtype", "divisor", "amax_name", "element_name"}  # fmt: skip
 FORMAT_TYPES = {"MX", "NVFP4", "Fp8Block", "Fp8Current", "Fp8Delayed", "Fp8PerTensor", "Identity"}

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hqsweep.config.jobs import COMMAND
 from hqsweep.sweep.console import Display
 from hqsweep.sweep.store.run_dir import RunDir
 
@@ -60,14 +61,21 @@ def finish(
     from hqsweep.study import noise
     from hqsweep.study.sequential import grow
 
+    of_command = plan.first.job == COMMAND
+    judged = {}
+    if of_command:
+        from hqsweep.foreign_logs.commands import judge_runs
+
+        judged = {"judged": judge_runs}
     growth = grow(
         plan,
         replan,
         lambda batch, again: start(batch, display, force=again),
         say=look,
         force=force,
+        **judged,
     )
-    if growth.comparison is not None:
+    if growth.comparison is not None and not of_command:
         noise.record(growth.comparison, Path(plan.first.runs_dir))
     return Ended(runs=growth.runs, growth=growth)
 

@@ -12,7 +12,7 @@ import typer
 from hqsweep import __version__
 from hqsweep.cli import compare as cli_compare
 from hqsweep.cli import completion as cli_completion
-from hqsweep.cli import files, recipe, runs
+from hqsweep.cli import files, judge, probe, recipe, runs
 from hqsweep.cli import run as cli_run
 from hqsweep.cli.output import AsJson, OneSentence, RunsDir, print_result
 from hqsweep.errors import EXIT_FAILED
@@ -66,7 +66,7 @@ def ls(
 
     Exit code 3 where something of them is damaged, missing or foreign.
     """
-    from hqsweep.report.pages.listing import list_sweeps
+    from hqsweep.report.pages.show import list_sweeps
     from hqsweep.sweep.store.store import RunStore
 
     page, document = list_sweeps(RunStore(runs_dir), tag)
@@ -108,7 +108,7 @@ def show(
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Say what this machine can run natively, exactly or not at all, and why."""
-    from hqsweep.doctor.page import doctor
+    from hqsweep.cli.doctor import doctor
 
     page, document = doctor()
     print_result(as_json, document, page)
@@ -124,7 +124,7 @@ def version(as_json: AsJson = False) -> None:
 
 
 for _command in (
-    cli_compare.compare, cli_compare.judge, cli_run.plan, cli_compare.gate, files.probe, runs.verify, runs.status,
+    cli_compare.compare, judge.judge, cli_run.plan, cli_compare.gate, probe.probe, runs.verify, runs.status,
     runs.cancel, runs.sync, runs.note,
 ):  # fmt: skip
     app.command()(_command)

@@ -72,7 +72,7 @@ def sync(
     damaged or gone; the others are done.
     """
     from hqsweep.sweep.store.store import RunStore
-    from hqsweep.track.sync import sync as replay
+    from hqsweep.track.open import sync as replay
 
     folders, bad = {}, []
     for run in RunStore(runs_dir).resolve(runs):

@@ -62,35 +62,7 @@ from hqsweep.compat.modules.norms import LayerNorm, RMSNorm
 from hqsweep.compat.modules.rope import RotaryPositionEmbedding
 from hqsweep.compat.modules.transformer_layer import TransformerLayer
 from hqsweep.compat.optimizers import FusedAdam, FusedSGD
-from hqsweep.compat.quantizer import Quantizer, te_device_type
-from hqsweep.compat.quantizers import (
-    DType,
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    HybridQuantizer,
-    IdentityQuantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-)
-from hqsweep.compat.recipe_state import (
-    CustomRecipeState,
-    Float8BlockScalingRecipeState,
-    Float8CurrentScalingRecipeState,
-    MXFP8BlockScalingRecipeState,
-    NVFP4BlockScalingRecipeState,
-    RecipeState,
-    get_align_size_for_quantization,
-)
-from hqsweep.compat.recipes import (
-    CustomRecipe,
-    DelayedScalingRequest,
-    Format,
-    QuantizerRequest,
-    Recipe,
-    quantizer_factory,
-)
-from hqsweep.compat.tensors import (
+from hqsweep.compat.quantizer import (
     Float8BlockwiseQTensor,
     Float8BlockwiseQTensorStorage,
     Float8Tensor,
@@ -104,6 +76,33 @@ from hqsweep.compat.tensors import (
     NVFP4TensorStorage,
     QuantizedTensor,
     QuantizedTensorStorage,
+    Quantizer,
+    te_device_type,
+)
+from hqsweep.compat.quantizers import (
+    DType,
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    HybridQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
+from hqsweep.compat.recipes import (
+    CustomRecipe,
+    CustomRecipeState,
+    DelayedScalingRequest,
+    Float8BlockScalingRecipeState,
+    Float8CurrentScalingRecipeState,
+    Format,
+    MXFP8BlockScalingRecipeState,
+    NVFP4BlockScalingRecipeState,
+    QuantizerRequest,
+    Recipe,
+    RecipeState,
+    get_align_size_for_quantization,
+    quantizer_factory,
 )
 from hqsweep.quant import GroupedTensor, HybridQuantizedTensor
 from hqsweep.recipe.roles import QuantizerRole

@@ -95,7 +95,8 @@ class SlurmConfig(Section):
 class EngineConfig(Section):
     """How runs are executed: `workers` at a time with `threads` CPU threads each.
 
-    local: workers None is runs_per_gpu times the GPUs, else 1; threads None is cores // workers. slurm: workers None is
+    local: workers None is runs_per_gpu times the GPUs, else 1; auto is as many as gain tokens a second on the GPUs, as
+    measured before the first run, and 1 on a CPU; threads None is cores // workers. slurm: workers None is
     the most that fit; threads None is 1. A run of several ranks (train.parallel) has gpus_per_run GPUs on each machine.
     None is one for each rank there; with fewer the ranks share them. A run may take timeout_s seconds an attempt. After
     a failed one there are `retries` more, the first after backoff_s seconds, each further one after twice as long. With
@@ -103,7 +104,7 @@ class EngineConfig(Section):
     """
 
     kind: Literal["local", "slurm"] = "local"
-    workers: Count | None = None
+    workers: Count | Literal["auto"] | None = None
     runs_per_gpu: Count | None = None
     gpus_per_run: Count | None = None
     threads: Count | None = None
@@ -117,6 +118,11 @@ class EngineConfig(Section):
     def _of_its_kind(self) -> "EngineConfig":
         if self.kind == "local" and self.slurm != SlurmConfig():
             raise UserError("engine.slurm: given, but the engine is local, which would not read it; add engine=slurm")
+        if self.workers == "auto" and (self.kind == "slurm" or self.runs_per_gpu is not None):
+            other = "Slurm" if self.kind == "slurm" else "engine.runs_per_gpu"
+            raise UserError(
+                f"engine.workers: auto measures this machine's GPUs, and {other} decides here; give a number"
+            )
         if self.kind == "slurm" and self.runs_per_gpu is not None:
             raise UserError("engine.runs_per_gpu: is for engine=local; a run on Slurm has what engine.slurm.gres asks")
         if self.kind == "slurm" and self.fail_fast:

@@ -1,1 +1,1 @@
-"""Products of quantized operands: exact, native, and grouped over experts."""
+"""Products of operands, quantized or bfloat16: exact, native, and grouped over experts."""

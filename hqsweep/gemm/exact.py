@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.backends.cuda import matmul
 
 from hqsweep.formats import ExactOperand
-from hqsweep.ops.gemm.product import add_product, fastest_product, product, product_into, scale_product
-from hqsweep.ops.gemm.product import takes as product_takes
+from hqsweep.gemm.product import add_product, fastest_product, product, product_into, scale_product
+from hqsweep.gemm.product import takes as product_takes
 from hqsweep.ops.library import direct, has_kernels
 from hqsweep.ops.quantize.kernels import DTYPES, in_dtype
 from hqsweep.quant.operand import Operand
@@ -30,7 +30,7 @@ def mm_t(
     out: contiguous [m, n] of out_dtype, which receives the product and is returned; not in a trace.
 
     A GEMM without factors rounds to out_dtype when it stores. So does a CUDA GEMM with per-tensor factors
-    (ops.gemm.product). With per-row factors, a second pass over the float32 output multiplies and rounds.
+    (gemm.product). With per-row factors, a second pass over the float32 output multiplies and rounds.
     """
     a = a.operand() if isinstance(a, Operand) else a
     b = b.operand() if isinstance(b, Operand) else b
@@ -54,7 +54,7 @@ def _into(out: Tensor | None, y: Tensor) -> Tensor:
 def add_mm_t(out: Tensor, a: Operand | ExactOperand, b: Operand | ExactOperand) -> None:
     """Add mm_t(a, b) to out in place, in float32. out: float32 of the product's shape.
 
-    On CUDA the GEMM adds when it stores (ops.gemm.product), without a separate product in memory. alpha * sum + out may
+    On CUDA the GEMM adds when it stores (gemm.product), without a separate product in memory. alpha * sum + out may
     then be rounded once instead of twice.
     """
     a = a.operand() if isinstance(a, Operand) else a

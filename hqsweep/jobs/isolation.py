@@ -5,6 +5,7 @@ After a run the next one in the same process has the same bits, warnings and mem
 
 import gc
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,8 @@ def isolated() -> Iterator[None]:
     """The context of a run: afterwards the environment, torch's settings and warning filters are restored.
 
     Warnings that were given can be given again, and the system seeds torch's generators, as in a new process.
-    Unreachable objects are collected, and CUDA's cached memory returns to the device.
+    Graphs of torch.compile are dropped, unreachable objects are collected, and CUDA's cached memory returns to the
+    device.
     """
     environment, switches = dict(os.environ), _switches()
     gc.freeze()  # modules such as torch take a third of a second to search
@@ -29,6 +31,8 @@ def isolated() -> Iterator[None]:
     os.environ.update(environment)
     _switch(*switches)
     torch.seed()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
     gc.collect()
     gc.unfreeze()
     torch.cuda.empty_cache()

@@ -11,7 +11,7 @@ import torch
 
 from hqsweep.formats import Format
 from hqsweep.gemm import native
-from hqsweep.gemm.plan import gemm_plan
+from hqsweep.gemm.native import gemm_plan
 from hqsweep.jobs.resume import save_captured
 from hqsweep.jobs.sink import Diverged, Sink
 from hqsweep.nn.core.module import QuantizedModule, quantized_modules, roles_of
@@ -166,9 +166,11 @@ def unused_warnings(trainer: Trainer) -> list[str]:
 
 
 def steps_fields(trainer: Trainer) -> dict[str, str | None]:
-    """The field on how steps run: "graph" or "eager", and the reason for "eager"."""
-    reason = trainer.runner.reason
-    return {"run": "graph" if reason is None else "eager", "reason": reason}
+    """The field on how steps run: "graph" or "eager", the reason for "eager", and for a user's model what TorchInductor
+    has compiled."""
+    reason, compiled = trainer.runner.reason, trainer.adapter.compiled
+    steps = {"run": "graph" if reason is None else "eager", "reason": reason}
+    return steps if compiled is None else steps | {"compiled": str(compiled)}
 
 
 def schedule_fields(trainer: Trainer) -> list[dict[str, object]]:

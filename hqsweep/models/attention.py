@@ -7,6 +7,7 @@ would have none at all.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from hqsweep.errors import UserError
 from hqsweep.models.first_step import note_call, watched
 from hqsweep.models.kinds import Kind, parts_of
 from hqsweep.nn.attention.attention import AttentionCall, DotProductAttention, quantized_attention
+from hqsweep.nn.attention.sdpa import attend, way_back
 from hqsweep.nn.core.products import outside_autocast
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.custom import CustomRecipe
@@ -93,7 +95,7 @@ class Interface:
         """q [B, H, T, E], k [B, G, T, E], v [B, G, T, F] -> [B, T, H, F], and the softmax or None."""
         parts = parts_of(module)
         if not parts:
-            return self._plain(module)(module, q, k, v, attention_mask, **options)
+            return self._high_precision(module, q, k, v, attention_mask, **options)
         part = parts[0]
         note_call(part)
         device = q.device.type
@@ -103,13 +105,39 @@ class Interface:
             o = part.product(q, k, v, self._scores(part.name, module, attention_mask, options), dtype)
             return watched(part, o.transpose(1, 2).contiguous()), None
         if identity.dtype is dtype:
-            return self._plain(module)(module, q, k, v, attention_mask, **options)
+            return self._high_precision(module, q, k, v, attention_mask, **options)
         masked = attention_mask is not None and attention_mask.is_floating_point()
         mask = attention_mask.to(identity.dtype) if masked else attention_mask
         with torch.autocast(device, enabled=False):
             rounded = (x.to(identity.dtype) for x in (q, k, v))
             o, s = self._plain(module)(module, *rounded, mask, **options)
         return o.to(dtype), s
+
+    def _high_precision(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention by nn.attention.sdpa's kernels for runs, where it is causal and nothing else; otherwise by the
+        earlier function."""
+        if self._is_causal_alone(module, q, k, mask, options):
+            device, groups = q.device.type, q.shape[1] // k.shape[1]
+            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
+            rows = [x.to(dtype) for x in (q, k, v)]  # as autocast has torch's own attention compute
+            rows[1:] = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in rows[1:])
+            if way_back(*rows, True) is not None:
+                return attend(*rows, is_causal=True).transpose(1, 2).contiguous(), None
+        return self._plain(module)(module, q, k, v, mask, **options)
+
+    def _is_causal_alone(
+        self, module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> bool:
+        """Whether a call is softmax(q k^T / sqrt(E)) v, causal, and torch uses deterministic algorithms."""
+        if mask is not None or self.implementation != "sdpa" or not torch.are_deterministic_algorithms_enabled():
+            return False
+        others = options.get("dropout") or any(options.get(name) is not None for name in (*REFUSED, "s_aux"))
+        scale, causal = options.get("scaling"), options.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        is_usual = scale is None or math.isclose(scale, q.shape[-1] ** -0.5, rel_tol=1e-6)
+        return causal and is_usual and not others and q.shape[-2] == k.shape[-2]
 
     def _plain(self, module: nn.Module) -> Callable[..., Any]:
         """Return the earlier function; for eager, the function in the file of the module's class."""
@@ -178,6 +206,15 @@ class AttentionKind(Kind):
         """The configs that attention modules ask for the name, each once."""
         modules = (module for module in model.modules() if self.matches(module))
         return iter({id(module.config): module.config for module in modules}.values())
+
+
+def take_fast_kernels(model: nn.Module) -> None:
+    """Have attention that is causal, in high precision and on a GPU take the kernels of nn.attention.sdpa, whose bits
+    repeat. In place; no other attention changes."""
+    kind = AttentionKind()
+    modules = [module for module in model.modules() if kind.matches(module)]
+    if modules and all(getattr(module.config, "_attn_implementation", None) in TAKEN for module in modules):
+        kind.swapped(model)
 
 
 def register() -> None:

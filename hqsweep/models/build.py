@@ -36,7 +36,7 @@ def build(config: UserModel, seed: int) -> nn.Module:
     """The model on the CPU in training mode, with weights that depend on the seed and its checkpoint alone; the
     caller's random state is restored. UserError where it cannot be had."""
     if isinstance(config, HFModelConfig):
-        return load_model(config.path, pretrained=config.pretrained, seed=seed)
+        return load_model(config.path, pretrained=config.pretrained, seed=seed, architecture=config.architecture)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return _called(config).train()
@@ -47,7 +47,9 @@ def outline(config: UserModel) -> nn.Module | None:
     function builds it that this process may not import."""
     if isinstance(config, FactoryModelConfig) and _is_name(config):
         return None
-    what = read_hf_config(config.path).digest if isinstance(config, HFModelConfig) else [config.target, config.args]
+    what: Any = [config.target, config.args] if isinstance(config, FactoryModelConfig) else None
+    if isinstance(config, HFModelConfig):
+        what = [read_hf_config(config.path).digest, config.architecture]
     key = json.dumps(what, sort_keys=True, default=str)
     if key not in _OUTLINES:
         _OUTLINES[key] = _outlined(config)
@@ -60,7 +62,7 @@ _OUTLINES: dict[str, nn.Module] = {}
 
 def _outlined(config: UserModel) -> nn.Module:
     if isinstance(config, HFModelConfig):
-        return meta_model(read_hf_config(config.path))
+        return meta_model(read_hf_config(config.path), config.architecture)
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             return _called(config)
@@ -177,14 +179,22 @@ INSTALLED = {"site-packages", "dist-packages"}
 DIGITS = 12
 
 
-def code_of(model: nn.Module, factory: Callable[..., Any]) -> str:
-    """Return "my_package.blocks 3f2a91c0d4e7, timm 1.0.9": the modules of the factory and of the model's classes,
-    sorted.
+def code_of(model: nn.Module, *functions: Callable[..., Any]) -> str:
+    """Return "my_package.blocks 3f2a91c0d4e7, timm 1.0.9": the modules of the functions, which build the model or
+    compute its loss, and of the model's classes, sorted.
 
     An installed package has its version, any other file a hash of its code without comments. Functions elsewhere that
     they call are not seen.
     """
-    names = {factory.__module__, *(cls.__module__ for part in model.modules() for cls in type(part).__mro__)}
+    names = {
+        *(function.__module__ for function in functions),
+        *(cls.__module__ for part in model.modules() for cls in type(part).__mro__),
+    }
+    return code_of_modules(names)
+
+
+def code_of_modules(names: set[str]) -> str:
+    """The text of code_of() for modules by name."""
     names = {name for name in names if name.partition(".")[0] not in LEFT_OUT}
     return ", ".join(sorted({said for name in names for said in _said(name)}))
 

@@ -13,13 +13,13 @@ from hqsweep.errors import UserError
 from hqsweep.models.first_step import note_call, watched
 from hqsweep.models.kinds import PLAIN, SwapKind
 from hqsweep.models.refusals import is_distributed
+from hqsweep.nn.core.call import LinearCall
 from hqsweep.nn.core.context import current
 from hqsweep.nn.core.module import PARTS, QuantizedModule
 from hqsweep.nn.core.options import LinearOptions
 from hqsweep.nn.core.parameter import is_held
 from hqsweep.nn.core.products import in_autocast, untraced
 from hqsweep.nn.linear.linear import LinearBase, as_rows, linear_product
-from hqsweep.nn.linear.linear_call import LinearCall
 from hqsweep.ops.quantize.kernels import DTYPES, in_dtype
 from hqsweep.recipe.argument import module_quantizers
 from hqsweep.recipe.base import AnyRecipe

@@ -2,7 +2,7 @@
 
 from hqsweep.nn.attention.attention import DotProductAttention
 from hqsweep.nn.attention.multihead_attention import MultiheadAttention
-from hqsweep.nn.core.context import autocast, quantization
+from hqsweep.nn.core.context import autocast, quantization, recomputed
 from hqsweep.nn.core.model_init import quantized_model_init
 from hqsweep.nn.core.module import QuantizedModule, set_recipe
 from hqsweep.nn.core.options import (
@@ -16,15 +16,14 @@ from hqsweep.nn.core.options import (
     TransformerOptions,
 )
 from hqsweep.nn.core.probe import Probe
-from hqsweep.nn.core.recompute import recomputed
 from hqsweep.nn.experts.grouped_linear import GroupedLinear
 from hqsweep.nn.experts.moe import LayerNormMoE, MoELayer
-from hqsweep.nn.layers.offload import ActivationOffload
+from hqsweep.nn.layers.saved_memory import ActivationOffload
 from hqsweep.nn.layers.transformer_layer import TransformerLayer
 from hqsweep.nn.linear.layernorm_linear import LayerNormLinear
-from hqsweep.nn.linear.layernorm_mlp import LayerNormMLP
 from hqsweep.nn.linear.linear import Linear
 from hqsweep.nn.linear.linear_loss import linear_cross_entropy
+from hqsweep.nn.linear.mlp import LayerNormMLP
 
 __all__ = [
     "ActivationOffload",

@@ -51,7 +51,7 @@ def shard(
     """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-    from hqsweep.parallel.fsdp.unit_comms import exchange_by_copies
+    from hqsweep.parallel.fsdp.exchanges import exchange_by_copies
     from hqsweep.parallel.tensor import shard_placement
 
     # Layers and heads of hqsweep return views of their products, and nothing here changes these in place.
@@ -96,7 +96,7 @@ def gather_in_linear_dtype(model: nn.Module, autocast: torch.dtype | None = None
     These weights are gathered as before: weights that other modules share, weights in a dtype that is no wider, held
     weights, and weights whose linear has another dtype than the first linear of the unit.
     """
-    from hqsweep.parallel.fsdp.narrow_gather import gather_in
+    from hqsweep.parallel.fsdp.exchanges import gather_in
 
     for module in model.modules():
         for group in groups_of(module):

@@ -22,12 +22,11 @@ from hqsweep.nn.core.parameter import link_states
 from hqsweep.nn.experts.grouped_linear import GroupedLinear
 from hqsweep.nn.experts.moe import LayerNormMoE
 from hqsweep.nn.experts.router import Routing
-from hqsweep.nn.linear.activation import activate
+from hqsweep.nn.linear.mlp import activate
 from hqsweep.parallel.mesh import axis_of, peers
 from hqsweep.parallel.shared.expert_room import ExpertRoom, check_room
 from hqsweep.parallel.shared.experts import SharedExperts
-from hqsweep.parallel.shared.token_codes import sends_codes
-from hqsweep.parallel.shared.token_route import Codes, Route, known_splits
+from hqsweep.parallel.shared.token_route import Codes, Route, known_splits, sends_codes
 from hqsweep.parallel.wire.local import local
 
 __all__ = ["check_room", "expert_parallel"]

@@ -25,12 +25,12 @@ from hqsweep.nn.core.module import WHOLE_ROLES, roles_of
 from hqsweep.nn.core.residual import add_branch
 from hqsweep.nn.experts.moe import MoELayer
 from hqsweep.nn.layers.embedding import check_tokens
-from hqsweep.nn.layers.layer_stack import through
+from hqsweep.nn.layers.transformer_layer import through
 from hqsweep.nn.linear.linear_loss import forms_loss
 from hqsweep.parallel.data import reshard
 from hqsweep.parallel.mesh import axis_of, peers
+from hqsweep.parallel.shared.tokens import gains_summed_together
 from hqsweep.parallel.shared.vocabulary import cross_entropy, vocabulary_group
-from hqsweep.parallel.shared.weight import gains_summed_together
 from hqsweep.parallel.wire.local import is_spread, local, squared_norms
 from hqsweep.torch_private import foreach_norm
 

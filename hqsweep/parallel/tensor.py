@@ -19,8 +19,8 @@ from hqsweep.nn.experts.moe import LayerNormMoE
 from hqsweep.nn.experts.router import Router
 from hqsweep.nn.layers.norm import Norm
 from hqsweep.nn.linear.layernorm_linear import LayerNormLinear
-from hqsweep.nn.linear.layernorm_mlp import LayerNormMLP
 from hqsweep.nn.linear.linear import Linear, LinearBase
+from hqsweep.nn.linear.mlp import LayerNormMLP
 from hqsweep.ops.model.activation import INPUTS
 from hqsweep.parallel.shards.held_part import hold_part
 from hqsweep.parallel.shards.shard_part import Part
@@ -28,8 +28,7 @@ from hqsweep.parallel.shared.attention import share_attention
 from hqsweep.parallel.shared.exchange import LinearShare
 from hqsweep.parallel.shared.experts import share_features
 from hqsweep.parallel.shared.linear import TensorParallel
-from hqsweep.parallel.shared.tokens import SplitTokens
-from hqsweep.parallel.shared.weight import SharedWeight
+from hqsweep.parallel.shared.tokens import SharedWeight, SplitTokens
 from hqsweep.parallel.wire.local import local
 from hqsweep.quant.content import AXES
 from hqsweep.quant.tensor import HybridQuantizedTensor

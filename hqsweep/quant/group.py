@@ -8,8 +8,7 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Format, RngKey
-from hqsweep.ops.members.layout import GroupLayout, Layout, Shapes
-from hqsweep.ops.members.packed import pack
+from hqsweep.ops.members.layout import GroupLayout, Layout, Shapes, pack
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.request import Output
 from hqsweep.quant.delayed import SlotStates

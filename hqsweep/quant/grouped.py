@@ -19,8 +19,7 @@ from torch.distributed import ProcessGroup
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
-from hqsweep.ops.members.layout import Shapes, refuse_unlike
-from hqsweep.ops.members.packed import stored_by_rows
+from hqsweep.ops.members.layout import Shapes, refuse_unlike, stored_by_rows
 from hqsweep.ops.quantize.nonfinite import for_slot
 from hqsweep.parallel.shards.fsdp2 import with_sharding
 from hqsweep.parallel.shards.group_part import quantize_group_part

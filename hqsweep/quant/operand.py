@@ -13,8 +13,7 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.formats import WHOLE, Buffers, ExactOperand, Format
 from hqsweep.memo import cached_property
-from hqsweep.ops.members.layout import GroupLayout, Layout
-from hqsweep.ops.members.packed import Result, member_buffers
+from hqsweep.ops.members.layout import GroupLayout, Layout, Result, member_buffers
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.dequantize import dequantize, exact_operand_of, exact_operand_of_parts
 

@@ -1,4 +1,4 @@
-"""The interface of all recipes (AnyRecipe), and a change from one recipe to the next (Change)."""
+"""The interface of all recipes (AnyRecipe), QuantizerRole, the tensor and module it is asked for, and Change."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -13,11 +13,15 @@ TENSOR_TYPES = {
 """Module type -> its tensors, in slot order. dpa is dot-product attention: queries, keys and values; the softmax's
 output S; the gradients of the attention's output and of S."""
 
+
 IN_HIGH_PRECISION = {"head": "bf16", "dpa": "bf16", "embedding": "fp32", "norm": "fp32"}
 """Part of a recipe -> its default quantizer."""
 
+
 HEAD = "head"
 """Name of the output projection. It takes the recipe's section `head` instead of `linear`."""
+
+
 GRADIENTS = ("grad_output", "do", "dp")
 """Tensors of the backward pass."""
 

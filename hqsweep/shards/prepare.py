@@ -23,9 +23,8 @@ from hqsweep.errors import UserError
 from hqsweep.host import Busy, locked, usable_cpus, write_whole
 from hqsweep.shards import manifest as manifests
 from hqsweep.shards import sources
-from hqsweep.shards.encode import Setup
+from hqsweep.shards.encode import Piece, Setup, encode_all
 from hqsweep.shards.manifest import SPLITS, WIDE, Manifest, Section, Separator, Shard, Source, TokenizerFacts
-from hqsweep.shards.pool import Piece, encode_all
 from hqsweep.shards.stream import Part, Stream, unigram_entropy
 from hqsweep.shards.tokenizer import open_tokenizer, separator, tokenizer_file, vocab_size
 
@@ -73,8 +72,9 @@ def prepare(
 ) -> Manifest:
     """Make shards in the folder `out` of all text of a file or folder: text, JSON lines or Parquet, also .gz and .zst.
 
-    tokenizer: a tokenizer.json of Hugging Face, or its folder. workers: processes, by default one for each processor.
-    progress: called after each piece. options: those of Options. Pieces that are done already are not done again.
+    tokenizer: a tokenizer.json of Hugging Face, its folder, or a .gguf file. workers: processes, by default one for
+    each processor. progress: called after each piece. options: those of Options. Pieces that are done already are not
+    done again.
 
     Raises:
         UserError: what is wrong with the source, the tokenizer, the folder or an option, in one sentence.

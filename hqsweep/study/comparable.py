@@ -9,10 +9,10 @@ from typing import Any
 
 from hqsweep.errors import UserError
 from hqsweep.report.compare.frames import FORK, WHOLE
+from hqsweep.study.device import device_of
 from hqsweep.study.noise import model_of, parameters
 from hqsweep.study.sequential import Plan
 from hqsweep.sweep.grid.point import is_trunk
-from hqsweep.train.build import pick_device
 
 DESIGNS = {FORK: "forks", WHOLE: "whole runs"}
 """Design of a comparison -> its name in hqsweep.verdicts.plan."""
@@ -70,7 +70,7 @@ def wanted_of(plan: Plan) -> Wanted | None:
         model=model_of(first),
         data=first.data.model_dump(mode="json"), data_hash=plan.data[0].data.hash,
         params=params, tokens=whole * step, fork_tokens=forked,
-        on_gpu=pick_device(first.train.device).type == "cuda",
+        on_gpu=device_of(first).on_gpu,
         ends_together=bool(fork and fork.end), names=frozenset(names), arms=tested, null=plan.study.null_arm,
         replicate=replicate,
         maximum=plan.study.seeds.max if plan.study.seeds.until == "decided" else None,

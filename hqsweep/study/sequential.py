@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import pandas as pd
+
 from hqsweep.config.job import Config
 from hqsweep.config.study import StudyConfig
 from hqsweep.errors import Damaged, UserError
-from hqsweep.report.compare.arms import Comparison
 from hqsweep.report.compare.compare import compare
 from hqsweep.sweep.grid.point import GridPoint, is_trunk
 from hqsweep.sweep.store.names import id_in, run_id
@@ -25,6 +26,13 @@ from hqsweep.verdicts.estimate import VERDICTS
 
 FIRST_SEEDS, FIRST_TRUNKS = 2, 3
 """The replicates of the first look: of whole runs, and of forks, which have no verdict about all trunks before."""
+
+
+class Judged(Protocol):
+    """What is read of a comparison: a row for each arm with arm, baseline, verdict and n."""
+
+    @property
+    def arms(self) -> pd.DataFrame: ...
 
 
 class Plan(Protocol):
@@ -73,7 +81,7 @@ class Growth:
 
     runs: tuple[RunDir, ...]
     looks: tuple[Look, ...]
-    comparison: Comparison | None
+    comparison: Any
     failed: tuple[RunDir, ...]
 
 
@@ -83,6 +91,7 @@ def grow(
     start: Callable[[P, bool], Sequence[RunDir]],
     *,
     say: Callable[[str], None],
+    judged: Callable[[list[RunDir]], Judged] = compare,
     force: bool = False,
 ) -> Growth:
     """Bring the study of `plan` to its end.
@@ -91,6 +100,7 @@ def grow(
     start   brings the runs of a plan to an end, and repeats finished ones when asked: launch.start. A run that it
             leaves pending, because its time is over, ends this call
     say     takes a line a look
+    judged  the comparison of the runs so far
     force   repeat finished runs
 
     It starts with the seeds of the plan and those that the sweep has, at least FIRST_SEEDS or FIRST_TRUNKS. A run that
@@ -113,7 +123,7 @@ def grow(
         if failed := tuple(run for run in runs.values() if _failed(run)):
             say(f"{len(failed)} of {len(runs)} runs failed, so no more seeds are added: {failed[0].name}")
             break
-        comparison = compare(list(runs.values()))
+        comparison = judged(list(runs.values()))
         if any(run.seen()["state"] == "pending" for run in runs.values()):
             break  # the time that the command was given is over
         verdicts = _verdicts(comparison)
@@ -194,6 +204,6 @@ def _failed(run: RunDir) -> bool:
     return status["state"] not in ("finished", "pending") and not str(status["reason"]).startswith("loss is ")
 
 
-def _verdicts(comparison: Comparison) -> dict[str, str]:
+def _verdicts(comparison: Judged) -> dict[str, str]:
     """Arm -> its verdict, or why it has none."""
     return {row.arm: row.verdict for row in comparison.arms.itertuples() if row.arm != row.baseline}

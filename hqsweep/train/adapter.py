@@ -63,6 +63,19 @@ def by_decay(model: nn.Module, decayed: Iterable[Tensor]) -> tuple[list[nn.Param
     return [p for p in parameters if id(p) in known], [p for p in parameters if id(p) not in known]
 
 
+class Compiled(Protocol):
+    """Compiled parts of a model, as the training loop knows them (models.compiled.CompiledBlocks)."""
+
+    on: bool
+    """Whether anything is compiled."""
+
+    def begin(self) -> None:
+        """Compile anew at the next forward in training, after a change of the recipe."""
+
+    def plain(self) -> AbstractContextManager:
+        """The context in which the model runs as it is."""
+
+
 class ModelAdapter(Protocol):
     """A model, as the training loop knows it."""
 
@@ -75,6 +88,8 @@ class ModelAdapter(Protocol):
     """The dtype of torch.autocast in which the model computes; None without autocast."""
     why_eager: str | None
     """Why its steps cannot be CUDA graphs; None where they can."""
+    compiled: Compiled | None
+    """The compiled blocks of a user's model; None where no block is to be compiled."""
     facts: Mapping[str, Any]
     """Entries of the manifest and of checkpoints."""
     taken: Mapping[str, Any]

@@ -7,7 +7,7 @@ and `microbatches`, which also serve one rank alone.
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,14 @@ class Trainer:
         Returns the norm of the gradients, the loss of the balance, and the tokens of each expert for each layer with
         experts.
         """
-        loss, balance = self.microbatches.step(inputs, targets, at)
+        compiled = self.adapter.compiled
+        if at.probe is not None and compiled is not None and compiled.on:  # its graphs cannot be looked into
+            with compiled.plain():
+                self.microbatches.step(inputs, targets, at)
+            self.optimizer.zero_grad(set_to_none=True)
+            loss, balance = self.microbatches.step(inputs, targets, replace(at, probe=None))
+        else:
+            loss, balance = self.microbatches.step(inputs, targets, at)
         norm_of_all = self.microbatches.norm
         norm = self.optimizer.clip_and_step(self.config.train.clip, self.model.parameters(), norm_of_all)
         self.optimizer.zero_grad(set_to_none=True)
@@ -129,6 +136,8 @@ class Trainer:
         if stage is not self.stage:
             set_recipe(self.model, stage.recipe)
             self.stage = stage
+            if self.adapter.compiled is not None:
+                self.adapter.compiled.begin()
             self.runner.forget()
 
     def _report(self, norm: Tensor, lr: float, balance: Balance, probe: Probe | None) -> Step:

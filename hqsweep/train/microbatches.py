@@ -85,7 +85,10 @@ class Microbatches:
     def _at(self, at: At) -> dict[str, Any]:
         """The arguments of quantization() that a step and an evaluation share."""
         kernels = self.config.train.compile != "off"
-        return {"seed": self.config.seed, "step": at.step, "counter": at.counter, "kernels": kernels}
+        counter = at.counter
+        if counter is None and self.adapter.compiled is not None and self.adapter.compiled.on:
+            counter = torch.tensor([at.step], device=self.adapter.device)  # as in a CUDA graph: no other trace for it
+        return {"seed": self.config.seed, "step": at.step, "counter": counter, "kernels": kernels}
 
     def _cross_entropies(self, inputs: Tensor, targets: Tensor) -> Tensor:
         batches = zip(inputs, targets, strict=True)
@@ -145,7 +148,7 @@ def share_out(config: ConvergenceConfig, adapter: ModelAdapter, ranks: Ranks) ->
 
 def _offload(model: nn.Module) -> Saving:
     """The context of a forward whose saved tensors wait in CPU memory for backward."""
-    from hqsweep.nn.layers.offload import ActivationOffload
+    from hqsweep.nn.layers.saved_memory import ActivationOffload
 
     return ActivationOffload(model).saving
 

@@ -23,15 +23,13 @@ from hqsweep.nn.core.options import MoELayerOptions, TransformerOptions
 from hqsweep.nn.experts.grouped_linear import GroupedLinear
 from hqsweep.nn.experts.moe import LayerNormMoE, MoELayer
 from hqsweep.nn.layers.embedding import embedding
-from hqsweep.nn.layers.layer_stack import through
 from hqsweep.nn.layers.norm import Norm
 from hqsweep.nn.layers.saved_memory import saved_input_bytes
-from hqsweep.nn.layers.transformer_layer import TransformerLayer
+from hqsweep.nn.layers.transformer_layer import TransformerLayer, through
 from hqsweep.nn.linear.linear import Linear
 from hqsweep.nn.linear.linear_loss import forms_loss, linear_cross_entropy
-from hqsweep.parallel.shared.tokens import whole_features
+from hqsweep.parallel.shared.tokens import gains_summed_together, whole_features
 from hqsweep.parallel.shared.vocabulary import cross_entropy, split_embedding, vocabulary_group
-from hqsweep.parallel.shared.weight import gains_summed_together
 from hqsweep.parallel.wire.local import local, whole_tensor
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.argument import module_quantizers
@@ -157,7 +155,7 @@ class GPT(nn.Module):
 class GPTAdapter:
     """The ModelAdapter of hqsweep's own GPT."""
 
-    autocast = why_eager = None
+    autocast = why_eager = compiled = None
     facts: Mapping[str, Any] = MappingProxyType({})
     taken = facts
     methods = ("loss",)

@@ -20,7 +20,7 @@ from hqsweep.formats import RngKey
 from hqsweep.nn.core.module import quantized_modules
 from hqsweep.nn.core.probe import Probe
 from hqsweep.nn.core.workspace import WeightWorkspace, note_update
-from hqsweep.ops.addresses import key_tables
+from hqsweep.ops.library import key_tables
 from hqsweep.parallel.fsdp.fsdp_state import drop_pass
 from hqsweep.parallel.wire.local import local
 from hqsweep.quant.delayed import DelayedState

@@ -7,6 +7,7 @@ linears that compute by the recipe take bf16, like those of the GPT.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,10 @@ from hqsweep.checkpoints.foreign.user_model import check_same, weights_of
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.model import FactoryModelConfig, HFModelConfig, UserModel
 from hqsweep.errors import UserError
-from hqsweep.models.build import build, check_code, check_ranks, check_recompute, code_of, vocab_fault
+from hqsweep.models.attention import take_fast_kernels
+from hqsweep.models.batches import ATTRIBUTE
+from hqsweep.models.build import build, check_code, check_ranks, check_recompute, code_of, code_of_modules, vocab_fault
+from hqsweep.models.compiled import CompiledBlocks
 from hqsweep.models.conversion import Conversion
 from hqsweep.models.convert import convert
 from hqsweep.models.head_loss import HeadLoss, is_hugging_face, model_loss, why_whole
@@ -36,6 +40,7 @@ from hqsweep.parallel.wire.objects import rank_in
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.torch_private import DropoutNd
 from hqsweep.train.adapter import Balance, Losses, Saving, by_decay, keyed_seed
+from hqsweep.train.batch_trial import loss_of
 from hqsweep.train.step import NotCapturable
 
 CODE = "model_code"
@@ -67,8 +72,10 @@ class UserAdapter:
         dtype: torch.dtype,
         head_loss: HeadLoss | None = None,
         origin: Origin | None = None,
+        compiled: CompiledBlocks | None = None,
     ) -> None:
         self.model, self.conversion, self.origin = model, conversion, origin
+        self.compiled = compiled
         self.autocast = None if dtype is torch.float32 else dtype
         self.around = head_loss or nullcontext
         own_loss = not is_hugging_face(model) and callable(getattr(model, "loss", None))
@@ -82,6 +89,7 @@ class UserAdapter:
 
     def losses(self, inputs: Tensor, targets: Tensor, saving: Saving = nullcontext) -> Losses:
         """The losses of models.head_loss.model_loss. `saving` surrounds the whole model, its loss included."""
+        self._compile(inputs, targets)
         before = generator_state(self.device) if self.draws is None and torch.is_grad_enabled() else None
         on_host = torch.get_rng_state() if is_captured(self.device) else None
         with saving(), self._autocast():
@@ -94,6 +102,18 @@ class UserAdapter:
         self.has_aux = self.has_aux or aux is not None
         balance = Balance(loss=cross_entropy.new_zeros(()) if aux is None else aux, tokens=[])
         return Losses(cross_entropy=cross_entropy, minimized=minimized, balance=balance)
+
+    def _compile(self, inputs: Tensor, targets: Tensor) -> None:
+        """Compile the blocks before the first forward in training, on its batch."""
+        if self.compiled is None or not torch.is_grad_enabled() or is_captured(self.device):
+            return
+
+        def minimized() -> Tensor:
+            with self._autocast():
+                cross_entropy, aux = model_loss(self.model, inputs, targets, self.around)
+            return cross_entropy if aux is None else cross_entropy + aux
+
+        self.compiled.try_once(minimized, partial(print, flush=True))
 
     def begin(self, key: tuple[int, int, int]) -> None:
         """Seed torch's generators by the key, for models that draw from them.
@@ -205,21 +225,31 @@ def user_adapter(
     model = trained_weights(section, config.seed) if isinstance(section, HFModelConfig) else build(section, config.seed)
     origin = None
     if isinstance(section, FactoryModelConfig):
-        origin = Origin(target=section.target, code=code_of(model, section.factory))
+        functions = [section.factory, *([section.loss_function] if section.loss else [])]
+        origin = Origin(target=section.target, code=code_of(model, *functions))
+    elif section.loss:
+        origin = Origin(target=section.loss, code=code_of_modules({section.loss_function.__module__}))
     if section.init_noise:
         perturb_weights(model, section.init_noise, config.seed)
     if fault := vocab_fault(model, vocab_size):
         raise UserError(f"model: the data has {vocab_size} tokens, but {fault}; give another model, or other data")
-    check_causal(model, vocab_size)
+    if (loss := loss_of(config)) is not None:
+        loss.attach(model)
+    else:
+        check_causal(model, vocab_size)
     if train.recompute != "none":
         check_recompute(model, train.recompute)
         compute_again(model)
     if train.parallel.world > 1:
         check_ranks(model)
-    by_chunks = dtype is torch.bfloat16 and device.type == "cuda" and train.parallel.world == 1
-    by_chunks = by_chunks and train.compile != "off" and loss_by_chunks(model)
+    fast = device.type == "cuda" and train.compile != "off" and train.parallel.world == 1
+    by_chunks = fast and dtype is torch.bfloat16 and loss_by_chunks(model)
     conversion = convert_for_training(model, recipe, section, config.seed, dtype)
-    return UserAdapter(model.to(device), conversion, dtype, HeadLoss(model) if by_chunks else None, origin)
+    compiled = None
+    if fast:
+        take_fast_kernels(model)
+        compiled = CompiledBlocks(model, conversion)
+    return UserAdapter(model.to(device), conversion, dtype, HeadLoss(model) if by_chunks else None, origin, compiled)
 
 
 def convert_for_training(
@@ -256,7 +286,7 @@ def _said(conversion: Conversion) -> Conversion:
 
 def loss_by_chunks(model: nn.Module) -> bool:
     """Whether HeadLoss computes the loss of a model. Prints that it does, or why not."""
-    if not is_hugging_face(model):
+    if not is_hugging_face(model) or ATTRIBUTE in model.__dict__:
         return False
     why = why_whole(model)
     print("loss: by chunks of tokens" if why is None else f"loss: of whole logits, for {why}", flush=True)
@@ -268,7 +298,7 @@ def trained_weights(section: HFModelConfig, seed: int) -> nn.Module:
     if not section.pretrained or weights_of(section).kind == "safetensors":
         return build(section, seed)
     config = read_hf_config(section.path)
-    model = load_model(config.path, pretrained=False, seed=seed)
+    model = load_model(config.path, pretrained=False, seed=seed, architecture=section.architecture)
     load_checkpoint(Path(section.path), model)
     return model
 

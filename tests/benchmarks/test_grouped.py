@@ -5,8 +5,8 @@ import torch
 from support.benchmarks.host_clock import HostClock
 
 from benchmarks import grouped, grouped_linear
-from hqsweep.nn.linear.linear_call import LinearCall
-from hqsweep.ops.members.packed import PackedExact
+from hqsweep.nn.core.call import LinearCall
+from hqsweep.ops.members.layout import PackedExact
 from hqsweep.quant.hybrid import DIRECTIONS
 
 SIZES = (0, 32, 64, 0, 16)

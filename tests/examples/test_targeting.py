@@ -9,7 +9,7 @@ import torch
 from hqsweep.formats import ExactOperand, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import set_recipe
-from hqsweep.nn.linear.linear_call import LinearCall
+from hqsweep.nn.core.call import LinearCall
 from hqsweep.quant.operand import Operand
 from hqsweep.recipe import CustomRecipe, Recipe
 

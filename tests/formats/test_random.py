@@ -4,7 +4,7 @@ import torch
 
 from hqsweep.formats import RngKey, RngKeys, RngNumbers, numbers_of
 from hqsweep.formats.random import PlacedKey, random_bytes
-from hqsweep.ops.addresses import key_table
+from hqsweep.ops.library import key_table
 
 SLOTS = tuple(f"layers.0.experts/grouped_linear/input/{e}" for e in range(5))
 SEED, STEP = 2**32 + 7, 2**40 + 3

@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for start in ("run_local", "run_slurm"):
         monkeypatch.setattr(launch, start, lambda runs, **given: None)
     if find_spec("wandb"):
-        monkeypatch.setattr("hqsweep.track.sync.sync", lambda run, mode: [])
+        monkeypatch.setattr("hqsweep.track.open.sync", lambda run, mode: [])
     plan = launch.plan(["conf=convergence", "recipe=bf16,mxfp8", "track=none"])
     RunStore(Path("runs")).create(sweep="convergence", conf="convergence", overrides=[], runs=plan.points)
     for path, data in {

@@ -18,8 +18,7 @@ from hqsweep.gemm.grouped import (
     tokens_by_kernel,
     weights_by_kernel,
 )
-from hqsweep.gemm.native import capability_of
-from hqsweep.gemm.plan import GroupGemm, gemm_plan
+from hqsweep.gemm.native import GroupGemm, capability_of, gemm_plan
 from hqsweep.ops.members.splits import Splits
 from hqsweep.quant import HybridQuantizer
 from hqsweep.quant.group import quantize_group

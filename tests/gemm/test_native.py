@@ -11,8 +11,7 @@ from hqsweep.formats import ExactOperand, parse
 from hqsweep.formats.base import expand_tiles
 from hqsweep.formats.inputs import draw
 from hqsweep.gemm.exact import mm_t
-from hqsweep.gemm.native import _ARRANGED, fault, mm_t_native, shape_fault, swizzle
-from hqsweep.gemm.plan import plan_text
+from hqsweep.gemm.native import _ARRANGED, _aligned, fault, mm_t_native, plan_text, shape_fault, swizzle
 from hqsweep.quant import HybridQuantizer
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
@@ -25,6 +24,10 @@ PAIRS = [
     ("fp8_block+2d", "fp8_block"),
     ("fp8_block+e5m2", "fp8_block+2d"),
     ("fp8_block+fp32_scale", "fp8_block+fp32_scale+2d"),
+    ("fp8_row", "fp8_row"),
+    ("fp8_row+pow2", "fp8_row"),
+    ("fp8_row", "fp8_current"),
+    ("fp8_current+pow2", "fp8_row"),
     ("bf16", "bf16"),
 ]
 
@@ -88,7 +91,7 @@ def test_scales_of_experts_have_addresses_that_cublas_takes():
     scales = torch.arange(8, dtype=torch.float32)
     for expert in range(8):
         own = replace(whole, buffers=whole.buffers | {"s": scales[expert : expert + 1]})
-        _, scale = _ARRANGED["tensor"](own)
+        scale = _aligned(_ARRANGED["tensor"](own)[1])
         assert scale.data_ptr() % 16 == 0 and scale.dim() == 0 and scale.item() == expert
 
 
@@ -110,7 +113,9 @@ def test_hopper_takes(a, b):
         ("fp8_current+e5m2", "fp8_current+e5m2", HOPPER, "E5M2 does not meet E5M2"),
         ("fp8_delayed+e5m2", "fp8_current+e5m2", HOPPER, "E5M2 does not meet E5M2"),
         ("bf16", "fp8_current", HOPPER, "one high-precision dtype"),
-        ("fp8_block", "fp8_block", BLACKWELL, "fp8_block; it has: fp8_current, fp8_delayed, mxfp8, nvfp4"),
+        ("fp8_block", "fp8_block", BLACKWELL, "fp8_block; it has: fp8_current, fp8_delayed, fp8_row, mxfp8, nvfp4"),
+        ("fp8_row", "fp8_block", HOPPER, "scaling modes differ"),
+        ("fp8_row", "fp8_row", (8, 9), "sm_89 has no product for fp8_row; it has: fp8_current, fp8_delayed"),
         ("mxfp6_e2m3", "mxfp6_e2m3", BLACKWELL, "sm_100 has no product for mxfp6_e2m3"),
         ("nvfp4", "mxfp8", BLACKWELL, "scaling modes differ"),
         ("mxfp8", "mxfp8", (7, 0), "8.9 or later"),

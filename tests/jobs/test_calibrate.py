@@ -10,7 +10,7 @@ from hqsweep.config.job import parse as parse_config
 from hqsweep.errors import UserError
 from hqsweep.formats import parse, spellings
 from hqsweep.jobs.calibrate import job as calibrate
-from hqsweep.jobs.calibrate import teacher as calibrate_teacher
+from hqsweep.jobs.calibrate import job as calibrate_teacher
 from hqsweep.jobs.calibrate.sqnr import EMULATED, draw, published_db, sqnr_rows
 from hqsweep.jobs.calibrate.sqnr_theory import DENSITIES, theoretical_sqnr_db
 from hqsweep.jobs.sink import ListSink

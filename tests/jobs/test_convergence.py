@@ -12,8 +12,7 @@ from hqsweep.errors import UserError
 from hqsweep.gemm import native
 from hqsweep.gemm.exact import mm_t
 from hqsweep.jobs import convergence
-from hqsweep.jobs.probe.job import parse_quantizers, probe
-from hqsweep.jobs.probe.tensor_files import find_matrices
+from hqsweep.jobs.probe.job import find_matrices, parse_quantizers, probe
 from hqsweep.jobs.sink import ListSink
 from hqsweep.jobs.training_report import stage_plans, trainer_fields
 from hqsweep.nn import GroupedLinear

@@ -13,8 +13,8 @@ from hqsweep.jobs.parity import training as parity_training
 from hqsweep.jobs.parity.compare_bytes import row
 from hqsweep.jobs.sink import ListSink
 from hqsweep.nn import LayerNormMoE
+from hqsweep.nn.core import call
 from hqsweep.nn.core import call as call_module
-from hqsweep.nn.linear import linear_call
 from hqsweep.ops.quantize import operators
 from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
 from hqsweep.recipe import LinearQuantizers, parse_recipe
@@ -114,8 +114,8 @@ def test_a_gradient_from_the_wrong_direction_is_found(tmp_path, monkeypatch):
 
 @pytest.mark.feature("H35")
 def test_experts_that_are_mixed_up_are_found(tmp_path, monkeypatch):
-    right = linear_call.mm_t_weights
-    monkeypatch.setattr(linear_call, "mm_t_weights", lambda *args, **options: right(*args, **options)[::-1])
+    right = call.mm_t_weights
+    monkeypatch.setattr(call, "mm_t_weights", lambda *args, **options: right(*args, **options)[::-1])
     failed = [r for r in run("grouped", tmp_path=tmp_path) if r["status"] == "FAIL"]
     assert {r["subject"] for r in failed if r["case"] == "list of Linears"} >= {"bf16", "nvfp4|mxfp8", "mxfp8|bf16"}
     assert all(r["first_index"].startswith("dw[") for r in failed if r["case"] == "list of Linears")

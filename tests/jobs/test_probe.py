@@ -12,11 +12,9 @@ from hqsweep.config.job import gemm_modules
 from hqsweep.config.model import ModelConfig
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
-from hqsweep.jobs.probe import tensor_files
-from hqsweep.jobs.probe.job import parse_quantizers, probe
-from hqsweep.jobs.probe.suggest import Suggestion, choose, foreign_modules, recipe_of, suggest
-from hqsweep.jobs.probe.tensor_files import find_matrices
-from hqsweep.jobs.probe.together import Choice
+from hqsweep.jobs.probe import job
+from hqsweep.jobs.probe.job import find_matrices, parse_quantizers, probe
+from hqsweep.jobs.probe.suggest import Choice, Suggestion, choose, foreign_modules, recipe_of, suggest
 from hqsweep.nn import set_recipe
 from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import parse_recipe
@@ -53,7 +51,7 @@ def test_matrices_are_found_in_natural_order_and_others_are_told(file):
 
 def test_rows_are_the_statistics_of_the_quantizer_however_the_file_is_read(file, monkeypatch):
     whole = rows_of(file, "nvfp4|mxfp8", "fp8_current")
-    monkeypatch.setattr(tensor_files, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(job, "CHUNK_ELEMENTS", 1)
     parts = list(find_matrices(file)[0][2].chunks())
     assert [len(part) for part in parts] == [128, 128, 64]
     for row, again in zip(whole, rows_of(file, "nvfp4|mxfp8", "fp8_current"), strict=True):

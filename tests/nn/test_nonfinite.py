@@ -9,7 +9,7 @@ from torch import nn
 
 import hqsweep as hq
 from hqsweep.nn import GroupedLinear, Linear, quantization, quantized_model_init
-from hqsweep.nn.core.recompute import recomputed
+from hqsweep.nn.core.context import recomputed
 
 INF, NAN = math.inf, math.nan
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -29,7 +29,7 @@ from hqsweep.gemm import native
 from hqsweep.gemm.exact import mm_t
 from hqsweep.gemm.native import mm_t_native
 from hqsweep.nn import Linear
-from hqsweep.nn.linear import linear_call
+from hqsweep.nn.core import call
 from hqsweep.quant import HybridQuantizer, Operand
 from hqsweep.recipe import LinearQuantizers
 
@@ -56,7 +56,7 @@ def train(quantizers: dict, tensors: dict[str, Tensor], gemm: str, product: Call
         return real(a, b, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear_call, "mm_t", partial(spy, mm_t))
+        patch.setattr(call, "mm_t", partial(spy, mm_t))
         patch.setattr(native, "mm_t_native", partial(spy, product))
         x = x.clone().requires_grad_()
         y = module(x)

@@ -5,8 +5,7 @@ import torch
 
 from hqsweep.formats import parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.members.layout import GroupLayout
-from hqsweep.ops.members.packed import member_buffers
+from hqsweep.ops.members.layout import GroupLayout, member_buffers
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.dequantize import dequantize, dequantize_members
 from hqsweep.ops.quantize.quantize import quantize

@@ -12,7 +12,7 @@ from support.track import wandb_file
 
 from hqsweep.errors import UserError
 from hqsweep.sweep.store.store import RunStore
-from hqsweep.track.sync import sync
+from hqsweep.track.open import sync
 from hqsweep.track.tables import TABLES
 from hqsweep.track.wandb import known_id_of, open_run
 

@@ -17,8 +17,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore
-from hqsweep.track.open import mirror_report, open_tracker
-from hqsweep.track.sync import sync
+from hqsweep.track.open import mirror_report, open_tracker, sync
 from hqsweep.track.tables import TABLES
 from hqsweep.track.tensorboard import (
     TEXT_ROWS,

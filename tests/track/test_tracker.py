@@ -65,5 +65,5 @@ def test_curves_are_named_by_statistic_layer_tensor_and_direction():
 
 def test_rows_and_tracker_import_without_wandb():
     program = "import sys; sys.modules['wandb'] = None; sys.modules['tensorboard'] = None;"
-    program += "import hqsweep.track.rows, hqsweep.track.tracker, hqsweep.track.sync"
+    program += "import hqsweep.track.rows, hqsweep.track.tracker, hqsweep.track.open"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -14,7 +14,7 @@ from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import Diverged, ListSink
 from hqsweep.jobs.training_report import Throughput
 from hqsweep.nn import quantization
-from hqsweep.nn.linear.linear_call import LinearCall
+from hqsweep.nn.core.call import LinearCall
 from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.recipe.factories import find_factory

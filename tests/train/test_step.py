@@ -11,7 +11,7 @@ from support.train.replayed import EagerPool
 from hqsweep.errors import UserError
 from hqsweep.jobs.isolation import make_deterministic
 from hqsweep.nn.layers.saved_memory import tensors_of
-from hqsweep.ops import addresses
+from hqsweep.ops import library
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.train import data
@@ -148,7 +148,7 @@ def test_the_keys_of_experts_live_as_long_as_the_graph():
     list(training.steps(last=4))
     assert training.runner._update.tables
     tables = {id(table) for table in training.runner._update.tables}
-    addresses._key_table.results.clear()
+    library._key_table.results.clear()
     list(training.steps(last=5))
     assert {id(table) for table in training.runner._update.tables} == tables
 

@@ -13,12 +13,12 @@ from hqsweep.compat.modules.later_gradients import LaterGradients
 from hqsweep.compat.modules.parts import check_ranks, drawn_whole, link_part, part_of, ranks_of, write_part
 from hqsweep.compat.signatures import LINEAR, OF_LINEAR_CALL
 from hqsweep.errors import UserError
+from hqsweep.nn.core.call import NOTHING, KnownInput, LinearCall
 from hqsweep.nn.core.context import high_precision
 from hqsweep.nn.core.options import LinearOptions
 from hqsweep.nn.core.parameter import link_states
 from hqsweep.nn.linear.linear import Linear as _Linear
 from hqsweep.nn.linear.linear import linear_product
-from hqsweep.nn.linear.linear_call import NOTHING, KnownInput, LinearCall
 from hqsweep.parallel.shared.linear import TensorParallel
 
 TOKENS = 0

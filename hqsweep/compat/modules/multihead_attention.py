@@ -15,9 +15,9 @@ from hqsweep.compat.modules.over_ranks import OverRanks, shared
 from hqsweep.compat.modules.rope import rotated
 from hqsweep.compat.signatures import MULTIHEAD_ATTENTION, OF_ATTENTION_CALL
 from hqsweep.errors import UserError
-from hqsweep.nn.attention.joined_attention import attend_joined
 from hqsweep.nn.attention.multihead_attention import MultiheadAttention as _MultiheadAttention
-from hqsweep.nn.core.recompute import recomputed
+from hqsweep.nn.attention.multihead_attention import attend_joined
+from hqsweep.nn.core.context import recomputed
 from hqsweep.nn.core.residual import Branch, add_branch
 from hqsweep.ops.quantize.kernels import in_dtype
 

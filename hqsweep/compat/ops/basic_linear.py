@@ -11,8 +11,8 @@ from hqsweep.compat.arguments import refuse
 from hqsweep.compat.modules.activation_dtype import params_dtype
 from hqsweep.compat.modules.linear import Linear as _Linear
 from hqsweep.compat.ops.op import BasicOperation, dtype_of
+from hqsweep.nn.core.call import NOTHING, KnownInput, LinearCall
 from hqsweep.nn.linear.linear import linear_product
-from hqsweep.nn.linear.linear_call import NOTHING, KnownInput, LinearCall
 from hqsweep.ops.quantize.kernels import in_dtype
 from hqsweep.recipe.roles import QuantizerRole
 

@@ -26,8 +26,7 @@ from hqsweep.config.job import ParityConfig
 from hqsweep.formats import Format, bases, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.formats.spec import SOURCES
-from hqsweep.gemm.native import capability_of
-from hqsweep.gemm.plan import Capability, GroupGemm, gemm_plan
+from hqsweep.gemm.native import Capability, GroupGemm, capability_of, gemm_plan
 from hqsweep.jobs.parity.compare_bytes import Check, Rows, named_pairs, row
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, LayerNormMoE, Linear, MoEOptions, quantization
 from hqsweep.nn.experts.router import Routing

@@ -34,7 +34,7 @@ from hqsweep.nn import (
     set_recipe,
 )
 from hqsweep.nn.layers.norm import Norm
-from hqsweep.nn.linear.activation import ACTIVATIONS
+from hqsweep.nn.linear.mlp import ACTIVATIONS
 from hqsweep.ops.stats import output_error
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.custom import CustomRecipe

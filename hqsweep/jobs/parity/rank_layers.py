@@ -16,7 +16,7 @@ from hqsweep.config.model import ModelConfig
 from hqsweep.jobs.parity.rank_cases import FIRST, PREFIX, Column, Problem, Read, Results, named
 from hqsweep.jobs.parity.rank_sums import SplitSum
 from hqsweep.nn import LayerNormMoE, Linear, MoEOptions, quantization
-from hqsweep.nn.linear.linear_call import LinearCall
+from hqsweep.nn.core.call import LinearCall
 from hqsweep.parallel.expert import expert_parallel
 from hqsweep.parallel.pipeline import Pipeline
 from hqsweep.parallel.tensor import ColwiseLinear, RowwiseLinear

@@ -1,26 +1,116 @@
-"""The context of a forward pass: the key of stochastic rounding, a probe on sampled steps, a recipe."""
+"""The context of a forward pass: the key of stochastic rounding, a probe on sampled steps, a recipe.
+
+The context is a value of the innermost `with` (Scoped). On CUDA, backward and the recomputations of
+torch.utils.checkpoint run in threads of the autograd engine. A thread without a value of its own therefore reads the
+value entered last in any thread. With one training per process, that is the value of the thread that called backward.
+
+A recomputed part of a model keeps only its inputs, and runs again in backward, under the same context.
+torch.utils.checkpoint, reentrant or not, gives the same bytes as no checkpoint for every module here. Nothing draws
+from a generator's state, since random bits are keyed by seed, slot, step and index. Saving has no side effects, and
+modules keep no state between calls that would change a second run. torch's functions recompute under the autocast() and
+quantization() of the backward pass, which therefore must run inside them. A module refuses a second run elsewhere if it
+would give other bytes.
+"""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from threading import Lock, local
+from typing import Any, Generic, TypeVar
 from weakref import ref
 
 import torch
 import torch.compiler.config
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, RngNumbers, numbers_of
 from hqsweep.memo import memo
 from hqsweep.nn.core.probe import Probe
-from hqsweep.nn.core.scoped import Entered, Scoped
 from hqsweep.ops.library import has_kernels
 from hqsweep.ops.quantize.nonfinite import boundary
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import TENSOR_TYPES, QuantizerRole
 from hqsweep.recipe.sections import Section
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry(Generic[Value]):
+    """One `with`. Entries are compared by identity."""
+
+    value: Value
+
+
+class _Own(local):
+    """The innermost entry of each thread.
+
+    torch.compile can trace an attribute of a thread-local, but not a context variable. torch 2.11 would read a class
+    attribute instead of the thread's, so there is none.
+    """
+
+    def __init__(self) -> None:
+        self.entry: _Entry | None = None
+
+
+class Scoped(Generic[Value]):
+    """A value for a `with`; `outside` is the value if no thread has entered one.
+
+    Leaving restores the previous value, also after an exception.
+    """
+
+    def __init__(self, outside: Value) -> None:
+        self.outside = outside
+        self._own = _Own()
+        self._entered: tuple[_Entry[Value], ...] = ()  # of all threads, in order; replaced, never mutated
+        self._lock = Lock()
+
+    def get(self) -> Value:
+        """Return the value of this thread's innermost `with`, else the last one entered in any thread, else
+        `outside`."""
+        own, entered = self._own.entry, self._entered
+        if own is not None:
+            return own.value
+        return entered[-1].value if entered else self.outside
+
+    def entered(self, value: Value) -> "Entered[Value]":
+        """Return a context, or decorator, inside which get() returns this value."""
+        return Entered(self, value)
+
+    def enter(self, value: Value) -> tuple[_Entry[Value], _Entry[Value] | None]:
+        """Begin a `with`, and return leave()'s arguments: its entry, and this thread's previous entry."""
+        entry, before = _Entry(value), self._own.entry
+        self._own.entry = entry
+        if not torch.compiler.is_compiling():  # a trace has one thread
+            with self._lock:
+                self._entered += (entry,)
+        return entry, before
+
+    def leave(self, entry: _Entry[Value], before: _Entry[Value] | None) -> None:
+        """End a `with`: restore the state before enter()."""
+        self._own.entry = before
+        if not torch.compiler.is_compiling():
+            with self._lock:
+                self._entered = tuple([e for e in self._entered if e is not entry])
+
+
+class Entered(ContextDecorator, Generic[Value]):
+    """One `with`, or one decorated function. Each call of the function enters and leaves the context."""
+
+    def __init__(self, scoped: Scoped[Value], value: Value) -> None:
+        self._scoped, self._value = scoped, value
+
+    def __enter__(self) -> None:
+        self._entry = self._scoped.enter(self._value)
+
+    def __exit__(self, *raised: object) -> None:
+        self._scoped.leave(*self._entry)
+
+    def _recreate_cm(self) -> "Entered[Value]":
+        return Entered(self._scoped, self._value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,3 +315,23 @@ def slot_numbers(module_type: str, name: str) -> SlotNumbers:
     slots = {tensor: str(QuantizerRole(module_type, tensor, name)) for tensor in TENSOR_TYPES[module_type]}
     parts = ["", *(f"@{part}" for part in range(1, NUMBERED_PARTS))]
     return {tensor: [numbers_of(f"{slot}{part}") for part in parts] for tensor, slot in slots.items()}
+
+
+Outputs = TypeVar("Outputs", Tensor, tuple[Tensor, ...])
+
+
+def recomputed(function: Callable[..., Outputs], *args: object) -> Outputs:
+    """Return function(*args) by torch.utils.checkpoint without reentry, under this call's quantization() and
+    autocast().
+
+    So backward may run outside both. function: a module or a closure over modules that does not draw from torch's
+    generators. Tensors in args are kept until backward.
+    """
+    if torch.compiler.is_compiling():  # it takes no context_fn, and traces both contexts
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    context, recipe = current(), autocast_recipe()
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), replayed(context, recipe)
+
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)

@@ -1,4 +1,8 @@
-"""GroupedBase: the products of E experts, each with its own rows, for any class of weights."""
+"""GroupedBase: the products of E experts, each with its own rows, for any class of weights.
+
+For experts that are padded on a device, rows go to their places in a larger matrix of zeros, and come back. Places
+differ from each other, so nothing is ever added up, neither here nor in backward.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,16 +14,14 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Format
-from hqsweep.gemm.native import capability_of
-from hqsweep.gemm.plan import GemmPlan, GroupGemm, gemm_plan
+from hqsweep.gemm.native import GemmPlan, GroupGemm, capability_of, gemm_plan
+from hqsweep.nn.core.call import NOTHING, LinearCall
 from hqsweep.nn.core.delayed import ExpertStates
 from hqsweep.nn.core.options import GroupedLinearOptions
 from hqsweep.nn.core.parameter import is_held
-from hqsweep.nn.core.products import outside_autocast, untraced
+from hqsweep.nn.core.products import outside_autocast, returned, untraced
 from hqsweep.nn.core.wire import Codes, ExpertRanks
-from hqsweep.nn.experts.grouped_rows import place_rows, take_rows
 from hqsweep.nn.linear.linear import LinearBase, LinearFunction, as_rows
-from hqsweep.nn.linear.linear_call import NOTHING, LinearCall
 from hqsweep.ops.members.splits import PaddedSplits, Splits
 from hqsweep.ops.quantize.kernels import input_in
 from hqsweep.quant.group import homogeneous
@@ -285,3 +287,37 @@ def _section(
     tensors = TENSOR_TYPES[GROUPED]
     of_experts = {t: [resolved[roles[f"{t}{expert}"]] for expert in range(experts)] for t in tensors}
     return LinearQuantizers(**{t: homogeneous(own, f"{name}: {t}") for t, own in of_experts.items()})
+
+
+def place_rows(x: Tensor, places: Tensor, count: int) -> Tensor:
+    """Return [count, D] with row places[i] equal to x[i], all others zero. x: [M, D]; places: int64 [M], all
+    different."""
+    return _Place.apply(x, places, count)
+
+
+def take_rows(y: Tensor, places: Tensor) -> Tensor:
+    """Return y[places] [M, D] of y [count, D]; the gradient of other rows is zero. places: as in place_rows."""
+    return _Take.apply(y, places)
+
+
+class _Place(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, places: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(places)
+        return returned(x.new_zeros(count, x.shape[1]).index_copy_(0, places, x))
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+        return take_rows(dy, *ctx.saved_tensors), None, None
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.count = len(y)
+        return y.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx, dx: Tensor) -> tuple[Tensor, None]:
+        return place_rows(dx, *ctx.saved_tensors, ctx.count), None

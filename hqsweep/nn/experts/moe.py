@@ -12,9 +12,8 @@ from hqsweep.nn.experts.grouped_linear import GroupedLinear
 from hqsweep.nn.experts.router import Router, Routing, moves_by_kernels
 from hqsweep.nn.layers.norm import Norm
 from hqsweep.nn.layers.stream_layer import StreamLayer
-from hqsweep.nn.linear.activation import activate
 from hqsweep.nn.linear.linear import Linear
-from hqsweep.nn.linear.mlp_function import joined, joins
+from hqsweep.nn.linear.mlp import activate, joined, joins
 from hqsweep.ops.members.splits import PaddedSplits, Splits
 from hqsweep.recipe.argument import RecipeArgument, whole_recipe
 

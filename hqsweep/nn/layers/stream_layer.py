@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hqsweep.errors import UserError
-from hqsweep.nn.core.recompute import recomputed
+from hqsweep.nn.core.context import recomputed
 from hqsweep.nn.core.residual import Branch, add_branch, is_observed
 
 RECOMPUTES = ("none", "layer", "attention")

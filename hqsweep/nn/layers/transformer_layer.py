@@ -1,16 +1,58 @@
-"""TransformerLayer: attention and MLP, each added to the residual stream."""
+"""TransformerLayer: attention and MLP, each added to the residual stream.
 
+StreamLayer has the residual stream and the recomputation that all layers share; a stack of layers is a whole model's,
+or one pipeline stage's.
+"""
+
+from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hqsweep.nn.attention.multihead_attention import MultiheadAttention
 from hqsweep.nn.core.options import TransformerOptions
-from hqsweep.nn.core.residual import Branch
-from hqsweep.nn.layers.stream_layer import StreamLayer
-from hqsweep.nn.linear.layernorm_mlp import LayerNormMLP
+from hqsweep.nn.core.residual import Branch, add_branch
+from hqsweep.nn.layers.stream_layer import StreamLayer, with_sum
+from hqsweep.nn.linear.mlp import LayerNormMLP
 from hqsweep.recipe.argument import RecipeArgument, whole_recipe
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Stream:
+    """The residual stream x + branch [B, T, D], whose last sum the reader adds, and the routing of expert layers.
+
+    balances: float32 [] per layer with experts; tokens: int64 [E] per layer with experts.
+    """
+
+    x: Tensor
+    branch: Branch
+    balances: list[Tensor]
+    tokens: list[Tensor]
+
+
+def _after(layer: nn.Module, x: Tensor, branch: Branch) -> tuple[Any, ...]:
+    """Return (x, branch, *routing) after a layer.
+
+    A wrapper around a layer (torch's checkpoint_wrapper, torch.compile) also has the layer's methods. They would skip
+    the wrapper, so it is called instead.
+    """
+    if isinstance(layer, StreamLayer):
+        return layer.residual(x, branch)
+    return with_sum(layer(add_branch(x, branch)))
+
+
+def through(layers: Iterable[nn.Module], x: Tensor) -> Stream:
+    """Return the Stream of x [B, T, D] after TransformerLayers and MoELayers."""
+    branch, balances, tokens = None, [], []
+    for layer in layers:
+        x, branch, *routed = _after(layer, x, branch)
+        if routed:
+            balances.append(routed[0])
+            tokens.append(routed[1])
+    return Stream(x=x, branch=branch, balances=balances, tokens=tokens)
 
 
 class TransformerLayer(StreamLayer):

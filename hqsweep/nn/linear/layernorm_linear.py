@@ -3,12 +3,15 @@
 import torch
 from torch import Tensor
 
+from hqsweep.nn.core.call import (
+    NOTHING,
+    KnownInput,
+)
 from hqsweep.nn.core.context import current, use_kernels
 from hqsweep.nn.core.options import LayerNormLinearOptions
 from hqsweep.nn.core.residual import AddsBranch, Branch
 from hqsweep.nn.layers.norm import Norm
 from hqsweep.nn.linear.linear import Linear
-from hqsweep.nn.linear.linear_call import NOTHING, KnownInput
 from hqsweep.recipe.argument import RecipeArgument, whole_recipe
 
 

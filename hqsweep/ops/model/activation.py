@@ -8,8 +8,7 @@ operators are the reference.
 import torch
 from torch import Tensor
 
-from hqsweep.ops.addresses import empty
-from hqsweep.ops.library import described, extension, operator, where
+from hqsweep.ops.library import described, empty, extension, operator, where
 
 INPUTS = {"swiglu": 2, "gelu": 1}
 """Activation -> input width divided by output width."""

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.memo import constant_result, memo
-from hqsweep.ops.addresses import empty
-from hqsweep.ops.library import described, operator
+from hqsweep.ops.library import described, empty, operator
 from hqsweep.ops.model.rope import readable
 from hqsweep.ops.quantize.kernels import DTYPES
 from hqsweep.torch_private import (

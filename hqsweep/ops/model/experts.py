@@ -21,8 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hqsweep.ops.addresses import empty
-from hqsweep.ops.library import described, extension, has_kernels, on_its_device, operator, where
+from hqsweep.ops.library import described, empty, extension, has_kernels, on_its_device, operator, where
 from hqsweep.ops.quantize.kernels import DTYPES
 
 _SOURCES = (torch.float32, torch.bfloat16)

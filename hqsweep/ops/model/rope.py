@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.memo import memo
-from hqsweep.ops.addresses import empty
-from hqsweep.ops.library import described, extension, operator, where
+from hqsweep.ops.library import described, empty, extension, operator, where
 
 MOST_WIDTH = 512
 """The largest head width with rotation."""

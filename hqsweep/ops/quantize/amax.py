@@ -7,8 +7,7 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Format, RngKey, RngKeys
-from hqsweep.ops.addresses import check_keys, check_offsets, key_table, step_address
-from hqsweep.ops.library import extension, operator, where
+from hqsweep.ops.library import check_keys, check_offsets, extension, key_table, operator, step_address, where
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.kernels import NO_KEY, KernelSpec, kernel_of, matrix_dtype
 from hqsweep.ops.quantize.nonfinite import address_of, current, look_at_trace

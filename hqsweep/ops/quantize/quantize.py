@@ -15,8 +15,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, ExactOperand, Format, RngKey
 from hqsweep.memo import memo
 from hqsweep.ops.library import direct, extension, has_kernels, where
-from hqsweep.ops.members.layout import GroupLayout
-from hqsweep.ops.members.packed import Result, held_exact, pack, take
+from hqsweep.ops.members.layout import GroupLayout, Result, held_exact, pack, take
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize import operators
 from hqsweep.ops.quantize.dequantize import dequantize, exact_operand_of

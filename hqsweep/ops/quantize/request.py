@@ -16,8 +16,7 @@ from hqsweep.formats import Buffers, Format, RngKey, RngKeys
 from hqsweep.formats.random import PlacedKey
 from hqsweep.formats.spec import SOURCES
 from hqsweep.memo import memo
-from hqsweep.ops.addresses import key_table
-from hqsweep.ops.library import has_kernels
+from hqsweep.ops.library import has_kernels, key_table
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.kernels import DTYPES, NO_KEY, KernelSpec, spec_named
 

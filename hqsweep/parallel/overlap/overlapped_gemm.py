@@ -3,28 +3,108 @@
 If each rank has some of the tokens, it multiplies its own rows first, while the others arrive. If a product is summed
 over ranks, it multiplies the rows of other ranks first; they travel while its own rows are multiplied. Rows of a
 product do not depend on other rows (tests/gemm/test_exact.py checks cuBLAS), so all bits equal one whole product.
+
+Operands of a layer's weights are made before their use, while ranks wait for each other.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from hqsweep.formats import ExactOperand
 from hqsweep.gemm.exact import mm_t
 from hqsweep.memo import cached_property
-from hqsweep.nn.linear.gemms import rows_of
+from hqsweep.nn.core.call import LinearCall
+from hqsweep.nn.core.parameter import AnyOperand, Weights, is_gathered, is_held
+from hqsweep.nn.linear.linear import rows_of
 from hqsweep.ops.quantize.request import Output
-from hqsweep.parallel.overlap.prefetch import LayerWeights
 from hqsweep.parallel.overlap.rank_rows import LEAST_ROWS, OneOperand, RankRows, decoded, span
 from hqsweep.parallel.shards.gather_operands import Gathering, sent_bytes
 from hqsweep.parallel.shards.shard_part import Part, is_alone, is_part
 from hqsweep.parallel.shared.call import SharedCall
 from hqsweep.parallel.wire import p2p_copy
 from hqsweep.parallel.wire.tokens import LentRows, Pending, start_lent_rows, start_sum_rows
-from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.quant.hybrid import Direction, HybridQuantizer
 from hqsweep.quant.operand import HybridOperand, Operand
+
+Maker = Callable[[], None]
+
+
+@dataclass(eq=False)
+class Prefetched:
+    """The operands of one call's weight that are made and not yet taken."""
+
+    operands: dict[Direction, AnyOperand] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def make(self, call: LinearCall, weights: Weights, direction: Direction) -> None:
+        """Make call.weight() early, unless it needs more than the weights, or exists."""
+        if direction in self.operands:
+            return
+        quantizer = call.quantizers.weight
+        plain = type(quantizer) is HybridQuantizer and not quantizer.delayed and not call.context.probe
+        if not plain or call.workspace is not None or is_held(weights) or is_gathered(weights):
+            return
+        if weights[0].untyped_storage().nbytes():  # which fully_shard may have freed, and not yet gathered again
+            self.operands[direction] = call.weight(weights, direction)
+
+    def take(self, direction: Direction) -> AnyOperand | None:
+        """Return the operand of a direction, once; None if it is not made."""
+        return self.operands.pop(direction) if direction in self.operands else None
+
+
+@dataclass(eq=False)
+class LayerWeights:
+    """The weights of one call of a layer."""
+
+    makers: Mapping[nn.Module, Callable[[], AnyOperand | None]]
+    """Linear -> the function that makes its operand for forward; None for a linear without such an operand."""
+    made: dict[nn.Module, AnyOperand] = field(default_factory=dict, init=False)
+    """The operands that are made and not yet taken."""
+    backward: list[Maker] = field(default_factory=list, init=False)
+    """Functions that make an operand for backward, unless it is made; in the order of backward."""
+
+    def owe(self, group: ProcessGroup, device: torch.device) -> None:
+        """Defer the operands for forward until the current stream would wait for ranks of the group."""
+        if self.makers:
+            p2p_copy.owe(group, device, self.make)
+
+    def make(self) -> None:
+        """Make the operands for forward."""
+        makers, self.makers = self.makers, {}
+        for linear, maker in makers.items():
+            operand = maker()
+            if operand is not None:
+                self.made[linear] = operand
+
+    def take(self, linear: nn.Module) -> Prefetched:
+        """Return the prefetched operand of the linear for forward, once."""
+        operand = self.made.pop(linear, None)
+        return Prefetched({} if operand is None else {"rowwise": operand})
+
+    def made_in_backward(self, *makers: Maker) -> list[Maker]:
+        """Return the makers of the layer's operands for backward, up to the linear that forward calls now.
+
+        The linear's own makers come first.
+        """
+        self.backward = [*makers, *self.backward]
+        return self.backward
+
+    @contextmanager
+    def lent(self, *linears: nn.Module) -> Iterator[None]:
+        """A context for the call of the layer, in which the shared linears use these weights."""
+        for linear in linears:
+            linear.parallel.layer = self
+        try:
+            yield
+        finally:
+            for linear in linears:
+                linear.parallel.layer = None
+
 
 HIDING_FEATURES = 1600
 """With this many output features, a bfloat16 product takes longer than the transfer of its input to another GPU.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hqsweep.formats import WHOLE
 from hqsweep.memo import memo
-from hqsweep.ops.members.packed import stored_by_rows
+from hqsweep.ops.members.layout import stored_by_rows
 from hqsweep.parallel.shards.shard_place import Place
 from hqsweep.parallel.wire import wide_copy
 

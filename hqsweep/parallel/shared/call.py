@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.nn.core.call import Call
+from hqsweep.nn.core.call import Call, LinearCall
 from hqsweep.nn.core.parameter import AnyOperand
-from hqsweep.nn.linear.linear_call import LinearCall
 from hqsweep.ops.quantize.dequantize import dequantize_members
 from hqsweep.ops.quantize.nonfinite import for_its_slot
 from hqsweep.ops.quantize.request import Output

@@ -1,4 +1,4 @@
-"""Grouped linears over ranks: ranks share the features of each expert, or the experts; and held experts' amaxes."""
+"""Grouped linears over ranks: ranks share the features of each expert, or the experts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from hqsweep.errors import UserError
+from hqsweep.nn.core.call import NOTHING, KnownInput
 from hqsweep.nn.core.context import current, use_kernels
 from hqsweep.nn.core.parameter import AnyOperand, link_states
 from hqsweep.nn.core.products import once_differentiable, outside_autocast
 from hqsweep.nn.core.residual import Branch, is_observed
-from hqsweep.nn.linear.gemms import Gradient, check_weights, input_column, keep
 from hqsweep.nn.linear.layernorm_linear import LayerNormLinear
-from hqsweep.nn.linear.linear import Linear, as_rows
-from hqsweep.nn.linear.linear_call import NOTHING, KnownInput
+from hqsweep.nn.linear.linear import Gradient, Linear, as_rows, check_weights, input_column, keep
 from hqsweep.nn.linear.linear_loss import Chunks, Input, as_taken, check_head, forms_loss, product_cross_entropy
 from hqsweep.ops.model.activation import INPUTS
 from hqsweep.ops.model.loss import joint_cross_entropy_, loss_parts, shared_cross_entropy_
@@ -30,9 +29,7 @@ from hqsweep.ops.quantize.kernels import in_dtype, input_in
 from hqsweep.ops.quantize.request import Output
 from hqsweep.parallel.overlap.chunked_input import Turns, activated_in_turn
 from hqsweep.parallel.overlap.deferred_reduce import LeftGradient, LeftOutput
-from hqsweep.parallel.overlap.loss_mailbox import meeting
-from hqsweep.parallel.overlap.overlapped_gemm import Outgoing, quantize_tokens, start_values
-from hqsweep.parallel.overlap.prefetch import LayerWeights, Prefetched
+from hqsweep.parallel.overlap.overlapped_gemm import LayerWeights, Outgoing, Prefetched, quantize_tokens, start_values
 from hqsweep.parallel.overlap.rank_rows import RankRows
 from hqsweep.parallel.shards.shard_part import is_alone
 from hqsweep.parallel.shared.attention import attend_in_turn
@@ -48,7 +45,7 @@ from hqsweep.parallel.shared.linear_function import (
     stays,
 )
 from hqsweep.parallel.shared.tokens import local
-from hqsweep.parallel.shared.vocabulary import cross_entropy, vocabulary_group
+from hqsweep.parallel.shared.vocabulary import cross_entropy, meeting, vocabulary_group
 from hqsweep.parallel.wire.local import local as stored
 from hqsweep.parallel.wire.tokens import KeptRows, Pending, begin_kept_rows, gather_rows
 from hqsweep.quant.operand import HybridOperand

@@ -10,10 +10,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hqsweep.nn.core.call import NOTHING, KnownInput
 from hqsweep.nn.core.parameter import AnyOperand, Weights
 from hqsweep.nn.core.products import once_differentiable, returned
 from hqsweep.nn.core.wire import Codes
-from hqsweep.nn.linear.gemms import (
+from hqsweep.nn.linear.linear import (
     BackwardState,
     Gradient,
     add_biases,
@@ -26,7 +27,6 @@ from hqsweep.nn.linear.gemms import (
     weight_column,
     wgrad,
 )
-from hqsweep.nn.linear.linear_call import NOTHING, KnownInput
 from hqsweep.ops.quantize.kernels import in_dtype
 from hqsweep.ops.quantize.request import Output
 from hqsweep.parallel.overlap.chunked_input import OperandsInTurn, Turns, in_turn, is_hooked
@@ -34,11 +34,13 @@ from hqsweep.parallel.overlap.deferred_reduce import LeftGradient, LeftOutput
 from hqsweep.parallel.overlap.overlapped_gemm import (
     Beside,
     LateOperands,
+    LayerWeights,
+    Maker,
     Outgoing,
+    Prefetched,
     begin_summed_product,
     quantize_tokens,
 )
-from hqsweep.parallel.overlap.prefetch import LayerWeights, Maker, Prefetched
 from hqsweep.parallel.overlap.rank_rows import RankRows
 from hqsweep.parallel.shared.call import SharedCall
 from hqsweep.parallel.wire.tokens import Pending

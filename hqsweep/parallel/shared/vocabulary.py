@@ -2,6 +2,8 @@
 
 Rank r of W has the entries [r * v, (r + 1) * v) of W * v. Ranks exchange only three numbers for each row: its largest
 logit, the sum of its exponentials, and the logit of its target (Shoeybi et al., arXiv 1909.08053).
+
+On GPUs of one machine the kernels of all ranks run at the same time and exchange these numbers by mailboxes.
 """
 
 import math
@@ -17,11 +19,12 @@ from torch.distributed import ProcessGroup
 from hqsweep.nn.core.context import use_kernels
 from hqsweep.nn.layers.embedding import check_tokens
 from hqsweep.nn.linear.linear import Linear
-from hqsweep.nn.linear.vocabulary import checked_targets, counted_rows
-from hqsweep.nn.linear.vocabulary import cross_entropy as whole_cross_entropy
+from hqsweep.nn.linear.linear_loss import checked_targets, counted_rows
+from hqsweep.nn.linear.linear_loss import cross_entropy as whole_cross_entropy
 from hqsweep.ops.model.embedding import ROWS, by_entry, embed, rows_of_rank, table_gradient, takes
-from hqsweep.ops.model.loss import IGNORED
+from hqsweep.ops.model.loss import IGNORED, MOST_RANKS, NUMBERS, Boxes
 from hqsweep.parallel.wire import p2p_copy, wide_copy
+from hqsweep.parallel.wire.shared_memory import all_say, shared_memory
 from hqsweep.parallel.wire.tokens import begin_lent_rows, sum_rows, sum_whole
 
 
@@ -175,3 +178,45 @@ def _table_gradient(
         tensor.record_stream(stream)
     ranks = {"ranks": group.size(), "rank": group.rank(), "received": sending.received()}
     return table_gradient(rows, tokens, order, starts, **ranks)
+
+
+HALVES = 2
+"""Launches alternate between the halves, since a rank may be one launch behind."""
+PART_BYTES = 4 * NUMBERS
+
+_MEETINGS: dict[tuple[str, int], Boxes | None] = {}
+"""(name of a group, device) -> the boxes of the group; None if the ranks found that they cannot have any."""
+_MEMORY: list[Any] = []
+"""The memory of all boxes. Replaced boxes stay, since graphs may still use them."""
+
+
+def meeting(group: ProcessGroup, device: torch.device, rows: int) -> Boxes | None:
+    """Return the group's boxes for kernels of up to `rows` rows.
+
+    None, on all ranks, on a CPU, over machines, and for more rows than before while a graph is captured. All ranks call
+    it with the same arguments, and launch the same kernels in the same order.
+    """
+    if device.type != "cuda" or torch.compiler.is_compiling() or not 1 < group.size() <= MOST_RANKS:
+        return None
+    key = (group.group_name, device.index)
+    found = _MEETINGS.get(key)
+    if (found is None and key in _MEETINGS) or (found is not None and found.rows >= rows):
+        return found
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    _MEETINGS[key] = _new(group, device, 1 << (rows - 1).bit_length())
+    return _MEETINGS[key]
+
+
+def _new(group: ProcessGroup, device: torch.device, rows: int) -> Boxes | None:
+    if not all_say(torch.cuda.get_device_name(device), group, lambda names: len(set(names)) == 1):
+        return None  # a kernel that one GPU cannot launch would be waited for
+    size = HALVES * group.size() * rows * PART_BYTES
+    memory = shared_memory(group, device, size)
+    if memory is None:
+        return None
+    memory.get_buffer(group.rank(), (size,), torch.uint8).fill_(0xFF)  # no part has come
+    state = torch.zeros(3, dtype=torch.uint32, device=device)
+    memory.barrier()
+    _MEMORY.append(memory)
+    return Boxes(memory.buffer_ptrs_dev, state, rows, group.size(), group.rank())

@@ -11,7 +11,7 @@ lucky stored draw widens the intervals of the sweeps that it is compared with, a
 A control (the baseline arm, the null arm) is judged in a family of its own, so that it takes no power from the arms.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -107,13 +107,18 @@ class Family:
 def changes(runs: pd.DataFrame, now: Entries, stored: Baseline) -> pd.DataFrame:
     """D in nats, and the stored loss in nats, of every run that is in both: columns arm, trunk, draw, change, stored.
     `runs`: rows of Frames.runs."""
-    rows = [
-        {"arm": run.arm, "trunk": run.trunk, "draw": run.draw, "change": loss_of(now[key]) - old, "stored": old}
+    return changes_of(
+        ((run.arm, run.trunk, run.draw), loss_of(now[key]) - old, old)
         for run in runs.itertuples()
         if (key := (run.arm, int(run.seed), int(run.point))) in now and stored.of(key)
         for old in [fmean(map(loss_of, stored.of(key)))]
-    ]
-    return pd.DataFrame(rows, columns=["arm", "trunk", "draw", "change", "stored"])
+    )
+
+
+def changes_of(rows: Iterable[tuple[tuple[str, str, str], float, float]]) -> pd.DataFrame:
+    """The frame that judge() takes, of ((arm, trunk, draw), change, stored) of every run."""
+    flat = [(*key, change, stored) for key, change, stored in rows]
+    return pd.DataFrame(flat, columns=["arm", "trunk", "draw", "change", "stored"])
 
 
 def judge(rows: pd.DataFrame, family: Family, design: str, margin: float) -> dict[str, Estimate]:

@@ -27,7 +27,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hqsweep.config.study import margin_in_tokens, parse_margin
 from hqsweep.errors import EXIT_FAILED, EXIT_MISMATCH, EXIT_UNDECIDED, UserError
@@ -106,6 +106,17 @@ class Verdicts:
     problem: str | None = None
     left_out: tuple[LeftOut, ...] = ()
 
+    SIGN: ClassVar[str] = " %"
+    """What stands after the margin and after changes."""
+
+    def places(self, half: float) -> str:
+        """The format of a change whose interval reaches `half` to either side."""
+        return "+.3f"
+
+    @property
+    def margin_text(self) -> str:
+        return f"{self.margin:.3g}{self.SIGN}"
+
     @property
     def outcome(self) -> str:
         """The sweep in one word: no baseline, regression, failed, undecided or pass, the worst first."""
@@ -140,19 +151,22 @@ class Verdicts:
                 arm.arm,
                 arm.outcome,
                 text(arm.verdict),
-                *(number(value, "+.3f") for value in (arm.gap, arm.ci_low, arm.ci_high)),
+                *(
+                    number(value, self.places((arm.ci_high - arm.ci_low) / 2))
+                    for value in (arm.gap, arm.ci_low, arm.ci_high)
+                ),
                 str(arm.n),
                 arm.note,
             )
             for arm in self.arms
         )
-        header = ("arm", "gate", "verdict", "change %", "95 % from", "to", self.replicates, "note")
+        header = ("arm", "gate", "verdict", f"change{self.SIGN}", "95 % from", "to", self.replicates, "note")
         return TextTable(header=header, rows=rows, numeric=frozenset({3, 4, 5, 6}))
 
     def table(self) -> Fitted:
         """The arms for a terminal."""
         styles = [STYLE.get(arm.outcome, "red") for arm in self.arms]
-        return to_rich(self.cells(), f"gate: {self.outcome}, margin {self.margin:.3g} %", styles)
+        return to_rich(self.cells(), f"gate: {self.outcome}, margin {self.margin_text}", styles)
 
     def notes(self) -> list[str]:
         """The notes below the table, and in a job summary."""
@@ -165,7 +179,7 @@ MARKS = {"pass": "✅", "undecided": "⚠️"}
 def gate_markdown(verdicts: Verdicts) -> str:
     """A heading with the verdict, the problem and the runs that are left out, if any, and the table of the arms."""
     mark = MARKS.get(verdicts.outcome, "❌")
-    heading = f"### hqsweep gate: {mark} {verdicts.outcome}, margin {verdicts.margin:.3g} %\n\n"
+    heading = f"### hqsweep gate: {mark} {verdicts.outcome}, margin {verdicts.margin_text}\n\n"
     notes = "".join(f"{markdown_text(line)}\n\n" for line in verdicts.notes())
     return heading + notes + markdown(verdicts.cells()) + "\n"
 

@@ -1,4 +1,4 @@
-"""`hqsweep show RUN` and `hqsweep show SWEEP`: a page for a terminal, and the same content as a dict for --json."""
+"""`hqsweep ls`, `hqsweep show RUN` and `hqsweep show SWEEP`: pages for a terminal, and the same content for --json."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,15 +13,125 @@ from rich.text import Text
 
 from hqsweep.config.jobs import CHECKED_TABLES
 from hqsweep.config.study import ForkConfig
-from hqsweep.errors import Damaged
+from hqsweep.errors import Damaged, UserError, nearest
+from hqsweep.report.compare.left_out import stranger
 from hqsweep.report.pages.checks import job_tables
 from hqsweep.report.pages.gemm_plans import plan_lines
-from hqsweep.report.pages.listing import STATES, entry_of
 from hqsweep.report.pages.text import Fitted, TextTable, number, sparkline, text, to_rich
 from hqsweep.sweep.store import notes
 from hqsweep.sweep.store.documents import met_lines
-from hqsweep.sweep.store.run_dir import RunDir
-from hqsweep.sweep.store.store import RunStore
+from hqsweep.sweep.store.run_dir import UNUSABLE, RunDir, unusable
+from hqsweep.sweep.store.store import RunStore, foreign
+
+STATES = ("finished", "running", "pending", "interrupted", "failed", "damaged", "missing", "foreign")
+
+
+def list_sweeps(store: RunStore, tag: str | None = None) -> tuple[RenderableType, list[dict[str, Any]]]:
+    """(table, dicts): for each sweep its conf, when it was created, arms, runs (in a fork study trunks, which are no
+    arm, and forks), how many of them are in each state, its notes, and the faults of runs that are damaged, missing or
+    foreign; newest last. tag: only sweeps that have it, or runs that do. UserError where none has it."""
+    sweeps = [entry_of(store.root / name) for name in store.sweeps()]
+    if tag is not None:
+        sweeps = _tagged(sweeps, tag)
+    if not sweeps:
+        return Text(f"no sweep in {store.root}; `hqsweep run conf=quickstart` makes one"), []
+    rows = tuple(
+        (
+            sweep["sweep"],
+            sweep["conf"],
+            sweep["created"][:16].replace("T", " "),
+            str(len(sweep["arms"])),
+            _counted(sweep),
+            ", ".join(f"{sweep['states'][state]} {state}" for state in STATES if state in sweep["states"]),
+            *_said(sweep["notes"], tag),
+        )
+        for sweep in sweeps
+    )
+    header = ("sweep", "conf", "created (UTC)", "arms", "runs", "states", "tags", "note")
+    table = TextTable(header=header, rows=rows, numeric=frozenset({3, 4}))
+    for name in ("tags", "note"):
+        table = table if table.column(name) - {""} else table.without(name)
+    page = to_rich(table, f"sweeps in {store.root}", drop=("created (UTC)", "conf", "arms"))
+    return Group(page, *(Text(fault) for sweep in sweeps for fault in sweep["faults"])), sweeps
+
+
+def _tagged(sweeps: list[dict[str, Any]], tag: str) -> list[dict[str, Any]]:
+    """The sweeps that have the tag, or have a run with it."""
+    known = {word for sweep in sweeps for said in sweep["notes"].values() for word in said["tags"]}
+    if tag not in known:
+        there = f"there are {', '.join(sorted(known))}" if known else "`hqsweep tag SWEEP +NAME` adds one"
+        raise UserError(f"--tag: nothing has the tag '{tag}'{nearest(tag, known)}; {there}")
+    return [sweep for sweep in sweeps if any(tag in said["tags"] for said in sweep["notes"].values())]
+
+
+def _said(said: dict[str, dict[str, Any]], asked: str | None) -> tuple[str, str]:
+    """The tags and the note of a sweep; runs with the tag that was asked for stand under the note."""
+    own = said.get("", {"tags": [], "note": ""})
+    on_runs = {run: note for run, note in said.items() if run and note["tags"]}
+    counts = Counter(tag for note in on_runs.values() for tag in note["tags"])
+    tags = [*own["tags"], *(f"{tag} (of {count} run{'s' * (count > 1)})" for tag, count in counts.items())]
+    runs = [f"{run}: {note['note']}".rstrip(": ") for run, note in on_runs.items() if asked in note["tags"]]
+    return ", ".join(tags), "\n".join(line for line in (own["note"], *runs) if line)
+
+
+def _counted(sweep: dict[str, Any]) -> str:
+    """The number of runs; in a fork study the numbers of trunks and of forks."""
+    parts = [(sweep["trunks"], "trunk"), (sweep["forks"], "fork")] if sweep["forks"] else []
+    return ", ".join(f"{count} {kind}{'s' * (count != 1)}" for count, kind in parts) or str(sweep["runs"])
+
+
+def entry_of(folder: Path) -> dict[str, Any]:
+    """The facts of a sweep's folder, as list_sweeps() lists them."""
+    store, name = RunStore(folder.parent), folder.name
+    try:
+        document, runs = store.facts(name), store.runs(name)
+    except Damaged as fault:
+        return {
+            "sweep": name, "conf": "", "created": "", "overrides": [], "arms": [], "study": {}, "runs": 0, "trunks": 0,
+            "forks": 0, "states": {"damaged": 1}, "notes": _notes(store.root / name), "faults": [str(fault)],
+        }  # fmt: skip
+    seen = [_seen(run) for run in runs]
+    lost = [stranger(run) for run in foreign(store.root / name)]
+    states = Counter([*(status["state"] for status in seen), *(entry.state for entry in lost)])
+    faults = [status["reason"] for status in seen if status["state"] in UNUSABLE]
+    good = [run for run, status in zip(runs, seen, strict=True) if status["state"] not in UNUSABLE]
+    sections = [run.fork() for run in good] if document["study"].get("fork") else []
+    trunks = sum(section is not None and section.is_trunk for section in sections)
+    return {
+        "sweep": name,
+        "conf": document["conf"],
+        "created": document["created"],
+        "overrides": document["overrides"],
+        "arms": document["arms"],
+        "study": document["study"],
+        "runs": states.total(),
+        "trunks": trunks,
+        "forks": len(sections) - trunks,
+        "states": dict(states),
+        "notes": _notes(store.root / name),
+        "faults": [*faults, *(entry.line for entry in lost)],
+    }
+
+
+def _seen(run: RunDir) -> dict[str, Any]:
+    """RunDir.seen(), with a check of the config of a run in progress, which no seal covers."""
+    status = run.seen()
+    if status["state"] not in (*UNUSABLE, "finished"):
+        try:
+            run.fork()
+        except Damaged as fault:
+            return unusable(fault)
+    return status
+
+
+def _notes(folder: Path) -> dict[str, dict[str, Any]]:
+    """Name of a run ("" for the sweep) -> {"note", "tags"}; for a damaged file its fault, as the note."""
+    try:
+        said = notes.read(folder)
+    except Damaged as fault:
+        said = {"": notes.Note(note=str(fault))}
+    return {name: {"note": own.note, "tags": list(own.tags)} for name, own in said.items() if own != notes.Note()}
+
 
 WORST = 5
 HIGH_PRECISION = "bf16"

@@ -1,1 +1,1 @@
-"""Runs on their way to the end: workers, slots, ranks, trunks before forks."""
+"""Runs on their way to the end: workers, slots, ranks, jobs of Slurm, trunks before forks."""

@@ -16,8 +16,8 @@ from typing import Any
 from hqsweep.errors import EXIT_FAILED, Damaged
 from hqsweep.host import Busy, holder_pid
 from hqsweep.sweep.console import Display, how_far
+from hqsweep.sweep.engine.scheduler import Job, Unreachable, cancel_jobs, find_jobs
 from hqsweep.sweep.engine.task import end_without
-from hqsweep.sweep.slurm.scheduler import Job, Unreachable, cancel_jobs, find_jobs
 from hqsweep.sweep.store.run_dir import CANCELLED, UNUSABLE, RunDir, unusable
 from hqsweep.sweep.store.store import MOVE, RunStore
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hqsweep.config.command import CommandConfig
 from hqsweep.config.job import Config, ConvergenceConfig, parse
 from hqsweep.config.jobs import CHECKED_TABLES
 from hqsweep.config.study import StudyConfig
@@ -20,6 +21,7 @@ from hqsweep.parallel.mesh import check_devices
 from hqsweep.recipe.factories import Importer, factory_name
 from hqsweep.sweep.console import Display
 from hqsweep.sweep.engine.local import Limits, run_local
+from hqsweep.sweep.engine.slurm import check_slurm, run_slurm
 from hqsweep.sweep.engine.trunks import check_twins, linked
 from hqsweep.sweep.engine.until import Until
 from hqsweep.sweep.grid import same_operands
@@ -27,7 +29,6 @@ from hqsweep.sweep.grid.point import GridPoint
 from hqsweep.sweep.grid.run_words import Words, each, read
 from hqsweep.sweep.grid.study import check_stated
 from hqsweep.sweep.grid.user_models import check_recipes, check_vocabularies, hashed
-from hqsweep.sweep.slurm.slurm import check_slurm, run_slurm
 from hqsweep.sweep.store import seen_data
 from hqsweep.sweep.store.documents import met_lines
 from hqsweep.sweep.store.run_dir import RunDir, unusable
@@ -200,12 +201,21 @@ def start(plan: SweepPlan, display: Display, *, force: bool = False, until: Unti
     if engine.kind == "slurm":
         run_slurm(ordered, slurm=engine.slurm.model_dump(), display=display, force=force, ranks=ranks, **limits)
     else:
+        if engine.workers == "auto":
+            from hqsweep.sweep.engine.auto_workers import runs_at_a_time  # with all of a training
+
+            todo = [config for run, config in zip(runs, plan.configs, strict=True) if force or not _is_finished(run)]
+            limits["workers"] = runs_at_a_time(todo, plan.imports, display.say)
         for run in runs:
             run.job_path.unlink(missing_ok=True)
         gpus = (engine.gpus_per_run or ranks) if ranks > 1 else None
         limits = Limits(runs_per_gpu=engine.runs_per_gpu, gpus_per_run=gpus, until=until, **limits)
         run_local(ordered, display=display, limits=limits, force=force)
     return runs
+
+
+def _is_finished(run: RunDir) -> bool:
+    return run.seen()["state"] == "finished"
 
 
 def work_order(plan: SweepPlan, runs: Sequence[RunDir]) -> list[RunDir]:
@@ -232,6 +242,8 @@ def _rank(point: GridPoint, config: ConvergenceConfig, baseline: str | None) -> 
 
 def _check_device(config: Config) -> None:
     """Raise UserError if this machine, which will run the run, lacks its GPU or tensor cores."""
+    if isinstance(config, CommandConfig):
+        return  # the program looks for its device itself
     section = "train" if isinstance(config, ConvergenceConfig) else config.job
     wanted = getattr(config, section).device
     if wanted == "cuda" and not torch.cuda.is_available():

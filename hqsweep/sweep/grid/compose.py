@@ -35,24 +35,30 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hqsweep.config.jobs import COMMAND, COMPARED
+from hqsweep.config.keys import check_texts
 from hqsweep.config.recipe_files import FORMAT, FORMAT_TEXTS, PACKAGED, read_recipe
-from hqsweep.config.recipe_text import check_texts
 from hqsweep.config.safe import check_expansion, check_file
 from hqsweep.config.study import parse_study
 from hqsweep.errors import UserError, nearest
 from hqsweep.sweep.grid.arms import FACTORY_KEYS, Difference, check_arm, difference, labels, override_texts
-from hqsweep.sweep.grid.keys import (
+from hqsweep.sweep.grid.commands import name_recipe
+from hqsweep.sweep.grid.overrides import (
+    DATA_TARGET,
     MODEL_TARGET,
+    STUDY_KEYS,
+    Overrides,
     drop_gpt,
     explain,
+    is_text,
     is_users,
     one_line,
     open_quantizers,
+    options,
     resolved,
     set_number,
     take_factory,
 )
-from hqsweep.sweep.grid.overrides import STUDY_KEYS, Overrides, is_text, options
 from hqsweep.sweep.grid.point import Grid, GridPoint, check_size
 from hqsweep.sweep.grid.study import with_study
 from hqsweep.sweep.store.names import NOT_IN_ID
@@ -208,6 +214,15 @@ class Composer:
                 f"conf={name}: no such config{nearest(name, known)}; known are {', '.join(known)}, or give the path"
                 " of a .yaml file, or a folder of your own with --config-dir"
             )
+        if self._job() == COMMAND:
+            self.overrides.groups.discard("recipe")  # which is a word for its program
+
+    def _job(self) -> Any:
+        """The job of the config; None where it cannot be composed as it is."""
+        try:
+            return self._load((), RunMode.RUN).get("job")
+        except UserError:
+            return None
 
     def grid(self, texts: Sequence[str]) -> Grid:
         """The grid of all points; a point that repeats an earlier one is left out."""
@@ -238,7 +253,8 @@ class Composer:
             for choice in itertools.product(*map(self.overrides.choices, overrides)):
                 config = self.compose(choice)
                 config["sweep"] = config.get("sweep") or self.name
-                if config.get("job") == "convergence":
+                name_recipe(config)
+                if config.get("job") in COMPARED:
                     keys = {key: config.pop(key) for key in STUDY_KEYS if key in config}
                 swept = [text for text, o in zip(choice, overrides, strict=True) if o.is_sweep_override()]
                 content = json.dumps([arm, config])
@@ -304,21 +320,25 @@ class Composer:
             self.bases[groups] = self._other_model(groups, self._load(groups, RunMode.RUN))
             del self.bases[groups]["hydra"]
         config = copy.deepcopy(self.bases[groups])
-        factories = [o for o in parsed if o.key_or_group in FACTORY_KEYS]
+        takes_recipe = "recipe" in self.overrides.groups
+        factories = [o for o in parsed if takes_recipe and o.key_or_group in FACTORY_KEYS]
         builder = next((o for o in parsed if o.key_or_group == MODEL_TARGET), None)
         try:
             if builder is not None:
                 take_factory(config)
+            if any(o.key_or_group == DATA_TARGET for o in parsed):
+                config["data"] = {"source": "factory"}
             for override in factories:
                 path = str(override.value())
                 config["recipe"] = {"name": path.rpartition(".")[2], "qfactory": path}
             for override in parsed:
-                if is_text(override):
+                if takes_recipe and is_text(override):
                     path = str(override.value())
                     config["recipe"] = {"name": Path(path).stem} | load_recipe(path)
             # fields of grouped_linear come after linear, whose quantizers it has where the recipe does not spell it out
             for override in sorted(parsed, key=lambda o: o.key_or_group.startswith("recipe.grouped_linear.")):
-                if not self.overrides.is_group(override) and not is_text(override) and override not in factories:
+                own_text = takes_recipe and is_text(override)
+                if not self.overrides.is_group(override) and not own_text and override not in factories:
                     check_texts(override.key_or_group, override.value())
                     open_quantizers(config, override.key_or_group)
                     OmegaConf.update(config, override.key_or_group, override.value(), merge=True)

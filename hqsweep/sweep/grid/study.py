@@ -15,8 +15,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from hqsweep.config.jobs import COMPARED
 from hqsweep.config.study import FORK_STEPS, NULL_NOISE, ForkStudy, StudyConfig
 from hqsweep.errors import UserError, nearest
+from hqsweep.sweep.grid.commands import check_commands
 from hqsweep.sweep.grid.point import Grid, GridPoint, check_size, is_trunk, section, without
 from hqsweep.sweep.store.store import RunStore
 
@@ -24,7 +26,8 @@ from hqsweep.sweep.store.store import RunStore
 def with_study(points: list[GridPoint], study: StudyConfig) -> Grid:
     """The grid with the runs that the study adds, and the name of its baseline."""
     why = ""
-    if points[0].config.get("job") == "convergence":
+    if points[0].config.get("job") in COMPARED:
+        check_commands(points, study)
         baseline, why = baseline_of(points, study.baseline)
         if study.fork is not None:
             points = fork_points(points, study.fork, baseline, null_arm=study.null_arm)

@@ -4,14 +4,33 @@ import pytest
 import torch
 
 from hqsweep.errors import UserError
+from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.gemm.exact import mm_t
 from hqsweep.nn import Linear, LinearOptions, autocast, quantization, quantized_model_init, set_recipe
 from hqsweep.nn.attention.attention import DotProductAttention
 from hqsweep.nn.core.module import quantized_modules
+from hqsweep.nn.core.rounding import rounded
 from hqsweep.nn.layers.transformer_layer import TransformerLayer
-from hqsweep.quant import Operand
+from hqsweep.quant import HybridQuantizer, Operand
 from hqsweep.recipe import Recipe
+
+KEY = RngKey(seed=0, slot="norm/norm/weight", step=0)
+
+
+def test_fp32_is_the_weight_itself():
+    weight = torch.randn(32)
+    assert rounded(weight, HybridQuantizer.parse("fp32"), KEY) is weight
+
+
+def test_values_are_the_formats_and_gradients_pass_through():
+    weight = torch.randn(8, 64, requires_grad=True)
+    format = parse("mxfp4")
+    seen = rounded(weight, HybridQuantizer.parse("mxfp4"), KEY)
+    assert torch.equal(seen, format.decode(format.encode(weight.detach()), (8, 64)))
+    seen.backward(torch.full((8, 64), 3.0))
+    assert torch.equal(weight.grad, torch.full((8, 64), 3.0))
+
 
 FP8 = {"input": "fp8_current", "weight": "fp8_current", "grad_output": "fp8_current+e5m2"}
 EXACT, NATIVE = (Recipe.from_config({"linear": FP8, "gemm": gemm}) for gemm in ("exact", "native"))

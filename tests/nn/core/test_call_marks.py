@@ -15,7 +15,7 @@ import hqsweep as hq
 from hqsweep.errors import UserError
 from hqsweep.formats import inputs
 from hqsweep.nn import LayerNormMLP, Linear, autocast, quantization, set_recipe
-from hqsweep.nn.core.recompute import recomputed
+from hqsweep.nn.core.context import recomputed
 
 HOST_CALLS = 185
 SR = {"input": "nvfp4", "weight": "nvfp4", "grad_output": "nvfp4+sr"}

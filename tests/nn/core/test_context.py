@@ -1,17 +1,26 @@
 """quantization() and autocast(): what they restore, and what threads without a value of their own read."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
+from cases import BASE_LINEARS, HIGH, HYBRID, RANDOM, bare
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
 
+from hqsweep.config.job import parse as parse_config
 from hqsweep.errors import UserError
 from hqsweep.formats import parse
-from hqsweep.nn import GroupedLinear, Linear, autocast, quantization
-from hqsweep.nn.core.context import autocast_recipe, current, within
-from hqsweep.recipe import LinearQuantizers, Recipe
+from hqsweep.nn import GroupedLinear, Linear, Probe, TransformerOptions, autocast, quantization, quantized_model_init
+from hqsweep.nn.attention.attention import DotProductAttention
+from hqsweep.nn.core.context import autocast_recipe, current, recomputed, within
+from hqsweep.nn.layers.transformer_layer import TransformerLayer
+from hqsweep.recipe import DpaQuantizers, LinearQuantizers, Recipe
 from hqsweep.recipe.pairs import GEMMS
+from hqsweep.train.model import build_model
 
 RECIPE = Recipe(linear=LinearQuantizers.parse("mxfp8", "test"))
 
@@ -121,3 +130,257 @@ def test_a_reader_sees_the_codes_of_every_product_and_changes_no_bit():
         matrix, index = matrices[tensor], ("rowwise", "columnwise").index(direction)
         expected = parse(texts[tensor][index]).encode(matrix.t() if index else matrix)
         assert all(torch.equal(expected[name], buffer) for name, buffer in operand.buffers.items())
+
+
+FORMATS = {name: section for name, section in BASE_LINEARS.items() if name not in HIGH}
+ATTENTION = {name: name for name in FORMATS} | {"hybrid": HYBRID, parse(RANDOM).name: RANDOM}
+WAYS = {
+    "reentrant": lambda module, *x: checkpoint(module, *x, use_reentrant=True),
+    "not reentrant": lambda module, *x: checkpoint(module, *x, use_reentrant=False),
+    "ours": recomputed,
+}
+TOKENS = torch.arange(64).view(2, 32) % 16
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+pytestmark = [pytest.mark.usefixtures("deterministic"), pytest.mark.feature("F124", "F162")]
+formats = pytest.mark.parametrize("name", FORMATS)
+ways = pytest.mark.parametrize("way", WAYS)
+devices = pytest.mark.parametrize("device", DEVICES)
+
+
+def linear(text, *, held=False, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    with quantized_model_init(enabled=held), quantization(seed=5):
+        return Linear(64, 96, name="layer", recipe=bare(text), bias=True, dtype=dtype)
+
+
+def attention(text):
+    return DotProductAttention(name="dpa", recipe=bare(text))
+
+
+def gpt(name, recompute="none", dpa=True):
+    recipe = {"name": "r", "linear": FORMATS[name]} | ({"dpa": ATTENTION[name]} if dpa else {})
+    config = {
+        "job": "convergence", "sweep": "t", "recipe": recipe,
+        "model": {"dim": 64, "layers": 2, "heads": 2}, "data": {"source": "markov"}, "train": {"recompute": recompute},
+    }  # fmt: skip
+    config = parse_config(config)
+    return build_model(config, 16, config.recipe.build())
+
+
+def draw(*shape, seed=0, device="cpu"):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def run(module, inputs, call=lambda module, *x: module(*x), within=nullcontext):
+    """Bytes of the output, the gradients of inputs and of weights; and how often the module ran."""
+    runs = []
+    hook = module.register_forward_pre_hook(lambda *_: runs.append(torch.is_grad_enabled()))
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    module.zero_grad()
+    with quantization(seed=1, step=5), within():
+        y = call(module, *inputs)
+        y.backward(draw(*y.shape, seed=9, device=y.device).to(y.dtype))
+    hook.remove()
+    tensors = {"y": y.detach()} | {f"d{i}": x.grad for i, x in enumerate(inputs)}
+    return tensors | {name: p.grad for name, p in module.named_parameters()}, len(runs)
+
+
+def assert_the_same(module, inputs, way, *more, **options):
+    """more: arguments of the module when it is computed again."""
+    module.to(inputs[0].device)
+    expected, once = run(module, inputs, **options)
+    actual, twice = run(module, inputs, lambda module, *x: WAYS[way](module, *x, *more), **options)
+    assert (once, twice) == (1, 2)  # it did happen
+    assert expected.keys() == actual.keys()
+    for name, tensor in expected.items():
+        assert tensor is not None and torch.equal(tensor, actual[name]), name
+
+
+@devices
+@ways
+@formats
+def test_linear(name, way, device):
+    assert_the_same(linear(FORMATS[name]), [draw(32, 64, device=device)], way)
+
+
+@devices
+@ways
+@formats
+def test_linear_with_a_held_weight(name, way, device):
+    module = linear(FORMATS[name], held=True)
+    assert_the_same(module, [draw(32, 64, device=device)], way)
+
+
+@devices
+@ways
+@formats
+def test_linear_inside_autocast(name, way, device):
+    """The module's own recipe would give other bytes."""
+    recipe = Recipe(linear=LinearQuantizers.parse(FORMATS[name], "test"))
+    module, inputs = linear("bf16"), [draw(32, 64, device=device)]
+    assert_the_same(module, inputs, way, within=lambda: autocast(recipe=recipe))
+    assert not torch.equal(
+        run(module, inputs)[0]["y"], run(module, inputs, within=lambda: autocast(recipe=recipe))[0]["y"]
+    )
+
+
+@pytest.mark.feature("T20")
+@devices
+@ways
+@formats
+def test_linear_whose_weight_operands_are_cached(name, way, device):
+    cached = {"within": lambda: quantization(seed=1, step=5, cache_weights=True)}
+    module, inputs = linear(FORMATS[name]), [draw(32, 64, device=device)]
+    assert_the_same(module, inputs, way, **cached)
+    assert_the_same(module, inputs, way, **cached)  # from the cache, from the first forward on
+
+
+@devices
+@ways
+@formats
+def test_attention(name, way, device):
+    qkv = [draw(2, 128, 32, seed=i, device=device).bfloat16() for i in range(3)]
+    assert_the_same(attention(ATTENTION[name]), qkv, way)
+
+
+@devices
+@ways
+@formats
+def test_gpt_block(name, way, device):
+    assert_the_same(gpt(name).layers[0], [draw(2, 128, 64, device=device)], way)
+
+
+@pytest.mark.feature("T21")
+@pytest.mark.slow
+@devices
+@ways
+@formats
+def test_transformer_layer_with_everything(name, way, device):
+    """LayerNorm, biases, GELU, tensors rounded where they are made, and the core of attention again inside of it."""
+    linear, dpa = LinearQuantizers.parse(FORMATS[name], "t"), DpaQuantizers.parse(ATTENTION[name], "t")
+    options = {"normalization": "LayerNorm", "bias": True, "activation": "gelu", "quantize_boundaries": True}
+    recipe, options = Recipe(linear=linear, dpa=dpa), TransformerOptions(**options)
+    layer = TransformerLayer(64, 96, 2, name="l", recipe=recipe, options=options)
+    inputs = [draw(2, 128, 64, device=device)]
+    assert_the_same(layer, inputs, way)
+    assert_the_same(layer, inputs, way, True)
+
+
+@pytest.mark.feature("T21")
+@devices
+@formats
+@pytest.mark.parametrize("part", ["layer", "attention"])
+def test_gpt(name, part, device):
+    """The whole model with its own switch, against the one without."""
+    runs = []
+    for recompute in ("none", part):
+        model, tokens = gpt(name, recompute).to(device), torch.arange(256, device=device).view(2, 128) % 16
+        nn.init.normal_(model.head.weight, std=0.1, generator=torch.Generator(device).manual_seed(0))
+        with quantization(seed=1, step=5):
+            y = model(tokens)
+            y.backward(draw(*y.shape, device=device))
+        runs.append({"y": y.detach()} | {name: p.grad for name, p in model.named_parameters()})
+    for name, tensor in runs[0].items():
+        assert tensor.abs().sum() > 0 and torch.equal(tensor, runs[1][name]), name
+
+
+@pytest.mark.parametrize(("part", "layers", "cores"), [("none", 1, 1), ("layer", 2, 2), ("attention", 1, 2)])
+def test_what_a_model_computes_again(part, layers, cores, monkeypatch):
+    """And that without gradients nothing is."""
+    model, ran = gpt("mxfp8", part, dpa=False), []
+    model.layers[1].register_forward_pre_hook(lambda *_: ran.append("hook"))
+    model.layers[1].mlp.register_forward_pre_hook(lambda *_: ran.append("layer"))
+    right = nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        nn.functional, "scaled_dot_product_attention", lambda *a, **k: (ran.append("core"), right(*a, **k))[1]
+    )
+    model(TOKENS).sum().backward()
+    assert (ran.count("hook"), ran.count("layer"), ran.count("core")) == (1, layers, 2 * cores)
+    ran.clear()
+    with torch.no_grad():
+        model(TOKENS)
+    assert (ran.count("layer"), ran.count("core")) == (1, 2)
+
+
+@pytest.mark.feature("H25")
+def test_modules_around_layers_are_called():
+    """As torch's checkpoint_wrapper makes them: they have the methods of the layer within, too."""
+    model, ran = gpt("mxfp8"), []
+    expected, _ = model.hidden(TOKENS)
+    model.layers[1].mlp.register_forward_pre_hook(lambda *_: ran.append("mlp"))
+    model.layers[1] = checkpoint_wrapper(model.layers[1])
+    h, _ = model.hidden(TOKENS)
+    h.float().square().sum().backward()
+    assert torch.equal(h, expected) and len(ran) == 2
+
+
+def test_another_word_for_what_is_computed_again_is_refused():
+    layer = gpt("mxfp8").layers[0]
+    with pytest.raises(UserError, match="TransformerLayer: recompute is 'layers'; it takes none, layer or attention"):
+        layer.recompute = "layers"
+
+
+@pytest.mark.feature("T22")
+def test_random_bits_are_replayed_and_not_drawn_again():
+    """A function that draws others when it runs again is refused, so that the tests above compare something."""
+    module, x = linear("nvfp4|nvfp4+sr"), draw(32, 64)
+
+    def forgetful(module, x):
+        def run(x):
+            with quantization(seed=len(calls)):
+                calls.append(x)
+                return module(x)
+
+        calls = []
+        return checkpoint(run, x, use_reentrant=False)
+
+    with pytest.raises(UserError, match=r"layer: called within a backward pass.* outside of the quantization\(\)"):
+        run(module, [x], forgetful)
+
+
+@formats
+def test_ours_may_run_backward_outside_of_the_contexts(name):
+    recipe = Recipe(linear=LinearQuantizers.parse(FORMATS[name], "test"))
+    runs = []
+    for call in (lambda module, x: module(x), recomputed):
+        module, x = linear("bf16"), draw(32, 64).requires_grad_()
+        with quantization(seed=1, step=5), autocast(recipe=recipe):
+            y = call(module, x)
+        y.backward(draw(*y.shape, seed=9).to(y.dtype))
+        runs.append((x.grad, module.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("way", ["reentrant", "not reentrant"])
+@pytest.mark.parametrize("left", ["autocast", "quantization"])
+def test_those_of_torch_may_not(way, left):
+    """Under a recipe of its own, or other random bits, what is computed again would be something else."""
+    within = {"autocast": autocast(recipe=Recipe(linear=LinearQuantizers.parse("mxfp8", "test")))}
+    within["quantization"] = quantization(seed=1, step=5)
+    module, x = linear("bf16" if left == "autocast" else "nvfp4|nvfp4+sr"), draw(32, 64).requires_grad_()
+    with within[left]:
+        y = WAYS[way](module, x)
+    with pytest.raises(UserError, match=rf"layer: called within a backward pass.* outside of the {left}\(\)"):
+        y.sum().backward()
+    y = WAYS[way](module, x)  # outside of all
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("way", ["reentrant", "not reentrant"])
+def test_those_of_torch_may_where_it_changes_nothing(way):
+    module, x = linear("mxfp8"), draw(32, 64).requires_grad_()
+    with quantization(seed=1, step=5):
+        y = WAYS[way](module, x)
+    y.sum().backward()
+    assert module.weight.grad is not None
+
+
+@ways
+def test_a_probe_reports_once(way):
+    rows = []
+    for call in (lambda module, x: module(x), WAYS[way]):
+        probe, module, x = Probe(step=5), linear(FORMATS["nvfp4"]), draw(32, 64).requires_grad_()
+        with quantization(seed=1, step=5, probe=probe):
+            call(module, x).float().square().sum().backward()
+        rows.append(probe.rows)
+    assert rows[0] == rows[1] and len(rows[0]) == 9

@@ -14,8 +14,8 @@ from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import LayerNormLinear, Linear, autocast, quantization, quantized_model_init, set_recipe
 from hqsweep.nn.attention.attention import DotProductAttention
+from hqsweep.nn.core.context import recomputed
 from hqsweep.nn.core.module import quantized_modules
-from hqsweep.nn.core.recompute import recomputed
 from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import CustomRecipe, QuantizerRole, Recipe
 from hqsweep.recipe.roles import module_roles

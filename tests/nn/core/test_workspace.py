@@ -15,8 +15,8 @@ import hqsweep
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, quantization, set_recipe
+from hqsweep.nn.core.call import LinearCall
 from hqsweep.nn.core.context import unwritten
-from hqsweep.nn.linear.linear_call import LinearCall
 from hqsweep.optim import FusedAdam
 from hqsweep.recipe import Recipe
 

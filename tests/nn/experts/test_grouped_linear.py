@@ -21,7 +21,7 @@ from support.nn.experts import (
 import hqsweep.quant.hybrid
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import quantization
-from hqsweep.nn.core.recompute import recomputed
+from hqsweep.nn.core.context import recomputed
 
 
 @pytest.mark.feature("F67", "F141", "T18", "A15")

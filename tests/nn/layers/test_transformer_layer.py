@@ -23,7 +23,7 @@ from hqsweep.nn import (
 )
 from hqsweep.nn.core.module import quantized_modules
 from hqsweep.nn.layers.norm import EPSILON
-from hqsweep.nn.linear.activation import ACTIVATIONS
+from hqsweep.nn.linear.mlp import ACTIVATIONS
 from hqsweep.recipe import Recipe
 
 FP32 = Recipe.from_config({"linear": "fp32", "dpa": "fp32"})

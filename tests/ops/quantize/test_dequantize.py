@@ -7,8 +7,7 @@ from support.ops.calls import quantize
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.members.layout import GroupLayout
-from hqsweep.ops.members.packed import member_buffers
+from hqsweep.ops.members.layout import GroupLayout, member_buffers
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.dequantize import (
     decode,

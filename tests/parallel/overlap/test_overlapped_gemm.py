@@ -1,15 +1,116 @@
 """Which rows a norm writes where they are to arrive."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import bare
+from torch import nn
 
-from hqsweep.nn import Linear
+from hqsweep.nn import Linear, TransformerLayer, quantization
+from hqsweep.nn.core.call import LinearCall
 from hqsweep.parallel.overlap import overlapped_gemm as module
-from hqsweep.parallel.overlap.overlapped_gemm import HIDING_FEATURES, Outgoing, start_values
+from hqsweep.parallel.overlap.overlapped_gemm import HIDING_FEATURES, LayerWeights, Outgoing, Prefetched, start_values
 from hqsweep.parallel.shards.shard_part import Part
+from hqsweep.parallel.shared import linear as shared_linear
+from hqsweep.parallel.shared.linear import TensorParallel
+from hqsweep.parallel.wire import p2p_copy
+
+CPU = torch.device("cpu")
+ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+
+
+class Noting(nn.Module):
+    """A linear that notes the inputs for which it makes operands, and makes none of width 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+        self.parallel = SimpleNamespace(layer=None)
+
+    def make(self, shape):
+        self.shapes.append(shape)
+        return f"operand {len(self.shapes)}" if shape[-1] else None
+
+
+@pytest.fixture
+def owed(monkeypatch):
+    """What is to be done before the next wait."""
+    work = []
+    monkeypatch.setattr(p2p_copy, "owe", lambda group, device, each, purpose=None: work.append(each))
+    return work
+
+
+def test_a_layer_makes_its_operands_in_one_wait_and_gives_each_once(owed):
+    first, second = Noting(), Noting()
+    weights = LayerWeights({first: partial(first.make, (8,)), second: partial(second.make, (8, 0))})
+    assert weights.take(first).take("rowwise") is None  # nobody has waited yet
+    weights.owe(None, CPU)
+    owed.pop()()
+    weights.owe(None, CPU)
+    assert owed == [] and (first.shapes, second.shapes) == ([(8,)], [(8, 0)])
+    assert weights.take(first).take("rowwise") == "operand 1"
+    assert weights.take(first).take("rowwise") is None and weights.take(second).take("rowwise") is None
+
+
+def test_linears_have_the_weights_of_their_layer_within_its_call_alone():
+    first, second = Noting(), Noting()
+    weights = LayerWeights({})
+    with pytest.raises(RuntimeError), weights.lent(first, second):
+        assert first.parallel.layer is weights and second.parallel.layer is weights
+        raise RuntimeError
+    assert first.parallel.layer is None and second.parallel.layer is None
+
+
+def test_backward_makes_what_it_multiplies_in_its_order():
+    made = []
+    makers = {name: (lambda name=name: made.append(name)) for name in ("qkv", "proj", "fc1", "fc2")}
+    weights = LayerWeights({})
+    weights.made_in_backward(makers["qkv"])
+    of_proj = weights.made_in_backward(makers["proj"])
+    of_fc2 = weights.made_in_backward(makers["fc2"], makers["fc1"])
+    for each in of_fc2:
+        each()
+    assert made == ["fc2", "fc1", "proj", "qkv"]
+    assert of_proj == [makers["proj"], makers["qkv"]]
+
+
+def test_the_operand_is_the_one_that_a_call_would_make_unless_somebody_observes_the_call():
+    linear = Linear(64, 32, name="l", recipe="mxfp8")
+    linear.parallel = TensorParallel(group=ALONE, mode="column")
+    with quantization(step=1), torch.no_grad():
+        operand = linear.parallel.prefetch(linear, (4, 8))
+        expected = linear.quantizers.weight.quantize(linear.weight.bfloat16(), rowwise="exact").rowwise
+    assert torch.equal(operand.matrix, expected.matrix)
+    linear.register_forward_pre_hook(lambda *_: None)
+    assert linear.parallel.prefetch(linear, (4, 8)) is None
+
+
+def test_a_layer_of_one_rank_makes_nothing_early(monkeypatch):
+    monkeypatch.setattr(shared_linear.TensorParallel, "prefetch", lambda *_: pytest.fail("made early"))
+    layer = TransformerLayer(32, 64, 2, name="layer", recipe="bf16", dtype=torch.float32)
+    layer(torch.randn(2, 4, 32)).sum().backward()
+
+
+def test_operands_of_weights_that_may_change_are_not_made_early():
+    def early(recipe, weight=None, **options):
+        linear = Linear(64, 64, name="l", recipe=recipe)
+        with quantization(step=1, **options):
+            call = LinearCall(**linear.linear_facts())
+        made = Prefetched()
+        made.make(call, [linear.weight if weight is None else weight], "rowwise")
+        return made
+
+    made = early("mxfp8")
+    operand = made.take("rowwise")
+    assert made.take("rowwise") is None  # it is given once
+    assert operand.matrix.shape == (64, 64) and not operand.matrix.requires_grad
+    assert early("fp8_delayed").take("rowwise") is None  # which histories are part of
+    freed = nn.Parameter(torch.zeros(64, 64))
+    freed.untyped_storage().resize_(0)
+    assert early("mxfp8", freed).take("rowwise") is None
+
 
 X = torch.empty(2, 64, 128, device="meta")
 GROUP = SimpleNamespace(size=lambda: 2, rank=lambda: 1)

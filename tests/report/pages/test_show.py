@@ -7,7 +7,43 @@ import shutil
 import pytest
 from rich.console import Console
 
-from hqsweep.report.pages.show import counted, recipe_lines, show_run, show_sweep
+from hqsweep.report.pages.show import counted, list_sweeps, recipe_lines, show_run, show_sweep
+from hqsweep.sweep.store.store import RunStore, sweep_file
+
+
+def printed(renderable) -> str:
+    console = Console(width=200, record=True)
+    console.print(renderable)
+    return console.export_text()
+
+
+def test_list_counts_states(make_sweep, fake, tmp_path):
+    make_sweep([fake.Run(), fake.Run(seed=1, state="failed", reason="x"), fake.Run(arm="nvfp4")], "first")
+    table, sweeps = list_sweeps(RunStore(tmp_path / "runs"))
+    assert (
+        sweeps[0]["sweep"] == "first" and sweeps[0]["runs"] == 3 and sweeps[0]["states"] == {"finished": 2, "failed": 1}
+    )
+    assert sweeps[0]["arms"] == ["bf16", "nvfp4"] and json.dumps(sweeps)
+    assert "first" in printed(table) and "synthetic" in shown(table)
+
+
+def test_trunks_are_no_arm_and_are_counted_apart_from_forks(make_sweep, fake, tmp_path):
+    runs = make_sweep(fake.fork_study({"mxfp8": 0.001}, trunks=2), "forked")
+    path = tmp_path / "runs" / "forked"
+    document = sweep_file.read(path)
+    sweep_file.write(path, document | {"arms": ["bf16", "mxfp8"], "study": {"fork": {"at": [40, 80]}}})
+    make_sweep([fake.Run()], "whole")
+    table, sweeps = list_sweeps(RunStore(tmp_path / "runs"))
+    counts = {sweep["sweep"]: (sweep["runs"], sweep["trunks"], sweep["forks"]) for sweep in sweeps}
+    assert counts == {"forked": (10, 2, 8), "whole": (1, 0, 0)} and "2 trunks, 8 forks" in printed(table)
+    assert "trunk: constant rate after 5 steps, forked at 40, 80" in printed(show_run(runs[0])[0])
+    fork = printed(show_run(runs[3])[0])
+    assert "fork of trunk-s0 at step 80: 20 steps at the constant rate, 20 to rate 0" in fork
+
+
+def test_an_empty_store_says_what_to_do(tmp_path):
+    table, sweeps = list_sweeps(RunStore(tmp_path / "none"))
+    assert sweeps == [] and "no sweep in" in printed(table) and "hqsweep run" in shown(table)
 
 
 def shown(renderable, width=200) -> str:

@@ -10,7 +10,7 @@ import torch
 from support.parallel.fsdp2_training import accumulate, batch, build, shard
 
 from hqsweep.nn import quantization
-from hqsweep.nn.linear.linear_call import LinearCall
+from hqsweep.nn.core.call import LinearCall
 from hqsweep.parallel.wire.objects import by_first
 from hqsweep.quant.operand import Operand
 

@@ -14,7 +14,7 @@ from hqsweep.parallel.shards import shard_part
 from hqsweep.parallel.shards.gather_operands import Gathering
 from hqsweep.parallel.shards.shard_place import Place
 from hqsweep.parallel.shared import token_route
-from hqsweep.parallel.shared.token_codes import Messages
+from hqsweep.parallel.shared.token_route import Messages
 from hqsweep.quant.operand import Operand
 from hqsweep.recipe.sections import LinearQuantizers
 

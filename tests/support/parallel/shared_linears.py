@@ -20,7 +20,7 @@ from hqsweep.formats import ExactOperand
 from hqsweep.formats.inputs import draw
 from hqsweep.gemm.exact import mm_t
 from hqsweep.nn import LayerNormLinear, Linear, LinearOptions, quantization, quantized_model_init
-from hqsweep.nn.linear.linear_call import LinearCall
+from hqsweep.nn.core.call import LinearCall
 from hqsweep.optim import FusedAdam
 from hqsweep.parallel.overlap import overlapped_gemm
 from hqsweep.parallel.tensor import ColwiseLinear, RowwiseLinear

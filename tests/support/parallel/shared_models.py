@@ -24,9 +24,9 @@ from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand
 from hqsweep.gemm.exact import mm_t
 from hqsweep.nn import LayerNormMLP, Linear, Probe, linear_cross_entropy, quantization, quantized_model_init
+from hqsweep.nn.core.call import LinearCall
 from hqsweep.nn.layers import norm
-from hqsweep.nn.linear import activation, layernorm_mlp, mlp_function
-from hqsweep.nn.linear.linear_call import LinearCall
+from hqsweep.nn.linear import mlp
 from hqsweep.parallel.data import gather_in_linear_dtype, residual_under_fsdp
 from hqsweep.parallel.expert import expert_parallel
 from hqsweep.parallel.mesh import Ranks
@@ -274,26 +274,24 @@ def fused(rank: int, world: int, recipes: list[str]) -> list:
 
 def _joined_mlp(mesh: DeviceMesh, recipe: str, device: torch.device, axis: int) -> tuple[bool, int, list[str]]:
     asked, results, turned = [], [], []
-    joins, of_rank = layernorm_mlp.joins, OperandsInTurn._of_rank
+    joins, of_rank = mlp.joins, OperandsInTurn._of_rank
     for join in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(chunked_input, "hides", lambda x: True)
             patch.setattr(OperandsInTurn, "_of_rank", lambda *call: turned.append(call) or of_rank(*call))
             if device.type == "cpu":
-                emulated.install(patch, (activation, mlp_function), hybrid)
+                emulated.install(patch, (mlp, mlp), hybrid)
                 patch.setattr(chunked_input, "activation_into", emulated.activation_into)
-            patch.setattr(
-                layernorm_mlp, "joins", lambda *call, join=join: asked.append(joins(*call)) or (join and asked[-1])
-            )
+            patch.setattr(mlp, "joins", lambda *call, join=join: asked.append(joins(*call)) or (join and asked[-1]))
             torch.manual_seed(0)
-            mlp = tensor_parallel(LayerNormMLP(128, 256, name="m", recipe=recipe).to(device), mesh, axis=axis)
+            module = tensor_parallel(LayerNormMLP(128, 256, name="m", recipe=recipe).to(device), mesh, axis=axis)
             torch.manual_seed(1 + mesh.get_local_rank())
             x, dy = torch.randn(2, 32, 128), torch.randn(2, 32, 128)
             x = x.to(device).requires_grad_()
             with quantization(step=1):
-                y = mlp(x)
+                y = module(x)
             y.backward(dy.to(y))
-            gradients = {name: whole_tensor(p.grad) for name, p in mlp.named_parameters()}
+            gradients = {name: whole_tensor(p.grad) for name, p in module.named_parameters()}
             results.append({"y": y.detach(), "dx": x.grad} | gradients)
     one, other = results
     return asked[0], len(turned), [name for name, value in other.items() if not torch.equal(one[name], value)]

@@ -18,10 +18,9 @@ from rich.console import Console
 from hqsweep.errors import EXIT_BUSY
 from hqsweep.host import Busy
 from hqsweep.sweep.console import PlainDisplay
-from hqsweep.sweep.engine import process
+from hqsweep.sweep.engine import process, slurm
 from hqsweep.sweep.engine.local import Limits, run_local
 from hqsweep.sweep.engine.process import serve, stop_with_parent
-from hqsweep.sweep.slurm import slurm
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore
 from hqsweep.train.record import Record, write_record

@@ -1,0 +1,346 @@
+"""`hqsweep doctor`: a page of this machine's parts, and of the product of each pair of formats here.
+
+A probe of a part that fails is a row, never an error.
+
+exact   gemm=exact: any two formats on any device, except products that no arithmetic gets right.
+strict  gemm=strict: as exact, for pairs that some hardware GEMM takes.
+native  gemm=native: on the tensor cores of this machine.
+"""
+
+import importlib.util
+import itertools
+import os
+import platform
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from hqsweep import formats
+from hqsweep.formats import parse
+from hqsweep.formats.spec import FINGERPRINT
+from hqsweep.gemm.native import CUDA_KINDS, UNTRIED, fault, gemm_plan, plan_text
+from hqsweep.ops.fingerprint import fingerprint
+from hqsweep.ops.library import extension
+from hqsweep.ops.model.attention import CUDNN_FRONTEND, frontend_version
+from hqsweep.recipe.pairs import hardware_fault, mathematical_fault
+from hqsweep.report.pages.text import TextTable, to_rich
+from hqsweep.track.machine import cpu_isa
+
+Answer = tuple[bool, str]
+"""Whether it is there, and its version or the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One row: `present` is None for a probe that itself failed."""
+
+    what: str
+    present: bool | None
+    detail: str
+
+
+def parts() -> list[Part]:
+    """Every part, in the order of PROBES."""
+    return [_part(what, probe) for what, probe in PROBES.items()]
+
+
+def _part(what: str, probe: Callable[[], Answer]) -> Part:
+    try:
+        present, detail = probe()
+    except Exception as error:  # any error of a broken driver or package is the answer
+        return Part(what=what, present=None, detail=" ".join(f"{type(error).__name__}: {error}".split()))
+    return Part(what=what, present=present, detail=detail)
+
+
+def _python() -> Answer:
+    return True, f"{platform.python_version()}, hqsweep {version('hqsweep')}, {platform.platform()}"
+
+
+def _cpu() -> Answer:
+    return True, f"{os.cpu_count()} CPUs, {cpu_isa()}"
+
+
+def _threads() -> Answer:
+    limit = os.environ.get("OMP_NUM_THREADS")
+    return True, f"torch uses {torch.get_num_threads()}" + (f" (OMP_NUM_THREADS={limit})" if limit else "")
+
+
+def _cpu_kernels() -> Answer:
+    if extension() is None:
+        return False, "hqsweep._C was not built, so the torch reference runs: the same bytes, slower; make build"
+    build = extension().build_info()
+    return True, f"{build['compiler']}, built for {build['isas']}, using {build['isa']}"
+
+
+def _digest() -> Answer:
+    """The promise of every build: one fixed computation through all formats has one hash."""
+    digest = fingerprint()
+    if digest == FINGERPRINT:
+        return True, f"{digest[:16]}, as every exact build"
+    return False, f"{digest[:16]} where exact builds have {FINGERPRINT[:16]}: this build or machine rounds otherwise"
+
+
+def _cuda_kernels() -> Answer:
+    build = extension() and extension().build_info()
+    if not build or not build["cuda"]:
+        return (
+            False,
+            "built without (no nvcc then, or HQ_CUDA=OFF); a GPU would run the torch reference: same bytes, slower",
+        )
+    return True, f"{build['cuda_compiler']}, for {build['cuda_archs']}"
+
+
+def _nvcc() -> Answer:
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    places = [Path(home, "bin", "nvcc") for home in (*homes, "/usr/local/cuda")]
+    path = shutil.which("nvcc") or next((str(place) for place in places if place.is_file()), None)
+    if path is None:
+        return False, "not on PATH, in CUDA_HOME or /usr/local/cuda; only a build with CUDA needs it"
+    return True, f"{path}, {_last_line(path, '--version')}"
+
+
+def _torch() -> Answer:
+    return True, f"{torch.__version__}, " + (f"CUDA {torch.version.cuda}" if torch.version.cuda else "a build for CPUs")
+
+
+def _gpus() -> Answer:
+    if torch.version.cuda is None:
+        return False, "torch is a build for CPUs"
+    if not torch.cuda.is_available():
+        return False, "torch sees no device; " + (
+            "nvidia-smi is there, so the driver and this torch may not fit"
+            if shutil.which("nvidia-smi")
+            else "no driver"
+        )
+    return True, "; ".join(_gpu(index) for index in range(torch.cuda.device_count()))
+
+
+def _gpu(index: int) -> str:
+    device = torch.cuda.get_device_properties(index)
+    return f"{device.name}, sm_{device.major}{device.minor}, {device.total_memory / 2**30:.0f} GiB"
+
+
+def _mps() -> Answer:
+    """CUDA finds the daemon by its pipes, so runs that share a GPU need no setting for it."""
+    pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+    if (pipes / "control").exists():
+        return True, f"its pipes are in {pipes}: kernels of several runs on one GPU overlap"
+    return False, f"no daemon in {pipes}: several runs on one GPU take turns (nvidia-cuda-mps-control -d starts one)"
+
+
+def _cudnn_frontend() -> Answer:
+    found = frontend_version()
+    if found is None:
+        return False, f"not installed; pip install {CUDNN_FRONTEND} for a faster backward of attention on Hopper GPUs"
+    return True, f"{found}, for attention's backward on Hopper GPUs"
+
+
+def _wandb() -> Answer:
+    if importlib.util.find_spec("wandb") is None:
+        return False, "not installed, so track=none; pip install wandb"
+    from hqsweep.track.destination import logged_in
+
+    there = logged_in(os.environ)
+    return True, f"{version('wandb')}, " + ("logged in: online" if there else "not logged in: offline (wandb login)")
+
+
+def _submitit() -> Answer:
+    if importlib.util.find_spec("submitit") is None:
+        return False, "not installed; pip install submitit to send runs to Slurm"
+    return True, version("submitit")
+
+
+def _slurm() -> Answer:
+    missing = [name for name in ("sbatch", "scontrol") if shutil.which(name) is None]
+    if missing:
+        return False, f"{' and '.join(missing)} not on PATH: this is no login node of a Slurm cluster"
+    try:
+        return True, _last_line("sbatch", "--version")
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr or "").strip().rpartition("\n")[2]
+        return False, f"sbatch is on PATH, but this is no node of a Slurm cluster: {reason or error}"
+
+
+def _chromium() -> Answer:
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    return (True, path) if path else (False, "not on PATH; only the tests that open the report need it")
+
+
+def _last_line(*command: str) -> str:
+    """The last line that a program prints; it has ten seconds."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    lines = done.stdout.strip().splitlines()
+    return lines[-1].strip() if lines else "no version given"
+
+
+PROBES: dict[str, Callable[[], Answer]] = {
+    "python": _python,
+    "cpu": _cpu,
+    "threads": _threads,
+    "cpu kernels": _cpu_kernels,
+    "kernel digest": _digest,
+    "cuda kernels": _cuda_kernels,
+    "nvcc": _nvcc,
+    "torch": _torch,
+    "gpu": _gpus,
+    "cudnn frontend": _cudnn_frontend,
+    "mps": _mps,
+    "wandb": _wandb,
+    "submitit": _submitit,
+    "slurm": _slurm,
+    "chromium": _chromium,
+}
+
+
+def _pairing_unlike(name: str) -> list[str]:
+    """The name, and its first spelling for each other answer to the questions that decide a product."""
+    answers: dict[tuple, str] = {}
+    for text in formats.spellings(name):
+        f = parse(text)
+        two_d = f.two_d and f.scaling == "block"
+        answers.setdefault((f.element_name, two_d, f.fits_bf16, f.rht, f.rht_signed), text)
+    return [text for text in answers.values() if len(formats.words_of(text)[1]) < 2]
+
+
+FORMATS = tuple(text for name in formats.NAMES for text in _pairing_unlike(name))
+"""Every name, and the options that decide which operands may meet."""
+MARKS = {"native": "N", "strict": "S", "exact": "x", "none": "-"}
+"""The best mode of a pair -> its mark in the table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """One pair; `exact`, `strict` and `native` are plans or, where the name ends in `_fault`, why there is none."""
+
+    a: str
+    b: str
+    exact: str | None
+    exact_fault: str | None
+    strict_fault: str | None
+    native: str | None
+    native_fault: str | None
+    native_on: tuple[str, ...]
+    """Compute capabilities whose tensor cores take the pair, as "sm_90"."""
+    untried: tuple[str, ...]
+    """The capabilities in native_on that follow documents and were not run."""
+
+    @property
+    def mode(self) -> str:
+        """The best one that runs here: native, strict, exact or none."""
+        if self.exact_fault:
+            return "none"
+        return "native" if self.native else "exact" if self.strict_fault else "strict"
+
+
+def products(capability: tuple[int, int] | None) -> list[Product]:
+    """All unordered pairs of FORMATS, for a device with that compute capability; None: a CPU."""
+    return [_product(a, b, capability) for a, b in itertools.combinations_with_replacement(FORMATS, 2)]
+
+
+def capability_here() -> tuple[int, int] | None:
+    """Compute capability of the first GPU that torch sees; None where it sees none."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def reasons(pairs: list[Product]) -> list[dict[str, object]]:
+    """mode, reason, pairs (how many), example: why pairs go no further than the mode before; most pairs first."""
+    rows, left = [], pairs
+    for mode in ("exact", "strict", "native"):
+        faults = {(p.a, p.b): fault for p in left if (fault := getattr(p, f"{mode}_fault"))}
+        for reason, count in Counter(faults.values()).most_common():
+            example = next(pair for pair, fault in faults.items() if fault == reason)
+            rows.append({"mode": mode, "reason": reason, "pairs": count, "example": " x ".join(example)})
+        left = [p for p in left if (p.a, p.b) not in faults]
+    return rows
+
+
+def _product(a_text: str, b_text: str, capability: tuple[int, int] | None) -> Product:
+    a, b = parse(a_text), parse(b_text)
+    wrong = mathematical_fault(a, b)
+    strict = wrong or hardware_fault(a, b)
+    native = strict or fault(a, b, capability)
+    with_product = [c for c in _capabilities() if not (strict or fault(a, b, c))]
+    exact = None if wrong else str(gemm_plan(a, b, capability))
+    return Product(
+        a=a_text,
+        b=b_text,
+        exact=exact,
+        exact_fault=wrong,
+        strict_fault=strict,
+        native_fault=native,
+        native=None if native else plan_text(capability) if capability else exact,
+        native_on=tuple(map(_sm, with_product)),
+        untried=tuple(_sm(c) for c in with_product if c[0] in UNTRIED),
+    )
+
+
+def _capabilities() -> list[tuple[int, int]]:
+    """The first capability of each major that has products: 8.9 for major 8."""
+    return [(major, 9 if major == 8 else 0) for major in CUDA_KINDS]
+
+
+def _sm(capability: tuple[int, int]) -> str:
+    return f"sm_{capability[0]}{capability[1]}"
+
+
+FOUND = {True: "yes", False: "no", None: "broken"}
+STYLES = {True: "", False: "dim", None: "red"}
+LEGEND = (
+    "N native: on the tensor cores of this machine (gemm=native); high precision has one plan in every mode.  S strict:"
+    " exact here, and some tensor cores take the pair.  x exact only: no hardware GEMM takes the pair.  - none."
+)
+
+
+def doctor() -> tuple[RenderableType, dict[str, Any]]:
+    """(page, document): the machine's parts, every pair of formats, and why a pair has no product in a mode."""
+    machine, pairs = parts(), products(capability_here())
+    why = reasons(pairs)
+    document = {
+        "machine": {part.what: {"found": part.present, "detail": part.detail} for part in machine},
+        "products": [{"mode": pair.mode, **asdict(pair)} for pair in pairs],
+        "reasons": why,
+    }
+    return Group(_machine(machine), _matrix(pairs), Text(LEGEND), Text(), _native(pairs), _why(why)), document
+
+
+def _machine(machine: list[Part]) -> RenderableType:
+    rows = tuple((part.what, FOUND[part.present], part.detail) for part in machine)
+    table = TextTable(header=("part", "there", "what, or why not"), rows=rows)
+    return to_rich(table, "this machine", [STYLES[part.present] for part in machine])
+
+
+def _matrix(pairs: list[Product]) -> RenderableType:
+    """Rows and columns are FORMATS, columns by the numbers of the rows."""
+    mark = {(p.a, p.b): MARKS[p.mode] for p in pairs}
+    rows = [
+        (f"{number} {a}", *(mark.get((a, b)) or mark[b, a] for b in FORMATS)) for number, a in enumerate(FORMATS, 1)
+    ]
+    header = ("operand", *(str(number) for number in range(1, len(FORMATS) + 1)))
+    return to_rich(TextTable(header=header, rows=tuple(rows)), "products of two operands")
+
+
+def _native(pairs: list[Product]) -> RenderableType:
+    """Which tensor cores take which low-precision pairs."""
+    on = dict.fromkeys(sm for pair in pairs for sm in pair.native_on)
+    high = {p.a for p in pairs if p.a == p.b and p.native_on and not p.native_fault and len(p.native_on) == len(on)}
+    rows = []
+    for sm in on:
+        taken = [p for p in pairs if sm in p.native_on and p.a not in high]
+        notes = "from documents, not yet run there" if any(sm in p.untried for p in taken) else ""
+        rows.append((sm, notes, ", ".join(f"{p.a} x {p.b}" if p.a != p.b else p.a for p in taken)))
+    return to_rich(TextTable(header=("on", "note", "pairs (one name: with itself)"), rows=tuple(rows)), "gemm=native")
+
+
+def _why(why: list[dict[str, Any]]) -> RenderableType:
+    rows = tuple((row["mode"], str(row["pairs"]), row["reason"], row["example"]) for row in why)
+    table = TextTable(header=("no", "pairs", "because", "for example"), rows=rows, numeric=frozenset({1}))
+    return to_rich(table, "why not")

@@ -1,1 +1,0 @@
-"""Runs as jobs of Slurm."""
