@@ -1,5 +1,5 @@
-"""`hqsweep recipe`: list, show, compare and export recipes. NAME is a recipe of the package or of ./conf, a file, or a
-bare format."""
+"""`hqsweep recipe`: list, show, compare, export and import recipes. NAME is a recipe of the package or of ./conf, a
+file, or a bare format."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,7 +9,7 @@ import typer
 from hqsweep.cli import completion as cli_completion
 from hqsweep.cli.output import AsJson, OneSentence, Shown, print_result, result_console, say
 
-app = typer.Typer(cls=OneSentence, no_args_is_help=True, help="List, show, compare and export recipes.")
+app = typer.Typer(cls=OneSentence, no_args_is_help=True, help="List, show, compare, export and import recipes.")
 
 _COMPLETED = {"autocompletion": cli_completion.recipe_name}
 Name = Annotated[
@@ -144,6 +144,41 @@ def export(
     except OSError as error:
         raise UserError(f"--out {out}: {error.strerror}; give a file in a folder that exists") from None
     say(f"wrote {out}", err=True)
+
+
+@app.command("import")
+def import_(
+    factory: Annotated[
+        str, typer.Argument(metavar="FILE.py:NAME", help="A factory, or a recipe, for TransformerEngine.")
+    ],
+    out: Annotated[Path | None, typer.Option(metavar="RECIPE.yaml", help="Write the recipe there.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Turn a quantizer factory that was written for TransformerEngine into a recipe. The file's code runs.
+
+    Attention is read from a CustomRecipe with fp8_dpa=True.
+    """
+    import yaml
+
+    from hqsweep.compat.recipe_import import from_transformer_engine
+    from hqsweep.errors import UserError
+
+    path, _, name = factory.rpartition(":")
+    if not path:
+        raise UserError(f"'{factory}' names no factory; give FILE.py:NAME, such as factories.py:qfactory")
+    if out and out.suffix not in (".yaml", ".yml"):
+        raise UserError(f"--out {out}: a recipe's file must end in .yaml or .yml, or recipe=PATH does not take it")
+    config = from_transformer_engine(Path(path), name)
+    named = {"name": out.stem if out else name} | config
+    text = yaml.safe_dump(named, sort_keys=False)
+    if out is None:
+        print_result(as_json, named, text.rstrip())
+        return
+    try:
+        out.write_text(text)
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror}; give a file in a folder that exists") from None
+    print_result(as_json, named, f"wrote {out}; run it as recipe={out}")
 
 
 def _load(name: str, config_dir: Path | None) -> Any:

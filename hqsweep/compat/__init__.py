@@ -8,10 +8,12 @@ quantization.py, module/). Quantizers are objects over this package's frozen one
 `columnwise` have no effect (the GEMM decides which directions are made), nor has `device`. An unsupported option that
 would change a number is an error. Experimental, as roles and custom recipes are in TransformerEngine.
 
-Modules compute in the dtype of their activations: hqsweep.compat.activation_dtype. Checkpoints of TransformerEngine's
-modules load: hqsweep.compat.checkpoint_keys. `hqsweep recipe export NAME --to transformer-engine` is the way back.
+Modules compute in the dtype of their activations: hqsweep.compat.modules.activation_dtype. Checkpoints of
+TransformerEngine's modules load: hqsweep.compat.checkpoint_keys. `hqsweep recipe export NAME --to transformer-engine`
+is the way back.
 """
 
+from hqsweep.compat import ops, optimizers
 from hqsweep.compat.built_in_recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -50,11 +52,16 @@ from hqsweep.compat.factories import (
     nvfp4_row_scaled_fwd_high_precision_bwd_factory,
     nvfp4_row_scaled_fwd_mxfp8_bwd_factory,
 )
-from hqsweep.compat.grouped_linear import GroupedLinear
-from hqsweep.compat.layers import LayerNormMLP, MultiheadAttention, TransformerLayer
-from hqsweep.compat.linear import LayerNormLinear, Linear
-from hqsweep.compat.norms import LayerNorm, RMSNorm
-from hqsweep.compat.optimizers import FusedAdam
+from hqsweep.compat.modules.dot_product_attention import DotProductAttention
+from hqsweep.compat.modules.grouped_linear import GroupedLinear
+from hqsweep.compat.modules.layernorm_linear import LayerNormLinear
+from hqsweep.compat.modules.layernorm_mlp import LayerNormMLP
+from hqsweep.compat.modules.linear import Linear
+from hqsweep.compat.modules.multihead_attention import MultiheadAttention
+from hqsweep.compat.modules.norms import LayerNorm, RMSNorm
+from hqsweep.compat.modules.rope import RotaryPositionEmbedding
+from hqsweep.compat.modules.transformer_layer import TransformerLayer
+from hqsweep.compat.optimizers import FusedAdam, FusedSGD
 from hqsweep.compat.quantizer import (
     Float8BlockwiseQTensor,
     Float8BlockwiseQTensorStorage,
@@ -106,6 +113,7 @@ __all__ = [
     "DType",
     "DelayedScaling",
     "DelayedScalingRequest",
+    "DotProductAttention",
     "Float8BlockQuantizer",
     "Float8BlockScaling",
     "Float8BlockScalingRecipeState",
@@ -121,6 +129,7 @@ __all__ = [
     "Fp8Padding",
     "Fp8Unpadding",
     "FusedAdam",
+    "FusedSGD",
     "GroupedLinear",
     "GroupedTensor",
     "HybridQuantizedTensor",
@@ -153,6 +162,7 @@ __all__ = [
     "RMSNorm",
     "Recipe",
     "RecipeState",
+    "RotaryPositionEmbedding",
     "TransformerLayer",
     "autocast",
     "checkpoint",
@@ -177,6 +187,8 @@ __all__ = [
     "nvfp4_linear_fp8_dpa_factory",
     "nvfp4_row_scaled_fwd_high_precision_bwd_factory",
     "nvfp4_row_scaled_fwd_mxfp8_bwd_factory",
+    "ops",
+    "optimizers",
     "quantized_model_init",
     "quantizer_factory",
     "te_device_type",

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -13,7 +15,8 @@ from hqsweep import nn
 from hqsweep.compat.arguments import flag, refuse, shown
 from hqsweep.compat.quantizer import Quantizer
 from hqsweep.errors import UserError
-from hqsweep.nn.core.context import autocast_recipe, current, replayed
+from hqsweep.nn.core.context import autocast_recipe, current, replayed, within
+from hqsweep.quant.delayed import FIRST_TURN
 from hqsweep.quant.hybrid import HybridQuantizer as Frozen
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.sections import Section
@@ -41,7 +44,20 @@ def autocast(
             f"autocast: amax_reduction_group={shown(amax_reduction_group)} is given to"
             " hqsweep.nn.quantization(amax_group=...) here; by default amaxes are those of all ranks"
         )
-    return nn.autocast(flag("autocast", "enabled", enabled), recipe=recipe)
+    entered = nn.autocast(flag("autocast", "enabled", enabled), recipe=recipe)
+    return _in_turn(entered) if enabled else entered
+
+
+_TURNS = count(FIRST_TURN)
+
+
+@contextmanager
+def _in_turn(entered: AbstractContextManager[None]) -> Iterator[None]:
+    """Enter an autocast, which is a step of delayed scaling if it is the outermost one and there is no step."""
+    context = current()
+    alone = context.step is None and autocast_recipe() is None
+    with within(replace(context, turn=next(_TURNS))) if alone else nullcontext(), entered:
+        yield
 
 
 def fp8_autocast(

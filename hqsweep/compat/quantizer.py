@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from hqsweep.compat.activation_dtype import quantizer_in
 from hqsweep.compat.arguments import shown
+from hqsweep.compat.modules.activation_dtype import quantizer_in
 from hqsweep.errors import UserError
 from hqsweep.formats import MX, NVFP4, Format, Fp8Block, Fp8Current, Identity, RngKey
 from hqsweep.formats.fp8 import Fp8PerTensor

@@ -10,8 +10,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from hqsweep.compat.activation_dtype import BF16, FORMATS, ToBF16
 from hqsweep.compat.arguments import flag, one_of, refuse, shown, taken
+from hqsweep.compat.modules.activation_dtype import BF16, FORMATS, ToBF16
 from hqsweep.compat.quantizer import OfFrozen, Quantizer, quantized
 from hqsweep.errors import UserError
 from hqsweep.formats import MX, NVFP4, Format, Fp8Block, Fp8Current, Fp8Delayed
@@ -24,10 +24,18 @@ from hqsweep.quant.metadata import Metadata
 
 
 class DType(Enum):
-    """Element types of codes."""
+    """Element types. Quantizers take the three of codes."""
 
+    kByte = "uint8"
+    kInt16 = "int16"
+    kInt32 = "int32"
+    kInt64 = "int64"
+    kFloat32 = "float32"
+    kFloat16 = "float16"
+    kBFloat16 = "bfloat16"
     kFloat8E4M3 = "e4m3"
     kFloat8E5M2 = "e5m2"
+    kFloat8E8M0 = "e8m0"
     kFloat4E2M1 = "e2m1"
 
 

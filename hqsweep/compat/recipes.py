@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 
-from hqsweep.compat.activation_dtype import BF16
 from hqsweep.compat.arguments import flag, one_of, refuse, shown, taken
+from hqsweep.compat.modules.activation_dtype import BF16
 from hqsweep.compat.quantizers import DType
 from hqsweep.errors import UserError
 from hqsweep.formats import parse

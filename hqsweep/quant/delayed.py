@@ -28,6 +28,8 @@ from hqsweep.torch_private import active_ddp_module, foreach_copy_, foreach_maxi
 
 NO_STEP = -1
 """The step in a checkpoint for a state that has recorded nothing, or only for a future step."""
+FIRST_TURN = 2**40
+"""The first of the numbers by which autocasts count in place of steps."""
 
 
 class DelayedState(nn.Module):
@@ -80,7 +82,7 @@ class DelayedState(nn.Module):
         return torch.tensor(NO_STEP if self.step is None else self.step, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        step = int(state)
+        step = min(int(state), FIRST_TURN - 1)  # a loaded turn is none of this process
         self.step = None if step == NO_STEP else step
 
 

@@ -1,5 +1,6 @@
 """The directions that a quantized tensor holds: read apart, or dropped, also by TransformerEngine's names."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Self
 
@@ -63,6 +64,12 @@ class Directions:
         for direction in dropped:
             self.drop(direction)
 
+    def __getattr__(self, name: str) -> Any:
+        """Return a field by the name that it has in TransformerEngine's tensors, such as _rowwise_data; to read."""
+        if name in FIELDS:
+            return FIELDS[name](self)
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute {name!r}")
+
     def _alone(self, direction: Direction) -> Self | None:
         if direction not in self.metadata.directions:
             return None
@@ -71,3 +78,30 @@ class Directions:
     def _buffers_of(self, direction: Direction) -> dict[str, Any]:
         """Return the buffers of one direction by their names in a tensor that holds no other."""
         return {f"{direction}_{name}": buffer for name, buffer in getattr(self, direction).buffers.items()}
+
+
+def _buffer(direction: Direction, name: str) -> Callable[[Directions], Any]:
+    """Return a function that reads a buffer of a direction; None where it is not held."""
+
+    def read(tensor: Directions) -> Any:
+        operand = getattr(tensor, direction)
+        return None if operand is None else operand.buffers.get(name)
+
+    return read
+
+
+FIELDS: dict[str, Callable[[Directions], Any]] = {
+    "_rowwise_storage": lambda tensor: tensor.rowwise_sub_storage,
+    "_columnwise_storage": lambda tensor: tensor.columnwise_sub_storage,
+    "_quantizer": lambda tensor: tensor.quantizer,
+    "_data": _buffer("rowwise", "q"),
+    "_hp_data": _buffer("rowwise", "q"),
+    "_transpose": _buffer("columnwise", "q"),
+    "_transpose_invalid": lambda tensor: tensor.columnwise is None,
+    "_scale_inv": lambda tensor: next((s for s in map(tensor.__getattr__, SCALES) if s is not None), None),
+    **{f"_{direction}_data": _buffer(direction, "q") for direction in DIRECTIONS},
+    **{f"_{direction}_scale_inv": _buffer(direction, "s") for direction in DIRECTIONS},
+    **{f"_amax_{direction}": _buffer(direction, "g") for direction in DIRECTIONS},
+}
+"""Private name in TransformerEngine -> what it is here. Scales are not padded, and not in the order of a GEMM."""
+SCALES = ("_rowwise_scale_inv", "_columnwise_scale_inv")

@@ -9,7 +9,9 @@ from support.compat.te_signatures import SIGNATURES
 from torch.distributed import ProcessGroup
 
 from hqsweep import compat
-from hqsweep.compat import DType, Format, arguments, autocast
+from hqsweep.compat import DType, Format, autocast
+from hqsweep.compat import signatures as arguments
+from hqsweep.compat.arguments import TAKEN
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 
@@ -32,9 +34,11 @@ MODULES = {
     "LayerNormMLP": ((64, 96), arguments.LAYERNORM_MLP, arguments.OF_MLP_CALL),
     "GroupedLinear": ((2, 64, 96), arguments.GROUPED_LINEAR, arguments.OF_GROUPED_CALL),
     "MultiheadAttention": ((64, 4), arguments.MULTIHEAD_ATTENTION, arguments.OF_ATTENTION_CALL),
+    "DotProductAttention": ((4, 16), arguments.DOT_PRODUCT_ATTENTION, arguments.OF_DOT_PRODUCT_CALL),
     "TransformerLayer": ((64, 96, 4), arguments.TRANSFORMER_LAYER, arguments.OF_LAYER_CALL),
 }
 """Module -> its sizes, and the signatures of its constructor and its call."""
+HEADS = ("query_layer", "key_layer", "value_layer")
 DROPOUT = ("hidden_dropout", "attention_dropout")
 FUNCTIONS = sorted(set(THEIRS) - {n for n in THEIRS if n.split(".")[0] in MODULES})
 POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -53,9 +57,16 @@ def built(kind: str, **arguments: object) -> torch.nn.Module:
 
 
 def called(name: str) -> tuple[object, ...]:
-    """The required arguments of a call."""
+    """The tensors of a call, by position."""
     x = draw("normal", 32, 64)
+    if name == "DotProductAttention":
+        return (x.view(16, 2, 4, 16),) * 3
     return (x, [16, 16]) if name == "GroupedLinear" else (x.view(16, 2, 64),)
+
+
+def defaults_of_call(name: str) -> list[object]:
+    """The defaults of the arguments of a call after its tensors."""
+    return [value for argument, value in defaults(f"{name}.forward").items() if argument not in HEADS]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -82,7 +93,7 @@ def test_defaults_that_are_spelled_out_change_nothing(name):
     torch.manual_seed(0)
     module, plain = getattr(compat, name)(*MODULES[name][0], *spelled), built(name)
     with autocast(True, False, "mxfp8", None, False):
-        y = module(*called(name), *defaults(f"{name}.forward").values())
+        y = module(*called(name), *defaults_of_call(name))
         assert torch.equal(y, plain(*called(name)))
 
 
@@ -116,10 +127,13 @@ def test_positions_reach_what_they_are():
 
 
 WRONG = (torch.ones(2), np.ones(2), "neither", 3.5, -1, [1], object())
-TEXTS, NUMBERS = ("name", "ub_name"), ("eps", "layernorm_epsilon")
+TEXTS, NUMBERS = ("name", "ub_name"), ("eps", "layernorm_epsilon", "qk_norm_eps", "softmax_scale")
+TENSORS = {name for name, (check, _) in TAKEN.items() if check(torch.ones(2))}
 
 
 def accepts(argument: str, value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return argument in TENSORS
     return (argument in TEXTS and isinstance(value, str)) or (argument in NUMBERS and isinstance(value, float))
 
 
@@ -133,7 +147,8 @@ def test_what_an_argument_does_not_take_gets_a_sentence_that_names_it(name):
                 if argument in signature.hints or accepts(argument, value):
                     continue
                 with pytest.raises(UserError, match=rf"^\S+: .*\b{argument}\b.* (it takes|has no counterpart here)"):
-                    module(*called(name), **{argument: value}) if of_call else built(name, **{argument: value})
+                    call = () if argument in HEADS else called(name)
+                    module(*call, **{argument: value}) if of_call else built(name, **{argument: value})
 
 
 E4M3 = DType.kFloat8E4M3

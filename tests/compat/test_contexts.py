@@ -1,5 +1,7 @@
 """autocast's former name, recomputation, availability, and padding of experts' rows."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -102,3 +104,38 @@ def test_padding_refuses_other_splits_and_no_multiple():
         Fp8Padding(2, 8)(torch.ones(4, 4), [4])
     with pytest.raises(UserError, match="no autocast says to which multiple; give align_size"):
         Fp8Padding(1)(torch.ones(4, 4), [4])
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_each_outermost_autocast_is_a_step_of_delayed_scaling(held):
+    """As quantization(step=) counts them, to the bit; an inner autocast belongs to the outer one's step."""
+    recipe, results = compat.DelayedScaling(amax_history_len=2), []
+    for counted in (True, False):
+        torch.manual_seed(0)
+        with compat.quantized_model_init(enabled=held, recipe=recipe):
+            module = compat.Linear(64, 64, name="l")
+        outputs = []
+        for step in range(3):
+            x = (draw("normal", 32, 64, step) * 4.0**step).requires_grad_()
+            outer = quantization(step=step) if counted else nullcontext()
+            with outer, autocast(recipe=recipe), autocast(recipe=recipe):
+                y = module(x)
+            y.sum().backward()
+            outputs += [y.detach(), x.grad]
+        results.append(outputs)
+    assert all(map(torch.equal, *results))
+    assert not torch.equal(results[0][2], results[0][4])
+
+
+def test_a_loaded_history_goes_on_in_the_next_step():
+    recipe, x = compat.DelayedScaling(amax_history_len=4), draw("normal", 32, 64)
+    first, second = (compat.Linear(64, 64, name="l", init_method=torch.nn.init.ones_) for _ in range(2))
+    with autocast(recipe=recipe):
+        first(x)
+    with autocast(recipe=recipe):
+        second.load_state_dict(first.state_dict())
+    outputs = []
+    for module in (first, second):
+        with autocast(recipe=recipe):
+            outputs.append(module(x * 8))
+    assert torch.equal(*outputs)

@@ -1,6 +1,7 @@
 """The page for users of TransformerEngine names all that hqsweep.compat has, and nothing of it that is not there."""
 
 import re
+import textwrap
 from pathlib import Path
 
 from hqsweep import compat
@@ -19,3 +20,18 @@ def test_every_class_on_the_page_is_there():
         code for code in CODE if re.fullmatch(r"([A-Z]\w+)(Quantizer|Tensor|Storage|Recipe|Scaling|Request)", code)
     }
     assert len(classes) > 25 and sorted(name for name in classes if not hasattr(compat, name)) == []
+
+
+def test_the_examples_of_operations_run():
+    """They are those of TransformerEngine's page on its operations, in smaller sizes."""
+    section = PAGE[PAGE.index("## Operations") : PAGE.index("| operation |")]
+    blocks = re.findall(r"(?:^ {4}.*\n|^\n(?= {4}))+", section, re.M)
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(textwrap.dedent(block), "transformer_engine.md", "exec"), names)
+    assert len(blocks) == 4 and names["y"].shape == (32, 64) and names["residual"].shape == (32, 64)
+
+
+def test_every_operation_is_on_the_page():
+    words = {word for code in CODE for word in re.findall(r"\w+", code)}
+    assert sorted(set(compat.ops.__all__) - words - {"GRAD_INPUT_BUFFER_KEY", "OUTPUT_BUFFER_KEY", "Sequential"}) == []

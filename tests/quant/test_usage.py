@@ -39,3 +39,19 @@ def test_update_usage_drops_what_is_false_and_nothing_before_a_fault():
     with pytest.raises(UserError, match="would be left; keep one direction"):
         tensor.update_usage(columnwise_usage=False)
     assert tensor.columnwise is not None
+
+
+def test_fields_have_their_private_names_to_read():
+    x = draw("normal", 64, 128)
+    tensor = HybridQuantizedTensor.quantize(x, HybridQuantizer.parse("mxfp8|nvfp4"))
+    assert (
+        tensor._rowwise_data is tensor.rowwise.buffers["q"]
+        and tensor._columnwise_data is tensor.columnwise.buffers["q"]
+    )
+    assert tensor._rowwise_scale_inv is tensor._scale_inv is tensor.rowwise.buffers["s"]
+    assert tensor._amax_columnwise is tensor.columnwise.buffers["g"] and tensor._amax_rowwise is None
+    assert tensor._quantizer == tensor.quantizer and not tensor._transpose_invalid
+    alone = tensor._rowwise_storage
+    assert alone._data is not None and alone._transpose is None and alone._transpose_invalid
+    assert torch.equal(alone.dequantize(), tensor.dequantize())
+    assert not hasattr(tensor, "_no_such_field")

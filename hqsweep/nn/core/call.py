@@ -3,7 +3,7 @@
 LinearCall is a call of a linear with one weight matrix, or with one for each expert.
 """
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -129,7 +129,9 @@ class Call:
     def recording(self) -> dict[str, Any]:
         """The arguments with which states of delayed scaling record this call: the step, whether to record, and the
         group."""
-        return {"step": self.context.step, "record": self.grad, "group": self.context.amax_group}
+        context = self.context
+        step = context.turn if context.step is None else context.step
+        return {"step": step, "record": self.grad, "group": context.amax_group}
 
     @property
     def product_takes(self) -> Output:
@@ -246,6 +248,8 @@ class LinearCall(Call):
     save_original: bool
     """Whether x is saved instead of its columnwise operand, which is then made in backward."""
     workspace: WeightWorkspace | None
+    waiting: list[Callable[[], list[Tensor | None]]] | None = None
+    """Where backward puts functions that compute the gradients of the weights later; None: it computes them itself."""
     plans: Mapping[str, GemmPlan] | None = None
     """"fprop", "dgrad" and "wgrad" -> the plan that computes the product of all experts."""
     made_together: ClassVar[bool] = False

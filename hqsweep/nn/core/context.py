@@ -120,6 +120,9 @@ class Context:
     seed: int = 0
     step: int | None = None
     """The step of the training; None without a training."""
+    turn: int | None = None
+    """The number that delayed scaling takes for the step where there is none; each autocast of hqsweep.compat has
+    one."""
     probe: Probe | None = None
     microbatch: int = 0
     cache_weights: bool = False
@@ -181,7 +184,7 @@ _RECIPE: Scoped[AnyRecipe | None] = Scoped(None)
 # and for the slots of random bits of every module.
 _DYNAMIC = torch.compiler.config.dynamic_sources
 torch.compiler.config.dynamic_sources = ",".join(
-    [*([_DYNAMIC] if _DYNAMIC else []), ".*_CONTEXT.*value[.]step", ".*_slot_numbers.*"]
+    [*([_DYNAMIC] if _DYNAMIC else []), ".*_CONTEXT.*value[.](step|turn)", ".*_slot_numbers.*"]
 )
 
 

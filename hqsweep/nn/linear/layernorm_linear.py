@@ -51,15 +51,20 @@ class LayerNormLinear(AddsBranch, Linear):
         the amaxes that the quantizer takes, if the norm's kernel finds them.
         """
         splits_tokens = self.parallel is not None and self.parallel.sequence is not None
-        if torch.compiler.is_compiling() or not (splits_tokens or use_kernels(x)):
-            return *self.norm.added(x, branch, self.dtype), NOTHING
-        if splits_tokens:  # of the output, which is quantized whole
+        if splits_tokens and not torch.compiler.is_compiling():  # of the output, which is quantized whole
             return self.parallel.normed(self, x, branch)
-        saves_column = torch.is_grad_enabled() and self.weight.requires_grad and not self.save_original_input
-        quantizer, outputs = self.active_quantizers().input, ("codes", "codes" if saves_column else None)
-        if not (current().probe or self.save_original_input) and quantizer.takes_normed(*outputs):
-            described = self.norm.described(x, branch, self.dtype)
-            if described is not None:
-                return *described[:2], KnownInput(normed=described[2])
-        total, h, *amaxes = self.norm.measured(x, branch, self.dtype, *quantizer.takes_amaxes(*outputs))
-        return total, h, KnownInput(amaxes=amaxes)
+        return normed_for(self, self.norm, x, branch)
+
+
+def normed_for(linear: Linear, norm: Norm, x: Tensor, branch: Branch) -> tuple[Tensor, Tensor, KnownInput]:
+    """Return norm.added(x, branch, dtype) for a linear that reads it, and the KnownInput of LayerNormLinear.normed."""
+    if torch.compiler.is_compiling() or not use_kernels(x):
+        return *norm.added(x, branch, linear.dtype), NOTHING
+    saves_column = torch.is_grad_enabled() and linear.weight.requires_grad and not linear.save_original_input
+    quantizer, outputs = linear.active_quantizers().input, ("codes", "codes" if saves_column else None)
+    if not (current().probe or linear.save_original_input) and quantizer.takes_normed(*outputs):
+        described = norm.described(x, branch, linear.dtype)
+        if described is not None:
+            return *described[:2], KnownInput(normed=described[2])
+    total, h, *amaxes = norm.measured(x, branch, linear.dtype, *quantizer.takes_amaxes(*outputs))
+    return total, h, KnownInput(amaxes=amaxes)

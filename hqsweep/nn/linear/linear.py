@@ -7,6 +7,7 @@ rows of x and dy, its own w and its own b; without, all is one matrix.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -155,6 +156,11 @@ def delivered(
     return [None] * len(needs)
 
 
+def weight_gradients(state: BackwardState, dy: AnyOperand, x: AnyOperand, needs: Sequence[bool]) -> list[Gradient]:
+    """wgrad() and delivered() in one call, for a backward that leaves them to later."""
+    return delivered(state, wgrad(state, dy, x), needs)
+
+
 def add_biases(call: LinearCall, y: Tensor, biases: Sequence[Tensor]) -> Tensor:
     rows, splits = biases[0] if biases[0].dim() == 2 else biases, call.splits
     if splits is not None and (splits.sizes is None or splits.equal):  # one addition for all, and nothing waits
@@ -242,10 +248,13 @@ class LinearFunction(torch.autograd.Function):
                 call.probe_gemms("dgrad", call.parts(dy), [w.t() for w in probed[1]], call.parts(dx))
         if column:
             x_column = call.saved_input(state.parts(tensors)[1], state.skeleton)
-            gradients = wgrad(state, operands.columnwise, x_column, may_add=not probed)
-            if probed:
-                probe_wgrad(call, dy, probed[0], gradients)
-            dw = delivered(state, gradients, needs_dw)
+            if call.waiting is None:
+                gradients = wgrad(state, operands.columnwise, x_column, may_add=not probed)
+                if probed:
+                    probe_wgrad(call, dy, probed[0], gradients)
+                dw = delivered(state, gradients, needs_dw)
+            else:
+                call.waiting.append(partial(weight_gradients, state, operands.columnwise, x_column, needs_dw))
         if needs_dx:
             dx = call.rounded("grad_input", dx)
         db = bias_gradients(call, dy, ctx.biases) if any(needs_db) else [None] * len(ctx.biases)

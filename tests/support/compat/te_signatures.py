@@ -43,6 +43,18 @@ MultiheadAttention.forward(hidden_states, attention_mask=None, encoder_output=No
     inference_params=None, rotary_pos_emb=None, core_attention_bias_type='no_bias', core_attention_bias=None,
     alibi_slopes=None, cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None,
     max_seqlen_q=None, max_seqlen_kv=None, fast_zero_fill=True, pad_between_seqs=None)
+DotProductAttention(num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format='sbhd',
+    attn_mask_type='causal', window_size=None, bottom_right_diagonal=None, sequence_parallel=False, tp_size=1,
+    get_rng_state_tracker=None, tp_group=None, layer_number=None, attention_type='self', cp_group=None,
+    cp_global_ranks=None, cp_stream=None, cp_comm_type='p2p', softmax_scale=None, softmax_type='vanilla',
+    return_max_logit=False, name=None)
+DotProductAttention.forward(query_layer=None, key_layer=None, value_layer=None, attention_mask=None, qkv_format=None,
+    cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None,
+    max_seqlen_kv=None, attn_mask_type=None, window_size=None, bottom_right_diagonal=None,
+    checkpoint_core_attention=False, core_attention_bias_type='no_bias', core_attention_bias=None, alibi_slopes=None,
+    fast_zero_fill=True, inference_params=None, pad_between_seqs=None, fp8_output=False, bf16_backward=False,
+    num_splits=1, score_mod=None, score_mod_bprop=None, score_mod_tensors=None, score_mod_bprop_tensors=None,
+    qkv_layer=None, kv_layer=None, qkv_interleave_dim=-3)
 TransformerLayer(hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups=None, layernorm_epsilon=1e-05,
     hidden_dropout=0.1, attention_dropout=0.1, init_method=None, output_layer_init_method=None, layer_number=None,
     kv_channels=None, self_attn_mask_type='causal', window_size=None, bottom_right_diagonal=None,

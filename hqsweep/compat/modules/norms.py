@@ -1,14 +1,14 @@
 """transformer_engine.pytorch.LayerNorm and RMSNorm, by their names, in high precision."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hqsweep.compat.activation_dtype import params_dtype as dtype_of
 from hqsweep.compat.arguments import flag, refuse, taken
+from hqsweep.compat.modules.activation_dtype import params_dtype as dtype_of
 from hqsweep.errors import UserError
 from hqsweep.nn.core.products import in_autocast
 
@@ -84,3 +84,24 @@ class RMSNorm(_Norm):
 
     def _normed(self, x: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, gain, self.eps)
+
+
+class L2Normalization(nn.Module):
+    """x / sqrt(sum(x^2) + eps) along the last axis, in float32, in the dtype of x."""
+
+    def __init__(self, *, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., D]."""
+        wide = x.float()
+        return (wide * (wide.square().sum(-1, keepdim=True) + self.eps).rsqrt()).to(x.dtype)
+
+
+def qk_norm(width: int, given: Mapping[str, Any]) -> nn.Module | None:
+    """The norm of the queries, or of the keys, that qk_norm_type asks for; None without it."""
+    kind, eps = given["qk_norm_type"], given["qk_norm_eps"]
+    if kind in (None, "L2Normalization"):
+        return None if kind is None else L2Normalization(eps=eps)
+    return (RMSNorm if kind == "RMSNorm" else LayerNorm)(width, eps=eps, params_dtype=given["params_dtype"])

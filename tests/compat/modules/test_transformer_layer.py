@@ -149,8 +149,11 @@ def test_weights_are_held_by_the_recipe_of_quantized_model_init():
     expected = run(seeded(PAIRS["layer"][0]), tokens())
     assert all(isinstance(p, HybridQuantizedTensor) for n, p in held.named_parameters() if p.dim() == 2)
     assert all(map(torch.equal, run(held, tokens()), expected))
-    with pytest.raises(UserError, match="the weight is held in mxfp8, but the recipe asks for fp32"):
-        held(tokens())
+    plain = seeded(PAIRS["layer"][0])
+    with torch.no_grad():
+        for parameter, own in zip(plain.parameters(), held.parameters(), strict=True):
+            parameter.copy_(own.dequantize() if isinstance(own, HybridQuantizedTensor) else own)
+    torch.testing.assert_close(held(tokens()), plain(tokens()))  # outside of autocast, as it is held
 
 
 @pytest.mark.parametrize("kind", ["Linear", "GroupedLinear"])
@@ -189,18 +192,20 @@ def test_weights_are_drawn_by_their_functions():
 
 
 REFUSED = {
-    "hidden_dropout=0.1, attention_dropout=0.1 have no counterpart here": lambda: compat.TransformerLayer(
-        D, F, H
-    ),
-    "MultiheadAttention: attention_dropout=0.1 has no counterpart here": lambda: compat.MultiheadAttention(D, H),
     "TransformerLayer: ub_tp_comm_overlap=True has no": lambda: compat.TransformerLayer(
-        D, F, H, hidden_dropout=0, ub_tp_comm_overlap=True, **NO_DROPOUT
+        D, F, H, ub_tp_comm_overlap=True
     ),
-    "LayerNormMLP: return_layernorm_output=True has no": lambda: compat.LayerNormMLP(
-        D, F, return_layernorm_output=True
+    "TransformerLayer: hidden_dropout is 2; it takes a number from 0 to 1": lambda: compat.TransformerLayer(
+        D, F, H, hidden_dropout=2
     ),
-    "LayerNormMLP: activation is 'relu'; it takes 'gelu' or 'swiglu'": lambda: compat.LayerNormMLP(
-        D, F, activation="relu"
+    "LayerNormMLP: activation is 'tanh'; it takes 'gelu', .* or 'clamped_swiglu'": lambda: compat.LayerNormMLP(
+        D, F, activation="tanh"
+    ),
+    "LayerNormMLP: activation_params=True has no counterpart": lambda: compat.LayerNormMLP(
+        D, F, activation_params={"limit": 7.0}
+    ),
+    "LayerNormMLP: activation_params.'slope'.=True has no": lambda: compat.LayerNormMLP(
+        D, F, activation="clamped_swiglu", activation_params={"slope": 7.0}
     ),
     "Linear: tp_size is '2'; it takes the number of ranks, 1 or more": lambda: compat.Linear(D, F, tp_size="2"),
     "GroupedLinear: tp_size is 0; it takes the number": lambda: compat.GroupedLinear(2, D, F, tp_size=0),
@@ -209,28 +214,43 @@ REFUSED = {
     "LayerNormLinear: out_features=66 does not divide by tp_size=4": lambda: compat.LayerNormMLP(
         D, 66, tp_size=4, set_parallel_mode=True
     ),
+    "Linear: return_bias=True has no counterpart here with tp_size=2": lambda: compat.Linear(
+        D, F, tp_size=2, parallel_mode="column", return_bias=True
+    ),
+    "Linear: delay_wgrad_compute=True has no counterpart here with tp_size=2": lambda: compat.Linear(
+        D, F, tp_size=2, parallel_mode="column", delay_wgrad_compute=True
+    ),
+    "Linear: parameters_split has {'a': 5, 'b': 6} of 96 rows": lambda: compat.Linear(
+        D, F, parameters_split={"a": 5, "b": 6}
+    ),
+    "Linear: parts of .90, 6. rows have no counterpart here with tp_size=2": lambda: compat.Linear(
+        D, F, parameters_split={"a": 90, "b": 6}, tp_size=2, parallel_mode="column"
+    ),
     "MultiheadAttention: num_attention_heads=4 does not divide by tp_size=8": lambda: compat.MultiheadAttention(
-        D, H, tp_size=8, set_parallel_mode=True, **NO_DROPOUT
+        D, H, tp_size=8, set_parallel_mode=True
+    ),
+    "MultiheadAttention: num_attention_heads=4 does not divide by num_gqa_groups=3": lambda: compat.MultiheadAttention(
+        D, H, num_gqa_groups=3
     ),
     "MultiheadAttention: sequence_parallel splits tokens along the first axis": lambda: compat.MultiheadAttention(
-        D, H, tp_size=2, set_parallel_mode=True, sequence_parallel=True, qkv_format="bshd", **NO_DROPOUT
+        D, H, tp_size=2, set_parallel_mode=True, sequence_parallel=True, qkv_format="bshd"
     ),
-    "MultiheadAttention: num_gqa_groups=2 has no": lambda: compat.MultiheadAttention(
-        D, H, num_gqa_groups=2, **NO_DROPOUT
+    "MultiheadAttention: attention_type='cross' takes encoder_output": lambda: compat.MultiheadAttention(
+        D, H, attention_type="cross"
+    )(tokens()),
+    "attn_mask_type='padding' takes attention_mask .B, 1, 1, T.": lambda: compat.MultiheadAttention(
+        D, H, attn_mask_type="padding"
+    )(tokens()),
+    "attention_mask hides 1 queries and 1 keys, where there are 32 and 32": lambda: compat.MultiheadAttention(
+        D, H, attn_mask_type="padding"
+    )(tokens(), torch.ones(2, 1, 1, 1)),
+    "rotary_pos_emb is 1; it takes a tensor": lambda: compat.MultiheadAttention(D, H)(tokens(), rotary_pos_emb=1),
+    "rotary_pos_emb .3, 1, 1, 16. is too small for 32 positions": lambda: compat.MultiheadAttention(D, H)(
+        tokens(), rotary_pos_emb=compat.RotaryPositionEmbedding(16)(3)
     ),
-    "MultiheadAttention: kv_channels=32 has no": lambda: compat.MultiheadAttention(D, H, kv_channels=32, **NO_DROPOUT),
-    "MultiheadAttention: q, k and v lie one below the other": lambda: compat.MultiheadAttention(
-        D, H, fuse_qkv_params=True, **NO_DROPOUT
+    "MultiheadAttention: inference_params=a object has no counterpart": lambda: compat.MultiheadAttention(D, H)(
+        tokens(), inference_params=object()
     ),
-    "attn_mask_type is 'padding'; it takes 'causal' or 'no_mask'": lambda: compat.MultiheadAttention(
-        D, H, attn_mask_type="padding", **NO_DROPOUT
-    ),
-    "TransformerLayer: layer_type is 'decoder'": lambda: compat.TransformerLayer(
-        D, F, H, layer_type="decoder", hidden_dropout=0, **NO_DROPOUT
-    ),
-    "MultiheadAttention: attention_mask=a Tensor .1., rotary_pos_emb=1 have": lambda: compat.MultiheadAttention(
-        D, H, **NO_DROPOUT
-    )(tokens(), torch.ones(1), rotary_pos_emb=1),
 }  # fmt: skip
 
 
@@ -255,3 +275,73 @@ def test_an_mlp_is_drawn_again_as_it_was_built(held):
     for name, parameter in module.named_parameters():
         values = [p.dequantize() if isinstance(p, HybridQuantizedTensor) else p for p in (parameter, first[name])]
         assert torch.equal(*values), name
+
+
+def stream(module, x, encoded=None):
+    """The layer's output [S, B, D] from its own modules, by TransformerEngine's formulas."""
+    options = module.options
+    mlp = lambda y: module.mlp(y)[0] if isinstance(module.mlp(y), tuple) else module.mlp(y)  # noqa: E731
+    if options.get("parallel_attention_mlp"):
+        return x + module.attn(x) + mlp(x)
+    if options.get("output_layernorm"):
+        y = x + module.attn(x)
+        return nn.functional.layer_norm(y + mlp(y), (D,), module.layernorm.weight, module.layernorm.bias)
+    if options.get("apply_residual_connection_post_layernorm"):
+        y, normed = module.attn(x)
+        x = y + normed
+        y, normed = module.mlp(x)
+        return y + normed
+    x = x + module.attn(x)
+    if encoded is not None:
+        x = x + module.inter_attention(x, encoder_output=encoded)
+    return x + mlp(x)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"parallel_attention_mlp": True}, {"output_layernorm": True}, {"layer_type": "decoder"},
+    {"apply_residual_connection_post_layernorm": True}, {"num_gqa_groups": 2, "qk_norm_type": "RMSNorm"},
+    {"softmax_type": "learnable", "window_size": (3, 0)}, {"zero_centered_gamma": True, "activation": "geglu"},
+], ids=str)  # fmt: skip
+def test_the_stream_is_theirs(options):
+    module = seeded(lambda: compat.TransformerLayer(D, F, H, hidden_dropout=0, **options, **NO_DROPOUT))
+    module.options = options
+    x, encoded = tokens().float(), draw("normal", 12 * B, D, 5).view(12, B, D).float()
+    encoded = encoded if "layer_type" in options else None
+    y = module(x) if encoded is None else module(x, encoder_output=encoded)
+    torch.testing.assert_close(y, stream(module, x, encoded), rtol=1e-4, atol=1e-4)
+    state = compat.transformer_engine_state_dict(module)
+    assert {key.split(".")[0] for key in state} <= {
+        "self_attention", "inter_attention", "layernorm_mlp", "layernorm"
+    }  # fmt: skip
+    fresh = compat.TransformerLayer(D, F, H, hidden_dropout=0, **options, **NO_DROPOUT)
+    fresh.load_state_dict(state)
+    assert torch.equal(fresh(x) if encoded is None else fresh(x, encoder_output=encoded), y)
+
+
+def test_dropout_acts_on_each_branch_in_training():
+    module = seeded(lambda: compat.TransformerLayer(D, F, H, hidden_dropout=0.5, **NO_DROPOUT))
+    x = tokens().float()
+    torch.manual_seed(3)
+    y = module(x)
+    torch.manual_seed(3)
+    expected = x + nn.functional.dropout(module.attn(x), 0.5)
+    expected = expected + nn.functional.dropout(module.mlp(expected), 0.5)
+    torch.testing.assert_close(y, expected)
+    assert torch.equal(module.eval()(x), module(x))
+
+
+def test_whole_branches_may_be_dropped_by_the_first_axis():
+    module = seeded(lambda: compat.TransformerLayer(D, F, H, hidden_dropout=0, drop_path_rate=0.5, **NO_DROPOUT))
+    module.mlp = nn.Identity()
+    module.attn.attended = lambda x, call: torch.ones_like(x)
+    torch.manual_seed(0)
+    y = module(torch.zeros(S, B, D))
+    assert all(row.unique().numel() == 1 for row in y) and set(y.unique().tolist()) <= {0.0, 2.0, 4.0, 6.0}
+    assert y.unique().numel() > 1
+
+
+def test_attention_dropout_is_of_the_layers_attention():
+    module = seeded(lambda: compat.TransformerLayer(D, F, H, hidden_dropout=0, attention_dropout=0.5))
+    x = tokens().float()
+    assert not torch.equal(module(x), module(x))
+    assert torch.equal(module.eval()(x), module(x))

@@ -7,14 +7,16 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hqsweep.compat.activation_dtype import InActivationDtype, built_in, params_dtype
-from hqsweep.compat.arguments import GROUPED_LINEAR, OF_GROUPED_CALL
 from hqsweep.compat.checkpoint_keys import TakesKeys
-from hqsweep.compat.linear import check_ranks, drawn_whole, link_part, part_of, ranks_of, write_part
+from hqsweep.compat.modules.activation_dtype import InActivationDtype, built_in, params_dtype
+from hqsweep.compat.modules.later_gradients import LaterGradients
+from hqsweep.compat.modules.parts import check_ranks, drawn_whole, link_part, part_of, ranks_of, write_part
+from hqsweep.compat.signatures import GROUPED_LINEAR, OF_GROUPED_CALL
 from hqsweep.errors import UserError
 from hqsweep.nn.core.context import high_precision
 from hqsweep.nn.core.options import GroupedLinearOptions
 from hqsweep.nn.core.parameter import link_states
+from hqsweep.nn.experts.grouped import ExpertParameters
 from hqsweep.nn.experts.grouped_linear import GroupedLinear as _GroupedLinear
 from hqsweep.parallel.shared.exchange import LinearShare
 from hqsweep.parallel.shared.experts import SharedExperts
@@ -25,13 +27,14 @@ OPTIONS = (
 """Arguments that are options of this package's GroupedLinear."""
 
 
-class GroupedLinear(TakesKeys, InActivationDtype, _GroupedLinear):
+class GroupedLinear(LaterGradients, TakesKeys, InActivationDtype, _GroupedLinear):
     """num_gemms experts, in high precision outside of autocast, in the dtype of x.
 
     parallel_mode notes on the parameters how they are cut (set_tensor_parallel_attributes). With tp_size, or a tp_group
     of several ranks, weights are this rank's part along out_features ("column") or in_features ("row"). As in
     TransformerEngine the caller gathers x and sums y, or dx, and sequence_parallel has no effect. Every rank has the
     same rows. Operands have the bytes of the whole: ranks exchange amaxes where a format has one for the whole.
+    return_bias: a call returns y without biases, and these in a list. delay_wgrad_compute: dw waits for backward_dw().
     init_method draws the weights [out_features, in_features] one after the other, whole on every rank.
 
     UserError for an unsupported option that would change a number; at the call, for parts that cut a block, and without
@@ -51,6 +54,8 @@ class GroupedLinear(TakesKeys, InActivationDtype, _GroupedLinear):
         options = GroupedLinearOptions(**{n: bool(given[n]) for n in OPTIONS})
         with built_in(dtype):
             super().__init__(num_gemms, *own, name=name, recipe=high_precision(), dtype=dtype, options=options)
+        self.return_bias = bool(given["return_bias"])
+        self.delay_wgrad(bool(given["delay_wgrad_compute"]), self._ranks)
         if given["params_dtype"] is not None:
             self.to(dtype)
         self.set_tensor_parallel_attributes(parallel_mode)
@@ -88,8 +93,16 @@ class GroupedLinear(TakesKeys, InActivationDtype, _GroupedLinear):
         if ranks > 1 or self._draw is not None:
             self._take_part()
 
-    def reset_parameters(self) -> None:
-        """Draw the weights again, and zero the biases."""
+    def products(self) -> Sequence[str]:
+        return [f"states.{expert}." for expert in range(self.num_experts)]
+
+    def weights_of_later(self) -> Sequence[Tensor]:
+        return self.weights
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Draw the weights again, and zero the biases. defer_init: do nothing."""
+        if defer_init:
+            return
         state = torch.get_rng_state()
         super().reset_parameters()
         if self.parallel is not None or (self._ranks == 1 and self._draw is not None):
@@ -121,7 +134,7 @@ class GroupedLinear(TakesKeys, InActivationDtype, _GroupedLinear):
         """num_experts under its other name."""
         return self.num_experts
 
-    def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor, *positional: Any, **arguments: Any) -> Tensor:
+    def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor, *positional: Any, **arguments: Any) -> Any:
         """forward(inp, m_splits). is_first_microbatch has no effect: quantization(cache_weights=True) keeps the
         operands of unchanged weights. UserError for out and dgrad_out."""
         if positional or arguments:
@@ -130,4 +143,7 @@ class GroupedLinear(TakesKeys, InActivationDtype, _GroupedLinear):
             check_ranks(self.name, self._ranks, self._share)
             for weight in self.weights:
                 link_part(self.name, weight, self._share)  # which load_state_dict may have replaced
-        return super().forward(self.take(inp), m_splits)
+        if not self.return_bias:
+            return super().forward(self.take(inp), m_splits)
+        y = self.product(self.take(inp), m_splits, ExpertParameters(self.weights, []), None)
+        return y, [bias.to(y.dtype) for bias in self.biases]

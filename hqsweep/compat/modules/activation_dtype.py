@@ -119,8 +119,9 @@ class InActivationDtype(LinearBase):
         if last is None or last[0] is not section or last[1] is not self.dtype or last[2] is not held:
             own = {slot: quantizer for slot, quantizer in slots(section).items() if quantizer is not None}
             changed = {slot: quantizer_in(quantizer, self.dtype) for slot, quantizer in own.items()}
-            if held is not None and held in [quantizer_in(section.weight, dtype) for dtype in FORMATS]:
-                changed["weight"] = held  # it was built in another dtype
+            alike = held is not None and held in [quantizer_in(section.weight, dtype) for dtype in FORMATS]
+            if alike or (held is not None and section.identity is not None):
+                changed["weight"] = held  # built in another dtype, or multiplied as it is held
             self._last = last = section, self.dtype, held, replace(section, **changed)
         return last[3]
 

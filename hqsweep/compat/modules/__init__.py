@@ -1,0 +1,1 @@
+"""Modules by TransformerEngine's names, over the modules of hqsweep.nn."""
