@@ -43,6 +43,7 @@ def share(courses, end):
     return np.mean([one.end in end for one in courses])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trunks", [3, 4, 8])
 @pytest.mark.parametrize("known", [{"lasting": 0.3}, {"lasting": 0.3, "shock": 1.1}, {"lasting": 0.3, "drift": 0.2}])
 def test_flat_ends_are_called_otherwise_as_rarely_as_stated_and_intervals_hold_what_lasts(trunks, known):
