@@ -98,8 +98,8 @@ def test_files_and_states(name, text, tmp_path):
     plain.weight = nn.Parameter(torch.zeros_like(source.weight.dequantize()))
     plain.load_state_dict(source.state_dict())
     assert torch.equal(plain.weight, source.weight.dequantize())
-    target.load_state_dict({"weight": torch.ones_like(plain.weight)})
-    assert torch.equal(target.weight.dequantize(), torch.ones_like(plain.weight))
+    target.load_state_dict({"weight": torch.full_like(plain.weight, 1.5)})
+    assert torch.equal(target.weight.dequantize(), torch.full_like(plain.weight, 1.5))
     apart = {f"weight{e}": member for e, member in enumerate(source.weight.detach().members)}
     save_safetensors(apart, tmp_path / "apart.safetensors")
     members = [load_safetensors(tmp_path / "apart.safetensors")[name] for name in apart]
