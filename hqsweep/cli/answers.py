@@ -12,8 +12,6 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, create_model
 from hqsweep.errors import UserError, nearest
 from hqsweep.report.compare.left_out import LeftOut
 from hqsweep.report.gate.gate import Verdict
-from hqsweep.study.forecast import Forecast
-from hqsweep.study.sequential import Look
 from hqsweep.sweep.store.documents import Config, Manifest, Status
 from hqsweep.sweep.store.seen_data import SeenData
 
@@ -45,6 +43,29 @@ def _nullable(kind: Any) -> Any:
 
 
 Left = _of(LeftOut)
+
+
+class Look(Answer):
+    """The verdicts of a growing study after some replicates."""
+
+    replicates: int
+    maximum: int
+    verdicts: dict[str, str]
+    added: int | None
+
+
+class Design(Open):
+    """A design of `plan`: replicates and minutes that resolve the gap; null beyond 1000."""
+
+    design: str
+    arms: int
+    maximum: int | None
+    replicates: Number
+    minutes: Number
+    half_width: Number
+    sd_pct: Number
+    basis: str
+    estimate: bool
 
 
 class Said(Answer):
@@ -188,14 +209,14 @@ class Decided(Compared):
     """`run` of a study that grows, or for a stated time."""
 
     runs: list[Result]
-    looks: list[_of(Look)] | None = None
+    looks: list[Look] | None = None
 
 
 class Timed(Answer):
     """`run --until` where nothing can be compared yet."""
 
     runs: list[Result]
-    looks: list[_of(Look)] | None = None
+    looks: list[Look] | None = None
 
 
 class JudgedArm(Open):
@@ -288,7 +309,7 @@ class Verified(Answer):
 
 class Plan(Answer):
     resolve_pct: float
-    designs: list[_of(Forecast)]
+    designs: list[Design]
     cheaper: str
     not_used: list[str]
 
