@@ -20,7 +20,7 @@ from hqsweep.models.hf import load_model, meta_model
 from hqsweep.models.hf_config import read_hf_config
 from hqsweep.models.linear import output_projection
 from hqsweep.recipe.factories import FactoryName
-from hqsweep.recipe.validate import GemmModule, attention_module, linear_module
+from hqsweep.recipe.products import GemmModule, attention_module, linear_module
 from hqsweep.torch_private import BatchNorm
 
 

@@ -28,11 +28,10 @@ from hqsweep.models.code import check_code, code_of, code_of_modules
 from hqsweep.models.compiled import CompiledBlocks
 from hqsweep.models.conversion import Conversion
 from hqsweep.models.convert import convert
-from hqsweep.models.head_loss import HeadLoss, is_hugging_face, model_loss, why_whole
+from hqsweep.models.head_loss import HeadLoss, check_causal, is_hugging_face, model_loss, why_whole
 from hqsweep.models.held import held_parts, is_quantized
 from hqsweep.models.hf import load_model
 from hqsweep.models.hf_config import HFConfig, read_hf_config
-from hqsweep.models.trial import check_causal
 from hqsweep.nn.core.context import quantization
 from hqsweep.nn.core.model_init import quantized_model_init
 from hqsweep.nn.layers.saved_memory import input_bytes

@@ -13,8 +13,8 @@ from hqsweep.config.train import TOKENS_VOCAB
 from hqsweep.errors import UserError
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
+from hqsweep.recipe.argument import parse_recipe
 from hqsweep.recipe.factories import factory_name
-from hqsweep.recipe.schedule import parse_recipe
 from hqsweep.recipe.sectioned import Recipe
 from hqsweep.sweep.engine.launch import plan
 from hqsweep.sweep.grid.compose import expand
