@@ -44,7 +44,7 @@ def gguf_digest(path: str | Path, where: str = "model.path") -> str:
     except OSError as error:
         raise UserError(f"{where}: '{file}' cannot be read ({error.strerror}); give a GGUF file") from None
     if first != MAGIC:
-        raise UserError(f"{where}: '{file}' is no GGUF file, for it does not begin with GGUF; give one that does")
+        raise UserError(f"{where}: '{file}' is not a GGUF file: it does not begin with GGUF; give one that does")
     stat = file.stat()
     key = (str(file.resolve()), stat.st_size, stat.st_mtime_ns)
     if key not in _HASHES:
@@ -120,7 +120,7 @@ def _write(file: Path, to: Path, where: str) -> None:
 
     with quietly():
         model = read(library.AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
-        del model.config.quantization_config  # or it is refused as a quantized model, which it is no more
+        del model.config.quantization_config  # with it save_pretrained refuses the plain weights
         plain = type(model)(type(model.config)(**_keys(model.config)))
         plain.load_state_dict(model.state_dict(), strict=False)
         plain.tie_weights()

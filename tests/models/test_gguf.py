@@ -60,7 +60,7 @@ def test_wrong_files_get_one_sentence(tmp_path, cache, monkeypatch):
     (cut := tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:-1000])
     (headless := tmp_path / "headless.gguf").write_bytes(file.read_bytes()[:100])
     sentences = {
-        text: r"is no GGUF file, for it does not begin with GGUF",
+        text: r"is not a GGUF file: it does not begin with GGUF",
         tmp_path / "gone.gguf": r"cannot be read \(No such file",
         cut: r"is cut short or damaged at [\d,]+ bytes .*; copy it again",
         headless: r"is cut short or damaged at 100 bytes",

@@ -21,7 +21,7 @@ from hqsweep.sweep.engine.process import visible_gpus
 from hqsweep.train.build import pick_device
 
 GAIN = 1.05
-"""The least ratio of the tokens a second of more runs at a time to those of fewer."""
+"""The least gain of more runs at a time: the ratio of their tokens a second to the tokens a second of fewer."""
 MOST = 8
 """The most runs at a time on one GPU."""
 
