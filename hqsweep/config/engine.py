@@ -3,13 +3,14 @@
 import re
 import shlex
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationInfo, field_validator, model_validator
+from pydantic import PlainValidator, ValidationInfo, field_validator, model_validator
 
 from hqsweep.config.section import Count, Index, Positive, Section
 from hqsweep.errors import UserError
 
+AUTO = "auto"
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=|$)")
 _GRES = re.compile(r"gpu(:[^:,]*[^:,\d][^:,]*)?(:(?P<count>\d+))?")
 
@@ -92,6 +93,13 @@ class SlurmConfig(Section):
         return options
 
 
+def _workers(value: Any) -> Any:
+    """The value of engine.workers. UserError where it is no count, "auto" or None."""
+    if value is None or value == AUTO or (type(value) is int and value >= 1):
+        return value
+    raise UserError(f"engine.workers: got {value!r}; must be an integer of at least 1, auto, or null")
+
+
 class EngineConfig(Section):
     """How runs are executed: `workers` at a time with `threads` CPU threads each.
 
@@ -104,7 +112,7 @@ class EngineConfig(Section):
     """
 
     kind: Literal["local", "slurm"] = "local"
-    workers: Count | Literal["auto"] | None = None
+    workers: Annotated[int | Literal["auto"] | None, PlainValidator(_workers)] = None
     runs_per_gpu: Count | None = None
     gpus_per_run: Count | None = None
     threads: Count | None = None
@@ -118,7 +126,7 @@ class EngineConfig(Section):
     def _of_its_kind(self) -> "EngineConfig":
         if self.kind == "local" and self.slurm != SlurmConfig():
             raise UserError("engine.slurm: given, but the engine is local, which would not read it; add engine=slurm")
-        if self.workers == "auto" and (self.kind == "slurm" or self.runs_per_gpu is not None):
+        if self.workers == AUTO and (self.kind == "slurm" or self.runs_per_gpu is not None):
             other = "Slurm" if self.kind == "slurm" else "engine.runs_per_gpu"
             raise UserError(
                 f"engine.workers: auto measures this machine's GPUs, and {other} decides here; give a number"

@@ -33,24 +33,17 @@ from hqsweep.config.section import Count, Device, Section, sentence
 from hqsweep.config.train import TrainConfig
 from hqsweep.errors import UserError, nearest
 from hqsweep.formats.inputs import DISTRIBUTIONS, check_format
+from hqsweep.recipe.argument import parse_recipe, recipe_config
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.custom import CustomRecipe
 from hqsweep.recipe.factories import FindFactory, factory_name
 from hqsweep.recipe.parts import check_parts
+from hqsweep.recipe.products import DeviceFault, GemmModule, attention_module, grouped_linear_module, linear_module
 from hqsweep.recipe.roles import HEAD
-from hqsweep.recipe.schedule import parse_recipe, recipe_config
 from hqsweep.recipe.sectioned import Recipe
 from hqsweep.recipe.sections import LinearQuantizers
 from hqsweep.recipe.stages import stages
-from hqsweep.recipe.validate import (
-    DeviceFault,
-    GemmModule,
-    attention_module,
-    check_held_weights,
-    grouped_linear_module,
-    linear_module,
-    validate,
-)
+from hqsweep.recipe.validate import check_held_weights, validate
 
 KEPT = 1024
 """Results that a cache of texts and shapes keeps, for the runs of a grid that share them."""

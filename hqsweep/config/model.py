@@ -94,11 +94,11 @@ class UserModel(Section):
     """
 
     _loss: Callable[..., Any] | None = PrivateAttr(default=None)
-    loss: str | None = None
     head: bool = False
     attention: bool | None = None
     quantized_weights: bool = False
     init_noise: Annotated[float, Field(ge=0)] = 0.0
+    loss: str | None = None
 
     @model_validator(mode="after")
     def _find_loss(self, info: ValidationInfo) -> "UserModel":

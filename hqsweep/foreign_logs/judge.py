@@ -28,7 +28,7 @@ MOST_ARMS = 500
 NOT_FINITE = "not finite"
 """The state of an arm of which a run ends at nan or inf."""
 NOT_HERE = (
-    "slowdown_pct", "slowdown_low", "slowdown_high", "margin_tokens", "steps", "end", "at_once_pct",
+    "slowdown_pct", "slowdown_low", "slowdown_high", "margin_tokens", "steps", "end", "at_once_pct", "course",
 )  # fmt: skip
 """The cells of a row of Comparison.arms that need the baseline's curve, or ages of forks."""
 

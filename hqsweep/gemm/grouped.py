@@ -16,27 +16,17 @@ expert's tensor. All other native products are loops.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hqsweep.formats import ExactOperand
 from hqsweep.gemm.exact import apply_factors, plain_product
 from hqsweep.gemm.native import GemmPlan, multiply
 from hqsweep.ops.members.layout import GroupLayout, PackedExact, ShapesLayout, pack
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.kernels import in_dtype
-from hqsweep.quant.operand import Operand
+from hqsweep.quant.operand import Members, Operand
 from hqsweep.torch_private import grouped_mm, scaled_grouped_mm, unsafe_view
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Members:
-    """Operands of experts, each in its own memory."""
-
-    members: Sequence[Operand | ExactOperand]
-
 
 Group = Operand | PackedExact | Members
 

@@ -1,7 +1,8 @@
 """gemm=native: products on the machine's tensor cores, from codes and scales, through torch._scaled_mm.
 
-A table by compute capability says which products run. All others are refused before anything runs; nothing falls back
-to gemm=exact. sm_90 was measured (benchmarks/gemm.py). sm_100 follows the documented layouts and has not run yet.
+A table by compute capability says which products run. All others are refused before anything runs. Nothing falls back
+to gemm=exact, except some products of experts, whose plan says so (gemm_plan). sm_90 was measured (benchmarks/gemm.py).
+sm_100 follows the documented layouts and has not run yet.
 
     sm_89          per-tensor FP8 with per-tensor FP8
     sm_90          the same, FP8 with a scale per row, also with per-tensor FP8, and block FP8: 1x128 with 1x128 or
@@ -113,11 +114,16 @@ def plan_text(capability: tuple[int, int]) -> str:
 def gemm_plan(
     a: Format, b: Format, capability: Capability, mode: str = "exact", group: GroupGemm | None = None
 ) -> GemmPlan:
-    """Return the plan for operands of these formats. capability: the GPU's, None for a CPU; group: None for one
-    matrix."""
+    """Return the plan for operands of these formats. capability: the GPU's, None for a CPU; group: None for one matrix.
+
+    Native products of experts without a kernel of their own are loops. Where only the GPU knows the splits, a loop
+    would wait for the host, and one kernel multiplies exact operands instead.
+    """
     kernel = None
     if group is not None:
-        kernel = _native_kernel(a, b, capability, group) if mode == "native" else _kernel(a, b, capability, group)
+        kernel = _native_kernel(a, b, capability, group) if mode == "native" else None
+        if kernel is None and (mode != "native" or not group.host_splits):
+            kernel = _kernel(a, b, capability, group)
     return GemmPlan(a=a, b=b, capability=capability, mode=mode, group=group, kernel=kernel)
 
 

@@ -24,7 +24,7 @@ from hqsweep.nn.attention.sdpa import attend, way_back
 from hqsweep.nn.core.products import outside_autocast
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.custom import CustomRecipe
-from hqsweep.recipe.validate import GemmModule, attention_module
+from hqsweep.recipe.products import GemmModule, attention_module
 
 PREFIX = "hqsweep_"
 """The beginning of a name, before the name of the implementation that it leaves in place: hqsweep_sdpa,

@@ -24,9 +24,10 @@ from hqsweep.nn.core.module import PARTS, QuantizedModule, set_recipe_of
 from hqsweep.ops.quantize.kernels import DTYPES
 from hqsweep.recipe.argument import RecipeArgument, whole_recipe
 from hqsweep.recipe.base import AnyRecipe
+from hqsweep.recipe.products import GemmModule
 from hqsweep.recipe.roles import HEAD
 from hqsweep.recipe.sectioned import layers_of
-from hqsweep.recipe.validate import GemmModule, recipe_faults
+from hqsweep.recipe.validate import recipe_faults
 
 Filter = Callable[[nn.Module, str], bool]
 KINDS: tuple[Kind, ...] = (LinearKind(), Conv1DKind(), AttentionKind(), *EXPERT_KINDS)

@@ -24,7 +24,7 @@ from hqsweep.nn.experts.grouped import ExpertParameters, ExpertSizes, GroupedBas
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.kernels import DTYPES
 from hqsweep.recipe.base import AnyRecipe
-from hqsweep.recipe.validate import GemmModule, grouped_linear_module
+from hqsweep.recipe.products import GemmModule, grouped_linear_module
 
 TITAN_NAMES = (("w1_EFD", "w2_EDF", "w3_EFD"), ("w1", "w2", "w3"))
 """The parameters of torchtitan's experts, by its versions: gate, down and up projection."""

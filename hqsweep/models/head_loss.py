@@ -19,18 +19,24 @@ from torch import Tensor, nn
 from hqsweep.errors import UserError
 from hqsweep.models.batches import ATTRIBUTE, checked
 from hqsweep.models.first_step import note_call, watched
-from hqsweep.models.hf import Around, causal_lm_loss
+from hqsweep.models.hf import Around, causal_lm_loss, unpacked
 from hqsweep.models.linear import ConvertedLinear, LinearPart, call_dtype, output_projection
-from hqsweep.models.refusals import is_distributed, is_sharded
+from hqsweep.models.refusals import is_sharded
 from hqsweep.nn.core.call import LinearCall
 from hqsweep.nn.core.context import current, use_kernels
 from hqsweep.nn.core.module import PARTS
 from hqsweep.nn.core.options import LinearOptions
 from hqsweep.nn.linear.linear_loss import product_cross_entropy
+from hqsweep.parallel.wire.local import is_spread
 from hqsweep.recipe.argument import module_quantizers
 from hqsweep.recipe.sections import LinearQuantizers
 
 TAKES = "it must be of Hugging Face, have a method loss(tokens, targets), or give logits [B, T, V] for [B, T]"
+TOKENS = 8
+"""Tokens of check_causal's trial."""
+LEAK = 1e-4
+"""The least change of logits, relative to the largest, that is not rounding. Where a token changes the sizes of
+products, as in a mixture of experts, float32 sums have another order."""
 
 
 def model_loss(
@@ -118,7 +124,7 @@ class HeadLoss:
         """Return the mean cross entropy, or None if it is not computed here."""
         weight, part = self.head.weight, None
         dtype = call_dtype(h, weight)
-        if is_distributed(weight) or dtype is not torch.bfloat16 or not (self.chunk or use_kernels(h)):
+        if is_spread(weight) or dtype is not torch.bfloat16 or not (self.chunk or use_kernels(h)):
             return None
         if isinstance(self.head, ConvertedLinear):
             part = getattr(self.head, PARTS)[0]
@@ -230,3 +236,39 @@ def _has_hooks(module: nn.Module) -> bool:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def check_causal(model: nn.Module, vocab_size: int) -> None:
+    """Raise UserError for a model whose logits change with a later token.
+
+    A model with its own loss, or one that does not run on a few tokens on its device, passes.
+    """
+    if not is_hugging_face(model) and callable(getattr(model, "loss", None)):
+        return
+    tokens = torch.arange(TOKENS, device=next(model.parameters()).device).remainder(vocab_size)[None]
+    other = tokens.clone()
+    other[:, -1] = (other[:, -1] + 1) % vocab_size
+    training = model.training
+    model.eval()
+    try:
+        logits, changed = _repeated_logits(model, tokens), _repeated_logits(model, other)
+    except Exception:  # the training raises it
+        return
+    finally:
+        model.train(training)
+    change, largest = (changed - logits)[:, :-1].abs().max(), logits.abs().max()
+    if change > max(LEAK, torch.finfo(logits.dtype).eps) * largest:
+        raise UserError(
+            f"model: {type(model).__name__} sees tokens that come later: its logits changed with a token after theirs,"
+            " so that the loss of the next token says nothing; give a causal model (an encoder of Hugging Face takes"
+            " is_decoder=true in its config.json), or one whose method loss(tokens, targets) is what it is trained for"
+        )
+
+
+@torch.no_grad()
+def _repeated_logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The logits of a forward whose random numbers, if it draws any, are always the same."""
+    with torch.random.fork_rng(devices=[]), unpacked():
+        torch.manual_seed(0)
+        options = {"input_ids": tokens, "use_cache": False} if is_hugging_face(model) else {}
+        return model(**options).logits if options else logits_of(model, tokens)

@@ -17,6 +17,7 @@ from hqsweep.models.names import clean_name
 from hqsweep.nn.core.model_init import gemm_weight
 from hqsweep.nn.linear.linear import LinearBase
 from hqsweep.parallel.wire.local import local
+from hqsweep.quant.grouped import GroupedTensor
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.roles import QuantizerRole
@@ -114,7 +115,9 @@ def _quantized(candidate: Candidate, dtype: torch.dtype | None) -> nn.Parameter:
     part, weight = candidate.part, candidate.weight
     role = QuantizerRole(part.module_type, "weight", part.name)
     source = dtype or call_dtype(weight, weight)
-    return gemm_weight(weight, part.quantizers.weight, role, source, part.states).requires_grad_(weight.requires_grad)
+    kind = HybridQuantizedTensor if weight.dim() == 2 else GroupedTensor
+    held = gemm_weight(weight, part.quantizers.weight, role, source, part.states, kind)
+    return held.requires_grad_(weight.requires_grad)
 
 
 def _fault(candidate: Candidate, tied: Sequence[Candidate], readers: _Readers) -> str | None:

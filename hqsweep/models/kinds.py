@@ -20,7 +20,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from hqsweep.errors import UserError
 from hqsweep.nn.core.module import PARTS, QuantizedModule
 from hqsweep.recipe.base import AnyRecipe
-from hqsweep.recipe.validate import GemmModule
+from hqsweep.recipe.products import GemmModule
 
 
 class Kind:

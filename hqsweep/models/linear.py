@@ -12,7 +12,6 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from hqsweep.errors import UserError
 from hqsweep.models.first_step import note_call, watched
 from hqsweep.models.kinds import PLAIN, SwapKind
-from hqsweep.models.refusals import is_distributed
 from hqsweep.nn.core.call import LinearCall
 from hqsweep.nn.core.context import current
 from hqsweep.nn.core.module import PARTS, QuantizedModule
@@ -21,9 +20,10 @@ from hqsweep.nn.core.parameter import is_held
 from hqsweep.nn.core.products import in_autocast, untraced
 from hqsweep.nn.linear.linear import LinearBase, as_rows, linear_product
 from hqsweep.ops.quantize.kernels import DTYPES, in_dtype
+from hqsweep.parallel.wire.local import is_spread
 from hqsweep.recipe.argument import module_quantizers
 from hqsweep.recipe.base import AnyRecipe
-from hqsweep.recipe.validate import GemmModule, linear_module
+from hqsweep.recipe.products import GemmModule, linear_module
 
 
 class LinearPart(LinearBase):
@@ -71,7 +71,7 @@ class ByPart:
     def forward(self, input: Tensor) -> Tensor:
         part = getattr(self, PARTS)[0]
         note_call(part)
-        if not torch.compiler.is_compiling() and is_distributed(self.weight):
+        if not torch.compiler.is_compiling() and is_spread(self.weight):
             raise UserError(
                 f"{part.name}: its weight is a DTensor; tensor parallelism is not supported, FSDP and DDP are"
             )

@@ -14,6 +14,7 @@ from hqsweep.errors import UserError
 from hqsweep.models.kinds import Kind
 from hqsweep.models.names import clean_name
 from hqsweep.nn.core.module import QuantizedModule
+from hqsweep.parallel.wire.local import is_spread
 from hqsweep.torch_private import ConvNd, NormBase
 
 ORDER = "convert first, then torch.compile for each block, then fully_shard or FSDP"
@@ -39,7 +40,7 @@ def _faults(model: nn.Module) -> Iterator[str]:
             whose = f"{at}.{parameter_name}"
             if hasattr(parameter, "ds_id"):
                 yield f"{whose} is sharded by DeepSpeed's ZeRO-3, which is not supported; use stage 2, DDP or FSDP"
-            if is_distributed(parameter):
+            if is_spread(parameter):
                 yield f"{whose} is a DTensor; tensor parallelism is not supported, and for FSDP {ORDER}"
 
 
@@ -52,12 +53,6 @@ def is_sharded(module: nn.Module) -> bool:
     """Asked without importing torch.distributed.fsdp, which who shards a model has imported."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel))
-
-
-def is_distributed(parameter: Tensor) -> bool:
-    """Whether it is a DTensor."""
-    tensor = sys.modules.get("torch.distributed.tensor")
-    return tensor is not None and isinstance(parameter, tensor.DTensor)
 
 
 def instance_fault(module: nn.Module) -> str | None:

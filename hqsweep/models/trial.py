@@ -5,22 +5,17 @@ from collections.abc import Hashable
 from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.model import HFModelConfig
 from hqsweep.errors import UserError
 from hqsweep.models.build import build, outline
-from hqsweep.models.head_loss import TAKES, is_hugging_face, logits_of, model_loss
-from hqsweep.models.hf import one_layer, unpacked
+from hqsweep.models.head_loss import TAKES, check_causal, model_loss
+from hqsweep.models.hf import one_layer
 
 MOST = 200_000_000
 """The most parameters that a model may have to get memory for a trial."""
-TOKENS = 8
-"""Tokens of check_causal's trial."""
-LEAK = 1e-4
-"""The least change of logits, relative to the largest, that is not rounding. Where a token changes the sizes of
-products, as in a mixture of experts, float32 sums have another order."""
 ANYWHERE = ("torch.nn.modules.", "transformers.models.")
 """The packages whose modules refuse an input on every device alike."""
 
@@ -89,39 +84,3 @@ def is_anywhere(fault: Exception) -> bool:
     while trace.tb_next is not None:
         trace = trace.tb_next
     return trace.tb_frame.f_globals.get("__name__", "").startswith(ANYWHERE)
-
-
-def check_causal(model: nn.Module, vocab_size: int) -> None:
-    """Raise UserError for a model whose logits change with a later token.
-
-    A model with its own loss, or one that does not run on a few tokens on its device, passes.
-    """
-    if not is_hugging_face(model) and callable(getattr(model, "loss", None)):
-        return
-    tokens = torch.arange(TOKENS, device=next(model.parameters()).device).remainder(vocab_size)[None]
-    other = tokens.clone()
-    other[:, -1] = (other[:, -1] + 1) % vocab_size
-    training = model.training
-    model.eval()
-    try:
-        logits, changed = _repeated_logits(model, tokens), _repeated_logits(model, other)
-    except Exception:  # the training raises it
-        return
-    finally:
-        model.train(training)
-    change, largest = (changed - logits)[:, :-1].abs().max(), logits.abs().max()
-    if change > max(LEAK, torch.finfo(logits.dtype).eps) * largest:
-        raise UserError(
-            f"model: {type(model).__name__} sees tokens that come later: its logits changed with a token after theirs,"
-            " so that the loss of the next token says nothing; give a causal model (an encoder of Hugging Face takes"
-            " is_decoder=true in its config.json), or one whose method loss(tokens, targets) is what it is trained for"
-        )
-
-
-@torch.no_grad()
-def _repeated_logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The logits of a forward whose random numbers, if it draws any, are always the same."""
-    with torch.random.fork_rng(devices=[]), unpacked():
-        torch.manual_seed(0)
-        options = {"input_ids": tokens, "use_cache": False} if is_hugging_face(model) else {}
-        return model(**options).logits if options else logits_of(model, tokens)

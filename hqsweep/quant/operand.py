@@ -74,6 +74,13 @@ class OperandParts:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Members:
+    """Operands of experts, each in its own memory."""
+
+    members: Sequence[Operand | ExactOperand]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class HybridOperand:
     """Both directions of one tensor: None if unwanted, an ExactOperand to multiply at once, or an Operand to keep."""
 

@@ -16,10 +16,10 @@ __all__ = ["CustomRecipe", "DpaQuantizers", "LinearQuantizers", "QuantizerRole",
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'hqsweep.recipe' has no attribute {name!r}")
+    from hqsweep.recipe.argument import parse_recipe
     from hqsweep.recipe.custom import CustomRecipe
     from hqsweep.recipe.factories import find_factory
     from hqsweep.recipe.roles import QuantizerRole
-    from hqsweep.recipe.schedule import parse_recipe
     from hqsweep.recipe.sectioned import Recipe
     from hqsweep.recipe.sections import DpaQuantizers, LinearQuantizers
 

@@ -8,10 +8,10 @@ from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.custom import CustomRecipe
 from hqsweep.recipe.listing import PARTS
+from hqsweep.recipe.products import GemmModule
 from hqsweep.recipe.roles import HEAD, QuantizerRole
 from hqsweep.recipe.sections import Section, slots
 from hqsweep.recipe.stages import stages
-from hqsweep.recipe.validate import GemmModule
 
 TABLES = tuple(GemmModule(module_type=kind, name=kind, shapes={}) for kind in ("embedding", "norm"))
 """Modules of hqsweep's GPT with a quantized weight but no product; all norms are alike."""

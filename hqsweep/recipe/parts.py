@@ -10,9 +10,9 @@ from hqsweep.errors import UserError
 from hqsweep.parallel.shards.shard_part import CUTS, Mode, Part, cut_block
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import AnyRecipe
+from hqsweep.recipe.products import NATIVE_MODULES, GemmModule
 from hqsweep.recipe.roles import HEAD
 from hqsweep.recipe.stages import stages
-from hqsweep.recipe.validate import NATIVE_MODULES, GemmModule
 
 SHARED: Mapping[str, tuple[Mode, int]] = MappingProxyType(
     {"qkv": ("column", 3), "proj": ("row", 1), "fc1": ("column", 2), "fc2": ("row", 1), HEAD: ("column", 1)}

@@ -5,7 +5,7 @@ Overrides choose modules by a glob on names, and by layers: by index or from eit
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from hqsweep.errors import UserError, nearest
 from hqsweep.quant.hybrid import HybridQuantizer
-from hqsweep.recipe.base import Change
+from hqsweep.recipe.base import AnyRecipe, Change
+from hqsweep.recipe.pairs import MODULE_GEMMS
 from hqsweep.recipe.roles import HEAD, TENSOR_TYPES, QuantizerRole
 from hqsweep.recipe.sections import (
     HIGH_PRECISION,
@@ -262,3 +263,18 @@ def parse_gemm(value: object, where: str = "recipe") -> str:
     if mode not in GEMM_MODES:
         raise UserError(f"{where}.gemm is '{mode}'{nearest(mode, GEMM_MODES)}; allowed: {', '.join(GEMM_MODES)}")
     return mode
+
+
+def unread_overrides(recipe: AnyRecipe, roles: Sequence[QuantizerRole]) -> Iterator[str]:
+    """Yield a fault for each override that applies to no module: its quantizers would silently not be used."""
+    layers = layers_of(roles)
+    roles = [role for role in roles if role.module_type in MODULE_GEMMS]
+    names = list(dict.fromkeys(role.name for role in roles)) or ["no module with products"]
+    for index, override in enumerate(recipe.overrides if isinstance(recipe, Recipe) else ()):
+        where = f"overrides[{index}] ({override})"
+        if not any(getattr(override, role.module_type) and override.matches(role, layers) for role in roles):
+            named = any(fnmatchcase(name, override.name) for name in names)
+            hint = f"; the model has layers {layers[0]} to {layers[-1]}" if named and layers else ""
+            known = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+            hint = hint or f"{nearest(override.name, names)}; the model has {known}"
+            yield f"{where} matches no module{hint}"

@@ -46,6 +46,8 @@ class Wanted:
     arms: int
     null: bool
     maximum: int | None
+    margin: float | str
+    settles: bool
     replicate: Mapping[str, int]
 
 
@@ -78,7 +80,7 @@ def wanted_of(plan: Plan) -> Wanted | None:
         on_gpu=device_of(first).on_gpu,
         ends_together=bool(fork and fork.end), names=frozenset(names), arms=tested, null=plan.study.null_arm,
         replicate=replicate,
-        maximum=plan.study.seeds.max if plan.study.seeds.until == "decided" else None,
+        maximum=plan.study.maximum, margin=plan.study.margin, settles=plan.study.settles,
     )  # fmt: skip
 
 

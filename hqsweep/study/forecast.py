@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hqsweep.config.job import Config
+from hqsweep.config.study import margin_in_tokens
 from hqsweep.errors import Damaged, UserError
 from hqsweep.host import usable_cpus
 from hqsweep.jobs.pace import Pace as StepPace
@@ -86,6 +87,10 @@ class Forecast:
     half_width    % of the baseline's loss: half of the 95 % interval, joint over the arms, that they give
     sd_pct        of one replicate's gap, from the study that `basis` names in words, the nearest one
     estimate      whether that study was of another model or other data
+    margin_pct, to_settle
+                  of forks with fork.until=settled: the margin in % of the loss, and the trunks after which 4 of 5
+                  studies know every gap to it (inf beyond the maximum); NaN for others, and for a margin in tokens
+                  where that study did not measure how fast the loss falls
     """
 
     design: str
@@ -102,6 +107,8 @@ class Forecast:
     sd_pct: float
     basis: str
     estimate: bool
+    margin_pct: float = math.nan
+    to_settle: float = math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,12 +211,24 @@ def _forecast(wanted: Wanted, design: str, rows: Sequence[Row], resolve: float) 
     half = math.nan
     if math.isfinite(count):
         half = power.half_width(name, sd, wanted.arms, int(count), wanted.null, wanted.maximum)
+    margin = _margin(wanted, row) if wanted.settles and design == FORK else math.nan
     return Forecast(
+        margin_pct=margin,
+        to_settle=margin if math.isnan(margin) else power.to_settle(sd, wanted.arms, margin, wanted.maximum),
         design=name, arms=wanted.arms, maximum=wanted.maximum, replicates=count, minutes=minutes[0],
         replicates_low=min(counts), replicates_high=max(counts),
         minutes_low=min(timed), minutes_high=max(timed), studies=len(rows),
         half_width=half, sd_pct=sd, basis=_basis(wanted, row), estimate=not same_study(wanted, row),
     )  # fmt: skip
+
+
+def _margin(wanted: Wanted, row: Row) -> float:
+    """The margin in % of the loss; NaN for one in tokens where the row has no slope that turns it into one."""
+    tokens = margin_in_tokens(wanted.margin)
+    if math.isnan(tokens):
+        return float(wanted.margin)
+    slope = row.get("slope_pct")
+    return slope * math.log2(1 + tokens / 100) if isinstance(slope, float) and slope > 0 else math.nan
 
 
 def _replicates(wanted: Wanted, design: str, row: Row, resolve: float) -> float:

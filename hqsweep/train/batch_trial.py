@@ -1,4 +1,4 @@
-"""The loss of a model with data or a loss of its own, and its trial before anything starts.
+"""The trial of a model with data or a loss of its own, before anything starts.
 
 The trial is a forward and a backward of one batch, as the run does them: on samples of the data, in training mode, in
 the arm's recipe. A model that is too large for memory here does the forward alone, on the meta device.
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from hqsweep.config.job import ConvergenceConfig
-from hqsweep.config.train import FactoryDataConfig
 from hqsweep.errors import UserError
 from hqsweep.models.batches import TAKES, BatchLoss, described
 from hqsweep.models.build import build, outline
@@ -26,16 +25,6 @@ SAMPLES = 4
 _TRIED: set[Hashable] = set()
 
 
-def loss_of(config: ConvergenceConfig) -> BatchLoss | None:
-    """The loss that replaces the loss of tokens: for samples of a Python function, or a function model.loss; None for
-    others."""
-    of_samples = isinstance(config.data, FactoryDataConfig)
-    if not of_samples and config.model.loss is None:
-        return None
-    packing = data.loaded(config.data).packing if of_samples else None
-    return BatchLoss(packing=packing, function=config.model.loss_function)
-
-
 def check_batch(config: ConvergenceConfig, *, on_cpu: bool) -> None:
     """UserError for a model that cannot be trained on the config's samples, or by its own loss. Once for each model and
     recipe. on_cpu: whether the run is on the CPU, as the trial is.
@@ -47,17 +36,18 @@ def check_batch(config: ConvergenceConfig, *, on_cpu: bool) -> None:
     names = (section.loss_function, getattr(config.data, "factory", None))
     if tried in _TRIED or any(getattr(each, "is_name", False) for each in names) or config.recipe.has_names:
         return
-    loss = loss_of(config)
     model = outline(section)
     if model is None:
         return
+    dataset = data.loaded(config.data)
+    loss = BatchLoss(packing=getattr(dataset, "packing", None), function=section.loss_function)
     if sum(parameter.numel() for parameter in model.parameters()) <= MOST:
         model = build(section, seed=0)
         convert(model, config.recipe.build(), head=section.head, attention=section.attention)
     loss.attach(model)
     device = next(model.parameters()).device
     count = min(SAMPLES, config.microbatch)
-    inputs, targets = data.loaded(config.data).batch("train", config.seed, 0, count, train.context)
+    inputs, targets = dataset.batch("train", config.seed, 0, count, train.context)
     batch = (inputs, targets) if loss.packing is None else loss.packing.unpack(inputs)
     try:
         _compute(model, inputs.to(device), targets.to(device), train.dtype)

@@ -19,18 +19,19 @@ from hqsweep.checkpoints.foreign.load import load_checkpoint
 from hqsweep.checkpoints.foreign.user_model import check_same, weights_of
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.model import FactoryModelConfig, HFModelConfig, UserModel
+from hqsweep.config.train import FactoryDataConfig
 from hqsweep.errors import UserError
 from hqsweep.models.attention import take_fast_kernels
-from hqsweep.models.batches import ATTRIBUTE
-from hqsweep.models.build import build, check_code, check_ranks, check_recompute, code_of, code_of_modules, vocab_fault
+from hqsweep.models.batches import ATTRIBUTE, BatchLoss
+from hqsweep.models.build import build, check_ranks, check_recompute, vocab_fault
+from hqsweep.models.code import check_code, code_of, code_of_modules
 from hqsweep.models.compiled import CompiledBlocks
 from hqsweep.models.conversion import Conversion
 from hqsweep.models.convert import convert
-from hqsweep.models.head_loss import HeadLoss, is_hugging_face, model_loss, why_whole
+from hqsweep.models.head_loss import HeadLoss, check_causal, is_hugging_face, model_loss, why_whole
 from hqsweep.models.held import held_parts, is_quantized
 from hqsweep.models.hf import load_model
 from hqsweep.models.hf_config import HFConfig, read_hf_config
-from hqsweep.models.trial import check_causal
 from hqsweep.nn.core.context import quantization
 from hqsweep.nn.core.model_init import quantized_model_init
 from hqsweep.nn.layers.saved_memory import input_bytes
@@ -40,7 +41,7 @@ from hqsweep.parallel.wire.objects import rank_in
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.torch_private import DropoutNd
 from hqsweep.train.adapter import Balance, Losses, Saving, by_decay, keyed_seed
-from hqsweep.train.batch_trial import loss_of
+from hqsweep.train.data import loaded
 from hqsweep.train.step import NotCapturable
 
 CODE = "model_code"
@@ -56,7 +57,7 @@ EVALUATION = 2**32
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The function that built a model, and its code (models.build.code_of)."""
+    """The function that built a model, and its code (models.code.code_of)."""
 
     target: str
     code: str
@@ -233,8 +234,9 @@ def user_adapter(
         perturb_weights(model, section.init_noise, config.seed)
     if fault := vocab_fault(model, vocab_size):
         raise UserError(f"model: the data has {vocab_size} tokens, but {fault}; give another model, or other data")
-    if (loss := loss_of(config)) is not None:
-        loss.attach(model)
+    if isinstance(config.data, FactoryDataConfig) or section.loss:
+        packing = getattr(loaded(config.data), "packing", None)
+        BatchLoss(packing=packing, function=section.loss_function).attach(model)
     else:
         check_causal(model, vocab_size)
     if train.recompute != "none":

@@ -13,8 +13,8 @@ from hqsweep.config.train import TOKENS_VOCAB
 from hqsweep.errors import UserError
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
+from hqsweep.recipe.argument import parse_recipe
 from hqsweep.recipe.factories import factory_name
-from hqsweep.recipe.schedule import parse_recipe
 from hqsweep.recipe.sectioned import Recipe
 from hqsweep.sweep.engine.launch import plan
 from hqsweep.sweep.grid.compose import expand
@@ -165,7 +165,7 @@ def test_all_faults_in_one_line() -> None:
         assert part in text
 
 
-FREE = ("job", "recipe", "model.kind", "model.args")
+FREE = ("job", "recipe", "model.kind", "model.args", "data.args")
 """What these hold is told of elsewhere, or may be a mapping."""
 
 
@@ -185,6 +185,8 @@ def test_every_leaf_refuses_a_wrong_type_and_names_itself(path: str, kind: str) 
         value = {key: value}
     if kind != "gpt":
         value["model"]["kind"] = kind
+    if path == "data.target":
+        value["data"]["source"] = "factory"
     with pytest.raises(UserError, match=rf"(^|; ){path}: got \{{'wrong': 'type'\}}; must be "):
         parse(smallest(**value))
 

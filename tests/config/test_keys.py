@@ -13,7 +13,8 @@ from hqsweep.formats import NAMES, parse, spellings
 from hqsweep.formats.spec import FormatText, directions
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe import Recipe
-from hqsweep.recipe.validate import linear_module, validate
+from hqsweep.recipe.products import linear_module
+from hqsweep.recipe.validate import validate
 
 WRONG = [
     ("recipe.linear.input", "mxfp9"),

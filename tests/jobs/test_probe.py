@@ -18,7 +18,8 @@ from hqsweep.jobs.probe.suggest import Choice, Suggestion, choose, foreign_modul
 from hqsweep.nn import set_recipe
 from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import parse_recipe
-from hqsweep.recipe.validate import linear_module, validate
+from hqsweep.recipe.products import linear_module
+from hqsweep.recipe.validate import validate
 from hqsweep.report.pages.probe import how_to_use
 from hqsweep.train.model import GPT
 

@@ -6,9 +6,9 @@ from hqsweep.config.job import gemm_modules
 from hqsweep.config.model import ModelConfig
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.applied import TABLES, applied, asks, why_nothing
+from hqsweep.recipe.argument import parse_recipe
 from hqsweep.recipe.custom import CustomRecipe
-from hqsweep.recipe.schedule import parse_recipe
-from hqsweep.recipe.validate import linear_module
+from hqsweep.recipe.products import linear_module
 
 GPT = (*gemm_modules(ModelConfig(dim=64, layers=2, heads=2), 256, 2, 64), *TABLES)
 MIXTURE = (*gemm_modules(ModelConfig(dim=64, layers=2, heads=2, experts=4), 256, 2, 64), *TABLES)

@@ -11,10 +11,10 @@ from hqsweep.config.job import parse
 from hqsweep.errors import UserError
 from hqsweep.nn import Linear
 from hqsweep.recipe import CustomRecipe, find_factory, parse_recipe
+from hqsweep.recipe.argument import recipe_config
 from hqsweep.recipe.factories import Importer, factory_name
 from hqsweep.recipe.listing import described, diff, slots
 from hqsweep.recipe.roles import module_roles
-from hqsweep.recipe.schedule import recipe_config
 
 CONFIG = {"name": "mine", "qfactory": "planted_factory.make", "fp8_dpa": True}
 SCHEDULED = {"name": "late", "linear": "mxfp8", "schedule": [{"at": 0.5, "qfactory": "planted_factory.make"}]}

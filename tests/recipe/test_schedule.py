@@ -6,7 +6,7 @@ import pytest
 
 from hqsweep.errors import UserError
 from hqsweep.recipe import CustomRecipe, QuantizerRole, find_factory, parse_recipe
-from hqsweep.recipe.schedule import recipe_config
+from hqsweep.recipe.argument import recipe_config
 from hqsweep.recipe.stages import stages
 
 NVFP4 = {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}

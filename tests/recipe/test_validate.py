@@ -7,7 +7,8 @@ import pytest
 from hqsweep.errors import UserError
 from hqsweep.gemm import native
 from hqsweep.recipe import CustomRecipe, parse_recipe
-from hqsweep.recipe.validate import GemmModule, attention_module, linear_module, validate
+from hqsweep.recipe.products import GemmModule, attention_module, linear_module
+from hqsweep.recipe.validate import validate
 
 LINEARS = [
     ("layers.0.attn.qkv", 128, 384),

@@ -16,6 +16,7 @@ and training.py (a small GPT). With parity.ranks, ranks.py compares several proc
 from collections.abc import Callable, Sequence
 from itertools import permutations
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -27,9 +28,6 @@ from hqsweep.formats.spec import SOURCES
 from hqsweep.jobs.parity.compare_bytes import Check, Rows, named_pairs, row, skip
 from hqsweep.jobs.parity.grouped import GROUPED_CHECKS, everywhere
 from hqsweep.jobs.parity.modules import CAUSALITY_CHECKS, MODULE_CHECKS, composed
-from hqsweep.jobs.parity.ranks import NAMES as RANK_CHECKS
-from hqsweep.jobs.parity.ranks import cases as rank_cases
-from hqsweep.jobs.parity.ranks import ranks_check
 from hqsweep.jobs.parity.training import TRAINING_CHECKS
 from hqsweep.jobs.sink import Sink
 from hqsweep.nn import Linear
@@ -60,10 +58,12 @@ def run(config: ParityConfig, sink: Sink, workspace: Path) -> None:
         sink.phase(name)
         sink.progress(i, len(names), None, None, part=done)
         rows = []
-        for result in {**CHECKS, RANKS: ranks_check}[name](config, device):
+        check = _ranks().ranks_check if name == RANKS else CHECKS[name]
+        for result in check(config, device):
             rows.append(result)
             if name in COUNTED:
-                sink.progress(i, len(names), None, None, part=done + share[name] * _cases(rows) / COUNTED[name](config))
+                part = done + share[name] * _cases(name, rows) / COUNTED[name](config)
+                sink.progress(i, len(names), None, None, part=part)
         sink.rows("parity", rows)
         done += share[name]
     sink.progress(len(names), len(names), None, None)
@@ -91,12 +91,21 @@ def kernel_cases(config: ParityConfig) -> int:
     return len(section.formats) * len(section.distributions) * len(section.shapes) * len(DTYPES)
 
 
-def _cases(rows: Sequence[dict]) -> int:
-    """The number of cases, as COUNTED counts them, that these rows belong to. On a GPU a kernel case has three rows."""
-    return sum(result["check"] == "cpu" or result["check"] in RANK_CHECKS for result in rows)
+def _cases(name: str, rows: Sequence[dict]) -> int:
+    """The number of cases, as COUNTED counts them, that a check's rows belong to. On a GPU a kernel case has three
+    rows."""
+    counted = _ranks().NAMES if name == RANKS else {"cpu"}
+    return sum(result["check"] in counted for result in rows)
 
 
-COUNTED = {"kernel": kernel_cases, RANKS: rank_cases}
+def _ranks() -> ModuleType:
+    """The module of the check of ranks. It takes as long to import as all else here, and most runs do without it."""
+    from hqsweep.jobs.parity import ranks
+
+    return ranks
+
+
+COUNTED = {"kernel": kernel_cases, RANKS: lambda config: _ranks().cases(config)}
 """Check -> the number of its cases."""
 
 

@@ -37,8 +37,8 @@ from hqsweep.nn.layers.norm import Norm
 from hqsweep.nn.linear.mlp import ACTIVATIONS
 from hqsweep.ops.stats import output_error
 from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.argument import parse_recipe
 from hqsweep.recipe.custom import CustomRecipe
-from hqsweep.recipe.schedule import parse_recipe
 from hqsweep.recipe.sectioned import Recipe
 
 

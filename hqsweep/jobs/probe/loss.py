@@ -21,9 +21,8 @@ from hqsweep.models.convert import convert, revert
 from hqsweep.models.head_loss import model_loss
 from hqsweep.models.names import clean_name
 from hqsweep.nn import quantization, set_recipe
-from hqsweep.recipe.argument import recipe_of
+from hqsweep.recipe.argument import parse_recipe, recipe_config, recipe_of
 from hqsweep.recipe.base import AnyRecipe
-from hqsweep.recipe.schedule import parse_recipe, recipe_config
 from hqsweep.recipe.sectioned import Recipe
 
 PLAIN = {"input": "bf16", "weight": "bf16", "grad_output": "bf16"}

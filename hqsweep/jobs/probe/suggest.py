@@ -29,8 +29,8 @@ from hqsweep.config.model import ModelConfig
 from hqsweep.errors import UserError
 from hqsweep.formats import Format
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
+from hqsweep.recipe.argument import parse_recipe
 from hqsweep.recipe.pairs import GEMMS, hardware_fault, mathematical_fault
-from hqsweep.recipe.schedule import parse_recipe
 from hqsweep.recipe.sections import LinearQuantizers
 
 SLOTS = LinearQuantizers.tensors()

@@ -19,8 +19,7 @@ from torch import nn
 from hqsweep.errors import UserError
 from hqsweep.jobs.probe.loss import Causes
 from hqsweep.models.convert import gemm_modules_of
-from hqsweep.recipe.argument import recipe_of
-from hqsweep.recipe.schedule import parse_recipe, recipe_config
+from hqsweep.recipe.argument import parse_recipe, recipe_config, recipe_of
 
 MOST_LAYERS = 0.2
 """The most layers, as a share of all, that stay in bf16 because the probe names them."""

@@ -31,9 +31,9 @@ from hqsweep.ops.quantize.kernels import input_in
 from hqsweep.ops.quantize.request import Output
 from hqsweep.quant.operand import HybridOperand, Operand, flatten, unflatten
 from hqsweep.recipe.argument import RecipeArgument, module_quantizers
+from hqsweep.recipe.products import attention_faults
 from hqsweep.recipe.roles import TENSOR_TYPES, QuantizerRole
 from hqsweep.recipe.sections import DpaQuantizers
-from hqsweep.recipe.validate import attention_faults
 
 TENSORS = TENSOR_TYPES["dpa"]
 

@@ -1,6 +1,6 @@
 """quantized_model_init: modules that are built inside hold their GEMM weights as quantized operands."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from hqsweep.nn.core.context import as_recipe, current
 from hqsweep.nn.core.delayed import DelayedStates, ExpertStates
-from hqsweep.quant.grouped import GroupedTensor
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.base import AnyRecipe
@@ -76,11 +75,13 @@ def gemm_weight(
     role: QuantizerRole,
     dtype: torch.dtype,
     states: DelayedStates | ExpertStates,
+    kind: type[HybridQuantizedTensor] = HybridQuantizedTensor,
 ) -> nn.Parameter:
     """Return the parameter of a module: `weight` itself, or inside quantized_model_init its quantized form.
 
     dtype: the dtype of the module's tensors; weights are rounded to it before they are quantized. states: the module's
-    states; for weights [E, N, K] of experts in one parameter, a list of the experts' states.
+    states; for weights [E, N, K] of experts in one parameter, a list of the experts' states. kind: the class of the
+    quantized form, GroupedTensor for [E, N, K].
     """
     init = _INIT.get()
     if init is None:
@@ -89,38 +90,6 @@ def gemm_weight(
     options = {"source_dtype": dtype, "key": current().key(str(role))}
     options["states"] = states.of("weight", quantizer, device=weight.device)
     options["preserve_high_precision_init_val"] = init.preserve
-    kind = HybridQuantizedTensor if weight.dim() == 2 else GroupedTensor
     held = kind.quantize(weight.detach(), quantizer, **options)
     held.shared.layer = role.name if role.expert is None else f"{role.name}.{role.expert}"
     return nn.Parameter(held)
-
-
-def expert_parameters(
-    weight: Tensor, quantizer: HybridQuantizer, role: QuantizerRole, dtype: torch.dtype, states: ExpertStates
-) -> list[nn.Parameter]:
-    """Return gemm_weight of every expert of a weight [E, N, K]: separate parameters under separate roles."""
-    roles = [QuantizerRole(role.module_type, role.tensor_type, role.name, expert) for expert in range(len(weight))]
-    return [
-        gemm_weight(part.clone(), quantizer, own, dtype, state)
-        for part, own, state in zip(weight, roles, states, strict=True)
-    ]
-
-
-def regroup(state: dict[str, Any], prefix: str, name: str, experts: int, *, single: bool) -> None:
-    """Rename a parameter in a state_dict as the module names it: "weight" [E, ...], or "weight0" [...] and so on.
-
-    Entries under the other names are stacked, or split. All other entries stay.
-    """
-    whole, parts = f"{prefix}{name}", [f"{prefix}{name}{expert}" for expert in range(experts)]
-    if single and whole not in state and all(part in state for part in parts):
-        state[whole] = stacked([state.pop(part) for part in parts])
-    if not single and whole in state and len(state[whole]) == experts:
-        state.update(zip(parts, state.pop(whole).unbind(0), strict=True))
-
-
-def stacked(parts: Sequence[Tensor]) -> Tensor:
-    """[E, ...] of E tensors; quantized ones of equal quantizers keep their bytes."""
-    held = [part for part in parts if isinstance(part, HybridQuantizedTensor)]
-    if len(held) == len(parts) and len({part.quantizer for part in held}) == 1:
-        return GroupedTensor.of(held)
-    return torch.stack([part.dequantize() if isinstance(part, HybridQuantizedTensor) else part for part in parts])

@@ -26,9 +26,10 @@ from hqsweep.nn.core.rounding import rounded
 from hqsweep.nn.core.wire import WeightRanks
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import AnyRecipe
+from hqsweep.recipe.products import check_products, section_faults
 from hqsweep.recipe.roles import GRADIENTS, TENSOR_TYPES, QuantizerRole
+from hqsweep.recipe.sectioned import unread_overrides
 from hqsweep.recipe.sections import Faults, Section, WeightQuantizers, slots
-from hqsweep.recipe.validate import check_products, section_faults, unread_overrides
 from hqsweep.torch_private import current_graph_task_id, top_saved_tensors_hooks, transforms
 
 BOUNDARIES = MappingProxyType({"output": "output_quantizer_role", "grad_input": "grad_input_quantizer_role"})

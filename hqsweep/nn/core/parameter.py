@@ -11,24 +11,24 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand
-from hqsweep.gemm.grouped import Group, Members
 from hqsweep.nn.core.delayed import DelayedStates, ExpertStates
+from hqsweep.ops.members.layout import PackedExact
 from hqsweep.ops.quantize.kernels import in_dtype
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.gathered_weight import GatheredWeight
 from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
-from hqsweep.quant.operand import Operand, Skeleton, flatten, unflatten
-from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.quant.operand import Members, Operand, Skeleton, flatten, unflatten
+from hqsweep.quant.tensor_protocol import TensorProtocol
 from hqsweep.torch_private import foreach_copy_
 
-AnyOperand = Operand | ExactOperand | Group
+AnyOperand = Operand | ExactOperand | PackedExact | Members
 Weights = Sequence[Tensor]
 """One tensor for each matrix [N, K], or one for all experts [E, N, K]."""
 
 
 def is_held(weights: Weights) -> bool:
     """Return whether the weights of a linear are quantized operands."""
-    return isinstance(weights[0], HybridQuantizedTensor)
+    return isinstance(weights[0], TensorProtocol)
 
 
 def expert_weights(weights: Weights) -> list[Tensor]:
@@ -93,7 +93,7 @@ def link_states(weights: Weights, states: DelayedStates | ExpertStates) -> list[
     one_for_each = isinstance(states, ExpertStates) and weights[0].dim() == 2
     linked = []
     for weight, own in zip(weights, states if one_for_each else [states], strict=True):
-        if isinstance(weight, HybridQuantizedTensor):
+        if isinstance(weight, TensorProtocol):
             weight.states = weight.own_states(own).of("weight", weight.quantizer, device=weight.device)
             if weight.planes is not None:
                 weight.planes.link(weight.states)
@@ -101,7 +101,7 @@ def link_states(weights: Weights, states: DelayedStates | ExpertStates) -> list[
     return [own for states in linked if states for own in (states if isinstance(states, list) else [states])]
 
 
-def check_held(weight: HybridQuantizedTensor, direction: Direction, quantizer: HybridQuantizer) -> None:
+def check_held(weight: TensorProtocol, direction: Direction, quantizer: HybridQuantizer) -> None:
     """Raise UserError unless a recipe's GEMM can read the quantized weight in this direction."""
     held = weight.quantizer
     if held != quantizer and str(held) != str(quantizer):  # a file has the text alone

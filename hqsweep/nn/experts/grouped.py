@@ -28,9 +28,9 @@ from hqsweep.quant.group import homogeneous
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.argument import RecipeArgument, recipe_or_section
 from hqsweep.recipe.pairs import GEMMS
+from hqsweep.recipe.products import check_products
 from hqsweep.recipe.roles import GRADIENTS, TENSOR_TYPES, QuantizerRole
 from hqsweep.recipe.sections import LinearQuantizers, slots
-from hqsweep.recipe.validate import check_products
 
 NATIVE_MULTIPLE = 16
 """Tensor cores take operands whose number of rows is a multiple of this."""

@@ -8,12 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from hqsweep.errors import UserError
-from hqsweep.nn.core.model_init import expert_parameters, gemm_weight, regroup
+from hqsweep.nn.core.delayed import ExpertStates
+from hqsweep.nn.core.model_init import gemm_weight
 from hqsweep.nn.core.options import GroupedLinearOptions
 from hqsweep.nn.core.parameter import expert_weights, link_states
 from hqsweep.nn.core.wire import Codes
 from hqsweep.nn.experts.grouped import ExpertParameters, ExpertSizes, GroupedBase
 from hqsweep.ops.members.splits import Splits
+from hqsweep.quant.grouped import GroupedTensor
+from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.argument import RecipeArgument
 from hqsweep.recipe.roles import QuantizerRole
 from hqsweep.torch_private import local_tensor
@@ -69,7 +73,8 @@ class GroupedLinear(GroupedBase):
         drawn = torch.stack([self._drawn(torch.empty(out_features, in_features)) for _ in range(num_experts)])
         role = QuantizerRole(self.module_type, "weight", name)
         if options.single_grouped_weight:
-            self.register_parameter("weight", gemm_weight(drawn, self.quantizers.weight, role, dtype, self.states))
+            options = (self.quantizers.weight, role, dtype, self.states, GroupedTensor)
+            self.register_parameter("weight", gemm_weight(drawn, *options))
         else:
             self._register("weight", expert_parameters(drawn, self.quantizers.weight, role, dtype, self.states))
         if options.bias:
@@ -167,3 +172,34 @@ def _set_parallel(parameter: Tensor, dim: int | None) -> None:
     parameter.tensor_model_parallel = dim is not None
     parameter.partition_dim = -1 if dim is None else parameter.dim() + dim
     parameter.partition_stride = 1
+
+
+def expert_parameters(
+    weight: Tensor, quantizer: HybridQuantizer, role: QuantizerRole, dtype: torch.dtype, states: ExpertStates
+) -> list[nn.Parameter]:
+    """Return gemm_weight of every expert of a weight [E, N, K]: separate parameters under separate roles."""
+    roles = [QuantizerRole(role.module_type, role.tensor_type, role.name, expert) for expert in range(len(weight))]
+    return [
+        gemm_weight(part.clone(), quantizer, own, dtype, state)
+        for part, own, state in zip(weight, roles, states, strict=True)
+    ]
+
+
+def regroup(state: dict[str, Any], prefix: str, name: str, experts: int, *, single: bool) -> None:
+    """Rename a parameter in a state_dict as the module names it: "weight" [E, ...], or "weight0" [...] and so on.
+
+    Entries under the other names are stacked, or split. All other entries stay.
+    """
+    whole, parts = f"{prefix}{name}", [f"{prefix}{name}{expert}" for expert in range(experts)]
+    if single and whole not in state and all(part in state for part in parts):
+        state[whole] = stacked([state.pop(part) for part in parts])
+    if not single and whole in state and len(state[whole]) == experts:
+        state.update(zip(parts, state.pop(whole).unbind(0), strict=True))
+
+
+def stacked(parts: Sequence[Tensor]) -> Tensor:
+    """[E, ...] of E tensors; quantized ones of equal quantizers keep their bytes."""
+    held = [part for part in parts if isinstance(part, HybridQuantizedTensor)]
+    if len(held) == len(parts) and len({part.quantizer for part in held}) == 1:
+        return GroupedTensor.of(held)
+    return torch.stack([part.dequantize() if isinstance(part, HybridQuantizedTensor) else part for part in parts])

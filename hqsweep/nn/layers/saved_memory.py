@@ -18,7 +18,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from hqsweep.nn.experts.grouped_linear import GroupedLinear
 from hqsweep.nn.linear.linear import Linear, LinearBase
 from hqsweep.quant.gathered_weight import GatheredWeight
 from hqsweep.quant.tensor import HybridQuantizedTensor
@@ -64,13 +63,13 @@ class SavedBytes:
             yield
 
 
-def saved_input_bytes(linear: Linear | GroupedLinear, rows: int) -> float:
+def saved_input_bytes(linear: LinearBase, rows: int) -> float:
     """Return the bytes per element that a linear keeps of its input x [rows, K].
 
     It keeps codes and scales of the columnwise operand, or x itself with save_original_input. For a grouped linear,
     rows is the number of one expert's rows, at least 1.
     """
-    weight = linear.weights[0] if isinstance(linear, GroupedLinear) else linear.weight
+    weight = linear.weight if isinstance(linear, Linear) else linear.weights[0]
     return input_bytes(linear, weight.shape[-1], rows)
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from hqsweep.nn.core.call_marks import top_hooks
 from hqsweep.ops.model.activation import INPUTS, activation_into
 from hqsweep.ops.quantize.request import Output
-from hqsweep.parallel.overlap.overlapped_gemm import hides
-from hqsweep.parallel.overlap.rank_rows import OneOperand, RankRows, span
+from hqsweep.parallel.overlap.rank_rows import OneOperand, RankRows, hides, span
 from hqsweep.parallel.shards.shard_part import Part, is_alone
 from hqsweep.parallel.shared.call import SharedCall
 from hqsweep.parallel.shared.exchange import Exchange

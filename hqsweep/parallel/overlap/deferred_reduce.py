@@ -14,12 +14,12 @@ next, so that autograd adds nothing to the gradient.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hqsweep.nn.core.products import once_differentiable
-from hqsweep.parallel.overlap.overlapped_gemm import Outgoing
 from hqsweep.parallel.wire.p2p_copy import Sending
 from hqsweep.parallel.wire.tokens import Pending, Summands, left_by
 from hqsweep.quant.operand import HybridOperand
@@ -28,12 +28,22 @@ Arriving = Callable[[], HybridOperand]
 WeightGradient = Callable[[], Tensor | None]
 
 
+class Sender(Protocol):
+    """A gradient that is sent as soon as its rows are computed: overlapped_gemm.Outgoing."""
+
+    def place(self, like: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return where to write the rows; None: anywhere."""
+
+    def begin(self, x: Tensor) -> Arriving:
+        """Start to send x. The returned function gives the operands of all tokens."""
+
+
 @dataclass(eq=False)
 class LeftOutput:
     """The deferred output of one call of a linear, for the norm that alone reads it."""
 
     summands: Summands | None = None
-    outgoing: Outgoing | None = None
+    outgoing: Sender | None = None
     """The gradient of the output, whose operands backward reads."""
     owed: list[Callable[[], None]] = field(default_factory=list)
     """Work of backward that needs no gradient: it makes operands of weights."""

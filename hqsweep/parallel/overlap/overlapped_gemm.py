@@ -22,7 +22,7 @@ from hqsweep.nn.core.call import LinearCall
 from hqsweep.nn.core.parameter import AnyOperand, Weights, is_gathered, is_held
 from hqsweep.nn.linear.linear import rows_of
 from hqsweep.ops.quantize.request import Output
-from hqsweep.parallel.overlap.rank_rows import LEAST_ROWS, OneOperand, RankRows, decoded, span
+from hqsweep.parallel.overlap.rank_rows import OneOperand, RankRows, decoded, hides, span
 from hqsweep.parallel.shards.gather_operands import Gathering, sent_bytes
 from hqsweep.parallel.shards.shard_part import Part, is_alone, is_part
 from hqsweep.parallel.shared.call import SharedCall
@@ -291,14 +291,6 @@ def multiplies_by_ranks(call: SharedCall, part: Part, x: Tensor) -> bool:
     """
     adjacent = part.axis == 0 and part.runs == 1 and call.splits is None and call.gemm != "native"
     return adjacent and hides(x) and not torch.compiler.is_compiling()
-
-
-def hides(x: Tensor) -> bool:
-    """Return whether a product of the rows x hides messages that travel meanwhile.
-
-    On a CPU nothing travels beside a product, and a library may add in another order for other numbers of rows.
-    """
-    return x.is_cuda and len(x) >= LEAST_ROWS
 
 
 def begin_summed_product(call: SharedCall, gemm: str, tensor: str, a: OneOperand | RankRows, b: OneOperand) -> Pending:

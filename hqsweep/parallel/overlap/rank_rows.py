@@ -63,3 +63,11 @@ def span(rank: int, rows: int) -> Span:
 def decoded(operand: OneOperand) -> ExactOperand:
     """Return the operand as a product takes it."""
     return operand.operand() if isinstance(operand, Operand) else operand
+
+
+def hides(x: Tensor) -> bool:
+    """Return whether a product of the rows x hides messages that travel meanwhile.
+
+    On a CPU nothing travels beside a product, and a library may add in another order for other numbers of rows.
+    """
+    return x.is_cuda and len(x) >= LEAST_ROWS

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from hqsweep.nn.attention.attention import AttentionCall, DotProductAttention
-from hqsweep.nn.attention.multihead_attention import AttendJoined, heads_of
+from hqsweep.nn.attention.rope import AttendJoined, heads_of
 from hqsweep.nn.attention.sdpa import cudnn_forward, repeats_in_parts
 from hqsweep.nn.linear.linear import Linear
 from hqsweep.ops.model.attention import attention_forward

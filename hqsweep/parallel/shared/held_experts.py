@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from hqsweep.nn.core.delayed import DelayedStates, ExpertStates
 from hqsweep.nn.core.module import PARTS, quantized_modules
 from hqsweep.nn.core.parameter import link_states
-from hqsweep.nn.experts.grouped_linear import GroupedLinear
 from hqsweep.nn.linear.linear import Linear
 from hqsweep.parallel.wire.collectives import maximum_
 from hqsweep.parallel.wire.local import group_of_shards, is_spread
@@ -49,8 +48,10 @@ def share_amaxes(model: nn.Module) -> None:
 def _weights_and_states(model: nn.Module) -> Iterator[tuple[Sequence[Tensor], DelayedStates | ExpertStates]]:
     """Yield the weights of each linear and of experts, also of a converted model, with the states of their module."""
     for module in quantized_modules(model):
-        if isinstance(module, Linear | GroupedLinear):
-            yield [module.weight] if isinstance(module, Linear) else module.weights, module.states
+        if isinstance(module, Linear):
+            yield [module.weight], module.states
+        elif hasattr(module, "weights"):  # a GroupedLinear
+            yield module.weights, module.states
     for module in model.modules():
         for part in module.__dict__.get(PARTS, ()):
             if getattr(part, "weight_name", None):

@@ -17,8 +17,6 @@ from hqsweep.recipe.roles import IN_HIGH_PRECISION
 from hqsweep.report.compare.curves import curve_hash
 from hqsweep.report.compare.frames import REPLICATE, Frames, config_leaves
 
-IDENTICAL = "identical"
-"""The verdict of such an arm."""
 NOTHING, SAME = "nothing was quantized", "the same operands"
 """Why an arm is identical to its baseline: both are in high precision, or both are quantized alike."""
 TABLES = ("embedding", "norm")

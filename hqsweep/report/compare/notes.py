@@ -18,9 +18,8 @@ from hqsweep.report.compare.arms import Comparison
 from hqsweep.report.compare.curves import ENTROPY
 from hqsweep.report.compare.families import Family
 from hqsweep.report.compare.frames import DATA, FORK, Frames, common_end
-from hqsweep.report.compare.identical import IDENTICAL
 from hqsweep.report.compare.studies import Study
-from hqsweep.report.compare.verdict import BLIND, FEWEST_TRUNKS, TENTHS, digits, identity, margin_text
+from hqsweep.report.compare.verdict import BLIND, FEWEST_TRUNKS, IDENTICAL, TENTHS, digits, identity, margin_text
 from hqsweep.verdicts.estimate import VERDICTS
 
 NAMED = 4

@@ -7,18 +7,21 @@ import pandas as pd
 
 from hqsweep.report.compare.arms import Comparison
 from hqsweep.report.compare.frames import by_module
-from hqsweep.report.figures.heatmaps import (
+from hqsweep.report.figures.look import (
     DECIBEL,
     PERCENT,
     SHORT,
     WRITTEN,
     WRITTEN_COLUMNS,
     Measure,
+    Panel,
     colour_range,
+    figure,
     heatmap,
+    label,
+    listed,
     medians,
 )
-from hqsweep.report.figures.look import Panel, figure, label, listed
 from hqsweep.report.pages.text import TextTable, number, text
 
 SLOT = ["arm", "module", "tensor", "direction", "expert"]
@@ -126,7 +129,7 @@ def error_rows(comparison: Comparison) -> pd.DataFrame:
     tokens and load in the mixture.
     """
     rows = by_module(comparison.frames.stats).dropna(subset="expert").astype({"expert": int})
-    errors = medians(comparison, rows, SLOT)
+    errors = medians(rows, SLOT, comparison.arms["arm"])
     quantized = np.isfinite(errors["sqnr_db"]).groupby(errors["arm"]).transform("any").astype(bool)
     errors = errors.assign(layer=errors["module"].str.replace(r"\.\w+$", "", regex=True))[quantized]
     errors = errors.merge(load_rows(comparison), on=["arm", "layer", "expert"], how="left")

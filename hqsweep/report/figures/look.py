@@ -1,4 +1,4 @@
-"""The look that all figures of a report share, and the panel of a figure with its rows and its words.
+"""The look that all figures of a report share: the panel of a figure with its rows and its words, and heatmaps.
 
 Colours are Okabe and Ito's (safe for colour-blind readers), black for the baseline and grey for the null arm; no two of
 30 arms have the same colour and dash, so that they differ in grey print too. Labels are escaped, because plotly reads
@@ -8,7 +8,7 @@ HTML in them.
 import html
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,24 @@ MAX_POINTS = 400  # per line: more cannot be seen and make the file large
 FEW_POINTS = 12  # which are marked, as a line may be no more than one of them
 MOST_LETTERS = 24  # of a name beside a line; a longer one goes on below
 MAX_SAID = 8  # arms in the words that stand for a figure
+SHORT = {"grad_output": "grad", "rowwise": "row", "columnwise": "col"}
+WRITTEN, WRITTEN_COLUMNS = 60, 20
+"""The most lines, and columns, of a heatmap with numbers in its cells: more are too low, or too narrow, to write in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """A number that a heatmap shows: its unit, the text of a cell, and colours that are dark where it is bad."""
+
+    unit: str
+    cell: Callable[[float], str]
+    colours: str
+
+
+DECIBEL = Measure(unit="dB", cell=lambda db: "∞" if np.isposinf(db) else f"{db:.0f}", colours="Viridis")
+PERCENT = Measure(
+    unit="%", cell=lambda share: f"{share:.2g}" if share >= 0.1 or share == 0 else "<.1", colours="Viridis_r"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,3 +277,70 @@ def _round_up(step: float) -> float:
     """The next 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(step))
     return next(lead * power for lead in (1, 2, 5, 10) if lead * power >= step * (1 - 1e-9))
+
+
+def medians(rows: pd.DataFrame, slot: list[str], arms: Iterable[str]) -> pd.DataFrame:
+    """format, sqnr_db, underflow_pct of the operands of each `slot`, among whose columns is arm, in the order
+    of the arms."""
+    groups = rows[rows["direction"] != "output"].groupby(slot, sort=False)
+    levels = groups.agg({"format": "last", "sqnr_db": "median", "underflow_pct": "median"}).reset_index()
+    places = {arm: place for place, arm in enumerate(arms)}
+    return levels.sort_values("arm", key=lambda names: names.map(places), kind="stable", ignore_index=True)
+
+
+def colour_range(values: np.ndarray) -> tuple[float, float]:
+    """The colour range: multiples of 5 dB around the finite values, at least 10 dB apart."""
+    values = values[np.isfinite(values)] if np.isfinite(values).any() else np.array([0.0])
+    low = 5 * np.floor(values.min() / 5)
+    return low, max(low + 10, 5 * np.ceil(values.max() / 5))
+
+
+def heatmap(
+    grid: pd.DataFrame,
+    formats: pd.DataFrame,
+    scale: tuple[float, float],
+    measure: Measure = DECIBEL,
+    x_title: str | None = None,
+) -> go.Figure:
+    """A figure of numbers as colours, lines by columns of one level or two; formats are shown beside a value that the
+    mouse is on."""
+    values, (low, high) = grid.to_numpy(), scale
+    cells = [["" if np.isnan(value) else measure.cell(value) for value in row] for row in values]
+    written = len(grid) <= WRITTEN and len(grid.columns) <= WRITTEN_COLUMNS
+    tall = 22 if len(grid) <= WRITTEN else 11
+    named = [tuple(SHORT.get(name, str(name)) for name in np.atleast_1d(names)) for names in grid.columns]
+    levels = [list(level) for level in zip(*named, strict=True)]
+    fig = figure(
+        "",
+        "",
+        height=80 + tall * len(grid),
+        y={"autorange": "reversed", "showgrid": False, "ticks": ""},
+        x={
+            "showgrid": False,
+            "ticks": "",
+            "tickangle": 0,
+            "tickfont": {"size": 11},
+            "showdividers": False,
+            "title": {"text": x_title, "standoff": 8},
+            "type": "category" if len(levels) == 1 else "multicategory",
+        },
+    )
+    fig.add_heatmap(
+        z=np.clip(values, low, high),
+        y=[label(name) for name in grid.index],
+        x=levels[0] if len(levels) == 1 else levels,
+        text=cells,
+        texttemplate="%{text}" if written else None,
+        textfont={"size": 12},
+        customdata=formats.fillna("").map(label).to_numpy(),
+        zmin=low,
+        zmax=high,
+        colorscale=measure.colours,
+        xgap=1,
+        ygap=1,
+        hoverongaps=False,
+        showscale=not written,
+        colorbar={"title": {"text": measure.unit}, "thickness": 10, "outlinewidth": 0},
+        hovertemplate=f"%{{y}}, %{{x}}<br>%{{z:.4g}} {measure.unit} (%{{customdata}})<extra></extra>",
+    )
+    return fig

@@ -24,9 +24,9 @@ import pandas as pd
 
 from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
+from hqsweep.recipe.argument import parse_recipe
 from hqsweep.recipe.factories import factory_name
 from hqsweep.recipe.listing import described
-from hqsweep.recipe.schedule import parse_recipe
 from hqsweep.report.compare.curves import curve_hash, measures
 from hqsweep.report.compare.frames import DATA, FORK, Frames
 from hqsweep.report.pages.text import text

@@ -10,8 +10,7 @@ from typing import Any
 from hqsweep.report.compare.arms import Comparison
 from hqsweep.report.compare.curves import ENTROPY
 from hqsweep.report.compare.frames import Frames
-from hqsweep.report.compare.identical import IDENTICAL
-from hqsweep.report.compare.verdict import identity
+from hqsweep.report.compare.verdict import IDENTICAL, identity
 from hqsweep.report.pages.checks import first_mismatch
 from hqsweep.report.pages.text import legal
 from hqsweep.sweep.store.run_dir import RunDir

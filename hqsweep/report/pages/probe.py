@@ -9,7 +9,7 @@ import yaml
 
 from hqsweep.errors import visible
 from hqsweep.jobs.probe.suggest import Suggestion, foreign_modules
-from hqsweep.report.figures.heatmaps import colour_range, heatmap
+from hqsweep.report.figures.look import colour_range, heatmap
 from hqsweep.report.pages import folder, html
 from hqsweep.report.pages.text import TextTable, number
 

@@ -9,8 +9,7 @@ from rich.text import Text
 
 from hqsweep.report.compare.arms import Comparison
 from hqsweep.report.compare.frames import FORK, config_leaves
-from hqsweep.report.compare.identical import IDENTICAL
-from hqsweep.report.compare.verdict import digits, fault, identity
+from hqsweep.report.compare.verdict import IDENTICAL, digits, fault, identity
 from hqsweep.report.pages.gemm_plans import arm_lines
 from hqsweep.report.pages.text import Fitted, TextTable, number, text, to_rich
 

@@ -79,7 +79,15 @@ class SweepPlan:
     @property
     def lines(self) -> list[str]:
         """The lines about the plan before anything starts."""
-        return [line for line in (self.baseline_line, self.begun, *self.same) if line]
+        return [line for line in (self.baseline_line, self.begun, self.settles_line, *self.same) if line]
+
+    @property
+    def settles_line(self) -> str | None:
+        """How long a study of fork.until=settled goes on; None for another."""
+        if not self.study.settles:
+            return None
+        room = f"{counted(self.study.seeds.max, 'trunk')} fit into {self.study.fork.max_steps:,} steps"
+        return f"fork.until=settled: more trunks until every gap is known to the margin; {room}"
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each run: run (its folder's name), arm, seed, changed, config; in a fork study also point and

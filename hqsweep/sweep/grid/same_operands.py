@@ -10,7 +10,7 @@ from typing import Any
 from hqsweep.config.job import Config, ConvergenceConfig
 from hqsweep.config.model import TARGET, ModelConfig
 from hqsweep.recipe.applied import TABLES, Applied, applied, asks, why_nothing
-from hqsweep.recipe.validate import GemmModule
+from hqsweep.recipe.products import GemmModule
 from hqsweep.sweep.grid.point import GridPoint, is_trunk, section
 from hqsweep.sweep.store.names import NOT_IN_ID
 

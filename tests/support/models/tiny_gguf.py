@@ -8,7 +8,7 @@ import torch
 from support.models.tiny import tiny
 from torch import nn
 
-WORDS = [*(chr(code) for code in range(ord("!"), ord("!") + 90)), "Ġ", "Ċ", "ab", "cd", "<|bos|>", "<|end|>"]
+WORDS = [*(chr(code) for code in range(ord("!"), ord("!") + 90)), "Ġ", "Ċ", "ab", "cd", "<|endoftext|>", "<|end|>"]
 """96 tokens of the family of GPT-2."""
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",

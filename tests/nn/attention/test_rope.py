@@ -6,8 +6,8 @@ from torch import Tensor
 
 from hqsweep.nn import AttentionOptions, MultiheadAttention, quantization
 from hqsweep.nn.attention import multihead_attention
-from hqsweep.nn.attention import multihead_attention as nn_rope
-from hqsweep.nn.attention.multihead_attention import rotate, split_heads
+from hqsweep.nn.attention import rope as nn_rope
+from hqsweep.nn.attention.rope import rotate, split_heads
 
 B, T, H, E = 2, 9, 3, 16
 BASE = 10000.0
