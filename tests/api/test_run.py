@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import hqsweep as hq
-from hqsweep.api.sweep import quoted
 from hqsweep.errors import UserError
 from hqsweep.sweep.engine import launch
+from hqsweep.sweep.grid.overrides import quoted
 from hqsweep.sweep.grid.run_words import read
 
 TINY = [
