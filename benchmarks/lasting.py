@@ -1,17 +1,19 @@
 """Do forks of several ages say what a whole run costs? Forks that end together, held against runs from scratch.
 
-python -m benchmarks.lasting [--runs-dir DIR]
+python -m benchmarks.lasting [--params 1e5 | 3e6] [--until 8m] [--workers N] [--runs-dir DIR] [--page-only]
 
-Trains, or reads where they are there, four sweeps of conf=fork's model on a CPU (an hour on two cores): forks that
-leave their trunks 100, 160 and 400 steps before step 680, and runs of 680 steps from scratch on the same schedule.
-Writes reports/lasting: gaps.csv, one row for each arm, seed and age, and lasting.md. Gaps are of train_loss over the
-last 80 steps, over which the learning rate falls to 0, in % of bf16's.
+Trains two sweeps of one model: forks that leave their trunks at several steps and end together, and runs from scratch
+of as many steps on the same schedule. 1e5 is conf=fork's model, an hour on two cores; 3e6 is a GPU's, 20 tokens a
+parameter. What is there is not trained again, so the same command goes on after a stop; --until ends it whole, and
+seeds come one after another, so that what is there can be read. Writes reports/lasting: the study's rows as CSV, its
+figure, and its table in lasting.md. Gaps are of train_loss over the decay, in % of bf16's.
 """
 
 import argparse
-import shutil
 import subprocess
 import sys
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,88 +22,164 @@ from scipy import stats
 
 from hqsweep.report.compare.compare import compare
 from hqsweep.report.compare.frames import Frames, load
+from hqsweep.report.pages.folder import write
+from hqsweep.sweep.engine.until import Until
 from hqsweep.sweep.store.store import RunStore
 from hqsweep.verdicts.ages import weights
 
-END, DECAY, WARMUP = 680, 80, 30
-AGES = (100, 160, 400)
-ARMS = "recipe=bf16,nvfp4,mxfp4"
-SEEDS = 4
+WARMUP = 30
 FOLDER = Path("reports/lasting")
 
 
-def commands(runs_dir: Path) -> dict[str, list[str]]:
-    """Sweep -> the words of `hqsweep run` that train it."""
-    forks = {
-        f"lasting_{age}": ["conf=fork", f"fork.at={END - age}", f"fork.end={END}", f"train.steps={END - age}"]
-        for age in AGES
-    }
-    schedule = [f"train.warmup={WARMUP / END}", f"train.decay={DECAY / END}", "train.min_lr_fraction=0.0"]
-    whole = ["conf=convergence", "model.dim=64", "model.layers=2", "model.heads=2", f"train.steps={END}",
-             "train.batch=16", "train.context=128", "train.lr=2e-3", "train.log_every=5", "data.max_bytes=8388608",
-             "stats.every=0", "engine.workers=2", "engine.threads=1", f"seed=range({SEEDS})", *schedule]  # fmt: skip
-    common = [ARMS, "null_arm=false", f"runs_dir={runs_dir}"]
-    return {name: [*words, *common, f"sweep={name}"] for name, words in {**forks, "lasting_whole": whole}.items()}
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Forks and whole runs of `end` steps, whose rate falls to 0 over the last `decay`; `words`: other overrides."""
+
+    name: str
+    end: int
+    decay: int
+    ages: tuple[int, ...]
+    trunks: int
+    seeds: int
+    words: tuple[str, ...]
+
+    def commands(self, options: list[str]) -> dict[str, list[str]]:
+        """Sweep -> the words of `hqsweep run` that train it; seeds come first, so that runs start seed by seed."""
+        points = sorted(self.end - age for age in self.ages)
+        forks = [f"fork.at={','.join(map(str, points))}", f"fork.end={self.end}", f"fork.decay={self.decay}",
+                 f"train.steps={points[-1]}", f"seed=range({self.trunks})"]  # fmt: skip
+        whole = ["fork=null", f"train.steps={self.end}", f"train.warmup={WARMUP / self.end}",
+                 f"train.decay={self.decay / self.end}", "train.min_lr_fraction=0.0",
+                 f"seed=range({self.seeds})"]  # fmt: skip
+        names = self.sweeps
+        return {
+            name: ["conf=fork", *own, *self.words, *options, f"sweep={name}"]
+            for name, own in zip(names, (forks, whole), strict=True)
+        }
+
+    @property
+    def sweeps(self) -> tuple[str, str]:
+        """The names of the sweeps: forks, whole runs."""
+        return f"lasting_{self.name}", f"lasting_{self.name}_whole"
 
 
-def gaps(frames: Frames) -> pd.DataFrame:
-    """arm, seed, age, gap_pct of every finished run but bf16's: mean train_loss of its last DECAY steps."""
+GPU = ("model.dim=256", "model.layers=4", "model.heads=4", "data=site", "data.max_bytes=null", "train.batch=128",
+       "train.context=256", "train.lr=1e-3", "train.log_every=10", "train.eval_every=1000", "train.eval_batches=16",
+       "train.checkpoint_every=1000", "train.device=cuda", "engine.threads=null", "engine.workers=12")  # fmt: skip
+STUDIES = {
+    study.name: study
+    for study in (
+        Study(
+            name="1e5", end=680, decay=80, ages=(100, 160, 400), trunks=4, seeds=4,
+            words=("recipe=bf16,nvfp4,mxfp4", "null_arm=false"),
+        ),
+        Study(
+            name="3e6", end=2000, decay=200, ages=(400, 1200), trunks=4, seeds=6,
+            words=("recipe=bf16,nvfp4,mxfp4,mxfp8,nvfp4_fwd_mxfp8_bwd_dequantized", "null_arm=true", *GPU),
+        ),
+    )
+}  # fmt: skip
+
+
+def train(study: Study, options: list[str], until: Until | None) -> None:
+    """Train what is missing of both sweeps, forks first. Runs that fail, or that no time is left for, stay out."""
+    for words in study.commands(options).values():
+        if until is None:
+            subprocess.run([sys.executable, "-m", "hqsweep", "run", *words], check=True)
+        elif until.left >= 1:
+            limit = ["--until", f"{until.left:.0f}s"]
+            code = subprocess.run([sys.executable, "-m", "hqsweep", "run", *words, *limit]).returncode
+            if code not in (0, 3):
+                sys.exit(code)
+
+
+def gaps(frames: Frames, study: Study) -> pd.DataFrame:
+    """arm, seed, age, gap_pct of every finished run but bf16's that has a run of bf16 beside it: the mean train_loss of
+    its last `decay` steps."""
     runs = frames.runs[frames.runs["state"] == "finished"]
-    rows = frames.metrics[(frames.metrics["metric"] == "train_loss") & (frames.metrics["step"] > END - DECAY)]
-    own = runs.assign(loss=runs["run"].map(rows.groupby("run")["value"].mean()), age=END - runs["point"])
+    rows = frames.metrics[frames.metrics["metric"] == "train_loss"]
+    rows = rows[rows["step"] > study.end - study.decay]
+    losses = runs["run"].map(rows.groupby("run")["value"].mean()).astype(float)
+    own = runs.assign(loss=losses, age=study.end - runs["point"])
     bf16 = own[own["arm"] == "bf16"].set_index(["seed", "point"])["loss"]
     other = own[own["arm"] != "bf16"]
     base = bf16.reindex(pd.MultiIndex.from_frame(other[["seed", "point"]])).to_numpy()
     found = other.assign(gap_pct=100 * (other["loss"] / base - 1))[["arm", "seed", "age", "gap_pct"]]
-    return found.sort_values(["arm", "age", "seed"], ignore_index=True)
+    return found.dropna().sort_values(["arm", "age", "seed"], ignore_index=True)
 
 
 def interval(values: np.ndarray) -> str:
-    """ "+5.34 (4.29 to 6.38)": the mean and its 95 % interval over seeds."""
+    """ "+5.34 (4.29 to 6.38)": the mean and its 95 % interval over seeds; the mean alone of one, "-" of none."""
+    if len(values) < 2:
+        return f"{values.mean():+.2f}" if len(values) else "-"
     half = stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
     return f"{values.mean():+.2f} ({values.mean() - half:.2f} to {values.mean() + half:.2f})"
 
 
-def table(found: pd.DataFrame) -> list[str]:
-    """The rows of lasting.md: each age, the forecasts of a whole run by two and three ages, and the whole runs."""
+def table(found: pd.DataFrame, study: Study) -> list[str]:
+    """The rows of lasting.md: each age, the forecasts of a whole run by two and by all ages, and the whole runs."""
     arms = list(found["arm"].unique())
     lines = [f"| | {' | '.join(arms)} |", "|---|" + "---|" * len(arms)]
-    by_age = {arm: own.pivot_table(index="seed", columns="age", values="gap_pct") for arm, own in found.groupby("arm")}
-    ages = [age for age in AGES if all(age in own for own in by_age.values())]
-    cells = {f"fork of {age} steps": [by_age[arm][age] for arm in arms] for age in ages}
-    for known in (ages[1:], ages):
-        if len(known) > 1:
-            name = f"forecast of a whole run by the ages {', '.join(map(str, known))}"
-            cells[name] = [by_age[arm][known].dropna() @ weights(known, END).whole for arm in arms]
-    cells[f"**whole runs of {END} steps**"] = [by_age[arm][END] for arm in arms]
+    by_age = {
+        arm: own.pivot_table(index="seed", columns="age", values="gap_pct").reindex(columns=[*study.ages, study.end])
+        for arm, own in found.groupby("arm")
+    }
+    cells = {f"fork of {age} steps": [by_age[arm][age] for arm in arms] for age in study.ages}
+    for known in dict.fromkeys((study.ages[-2:], study.ages)):
+        name = f"forecast of a whole run by the ages {', '.join(map(str, known))}"
+        cells[name] = [by_age[arm][list(known)].dropna() @ weights(known, study.end).whole for arm in arms]
+    cells[f"**whole runs of {study.end} steps**"] = [by_age[arm][study.end] for arm in arms]
     for name, columns in cells.items():
         lines.append(f"| {name} | {' | '.join(interval(column.dropna().to_numpy()) for column in columns)} |")
     return lines
 
 
+def placed(page: str, study: Study, body: str) -> str:
+    """The page with the study's table between its marks, or with a section of its own at the end."""
+    start, end = f"<!-- table {study.name} -->", f"<!-- end {study.name} -->"
+    if start not in page:
+        page = f"{page.rstrip()}\n\n## {float(study.name):,.0f} parameters, {study.end:,} steps\n\n{start}\n{end}\n"
+    head, tail = page.partition(start)[0], page.partition(end)[2]
+    return f"{head}{start}\n{body}\n{end}{tail}"
+
+
+def report(study: Study, store: RunStore) -> str:
+    """Write the page, the rows and the figure of what has finished; returns the table and the verdicts."""
+    there = [name for name in study.sweeps if store.runs(name)]
+    frames = {name: load(store.resolve([name])).of_job("convergence").of_design()[0] for name in there}
+    found = pd.concat([gaps(own, study) for own in frames.values()], ignore_index=True)
+    if found.empty:
+        return "no two runs of one seed have finished; the same command goes on"
+    forks = compare(store.resolve([study.sweeps[0]]), "bf16")
+    said = [f"- **{row.arm}**: {row.sentence}" for row in forks.arms.itertuples() if row.arm != row.baseline]
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    found.round(4).to_csv(FOLDER / f"gaps_{study.name}.csv", index=False)
+    with tempfile.TemporaryDirectory() as folder:
+        write(forks, Path(folder))
+        picture = Path(folder) / "figures/ages.svg"
+        if picture.is_file():
+            (FOLDER / f"ages_{study.name}.svg").write_bytes(picture.read_bytes())
+    body = "\n".join([*table(found, study), "", *said])
+    page = FOLDER / "lasting.md"
+    page.write_text(placed(page.read_text() if page.is_file() else "# What of a gap lasts\n", study, body))
+    return body
+
+
 def main() -> None:
     """Train what is missing, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--params", choices=[*STUDIES], default="1e5")
+    parser.add_argument("--until", help="start no run that would end later than this: 8m")
+    parser.add_argument("--workers", type=int, help="runs at a time; default: 2 on a CPU, 12 on a GPU")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
+    parser.add_argument("--page-only", action="store_true", help="train nothing")
     options = parser.parse_args()
-    sweeps = commands(options.runs_dir)
-    for words in sweeps.values():
-        subprocess.run([sys.executable, "-m", "hqsweep", "run", *words], check=True)
-    store = RunStore(options.runs_dir)
-    found = pd.concat([gaps(load(store.resolve([name])).of_job("convergence").of_design()[0]) for name in sweeps])
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    found.round(4).to_csv(FOLDER / "gaps.csv", index=False)
-    together = compare(store.resolve([name for name in sweeps if name != "lasting_whole"]), "bf16")
-    said = [f"- **{row.arm}**: {row.sentence}" for row in together.arms.itertuples() if row.arm != row.baseline]
-    page = (FOLDER / "lasting.md").read_text()
-    head, tail = page.partition("<!-- table -->")[0], page.partition("<!-- end -->")[2]
-    body = "\n".join([*table(found), "", *said])
-    names = [name for name in sweeps if name != "lasting_whole"]
-    words = ["compare", *names, "--runs-dir", str(options.runs_dir)]
-    subprocess.run([sys.executable, "-m", "hqsweep", *words], check=True)
-    shutil.copy(Path("reports") / "+".join(names) / "figures/ages.svg", FOLDER)
-    (FOLDER / "lasting.md").write_text(f"{head}<!-- table -->\n{body}\n<!-- end -->{tail}")
-    print(body)
+    study, until = STUDIES[options.params], Until(options.until) if options.until else None
+    words = [f"runs_dir={options.runs_dir}", "track=none"]
+    words += [f"engine.workers={options.workers}"] if options.workers else []
+    if not options.page_only:
+        train(study, words, until)
+    print(report(study, RunStore(options.runs_dir)))
 
 
 if __name__ == "__main__":

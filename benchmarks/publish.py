@@ -16,13 +16,13 @@ from benchmarks.rows import ROOT, Row, markdown
 
 BENCHMARKS = (
     "step", "startup", "quantize", "grouped", "gemm", "linear", "offload", "sharing", "null_sweeps", "sensitivity",
-    "scale", "prepare", "converted", "ranks", "overlap",
+    "scale", "prepare", "user_model", "ranks", "overlap",
 )  # fmt: skip
 CONTEXT = ("device", "torch", "hqsweep", "commit")
 IDENTITY = (
     "benchmark", "device", "section", "case", "rows", "cols", "threads", "weight", "m", "n", "k", "a", "b", "scale_a",
     "scale_b", "out", "fast", "tokens", "recipe", "dim", "layers", "context", "experts", "weights", "splits",
-    "size", "mode", "deterministic", "ranks",
+    "size", "mode", "deterministic", "ranks", "model",
 )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ _HOME: dict[str, str] = {
     "converted": "hqsweep.models.convert",
     "load_model": "hqsweep.models.hf",
     "nonfinite": "hqsweep.ops.quantize.nonfinite",
+    "probe_loss": "hqsweep.jobs.probe.loss",
     "recipe": "hqsweep.recipe",
     "revert": "hqsweep.models.convert",
     "unpacked": "hqsweep.models.hf",
@@ -39,6 +40,7 @@ _HOME: dict[str, str] = {
     "run": "hqsweep.api.sweep",
     "Shards": "hqsweep.shards.reader",
     "prepare": "hqsweep.shards.prepare",
+    "track": "hqsweep.track",
 }
 """Name of the Python interface -> the module that has it, which is imported when the name is first read."""
 
@@ -47,7 +49,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'hqsweep' has no attribute {name!r}")
     module = importlib.import_module(_HOME[name])
-    return module if name == "recipe" else getattr(module, name)  # a package that is called
+    return module if name in ("recipe", "track") else getattr(module, name)  # packages that are called
 
 
 def __dir__() -> list[str]:

@@ -21,6 +21,16 @@ NAMED_S = 5.0
 """The seconds of waiting after which the holder of a lock is named."""
 STOPPED = "which is stopped"
 
+CACHE = "HQSWEEP_CACHE"
+"""The environment variable that names cache_folder()."""
+
+
+def cache_folder() -> Path:
+    """The user's cache: $HQSWEEP_CACHE, or hqsweep in $XDG_CACHE_HOME or ~/.cache. It may not exist yet."""
+    if named := os.environ.get(CACHE):
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hqsweep"
+
 
 def usable_cpus() -> int:
     """The number of CPU cores that this process may use."""

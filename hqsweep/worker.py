@@ -108,13 +108,16 @@ def _among_others(run: RunDir, do: Do) -> int | None:
 
 
 def _is_ours(run: RunDir) -> bool:
-    """Return whether ranks have run it, or no Python factory makes its quantizers or its model."""
+    """Return whether ranks have run it, or no Python function makes its quantizers, model, loss or data."""
     config: Mapping[str, Any] = {"job": None}
     with contextlib.suppress(Damaged):
         config = run.config()
         if ranks_of(config) > 1:
             return True
-    if config["job"] != "convergence" or (config.get("model") or {}).get("kind") == "factory":
+    model, data = (config.get(section) or {} for section in ("model", "data"))
+    if config["job"] != "convergence" or model.get("kind") == "factory" or model.get("loss"):
+        return False
+    if data.get("source") == "factory":
         return False
     return not any(recipe.get("qfactory") for recipe in (config["recipe"], *config["recipe"]["schedule"]))
 

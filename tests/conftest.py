@@ -1,12 +1,15 @@
 """Tests marked `gpu`, and those of ranks that exchange by NCCL, `gpu2`, are deselected where there is no CUDA device.
-HQSWEEP_EXTENSION=FILE tests another build of the kernels. `--durations-file FILE` records how long each file takes.
+HQSWEEP_EXTENSION=FILE tests another build of the kernels. `--durations-file FILE` records how long each file takes;
+of two processes, each begins with the files that took longest in durations.jsonl, so that both end at one time.
 """
 
+import gc
 import json
 import os
 import time
 from collections import defaultdict
 from datetime import date
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -35,7 +38,7 @@ def pytest_configure(config):
 
 class Durations:
     """Writes the seconds of each test file, with its fixtures, in the order of seconds; before them the whole run.
-    cpu_seconds, which depend less on what else the machine does, count processes that a test waited for."""
+    cpu_seconds, which depend less on what else the machine does, count processes that a test waited for, and ranks."""
 
     def __init__(self, path: Path, selected: str) -> None:
         self.path, self.selected, self.start = path, selected, time.monotonic()
@@ -62,19 +65,42 @@ class Durations:
         self.path.write_text("".join(json.dumps(row) + "\n" for row in [run, *rows]))
 
 
+def cpu_seconds() -> float:
+    """CPU seconds of this process, of children that have ended, and of ended ranks, which are children of a server."""
+    own, server = sum(os.times()[:4]), getattr(forkserver._forkserver, "_forkserver_pid", None)
+    stat = Path(f"/proc/{server}/stat")
+    if server is None or not stat.is_file():
+        return own
+    return own + sum(map(int, stat.read_text().rpartition(")")[2].split()[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    item.user_properties.append(("cpu_seconds", -sum(os.times()[:4])))
+    item.user_properties.append(("cpu_seconds", -cpu_seconds()))
     return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item):
     yield
-    item.user_properties[0] = ("cpu_seconds", item.user_properties[0][1] + sum(os.times()[:4]))
+    item.user_properties[0] = ("cpu_seconds", item.user_properties[0][1] + cpu_seconds())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Modules and cases live as long as the process. To search them for garbage takes seconds in all."""
+    gc.disable()
+    result = yield
+    gc.enable()
+    gc.freeze()
+    return result
 
 
 def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput"):
+        rows = map(json.loads, (Path(__file__).parent / "durations.jsonl").read_text().splitlines()[1:])
+        seconds = {row["file"]: row["seconds"] for row in rows}
+        items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
     if torch.cuda.is_available():
         return
     needs_gpu = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("gpu2")]

@@ -8,7 +8,7 @@ from hqsweep.nn.core import probe
 from hqsweep.ops import stats
 from hqsweep.report.compare import arms, curves, families, frames, verdict
 from hqsweep.report.gate import baseline, baseline_update, change, gate
-from hqsweep.verdicts import estimate, forks, levels, plan, whole_runs
+from hqsweep.verdicts import ages, course, estimate, forks, levels, plan, slowdown, whole_runs
 
 CHAPTERS = {
     "Errors of quantized tensors and of GEMMs": (stats, ()),
@@ -18,6 +18,9 @@ CHAPTERS = {
     "Verdicts": (estimate, (estimate.Estimate,)),
     "Whole runs": (whole_runs, (whole_runs.judge,)),
     "Forks": (forks, (forks.judge, forks.these_forks)),
+    "Forks that end together": (ages, None),
+    "The course of a gap": (course, (course.Course, course.course)),
+    "Slowdown": (slowdown, (slowdown.Slowdown, slowdown.slowdown)),
     "Looks at a growing study": (levels, None),
     "Replicates": (plan, None),
     "What is said of an arm": (verdict, (verdict.sentence,)),

@@ -10,7 +10,9 @@ from typing import Protocol
 import pandas as pd
 import plotly.graph_objects as go
 
+from hqsweep.api.judgement import Judgement
 from hqsweep.errors import UserError
+from hqsweep.foreign_logs.commands import is_of_commands, judge_runs
 from hqsweep.report.compare import arms
 from hqsweep.report.compare.compare import compare as judge
 from hqsweep.report.compare.left_out import LeftOut
@@ -44,22 +46,38 @@ def folders_of(caller: str, words: Sequence[str | Path | OfRuns], runs_dir: str 
 def compare(
     *words: str | Path | OfRuns,
     baseline: str | None = None,
-    window: float = 0.1,
+    window: float | None = None,
     margin: float | str | None = None,
     runs_dir: str | Path = "runs",
-) -> "Comparison":
+) -> "Comparison | Judgement":
     """Compare the arms of runs: which are worse, better or equivalent.
 
     words     sweeps, runs, beginnings of runs' names, or folders; also a Sweep or Run
     baseline  arm, or recipe, that the others are measured against; None: the sweep's, else bf16
-    window    of whole runs: last steps (50), or last part of a run (0.1), over which losses are averaged
+    window    of whole runs: last steps (50), or last part of a run (0.1), over which losses are averaged; None: 0.1
     margin    the largest gap that counts as none, in % of the baseline's loss (0.25, "0.25%"); None: the sweep's
     runs_dir  folder of the sweeps, for names
+
+    Runs of a command, or of hqsweep.track, give what hqsweep.judge gives for their metric.
 
     Raises UserError as `hqsweep compare` does: no convergence run, whole runs beside forks, an unknown baseline, a
     margin or window that is none. Runs that cannot be used are in Comparison.left_out; no number is taken from them.
     """
-    return Comparison(compared(folders_of("compare", words, runs_dir), baseline, window, margin))
+    return comparison_of(folders_of("compare", words, runs_dir), baseline, window, margin)
+
+
+def comparison_of(
+    run_dirs: Sequence[RunDir],
+    baseline: str | None = None,
+    window: float | None = None,
+    margin: float | str | None = None,
+    *,
+    keep: bool = True,
+) -> "Comparison | Judgement":
+    """The comparison of runs of hqsweep's trainer; the judgement of runs of a command."""
+    if is_of_commands(run_dirs):
+        return Judgement(judge_runs(run_dirs, baseline, window, margin))
+    return Comparison(compared(run_dirs, baseline, 0.1 if window is None else window, margin, keep=keep))
 
 
 def compared(

@@ -10,13 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hqsweep.config.jobs import COMMAND
 from hqsweep.sweep.console import Display
 from hqsweep.sweep.store.run_dir import RunDir
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """The runs of a plan in grid order; of a study that grows (seeds.until=decided) also its sequential.Growth."""
+    """The runs of a plan in grid order; of a study that grows (seeds.until=decided, fork.until=settled) also its
+    sequential.Growth."""
 
     runs: tuple[RunDir, ...]
     growth: Any = None
@@ -55,19 +57,26 @@ def finish(
         if line:
             say(line)
     start = partial(launch.start, until=until)
-    if plan.study.seeds.until != "decided":
+    if plan.study.maximum is None:
         return Ended(runs=tuple(start(plan, display, force=force)))
     from hqsweep.study import noise
     from hqsweep.study.sequential import grow
 
+    of_command = plan.first.job == COMMAND
+    judged = {}
+    if of_command:
+        from hqsweep.foreign_logs.commands import judge_runs
+
+        judged = {"judged": judge_runs}
     growth = grow(
         plan,
         replan,
         lambda batch, again: start(batch, display, force=again),
         say=look,
         force=force,
+        **judged,
     )
-    if growth.comparison is not None:
+    if growth.comparison is not None and not of_command:
         noise.record(growth.comparison, Path(plan.first.runs_dir))
     return Ended(runs=growth.runs, growth=growth)
 

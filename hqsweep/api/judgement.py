@@ -98,6 +98,12 @@ class Judgement:
         """The unit of gaps and margin: "% of the baseline's mean", or the name of the metric."""
         return self._judgement.of_unit
 
+    def report(self, folder: str | Path) -> Path:
+        """Write a report into a folder: HTML, Markdown, CSV and pictures; returns its page."""
+        from hqsweep.foreign_logs.folder import write  # with plotly
+
+        return write(self._judgement, Path(folder))
+
     @property
     def values(self) -> pd.DataFrame:
         """The values that entered: a row for each seed (or trunk and point), a column for each arm."""

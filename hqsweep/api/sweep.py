@@ -8,7 +8,6 @@
 Nothing is sampled: `metrics` and `stats` have every row. Make another Sweep to read a sweep again that has gone on.
 """
 
-import re
 import signal
 import sys
 import threading
@@ -21,12 +20,14 @@ from typing import Any
 
 import pandas as pd
 
-from hqsweep.api.comparison import Comparison, OfRuns, compared, folders_of
+from hqsweep.api.comparison import Comparison, OfRuns, comparison_of, folders_of
+from hqsweep.api.judgement import Judgement
 from hqsweep.config.jobs import CHECKED_TABLES
 from hqsweep.errors import UserError, nearest, visible
 from hqsweep.report.compare.frames import DATA, FORK, TRUNK, Frames, load
 from hqsweep.report.compare.left_out import LeftOut
 from hqsweep.sweep.engine.until import Until
+from hqsweep.sweep.grid.overrides import quoted
 from hqsweep.sweep.grid.run_words import read, with_seeds
 from hqsweep.sweep.store.run_dir import RunDir
 
@@ -205,8 +206,8 @@ class Sweep(Sequence[Run]):
         return self._frames.left_out
 
     @cached_property
-    def _compared(self) -> Comparison:
-        return Comparison(compared(self._folders, keep=False))
+    def _compared(self) -> Comparison | Judgement:
+        return comparison_of(self._folders, keep=False)
 
     @property
     def verdicts(self) -> pd.DataFrame:
@@ -214,10 +215,10 @@ class Sweep(Sequence[Run]):
         return self._compared.verdicts
 
     def compare(
-        self, baseline: str | None = None, *, window: float = 0.1, margin: float | str | None = None
-    ) -> Comparison:
+        self, baseline: str | None = None, *, window: float | None = None, margin: float | str | None = None
+    ) -> Comparison | Judgement:
         """The arms against `baseline`, as hqsweep.compare."""
-        return Comparison(compared(self._folders, baseline, window, margin))
+        return comparison_of(self._folders, baseline, window, margin)
 
     def __repr__(self) -> str:
         return f"<Sweep {self.name}: {self._counts()}>"
@@ -304,12 +305,6 @@ def _words(conf: str, overrides: Sequence[str], out: str | Path | None) -> list[
     if out is not None:
         words.append(f"runs_dir={quoted(str(out))}")
     return words
-
-
-def quoted(text: str) -> str:
-    """The text as a value of an override: in quotes, with backslashes doubled where Hydra would read them as
-    escapes."""
-    return "'" + re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), text) + "'"
 
 
 def _say(line: str) -> None:

@@ -1,5 +1,4 @@
-"""`hqsweep compare` judges recipes, `hqsweep judge` logs of other programs, and `hqsweep gate` a sweep by a stored
-baseline, which `hqsweep baseline` stores."""
+"""`hqsweep compare` judges recipes, `hqsweep gate` a sweep by a stored baseline, and `hqsweep baseline` stores one."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Annotated
 import typer
 
 from hqsweep.cli.output import AsJson, Junit, OneSentence, Runs, RunsDir, print_result, waiting
-from hqsweep.errors import EXIT_FAILED, EXIT_MISMATCH
+from hqsweep.errors import EXIT_FAILED, EXIT_MISMATCH, UserError
 
 
 def compare(
@@ -19,8 +18,9 @@ def compare(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Report folder; default reports/SWEEP.")] = None,
     window: Annotated[
-        float, typer.Option(help="Last steps, or last part of a run, over which losses are averaged.")
-    ] = 0.1,
+        float | None,
+        typer.Option(help="Last steps, or last part of a run, over which losses are averaged; default 0.1."),
+    ] = None,
     margin: Annotated[
         str | None,
         typer.Option(help="Largest gap that counts as none, in % of the baseline's loss; default: the sweep's, 0.25%."),
@@ -35,6 +35,9 @@ def compare(
     partial: Annotated[
         bool, typer.Option("--partial", help="Exit 0 though runs are missing or not finished; damaged ones stay 3.")
     ] = False,
+    metric: Annotated[
+        str | None, typer.Option(help="Of runs of a command or of hqsweep.track: the metric; default: as they state.")
+    ] = None,
     figures: Annotated[
         str | None,
         typer.Option(metavar="svg|png", help="Also write every figure as a file of its own, into paper/ there."),
@@ -51,6 +54,8 @@ def compare(
     """
     with waiting("reading the runs and writing the report"):
         from hqsweep.api.comparison import compared
+        from hqsweep.cli.judge import print_judgement
+        from hqsweep.foreign_logs.commands import is_of_commands, judge_runs
         from hqsweep.report.compare.compare import document
         from hqsweep.report.compare.left_out import exit_code
         from hqsweep.report.gate.ci import checked, verdict_rows, write_junit
@@ -63,8 +68,20 @@ def compare(
         if figures:
             check_kind(figures)
         selected = RunStore(runs_dir).resolve(runs)
-        comparison = compared(selected, baseline, window, margin)
-        page = write(comparison, out or Path("reports", "+".join(dict.fromkeys(run.sweep for run in selected))))
+        folder = out or Path("reports", "+".join(dict.fromkeys(run.sweep for run in selected)))
+        if is_of_commands(selected):
+            options = {"--check": check, "--track": track, "--figures": figures, "--latex": latex}
+            if given := next((name for name, value in options.items() if value), None):
+                raise UserError(
+                    f"{given}: is for runs of hqsweep's own trainer, and these are of a command; leave it out"
+                )
+            judgement = judge_runs(selected, baseline, window, margin, metric)
+            code = print_judgement(judgement, folder, junit_file, as_json=as_json)
+            raise typer.Exit(0 if partial else code)
+        if metric is not None:
+            raise UserError("--metric: runs of hqsweep are compared by their loss; `hqsweep judge` takes any metric")
+        comparison = compared(selected, baseline, 0.1 if window is None else window, margin)
+        page = write(comparison, folder)
         paper = write_figures(comparison, figures, page.parent / "paper") if figures else []
         paper += write_latex(comparison, page.parent / "paper") if latex else []
     if junit_file:
@@ -83,65 +100,6 @@ def compare(
         )
     print_result(as_json, result, rich_table(comparison), *lines)
     raise typer.Exit(exit_code(comparison.left_out, partial) if good else EXIT_MISMATCH)
-
-
-Column = Annotated[str | None, typer.Option(metavar="NAME", help="The column, where its name is no usual one.")]
-
-
-def judge(
-    logs: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="LOGS...", help="CSV, JSON lines or Parquet; a folder of them, or of TensorBoard's or W&B's files."
-        ),
-    ],
-    baseline: Annotated[
-        str | None, typer.Option(help="Arm that the others are measured against; default bf16.")
-    ] = None,
-    margin: Annotated[
-        str, typer.Option(help="Largest gap that counts as none: a part of the baseline's mean, or a number, 0.002.")
-    ] = "0.25%",
-    metric: Annotated[str | None, typer.Option(help="The metric; default val_loss, or the only one.")] = None,
-    lower: Annotated[
-        bool | None,
-        typer.Option("--lower-is-better/--higher-is-better", help="Default: what the metric's name says."),
-    ] = None,
-    window: Annotated[
-        float | None,
-        typer.Option(
-            help="Last steps, or last part of a run, over which values are averaged; default: the last value."
-        ),
-    ] = None,
-    null_arm: Annotated[
-        str | None, typer.Option(metavar="ARM", help="An arm that repeats the baseline: a second control.")
-    ] = None,
-    any_length: Annotated[
-        bool, typer.Option("--any-length", help="Take runs that end at another step than most, too.")
-    ] = False,
-    partial: Annotated[bool, typer.Option("--partial", help="Exit 0 though runs are left out.")] = False,
-    arm_column: Column = None,
-    seed_column: Column = None,
-    step_column: Column = None,
-    trunk_column: Column = None,
-    point_column: Column = None,
-    as_json: AsJson = False,
-) -> None:
-    """Judge what another program trained, from its logs.
-
-    A row for each run, or each step of a run, with columns arm and seed, and the metric. Forks have columns trunk
-    and point, too. Exit code 3 where runs are left out: they are named.
-    """
-    with waiting("reading the logs"):
-        from hqsweep.foreign_logs.judge import Question, document
-        from hqsweep.foreign_logs.logs import Reading, judge_files
-        from hqsweep.foreign_logs.table import rich_table
-
-        columns = {"arm": arm_column, "seed": seed_column, "step": step_column, "trunk": trunk_column}
-        reading = Reading(columns=columns | {"point": point_column}, window=window, any_length=any_length)
-        question = Question(metric=metric or "", baseline=baseline, margin=margin, lower=lower, null_arm=null_arm)
-        judgement = judge_files(logs, question, reading)
-    print_result(as_json, document(judgement), rich_table(judgement))
-    raise typer.Exit(EXIT_FAILED if judgement.left_out and not partial else 0)
 
 
 baseline_app = typer.Typer(cls=OneSentence, no_args_is_help=True, help="Keep the baseline that the gate compares with.")
@@ -167,8 +125,15 @@ def gate(
 
     Equal config and machine: every arm must be bitwise equal. Otherwise the change of its gap is judged: worse,
     better, equivalent within the margin, or undecided. Exit code: 0 good, 1 a regression, 3 failed, missing or
-    damaged runs, 4 no usable baseline, or too few replicates to decide.
+    damaged runs, 4 no usable baseline, or too few replicates to decide. With a baseline that `hqsweep judge --store`
+    has written, RUNS are logs of another program.
     """
+    from hqsweep.foreign_logs.gate import is_stored
+
+    if is_stored(baseline):
+        from hqsweep.cli.judge import print_gate
+
+        raise typer.Exit(print_gate(places(runs, runs_dir), baseline, margin, junit_file, summary, as_json=as_json))
     from hqsweep.report.gate.ci import write_junit
     from hqsweep.report.gate.gate import UNIT, append, gate, gate_markdown
     from hqsweep.sweep.store.store import RunStore
@@ -181,6 +146,11 @@ def gate(
     document = {"outcome": verdicts.outcome, "unit": UNIT} | asdict(verdicts)
     print_result(as_json, document, verdicts.table(), *verdicts.notes())
     raise typer.Exit(verdicts.exit_code)
+
+
+def places(words: list[str], runs_dir: Path) -> list[Path]:
+    """The paths of logs, and the folders of sweeps, that words name."""
+    return [path if (path := Path(word)).exists() else runs_dir / word for word in words]
 
 
 @baseline_app.callback()
@@ -203,9 +173,18 @@ def update(
     Losses are stored as hex floats, which hold every bit. One stored draw may be a lucky one; --add keeps those of
     several machines side by side. Exit code 3, and the file left as it is, when a run has no final loss.
     """
+    from hqsweep.foreign_logs.commands import is_of_commands
+    from hqsweep.foreign_logs.gate import store_runs
     from hqsweep.report.gate.baseline_update import update
     from hqsweep.sweep.store.store import RunStore
 
-    change = update(RunStore(runs_dir).resolve(runs), baseline, add)
+    selected = RunStore(runs_dir).resolve(runs)
+    if is_of_commands(selected):
+        if add:
+            raise UserError("--add: a baseline of commands has one draw; leave it out")
+        store_runs(selected, baseline)
+        print_result(as_json, {"path": str(baseline)}, f"stored {baseline}")
+        return
+    change = update(selected, baseline, add)
     print_result(as_json, asdict(change), change.table())
     raise typer.Exit(EXIT_FAILED if change.refused else 0)

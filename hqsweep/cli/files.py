@@ -1,7 +1,6 @@
-"""Commands for tensors, checkpoints and texts in files: `hqsweep probe`, `hqsweep checkpoint` and `hqsweep data`."""
+"""Commands for checkpoints and texts in files: `hqsweep checkpoint` and `hqsweep data`."""
 
 import re
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,112 +9,6 @@ import typer
 from hqsweep.cli import completion as cli_completion
 from hqsweep.cli.output import NEXT, AsJson, OneSentence, RunsDir, Shown, print_result, rows_table, say
 from hqsweep.errors import UserError
-
-
-def probe(
-    path: Annotated[Path, typer.Argument(metavar="FILE_OR_FOLDER", help="safetensors: a checkpoint, or activations.")],
-    formats: Annotated[
-        str, typer.Option(metavar="F1,F2,...", help="Formats (not recipes), also as ROW|COL.")
-    ] = "mxfp8,nvfp4",
-    bits: Annotated[
-        float | None, typer.Option(min=1, help="Suggest the recipe of least error with this mean of bits an element.")
-    ] = None,
-    pairs: Annotated[
-        Literal["strict", "any"],
-        typer.Option(help="Suggest operands that hardware multiplies (strict), or any that gemm=exact emulates."),
-    ] = "strict",
-    out: Annotated[Path | None, typer.Option(metavar="RECIPE.yaml", help="Write the suggested recipe there.")] = None,
-    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write all rows as CSV.")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a page with a heatmap.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Which layers can take nvfp4? Errors of every tensor of a file.
-
-    Every matrix is quantized in every format and in both directions. Files may be larger than memory.
-    """
-    from hqsweep.jobs.probe.job import find_matrices, parse_quantizers
-    from hqsweep.jobs.probe.suggest import recipe_of, suggest
-    from hqsweep.report.pages import probe as report
-    from hqsweep.report.pages.text import to_rich
-
-    _check_outputs(bits, out, csv, html)
-    quantizers = parse_quantizers(formats.split(","))
-    _check_captured(path)
-    matrices, skipped = find_matrices(path)
-    rows = _probed(matrices, quantizers)
-    document: dict[str, Any] = {"rows": rows, "skipped": dict(skipped), "recipe": None}
-    promise = text = use = None
-    if bits is not None:
-        suggestion = suggest(rows, bits, pairs)
-        promise, use = report.summary(suggestion, bits), report.how_to_use(suggestion, out)
-        recipe = recipe_of(suggestion, out.stem if out else "suggested")
-        text = report.recipe_text(recipe, f"Suggested by hqsweep probe for {path.name}: {promise}", use)
-        document |= {"recipe": recipe, "bits": suggestion.bits, "predicted_sqnr_db": suggestion.sqnr_db}
-        document |= {"pairs": pairs, "use": use}
-    if out and text:
-        out.write_text(text, encoding="utf-8")
-    if csv:
-        report.write_csv(rows, csv)
-    if html:
-        report.write_html(rows, html, f"probe of {path.name}", text, promise)
-    shown = report.worst_rows(rows)
-    table = to_rich(report.probe_table(shown), "SQNR in dB: rowwise columnwise (lower 5th percentile of rows)")
-    hidden = len(matrices) - len({row["tensor"] for row in shown})
-    lines = [f"{hidden} more tensors with less error: --csv has all"] if hidden else []
-    lines += [f"{len(skipped)} tensors are no matrices of floating-point numbers"] if skipped else []
-    lines += [f"wrote {file}" for file in (out, csv, html) if file]
-    lines += [use] if use else []
-    print_result(as_json, document, table, *lines, *([text.rstrip()] if text else []))
-
-
-def _check_outputs(bits: float | None, out: Path | None, csv: Path | None, html: Path | None) -> None:
-    """Raise UserError for files that probe() cannot write."""
-    if out and bits is None:
-        raise UserError("--out: there is no recipe without a budget; give --bits, such as --bits 6")
-    for option, file in (("--out", out), ("--csv", csv), ("--html", html)):
-        if file and not file.parent.is_dir():
-            raise UserError(f"{option} {file}: its folder does not exist; give a file in a folder that does")
-    if out and out.suffix not in (".yaml", ".yml"):
-        raise UserError(f"--out {out}: a recipe's file must end in .yaml or .yml, or recipe=PATH does not take it")
-
-
-def _check_captured(path: Path) -> None:
-    """Raise Damaged if `path` is an ended run, or in one, and its captured operands have changed since."""
-    from hqsweep.sweep.store import seal
-    from hqsweep.sweep.store.run_dir import RunDir
-
-    whole = path.resolve()
-    for folder in (whole, *whole.parents[:2]):
-        files = RunDir(folder).sealed() if (folder / seal.FILE).is_file() else None
-        for fault in seal.faults(folder, files) if files is not None else ():
-            if Path(fault.file).parent.name == seal.CAPTURED:
-                raise fault
-
-
-def _probed(matrices: Sequence[Any], quantizers: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return rows of jobs.probe for all matrices and quantizers. Prints the expected time and the progress on
-    stderr."""
-    from rich.markup import escape
-    from rich.progress import Progress, TimeElapsedColumn
-
-    from hqsweep.jobs.probe.job import expected_seconds, probe
-    from hqsweep.sweep.console import SafeConsole, duration
-
-    rows: list[dict[str, Any]] = []
-    total = sum(matrix.rows * matrix.cols for matrix in matrices)
-    console = SafeConsole(stderr=True)
-    seconds = expected_seconds(matrices, quantizers)
-    what = f"{len(matrices)} tensors of {total / 1e6:.1f} M elements in {len(quantizers)} formats"
-    console.print(f"probe: {what}, about {duration(seconds)}", highlight=False)
-    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console, transient=True) as bar:
-        task, share = bar.add_task("probe", total=total), 2 * len(quantizers)
-        for matrix in matrices:
-            bar.update(task, description=escape(matrix.name), refresh=True)
-            for row in probe(matrix, quantizers):
-                rows.append(row)
-                bar.advance(task, matrix.rows * matrix.cols / share)
-    return rows
-
 
 checkpoint_app = typer.Typer(
     cls=OneSentence, no_args_is_help=True, help="Look at checkpoints of others; export those of runs."
@@ -153,7 +46,6 @@ def show_checkpoint(
 
 def _of_run(word: Path, runs_dir: Path) -> Path:
     """The last checkpoint of the run that a word names; the word itself where it names none."""
-    from hqsweep.errors import UserError
     from hqsweep.sweep.store.store import RunStore
     from hqsweep.train.record import checkpoints
 
@@ -209,7 +101,6 @@ def export(
     A Hugging Face model becomes a folder that from_pretrained reads; any other model safetensors by its own names. Of a
     folder of torch.distributed.checkpoint the weights become safetensors by the names that they have there.
     """
-    from hqsweep.errors import UserError
     from hqsweep.sweep.export import export_folder, export_run
     from hqsweep.sweep.store.store import RunStore
 
@@ -233,7 +124,9 @@ def prepare(
     source: Annotated[
         Path, typer.Argument(metavar="SOURCE", help="A file or a folder: text, JSON lines, Parquet, also .gz and .zst.")
     ],
-    tokenizer: Annotated[Path, typer.Option(metavar="FILE", help="A tokenizer.json of Hugging Face, or its folder.")],
+    tokenizer: Annotated[
+        Path, typer.Option(metavar="FILE", help="A tokenizer.json of Hugging Face, its folder, or GGUF.")
+    ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="The folder of the shards, for data=shards data.path=DIR.")],
     column: Annotated[str, typer.Option(help="The key of JSON lines or column of Parquet with the text.")] = "text",
     read_as: Annotated[
@@ -255,7 +148,6 @@ def prepare(
     The same bytes for any number of workers. A call that was killed goes on where it was; one that is done does
     nothing.
     """
-    from hqsweep.errors import UserError
     from hqsweep.shards.prepare import prepare
 
     options: dict[str, Any] = {

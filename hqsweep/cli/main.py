@@ -12,7 +12,7 @@ import typer
 from hqsweep import __version__
 from hqsweep.cli import compare as cli_compare
 from hqsweep.cli import completion as cli_completion
-from hqsweep.cli import files, recipe, runs
+from hqsweep.cli import files, judge, probe, recipe, runs
 from hqsweep.cli import run as cli_run
 from hqsweep.cli.output import AsJson, OneSentence, RunsDir, print_result
 from hqsweep.errors import EXIT_FAILED
@@ -124,7 +124,7 @@ def version(as_json: AsJson = False) -> None:
 
 
 for _command in (
-    cli_compare.compare, cli_compare.judge, cli_run.plan, cli_compare.gate, files.probe, runs.verify, runs.status,
+    cli_compare.compare, judge.judge, cli_run.plan, cli_compare.gate, probe.probe, runs.verify, runs.status,
     runs.cancel, runs.sync, runs.note,
 ):  # fmt: skip
     app.command()(_command)

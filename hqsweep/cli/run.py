@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from hqsweep.cli import completion as cli_completion
+from hqsweep.cli.judge import print_plan
 from hqsweep.cli.output import (
     FORK_COLUMNS,
     GRID_COLUMNS,
@@ -20,6 +21,7 @@ from hqsweep.cli.output import (
     say,
     waiting,
 )
+from hqsweep.config.jobs import COMMAND, COMPARED
 from hqsweep.errors import EXIT_FAILED, EXIT_MISMATCH, UserError
 
 NO_IMPORT = "which --no-import refuses; give one that is none, or leave --no-import out"
@@ -33,6 +35,9 @@ def run(
         ),
     ],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print runs, states and minutes; start nothing.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="With --dry-run: time a few steps of each kind of run for its minutes.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Repeat finished runs.")] = False,
     config_dir: Annotated[
         Path | None, typer.Option(exists=True, file_okay=False, help="Your configs; ./conf is searched in any case.")
@@ -61,6 +66,8 @@ def run(
     from hqsweep.sweep.engine.until import Until
 
     limit = None if until is None else Until(until)
+    if measure and not dry_run:
+        raise UserError("--measure: times steps for the minutes of --dry-run; add --dry-run")
     from hqsweep.sweep.console import SafeConsole, open_display
     from hqsweep.sweep.grid.run_words import read, with_seeds
 
@@ -70,13 +77,15 @@ def run(
         from hqsweep.sweep.engine import launch
 
         importer = Importer(partial(say, err=True), allowed=() if no_import else None, refusal=NO_IMPORT)
-        importer = None if dry_run else importer
+        if dry_run:
+            typed = () if no_import else functions_in(words)
+            importer = Importer(partial(say, err=True), allowed=typed, others_by_name=True)
         plan = launch.plan_of(request, importer)
     planned = partial(launch.plan, config_dir=config_dir, workers=workers, importer=importer)
     if more_steps is not None:
         plan = _longer(plan, words, planned, more_steps, dry_run=dry_run)
     if dry_run:
-        _show_plan(plan, words, planned, force=force, as_json=as_json)
+        _show_plan(plan, words, planned, force=force, measure=measure, as_json=as_json)
         return
     from hqsweep.api.finish import finish
 
@@ -88,6 +97,13 @@ def run(
         print_result(as_json, results)
         return
     raise typer.Exit(_print_ended(ended, results, plan, junit_file, timed=limit is not None, as_json=as_json))
+
+
+def functions_in(words: Sequence[str]) -> list[str]:
+    """The Python functions of models, losses and data that the words themselves name. A dry run imports these alone."""
+    keys = ("model._target_", "model.loss", "data._target_")
+    pairs = [word.lstrip("+").partition("=") for word in words]
+    return [path for key, _, value in pairs if key in keys for path in value.split(",")]
 
 
 def _print_ended(
@@ -109,11 +125,16 @@ def _print_ended(
         write_junit(junit_file, sweep, [*run_rows(runs), *checked])
     failed = any(result["state"] != "finished" for result in results)
     decided = growth.comparison if growth else _compared(plan, runs) if timed else None
+    of_command = plan.first.job == COMMAND
     tables = [rows_table("results", results, RESULT_COLUMNS)] if failed or not (checked or decided) else []
     said: Any = {"runs": results, "looks": ended.looks} if growth else {"runs": results} if timed else results
     if decided:
-        from hqsweep.report.compare.compare import document
-        from hqsweep.report.pages.tables import rich_table
+        if of_command:
+            from hqsweep.foreign_logs.judge import document
+            from hqsweep.foreign_logs.table import rich_table
+        else:
+            from hqsweep.report.compare.compare import document
+            from hqsweep.report.pages.tables import rich_table
 
         said, tables = said | document(decided), [*tables, rich_table(decided)]
     print_result(as_json, said, *job_tables(rows), *tables)
@@ -128,8 +149,12 @@ def _compared(plan: Any, runs: Sequence[Any]) -> Any:
     from hqsweep.sweep.grid.point import is_trunk
 
     arms = {point.arm for point in plan.points if not is_trunk(point)}
-    if plan.first.job != "convergence" or len(arms) < 2:
+    if plan.first.job not in COMPARED or len(arms) < 2:
         return None
+    if plan.first.job == COMMAND:
+        from hqsweep.foreign_logs.commands import judge_runs
+
+        return judge_runs(list(runs))
     from hqsweep.api.comparison import compared
 
     return compared(list(runs))
@@ -148,23 +173,34 @@ def _hint(as_json: bool, results: list[dict[str, Any]], sweep: str) -> None:
 
 
 def _show_plan(
-    plan: Any, words: Sequence[str], planned: Callable[[list[str]], Any], *, force: bool, as_json: bool
+    plan: Any,
+    words: Sequence[str],
+    planned: Callable[[list[str]], Any],
+    *,
+    force: bool,
+    measure: bool,
+    as_json: bool,
 ) -> None:
     """Print the runs of a plan with their states; UserError after that where they would be refused. Writes nothing.
     planned: the plan of other words."""
-    from hqsweep.study.forecast import outlook
+    from hqsweep.study.forecast import outlook, time_steps
     from hqsweep.study.sequential import first_seeds
     from hqsweep.sweep.engine import launch
     from hqsweep.sweep.grid.run_words import with_seeds
 
-    ahead = outlook(plan, plan.rows(), force=force)
+    timed = None
+    if measure:
+        launch.check(plan)
+        with waiting("timing a few steps of each kind of run"):
+            timed = time_steps(plan, partial(say, err=True))
+    ahead = outlook(plan, plan.rows(), force=force, timed=timed)
     columns = FORK_COLUMNS if plan.study.fork else GRID_COLUMNS
-    lines = [*plan.lines, _time_ahead(ahead)]
+    lines = [*plan.lines, *([f"on {ahead.device}"] if ahead.device else []), _time_ahead(ahead)]
     for line in plan.same if as_json else ():
         say(line, err=True)
     print_result(as_json, list(ahead.rows), rows_table(plan.heading, list(ahead.rows), columns), *lines)
     launch.check(plan)
-    if plan.study.seeds.until == "decided":
+    if plan.study.maximum is not None:
         first_seeds(plan, lambda seeds: planned(with_seeds(words, seeds)))
 
 
@@ -186,7 +222,7 @@ def _longer(plan: Any, words: list[str], planned: Callable[[list[str]], Any], mo
     from hqsweep.sweep.store.run_dir import RunDir
     from hqsweep.sweep.store.store import RunStore
 
-    if plan.study.seeds.until == "decided":
+    if plan.study.maximum is not None:
         raise UserError("--more-steps: a study that grows states its steps beforehand; give seeds.until=fixed")
     launch.check_data(plan)
     after = planned(more_steps.longer_words(words, plan.configs, more))
@@ -204,15 +240,24 @@ def _longer(plan: Any, words: list[str], planned: Callable[[list[str]], Any], mo
 
 
 def plan(
-    words: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="conf=NAME [KEY=VALUE...]", help="A sweep, and overrides.", autocompletion=cli_completion.run_word
-        ),
-    ],
     resolve: Annotated[
         str, typer.Option(metavar="PERCENT", help="The gap to find, in % of the baseline's loss, as in 0.1%.")
     ],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="conf=NAME [KEY=VALUE...]", help="A sweep, and overrides.", autocompletion=cli_completion.run_word
+        ),
+    ] = None,
+    logs: Annotated[
+        list[Path] | None,
+        typer.Option("--from", metavar="LOGS", help="Logs of a study, as `hqsweep judge` reads them, for its noise."),
+    ] = None,
+    baseline: Annotated[str | None, typer.Option(help="With --from: the baseline of the logs; default bf16.")] = None,
+    metric: Annotated[str | None, typer.Option(help="With --from: the metric.")] = None,
+    window: Annotated[
+        float | None, typer.Option(help="With --from: last steps, or last part of a run, that values are means of.")
+    ] = None,
     config_dir: Annotated[
         Path | None, typer.Option(exists=True, file_okay=False, help="Your configs; ./conf is searched in any case.")
     ] = None,
@@ -222,13 +267,26 @@ def plan(
 
     For forks and for whole runs, from the noise that comparable studies measured (RUNS_DIR/noise.jsonl, which hqsweep
     compare writes): the least and the greatest of them. Studies that are not comparable are named. Starts nothing.
+    With --from LOGS in place of a sweep: the seeds that decide a gap, or a number in the metric's unit, by their noise.
     """
     from dataclasses import asdict
+
+    if logs:
+        if words:
+            raise UserError(f"--from: plans by logs, and {words[0]} plans a sweep; give one of them")
+        print_plan(logs, resolve, {"baseline": baseline, "metric": metric or ""}, window, as_json=as_json)
+        return
+    given = {"--baseline": baseline, "--metric": metric, "--window": window}
+    if odd := next((name for name, value in given.items() if value is not None), None):
+        raise UserError(f"{odd}: is of --from LOGS; leave it out, or give logs")
+    if not words:
+        raise UserError("plan: give conf=NAME, a sweep, or --from LOGS, the logs of an earlier study")
 
     from hqsweep.config.study import parse_percent
 
     gap = parse_percent(resolve, "--resolve")
     with waiting("checking every run of the sweep"):
+        from hqsweep.report.compare.frames import FORK
         from hqsweep.study.forecast import DESIGNS, forecasts, not_used, registry
         from hqsweep.sweep.engine import launch
 
@@ -240,6 +298,7 @@ def plan(
     document |= {"not_used": unused}
     lines = [f"{design.design}: {design.basis}" for design in designs]
     lines += [f"{design.design}: more than seeds.max={design.maximum}" for design in designs if _beyond(design)]
+    lines += [_settles(design) for design in designs if planned.study.settles and design.design == DESIGNS[FORK]]
     lines += [_range(design) for design in designs if design.studies > 1]
     lines += [f"{name}: no comparable study has measured its noise yet" for name in missing]
     lines += unused
@@ -268,6 +327,16 @@ def _designs_table(designs: list[Any], gap: float) -> Any:
 def _range(design: Any) -> str:
     count = f"{design.design}: from the least to the greatest of {design.studies} comparable studies; by the nearest,"
     return f"{count} {_count(design.replicates)} replicates, {_minutes(design.minutes)} minutes"
+
+
+def _settles(design: Any) -> str:
+    """When a study of fork.until=settled ends, by what is known before."""
+    if design.margin_pct != design.margin_pct:
+        return "fork.until=settled: no comparable study says which gap a margin in tokens is; try a margin in %"
+    width, most = f"± {design.margin_pct:.2g} %", f"{design.maximum} trunks"
+    if design.to_settle == float("inf"):
+        return f"fork.until=settled: fork.max_steps has room for {most}, too few to know every gap to {width}"
+    return f"fork.until=settled: every gap is known to {width} after about {design.to_settle:.0f} of at most {most}"
 
 
 def _span(low: float, high: float, said: Any) -> str:

@@ -3,13 +3,14 @@
 import re
 import shlex
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationInfo, field_validator, model_validator
+from pydantic import PlainValidator, ValidationInfo, field_validator, model_validator
 
 from hqsweep.config.section import Count, Index, Positive, Section
 from hqsweep.errors import UserError
 
+AUTO = "auto"
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=|$)")
 _GRES = re.compile(r"gpu(:[^:,]*[^:,\d][^:,]*)?(:(?P<count>\d+))?")
 
@@ -92,10 +93,18 @@ class SlurmConfig(Section):
         return options
 
 
+def _workers(value: Any) -> Any:
+    """The value of engine.workers. UserError where it is no count, "auto" or None."""
+    if value is None or value == AUTO or (type(value) is int and value >= 1):
+        return value
+    raise UserError(f"engine.workers: got {value!r}; must be an integer of at least 1, auto, or null")
+
+
 class EngineConfig(Section):
     """How runs are executed: `workers` at a time with `threads` CPU threads each.
 
-    local: workers None is runs_per_gpu times the GPUs, else 1; threads None is cores // workers. slurm: workers None is
+    local: workers None is runs_per_gpu times the GPUs, else 1; auto is as many as gain tokens a second on the GPUs, as
+    measured before the first run, and 1 on a CPU; threads None is cores // workers. slurm: workers None is
     the most that fit; threads None is 1. A run of several ranks (train.parallel) has gpus_per_run GPUs on each machine.
     None is one for each rank there; with fewer the ranks share them. A run may take timeout_s seconds an attempt. After
     a failed one there are `retries` more, the first after backoff_s seconds, each further one after twice as long. With
@@ -103,7 +112,7 @@ class EngineConfig(Section):
     """
 
     kind: Literal["local", "slurm"] = "local"
-    workers: Count | None = None
+    workers: Annotated[int | Literal["auto"] | None, PlainValidator(_workers)] = None
     runs_per_gpu: Count | None = None
     gpus_per_run: Count | None = None
     threads: Count | None = None
@@ -117,6 +126,11 @@ class EngineConfig(Section):
     def _of_its_kind(self) -> "EngineConfig":
         if self.kind == "local" and self.slurm != SlurmConfig():
             raise UserError("engine.slurm: given, but the engine is local, which would not read it; add engine=slurm")
+        if self.workers == AUTO and (self.kind == "slurm" or self.runs_per_gpu is not None):
+            other = "Slurm" if self.kind == "slurm" else "engine.runs_per_gpu"
+            raise UserError(
+                f"engine.workers: auto measures this machine's GPUs, and {other} decides here; give a number"
+            )
         if self.kind == "slurm" and self.runs_per_gpu is not None:
             raise UserError("engine.runs_per_gpu: is for engine=local; a run on Slurm has what engine.slurm.gres asks")
         if self.kind == "slurm" and self.fail_fast:

@@ -25,6 +25,7 @@ from pydantic import (
     model_validator,
 )
 
+from hqsweep.config.command import CommandConfig
 from hqsweep.config.jobs import JOBS
 from hqsweep.config.keys import Job, RecipeKeys, Training
 from hqsweep.config.model import ModelConfig, expert_width, ffn_width, has_experts
@@ -343,7 +344,7 @@ class CalibrateConfig(Job):
     calibrate: CalibrateSection
 
 
-Config = ConvergenceConfig | ParityConfig | CalibrateConfig
+Config = ConvergenceConfig | CommandConfig | ParityConfig | CalibrateConfig
 
 
 def parse(config: Mapping[str, Any], find: FindFactory = factory_name) -> Config:

@@ -16,11 +16,16 @@ class JobKind:
     """Table of its rows in track/tables.py."""
     printer: str | None = None
     """Function that prints the table, for rows that PASS, FAIL or SKIP."""
+    compared: bool = False
+    """Whether its runs are runs of arms, which are compared."""
 
 
 JOBS = {
     "convergence": JobKind(
-        config="hqsweep.config.job:ConvergenceConfig", run="hqsweep.jobs.convergence:run", table="metrics"
+        config="hqsweep.config.job:ConvergenceConfig",
+        run="hqsweep.jobs.convergence:run",
+        table="metrics",
+        compared=True,
     ),
     "parity": JobKind(
         config="hqsweep.config.job:ParityConfig",
@@ -34,7 +39,14 @@ JOBS = {
         table="calibrate",
         printer="hqsweep.report.pages.checks:tables",
     ),
+    "command": JobKind(
+        config="hqsweep.config.command:CommandConfig", run="hqsweep.jobs.command:run", table="metrics", compared=True
+    ),
 }
 """Name of the job, as in `job: parity` of a config -> its parts."""
 CHECKED_TABLES = tuple(kind.table for kind in JOBS.values() if kind.printer)
 """Tables whose rows have a status: PASS, FAIL or SKIP."""
+COMPARED = tuple(job for job, kind in JOBS.items() if kind.compared)
+"""Jobs whose runs are runs of arms."""
+COMMAND = "command"
+"""The job of programs of the user's own, whose logs are judged as those of any program."""

@@ -18,7 +18,7 @@ from hqsweep.config.engine import EngineConfig, TrackConfig, gpus_asked
 from hqsweep.config.model import Model, ModelConfig, has_experts
 from hqsweep.config.section import Name, Section, sentence
 from hqsweep.config.study import ForkConfig
-from hqsweep.config.train import DataConfig, ParallelConfig, StatsConfig, TrainConfig, sharing_gpus
+from hqsweep.config.train import Data, DataConfig, ParallelConfig, StatsConfig, TrainConfig, sharing_gpus
 from hqsweep.errors import UserError
 from hqsweep.formats.spec import (
     QUANTIZER_FIELDS,
@@ -127,8 +127,6 @@ def _pair_faults(slots: Mapping[str, Any], gemms: Mapping[str, Any], mode: str) 
 def _formats(value: Any) -> dict[str, FormatText]:
     """Direction -> format of a quantizer. UserError where the value is none; quant.hybrid says more of it."""
     row, column = map(FormatText.parse, directions(value)[:2])
-    if row.rht:
-        raise UserError(f"{row}: +rht acts on columnwise operands only")
     return {"rowwise": row, "columnwise": column}
 
 
@@ -170,7 +168,7 @@ class Training(Job):
     job: Literal["convergence"]
     recipe: RecipeKeys | Any
     model: Model = ModelConfig()
-    data: DataConfig = DataConfig()
+    data: Data = DataConfig()
     train: TrainConfig = TrainConfig()
     stats: StatsConfig = StatsConfig()
     fork: ForkConfig | None = None

@@ -77,24 +77,48 @@ TARGET = "_target_"
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 
 
+def check_path(path: Any, where: str, like: str) -> None:
+    """UserError for text that is no package.module.function. where: the key; like: an example."""
+    if isinstance(path, str) and not _PATH.fullmatch(path):
+        raise UserError(f"{where}: {path!r} is no package.module.function, such as {like}")
+
+
 class UserModel(Section):
     """Keys that all models of users have.
 
     head: whether the output projection takes the recipe's `head` section; if not, it is not converted. attention:
     whether attention computes by the recipe's `dpa`; None: where the recipe mentions it. quantized_weights: whether
     converted modules hold their weights as operands only, with masters in the optimizer. init_noise: every initial
-    weight is multiplied by 1 + init_noise * N(0, 1), for a null arm.
+    weight is multiplied by 1 + init_noise * N(0, 1), for a null arm. loss: "package.module.function" of model and
+    batch, which replaces the model's loss (models.batches); None: the model's own.
     """
 
+    _loss: Callable[..., Any] | None = PrivateAttr(default=None)
     head: bool = False
     attention: bool | None = None
     quantized_weights: bool = False
     init_noise: Annotated[float, Field(ge=0)] = 0.0
+    loss: str | None = None
+
+    @model_validator(mode="after")
+    def _find_loss(self, info: ValidationInfo) -> "UserModel":
+        """Look up the loss, in a process that may import it; elsewhere it stays a name."""
+        check_path(self.loss, "model.loss", "my_models.loss")
+        if self.loss is not None and (find := (info.context or {}).get("find")):
+            self._loss = find(self.loss, "model.loss")
+        return self
+
+    @property
+    def loss_function(self) -> Callable[..., Any] | None:
+        """The function of model and batch; None without one. A name where this process does not import it."""
+        return self._loss
 
 
 class HFModelConfig(UserModel):
-    """A causal language model of Hugging Face, from a folder with config.json and safetensors.
+    """A causal language model of Hugging Face, from a folder with config.json and safetensors, a .safetensors file with
+    config.json beside it, or a .gguf file.
 
+    architecture: the class of the model, that of causal language models, or its own, which config.json names.
     With pretrained=false, config.json alone is read, without trained weights. Nothing is downloaded, and no code of the
     folder is run. hash: the hash of its config and, if they are read, its weights; the sweep's command fills it in.
     """
@@ -102,6 +126,7 @@ class HFModelConfig(UserModel):
     kind: Literal["hf"]
     path: str
     pretrained: bool = True
+    architecture: Literal["causal", "own"] = "causal"
     hash: str | None = None
 
 
@@ -124,8 +149,7 @@ class FactoryModelConfig(UserModel):
         own.setdefault("kind", "factory")
         if TARGET in section:
             own["target"] = section[TARGET]
-        if isinstance(named := own.get("target"), str) and not _PATH.fullmatch(named):
-            raise UserError(f"model.{TARGET}: {named!r} is no package.module.function, such as my_models.build")
+        check_path(own.get("target"), f"model.{TARGET}", "my_models.build")
         args = {key: value for key, value in section.items() if key not in (*cls.model_fields, TARGET)}
         return own | ({"args": {**own.get("args", {}), **args}} if args else {})
 

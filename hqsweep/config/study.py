@@ -104,16 +104,17 @@ LONGEST = 44
 """The most characters of an arm's name."""
 
 
-def parse_percent(value: Any, name: str) -> float:
+def parse_percent(value: Any, name: str, came: Any = None) -> float:
     """A part of the baseline's loss in %, from 0.25, "0.25" or "0.25%". UserError, which begins with `name`, unless it
-    is above 0 and at most 100."""
+    is above 0 and at most 100. `came`: the whole of what was given, where `value` is a part of it."""
     try:
         percent = float(value.removesuffix("%")) if isinstance(value, str) else float(value)
     except (TypeError, ValueError):
         percent = float("nan")
     if isinstance(value, bool) or not 0 < percent <= 100:
+        given = value if came is None else came
         raise UserError(
-            f"{name}: got {value!r}; it takes a part of the baseline's loss in %, above 0 and at most 100, as in 0.25%"
+            f"{name}: got {given!r}; it takes a part of the baseline's loss in %, above 0 and at most 100, as in 0.25%"
             + (", or of the tokens, as in 1%tokens" if name == "margin" else "")
         )
     return percent
@@ -129,7 +130,7 @@ def parse_margin(value: Any) -> float | str:
     match = TOKENS.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         return parse_percent(value, "margin")
-    return f"{parse_percent(match[1], 'margin'):g}% tokens"
+    return f"{parse_percent(match[1], 'margin', value):g}% tokens"
 
 
 def margin_in_tokens(margin: float | str) -> float:
@@ -159,6 +160,8 @@ class ForkStudy(Section):
     end: the step at which every fork ends, in the place of `steps`: a fork from the step a then has end - decay - a
     steps at that rate. All forks are judged after the same tokens then, at several ages, and how the gap grows with age
     gives the gap of a whole run of `end` steps (verdicts.ages).
+    until: fixed, or settled: trunks are added with their forks until the interval of every arm's gap of a whole run
+    reaches no further than the margin to either side, or no more of them fit into `max_steps` steps in all.
     trunk: a checkpoint of an earlier run, or the folder of that run, in the place of a new trunk; at may then be left
     out for a file. It may also be a checkpoint of another program, from which the trunks begin: the rate rises over
     `rewarm` steps, null for as many as its optimizer's state asks for, and `warmup` is not read.
@@ -167,6 +170,8 @@ class ForkStudy(Section):
     at: Annotated[list[Count], BeforeValidator(_points), Field(default_factory=list)]
     steps: Count | None = None
     end: Count | None = None
+    until: Literal["fixed", "settled"] = "fixed"
+    max_steps: Count | None = None
     decay: Count = 160
     warmup: Index = 30
     trunk: str | None = None
@@ -196,6 +201,37 @@ class ForkStudy(Section):
             raise UserError(
                 f"fork.end: step {self.end} with fork.decay={self.decay} leaves a fork from step {last} no step at the"
                 f" constant rate; give {last + self.decay + 1} or more, or earlier points (fork.at)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _settles(self) -> "ForkStudy":
+        if self.until == "fixed" and self.max_steps is None:
+            return self
+        if self.until == "fixed":
+            raise UserError(
+                f"fork.max_steps: {self.max_steps} steps, but fork.until=fixed trains the seeds that are given; give"
+                " fork.until=settled, or leave fork.max_steps out"
+            )
+        if self.end is None:
+            raise UserError(
+                "fork.until: settled, but forks that do not end together give no gap of a whole run; give fork.end=STEP"
+                " and two points in fork.at, or fork.until=fixed"
+            )
+        if len(self.at) < 2:
+            raise UserError(
+                f"fork.until: settled, but forks of one age give no gap of a whole run, and fork.at has {self.at}; give"
+                " two points or more"
+            )
+        if self.max_steps is None:
+            raise UserError(
+                "fork.max_steps: missing; fork.until=settled adds trunks with their forks, so give the most steps that"
+                " they may take in all"
+            )
+        if self.max_steps < self.end:
+            raise UserError(
+                f"fork.max_steps: {self.max_steps} steps for the whole study, but one run to fork.end={self.end} takes"
+                " more; give the steps of three trunks with their forks at least"
             )
         return self
 
@@ -242,6 +278,24 @@ class StudyConfig(Section):
     margin: Annotated[float | str, BeforeValidator(parse_margin)] = 0.25
     seeds: SeedsConfig = SeedsConfig()
     fork: ForkStudy | None = None
+
+    @property
+    def settles(self) -> bool:
+        """Whether the study goes on until every gap is known to the margin."""
+        return self.fork is not None and self.fork.until == "settled"
+
+    @property
+    def maximum(self) -> int | None:
+        """The most replicates of a study that is looked at after each; None for a study of a fixed size."""
+        return self.seeds.max if self.settles or self.seeds.until == "decided" else None
+
+    @model_validator(mode="after")
+    def _one_rule(self) -> "StudyConfig":
+        if self.settles and self.seeds.until == "decided":
+            raise UserError(
+                "fork.until: settled, beside seeds.until=decided, and a study ends by one rule; leave one of them out"
+            )
+        return self
 
     @field_validator("arms")
     @classmethod

@@ -1,12 +1,13 @@
 """The sections `train`, `stats` and `data` of the config: how a model is trained, on which ranks and tokens."""
 
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationInfo, model_validator
 
-from hqsweep.config.model import ModelConfig, expert_width, ffn_width
+from hqsweep.config.model import TARGET, ModelConfig, check_path, expert_width, ffn_width
 from hqsweep.config.safe import loads
 from hqsweep.config.section import Count, Device, Fraction, Index, Positive, Section
 from hqsweep.errors import UserError
@@ -48,7 +49,7 @@ class DataConfig(Section):
                 raise UserError(f"data.path: missing; data.source={self.source} needs data.path=FILE_OR_FOLDER")
             if not Path(self.path).exists():
                 raise UserError(f"data.path: '{self.path}' does not exist; it must be a file or a folder")
-        elif self.path is not None:
+        elif self.path is not None and self.source != "factory":
             raise UserError(f"data.path: data.source={self.source} reads no path; add data=text, tokens or shards")
         return self
 
@@ -59,6 +60,72 @@ class DataConfig(Section):
             path = Path(self.path)
             return _stated_vocab(path if path.is_dir() else path.parent) or TOKENS_VOCAB
         return {"markov": self.markov.vocab, "tokens": TOKENS_VOCAB}.get(self.source, 256)
+
+
+class FactoryDataConfig(DataConfig):
+    """Samples of any kind, from the function `target` ("package.module.function", also given as data._target_), called
+    with `args`, which are all keys of the section that are not its own. train.batches says what it returns.
+
+    The other keys of DataConfig are not read. Only commands that may import the function know its data.
+    """
+
+    _factory: Callable[..., Any] | None = PrivateAttr(default=None)
+    source: Literal["factory"]
+    target: str
+    args: Annotated[dict[str, Any], Field(default_factory=dict)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _arguments(cls, section: Any) -> Any:
+        """Move the keys that are arguments to `args`."""
+        if not isinstance(section, Mapping):
+            return section
+        own = {key: value for key, value in section.items() if key in cls.model_fields} | {"source": FACTORY}
+        if TARGET in section:
+            own["target"] = section[TARGET]
+        check_path(own.get("target"), f"data.{TARGET}", "my_data.build")
+        args = {key: value for key, value in section.items() if key not in (*cls.model_fields, TARGET)}
+        return own | ({"args": {**own.get("args", {}), **args}} if args else {})
+
+    @model_validator(mode="after")
+    def _find_factory(self, info: ValidationInfo) -> "FactoryDataConfig":
+        if find := (info.context or {}).get("find"):
+            self._factory = find(self.target, f"data.{TARGET}")
+        return self
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
+
+    @property
+    def factory(self) -> Any:
+        """The function, or its name where this process does not import it."""
+        return self._factory
+
+    @property
+    def is_imported(self) -> bool:
+        """Whether this process may call the function."""
+        return self._factory is not None and not getattr(self._factory, "is_name", False)
+
+    @property
+    def vocab_estimate(self) -> int:
+        """0: there are no tokens."""
+        return 0
+
+
+FACTORY = "factory"
+
+
+def data_kind(section: Any) -> str:
+    """The kind of a section `data`: "factory" for a Python function's samples, else "tokens"."""
+    if isinstance(section, Mapping):
+        return FACTORY if TARGET in section or section.get("source") == FACTORY else "tokens"
+    return FACTORY if isinstance(section, FactoryDataConfig) else "tokens"
+
+
+Data = Annotated[
+    Annotated[DataConfig, Tag("tokens")] | Annotated[FactoryDataConfig, Tag(FACTORY)], Discriminator(data_kind)
+]
+"""The section: tokens of a source, or samples of a Python function."""
 
 
 def _stated_vocab(folder: Path) -> int | None:
@@ -223,8 +290,9 @@ class TrainConfig(Section):
 
     recompute: the part that backward computes again instead of keeping it. offload: the rest waits in CPU memory. A
     step runs its batch in `microbatches` equal parts, whose gradients add up. compile: auto and graph give the same
-    bits; off is the reference, whose sums on a GPU are in another order. The CPU knows one way, and refuses graph. Over
-    several ranks `batch` is the sum of all ranks' batches, and each rank runs its part in `microbatches`.
+    bits; off is the reference, whose sums on a GPU are in another order. With auto and graph TorchInductor compiles the
+    blocks of a user's own model. The CPU knows one way, and refuses graph. Over several ranks `batch` is the sum of all
+    ranks' batches, and each rank runs its part in `microbatches`.
     """
 
     steps: Count = 200

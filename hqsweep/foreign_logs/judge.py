@@ -28,7 +28,7 @@ MOST_ARMS = 500
 NOT_FINITE = "not finite"
 """The state of an arm of which a run ends at nan or inf."""
 NOT_HERE = (
-    "slowdown_pct", "slowdown_low", "slowdown_high", "margin_tokens", "steps", "end", "at_once_pct",
+    "slowdown_pct", "slowdown_low", "slowdown_high", "margin_tokens", "steps", "end", "at_once_pct", "course",
 )  # fmt: skip
 """The cells of a row of Comparison.arms that need the baseline's curve, or ages of forks."""
 
@@ -48,6 +48,7 @@ class Question:
               unit, "0.002"
     lower     whether lower values are better; None: what the metric's name says
     null_arm  an arm that repeats the baseline: the second control
+    maximum   of a study that is looked at after each seed: the most that it has; None: of a fixed one
     """
 
     metric: str
@@ -55,6 +56,7 @@ class Question:
     margin: str | float = MARGIN
     lower: bool | None = None
     null_arm: str | None = None
+    maximum: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,9 @@ class Judgement:
                within_margin, sentence
     estimates  arm -> its estimate, in `unit`
     values     what entered: a row per seed (or trunk and draw), a column per arm
+    gaps       arm, replicate (a seed or trunk; a trunk's mean over its points) and gap_pct (in `unit`) of what entered
+    runs       arm, replicate, draw, value of all runs of the log
+    curves     arm, replicate, draw, step and value, as many as fit a page; empty without steps
     left_out   sentences on runs that do not enter
     """
 
@@ -80,6 +85,9 @@ class Judgement:
     arms: pd.DataFrame
     estimates: Mapping[str, Estimate]
     values: pd.DataFrame
+    gaps: pd.DataFrame
+    runs: pd.DataFrame
+    curves: pd.DataFrame
     notes: tuple[str, ...]
     left_out: tuple[str, ...]
 
@@ -116,7 +124,7 @@ def judge(values: Values, question: Question, *, forked: bool) -> Judgement:
     entered = table.loc[entering, [baseline, *judged]]
     null = null if null in judged else None
     _check_relative(entered[baseline], relative)
-    options = {"null": null, "margin": margin}
+    options = {"null": null, "margin": margin, "maximum": question.maximum}
     estimates = _estimates(entered, baseline, design, relative, options) if judged else {}
     if not lower:
         estimates = {arm: replace(each, worse=each.better, better=each.worse) for arm, each in estimates.items()}
@@ -129,19 +137,20 @@ def judge(values: Values, question: Question, *, forked: bool) -> Judgement:
     )  # fmt: skip
     unit = "%" if relative else PLAIN
     of_arm = {arm: runs for arm, runs in values.runs.groupby("arm")}
-    common = {"margin_pct": margin, "unit": unit, **dict.fromkeys(NOT_HERE, math.nan)}
+    common = {"margin_pct": margin, "unit": unit, "maximum": question.maximum or 0, **dict.fromkeys(NOT_HERE, math.nan)}
     rows = [_row(arm, family, entered, of_arm[arm], common) for arm in (baseline, *arms)]
     frame = pd.DataFrame(rows).sort_values("gap", kind="stable", key=lambda gaps: gaps if lower else -gaps)
     return Judgement(
         metric=question.metric, lower=lower, baseline=baseline, unit=unit, margin=margin, design=design,
         arms=frame.sort_values("arm", key=lambda names: names != baseline, kind="stable", ignore_index=True),
-        estimates=estimates, values=entered, notes=values.notes, left_out=(*values.left_out, *out),
+        estimates=estimates, values=entered, gaps=_singles(family, entered, relative), runs=values.runs,
+        curves=values.curves, notes=values.notes, left_out=(*values.left_out, *out),
     )  # fmt: skip
 
 
-def parse_margin(value: str | float) -> tuple[float, bool]:
-    """(the margin, whether it is in % of the baseline's mean) of "0.25%" or "0.002"; UserError unless it is above
-    0."""
+def parse_margin(value: str | float, name: str = "margin") -> tuple[float, bool]:
+    """(the margin, whether it is in % of the baseline's mean) of "0.25%" or "0.002"; UserError, which begins with
+    `name`, unless it is above 0."""
     text = str(value).strip()
     try:
         number = math.nan if isinstance(value, bool) else float(text.removesuffix("%"))
@@ -149,7 +158,7 @@ def parse_margin(value: str | float) -> tuple[float, bool]:
         number = math.nan
     if not 0 < number < math.inf:
         raise UserError(
-            f"margin: got {value!r}; it takes a part of the baseline's mean, as in 0.25%, or a number in"
+            f"{name}: got {value!r}; it takes a part of the baseline's mean, as in 0.25%, or a number in"
             " the metric's unit, as in 0.002, above 0"
         )
     return number, text.endswith("%")
@@ -262,12 +271,24 @@ def _gaps(table: pd.DataFrame, baseline: str, null: str | None, design: str) -> 
     return pd.DataFrame(rows, columns=["arm", "gap", "trunk", "weight"]).astype({"gap": float})
 
 
+def _singles(family: Family, table: pd.DataFrame, relative: bool) -> pd.DataFrame:
+    """Judgement.gaps."""
+    gaps = family.points.set_index("trunk")
+    index = table.index[gaps.index.to_numpy(dtype=int)]
+    if relative:
+        level = table[family.baseline].abs()
+        level = level.loc[index].to_numpy() if family.design == FORK else level.mean()
+        gaps = gaps.assign(gap=100 * gaps["gap"] / level)
+    named = gaps.assign(replicate=index.get_level_values("trunk"))
+    return named.groupby(["arm", "replicate"], sort=False)["gap"].mean().rename("gap_pct").reset_index()
+
+
 def _row(
     arm: str, family: Family, entered: pd.DataFrame, runs: pd.DataFrame, common: Mapping[str, Any]
 ) -> dict[str, Any]:
     """A row of Judgement.arms; `runs` are all of this arm's."""
     row = {
-        "arm": arm, "baseline": family.baseline, "null": arm == family.null, "design": family.design, "maximum": 0,
+        "arm": arm, "baseline": family.baseline, "null": arm == family.null, "design": family.design,
         "runs": len(runs), "diverged": 0, "replicate_minutes": math.nan, **common, **estimated(arm, family),
         "mean": entered[arm].mean() if arm in entered else runs["value"].mean(skipna=False),
     }  # fmt: skip

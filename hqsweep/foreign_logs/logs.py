@@ -9,9 +9,12 @@ import pandas as pd
 from hqsweep.errors import UserError
 from hqsweep.foreign_logs.columns import FILE, Columns, find
 from hqsweep.foreign_logs.judge import Judgement, Question, judge
+from hqsweep.foreign_logs.runs import sweep_source
+from hqsweep.foreign_logs.stores import SQLITE, is_mlflow, read_mlflow, read_sqlite
 from hqsweep.foreign_logs.tables import Csv, Frame, JsonLines, Parquet, Source, WideCsv
-from hqsweep.foreign_logs.trackers import EVENTS, WANDB, read_tensorboard, read_wandb
-from hqsweep.foreign_logs.values import Collector
+from hqsweep.foreign_logs.trackers import EVENTS, WANDB, Runs, read_tensorboard, read_wandb
+from hqsweep.foreign_logs.values import Collector, Values
+from hqsweep.sweep.store.sweep_file import is_sweep
 
 READERS = {
     ".csv": Csv, ".tsv": Csv, ".txt": Csv, ".jsonl": JsonLines, ".ndjson": JsonLines, ".json": JsonLines,
@@ -49,6 +52,32 @@ def judge_frame(frame: pd.DataFrame, question: Question, reading: Reading) -> Ju
 
 def judge_sources(sources: Sequence[Source], question: Question, reading: Reading) -> Judgement:
     """The judgement of all rows of some logs."""
+    return judge_log(read_sources(sources, question, reading))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log:
+    """The values of the runs of some logs, and the question with the metric's name. forked: replicates are trunks;
+    window: as Reading has it."""
+
+    values: Values
+    question: Question
+    forked: bool
+    window: float | None
+
+
+def judge_log(log: Log) -> Judgement:
+    """The judgement of values that are read."""
+    return judge(log.values, log.question, forked=log.forked)
+
+
+def read_files(paths: Sequence[Path], question: Question, reading: Reading) -> Log:
+    """The values of all runs of some files and folders; errors as judge_files."""
+    return read_sources([source for path in paths for source in _open(path)], question, reading)
+
+
+def read_sources(sources: Sequence[Source], question: Question, reading: Reading) -> Log:
+    """The values of all runs of some logs."""
     if reading.window is not None and not reading.window > 0:
         raise UserError(f"window: {reading.window} steps; give a number of steps (50) or a fraction of the run (0.1)")
     metric, read = question.metric or None, []
@@ -67,7 +96,10 @@ def judge_sources(sources: Sequence[Source], question: Question, reading: Readin
         for rows in _pieces(source, found):
             collector.add(rows)
     values = collector.values(reading.any_length)
-    return judge(values, replace(question, metric=metric), forked=first.trunk is not None)
+    left_out = [text for source in sources if isinstance(source, Runs) for text in source.left_out]
+    values = replace(values, left_out=(*values.left_out, *left_out))
+    named = replace(question, metric=metric)
+    return Log(values=values, question=named, forked=first.trunk is not None, window=reading.window)
 
 
 def _pieces(source: Source, columns: Columns) -> Iterator[pd.DataFrame]:
@@ -89,21 +121,32 @@ def _open(path: Path) -> list[Source]:
         raise UserError(f"{path}: no such file or folder")
     if path.is_file():
         return [_open_file(path)]
+    if is_sweep(path):
+        return [sweep_source(path)]
     readers = {EVENTS: read_tensorboard, WANDB: read_wandb}
     for pattern, reader in readers.items():
         if next(path.rglob(pattern), None):
             return [reader(path)]
+    if is_mlflow(path):
+        return [read_mlflow(path)]
+    if stores := [file for file in sorted(path.iterdir()) if file.suffix in SQLITE]:
+        return [*map(read_sqlite, stores)]
     tables = [file for file in sorted(path.iterdir()) if file.is_file() and _kind(file) in READERS]
     if not tables:
-        raise UserError(f"{path}: no file of TensorBoard or W&B, and none that ends in {', '.join(READERS)}")
+        raise UserError(
+            f"{path}: no file of TensorBoard, W&B, MLflow or trackio, and none that ends in {', '.join(READERS)}"
+        )
     return [*map(_open_file, tables)]
 
 
 def _open_file(path: Path) -> Source:
     if path.match(EVENTS) or path.match(WANDB):
         raise UserError(f"{path}: is a file of one run; give the folder of all runs")
+    if path.suffix in SQLITE:
+        return read_sqlite(path)
     if _kind(path) not in READERS:
-        raise UserError(f"{path}: is of no known kind; it takes {', '.join(READERS)}, and folders of trackers")
+        ends = ", ".join([*READERS, *SQLITE])
+        raise UserError(f"{path}: is of no known kind; it takes {ends}, and folders of trackers")
     source = READERS[_kind(path)](path)
     return WideCsv(source) if isinstance(source, Csv) and WideCsv.is_one(source) else source
 

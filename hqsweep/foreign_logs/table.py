@@ -6,8 +6,10 @@ from typing import Any
 from rich.text import Text
 
 from hqsweep.foreign_logs.judge import Judgement
+from hqsweep.foreign_logs.values import several
 from hqsweep.report.compare.frames import FORK
 from hqsweep.report.compare.verdict import spec
+from hqsweep.report.gate.ci import JUNIT
 from hqsweep.report.pages.tables import COLOUR
 from hqsweep.report.pages.text import Fitted, TextTable, number, to_rich
 
@@ -23,6 +25,14 @@ def title(judgement: Judgement) -> str:
     arms = len(judgement.arms) - 1
     margin = f"{judgement.margin:g}" + (" % of its mean" if judgement.unit == "%" else "")
     return f"{judgement.metric} ({better}), {arms} arm{'s' * (arms > 1)} against {judgement.baseline}, margin {margin}"
+
+
+def headline(judgement: Judgement) -> str:
+    """The arms by verdict, in one sentence."""
+    rows = judgement.arms.iloc[1:]
+    by_verdict = {verdict: several(list(own["arm"])) for verdict, own in rows.groupby("verdict", sort=False)}
+    said = "; ".join(f"{verdict}: {arms}" for verdict, arms in by_verdict.items())
+    return f"Against {judgement.baseline}, by {judgement.metric}: {said}."
 
 
 def arms_table(judgement: Judgement) -> TextTable:
@@ -63,3 +73,16 @@ def rich_table(judgement: Judgement) -> Fitted:
     left_out = [f"Left out: {text}" for text in judgement.left_out]
     table.caption = Text("\n".join([*sentences, *left_out, *judgement.notes]))
     return table
+
+
+def verdict_rows(judgement: Judgement) -> list[dict[str, Any]]:
+    """A row for each arm but the baseline, for write_junit: as `hqsweep compare` has them."""
+    return [
+        {
+            "check": "verdict",
+            "case": row.arm,
+            "status": "PASS" if row.within_margin else JUNIT.get(row.verdict, "FAIL"),
+            "note": row.sentence,
+        }
+        for row in judgement.arms.iloc[1:].itertuples()
+    ]

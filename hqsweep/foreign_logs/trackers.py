@@ -4,7 +4,8 @@ A folder of event files is a run, called by its path within the logs. A run of W
 step that was logged twice has its last value: a resumed run goes back and repeats steps.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,24 +22,38 @@ Curves = dict[str, dict[float, float]]
 """Metric -> step -> value."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run of a tracker. facts: columns that have one value in it; curve: the values of a metric by step."""
+
+    facts: Mapping[str, Any]
+    metrics: Collection[str]
+    curve: Callable[[str], Mapping[float, float]]
+
+
 class Runs:
-    """A source of runs that are all in memory; `facts` are columns that have one value in a run."""
+    """A source of runs, of which one at a time is read; left_out: sentences on runs that are none of them."""
 
     open_ended = False
 
-    def __init__(self, where: str, runs: list[tuple[Mapping[str, Any], Curves]], step: str) -> None:
-        self.where, self._runs, self.known = where, runs, {}
-        for facts, curves in runs:
-            self.known |= {name: type(value) in (int, float) for name, value in facts.items()}
-            self.known |= {step: True, **dict.fromkeys(curves, True)}
+    def __init__(self, where: str, runs: Sequence[Run], step: str, left_out: tuple[str, ...] = ()) -> None:
+        self.where, self._runs, self.known, self.left_out = where, runs, {}, left_out
+        for run in runs:
+            self.known |= {name: type(value) in (int, float) for name, value in run.facts.items()}
+            self.known |= {step: True, **dict.fromkeys(run.metrics, True)}
 
     def pieces(self, columns: Columns) -> Iterator[pd.DataFrame]:
-        for facts, curves in self._runs:
-            curve = curves.get(columns.metric, {})
+        for run in self._runs:
+            curve = run.curve(columns.metric)
             frame = pd.DataFrame({"step": np.array([*curve], float), "value": np.array([*curve.values()], float)})
             for name, column in columns.keys.items():
-                frame.insert(0, name, [facts.get(column)] * len(frame))
+                frame.insert(0, name, [run.facts.get(column)] * len(frame))
             yield frame
+
+
+def held(facts: Mapping[str, Any], curves: Curves) -> Run:
+    """A run whose curves are in memory."""
+    return Run(facts=facts, metrics=list(curves), curve=lambda metric: curves.get(metric, {}))
 
 
 def read_tensorboard(folder: Path) -> Runs:
@@ -47,7 +62,7 @@ def read_tensorboard(folder: Path) -> Runs:
     runs: dict[Path, Curves] = {}
     for path in sorted(folder.rglob(EVENTS)):
         _add_events(path, runs.setdefault(path.parent, {}))
-    named = [({"run": _name(folder, place)}, curves) for place, curves in runs.items()]
+    named = [held({"run": _name(folder, place)}, curves) for place, curves in runs.items()]
     return Runs(str(folder), named, "step")
 
 
@@ -83,11 +98,15 @@ def read_wandb(folder: Path) -> Runs:
     runs: dict[str, tuple[dict[str, Any], Curves]] = {}
     for path in sorted(folder.rglob(WANDB)):
         _add_wandb(path, runs)
-    groups = {facts.get("group") for facts, _ in runs.values()}
-    if len(groups) < 2:  # it tells no runs apart
-        for facts, _ in runs.values():
-            facts.pop("group", None)
-    return Runs(str(folder), list(runs.values()), "_step")
+    drop_lone_group([facts for facts, _ in runs.values()])
+    return Runs(str(folder), [held(*run) for run in runs.values()], "_step")
+
+
+def drop_lone_group(facts: Sequence[dict[str, Any]]) -> None:
+    """Take the group out of the facts of all runs if it tells no runs apart."""
+    if len({each.get("group") for each in facts}) < 2:
+        for each in facts:
+            each.pop("group", None)
 
 
 def _add_wandb(path: Path, runs: dict[str, tuple[dict[str, Any], Curves]]) -> None:
@@ -101,9 +120,9 @@ def _add_wandb(path: Path, runs: dict[str, tuple[dict[str, Any], Curves]]) -> No
                     named = {"name": record.run.display_name or record.run.run_id, "group": record.run.run_group}
                     facts, curves = runs.setdefault(record.run.run_id, ({}, {}))
                     facts |= {name: text for name, text in named.items() if text}
-                    facts |= _plain(items(record.run.config.update))
+                    facts |= plain(items(record.run.config.update))
                 case "config":
-                    facts |= _plain(items(record.config.update))
+                    facts |= plain(items(record.config.update))
                 case "history":
                     _add_history(items(record.history.item), curves)
     except Exception as error:  # protobuf and JSON, each with errors of its own
@@ -115,20 +134,26 @@ def _add_history(row: Mapping[str, Any], curves: Curves) -> None:
     for name, value in row.items():
         if name == "_step":
             continue
-        if value in ("NaN", "Infinity", "-Infinity"):  # as W&B writes them
-            value = float(value.replace("Infinity", "inf"))
-        if type(value) in (int, float):
-            curves.setdefault(name, {})[step] = value
+        if (number := number_of(value)) is not None:
+            curves.setdefault(name, {})[step] = number
 
 
-def _plain(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def number_of(value: Any) -> float | None:
+    """The number that a cell of JSON is, by the texts of W&B and trackio for what JSON lacks; None for anything
+    else."""
+    if value in ("NaN", "Infinity", "-Infinity"):
+        return float(value.replace("Infinity", "inf"))
+    return value if type(value) in (int, float) else None
+
+
+def plain(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """The leaves of a config that are texts or numbers, by their dotted paths. A value is at times {"value": it}."""
     leaves: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
             value = value["value"] if set(value) == {"value", "desc"} else value
         if isinstance(value, Mapping):
-            leaves |= _plain(value, f"{path}{key}.")
+            leaves |= plain(value, f"{path}{key}.")
         elif type(value) in (str, int, float):
             leaves[f"{path}{key}"] = value
     return leaves

@@ -13,6 +13,7 @@ import pandas as pd
 
 from hqsweep.errors import UserError
 from hqsweep.foreign_logs.columns import FILE, Columns, arm_and_seed
+from hqsweep.foreign_logs.curves import Curves
 from hqsweep.report.compare.curves import trailing
 from hqsweep.report.compare.families import listed
 
@@ -28,9 +29,11 @@ NAMES_OF_RUNS = ("name", "run", FILE)
 @dataclass(frozen=True, kw_only=True)
 class Values:
     """runs: arm, replicate, draw and value of every run that has one, NaN for one that is not finite; `last` is what
-    the log has there. left_out, notes: sentences on what does not enter, and on how values were made."""
+    the log has there. curves: arm, replicate, draw, step and value, as many as fit a page; empty without steps.
+    left_out, notes: sentences on what does not enter, and on how values were made."""
 
     runs: pd.DataFrame
+    curves: pd.DataFrame
     left_out: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -43,6 +46,7 @@ class Collector:
         self._ids: dict[tuple[str, str, str], int] = {}
         self._kept = pd.DataFrame({"run": np.array([], np.int64), "step": [], "value": []})
         self._nameless = 0
+        self._curves = Curves()
 
     def add(self, rows: pd.DataFrame) -> None:
         """Keep the rows that may be in the window of their run."""
@@ -55,6 +59,8 @@ class Collector:
         ids = np.array([self._id(*key) for key in rows[keys].iloc[first].itertuples(index=False)], np.int64)
         kept = pd.DataFrame({"run": ids[order], "step": rows["step"].to_numpy(), "value": rows["value"].to_numpy()})
         self._kept = _ending(pd.concat([self._kept, _ending(kept, self._window)], ignore_index=True), self._window)
+        if self._columns.step:
+            self._curves.add(kept)
 
     def _id(self, arm: object, replicate: object = "", draw: object = "") -> int:
         known = self._ids.setdefault((_text(arm), _text(replicate), _text(draw)), len(self._ids))
@@ -86,6 +92,7 @@ class Collector:
         means, gaps = _means(rows, runs, any_length or self._window is None)
         return Values(
             runs=runs.assign(value=means, last=rows.groupby("run")["value"].last()).loc[means.index],
+            curves=self._curves.rows(runs.loc[means.index]),
             left_out=tuple(left_out), notes=(*notes, *gaps),
         )  # fmt: skip
 

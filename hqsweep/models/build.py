@@ -1,19 +1,11 @@
-"""The models of the config's section `model` that are a user's own: built, outlined on the meta device, and identified.
+"""The models of the config's section `model` that are a user's own: built, and outlined on the meta device.
 
-An outline has shapes and no memory, for checks before anything starts. A run's config names a function alone, and the
-code behind a name may change: a resumed run would go on with another model. code_of() returns a text that is equal
-where the code is.
+An outline has shapes and no memory, for checks before anything starts.
 """
 
-import ast
-import hashlib
-import importlib.metadata
 import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +28,7 @@ def build(config: UserModel, seed: int) -> nn.Module:
     """The model on the CPU in training mode, with weights that depend on the seed and its checkpoint alone; the
     caller's random state is restored. UserError where it cannot be had."""
     if isinstance(config, HFModelConfig):
-        return load_model(config.path, pretrained=config.pretrained, seed=seed)
+        return load_model(config.path, pretrained=config.pretrained, seed=seed, architecture=config.architecture)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return _called(config).train()
@@ -47,7 +39,9 @@ def outline(config: UserModel) -> nn.Module | None:
     function builds it that this process may not import."""
     if isinstance(config, FactoryModelConfig) and _is_name(config):
         return None
-    what = read_hf_config(config.path).digest if isinstance(config, HFModelConfig) else [config.target, config.args]
+    what: Any = [config.target, config.args] if isinstance(config, FactoryModelConfig) else None
+    if isinstance(config, HFModelConfig):
+        what = [read_hf_config(config.path).digest, config.architecture]
     key = json.dumps(what, sort_keys=True, default=str)
     if key not in _OUTLINES:
         _OUTLINES[key] = _outlined(config)
@@ -60,7 +54,7 @@ _OUTLINES: dict[str, nn.Module] = {}
 
 def _outlined(config: UserModel) -> nn.Module:
     if isinstance(config, HFModelConfig):
-        return meta_model(read_hf_config(config.path))
+        return meta_model(read_hf_config(config.path), config.architecture)
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             return _called(config)
@@ -168,61 +162,3 @@ def parameters(config: ConvergenceConfig) -> int | None:
     """The number of parameters of a user's model, where a tie counts once; None where it cannot be built here."""
     model = outline(config.model)
     return None if model is None else sum(p.numel() for p in model.parameters())
-
-
-LEFT_OUT = ("torch", "hqsweep", "builtins")
-"""The packages whose versions the manifest has anyway."""
-INSTALLED = {"site-packages", "dist-packages"}
-"""The folders of installed packages."""
-DIGITS = 12
-
-
-def code_of(model: nn.Module, factory: Callable[..., Any]) -> str:
-    """Return "my_package.blocks 3f2a91c0d4e7, timm 1.0.9": the modules of the factory and of the model's classes,
-    sorted.
-
-    An installed package has its version, any other file a hash of its code without comments. Functions elsewhere that
-    they call are not seen.
-    """
-    names = {factory.__module__, *(cls.__module__ for part in model.modules() for cls in type(part).__mro__)}
-    names = {name for name in names if name.partition(".")[0] not in LEFT_OUT}
-    return ", ".join(sorted({said for name in names for said in _said(name)}))
-
-
-def check_code(target: str, before: str | None, now: str) -> None:
-    """Raise UserError if a run would continue from a state that other code made. before: None without such a state."""
-    if before is None or before == now:
-        return
-    known = before.split(", ")
-    other = ", ".join(entry.partition(" ")[0] for entry in now.split(", ") if entry not in known) or "a module of it"
-    raise UserError(
-        f"model._target_: {target} is other code than this state was trained with ({other} differs); put that back, or"
-        " begin again (hqsweep rm)"
-    )
-
-
-def _said(name: str) -> Iterator[str]:
-    file = getattr(sys.modules.get(name), "__file__", None)
-    if file is None:
-        return
-    path = Path(file).resolve()
-    if not INSTALLED.isdisjoint(path.parts):
-        package = name.partition(".")[0]
-        for distribution in importlib.metadata.packages_distributions().get(package, [package]):
-            yield f"{distribution} {_version(distribution)}"
-    else:
-        yield f"{name} {_digest(path)}"
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "of no version"
-
-
-def _digest(path: Path) -> str:
-    source = path.read_bytes()
-    with suppress(SyntaxError, ValueError):  # of a compiled module
-        source = ast.dump(ast.parse(source)).encode()
-    return hashlib.sha256(source).hexdigest()[:DIGITS]

@@ -55,7 +55,8 @@ class CompiledBlocks:
                 block.compile(fullgraph=True, dynamic=False, backend=self.backend, options=options)
 
     def try_once(self, forward: Callable[[], Tensor], say: Callable[[str], None]) -> None:
-        """Compile by one forward and backward, whose gradients are dropped, if that was not done yet.
+        """Compile by a forward and backward, whose gradients are dropped, and a forward in evaluation, if that was not
+        done yet.
 
         forward: returns the loss of a true microbatch. say: is given a sentence about the result. Buffers and the
         states of torch's generators are as before.
@@ -65,11 +66,15 @@ class CompiledBlocks:
         self._is_tried, start = True, time.perf_counter()
         buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
         try:
-            with torch.random.fork_rng():
+            with torch.random.fork_rng(devices=self._devices()):
                 forward().backward()
+                with torch.no_grad():
+                    self.model.eval()
+                    forward()
         except Exception as error:  # Dynamo and Inductor raise anything, and so does a model that they do not fit
             self._drop(_first_line(error))
         finally:
+            self.model.train()
             self.model.zero_grad(set_to_none=True)
             with torch.no_grad():
                 for buffer, before in buffers:
@@ -91,6 +96,11 @@ class CompiledBlocks:
             return f"nothing, since {self.why_not}"
         kinds = Counter(type(block).__name__.partition("[")[0] for block in self.blocks)
         return f"{', '.join(f'{count} {name}' for name, count in kinds.items())} by TorchInductor"
+
+    def _devices(self) -> list[torch.device]:
+        """The GPU whose generator the model draws from, if any."""
+        device = next(self.model.parameters()).device
+        return [device] if device.type == "cuda" else []
 
     def _drop(self, why: str) -> None:
         self.why_not = why

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hqsweep.errors import UserError
+from hqsweep.models.batches import ATTRIBUTE, checked
 from hqsweep.models.first_step import note_call, watched
 from hqsweep.models.hf import Around, causal_lm_loss, unpacked
 from hqsweep.models.linear import ConvertedLinear, LinearPart, call_dtype, output_projection
@@ -46,13 +47,17 @@ def model_loss(
 
     A Hugging Face model computes its own loss, with its forward in the context `around`. A model with a method `loss`
     returns one or both from loss(inputs, targets). Any other model returns logits [B, T, V], bare, first in a tuple or
-    as `logits`; the loss is their mean cross entropy in float32. UserError for any other output.
+    as `logits`; the loss is their mean cross entropy in float32. UserError for any other output. A model that has a
+    models.batches.BatchLoss computes that, of inputs as bytes.
     """
+    if (other := model.__dict__.get(ATTRIBUTE)) is not None:
+        with around():
+            return other(model, inputs, targets)
     if is_hugging_face(model):
         return causal_lm_loss(model, inputs, targets, around)
     own = getattr(model, "loss", None)
     if callable(own):
-        return _own(own(inputs, targets), type(model).__name__)
+        return checked(own(inputs, targets), f"model: {type(model).__name__}.loss")
     return F.cross_entropy(logits_of(model, inputs).flatten(0, -2).float(), targets.flatten()), None
 
 
@@ -74,17 +79,6 @@ def _logits(out: Any) -> Any:
     if isinstance(out, tuple | list) and out:
         return out[0]
     return getattr(out, "logits", out)
-
-
-def _own(out: Any, model: str) -> tuple[Tensor, Tensor | None]:
-    loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
-    for value in (loss, *(() if aux is None else (aux,))):
-        if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
-            came = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise UserError(
-                f"model: {model}.loss gave {came}; it must give a loss [], or that and an auxiliary loss []"
-            )
-    return loss.reshape(()), None if aux is None else aux.reshape(())
 
 
 TOKENS = 8

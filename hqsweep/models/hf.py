@@ -11,7 +11,7 @@ half of them in vain, and sums have another order: a step in a graph has other b
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from threading import Lock
 from types import ModuleType
@@ -22,15 +22,27 @@ from torch import Tensor, nn
 
 from hqsweep.errors import UserError
 from hqsweep.models.hf_config import HFConfig, read_hf_config
+from hqsweep.models.library import one_line, quietly, transformers
+from hqsweep.quant.serialize import load_safetensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_model(path_or_config: str | Path, *, pretrained: bool = True, dtype: str = "float32", seed: int = 0) -> Any:
+def load_model(
+    path_or_config: str | Path,
+    *,
+    pretrained: bool = True,
+    dtype: str = "float32",
+    seed: int = 0,
+    architecture: str = "causal",
+) -> Any:
     """A causal language model in training mode, on the CPU, its parameters in `dtype`.
 
-    path_or_config: a folder with config.json and safetensors. With pretrained=False it may be a config.json; the seed
-    then makes random weights, and the caller's random state is restored.
+    architecture: "own" gives the class that config.json names instead, such as an image classifier's.
+
+    path_or_config: a folder with config.json and safetensors, a .safetensors file with config.json beside it, or a
+    .gguf file, which is read once and kept (models.gguf). With pretrained=False it may be a config.json; the seed then
+    makes random weights, and the caller's random state is restored.
 
     Raises:
         UserError: there is no such model; transformers is not installed or does not know it; weights are missing, or
@@ -39,30 +51,54 @@ def load_model(path_or_config: str | Path, *, pretrained: bool = True, dtype: st
     if dtype not in DTYPES:
         raise UserError(f"load_model: dtype got {dtype!r}; must be one of {', '.join(DTYPES)}")
     config = read_hf_config(path_or_config)
-    auto = _transformers().AutoModelForCausalLM
+    auto = model_class(config, architecture)
     if not pretrained:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return _explained(config, auto.from_config, hf_config(config), dtype=DTYPES[dtype]).train()
+            return _explained(config, _of_config(auto), hf_config(config), dtype=DTYPES[dtype]).train()
     options = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
     options["ignore_mismatched_sizes"] = True  # _check_loaded names them
+    folder = str(config.folder) if config.weights is None or config.weights.name == "model.safetensors" else None
+    if folder is None:
+        options |= {"config": hf_config(config), "state_dict": load_safetensors(config.weights)}
+        auto = type(meta_model(config, architecture))
     with quietly():
-        model, told = _explained(config, auto.from_pretrained, str(config.folder), dtype=DTYPES[dtype], **options)
+        model, told = _explained(config, partial(auto.from_pretrained, folder, dtype=DTYPES[dtype], **options))
     _check_loaded(config, told)
     return model.train()
 
 
-def meta_model(config: HFConfig) -> Any:
+def model_class(config: HFConfig, architecture: str = "causal") -> Any:
+    """transformers' class of the model: that of causal language models, or with "own" the first of `architectures` in
+    config.json. UserError for an architecture that transformers does not have."""
+    if architecture == "causal":
+        return transformers().AutoModelForCausalLM
+    named = next(iter(config.keys.get("architectures") or ()), None)
+    found = getattr(transformers(), named, None) if isinstance(named, str) else None
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise UserError(
+            f"model.architecture: own, but '{config.path}' names {named!r} in `architectures`, which transformers does"
+            " not have; name a class there, such as ViTForImageClassification"
+        )
+    return found
+
+
+def _of_config(auto: Any) -> Callable[..., Any]:
+    """The function that gives a model with random weights of a config. Classes of models have a private one alone."""
+    return auto.from_config if hasattr(auto, "from_config") else auto._from_config
+
+
+def meta_model(config: HFConfig, architecture: str = "causal") -> Any:
     """The model of a config without memory for its weights."""
     own = hf_config(config)
     with torch.device("meta"):
-        return _explained(config, _transformers().AutoModelForCausalLM.from_config, own, dtype=torch.float32)
+        return _explained(config, _of_config(model_class(config, architecture)), own, dtype=torch.float32)
 
 
 def one_layer(path: str | Path, most: int) -> Any:
     """The model of a config with one layer and random weights; None where transformers cannot build it, or where it has
     more than `most` parameters. The caller's random state is restored."""
-    config, auto = hf_config(read_hf_config(path)), _transformers().AutoModelForCausalLM
+    config, auto = hf_config(read_hf_config(path)), transformers().AutoModelForCausalLM
     try:
         config.num_hidden_layers = 1
         if getattr(config, "layer_types", None):
@@ -78,7 +114,7 @@ def one_layer(path: str | Path, most: int) -> Any:
 
 def hf_config(config: HFConfig) -> Any:
     """transformers' own object of a config. UserError for an unknown type of model."""
-    auto = _transformers().AutoConfig
+    auto = transformers().AutoConfig
     return _explained(config, auto.from_pretrained, str(config.path), local_files_only=True, trust_remote_code=False)
 
 
@@ -113,31 +149,6 @@ def _aux_weight(model: nn.Module) -> float:
     return getattr(config, "router_aux_loss_coef", 0.0) if weight is None else weight
 
 
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise UserError(
-            "model: a Hugging Face model needs the package transformers; pip install 'hqsweep[models]'"
-        ) from None
-    return transformers
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Within this context transformers shows no progress bars, and no report that a UserError repeats."""
-    logging = _transformers().utils.logging
-    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if shown:
-            logging.enable_progress_bar()
-
-
 def _explained(config: HFConfig, function: Any, *args: Any, **options: Any) -> Any:
     """Call transformers, which may raise anything, and raise that as a UserError of one line, which names the
     config."""
@@ -146,8 +157,7 @@ def _explained(config: HFConfig, function: Any, *args: Any, **options: Any) -> A
     except UserError:
         raise
     except Exception as error:
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"model.path: '{config.path}' ({config.model_type}): {why}") from None
+        raise UserError(f"model.path: '{config.path}' ({config.model_type}): {one_line(error)}") from None
 
 
 def _check_loaded(config: HFConfig, told: Any) -> None:

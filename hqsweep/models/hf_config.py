@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +10,15 @@ from typing import Any
 
 from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
+from hqsweep.models.gguf import gguf_folder, is_gguf
 
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
 WANTED = "give the folder of a Hugging Face model, or its config.json"
-WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+KINDS = "a folder of Hugging Face, a .gguf file, or a .safetensors file with config.json beside it"
+SAFETENSORS = ".safetensors"
+_PART = re.compile(r"-\d+-of-\d+$")
+WEIGHTS = (SAFETENSORS, ".pt", ".pth", ".bin", ".ckpt")
 """Suffixes of files of tensors."""
 CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 """The keys of the largest number of positions, by families of models."""
@@ -28,6 +33,8 @@ class HFConfig:
 
     path: Path
     keys: Mapping[str, Any]
+    weights: Path | None = None
+    """The file of safetensors that was named; None where a folder or the config was."""
 
     @property
     def folder(self) -> Path:
@@ -78,17 +85,25 @@ class HFConfig:
 def read_hf_config(path: str | Path, where: str = "model.path") -> HFConfig:
     """The config of a folder, or in a file. UserError, which begins with `where`, where there is none, or one that
     needs code of its author to be run."""
-    file = _config_file(Path(path), where)
+    named = Path(path)
+    file = _config_file(named, where)
     try:
         keys = loads(file.read_bytes())
     except (ValueError, OSError) as error:
         raise UserError(f"{where}: '{file}' is no JSON ({str(error).splitlines()[0]}); {WANTED}") from None
     _check_keys(keys, file, where)
-    return HFConfig(path=file, keys=keys)
+    return HFConfig(path=file, keys=keys, weights=named if named.suffix == SAFETENSORS else None)
 
 
 def _config_file(path: Path, where: str) -> Path:
-    """Return the config's file: `path`, or the one in the folder. UserError if there is none, or for other files."""
+    """Return the config's file: `path`, the one in the folder, beside safetensors, or made of GGUF. UserError if there
+    is none, or for other files."""
+    if is_gguf(path):
+        return gguf_folder(path, where) / CONFIG
+    if path.suffix == SAFETENSORS and path.is_file() and path.with_name(CONFIG).is_file():
+        if _PART.search(path.stem):
+            raise UserError(f"{where}: '{path}' is one of several files of weights; give their folder, {path.parent}")
+        return path.with_name(CONFIG)
     file = path / CONFIG if path.is_dir() else path
     if not file.is_file():
         has = f"has no {CONFIG}" if path.is_dir() else "is not there"

@@ -56,7 +56,7 @@ def _tried(config: ConvergenceConfig, on_cpu: bool) -> nn.Module | None:
             return None
     if fault is not None or on_cpu:  # the meta device lacks values and checks no dtypes
         fault = _fault(model, context, torch.autocast("cpu", torch.bfloat16, enabled=config.train.dtype == "bf16"))
-    if fault is not None and (on_cpu or _is_anywhere(fault)):
+    if fault is not None and (on_cpu or is_anywhere(fault)):
         name, why = type(model).__name__, (str(fault).strip() or "no message").splitlines()[0]
         raise UserError(
             f"model: {name} raised {type(fault).__name__} for tokens (2, {context}): {why}; {TAKES}"
@@ -78,7 +78,7 @@ def _fault(model: nn.Module, context: int, around: AbstractContextManager) -> Ex
     return None
 
 
-def _is_anywhere(fault: Exception) -> bool:
+def is_anywhere(fault: Exception) -> bool:
     """Whether an exception does not depend on the device: a library's module refuses its input."""
     trace = fault.__traceback__
     while trace.tb_next is not None:

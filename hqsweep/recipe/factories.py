@@ -29,6 +29,8 @@ class FindFactory(Protocol):
 class FactoryName:
     """A factory that was not imported and cannot be called."""
 
+    is_name = True
+
     path: str
 
     def __call__(self, role: Any) -> Any:
@@ -100,6 +102,8 @@ class Importer:
     """Paths of factories that may be imported; None for all."""
     refusal: str = ""
     """The end of the error for all other paths."""
+    others_by_name: bool = False
+    """Whether other paths stay names, instead of an error."""
     imported: list[str] = field(default_factory=list)
     _said: set[str] = field(default_factory=set)
 
@@ -107,6 +111,8 @@ class Importer:
         """Return find_factory() for an allowed path; UserError for all others."""
         factory_name(path, where)
         if self.allowed is not None and path not in self.allowed:
+            if self.others_by_name:
+                return FactoryName(path)
             raise UserError(f"{where}: '{path}' is a Python factory, {self.refusal}")
         if path not in self._said:
             self._said.add(path)

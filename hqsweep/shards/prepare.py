@@ -72,8 +72,9 @@ def prepare(
 ) -> Manifest:
     """Make shards in the folder `out` of all text of a file or folder: text, JSON lines or Parquet, also .gz and .zst.
 
-    tokenizer: a tokenizer.json of Hugging Face, or its folder. workers: processes, by default one for each processor.
-    progress: called after each piece. options: those of Options. Pieces that are done already are not done again.
+    tokenizer: a tokenizer.json of Hugging Face, its folder, or a .gguf file. workers: processes, by default one for
+    each processor. progress: called after each piece. options: those of Options. Pieces that are done already are not
+    done again.
 
     Raises:
         UserError: what is wrong with the source, the tokenizer, the folder or an option, in one sentence.

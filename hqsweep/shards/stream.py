@@ -4,6 +4,7 @@ Windows are read by `pread`, not from a memory map: pages of a map count as memo
 room for them, and 100 GB of shards must not look like 100 GB of memory.
 """
 
+import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -125,12 +126,26 @@ def window_starts(seed: int, samples: np.ndarray, tokens: int, context: int) -> 
     starts = np.empty(len(places), np.int64)
     for epoch in np.unique(epochs):
         here = epochs == epoch
-        words = np.random.Philox(
-            key=np.array([seed, ORDER], np.uint64), counter=np.array([0, 0, epoch, 0], np.uint64)
-        ).random_raw(ROUNDS + 1)
+        words = _words(seed, epoch)
         shift = int(words[-1] % np.uint64(tokens - count * context))
         starts[here] = permuted(places[here], count, words[:-1]) * context + shift
     return starts
+
+
+def sample_places(seed: int, samples: np.ndarray, count: int) -> np.ndarray:
+    """Places in [0, count) of samples, int64 [n], each epoch of which reads every place once, permuted by (seed,
+    epoch)."""
+    epochs, places = np.divmod(np.asarray(samples, np.int64), count)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        places[here] = permuted(places[here], count, _words(seed, epoch)[:-1])
+    return places
+
+
+def _words(seed: int, epoch: int) -> np.ndarray:
+    """The random numbers of an epoch's order, uint64 [ROUNDS + 1]."""
+    philox = np.random.Philox(key=np.array([seed, ORDER], np.uint64), counter=np.array([0, 0, epoch, 0], np.uint64))
+    return philox.random_raw(ROUNDS + 1)
 
 
 def permuted(places: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
@@ -159,3 +174,14 @@ def _mixed(words: np.ndarray) -> np.ndarray:
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
+
+
+def spread_starts(first: int, count: int, choices: int) -> np.ndarray:
+    """int64: the places first..first+count-1 of a walk over [0, choices) in golden-section strides.
+
+    Every beginning of the walk is nearly evenly spaced, and no place repeats before all have come.
+    """
+    stride = max(1, round(choices * (math.sqrt(5) - 1) / 2))
+    while math.gcd(stride, choices) != 1:
+        stride += 1
+    return np.arange(first, first + count, dtype=np.int64) * stride % choices

@@ -8,6 +8,7 @@ import numpy as np
 
 from hqsweep.config.safe import loads
 from hqsweep.errors import UserError, nearest
+from hqsweep.models.gguf import gguf_folder, is_gguf
 
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
 """The usual separators, for a tokenizer whose eos_token no file beside it names."""
@@ -39,9 +40,11 @@ def open_tokenizer(path: Path) -> Any:
 
 def tokenizer_file(path: Path) -> Path:
     """The file that a path means."""
+    if is_gguf(path):
+        path = gguf_folder(path, "--tokenizer")
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        raise UserError(f"--tokenizer: {file} does not exist; give a tokenizer.json, or the folder that has one")
+        raise UserError(f"--tokenizer: {file} does not exist; give a tokenizer.json, the folder that has one, or GGUF")
     return file
 
 

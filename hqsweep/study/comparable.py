@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hqsweep.config.jobs import COMMAND
 from hqsweep.errors import UserError
 from hqsweep.report.compare.frames import FORK, WHOLE
+from hqsweep.study.device import device_of
 from hqsweep.study.noise import model_of, parameters
 from hqsweep.study.sequential import Plan
 from hqsweep.sweep.grid.point import is_trunk
-from hqsweep.train.build import pick_device
 
 DESIGNS = {FORK: "forks", WHOLE: "whole runs"}
 """Design of a comparison -> its name in hqsweep.verdicts.plan."""
@@ -45,11 +46,17 @@ class Wanted:
     arms: int
     null: bool
     maximum: int | None
+    margin: float | str
+    settles: bool
     replicate: Mapping[str, int]
 
 
 def wanted_of(plan: Plan) -> Wanted | None:
     """The study of a plan; None for a model whose size is not known."""
+    if plan.first.job == COMMAND:
+        raise UserError(
+            f"conf={plan.conf}: hqsweep knows no noise of a command; `hqsweep plan --from runs/SWEEP` plans by its runs"
+        )
     if not hasattr(plan.first, "train"):
         raise UserError(f"conf={plan.conf}: a {plan.first.job} job compares no recipes; give a convergence sweep")
     pairs = [pair for pair in zip(plan.points, plan.configs, strict=True) if not is_trunk(pair[0])]
@@ -70,10 +77,10 @@ def wanted_of(plan: Plan) -> Wanted | None:
         model=model_of(first),
         data=first.data.model_dump(mode="json"), data_hash=plan.data[0].data.hash,
         params=params, tokens=whole * step, fork_tokens=forked,
-        on_gpu=pick_device(first.train.device).type == "cuda",
+        on_gpu=device_of(first).on_gpu,
         ends_together=bool(fork and fork.end), names=frozenset(names), arms=tested, null=plan.study.null_arm,
         replicate=replicate,
-        maximum=plan.study.seeds.max if plan.study.seeds.until == "decided" else None,
+        maximum=plan.study.maximum, margin=plan.study.margin, settles=plan.study.settles,
     )  # fmt: skip
 
 

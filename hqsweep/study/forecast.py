@@ -5,13 +5,17 @@ studies measured; and the state of each run of a plan with the minutes that are 
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hqsweep.config.job import Config
+from hqsweep.config.study import margin_in_tokens
 from hqsweep.errors import Damaged, UserError
+from hqsweep.host import usable_cpus
+from hqsweep.jobs.pace import Pace as StepPace
+from hqsweep.jobs.pace import evaluations, measure
 from hqsweep.report.compare.frames import FORK
 from hqsweep.study.comparable import (
     DESIGNS,
@@ -25,6 +29,7 @@ from hqsweep.study.comparable import (
     study_of,
     wanted_of,
 )
+from hqsweep.study.device import RunDevice, device_of
 from hqsweep.study.noise import FILE
 from hqsweep.study.sequential import Plan
 from hqsweep.sweep.engine.process import slots
@@ -82,6 +87,10 @@ class Forecast:
     half_width    % of the baseline's loss: half of the 95 % interval, joint over the arms, that they give
     sd_pct        of one replicate's gap, from the study that `basis` names in words, the nearest one
     estimate      whether that study was of another model or other data
+    margin_pct, to_settle
+                  of forks with fork.until=settled: the margin in % of the loss, and the trunks after which 4 of 5
+                  studies know every gap to it (inf beyond the maximum); NaN for others, and for a margin in tokens
+                  where that study did not measure how fast the loss falls
     """
 
     design: str
@@ -98,6 +107,8 @@ class Forecast:
     sd_pct: float
     basis: str
     estimate: bool
+    margin_pct: float = math.nan
+    to_settle: float = math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,12 +211,24 @@ def _forecast(wanted: Wanted, design: str, rows: Sequence[Row], resolve: float) 
     half = math.nan
     if math.isfinite(count):
         half = power.half_width(name, sd, wanted.arms, int(count), wanted.null, wanted.maximum)
+    margin = _margin(wanted, row) if wanted.settles and design == FORK else math.nan
     return Forecast(
+        margin_pct=margin,
+        to_settle=margin if math.isnan(margin) else power.to_settle(sd, wanted.arms, margin, wanted.maximum),
         design=name, arms=wanted.arms, maximum=wanted.maximum, replicates=count, minutes=minutes[0],
         replicates_low=min(counts), replicates_high=max(counts),
         minutes_low=min(timed), minutes_high=max(timed), studies=len(rows),
         half_width=half, sd_pct=sd, basis=_basis(wanted, row), estimate=not same_study(wanted, row),
     )  # fmt: skip
+
+
+def _margin(wanted: Wanted, row: Row) -> float:
+    """The margin in % of the loss; NaN for one in tokens where the row has no slope that turns it into one."""
+    tokens = margin_in_tokens(wanted.margin)
+    if math.isnan(tokens):
+        return float(wanted.margin)
+    slope = row.get("slope_pct")
+    return slope * math.log2(1 + tokens / 100) if isinstance(slope, float) and slope > 0 else math.nan
 
 
 def _replicates(wanted: Wanted, design: str, row: Row, resolve: float) -> float:
@@ -265,20 +288,26 @@ class Outlook:
     """rows: the plan's, each with `state` (finished, running, or what is to be done) and the `minutes` that it
     still needs (None: not known). minutes, most: of all runs to do, at as many at a time as the
     plan has workers, the least and the greatest that comparable studies say; None where nothing says how long they
-    take. basis: the source of the minutes, in words."""
+    take. basis: the source of the minutes, in words. device: what will train them, and how that is known; "" for
+    another job."""
 
     rows: tuple[Mapping[str, Any], ...]
     to_do: int
     minutes: float | None
     most: float | None
     basis: str
+    device: str = ""
 
 
-def outlook(plan: Plan, rows: Sequence[Mapping[str, Any]], *, force: bool = False) -> Outlook:
-    """The outlook of a plan whose runs are `rows`; force: whether finished ones are repeated."""
+def outlook(
+    plan: Plan, rows: Sequence[Mapping[str, Any]], *, force: bool = False, timed: Mapping[str, StepPace] | None = None
+) -> Outlook:
+    """The outlook of a plan whose runs are `rows`; force: whether finished ones are repeated; timed: what a step takes,
+    as measured now."""
     first = plan.first
     folder = Path(first.runs_dir) / first.sweep
-    seconds = _known_seconds(RunStore(Path(first.runs_dir)), first.sweep)
+    device = device_of(first) if first.job == "convergence" else None
+    seconds = _known_seconds(RunStore(Path(first.runs_dir)), first.sweep, device)
     seen, left = [], []
     for row, config in zip(rows, plan.configs, strict=True):
         run = RunDir(folder / row["run"])
@@ -287,12 +316,65 @@ def outlook(plan: Plan, rows: Sequence[Mapping[str, Any]], *, force: bool = Fals
         kind = _kind(config)
         size = _size(row["config"])
         a_step = seconds.get((kind, size, row["arm"]), seconds.get((kind, size)))
+        if timed is not None and (found := timed.get(pace_key(config))) is not None:
+            a_step = found.seconds * (1 + evaluations(config) / max(_steps(config), 1))
         minutes = None if a_step is None else steps * a_step / 60
         seen.append({**row, "state": state, "minutes": minutes})
         left.append((config, steps))
     to_do = sum(steps > 0 for _, steps in left)
     low, high, basis = _all_minutes(plan, seen, left)
-    return Outlook(rows=tuple(seen), to_do=to_do, minutes=low, most=high, basis=basis)
+    if timed is not None and low is not None:
+        basis = _measured_basis(timed)
+        low, high = (minutes + _starts(timed, to_do, plan) for minutes in (low, high))
+    said = "" if device is None else str(device)
+    return Outlook(rows=tuple(seen), to_do=to_do, minutes=low, most=high, basis=basis, device=said)
+
+
+Timed = Mapping[str, StepPace]
+"""pace_key() of a run -> what a step takes."""
+
+
+def pace_key(config: Config) -> str:
+    """What decides how long a step takes: the recipe, the model and the training without its length."""
+    dump = config.model_dump(mode="json")
+    return json.dumps([dump.get("recipe"), _size(dump)], sort_keys=True)
+
+
+def time_steps(plan: Plan, say: Callable[[str], None]) -> dict[str, StepPace]:
+    """The pace of each kind of run that is to be done, measured one after another on this machine. `say` gets a line
+    for each. UserError where Slurm would train on another machine, or nothing trains."""
+    if plan.first.job != "convergence" or plan.first.engine.kind != "local":
+        raise UserError("--measure: times trainings on this machine, and this sweep has none here; leave it out")
+    if plan.first.train.parallel.world > 1:
+        raise UserError("--measure: times runs of one process; leave it out for train.parallel")
+    kinds = {pace_key(config): config for config in plan.configs}
+    threads, timed = max(1, usable_cpus() // _at_a_time(plan)), {}
+    for number, (key, config) in enumerate(kinds.items(), 1):
+        named = config.model_dump(mode="json")
+        timed[key] = found = measure(named, threads=threads, imports=plan.imports)
+        say(
+            f"measured {number} of {len(kinds)}: {config.recipe.name}, {found.seconds:.3g} s a step,"
+            f" {found.tokens_per_s:,.0f} tokens/s after {found.start:.0f} s of loading, on {found.device}"
+        )
+    return timed
+
+
+def _measured_basis(timed: Timed) -> str:
+    first = next(iter(timed.values()))
+    return f"by {first.steps} steps of each kind of run, measured now on {first.device}; one at a time"
+
+
+def _starts(timed: Timed, to_do: int, plan: Plan) -> float:
+    """The minutes until the first step of all runs. Only the first run of a worker loads everything."""
+    start = max(found.start for found in timed.values())
+    return start * min(len(timed), to_do) / _at_a_time(plan) / 60
+
+
+def _at_a_time(plan: Plan) -> int:
+    """The runs at a time as far as the config says; auto counts as one."""
+    engine = plan.first.engine
+    workers = None if engine.workers == "auto" else engine.workers
+    return len(slots(workers, engine.runs_per_gpu)) if engine.kind == "local" else workers or 1
 
 
 def _state(run: RunDir, force: bool) -> tuple[str, int]:
@@ -319,8 +401,8 @@ def _steps(config: Config) -> int:
     return config.own_steps if hasattr(config, "own_steps") else 1
 
 
-def _known_seconds(store: RunStore, sweep: str) -> dict[Kind, float]:
-    """Kind -> the seconds that a step took in the finished runs of the sweep."""
+def _known_seconds(store: RunStore, sweep: str, device: RunDevice | None) -> dict[Kind, float]:
+    """Kind -> the seconds that a step took in the finished runs of the sweep, on this kind of device alone."""
     seconds: defaultdict[Kind, list[float]] = defaultdict(list)
     for run in _listed(store, sweep):
         try:
@@ -328,6 +410,8 @@ def _known_seconds(store: RunStore, sweep: str) -> dict[Kind, float]:
             if status["state"] != "finished":
                 continue
             size = _size(run.config())
+            if device is not None and device.on_gpu != (manifest.get("device", device.name) != "cpu"):
+                continue
         except (Damaged, KeyError, TypeError):
             continue
         job, point, progress = manifest["job"], manifest.get("point"), status["progress"]
@@ -357,10 +441,9 @@ def _all_minutes(
     plan: Plan, rows: Sequence[Mapping[str, Any]], left: Sequence[tuple[Config, int]]
 ) -> tuple[float | None, float | None, str]:
     """The least and the greatest number of minutes of all that is to be done, and their source."""
-    engine, known = plan.first.engine, [row["minutes"] for row in rows if row["state"] != "finished"]
+    known = [row["minutes"] for row in rows if row["state"] != "finished"]
     if all(minutes is not None for minutes in known):
-        count = len(slots(engine.workers, engine.runs_per_gpu)) if engine.kind == "local" else engine.workers or 1
-        minutes = math.fsum(known) / max(min(count, len(known)), 1)
+        minutes = math.fsum(known) / max(min(_at_a_time(plan), len(known)), 1)
         return minutes, minutes, "by the finished runs of this sweep"
     try:
         measured = pace(plan, registry(Path(plan.first.runs_dir)))

@@ -14,6 +14,7 @@ A row (parameters count matrices, tokens are tokens of training):
     baseline, arms    its name, and of each other arm {"sd", "sd_pct" (of one replicate's gap; nats, % of the baseline's
                       loss), "gap_pct", "null"}; of forks a replicate's gap is the mean over its points
     sd, sd_pct        root mean square over the arms that are not the null arm
+    slope_pct         % that a doubling of tokens takes off the baseline's loss, null where that is not known
     replicates        that were judged together, at least 2
     run_tokens        of one arm in one replicate: of a whole run, or of all its forks
     trunk_tokens      of a replicate's trunk, 0 of whole runs
@@ -137,6 +138,7 @@ def _row(comparison: Comparison, baseline: str, noise: Mapping[str, dict[str, An
         "arms": dict(noise),
         "sd": _rms(arm["sd"] for arm in tested),
         "sd_pct": _rms(arm["sd_pct"] for arm in tested),
+        "slope_pct": _slope(comparison, baseline),
         "replicates": int(points["trunk"].nunique()),
         "run_tokens": round(float(fork_steps.mean()) * step * forks),
         "trunk_tokens": round(float(trunks["config.train.steps"].mean()) * step) if len(trunks) else 0,
@@ -148,6 +150,13 @@ def _row(comparison: Comparison, baseline: str, noise: Mapping[str, dict[str, An
         "sweeps": sorted(frames["sweep"].unique()),
         "runs": hashlib.sha256("\n".join(sorted(frames["run_id"].astype(str))).encode()).hexdigest(),
     }
+
+
+def _slope(comparison: Comparison, baseline: str) -> float | None:
+    """The cell slope_pct of a row."""
+    own = comparison.arms.set_index("arm").loc[baseline]
+    percent = 100 * own["slope"] / own["final_loss"]
+    return float(percent) if math.isfinite(percent) else None
 
 
 def model_of(config: ConvergenceConfig) -> dict[str, Any]:

@@ -1,21 +1,26 @@
-"""Studies that grow until they are decided: seeds.until=decided seeds.max=N.
+"""Studies that grow until they are decided (seeds.until=decided seeds.max=N), or until every gap is known to the margin
+(fork.until=settled fork.max_steps=N).
 
 Every arm gets the same replicates (a seed; in a fork study a trunk with its forks). After each one all arms are judged
 by the levels of hqsweep.verdicts.levels, under which looking does not raise the rate of false verdicts. Another
-replicate is added until every arm has a verdict or N are there. An arm ends early only when it diverges: early losses
-say little about late ones. The state of a study is its run folders, so that the same command resumes one that was
-stopped.
+replicate is added until every arm has a verdict or N are there; or until the interval of every arm's gap of a whole run
+reaches no further than the margin to either side, or no more trunks fit into the steps. More trunks are added, and no
+later end: a gap of longer runs is another gap, and varies more over trunks. An arm ends early only when it diverges:
+early losses say little about late ones. The state of a study is its run folders, so that the same command resumes one
+that was stopped.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import pandas as pd
+
 from hqsweep.config.job import Config
 from hqsweep.config.study import StudyConfig
 from hqsweep.errors import Damaged, UserError
-from hqsweep.report.compare.arms import Comparison
 from hqsweep.report.compare.compare import compare
 from hqsweep.sweep.grid.point import GridPoint, is_trunk
 from hqsweep.sweep.store.names import id_in, run_id
@@ -25,6 +30,13 @@ from hqsweep.verdicts.estimate import VERDICTS
 
 FIRST_SEEDS, FIRST_TRUNKS = 2, 3
 """The replicates of the first look: of whole runs, and of forks, which have no verdict about all trunks before."""
+
+
+class Judged(Protocol):
+    """What is read of a comparison: a row for each arm with arm, baseline, verdict and n."""
+
+    @property
+    def arms(self) -> pd.DataFrame: ...
 
 
 class Plan(Protocol):
@@ -46,24 +58,38 @@ P = TypeVar("P", bound=Plan)
 @dataclass(frozen=True, kw_only=True)
 class Look:
     """The verdicts after `replicates` of at most `maximum`: arm -> verdict (or why an arm has none), without the
-    baseline; `added` is the seed that came next, None at the last look."""
+    baseline; `added` is the seed that came next, None at the last look. half_pct: of a study that goes on until it is
+    settled, arm -> half of its interval in %; margin_pct: how large it may be."""
 
     replicates: int
     maximum: int
     verdicts: dict[str, str]
     added: int | None
+    half_pct: dict[str, float] | None = None
+    margin_pct: float | None = None
 
     @property
     def line(self) -> str:
         """A line such as: look 3 of at most 16: mxfp8 equivalent, nvfp4 undecided; adding seed 3."""
-        known = ", ".join(f"{arm} {verdict}" for arm, verdict in self.verdicts.items())
-        then = "every arm has a verdict" if self.decided else f"no more than {self.maximum} were stated"
+        known = ", ".join(f"{arm} {verdict}{self._width(arm)}" for arm, verdict in self.verdicts.items())
+        settled = self.half_pct is not None
+        known += f"; margin {self.margin_pct:.2g} %" if settled else ""
+        then = "every gap is known to the margin" if settled else "every arm has a verdict"
+        then = then if self.decided else f"no more than {self.maximum} were stated"
         then = f"adding seed {self.added}" if self.added is not None else then
         return f"look {self.replicates} of at most {self.maximum}: {known}; {then}"
 
+    def _width(self, arm: str) -> str:
+        """ " (± 0.21 %)" of an arm whose interval decides when the study ends."""
+        half = (self.half_pct or {}).get(arm, math.nan)
+        return "" if math.isnan(half) else f" (± {half:.2g} %)"
+
     @property
     def decided(self) -> bool:
-        return "undecided" not in self.verdicts.values()
+        """Whether no more replicates are asked for."""
+        if self.half_pct is None:
+            return "undecided" not in self.verdicts.values()
+        return all(half <= self.margin_pct for half in self.half_pct.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +99,7 @@ class Growth:
 
     runs: tuple[RunDir, ...]
     looks: tuple[Look, ...]
-    comparison: Comparison | None
+    comparison: Any
     failed: tuple[RunDir, ...]
 
 
@@ -83,6 +109,7 @@ def grow(
     start: Callable[[P, bool], Sequence[RunDir]],
     *,
     say: Callable[[str], None],
+    judged: Callable[[list[RunDir]], Judged] = compare,
     force: bool = False,
 ) -> Growth:
     """Bring the study of `plan` to its end.
@@ -91,6 +118,7 @@ def grow(
     start   brings the runs of a plan to an end, and repeats finished ones when asked: launch.start. A run that it
             leaves pending, because its time is over, ends this call
     say     takes a line a look
+    judged  the comparison of the runs so far
     force   repeat finished runs
 
     It starts with the seeds of the plan and those that the sweep has, at least FIRST_SEEDS or FIRST_TRUNKS. A run that
@@ -113,39 +141,47 @@ def grow(
         if failed := tuple(run for run in runs.values() if _failed(run)):
             say(f"{len(failed)} of {len(runs)} runs failed, so no more seeds are added: {failed[0].name}")
             break
-        comparison = compare(list(runs.values()))
+        comparison = judged(list(runs.values()))
         if any(run.seen()["state"] == "pending" for run in runs.values()):
             break  # the time that the command was given is over
         verdicts = _verdicts(comparison)
         gone |= {arm for arm, verdict in verdicts.items() if verdict not in VERDICTS}
-        ends = "undecided" not in verdicts.values() or len(seeds) >= maximum
-        due = [] if ends else [max(seeds) + 1]
-        looks.append(Look(
-            replicates=int(comparison.arms["n"].max()), maximum=maximum, verdicts=verdicts,
-            added=None if ends else due[0],
-        ))  # fmt: skip
+        look = Look(
+            replicates=int(comparison.arms["n"].max()), maximum=maximum, verdicts=verdicts, added=None,
+            **(_widths(comparison) if plan.study.settles else {}),
+        )  # fmt: skip
+        due = [] if look.decided or len(seeds) >= maximum else [max(seeds) + 1]
+        looks.append(replace(look, added=due[0] if due else None))
         say(looks[-1].line)
-        if ends:
+        if not due:
             break
         seeds = [*seeds, *due]
     return Growth(runs=tuple(runs.values()), looks=tuple(looks), comparison=comparison, failed=failed)
 
 
+def _widths(comparison: Judged) -> dict[str, Any]:
+    """The cells half_pct and margin_pct of a look."""
+    judged = comparison.arms[comparison.arms["verdict"].isin(VERDICTS)]
+    halves = dict(zip(judged["arm"], judged["half_pct"], strict=True))
+    return {"half_pct": halves, "margin_pct": float(judged["margin_pct"].min())}
+
+
 def _checked(plan: Plan) -> int:
     """The largest number of replicates that is stated; UserError for a plan that cannot grow."""
     maximum, engine = plan.study.seeds.max, plan.first.engine
+    key, rule = ("fork.until", "settled") if plan.study.settles else ("seeds.until", "decided")
     if plan.study.fork and maximum < FIRST_TRUNKS:
         raise UserError(f"seeds.max: {maximum}; a verdict on forks needs {FIRST_TRUNKS} trunks at least")
     if plan.study.fork and plan.study.fork.goes_on:
         raise UserError(
-            "seeds.until: decided adds trunks, but fork.trunk names the only one; use seeds.until=fixed and more points"
+            f"{key}: {rule} adds trunks, but fork.trunk names the only one; use {key}=fixed and more points"
             " in fork.at, or leave fork.trunk out"
         )
     if len({point.arm for point in plan.points if not is_trunk(point)}) < 2:
-        raise UserError("seeds.until: decided, but the grid has one arm and no other to measure; add recipes")
+        raise UserError(f"{key}: {rule}, but the grid has one arm and no other to measure; add recipes")
     if engine.kind == "slurm" and engine.slurm.detach:
         raise UserError(
-            "engine.slurm.detach: true, but seeds.until=decided adds seeds when it has seen the runs end; leave one out"
+            f"engine.slurm.detach: true, but {key}={rule} adds seeds when it has seen the runs end; leave one out"
         )
     return maximum
 
@@ -166,8 +202,9 @@ def first_seeds(plan: P, replan: Callable[[Sequence[int]], P]) -> list[int]:
     while len(seeds) < least:
         seeds.add(max(seeds) + 1)
     if len(seeds) > maximum:
+        stated = f"fork.max_steps: room for {maximum} trunks" if plan.study.settles else f"seeds.max: {maximum}"
         raise UserError(
-            f"seeds.max: {maximum}, but {len(seeds)} replicates are given or there already (seeds"
+            f"{stated}, but {len(seeds)} replicates are given or there already (seeds"
             f" {', '.join(map(str, sorted(seeds)))}); the largest number is stated beforehand, so give no more"
         )
     return sorted(seeds)
@@ -194,6 +231,6 @@ def _failed(run: RunDir) -> bool:
     return status["state"] not in ("finished", "pending") and not str(status["reason"]).startswith("loss is ")
 
 
-def _verdicts(comparison: Comparison) -> dict[str, str]:
+def _verdicts(comparison: Judged) -> dict[str, str]:
     """Arm -> its verdict, or why it has none."""
     return {row.arm: row.verdict for row in comparison.arms.itertuples() if row.arm != row.baseline}

@@ -58,7 +58,7 @@ def _write(config: ConvergenceConfig, state: dict, out: Path) -> Path:
     if isinstance(config.model, HFModelConfig):
         check_same(config.model)
         known = read_hf_config(config.model.path)
-        model = _of_config(known, _values(state))
+        model = _of_config(known, _values(state), config.model.architecture)
         beside = {name: (known.folder / name).read_bytes() for name in TOKENIZER if (known.folder / name).is_file()}
         return save_pretrained(model, out, beside)
     if isinstance(config.model, FactoryModelConfig):
@@ -114,9 +114,9 @@ def _with_ties(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor
     return weights | {name: there[id(p)] for name, p in named.items() if name not in weights and id(p) in there}
 
 
-def _of_config(config: HFConfig, weights: dict[str, Tensor]) -> nn.Module:
+def _of_config(config: HFConfig, weights: dict[str, Tensor], architecture: str) -> nn.Module:
     """The model of a config.json with these weights, which are not copied. UserError where they are not its weights."""
-    model = meta_model(config)
+    model = meta_model(config, architecture)
     weights = _with_ties(model, weights)
     wanted = {name: value.shape for name, value in model.state_dict().items()}
     if wanted != {name: value.shape for name, value in weights.items()}:

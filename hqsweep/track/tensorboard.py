@@ -17,7 +17,7 @@ from torch.utils.tensorboard.summary import hparams
 from hqsweep.errors import visible
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.track.tables import VERDICT_COLUMNS
-from hqsweep.track.tracker import HarmlessTracker, Tracker, curves, harmless, one_line
+from hqsweep.track.tracker import HarmlessTracker, Tracker, curves, harmless, one_line, verdict_scalars
 
 FLUSH_S = 1
 TEXT_ROWS = 500
@@ -122,7 +122,7 @@ WIDTH = 61
 
 
 def log_report(sweep_path: Path, report: Path, arms: Sequence[Mapping[str, Any]]) -> bool:
-    """The texts `verdicts` and `forest` and the scalars gap_pct/ARM of `arms` (of `hqsweep compare --json`) in
+    """The texts `verdicts` and `forest` and the scalars verdict_scalars() of `arms` (of `hqsweep compare --json`) in
     SWEEP/tensorboard/REPORT, in place of an earlier comparison. Returns whether they are kept; never raises."""
     folder = sweep_path / "tensorboard" / report.name
     try:
@@ -132,8 +132,8 @@ def log_report(sweep_path: Path, report: Path, arms: Sequence[Mapping[str, Any]]
             writer.add_text("verdicts", markdown_table([{name: arm[name] for name in VERDICT_COLUMNS} for arm in arms]))
             writer.add_text("forest", f"```text\n{forest_text(arms)}\n```")
             for arm in arms:
-                if arm["gap"] is not None:
-                    writer.add_scalar(f"gap_pct/{visible(arm['arm'])}", arm["gap"], 0)
+                for tag, value in verdict_scalars(arm).items():
+                    writer.add_scalar(f"{tag}/{visible(arm['arm'])}", value, 0)
     except Exception as error:
         print(f"tensorboard: report: {one_line(error)}; it is in {report}", flush=True)
         return False

@@ -91,3 +91,12 @@ def harmless(method: Callable[..., Any]) -> Callable[..., bool]:
 def one_line(error: Exception) -> str:
     """Type and message of an error without line breaks."""
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def verdict_scalars(arm: Mapping[str, Any]) -> dict[str, float]:
+    """Tag -> value of an arm: gap_pct, or whole_run_gap_pct where forks end together, both with _low and _high, the
+    ends of the 95 % interval; slowdown_pct with its ends; and lasting_pct, the part of the gap that lasts."""
+    gap = "gap_pct" if arm.get("end") is None else "whole_run_gap_pct"
+    names = {gap: "gap", f"{gap}_low": "ci_low", f"{gap}_high": "ci_high"}
+    names |= {name: name for name in ("slowdown_pct", "slowdown_low", "slowdown_high", "lasting_pct")}
+    return {tag: arm[name] for tag, name in names.items() if arm.get(name) is not None}

@@ -18,7 +18,15 @@ from hqsweep.sweep.store.names import fork_of, id_in
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.track.destination import resolve_mode
 from hqsweep.track.tables import VERDICT_COLUMNS
-from hqsweep.track.tracker import HarmlessTracker, NullTracker, Tracker, curves, harmless, one_line
+from hqsweep.track.tracker import (
+    HarmlessTracker,
+    NullTracker,
+    Tracker,
+    curves,
+    harmless,
+    one_line,
+    verdict_scalars,
+)
 
 FAST = {
     "console": "off", "silent": True, "disable_git": True, "disable_code": True, "x_disable_stats": True,
@@ -152,13 +160,14 @@ class WandbTracker(HarmlessTracker):
 
     @harmless
     def verdicts(self, arms: Sequence[Mapping[str, Any]]) -> None:
-        """Write the table `verdicts`, and verdict/ARM and gap_pct/ARM in the summary."""
+        """Write the table `verdicts`, and verdict/ARM and tracker.verdict_scalars() as TAG/ARM in the summary."""
         table = wandb.Table(columns=list(VERDICT_COLUMNS), allow_mixed_types=True)
         for arm in arms:
             table.add_data(*(arm[column] for column in VERDICT_COLUMNS))
             name = visible(arm["arm"])
             self._run.summary[f"verdict/{name}"] = arm["verdict"]
-            self._run.summary[f"gap_pct/{name}"] = arm["gap"]
+            for tag, value in verdict_scalars(arm).items():
+                self._run.summary[f"{tag}/{name}"] = value
         self._run.log({"verdicts": table})
 
     @harmless

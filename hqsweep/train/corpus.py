@@ -292,6 +292,8 @@ def check_planned(config: DataConfig, known: str | None, found: str) -> None:
 
 def where(config: DataConfig) -> str:
     """The data of a source, as the beginning of a sentence, with the key to look at."""
+    if config.source == "factory":
+        return f"data._target_: the data of {config.target}"
     return f"data.path: the data in '{config.path}'" if config.path else f"data.source: the data of {config.source}"
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hqsweep.config.train import LEARNT_NATS, DataConfig
+from hqsweep.config.train import LEARNT_NATS, DataConfig, FactoryDataConfig
 from hqsweep.errors import UserError, nearest
 from hqsweep.shards.reader import Shards
-from hqsweep.shards.stream import Stream, window_starts
+from hqsweep.shards.stream import Stream, spread_starts, window_starts
 from hqsweep.shards.stream import unigram_entropy as entropy_of
 from hqsweep.train import corpus
 from hqsweep.train.corpus import Corpus, MarkovSource
@@ -56,7 +56,7 @@ class Dataset:
         if split == "train":
             windows = self._train_windows(seed, step, batch, context)
         else:
-            starts = context * _spread_starts(step * batch, batch, (len(self.val) - 1) // context)
+            starts = context * spread_starts(step * batch, batch, (len(self.val) - 1) // context)
             windows = self._windows(self.val, starts, context + 1)
         tokens = torch.from_numpy(windows)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -223,8 +223,10 @@ def check_same(config: DataConfig, dataset: Dataset, stamp: corpus.Stamp) -> Non
 def check_length(config: DataConfig, context: int) -> None:
     """UserError where a split is too short for a window of `context` tokens, or the data cannot be read.
 
-    Files whose sizes promise plenty are not read for it.
+    Files whose sizes promise plenty are not read for it. Samples of a Python function have the length that they have.
     """
+    if isinstance(config, FactoryDataConfig):
+        return
     if config.source == "markov":
         sizes = {"train": config.markov.length, "val": round(config.markov.length * config.val_fraction)}
     elif config.source != "shards" and _expected(config) > PLENTY * context:
@@ -276,6 +278,12 @@ def _markov(config: DataConfig) -> Corpus:
     )
 
 
+def _samples(config: FactoryDataConfig) -> Dataset:
+    from hqsweep.train.batches import load_batches  # not for tokens
+
+    return load_batches(config)
+
+
 SOURCES: dict[str, Callable[[DataConfig], Dataset]] = {
     "stdlib": _in_memory(lambda config: corpus.stdlib(config.val_fraction, config.max_bytes)),
     "site": _in_memory(lambda config: corpus.site(config.val_fraction, config.max_bytes)),
@@ -283,6 +291,7 @@ SOURCES: dict[str, Callable[[DataConfig], Dataset]] = {
     "tokens": _in_memory(lambda config: corpus.tokens(config.path, config.val_fraction, config.max_bytes)),
     "shards": _shards,
     "markov": _in_memory(_markov),
+    "factory": _samples,
 }
 
 
@@ -291,14 +300,3 @@ def _random_starts(seed: int, step: int, count: int, choices: int) -> np.ndarray
     bits = np.random.Philox(key=np.array([seed, BATCHES], np.uint64), counter=np.array([0, 0, step, 0], np.uint64))
     unit = (bits.random_raw(count) >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return (unit * choices).astype(np.int64)
-
-
-def _spread_starts(first: int, count: int, choices: int) -> np.ndarray:
-    """int64: the places first..first+count-1 of a walk over [0, choices) in golden-section strides.
-
-    Every beginning of the walk is nearly evenly spaced, and no place repeats before all have come.
-    """
-    stride = max(1, round(choices * (math.sqrt(5) - 1) / 2))
-    while math.gcd(stride, choices) != 1:
-        stride += 1
-    return np.arange(first, first + count, dtype=np.int64) * stride % choices

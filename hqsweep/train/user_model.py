@@ -19,9 +19,12 @@ from hqsweep.checkpoints.foreign.load import load_checkpoint
 from hqsweep.checkpoints.foreign.user_model import check_same, weights_of
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.model import FactoryModelConfig, HFModelConfig, UserModel
+from hqsweep.config.train import FactoryDataConfig
 from hqsweep.errors import UserError
 from hqsweep.models.attention import take_fast_kernels
-from hqsweep.models.build import build, check_code, check_ranks, check_recompute, code_of, vocab_fault
+from hqsweep.models.batches import ATTRIBUTE, BatchLoss
+from hqsweep.models.build import build, check_ranks, check_recompute, vocab_fault
+from hqsweep.models.code import check_code, code_of, code_of_modules
 from hqsweep.models.compiled import CompiledBlocks
 from hqsweep.models.conversion import Conversion
 from hqsweep.models.convert import convert
@@ -38,6 +41,7 @@ from hqsweep.parallel.wire.objects import rank_in
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.torch_private import DropoutNd
 from hqsweep.train.adapter import Balance, Losses, Saving, by_decay, keyed_seed
+from hqsweep.train.data import loaded
 from hqsweep.train.step import NotCapturable
 
 CODE = "model_code"
@@ -53,7 +57,7 @@ EVALUATION = 2**32
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The function that built a model, and its code (models.build.code_of)."""
+    """The function that built a model, and its code (models.code.code_of)."""
 
     target: str
     code: str
@@ -222,12 +226,19 @@ def user_adapter(
     model = trained_weights(section, config.seed) if isinstance(section, HFModelConfig) else build(section, config.seed)
     origin = None
     if isinstance(section, FactoryModelConfig):
-        origin = Origin(target=section.target, code=code_of(model, section.factory))
+        functions = [section.factory, *([section.loss_function] if section.loss else [])]
+        origin = Origin(target=section.target, code=code_of(model, *functions))
+    elif section.loss:
+        origin = Origin(target=section.loss, code=code_of_modules({section.loss_function.__module__}))
     if section.init_noise:
         perturb_weights(model, section.init_noise, config.seed)
     if fault := vocab_fault(model, vocab_size):
         raise UserError(f"model: the data has {vocab_size} tokens, but {fault}; give another model, or other data")
-    check_causal(model, vocab_size)
+    if isinstance(config.data, FactoryDataConfig) or section.loss:
+        packing = getattr(loaded(config.data), "packing", None)
+        BatchLoss(packing=packing, function=section.loss_function).attach(model)
+    else:
+        check_causal(model, vocab_size)
     if train.recompute != "none":
         check_recompute(model, train.recompute)
         compute_again(model)
@@ -277,7 +288,7 @@ def _said(conversion: Conversion) -> Conversion:
 
 def loss_by_chunks(model: nn.Module) -> bool:
     """Whether HeadLoss computes the loss of a model. Prints that it does, or why not."""
-    if not is_hugging_face(model):
+    if not is_hugging_face(model) or ATTRIBUTE in model.__dict__:
         return False
     why = why_whole(model)
     print("loss: by chunks of tokens" if why is None else f"loss: of whole logits, for {why}", flush=True)
@@ -289,7 +300,7 @@ def trained_weights(section: HFModelConfig, seed: int) -> nn.Module:
     if not section.pretrained or weights_of(section).kind == "safetensors":
         return build(section, seed)
     config = read_hf_config(section.path)
-    model = load_model(config.path, pretrained=False, seed=seed)
+    model = load_model(config.path, pretrained=False, seed=seed, architecture=section.architecture)
     load_checkpoint(Path(section.path), model)
     return model
 

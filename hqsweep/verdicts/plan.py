@@ -98,6 +98,16 @@ def half_width(design: str, sd: float, arms: int, n: int, null: bool = True, max
     return _design(design, arms, null, maximum).critical(n, min(n, maximum or n)) * sd / math.sqrt(n)
 
 
+def to_settle(sd: float, arms: int, margin: float, maximum: int) -> float:
+    """The fewest trunks after which, in 4 of 5 studies of fork.until=settled, the intervals reach no further than the
+    margin; inf where `maximum` trunks do not. sd and margin in one unit, of the loudest arm."""
+    design = Forks(arms=arms, maximum=maximum)
+    for n in range(design.first, maximum + 1):
+        if np.mean(design.critical(n) * sd * np.sqrt(design.variances(n) / n) <= margin) >= POWER:
+            return float(n)
+    return math.inf
+
+
 def smallest_gap(design: str, sd: float, arms: int, n: int, null: bool = True) -> float:
     """The smallest true gap that n replicates call worse or better in 4 of 5 studies, in the unit of sd, the standard
     deviation of one replicate's gap; NaN for fewer than give a verdict, or an unknown sd."""

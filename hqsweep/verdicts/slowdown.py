@@ -32,13 +32,16 @@ class Slowdown:
     eq_high: float = math.nan
 
 
-def slowdown(gaps: ArrayLike, slopes: ArrayLike, critical: float, equivalence: float) -> Slowdown:
+def slowdown(
+    gaps: ArrayLike, slopes: ArrayLike, critical: float, equivalence: float, error: float = math.nan
+) -> Slowdown:
     """The slowdown of one arm over its replicates.
 
     gaps, slopes  [replicates]: loss of the arm minus loss of the baseline; what a doubling of all tokens takes off the
                   baseline's loss. In one unit: nats, or % of the baseline's loss
     critical, equivalence  the standard errors between a gap and the ends of its 95 % and 90 % intervals
                   (verdicts.designs.Design); NaN for one replicate
+    error         the standard error of the mean gap, where it is not that of `gaps` alone (whole runs); NaN: it is
 
     Raises ValueError for arrays of other shapes, or values that are not finite.
     """
@@ -49,24 +52,27 @@ def slowdown(gaps: ArrayLike, slopes: ArrayLike, critical: float, equivalence: f
         raise ValueError(f"gaps and slopes must be finite, not {gap} and {slope}")
     if not slope.mean() > 0:
         return Slowdown()
-    (low, high), (eq_low, eq_high) = (ratio_interval(gap, slope, errors) for errors in (critical, equivalence))
+    (low, high), (eq_low, eq_high) = (ratio_interval(gap, slope, errors, error) for errors in (critical, equivalence))
     doublings = (gap.mean() / slope.mean(), low, high, eq_low, eq_high)
     return Slowdown(**dict(zip(("pct", "low", "high", "eq_low", "eq_high"), map(in_percent, doublings), strict=True)))
 
 
 def in_percent(doublings: float) -> float:
     """The slowdown in % of so many doublings of tokens."""
-    return 100 * float(np.expm1(doublings * math.log(2)))
+    with np.errstate(over="ignore"):  # of slopes that are hardly above 0
+        return 100 * float(np.expm1(doublings * math.log(2)))
 
 
-def ratio_interval(gap: np.ndarray, slope: np.ndarray, errors: float) -> tuple[float, float]:
+def ratio_interval(gap: np.ndarray, slope: np.ndarray, errors: float, error: float = math.nan) -> tuple[float, float]:
     """(low, high) of mean(gap) / mean(slope): every u at which mean(gap - u slope) lies within `errors` standard errors
-    of 0. NaN for one replicate, and where slopes are so noisy that the interval has no ends."""
+    of 0. NaN for one replicate, and where slopes are so noisy that the interval has no ends. `error`: the standard
+    error of mean(gap), NaN for that of the replicates."""
     n = len(gap)
     if n < 2 or math.isnan(errors):
         return math.nan, math.nan
     # (g - u b)^2 = errors^2 (var g - 2 u cov + u^2 var b) / n is a u^2 - 2 h u + c = 0.
     (var_gap, cov), (_, var_slope) = np.cov(gap, slope) * errors**2 / n
+    var_gap = var_gap if math.isnan(error) else (errors * error) ** 2
     a = slope.mean() ** 2 - var_slope
     h, c = gap.mean() * slope.mean() - cov, gap.mean() ** 2 - var_gap
     root = h * h - a * c

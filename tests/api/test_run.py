@@ -44,6 +44,8 @@ def test_a_sweep_runs_once_and_is_read(folder: Path, capfd: pytest.CaptureFixtur
         ("convergence", ["train.stesp=3"], "did you mean 'train.steps'"),
         ("convergence", ["conf=fork"], "a sweep has one conf"),
         ("convergence", "train.steps=3", "overrides: got 'train.steps=3'; give a list"),
+        ("fork", ["fork.until=settled"], "fork.max_steps: missing; fork.until=settled adds trunks"),
+        ("fork", ["fork.until=settled", "fork.max_steps=479"], "fork.max_steps: 479 steps for the whole study, but"),
         ("convergence", [3], "overrides: got [3]; give a list"),
         ("convergence", [*TINY, "recipe._target_=os.getcwd"], "which no_import=True refuses"),
         ("convergence", [*TINY[2:], "data=markov", "data.markov.length=40"], "train.context"),

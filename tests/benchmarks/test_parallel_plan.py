@@ -11,8 +11,8 @@ import torch
 
 from benchmarks import parallel_plan
 from benchmarks.parallel_plan import Model, Over
-from benchmarks.ranks import SIZES
 from benchmarks.rows import markdown
+from benchmarks.step_cases import SIZES
 from hqsweep.config.job import parse
 from hqsweep.config.model import ffn_width
 from hqsweep.nn.linear.linear_loss import CHUNK_BYTES

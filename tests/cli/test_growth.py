@@ -40,7 +40,8 @@ def test_looks_and_verdicts_are_printed_and_the_noise_is_kept(folder: Path) -> N
     again = hqsweep(*GROW, "--json")
     document = json.loads(again.stdout)
     assert [run["seed"] for run in document["runs"]] == [0, 1, 2, 0, 1, 2] and second in again.stderr
-    assert document["looks"] == [{"replicates": 3, "maximum": 3, "verdicts": {"mxfp8": "undecided"}, "added": None}]
+    look = {"replicates": 3, "maximum": 3, "verdicts": {"mxfp8": "undecided"}, "added": None}
+    assert document["looks"] == [look | {"half_pct": None, "margin_pct": None}]
     assert [arm["verdict"] for arm in document["arms"]] == ["undecided"]
     other = hqsweep(*GROW[:-1])
     assert other.exit_code == 2 and "margin: 0.25, but 'convergence' began to run with margin=1e-07" in other.stderr
@@ -63,6 +64,44 @@ def test_a_study_whose_time_is_over_says_what_is_done_and_compares_it(
     assert "mxfp8: 1 of 1 runs" in result.stdout or "mxfp8: 2 of 2 runs" in result.stdout
     document = json.loads(hqsweep(*words, "--until", "20m", "--json").stdout)
     assert len(document["runs"]) == count and document["arms"][0]["apart"] == "unfinished"
+
+
+SETTLE = [
+    *(word for word in GROW if not word.startswith(("seeds.", "margin"))), "fork.at=[2,4]", "fork.end=8",
+    "fork.decay=2", "fork.warmup=1", "train.log_every=1", "fork.until=settled", "fork.max_steps=75",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_study_goes_on_until_gaps_are_known_to_the_margin(folder: Path) -> None:
+    words = [word for word in SETTLE if not word.startswith("train.steps")] + ["train.steps=4", "margin=50"]
+    document = json.loads(hqsweep(*words, "--json").stdout)
+    (look,) = document["looks"]
+    assert (look["replicates"], look["maximum"], look["added"], look["margin_pct"]) == (3, 3, None, 50)
+    assert 0 < look["half_pct"]["mxfp8"] < 50
+    said = hqsweep(*words).stdout
+    line = "fork.until=settled: more trunks until every gap is known to the margin; 3 trunks fit into 75 steps"
+    assert line in hqsweep(*words, "--dry-run").stdout
+    assert "look 3 of at most 3: mxfp8 " in said and "; margin 50 %; every gap is known to the margin" in said
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["fork.end=null"], "fork.until: settled, but forks that do not end together give no gap of a whole run"),
+    (["fork.max_steps=7"], "fork.max_steps: 7 steps for the whole study, but one run to fork.end=8 takes more"),
+    (["fork.max_steps=50"], "fork.max_steps: 50 steps, but 3 trunks with their forks, the fewest for a verdict, take"),
+    (["fork.max_steps=null"], "fork.max_steps: missing; fork.until=settled adds trunks with their forks"),
+    (["fork.until=fixed"], "fork.max_steps: 75 steps, but fork.until=fixed trains the seeds that are given"),
+    (["seeds.until=decided"], "fork.until: settled, beside seeds.until=decided, and a study ends by one rule"),
+    (["fork.at=[4]"], "fork.until: settled, but forks of one age give no gap of a whole run"),
+    (["recipe=bf16"], "fork.until: settled, but the grid has one arm"),
+])  # fmt: skip
+def test_what_cannot_settle_is_one_sentence_and_exit_2(words: list[str], message: str) -> None:
+    changed = {word.partition("=")[0] for word in words}
+    rest = [word for word in SETTLE if word.partition("=")[0] not in {*changed, "train.steps"}]
+    for more in (["--dry-run"], []):
+        result = hqsweep(*rest, "train.steps=4", *words, *more)
+        assert result.exit_code == 2
+        assert [message in line for line in result.stderr.splitlines() if line.startswith("hqsweep: ")] == [True]
 
 
 def test_a_time_without_a_unit_is_one_sentence_and_exit_2(folder: Path) -> None:

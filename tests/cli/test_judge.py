@@ -66,3 +66,35 @@ def test_hostile_names_reach_no_terminal(folder):
     for words in (["a.csv"], ["a.csv", "--baseline=no"], ["a.csv", "--metric=no"]):
         output = judge(*words).output
         assert "\\x1b" in output and not {"\x1b", "\x07", "\u202e"} & set(output)
+
+
+def test_a_report_is_written_where_it_is_asked_for(folder):
+    said = judge("a.csv", "--out", "r")
+    assert said.exit_code == 0 and "report: r/report.html" in said.output and (folder / "r/report.md").exists()
+    assert json.loads(judge("a.csv", "--out", "r", "--json").output)["report"] == "r/report.html"
+
+
+def test_a_stored_baseline_gates(folder):
+    assert judge("a.csv", "--store", "b.json").exit_code == 0
+    assert judge("a.csv", "--gate", "b.json").exit_code == 0
+    (folder / "a.csv").write_text(ROWS.replace("0.68", "0.63").replace("0.701", "0.651").replace("0.69\n", "0.64\n"))
+    said = judge("a.csv", "--gate", "b.json", "--junit", "j.xml")
+    assert said.exit_code == 1 and "regression" in said.output and "<failure" in (folder / "j.xml").read_text()
+    same = CliRunner().invoke(app, ["gate", "a.csv", "--baseline", "b.json", "--json"])
+    document = json.loads(same.output)
+    assert same.exit_code == 1 and document["outcome"] == "regression" and document["metric"] == "acc"
+    loose = CliRunner().invoke(app, ["gate", "a.csv", "--baseline", "b.json", "--margin", "0.2"])
+    assert loose.exit_code == 0 and "inside the margin of 0.2" in " ".join(loose.output.split())
+    assert judge("a.csv", "--gate", "b.json", "--metric", "acc").exit_code == 2
+    assert judge("a.csv", "--gate", "none.json").exit_code == 2
+
+
+def test_plan_by_logs():
+    plan = ["plan", "--from", "a.csv", "--resolve"]
+    said = CliRunner().invoke(app, [*plan, "1%"])
+    assert said.exit_code == 0 and "seeds decide 1 % for every arm, in 4 of 5 studies" in said.output
+    document = json.loads(CliRunner().invoke(app, [*plan, "0.01", "--json"]).output)
+    assert document["unit"] == "acc" and document["noise"][0]["n"] == 3
+    for words in ([*plan, "x"], [*plan, "1%", "conf=quickstart"], ["plan", "--resolve", "1%"]):
+        wrong = CliRunner().invoke(app, words)
+        assert wrong.exit_code == 2 and wrong.output.count("\n") == 1

@@ -30,24 +30,30 @@ def process(*words: str, cwd: Path, options: tuple[str, ...] = ()) -> subprocess
     return subprocess.run([sys.executable, *options, "-m", "hqsweep", *words], cwd=cwd, capture_output=True, text=True)
 
 
+BROKEN = {
+    "torn": ("conf/torn.yaml", "defaults: [convergence\njob: x\n"),
+    "tron": ("conf/torn.yaml", "defaults: [convergence\njob: x\n"),
+    "lost": ("conf/lost.yaml", "defaults: [convergence, {override recipe: nvpf4}]\n"),
+    "loop": ("conf/loop.yaml", "defaults: [convergence, _self_]\ntrain: {lr: '${train.lrr}'}\n"),
+    "open": ("conf/open.yaml", "job: convergence\nseed: ???\n"),
+    "bare": ("conf/bare.yaml", "seed: 1\n"),
+    "stamp": ("conf/stamp.yaml", "defaults: [convergence, _self_]\nseed: !!timestamp 1\n"),
+    "map": ("conf/map.yaml", "defaults: {}\n"),
+    "twin": ("conf/recipe/twin.yaml", "name: bf16\nlinear: mxfp8\n"),
+}
+"""A part of a command's words -> the file that it means, and its text."""
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a few broken configs."""
+    """An empty working directory."""
     monkeypatch.chdir(tmp_path)
-    for name, text in {
-        "conf/torn.yaml": "defaults: [convergence\njob: x\n",
-        "conf/lost.yaml": "defaults: [convergence, {override recipe: nvpf4}]\n",
-        "conf/loop.yaml": "defaults: [convergence, _self_]\ntrain: {lr: '${train.lrr}'}\n",
-        "conf/open.yaml": "job: convergence\nseed: ???\n",
-        "conf/bare.yaml": "seed: 1\n",
-        "conf/stamp.yaml": "defaults: [convergence, _self_]\nseed: !!timestamp 1\n",
-        "conf/map.yaml": "defaults: {}\n",
-        "conf/recipe/twin.yaml": "name: bf16\nlinear: mxfp8\n",
-    }.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
     return tmp_path
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 RUN = "run conf=convergence "
@@ -125,6 +131,8 @@ def test_wrong_input_is_one_sentence_and_exit_2(
     words: str, parts: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(launch, "start")
+    for name, text in (file for part, file in BROKEN.items() if part in words):
+        write(folder / name, text)
     result = hqsweep(*words.split())
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("hqsweep: ")
@@ -201,7 +209,7 @@ def test_native_without_a_gpu_is_refused_at_the_start_and_shown_before_it(folder
     assert (result.exit_code, result.stdout, dry.exit_code) == (2, "", 2)
     assert "gemm=native needs a GPU of compute capability 8.9 or later; this run is on the CPU" in result.stderr
     assert result.stderr == dry.stderr and result.stderr.count("\n") == 1 and not (folder / "runs").exists()
-    (folder / "conf/recipe/cores.yaml").write_text("name: cores\nlinear: fp8_current\ngemm: native\n")
+    write(folder / "conf/recipe/cores.yaml", "name: cores\nlinear: fp8_current\ngemm: native\n")
     assert "gemm: native" in hqsweep("recipe", "show", "cores").stdout
 
 
@@ -234,9 +242,8 @@ def test_workers_is_the_engines_key() -> None:
 
 
 def test_an_own_recipe_and_sweep_from_config_dir(folder: Path) -> None:
-    (folder / "my/recipe").mkdir(parents=True)
-    (folder / "my/recipe/mine.yaml").write_text("name: mine\nlinear: mxfp8\n")
-    (folder / "my/try.yaml").write_text("defaults: [convergence, _self_, {override recipe: mine}]\n")
+    write(folder / "my/recipe/mine.yaml", "name: mine\nlinear: mxfp8\n")
+    write(folder / "my/try.yaml", "defaults: [convergence, _self_, {override recipe: mine}]\n")
     (row,) = json.loads(hqsweep("run", "conf=try", "--config-dir", "my", "--dry-run", "--json").stdout)
     assert (row["arm"], row["config"]["sweep"]) == ("mine", "try")
 

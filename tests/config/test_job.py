@@ -55,6 +55,8 @@ ZOO = {
     "mxfp6_e3m2": ("mxfp6_e3m2", "mxfp6_e3m2", "mxfp6_e3m2"),
     "mxfp8_e5m2_grad": ("mxfp8", "mxfp8", "mxfp8+e5m2"),
     "fp32": ("fp32", "fp32", "fp32"),
+    "fp8_row": ("fp8_row+pow2", "fp8_row+pow2", "fp8_row+pow2"),
+    "fp8_row_gw_hp": ("fp8_row+pow2|bf16", "fp8_row+pow2|fp8_current+pow2", "fp8_row+pow2|bf16"),
 }  # fmt: skip
 
 
@@ -163,7 +165,7 @@ def test_all_faults_in_one_line() -> None:
         assert part in text
 
 
-FREE = ("job", "recipe", "model.kind", "model.args")
+FREE = ("job", "recipe", "model.kind", "model.args", "data.args")
 """What these hold is told of elsewhere, or may be a mapping."""
 
 
@@ -183,6 +185,8 @@ def test_every_leaf_refuses_a_wrong_type_and_names_itself(path: str, kind: str) 
         value = {key: value}
     if kind != "gpt":
         value["model"]["kind"] = kind
+    if path == "data.target":
+        value["data"]["source"] = "factory"
     with pytest.raises(UserError, match=rf"(^|; ){path}: got \{{'wrong': 'type'\}}; must be "):
         parse(smallest(**value))
 

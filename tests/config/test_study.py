@@ -19,6 +19,12 @@ def test_a_margin_may_be_stated_in_tokens(margin: str) -> None:
     assert expand("convergence", ["margin=2%tokens"]).study.margin == "2% tokens"
 
 
+@pytest.mark.parametrize("margin", ["200%tokens", "0% tokens", "a% of the tokens"])
+def test_a_wrong_margin_in_tokens_is_named_whole(margin: str) -> None:
+    with pytest.raises(UserError, match=rf"^margin: got '{margin}'; it takes .* at most 100, .* as in 1%tokens$"):
+        parse_margin(margin)
+
+
 def test_forks_that_end_together_have_their_own_steps() -> None:
     study = ForkStudy(at=[160, 360], end=480, decay=80)
     assert [study.steps_from(at) for at in study.at] == [240, 40]
@@ -67,10 +73,10 @@ def test_the_null_arm_is_one_of_the_baseline_that_is_named() -> None:
     [
         ("margin=0", "margin: got 0; it takes a part of the baseline's loss in %, above 0 and at most 100"),
         ("margin=101%", "margin: got '101%'"),
-        ("margin=0%tokens", "margin: got '0'"),
+        ("margin=0%tokens", "margin: got '0%tokens'"),
         (
             "margin=some tokens",
-            "margin: got 'some'; it takes a part",
+            "margin: got 'some tokens'; it takes a part",
         ),
         ("margin=much", "margin: got 'much'"),
         ("margin=nan", "margin: got nan"),

@@ -1,7 +1,8 @@
-"""docs/judge.md is true: its table is written, its commands and its Python run, and print what the page says.
+"""docs/judge.md and docs/track.md are true: their files are written, their commands and their Python run, and print
+what the pages say.
 
-```csv NAME  is a file
-```text      is the output of the block before it
+```csv NAME, ```py NAME  are files
+```text                  is the output of the block before it
 """
 
 import re
@@ -15,8 +16,12 @@ from typer.testing import CliRunner
 
 from hqsweep.cli.main import app
 
-PAGE = Path(__file__).parents[2] / "docs/judge.md"
-BLOCKS = re.findall(r"```(\w+) ?([\w.]*)\n(.*?)```", PAGE.read_text(), re.DOTALL)
+ROOT = Path(__file__).parents[2]
+
+
+def blocks(page: str) -> list[tuple[str, str, str]]:
+    """(kind, name, text) of the blocks of a page."""
+    return re.findall(r"```(\w+) ?([\w.]*)\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
 
 
 def printed(kind: str, text: str) -> str:
@@ -34,16 +39,23 @@ def plain(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip("\n").splitlines()]
 
 
-def test_the_page_prints_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("page", "texts"), [("judge.md", 6), ("track.md", 2)])
+def test_the_page_prints_what_it_says(page: str, texts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     last, compared = "", 0
-    for kind, name, text in BLOCKS:
-        if kind == "csv":
+    for kind, name, text in blocks(page):
+        if name:
             (tmp_path / name).write_text(text)
         elif kind == "text":
             assert plain(text) == plain(last)
             compared += 1
-        else:
+        elif kind != "py":
             last = printed(kind, text)
-    assert compared == 3
+    assert compared == texts
+
+
+def test_the_tables_of_the_page_are_examples() -> None:
+    tables = {name: text for kind, name, text in blocks("judge.md") if kind == "csv"}
+    assert tables == {path.name: path.read_text() for path in (ROOT / "examples/judge").glob("*.csv")}
+    assert len(tables) == 2

@@ -52,7 +52,7 @@ def test_the_page_from_start_to_end(folder, capsys):
             result = CliRunner().invoke(app, [*words, *(["--dry-run"] if how == "dry" else [])])
             assert result.exit_code == 0, (line, result.output)
             ran += 1
-    assert ran == 5 and [kind for kind, *_ in BLOCKS].count("python") == 4
+    assert ran == 6 and [kind for kind, *_ in BLOCKS].count("python") == 4
     said = "converted 14 linear, 71.4 % of the model's multiplications by weights; skipped lm_head (the output"
     assert capsys.readouterr().out.startswith(said)
     assert names["conversion"].unused() == [] and names["histories"] == {} and issubclass(names["Quantized"], object)

@@ -175,7 +175,7 @@ def test_a_bad_parquet_and_other_files_get_a_sentence(here):
     for path, said in {
         "a.parquet": "a.parquet: ",
         "a.xlsx": "is of no known kind; it takes .csv",
-        "empty": "no file of TensorBoard or W&B",
+        "empty": "no file of TensorBoard, W&B, MLflow or trackio",
         "gone.csv": "no such file or folder",
     }.items():
         with pytest.raises(UserError, match=said):

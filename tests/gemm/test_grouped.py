@@ -215,6 +215,7 @@ def test_plans_say_what_they_are():
 def test_native_plans_say_what_they_are():
     loop = "native: tensor cores of sm_90 through torch._scaled_mm, for each expert"
     kernel = "native: tensor cores of sm_90 through torch._scaled_grouped_mm, scales of experts as those of rows"
+    exact = "exact: bf16 operands, torch._grouped_mm, float32 accumulation, stored in bfloat16"
     for expected, a, b, options in (
         (kernel, "fp8_current", "fp8_delayed", {}),
         (loop, "fp8_current+e5m2", "fp8_current", {}),
@@ -224,6 +225,9 @@ def test_native_plans_say_what_they_are():
         (loop, "fp8_current", "fp8_current", {"gemm": "wgrad", "equal_splits": True}),
         (loop, "fp8_current", "fp8_current", {"out_dtype": torch.float32}),
         (loop, "fp8_current", "fp8_current", {"sizes": (64, 40)}),
+        (kernel, "fp8_current", "fp8_current", {"host_splits": False}),
+        (f"{exact} before the factors of experts", "fp8_current+e5m2", "fp8_current", {"host_splits": False}),
+        (exact, "fp8_block", "fp8_block+2d", {"gemm": "wgrad", "host_splits": False}),
     ):
         assert str(grouped_plan_of_a_gpu(a, b, mode="native", **options)) == expected
 

@@ -187,6 +187,20 @@ def test_native_rows_of_e4m3_codes_are_one_kernel(native, single, held):
         assert native == [(ROWS, N), (ROWS, K)][:count]
 
 
+def test_native_products_without_a_kernel_are_exact_where_the_host_knows_no_splits(native, used):
+    """dgrad with E5M2 gradients and every wgrad have the bits of gemm=exact, and no host waits."""
+    section = {"input": "fp8_current", "weight": "fp8_current", "grad_output": "fp8_current+e5m2"}
+    results = {}
+    for gemm in ("native", "exact"):
+        splits = hidden()
+        results[gemm] = run(grouped(section, gemm=gemm), splits)
+        assert "host" not in vars(splits)
+    assert [shape[1] for shape in native] == [N]  # fprop alone
+    for name, value in results["exact"].items():
+        same = torch.equal(results["native"][name], value)
+        assert same if name != "y" else not same
+
+
 @pytest.mark.feature("T17")
 @pytest.mark.parametrize("quantizers", [*BASES, SECTIONS[1]], ids=ids)
 def test_forward_and_the_gradient_of_the_input_wait_for_no_splits(used, quantizers):

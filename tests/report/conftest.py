@@ -47,6 +47,7 @@ class FakeRun:
     point: int = 0
     end: int | None = None  # of a fork: the step at which it ends; None: FORK_STEPS + FORK_DECAY after its point
     falls: float = 0.0  # nats that a doubling of steps takes off a fork's loss at the constant rate
+    course: Callable[[str, int, int], float] | None = None  # of (arm, seed, steps since the fork): a gap at that rate
     noise: float = 0.0  # fork.noise
     base: float = 2.0  # loss of the baseline's fork, in nats
     val_gap: float | None = None  # of a fork's val_loss; None: gap
@@ -70,12 +71,14 @@ FORK_STEPS, FORK_DECAY = 20, 20
 
 
 def fork_rows(run: FakeRun) -> list[dict]:
-    """A fork logs every tenth step: 9 nats at the constant rate (less `falls` a doubling), then exactly
-    base + gap over the decay."""
+    """A fork logs every tenth step: 9 nats at the constant rate (less `falls` a doubling, more by `course` %), then
+    exactly base + gap over the decay."""
     rows = []
     last = run.end or run.point + FORK_STEPS + FORK_DECAY
     for step in range(run.point + 10, last + 1, 10):
         value = 9.0 - run.falls * math.log2(step) if step <= last - FORK_DECAY else run.base + run.gap
+        if run.course and step <= last - FORK_DECAY:
+            value *= 1 + run.course(run.arm, run.seed, step - run.point) / 100
         rows.append({"step": step, "metric": "train_loss", "value": value})
     val_gap = run.gap if run.val_gap is None else run.val_gap
     rows.append({"step": step, "metric": "val_loss", "value": run.base + val_gap})

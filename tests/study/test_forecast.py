@@ -130,6 +130,21 @@ def test_forks_that_end_together_are_planned_from_such_forks_alone(laboratory, r
     assert "its forks do not end together (fork.end)" in lines[0]
 
 
+MARGINS = [("3%", None, 3.0), ("100%tokens", 4.0, 4.0), ("1%tokens", None, math.nan)]
+
+
+@pytest.mark.parametrize(("margin", "slope", "percent"), MARGINS)
+def test_a_study_that_settles_is_planned_to_the_margin(laboratory, row, margin, slope, percent):
+    words = (*WORDS, "fork.at=40,60", "fork.decay=10", "fork.warmup=5", "fork.end=75", "fork.until=settled")
+    near = forks(row, tokens=70 * STEP, run_tokens=40 * STEP, ends_together=True, slope_pct=slope)
+    (estimate,) = forecasts(laboratory.plan(*words, f"margin={margin}", "fork.max_steps=2600"), 1.0, [near])
+    assert estimate.maximum == 10 and estimate.margin_pct == pytest.approx(percent, nan_ok=True)
+    expected = percent if math.isnan(percent) else power.to_settle(1.3, 2, percent, 10)
+    assert estimate.to_settle == pytest.approx(expected, nan_ok=True)
+    (fixed,) = forecasts(laboratory.plan(*words[:-1]), 1.0, [near])
+    assert math.isnan(fixed.to_settle) and fixed.maximum is None
+
+
 def test_a_gap_of_one_control_is_louder(laboratory, row):
     """Without a null arm a gap is to the baseline alone: 2 variances instead of 1.5."""
     (estimate,) = forecasts(laboratory.plan("recipe=bf16,mxfp8,nvfp4"), 1.0, [row()])

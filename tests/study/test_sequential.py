@@ -167,3 +167,36 @@ def test_a_trunk_that_is_given_cannot_grow(laboratory):
     words = ("recipe=bf16,mxfp8", "seeds.until=decided", f"fork.trunk={trunk.path}", "fork.at=40", "sweep=mine")
     with pytest.raises(UserError, match=r"seeds.until: decided adds trunks, but fork.trunk names the only one"):
         laboratory.grow(*words)
+
+
+SETTLE = ("recipe=bf16,mxfp8,nvfp4", "null_arm=true", "fork.at=40,80", "fork.end=100", "fork.decay=10", "fork.warmup=5",
+          "train.log_every=10", "train.steps=80", "fork.until=settled", "margin=1%", "seed=0")  # fmt: skip
+A_TRUNK = 80 + 4 * (60 + 20)
+"""The steps of a trunk of SETTLE with its forks."""
+
+
+@pytest.mark.slow
+def test_trunks_are_added_until_every_gap_is_known_to_the_margin(laboratory):
+    laboratory.gaps = {"mxfp8": (0.0, 1e-3), "nvfp4": (0.1, 0.005), "null": (0.0, 1e-4)}
+    growth = laboratory.grow(*SETTLE, f"fork.max_steps={16 * A_TRUNK + 1}")
+    first, last = growth.looks[0], growth.looks[-1]
+    assert (first.replicates, first.maximum, first.added) == (3, 16, 3) and not first.decided
+    assert last.decided and 3 < last.replicates < 16 and last.verdicts["nvfp4"] == "worse"
+    assert max(last.half_pct.values()) <= last.margin_pct == 1 < max(growth.looks[-2].half_pct.values())
+    assert set(last.half_pct) == {"mxfp8", "nvfp4", "null"}
+    assert "nvfp4 worse (± " in last.line and last.line.endswith("; margin 1 %; every gap is known to the margin")
+    row = growth.comparison.arms.set_index("arm").loc["nvfp4"]
+    assert row["maximum"] == 16 and row["half_pct"] == last.half_pct["nvfp4"]
+
+
+def test_the_steps_end_a_study_that_does_not_settle(laboratory):
+    laboratory.gaps = {"mxfp8": (0.0, 0.05), "nvfp4": (0.1, 0.05)}
+    growth = laboratory.grow(*SETTLE, f"fork.max_steps={5 * A_TRUNK - 1}")
+    assert [look.replicates for look in growth.looks] == [3, 4]
+    assert growth.looks[-1].line.endswith("; margin 1 %; no more than 4 were stated")
+    with pytest.raises(
+        UserError, match=rf"fork.max_steps: {6 * A_TRUNK}, but 'convergence' began to run with fork.max"
+    ):
+        laboratory.grow(*SETTLE, f"fork.max_steps={6 * A_TRUNK}")
+    with pytest.raises(UserError, match=r"fork.until: fixed, but 'convergence' began to run with fork.until=settled"):
+        laboratory.grow(*(word for word in SETTLE if "until" not in word), "seed=0,1")

@@ -224,7 +224,10 @@ def test_verdicts_forest_and_gaps_replace_those_of_before(judged_run, tmp_path):
     assert first == "| nvfp4 lr=0.1 | worse | 1.25 | 1.0 | 1.5 | 0.25 |  | 4 | nvfp4 lr=0.1: worse. |"
     assert texts["forest/text_summary"] == f"```text\n{forest_text(ARMS)}\n```"
     gaps = {tag: [event.value for event in loaded.Scalars(tag)] for tag in loaded.Tags()["scalars"]}
-    assert gaps == {"gap_pct/nvfp4 lr=0.1": [1.25], "gap_pct/mxfp8": [0.0625]}
+    assert gaps == {
+        "gap_pct/nvfp4 lr=0.1": [1.25], "gap_pct_low/nvfp4 lr=0.1": [1.0], "gap_pct_high/nvfp4 lr=0.1": [1.5],
+        "gap_pct/mxfp8": [0.0625], "gap_pct_low/mxfp8": [0.0], "gap_pct_high/mxfp8": [0.125],
+    }  # fmt: skip
     assert len(list((judged_run.sweep_path / "tensorboard" / "grid").iterdir())) == 1
 
 

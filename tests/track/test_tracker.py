@@ -8,7 +8,7 @@ from hqsweep.errors import UserError
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.track.open import open_tracker
 from hqsweep.track.tables import TABLES
-from hqsweep.track.tracker import SAMPLED, NullTracker, curves
+from hqsweep.track.tracker import SAMPLED, NullTracker, curves, verdict_scalars
 
 
 @pytest.fixture
@@ -67,3 +67,12 @@ def test_rows_and_tracker_import_without_wandb():
     program = "import sys; sys.modules['wandb'] = None; sys.modules['tensorboard'] = None;"
     program += "import hqsweep.track.rows, hqsweep.track.tracker, hqsweep.track.open"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_gap_of_a_whole_run_has_a_name_of_its_own():
+    arm = {"arm": "nvfp4", "gap": 5.5, "ci_low": 4.8, "ci_high": 6.2, "end": 480, "slowdown_pct": 20.9,
+           "slowdown_low": None, "lasting_pct": None}  # fmt: skip
+    names = {"whole_run_gap_pct": 5.5, "whole_run_gap_pct_low": 4.8, "whole_run_gap_pct_high": 6.2}
+    assert verdict_scalars(arm) == names | {"slowdown_pct": 20.9}
+    assert verdict_scalars(arm | {"end": None, "lasting_pct": 0.3})["lasting_pct"] == 0.3
+    assert "gap_pct" in verdict_scalars({"gap": 1.0})

@@ -272,8 +272,9 @@ def test_a_report_becomes_an_artifact_beside_the_runs_with_its_verdicts(run, tmp
     assert told == {
         "verdict/nvfp4 lr=0.1": "worse",
         "gap_pct/nvfp4 lr=0.1": 1.5,
+        "gap_pct_low/nvfp4 lr=0.1": 1.0,
+        "gap_pct_high/nvfp4 lr=0.1": 2.0,
         "verdict/mxfp4": "undecided",
-        "gap_pct/mxfp4": None,
     }
     paths = {key: value for row in mirrored.history for key, value in row.items() if key.endswith(".path")}
     table = json.loads((folder / "files" / paths["verdicts.path"]).read_text())

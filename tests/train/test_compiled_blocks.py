@@ -22,21 +22,22 @@ HERE = "tests.train.test_compiled_blocks"
 
 
 class Block(nn.Module):
-    """x + a linear of x; `waits`: it asks the host for a number, which no graph holds."""
+    """x + a linear of x; `waits`: it asks the host for a number, which no graph holds, always or in evaluation."""
 
-    def __init__(self, width: int, waits: bool = False) -> None:
+    def __init__(self, width: int, waits: str = "") -> None:
         super().__init__()
         self.up, self.waits = nn.Linear(width, width), waits
 
     def forward(self, x):
-        scale = x.abs().max().item() if self.waits else 1.0
+        waits = self.waits == "always" or (self.waits == "in evaluation" and not self.training)
+        scale = x.abs().max().item() if waits else 1.0
         return x + self.up(x) * (0.5 if scale < 0 else 1.0)
 
 
 class Blocks(nn.Module):
     """A bigram model with two blocks."""
 
-    def __init__(self, width: int = 32, vocab: int = 16, waits: bool = False) -> None:
+    def __init__(self, width: int = 32, vocab: int = 16, waits: str = "") -> None:
         super().__init__()
         self.table = nn.Embedding(vocab, width)
         self.blocks = nn.Sequential(Block(width, waits), Block(width, waits))
@@ -107,8 +108,9 @@ def test_samples_look_at_the_blocks_as_they_are_and_change_no_bit(capsys):
     assert counters["stats"]["unique_graphs"] <= 8  # training and evaluation, of each microbatch
 
 
-def test_a_block_that_cannot_be_one_graph_runs_as_it_is(capsys):
-    cfg = config(model={"_target_": f"{HERE}.Blocks", "waits": True})
+@pytest.mark.parametrize("waits", ["always", "in evaluation"])
+def test_a_block_that_cannot_be_one_graph_runs_as_it_is(waits, capsys):
+    cfg = config(model={"_target_": f"{HERE}.Blocks", "waits": waits})
     plain, compiled = trainer(cfg), trainer(cfg, "aot_eager")
     assert [done.metrics for done in plain.steps()] == [done.metrics for done in compiled.steps()]
     assert not compiled.adapter.compiled.on and "compile: nothing, since a trial raised" in capsys.readouterr().out

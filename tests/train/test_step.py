@@ -18,7 +18,11 @@ from hqsweep.train import data
 from hqsweep.train.graph import GraphPool
 from hqsweep.train.loop import Trainer
 
-cases = pytest.mark.parametrize("case", CASES)
+FAST = ("nvfp4", "delayed", "stages", "experts", "microbatches", "held")
+"""One case of each way in which a step differs; `make test-fast` leaves the others out."""
+cases = pytest.mark.parametrize(
+    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 

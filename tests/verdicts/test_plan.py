@@ -7,7 +7,15 @@ import pytest
 
 from hqsweep.errors import UserError
 from hqsweep.verdicts.designs import Forks, WholeRuns
-from hqsweep.verdicts.plan import half_width, needed, power_of_claim, power_of_equivalence, replicates, smallest_gap
+from hqsweep.verdicts.plan import (
+    half_width,
+    needed,
+    power_of_claim,
+    power_of_equivalence,
+    replicates,
+    smallest_gap,
+    to_settle,
+)
 from hqsweep.verdicts.whole_runs import fit
 
 EFFECTS = (1, 1.5, 2, 3, 5, 10)
@@ -109,3 +117,14 @@ def test_smallest_gap_is_the_one_for_which_these_replicates_are_needed():
 
 def test_a_sequential_study_needs_more():
     assert replicates("forks", 1.0, 4, gap=2, maximum=16) > replicates("forks", 1.0, 4, gap=2)
+
+
+def test_trunks_that_settle_a_study_are_those_of_a_simulation():
+    rng = np.random.default_rng(0)
+    for arms, margin in ((1, 0.8), (4, 1.0), (4, 2.0)):
+        found = int(to_settle(1.0, arms, margin, 16))
+        for n, enough in ((found, True), (found - 1, False)):
+            sd = rng.normal(size=(20_000, n)).std(-1, ddof=1)
+            known = np.mean(Forks(arms=arms, maximum=16).critical(n) * sd / n**0.5 <= margin)
+            assert (known > 0.8 - 0.01) == enough, f"{arms} arms, {n} trunks: {known:.3f}"
+    assert to_settle(1.0, 4, 0.3, 16) == math.inf and to_settle(1e-9, 4, 0.3, 16) == 3

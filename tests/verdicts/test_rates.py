@@ -11,6 +11,7 @@ import pytest
 from scipy import stats
 
 from hqsweep.verdicts import forks, whole_runs
+from hqsweep.verdicts.ages import weights
 from hqsweep.verdicts.designs import Forks, WholeRuns, critical_of_largest
 from hqsweep.verdicts.looks import flags
 
@@ -219,3 +220,46 @@ def test_looks_without_correction_do_fail():
     gaps = forked(1, 8, 1, 0.0)[:, 0, :, 0]
     looks = [stats.ttest_1samp(gaps[:, :n], 0, axis=1).pvalue < 0.05 for n in range(2, 9)]
     assert np.any(looks, axis=0).mean() > 0.14 and not at_most(np.any(looks, axis=0).mean(), 0.05)
+
+
+def settling(arms: int, maximum: int, margin: float, *, gap: float = 0.0, looks: bool = True) -> tuple[float, ...]:
+    """Studies that go on until the interval of every arm reaches no further than `margin` sds of the loudest arm:
+    shares that stop before `maximum`; whose intervals at the stop miss the true gap in any arm; that claim one; and,
+    most over arms, that call an arm equivalent. `looks`: at the levels of looks; else each look as if it were alone.
+
+    The gaps are those of whole runs of 480 steps by forks of 120 and 320 steps that end together.
+    """
+    noise = forked(arms, maximum, 2, 0.5) - 3 * np.array([-0.5, 0.5])  # without the true difference of the points
+    values = (np.sqrt([120, 320]) * noise) @ weights([120, 320], 480).whole
+    loudest = values[:, -1].std()
+    values, margin = values + gap * loudest, margin * loudest
+    design = Forks(arms=arms, maximum=maximum if looks else None)
+    running = np.ones(STUDIES, dtype=bool)
+    missed = claimed = within = np.zeros((STUDIES, arms), dtype=bool)
+    for n in range(design.first, maximum + 1):
+        mean, error = values[..., :n].mean(-1), values[..., :n].std(-1, ddof=1) / np.sqrt(n)
+        half, near = design.critical(n) * error, design.equivalence(n) * error
+        last = running & ((half <= margin).all(-1) | (n == maximum))
+        missed = missed | (last[:, None] & (np.abs(mean - gap * loudest) > half))
+        claimed = claimed | (running[:, None] & (np.abs(mean) > half))
+        within = within | (running[:, None] & (np.abs(mean) + near < margin))
+        running = running & ~last
+        early = 1 - last.mean() if n == maximum else 0
+    return early, missed.any(-1).mean(), claimed.any(-1).mean(), within.mean(0).max()
+
+
+@pytest.mark.parametrize("arms", [1, 4])
+@pytest.mark.parametrize("maximum", [8, 16])
+def test_studies_that_stop_when_gaps_are_known_to_the_margin_err_as_rarely_as_stated(arms, maximum):
+    stops = []
+    for margin in (0.5, 1, 2):
+        early, missed, claimed, _ = settling(arms, maximum, margin)
+        assert at_most(missed, 0.05) and at_most(claimed, 0.05), f"margin {margin} sds: {missed:.2%}, {claimed:.2%}"
+        assert at_most(settling(arms, maximum, margin, gap=margin)[3], 0.05)
+        stops.append(early)
+    assert stops == sorted(stops) and stops[-1] > 0.7
+
+
+def test_stopping_at_the_margin_without_levels_of_looks_does_fail():
+    assert not at_most(settling(1, 16, 0.5, looks=False)[1], 0.05)
+    assert not at_most(settling(1, 16, 0.5, looks=False)[2], 0.05)

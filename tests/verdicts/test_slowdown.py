@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from hqsweep.verdicts.designs import Forks
+from hqsweep.verdicts.designs import Forks, WholeRuns
 from hqsweep.verdicts.slowdown import Slowdown, in_percent, ratio_interval, slowdown
+from hqsweep.verdicts.whole_runs import fit
 
 T975 = float(stats.t.ppf(0.975, 3))
 
@@ -25,6 +26,13 @@ def test_an_arm_is_slower_exactly_where_its_gap_is_above_0():
         far = T975 * gap.std(ddof=1) / 2
         found = slowdown(gap, slope, T975, 1.0)
         assert (found.low > 0) == (gap.mean() - far > 0) and (found.high < 0) == (gap.mean() + far < 0)
+
+
+def test_a_larger_error_of_the_gap_widens_the_interval_alone():
+    gap, slope = np.array([0.4, 0.5, 0.3, 0.45]), np.array([2.0, 2.3, 1.9, 2.1])
+    plain, wide = ratio_interval(gap, slope, T975), ratio_interval(gap, slope, T975, gap.std(ddof=1))
+    assert wide[0] < plain[0] < plain[1] < wide[1]
+    assert ratio_interval(gap, slope, T975, gap.std(ddof=1) / 2) == pytest.approx(plain)
 
 
 def test_the_ends_are_where_a_t_test_of_the_difference_ends():
@@ -75,6 +83,23 @@ def test_no_interval_is_narrower_than_that_of_a_known_slope():
         half = far * gap.std(ddof=1) / 2
         covered += (gap.mean() - half) / slope.mean() <= 0.5 <= (gap.mean() + half) / slope.mean()
     assert covered / count < 0.5
+
+
+@pytest.mark.parametrize("pct", [0.0, 20.0, 60.0])
+@pytest.mark.parametrize("seeds", [3, 6])
+def test_whole_runs_with_a_guarded_error_cover(pct, seeds):
+    """2,000 studies of four arms from scratch, whose slopes differ over seeds by 20 %."""
+    rng, count, doublings = np.random.default_rng(seeds), 2000, math.log2(1 + pct / 100)
+    design, missed = WholeRuns(arms=4, controls=1), 0
+    for _ in range(count):
+        slope = 12 * (1 + 0.2 * rng.standard_normal(seeds))
+        losses = rng.standard_normal((5, seeds)) + 3 * rng.standard_normal(seeds)
+        losses[1:] += doublings * 12
+        gap, error = fit(losses, 1, seeds)
+        found = slowdown((losses[1] - losses[0]), slope, design.critical(seeds), 1.0, error[0])
+        assert (found.low > 0) == (gap[0] - design.critical(seeds) * error[0] > 0) or math.isnan(found.low)
+        missed += found.low > pct or found.high < pct
+    assert missed / count < 0.05 + 3 * math.sqrt(0.05 * 0.95 / count)
 
 
 def test_nothing_known_is_nan():

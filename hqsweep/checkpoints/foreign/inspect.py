@@ -14,9 +14,11 @@ from hqsweep.checkpoints.foreign.dcp_metadata import METADATA
 from hqsweep.checkpoints.foreign.huggingface import state_beside
 from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
+from hqsweep.models.gguf import gguf_folder, is_gguf
 
 KINDS = (
-    "a Hugging Face folder with safetensors, a .safetensors or .pt file, or a folder of torch.distributed.checkpoint"
+    "a Hugging Face folder with safetensors, a .safetensors, .gguf or .pt file, or a folder of"
+    " torch.distributed.checkpoint"
 )
 MEGATRON = (
     "a checkpoint of Megatron-Core, whose tensors are fused and stacked by its own names; export it to Hugging Face"
@@ -31,7 +33,7 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     path: a Hugging Face folder (config.json beside model.safetensors, pytorch_model.bin or their index; also
     accelerate's pytorch_model_fsdp*), a .safetensors file, or a folder of torch.distributed.checkpoint (.metadata
     beside *.distcp). It may also be a file of torch.save with a state_dict, bare or under "model", "state_dict" or
-    "module".
+    "module", or a GGUF file, of which the folder that is kept (models.gguf) is described.
 
     A checkpoint that is half written, or cannot be loaded for another reason, says so in .problems; check() raises it.
     UserError for a path that is not a checkpoint at all.
@@ -64,6 +66,8 @@ def megatron(folder: Path) -> str | None:
 
 
 def _file(path: Path) -> Checkpoint:
+    if is_gguf(path):
+        return inspect_checkpoint(gguf_folder(path, "checkpoint"))
     if path.suffix == ".safetensors":
         return huggingface.inspect_file(path)
     if path.suffix in TORCH_SUFFIXES:

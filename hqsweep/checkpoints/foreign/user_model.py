@@ -8,8 +8,9 @@ from typing import Any
 from hqsweep.checkpoints.foreign.checkpoint import Checkpoint, first_names
 from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
 from hqsweep.config.model import HFModelConfig
-from hqsweep.config.train import DataConfig, TrainConfig
+from hqsweep.config.train import DataConfig, TrainConfig, data_kind
 from hqsweep.errors import UserError
+from hqsweep.models.gguf import gguf_digest, is_gguf
 from hqsweep.models.hf_config import HFConfig, read_hf_config
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
@@ -27,9 +28,10 @@ def check_model_files(config: Mapping[str, Any]) -> None:
     section = config.get("model")
     if not isinstance(section, Mapping) or section.get("kind") != "hf":
         return
-    data = DataConfig.model_validate(config.get("data", {}))
-    context = TrainConfig.model_validate(config.get("train", {})).context
-    vocab_size = data.vocab_estimate if data.source in KNOWN_VOCABULARY else None
+    context, vocab_size = TrainConfig.model_validate(config.get("train", {})).context, None
+    if data_kind(config.get("data")) == "tokens":
+        data = DataConfig.model_validate(config.get("data", {}))
+        vocab_size = data.vocab_estimate if data.source in KNOWN_VOCABULARY else None
     check_fits(check_files(HFModelConfig.model_validate(section)), context, vocab_size)
 
 
@@ -38,7 +40,7 @@ def check_files(model: HFModelConfig) -> HFConfig:
     config = read_hf_config(model.path)
     if not model.pretrained:
         return config
-    if not Path(model.path).is_dir():
+    if config.path == Path(model.path):
         raise UserError(
             f"model.path: '{model.path}' is a config alone; give the folder that has the weights too, or"
             " model.pretrained=false for random ones"
@@ -64,6 +66,8 @@ def model_digest(model: HFModelConfig) -> str:
     config = read_hf_config(model.path)
     if not model.pretrained:
         return config.digest
+    if is_gguf(model.path):
+        return hashlib.sha256(f"gguf {gguf_digest(model.path)}".encode()).hexdigest()
     checkpoint = weights_of(model)
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in checkpoint.files]
     key = (config.digest, *stats)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from hqsweep.errors import UserError, nearest
@@ -20,6 +21,7 @@ from hqsweep.report.compare.frames import DATA, FORK, REPLICATE, Frames, config_
 from hqsweep.report.compare.left_out import LeftOut
 from hqsweep.report.compare.verdict import FEWEST_TRUNKS, IDENTICAL, sentence, state_text
 from hqsweep.report.pages.gemm_plans import computed_by
+from hqsweep.verdicts.course import Course
 from hqsweep.verdicts.estimate import Estimate
 
 NOISE = ("config.model.init_noise", "config.fork.noise")
@@ -55,7 +57,11 @@ class Comparison:
                  run, or of a fork since its trunk; NaN where these differ), end (the step at which forks of several
                  ages end together, NaN elsewhere: gap and slowdown are then those of a whole run of as many steps, and
                  at_once_pct, at_once_low, at_once_high, growth_pct, growth_low, growth_high the parts of the gap, see
-                 families.Family.parts), margin_tokens (% of tokens, NaN where the margin is stated as a part of the
+                 families.Family.parts), course (of other forks: flat, closing, growing, open, or "" where it is not
+                 known; then at_once has the gap of the first row after the fork and growth the slope of the end, and
+                 lasting_pct, lasting_low, lasting_high are the part that lasts and settles_in the steps after which
+                 an end that closes would be flat, see verdicts.course.Course),
+                 margin_tokens (% of tokens, NaN where the margin is stated as a part of the
                  loss), slope (nats a doubling of tokens takes off the baseline's train_loss),
                  baseline_loss (nats, of the loss that decides), loss_spikes_pct, grad_spikes_pct (means over runs),
                  diverged (runs), diverged_at (tokens, of the first), tokens_per_s, gemm (the plans that computed its
@@ -65,6 +71,7 @@ class Comparison:
                  run of the same replicate (NaN without one)
     trunks       the trunks' own rows, of forks
     left_out     runs without a result, and those that cannot be believed
+    courses      arm -> steps since the fork, and its verdicts.course.Course
     """
 
     frames: Frames
@@ -83,6 +90,7 @@ class Comparison:
     notes: tuple[str, ...] = field(default=())
     left_out: tuple[LeftOut, ...] = field(default=())
     baseline_why: str = ""
+    courses: dict[str, tuple[np.ndarray, Course]] = field(default_factory=dict)
 
 
 def baselines(runs: pd.DataFrame, baseline: str) -> dict[str, str]:

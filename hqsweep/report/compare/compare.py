@@ -14,6 +14,8 @@ import pandas as pd
 from hqsweep.config.study import margin_in_tokens, parse_margin
 from hqsweep.errors import Damaged, UserError
 from hqsweep.report.compare.arms import Comparison, arm_row, baselines, null_arms, paired, perturbed
+from hqsweep.report.compare.courses import cells_of as course_cells
+from hqsweep.report.compare.courses import courses
 from hqsweep.report.compare.curves import measures
 from hqsweep.report.compare.families import DECIDES, LOSSES, Family, Rule, judge, parts_of
 from hqsweep.report.compare.frames import Frames, common_end, load
@@ -91,6 +93,12 @@ def compare(
         arm: own | {"margin_pct": margins[baseline_of[arm]], "identical": identical.get(arm, "")}
         for arm, own in _cells(families, curves, finals, common).items()
     }
+    found = {
+        arm: own
+        for name, family in families.items()
+        for arm, own in courses(family, frames, margins[name], study.maximum).items()
+    }
+    cells = {arm: own | course_cells(found[arm][1] if arm in found else None) for arm, own in cells.items()}
     return Comparison(
         frames=frames, baseline=baseline, baseline_why=why, baseline_of=baseline_of, window=window, finals=finals,
         design=design, margin_pct=float(np.mean([*margins.values()])), maximum=study.maximum, trunks=trunks,
@@ -102,7 +110,7 @@ def compare(
             *note(left_out), *alike_notes(alike), *study_notes(list(families.values()), frames, finals, study),
             *rewarm, *slope_notes(study.margin, curves),
         ),
-        left_out=left_out,
+        left_out=left_out, courses=found,
     )  # fmt: skip
 
 

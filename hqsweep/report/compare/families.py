@@ -71,6 +71,7 @@ class Family:
                and what 100 steps since the fork add to it (forks that end together)
     apart      arm -> why it has no estimate: identical (to the baseline), diverged, failed, unfinished, waiting (for
                seeds that other arms have finished) or unpaired
+    together   the arms under test whose intervals hold together
     losses     arm -> the baseline's mean over the arm's own rows, in nats, of the loss that decides; the baseline's own
                is over all rows that entered
     correlations  arm -> the correlation of its losses with the baseline's, over three seeds or more (whole runs)
@@ -86,6 +87,7 @@ class Family:
     points: pd.DataFrame
     apart: dict[str, str]
     parts: dict[str, dict[str, Interval]] = field(default_factory=dict)
+    together: int = 1
     losses: dict[str, float] = field(default_factory=dict)
     correlations: dict[str, float] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
@@ -133,7 +135,7 @@ def judge(finals: pd.DataFrame, baseline: str, null: str | None, rule: Rule) -> 
     return Family(
         design=rule.design, baseline=baseline, null=null, estimates=estimates, beside=beside, these=these,
         points=_points(finals, gaps, percent, decides, rule), apart=apart, parts=parts, correlations=correlations,
-        left_out=left_out,
+        left_out=left_out, together=max(1, study.arms),
         losses={baseline: float(level.mean()), **{arm: float(level[entering[arm]].mean()) for arm in entering}},
     )  # fmt: skip
 

@@ -249,6 +249,8 @@ def unique_arms(runs: pd.DataFrame) -> pd.DataFrame:
     labels get " key=value" for every config leaf in which the runs differ, and for their data: for leaves of the recipe
     only these arms, for others all arms."""
     meets = runs.duplicated(["arm", "seed", "point"], keep=False)
+    if not meets.any():
+        return runs
     leaves = [*config_leaves(runs), DATA]
     differing = [name for name in leaves if (runs[meets].groupby("arm")[name].nunique(dropna=False) > 1).any()]
     clashing = runs["arm"].isin(set(runs.loc[meets, "arm"]))

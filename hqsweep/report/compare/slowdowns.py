@@ -16,7 +16,7 @@ from hqsweep.report.compare.curves import loss_slope
 from hqsweep.report.compare.families import DECIDES, LOSSES, Family
 from hqsweep.report.compare.frames import FORK, FORK_CONSTANT, FORK_DECAY, REPLICATE, Frames
 from hqsweep.verdicts.estimate import Estimate
-from hqsweep.verdicts.slowdown import Slowdown, in_percent, slowdown
+from hqsweep.verdicts.slowdown import Slowdown, slowdown
 
 STEPS = "config.train.steps"
 
@@ -28,7 +28,7 @@ def baseline_curves(frames: Frames, trunks: Frames, baselines: Iterable[str]) ->
     losses = frames.metrics[frames.metrics["metric"] == "train_loss"].sort_values("step")
     own = dict(iter(losses[losses["run"].isin(runs["run"])].groupby("run")))
     before = trunks.metrics[trunks.metrics["metric"] == "train_loss"].sort_values("step")
-    of_trunk = {row.trunk: before[before["run"] == row.run] for row in trunks.runs.itertuples()}
+    of_trunk = {row.trunk: before[before["run"] == row.run] for row in trunks.runs[["trunk", "run"]].itertuples()}
     nothing = losses.iloc[:0]
     rows = []
     for run in runs.to_dict("records"):
@@ -75,15 +75,10 @@ def _of_arm(points: pd.DataFrame, baseline: pd.DataFrame, estimate: Estimate, de
     slopes = rows.groupby("trunk", sort=False)["slope"].mean()
     if not np.isfinite(slopes).all():
         return Slowdown()
-    if design != FORK:
-        slope = rows["slope"].mean()
-        gaps = {"pct": estimate.gap, "low": estimate.ci_low, "high": estimate.ci_high,
-                "eq_low": estimate.eq_low, "eq_high": estimate.eq_high}  # fmt: skip
-        return Slowdown(**{name: in_percent(gap / slope) if slope > 0 else math.nan for name, gap in gaps.items()})
     gaps = (rows["gap_pct"] * rows["weight"]).groupby(rows["trunk"], sort=False).sum()
     halves = estimate.ci_high - estimate.gap, estimate.eq_high - estimate.gap
     critical, equivalence = (half / estimate.se if estimate.se > 0 else math.nan for half in halves)
-    return slowdown(gaps, slopes, critical, equivalence)
+    return slowdown(gaps, slopes, critical, equivalence, math.nan if design == FORK else estimate.se)
 
 
 def cells_of(found: Slowdown) -> dict[str, float]:

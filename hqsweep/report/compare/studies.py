@@ -12,7 +12,7 @@ import pandas as pd
 
 from hqsweep.config.study import StudyConfig
 from hqsweep.errors import Damaged, UserError
-from hqsweep.report.compare.frames import FORK, Frames
+from hqsweep.report.compare.frames import DATA, FORK, Frames
 from hqsweep.report.compare.left_out import OTHER_DATA, UNKNOWN_DATA, LeftOut
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore
@@ -35,7 +35,7 @@ def study_of(runs: Iterable[RunDir], baseline: str | None = None, margin: float 
     paths = dict.fromkeys(run.sweep_path for run in runs)
     stated = {path.name: _stated(path) for path in paths}
     chosen = baseline if baseline is not None else _agreed(stated, "baseline")
-    growing = [study["seeds"]["max"] for study in stated.values() if study["seeds"]["until"] == "decided"]
+    growing = [study["seeds"]["max"] for study in stated.values() if _grows(study)]
     return Study(
         baseline=chosen,
         margin=margin if margin is not None else _agreed(stated, "margin"),
@@ -63,6 +63,11 @@ def _stated(sweep_path) -> dict[str, Any]:
     return defaults | RunStore(sweep_path.parent).facts(sweep_path.name).get("study", {})
 
 
+def _grows(study: Mapping[str, Any]) -> bool:
+    """Whether a study was looked at after every replicate."""
+    return study["seeds"]["until"] == "decided" or (study.get("fork") or {}).get("until") == "settled"
+
+
 def _agreed(stated: dict[str, dict[str, Any]], key: str) -> Any:
     values = {sweep: study[key] for sweep, study in stated.items() if study[key] is not None}
     if len(set(values.values())) > 1:
@@ -71,6 +76,8 @@ def _agreed(stated: dict[str, dict[str, Any]], key: str) -> Any:
     return next(iter(values.values()), None)
 
 
+READ = ["run", "arm", "trunk", "state", "diverged", "path", DATA]
+"""The columns of Frames.runs that are read row by row here: a row has a hundred more, of its config."""
 AGAIN = "compare it with a baseline on the same data, or train it under another sweep=NAME"
 
 
@@ -83,15 +90,15 @@ def of_one_data(frames: Frames, trunks: Frames, baseline_of: Mapping[str, str]) 
         family = frames.runs[frames.runs["arm"].map(baseline_of) == baseline]
         data = _data_of(family, baseline)
         wanted.add(data)
-        for run in family.itertuples():
+        for run in family[READ].itertuples():
             if entry := _apart(run, seen(run), data, f"'{baseline}' has read"):
                 out[run.run] = entry
     first = next(iter(wanted), None)
-    for trunk in trunks.runs.itertuples():
+    for trunk in trunks.runs[READ].itertuples():
         own = seen(trunk)
         if own is not None and None not in wanted and own not in wanted:
             out[trunk.run] = _entry(trunk, OTHER_DATA, own, first, "its forks have read")
-            for fork in frames.runs[frames.runs["trunk"] == trunk.trunk].itertuples():
+            for fork in frames.runs.loc[frames.runs["trunk"] == trunk.trunk, READ].itertuples():
                 out.setdefault(fork.run, _entry(fork, OTHER_DATA, seen(fork), own, "its trunk has read"))
     if not out:
         return frames, trunks
@@ -112,7 +119,8 @@ def _data_of(family: pd.DataFrame, baseline: str) -> str | None:
     """The hash of the data of most of the baseline's finished runs, of several the first; None where it is not known.
     Where none has finished, the data of most runs of the family."""
     own = family[(family["arm"] == baseline) & (family["state"] == "finished")]
-    known = list(map(seen, own.itertuples())) or [data for run in family.itertuples() if (data := seen(run))]
+    known = list(map(seen, own[READ].itertuples()))
+    known = known or [data for run in family[READ].itertuples() if (data := seen(run))]
     return Counter(known).most_common(1)[0][0] if known else None
 
 

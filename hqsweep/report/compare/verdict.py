@@ -144,7 +144,7 @@ def _after(row: Row) -> str:
     if math.isfinite(row["end"]):
         return f", as a run of {row['end']:.0f} steps from its first step on{parts(row)}"
     known = row["design"] == "fork" and math.isfinite(row["steps"])
-    return f", {row['steps']:.0f} steps after the fork" if known else ""
+    return (f", {row['steps']:.0f} steps after the fork" if known else "") + course(row)
 
 
 def parts(row: Row) -> str:
@@ -156,6 +156,33 @@ def parts(row: Row) -> str:
     if math.isnan(row["growth_low"]) or not row["growth_low"] <= 0 <= row["growth_high"]:
         return f"; {at_once} comes at once, and each 100 steps add {_part(row, 'growth')}"
     return f"; {at_once} comes at once, and no growth is resolved (100 steps: {_part(row, 'growth')})"
+
+
+def course(row: Row) -> str:
+    """ "; before the decay +1.40 % (+1.2 to +1.6 %) at once, +0.31 % (+0.22 to +0.40 %) lasting", or what else the end
+    of the curve says; "" where that is not known."""
+    if row["course"] not in ("flat", "closing", "growing", "open"):
+        return ""
+    known = f"; before the decay {_part(row, 'at_once')} at once, "
+    match row["course"]:
+        case "flat" if math.isnan(row["lasting_pct"]):
+            return f"{known}flat at the end"
+        case "flat":
+            return f"{known}{_part(row, 'lasting')} lasting"
+        case "growing":
+            return f"{known}growing by {_part(row, 'growth')} per 100 steps"
+        case "closing":
+            rate = f"{abs(row['growth_pct']):.{digits(abs(row['growth_pct']))}f} % per 100 steps"
+            return f"{known}still closing by {rate}{_settles(row['settles_in'])}"
+        case _:
+            return f"{known}not known to last: {_part(row, 'growth')} per 100 steps"
+
+
+def _settles(steps: float) -> str:
+    """ ": about 600 more steps decide"."""
+    if math.isinf(steps):
+        return ", with no end in sight"
+    return f": about {steps:,.0f} more steps decide" if steps > 0 else ""
 
 
 def _part(row: Row, name: str) -> str:

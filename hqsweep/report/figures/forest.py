@@ -15,7 +15,7 @@ import pandas as pd
 
 from hqsweep.report.compare.arms import Comparison
 from hqsweep.report.compare.frames import FORK
-from hqsweep.report.compare.verdict import FEWEST_TRUNKS, digits
+from hqsweep.report.compare.verdict import FEWEST_TRUNKS, PLAIN, spec
 from hqsweep.report.figures.look import MOST_LETTERS, even_ticks, listed, styles
 from hqsweep.report.pages.text import number
 
@@ -36,7 +36,7 @@ The word stands there as well."""
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """An axis from `low` to `high` %; `margin` % on both sides of 0 is the band; `bent`: asinh instead of linear."""
+    """An axis of gaps from `low` to `high`; `margin` on both sides of 0 is the band; `bent`: asinh, not linear."""
 
     low: float
     high: float
@@ -99,15 +99,25 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Gaps:
+    """The gaps of a plot. axis: their name; unit: what stands after each, " %" or "" for the metric's own; lower:
+    whether low ones are good."""
+
+    axis: str = "gap in % of the baseline's loss"
+    unit: str = " %"
+    lower: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class Forest:
-    """A forest plot: its lines from the lowest gap to the highest, the null arm last; `rows` are the data that it
-    draws."""
+    """A forest plot: its lines from the best gap to the worst, the null arm last; `rows` are the data that it draws."""
 
     heading: str
     lines: tuple[Line, ...]
     scale: Scale
     replicate: str
     covers: str
+    gaps: "Gaps"
     rows: pd.DataFrame
 
     @property
@@ -134,24 +144,28 @@ def forest(
     heading: str,
     replicate: str = "seed",
     covers: str = ALL_ARMS,
+    gaps: Gaps = Gaps(),
 ) -> Forest | None:
     """The forest plot of `arms`, None where no arm has a gap.
 
     arms: one row per arm under test and for the null arm, with arm, gap_pct, ci_low_pct, ci_high_pct (95 %, joint),
     eq_low_pct, eq_high_pct (90 %), margin_pct, verdict, within_margin, null and n. singles: arm, replicate, gap_pct,
-    one row per replicate. All gaps are in % of the baseline's loss; NaN is not drawn. `replicate` says what one is,
-    `covers` what the 95 % intervals are of.
+    one row per replicate. All gaps are in the unit of `gaps`; NaN is not drawn. `replicate` says what one is, `covers`
+    what the 95 % intervals are of.
     """
     if not arms["gap_pct"].notna().any():
         return None
-    arms = arms.sort_values(["null", "gap_pct"], kind="stable", na_position="last")
+    arms = arms.sort_values(["null", "gap_pct"], ascending=[True, gaps.lower], kind="stable", na_position="last")
     scale = scale_of(arms, singles)
-    lines = tuple(_line(row, scale, colours[row.arm], singles[singles["arm"] == row.arm]) for row in arms.itertuples())
+    lines = tuple(
+        _line(row, scale, colours[row.arm], singles[singles["arm"] == row.arm], gaps.unit) for row in arms.itertuples()
+    )
     columns = ["arm", "verdict", "within_margin", "null", "n", "gap_pct", "ci_low_pct", "ci_high_pct"]
     means = arms[[*columns, "eq_low_pct", "eq_high_pct", "margin_pct"]].assign(replicate="mean")
     single = singles[singles["arm"].isin(arms["arm"])][["arm", "replicate", "gap_pct"]]
     rows = pd.concat([means, single], ignore_index=True)
-    return Forest(heading=heading, lines=lines, scale=scale, replicate=replicate, covers=covers, rows=rows)
+    named = {"heading": heading, "replicate": replicate, "covers": covers, "gaps": gaps}
+    return Forest(lines=lines, scale=scale, rows=rows, **named)
 
 
 def forest_of(comparison: Comparison) -> Forest | None:
@@ -197,12 +211,12 @@ def scale_of(arms: pd.DataFrame, singles: pd.DataFrame) -> Scale:
     return Scale(low=float(low - room), high=float(high + room), margin=margin, bent=bent)
 
 
-def _line(row: Any, scale: Scale, colour: str, singles: pd.DataFrame) -> Line:
-    spec = f"+.{digits((row.ci_high_pct - row.ci_low_pct) / 2)}f"
+def _line(row: Any, scale: Scale, colour: str, singles: pd.DataFrame, unit: str) -> Line:
+    places = spec({"unit": unit or PLAIN}, (row.ci_high_pct - row.ci_low_pct) / 2)
     known = math.isfinite(row.gap_pct)
     bounded = known and math.isfinite(row.ci_low_pct)
-    gap = f"{number(row.gap_pct, spec)} %" if known else "-"
-    interval = f"{number(row.ci_low_pct, spec)} to {number(row.ci_high_pct, spec)}" if bounded else "-"
+    gap = number(row.gap_pct, places) + unit if known else "-"
+    interval = f"{number(row.ci_low_pct, places)} to {number(row.ci_high_pct, places)}" if bounded else "-"
     within = bool(row.within_margin) and row.verdict != "equivalent"
     words = row.verdict + (", inside the margin" if within else "")
     return Line(
@@ -219,7 +233,7 @@ def _line(row: Any, scale: Scale, colour: str, singles: pd.DataFrame) -> Line:
         open_ends=(scale.beyond(row.ci_low_pct), scale.beyond(row.ci_high_pct)),
         equivalence=(scale.at(row.eq_low_pct), scale.at(row.eq_high_pct)) if math.isfinite(row.eq_low_pct) else None,
         dots=tuple(
-            (scale.at(one.gap_pct), f"{one.replicate}: {number(one.gap_pct, spec)} %")
+            (scale.at(one.gap_pct), f"{one.replicate}: {number(one.gap_pct, places)}{unit}")
             for one in singles.itertuples()
             if math.isfinite(one.gap_pct)
         ),

@@ -3,16 +3,19 @@ trunk, and the direction of gradients as points for each layer.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
 from hqsweep.report.compare.arms import Comparison, gap_curve
+from hqsweep.report.compare.courses import growth_rows
 from hqsweep.report.compare.frames import FORK, Frames, by_module
 from hqsweep.report.figures.look import (
     BASELINE_COLOUR,
     Panel,
+    faint,
     figure,
     label,
     line_with_band,
@@ -254,26 +257,6 @@ def _cosine(
 NAME = "growth"
 TOGETHER = "all"
 """The fork point of the rows that are means over all points."""
-KEYS = ["trunk", "seed", "point", "step"]
-
-
-def growth_rows(metrics: pd.DataFrame, runs: pd.DataFrame, baseline_of: Mapping[str, str]) -> pd.DataFrame:
-    """Return arm, trunk, seed, point, step (since the fork), gap (nats) and gap_pct (% of the baseline's loss at that
-    step).
-
-    There is a row for each logged train_loss of a fork that its baseline's fork has, too. metrics: run, step, metric,
-    value. runs: run, arm, trunk, seed, point. baseline_of: arm -> its baseline.
-    """
-    losses = metrics.loc[metrics["metric"] == "train_loss", ["run", "step", "value"]]
-    losses = losses.merge(runs[["run", "arm", "trunk", "seed", "point"]], on="run")
-    losses["step"] -= losses["point"].astype("int64")
-    reference = losses.rename(columns={"arm": "baseline", "value": "reference"}).drop(columns="run")
-    others = losses[losses["arm"] != losses["arm"].map(baseline_of)]
-    pairs = others.assign(baseline=others["arm"].map(baseline_of)).merge(reference, on=["baseline", *KEYS])
-    pairs["gap"] = pairs["value"] - pairs["reference"]
-    pairs["gap_pct"] = 100 * pairs["gap"] / pairs["reference"]
-    rows = pairs[["arm", *KEYS, "gap", "gap_pct"]].sort_values(["arm", *KEYS], ignore_index=True)
-    return rows[np.isfinite(rows["gap_pct"])]
 
 
 def growth_lines(rows: pd.DataFrame, smooth: int = 1) -> pd.DataFrame:
@@ -318,7 +301,43 @@ def growth_of(comparison: Comparison, smooth: int) -> list[Panel]:
     lines = growth_lines(growth_rows(comparison.frames.metrics, done, comparison.baseline_of), smooth)
     steps = runs["config.fork.steps"].unique()
     decay_from = float(steps[0]) if len(steps) == 1 else None
-    return growth(lines, styles(comparison.arms), margin=comparison.margin_pct, decay_from=decay_from)
+    drawn = growth(lines, styles(comparison.arms), margin=comparison.margin_pct, decay_from=decay_from)
+    return [_fitted(drawn[0], comparison), *drawn[1:]] if drawn and comparison.courses else drawn
+
+
+FIT = "fit"
+"""The fork point of the rows of fitted curves, whose low and high are the interval of the part that lasts."""
+
+
+def _fitted(panel: Panel, comparison: Comparison) -> Panel:
+    """The panel with the fitted curve of every arm, dotted, and over its second half the interval of the part that
+    lasts."""
+    parts, said = [panel.rows], []
+    for arm, style in styles(comparison.arms).items():
+        steps, found = comparison.courses.get(arm, (np.empty(0), None))
+        if found is None or not len(found.fitted):
+            continue
+        mean, low, high = found.lasting
+        own = pd.DataFrame({"arm": arm, "point": FIT, "step": steps, "gap_pct": found.fitted, "low": low, "high": high})
+        band = own[own["step"] >= own["step"].max() / 2].assign(gap_pct=mean)
+        line = {**style, "width": 1, "dash": "dot"}
+        if np.isfinite(mean):
+            edges = band["low"].to_numpy(), band["high"].to_numpy()
+            _band(panel.figure, arm, style, band["step"], *edges)
+            said.append(f"{arm} {mean:+.3f} %")
+        panel.figure.add_scatter(
+            x=own["step"], y=own["gap_pct"], mode="lines", line=line, legendgroup=arm, name="",
+            hovertemplate="fit, %{x} steps since the fork: %{y:+.4f} %",
+        )  # fmt: skip
+        parts.append(own)
+    says = f"{panel.says} The part that is lasting: {listed(said)}." if said else panel.says
+    return replace(panel, rows=pd.concat(parts, ignore_index=True), says=says)
+
+
+def _band(fig: go.Figure, arm: str, style: dict, steps: pd.Series, low: np.ndarray, high: np.ndarray) -> None:
+    edge = {"x": steps, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "legendgroup": arm}
+    fig.add_scatter(y=high, **edge)
+    fig.add_scatter(y=low, fill="tonexty", fillcolor=faint(style["color"]), **edge)
 
 
 def _panel(

@@ -8,10 +8,12 @@ Differences of one replicate share weights, batches and, in a fork study, the wh
 parts, this sweep's draw and the stored ones, sigma^2 (1 + 1 / draws), and the spread over replicates measures both: a
 lucky stored draw widens the intervals of the sweeps that it is compared with, and weighs less the more are stored.
 
+Where forks of several ages end together, the gap of a trunk is that of a whole run (verdicts.ages), as in a comparison.
+
 A control (the baseline arm, the null arm) is judged in a family of its own, so that it takes no power from the arms.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -23,6 +25,7 @@ from hqsweep.recipe.listing import differences
 from hqsweep.report.compare.frames import FORK
 from hqsweep.report.gate.baseline import EQUAL, Baseline, Description, Entries, Entry, loss_of
 from hqsweep.verdicts import forks, whole_runs
+from hqsweep.verdicts.ages import weights
 from hqsweep.verdicts.estimate import Estimate
 
 SOURCE = "columnwise_source"
@@ -97,23 +100,30 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Arms judged together: the arms under test, their baseline arm, and its null arm, None for none."""
+    """Arms judged together: the arms under test, their baseline arm, and its null arm, None for none. end: the step at
+    which all forks end, where they do so together: the gaps are then those of whole runs of as many steps."""
 
     arms: Sequence[str]
     baseline: str
     null: str | None
+    end: int | None = None
 
 
 def changes(runs: pd.DataFrame, now: Entries, stored: Baseline) -> pd.DataFrame:
     """D in nats, and the stored loss in nats, of every run that is in both: columns arm, trunk, draw, change, stored.
     `runs`: rows of Frames.runs."""
-    rows = [
-        {"arm": run.arm, "trunk": run.trunk, "draw": run.draw, "change": loss_of(now[key]) - old, "stored": old}
+    return changes_of(
+        ((run.arm, run.trunk, run.draw), loss_of(now[key]) - old, old)
         for run in runs.itertuples()
         if (key := (run.arm, int(run.seed), int(run.point))) in now and stored.of(key)
         for old in [fmean(map(loss_of, stored.of(key)))]
-    ]
-    return pd.DataFrame(rows, columns=["arm", "trunk", "draw", "change", "stored"])
+    )
+
+
+def changes_of(rows: Iterable[tuple[tuple[str, str, str], float, float]]) -> pd.DataFrame:
+    """The frame that judge() takes, of ((arm, trunk, draw), change, stored) of every run."""
+    flat = [(*key, change, stored) for key, change, stored in rows]
+    return pd.DataFrame(flat, columns=["arm", "trunk", "draw", "change", "stored"])
 
 
 def judge(rows: pd.DataFrame, family: Family, design: str, margin: float) -> dict[str, Estimate]:
@@ -121,7 +131,7 @@ def judge(rows: pd.DataFrame, family: Family, design: str, margin: float) -> dic
     margin is in %. An arm that has no replicate in common with the others of its family has no estimate."""
     fork = design == FORK
     controls = [arm for arm in (family.baseline, family.null) if arm is not None]
-    arrays = _percent(rows, [*controls, *family.arms], family.baseline, fork)
+    arrays = _percent(rows, [*controls, *family.arms], family, fork)
     if not arrays:
         return {}
     reference = arrays[family.baseline]
@@ -136,8 +146,8 @@ def judge(rows: pd.DataFrame, family: Family, design: str, margin: float) -> dic
     return estimates | {arm: judged[arm] for arm in family.arms}
 
 
-def _percent(rows: pd.DataFrame, arms: Sequence[str], baseline: str, fork: bool) -> dict[str, np.ndarray]:
-    """Return arm -> D in % [replicates, points]; {} for none.
+def _percent(rows: pd.DataFrame, arms: Sequence[str], family: Family, fork: bool) -> dict[str, np.ndarray]:
+    """Return arm -> D in % [replicates, points], of a whole run [replicates, 1]; {} for none.
 
     The points are common to all of `arms` in every replicate that they share. Without such a point, only replicates
     with every point enter.
@@ -146,9 +156,15 @@ def _percent(rows: pd.DataFrame, arms: Sequence[str], baseline: str, fork: bool)
     if set(table.columns.get_level_values("arm")) != set(arms):
         return {}
     table = table.dropna()
-    level = table["stored"][baseline]
+    level = table["stored"][family.baseline]
     percent = 100 * table["change"].div(level if fork else level.mean(), axis=0)
     wide = percent.unstack("draw").reorder_levels(["draw", "arm"], axis=1)
     whole = [draw for draw in wide.columns.unique("draw") if wide[draw].notna().all(axis=None)]
     wide = (wide[whole] if whole else wide.dropna()).swaplevel(axis=1)
-    return {arm: wide[arm].to_numpy() for arm in arms} if len(wide) else {}
+    if not len(wide):
+        return {}
+    ages = [family.end - int(draw.split()[0]) for draw in wide[family.baseline]] if family.end else []
+    if len(set(ages)) < 2:
+        return {arm: wide[arm].to_numpy() for arm in arms}
+    whole_run = weights(ages, family.end).whole
+    return {arm: (wide[arm].to_numpy() @ whole_run)[:, None] for arm in arms}

@@ -4,7 +4,8 @@
    so any difference is a regression, and equality is a pass whatever the statistics say.
 2. Elsewhere the change since the baseline was stored is judged as `hqsweep compare` judges a gap (change.py): of an
    arm, the change of its gap to the baseline arm; of the baseline arm itself, the change of its loss. A gap is that of
-   the final val_loss, over seeds; in a fork study that of train_loss over the decay, trunk by trunk and point by point.
+   the final val_loss, over seeds; in a fork study that of train_loss over the decay, trunk by trunk and point by point,
+   and of forks that end together that of a whole run.
 
        worse         the 95 % interval lies above 0: a regression, unless the change is proven to be inside the margin
        better        it lies below 0: a pass
@@ -27,13 +28,13 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hqsweep.config.study import margin_in_tokens, parse_margin
 from hqsweep.errors import EXIT_FAILED, EXIT_MISMATCH, EXIT_UNDECIDED, UserError
 from hqsweep.report.compare.arms import null_arms
 from hqsweep.report.compare.curves import measures
-from hqsweep.report.compare.frames import FORK, Frames, load
+from hqsweep.report.compare.frames import FORK, Frames, common_end, load
 from hqsweep.report.compare.left_out import LeftOut, note
 from hqsweep.report.compare.slowdowns import baseline_curves, in_loss
 from hqsweep.report.compare.studies import arms_of, of_one_data, other_data, replicate_minutes, seen, study_of
@@ -98,13 +99,26 @@ class Verdict:
 @dataclass(frozen=True, kw_only=True)
 class Verdicts:
     """The verdicts of all arms; `replicates` is what n counts (seeds, trunks), `margin` is in %, `problem` says why
-    there is no usable baseline, `left_out` has the runs that are missing, damaged or no runs of the sweep."""
+    there is no usable baseline, `left_out` has the runs that are missing, damaged or no runs of the sweep. `end`: the
+    gaps that changed are those of whole runs of so many steps, None for others."""
 
     arms: tuple[Verdict, ...] = field(default=())
     replicates: str
     margin: float
     problem: str | None = None
     left_out: tuple[LeftOut, ...] = ()
+    end: int | None = None
+
+    SIGN: ClassVar[str] = " %"
+    """What stands after the margin and after changes."""
+
+    def places(self, half: float) -> str:
+        """The format of a change whose interval reaches `half` to either side."""
+        return "+.3f"
+
+    @property
+    def margin_text(self) -> str:
+        return f"{self.margin:.3g}{self.SIGN}"
 
     @property
     def outcome(self) -> str:
@@ -140,19 +154,27 @@ class Verdicts:
                 arm.arm,
                 arm.outcome,
                 text(arm.verdict),
-                *(number(value, "+.3f") for value in (arm.gap, arm.ci_low, arm.ci_high)),
+                *(
+                    number(value, self.places((arm.ci_high - arm.ci_low) / 2))
+                    for value in (arm.gap, arm.ci_low, arm.ci_high)
+                ),
                 str(arm.n),
                 arm.note,
             )
             for arm in self.arms
         )
-        header = ("arm", "gate", "verdict", "change %", "95 % from", "to", self.replicates, "note")
+        header = ("arm", "gate", "verdict", f"change{self.SIGN}", "95 % from", "to", self.replicates, "note")
         return TextTable(header=header, rows=rows, numeric=frozenset({3, 4, 5, 6}))
 
     def table(self) -> Fitted:
         """The arms for a terminal."""
         styles = [STYLE.get(arm.outcome, "red") for arm in self.arms]
-        return to_rich(self.cells(), f"gate: {self.outcome}, margin {self.margin:.3g} %", styles)
+        return to_rich(self.cells(), f"gate: {self.outcome}, {self.measure}", styles)
+
+    @property
+    def measure(self) -> str:
+        """ "margin 0.25 %, gaps of whole runs of 480 steps"."""
+        return f"margin {self.margin_text}" + (f", gaps of whole runs of {self.end} steps" if self.end else "")
 
     def notes(self) -> list[str]:
         """The notes below the table, and in a job summary."""
@@ -165,7 +187,7 @@ MARKS = {"pass": "✅", "undecided": "⚠️"}
 def gate_markdown(verdicts: Verdicts) -> str:
     """A heading with the verdict, the problem and the runs that are left out, if any, and the table of the arms."""
     mark = MARKS.get(verdicts.outcome, "❌")
-    heading = f"### hqsweep gate: {mark} {verdicts.outcome}, margin {verdicts.margin:.3g} %\n\n"
+    heading = f"### hqsweep gate: {mark} {verdicts.outcome}, {verdicts.measure}\n\n"
     notes = "".join(f"{markdown_text(line)}\n\n" for line in verdicts.notes())
     return heading + notes + markdown(verdicts.cells()) + "\n"
 
@@ -200,7 +222,7 @@ def gate(run_dirs: Iterable[RunDir], baseline_file: Path, margin: float | str | 
     arms = dict.fromkeys([*frames.runs["arm"], *stored.arms])
     return Verdicts(
         arms=tuple(map(held.verdict, arms)), replicates=held.replicates, margin=margin_pct, problem=problem,
-        left_out=(*frames.left_out, *others.values()),
+        left_out=(*frames.left_out, *others.values()), end=held.end,
     )  # fmt: skip
 
 
@@ -268,6 +290,11 @@ class Held:
         return self.frames.runs["design"].iloc[0]
 
     @cached_property
+    def end(self) -> int | None:
+        """The step at which all forks end, where they do so together."""
+        return common_end(self.frames.runs)
+
+    @cached_property
     def recipes(self) -> Mapping[str, str]:
         """arm -> how its recipe changed since it was stored, "" for not at all; for arms that are on both sides."""
         now = recipes_of(self.frames.runs)
@@ -298,7 +325,8 @@ class Held:
         for baseline in dict.fromkeys(self.baseline_of[arm] for arm in moved):
             null = nulls.get(baseline)
             arms = [arm for arm in moved if self.baseline_of[arm] == baseline and arm not in (baseline, null)]
-            family = Family(arms=arms, baseline=baseline, null=null if null and self.pairs[null] else None)
+            controls = {"baseline": baseline, "null": null if null and self.pairs[null] else None}
+            family = Family(arms=arms, end=self.end, **controls)
             estimates = judge(rows, family, self.design, self.margin)
             by_arm |= {arm: estimate for arm, estimate in estimates.items() if arm in moved}
         return by_arm

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import plotly.graph_objects as go
 import plotly.io as pio
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
@@ -86,7 +87,7 @@ def _values(comparison: Comparison, drawn: Panels) -> dict[str, Any]:
         unfinished=tables.unfinished_table(comparison),
         training=tables.training_table(comparison),
         panels=drawn,
-        lines=legend(comparison),
+        lines=legend(comparison.arms),
         comparison=comparison,
         parity=checks.text_tables(frames.parity),
         sections=[
@@ -97,11 +98,11 @@ def _values(comparison: Comparison, drawn: Panels) -> dict[str, Any]:
     )
 
 
-def legend(comparison: Comparison) -> list[dict[str, str]]:
-    """The arm, colour and dash of every line, for the legend of the page."""
+def legend(arms: pd.DataFrame) -> list[dict[str, str]]:
+    """The arm, colour and dash of every line, for the legend of the page; arms: Comparison.arms."""
     return [
         {"arm": arm, "colour": style["color"], "dash": DASH_ARRAYS[style["dash"]]}
-        for arm, style in styles(comparison.arms).items()
+        for arm, style in styles(arms).items()
     ]
 
 

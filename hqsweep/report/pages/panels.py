@@ -77,7 +77,7 @@ def _growth_note(comparison: Comparison) -> str:
         "Training loss of the arm minus that of '{}' on the same batches, in % of the latter, over the steps since both"
         " left the trunk: mean over trunks; bands: lowest to highest trunk.\n"
         "Band around 0: the margin. The verdict is that of the steps after the dotted line, where the learning rate"
-        " falls."
+        " falls. Dotted in an arm's colour: the fit of its course, and the interval of the part that lasts."
     ).format(comparison.baseline)
 
 

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.syntax import Syntax
 from rich.text import Text
 
-from hqsweep.config.jobs import CHECKED_TABLES
+from hqsweep.config.jobs import CHECKED_TABLES, COMMAND
 from hqsweep.config.study import ForkConfig
 from hqsweep.errors import Damaged, UserError, nearest
 from hqsweep.report.compare.left_out import stranger
@@ -145,7 +145,7 @@ def show_run(run: RunDir, *, every: bool = False) -> tuple[RenderableType, dict[
     checks, and the paths of the files. every: also the tables of checks, manifest and config.
     """
     config, manifest, status = run.config(), run.manifest(), run.status()
-    curve, worst = _loss_curve(run), _worst(run)
+    curve, worst = _loss_curve(run, config), _worst(run)
     checked = {table: rows for table in CHECKED_TABLES if (rows := run.rows(table))}
     page = {
         "run": run.name,
@@ -165,7 +165,8 @@ def show_run(run: RunDir, *, every: bool = False) -> tuple[RenderableType, dict[
         Text(f"warning: {line}", style="yellow") for line in [*manifest.get("warnings", []), *met_lines(manifest)]
     ]
     if curve["values"]:
-        ends = f"{number(curve['values'][0])} -> {number(curve['values'][-1])} nats at step {curve['last_step']}"
+        unit = "" if config["job"] == COMMAND else " nats"
+        ends = f"{number(curve['values'][0])} -> {number(curve['values'][-1])}{unit} at step {curve['last_step']}"
         parts.append(Text(f"{curve['metric']}  {sparkline(curve['values'])}  {ends}"))
     if worst:
         parts.append(_worst_table(worst))
@@ -203,7 +204,8 @@ def recipe_lines(recipe: Mapping[str, Any] | None) -> list[str]:
         for key in ("overrides", "schedule")
         if recipe.get(key)
     ]
-    return [f"recipe {recipe['name']}: {'; '.join([*low, *rest])}"]
+    said = "; ".join([*low, *rest])
+    return [f"recipe {recipe['name']}" + f": {said}" * bool(said)]
 
 
 def _section_text(section: Mapping[str, str]) -> str:
@@ -255,9 +257,20 @@ def _place_lines(fork: ForkConfig | None) -> list[str]:
     ]
 
 
-def _loss_curve(run: RunDir) -> dict[str, Any]:
-    """The val_loss rows, or the train_loss rows where there are fewer than three of them."""
+def _loss_curve(run: RunDir, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The val_loss rows, or the train_loss rows where there are fewer than three of them; of a command the rows of the
+    metric that is judged, or of its first one."""
     rows = run.rows("metrics")
+    if config["job"] == COMMAND:
+        logged = list(dict.fromkeys(row["metric"] for row in rows))
+        asked = (config.get("judge") or {}).get("metric")
+        metric = next((name for name in (asked, "val_loss", *logged) if name in logged), None)
+        rows = [row for row in rows if row["metric"] == metric]
+        return {
+            "metric": metric,
+            "values": [row["value"] for row in rows],
+            "last_step": rows[-1]["step"] if rows else None,
+        }
     held_out = [row for row in rows if row["metric"] == "val_loss"]
     chosen = held_out if len(held_out) >= 3 else [row for row in rows if row["metric"] == "train_loss"]
     return {

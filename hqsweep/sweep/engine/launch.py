@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hqsweep.config.command import CommandConfig
 from hqsweep.config.job import Config, ConvergenceConfig, parse
 from hqsweep.config.jobs import CHECKED_TABLES
 from hqsweep.config.study import StudyConfig
@@ -78,7 +79,15 @@ class SweepPlan:
     @property
     def lines(self) -> list[str]:
         """The lines about the plan before anything starts."""
-        return [line for line in (self.baseline_line, self.begun, *self.same) if line]
+        return [line for line in (self.baseline_line, self.begun, self.settles_line, *self.same) if line]
+
+    @property
+    def settles_line(self) -> str | None:
+        """How long a study of fork.until=settled goes on; None for another."""
+        if not self.study.settles:
+            return None
+        room = f"{counted(self.study.seeds.max, 'trunk')} fit into {self.study.fork.max_steps:,} steps"
+        return f"fork.until=settled: more trunks until every gap is known to the margin; {room}"
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each run: run (its folder's name), arm, seed, changed, config; in a fork study also point and
@@ -200,12 +209,21 @@ def start(plan: SweepPlan, display: Display, *, force: bool = False, until: Unti
     if engine.kind == "slurm":
         run_slurm(ordered, slurm=engine.slurm.model_dump(), display=display, force=force, ranks=ranks, **limits)
     else:
+        if engine.workers == "auto":
+            from hqsweep.sweep.engine.auto_workers import runs_at_a_time  # with all of a training
+
+            todo = [config for run, config in zip(runs, plan.configs, strict=True) if force or not _is_finished(run)]
+            limits["workers"] = runs_at_a_time(todo, plan.imports, display.say)
         for run in runs:
             run.job_path.unlink(missing_ok=True)
         gpus = (engine.gpus_per_run or ranks) if ranks > 1 else None
         limits = Limits(runs_per_gpu=engine.runs_per_gpu, gpus_per_run=gpus, until=until, **limits)
         run_local(ordered, display=display, limits=limits, force=force)
     return runs
+
+
+def _is_finished(run: RunDir) -> bool:
+    return run.seen()["state"] == "finished"
 
 
 def work_order(plan: SweepPlan, runs: Sequence[RunDir]) -> list[RunDir]:
@@ -232,6 +250,8 @@ def _rank(point: GridPoint, config: ConvergenceConfig, baseline: str | None) -> 
 
 def _check_device(config: Config) -> None:
     """Raise UserError if this machine, which will run the run, lacks its GPU or tensor cores."""
+    if isinstance(config, CommandConfig):
+        return  # the program looks for its device itself
     section = "train" if isinstance(config, ConvergenceConfig) else config.job
     wanted = getattr(config, section).device
     if wanted == "cuda" and not torch.cuda.is_available():

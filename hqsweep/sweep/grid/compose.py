@@ -3,7 +3,7 @@
 The override grammar is Hydra's (`a=1,2`, range(), choice(), glob(), config groups), and so is `hydra.sweeper.params` in
 a sweep's YAML. Two things differ. Keys are not checked here: an override may name any key, and the typed config, which
 knows all of them, refuses the unknown ones. And a grid is composed once per distinct choice of groups, and values are
-set afterwards, because a full composition takes 40 ms.
+set afterwards, because a full composition takes 40 ms. Packaged configs are composed once a process.
 
 Hydra's loader is used directly, though its modules are private. The public compose() works through one state of the
 whole process: two threads cannot compose at once. It takes twice as long, and no file is checked before it is read.
@@ -35,13 +35,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hqsweep.config.jobs import COMMAND, COMPARED
 from hqsweep.config.keys import check_texts
 from hqsweep.config.recipe_files import FORMAT, FORMAT_TEXTS, PACKAGED, read_recipe
 from hqsweep.config.safe import check_expansion, check_file
 from hqsweep.config.study import parse_study
 from hqsweep.errors import UserError, nearest
 from hqsweep.sweep.grid.arms import FACTORY_KEYS, Difference, check_arm, difference, labels, override_texts
+from hqsweep.sweep.grid.commands import name_recipe
 from hqsweep.sweep.grid.overrides import (
+    DATA_TARGET,
     MODEL_TARGET,
     STUDY_KEYS,
     Overrides,
@@ -61,6 +64,8 @@ from hqsweep.sweep.grid.study import with_study
 from hqsweep.sweep.store.names import NOT_IN_ID
 
 ARMS = "arms"
+Stamps = tuple[tuple[str, int, int], ...]
+"""Path, time of the last change in ns, and size in bytes of each packaged config."""
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)")
 
 
@@ -85,12 +90,12 @@ def expand(conf: str, overrides: Sequence[str] = (), config_dir: Path | None = N
 
 def known_confs(config_dir: Path | None = None) -> list[str]:
     """The names that conf= takes."""
-    return options(_loader([config_dir, Path("conf")]), "")
+    return options(_loader(_there([config_dir, Path("conf")])), "")
 
 
 def known_recipes(config_dir: Path | None = None) -> list[str]:
     """The names that recipe= takes."""
-    return options(_loader([config_dir, Path("conf")]), "recipe")
+    return options(_loader(_there([config_dir, Path("conf")])), "recipe")
 
 
 def load_recipe(name: str, config_dir: Path | None = None) -> Any:
@@ -181,14 +186,18 @@ def check_sources(loader: ConfigLoaderImpl) -> ConfigLoaderImpl:
     return loader
 
 
-def _loader(folders: Sequence[Path | None]) -> ConfigLoaderImpl:
-    """Hydra's reader of folders and then the packaged configs; folders that are None or absent are skipped."""
+def _there(folders: Sequence[Path | None]) -> tuple[Path, ...]:
+    """The folders that are there, resolved."""
+    return tuple(folder.resolve() for folder in folders if folder is not None and folder.is_dir())
+
+
+def _loader(folders: Sequence[Path]) -> ConfigLoaderImpl:
+    """Hydra's reader of folders and then the packaged configs."""
     hydra.version.setbase("1.3")
     Plugins.instance()  # registers the reader of file://
     search = ConfigSearchPathImpl()
     for folder in folders:
-        if folder is not None and folder.is_dir():
-            search.append("user", f"file://{folder.resolve()}")
+        search.append("user", f"file://{folder}")
     search.append("main", f"file://{PACKAGED}")
     search.append("hydra", "pkg://hydra.conf")
     search.append("schema", "structured://")
@@ -199,8 +208,9 @@ class Composer:
     """Composes one named config under any overrides."""
 
     def __init__(self, name: str, folders: Sequence[Path | None]) -> None:
-        self.loader = _loader(folders)
-        self.is_packaged = not any(folder is not None and folder.is_dir() for folder in folders)
+        self.folders = _there(folders)
+        self.loader = _loader(self.folders)
+        self.stamps = _stamps() if set(self.folders) <= {PACKAGED} else None
         self.overrides = Overrides(self.loader)
         self.name = name
         self.bases: dict[tuple[str, ...], DictConfig] = {}
@@ -211,14 +221,24 @@ class Composer:
                 f"conf={name}: no such config{nearest(name, known)}; known are {', '.join(known)}, or give the path"
                 " of a .yaml file, or a folder of your own with --config-dir"
             )
+        if self._job() == COMMAND:
+            self.overrides.groups.discard("recipe")  # which is a word for its program
+
+    def _job(self) -> Any:
+        """The job of the config; None where it cannot be composed as it is."""
+        try:
+            config, _ = self._load((), RunMode.RUN)
+            return config.get("job")
+        except UserError:
+            return None
 
     def grid(self, texts: Sequence[str]) -> Grid:
         """The grid of all points; a point that repeats an earlier one is left out."""
         common = self.overrides.parse(texts)
-        base = self._base(common)
+        base, params = self._base(common)
         arms = self._arms(base, common)
         inner = {key for _, overrides in arms for key in overrides}
-        params = [o for key, o in self.overrides.parse(_params(base)).items() if key not in common and key not in inner]
+        params = [o for key, o in self.overrides.parse(params).items() if key not in common and key not in inner]
         outer = [*params, *common.values()]
         check_size(self._size(arms, outer), f"conf={self.name}")
         points, differences, keys = self._points(arms, outer)
@@ -241,7 +261,8 @@ class Composer:
             for choice in itertools.product(*map(self.overrides.choices, overrides)):
                 config = self.compose(choice)
                 config["sweep"] = config.get("sweep") or self.name
-                if config.get("job") == "convergence":
+                name_recipe(config)
+                if config.get("job") in COMPARED:
                     keys = {key: config.pop(key) for key in STUDY_KEYS if key in config}
                 swept = [text for text, o in zip(choice, overrides, strict=True) if o.is_sweep_override()]
                 content = json.dumps([arm, config])
@@ -304,24 +325,27 @@ class Composer:
         parsed = self.overrides.parse_checked(overrides)
         groups = tuple(o.input_line for o in parsed if self.overrides.is_group(o))
         if groups not in self.bases:
-            self.bases[groups] = self._other_model(groups, self._load(groups, RunMode.RUN))
-            del self.bases[groups]["hydra"]
+            self.bases[groups] = self._other_model(groups)
         config = copy.deepcopy(self.bases[groups])
-        factories = [o for o in parsed if o.key_or_group in FACTORY_KEYS]
+        takes_recipe = "recipe" in self.overrides.groups
+        factories = [o for o in parsed if takes_recipe and o.key_or_group in FACTORY_KEYS]
         builder = next((o for o in parsed if o.key_or_group == MODEL_TARGET), None)
         try:
             if builder is not None:
                 take_factory(config)
+            if any(o.key_or_group == DATA_TARGET for o in parsed):
+                config["data"] = {"source": "factory"}
             for override in factories:
                 path = str(override.value())
                 config["recipe"] = {"name": path.rpartition(".")[2], "qfactory": path}
             for override in parsed:
-                if is_text(override):
+                if takes_recipe and is_text(override):
                     path = str(override.value())
                     config["recipe"] = {"name": Path(path).stem} | load_recipe(path)
             # fields of grouped_linear come after linear, whose quantizers it has where the recipe does not spell it out
             for override in sorted(parsed, key=lambda o: o.key_or_group.startswith("recipe.grouped_linear.")):
-                if not self.overrides.is_group(override) and not is_text(override) and override not in factories:
+                own_text = takes_recipe and is_text(override)
+                if not self.overrides.is_group(override) and not own_text and override not in factories:
                     check_texts(override.key_or_group, override.value())
                     open_quantizers(config, override.key_or_group)
                     OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
@@ -329,29 +353,33 @@ class Composer:
             raise UserError(f"override '{override.input_line}': {one_line(error)}") from None
         return config
 
-    def _load(self, groups: Sequence[str], mode: RunMode) -> DictConfig:
-        """Hydra's own composition of the named config under a choice of groups, open for unknown keys."""
-        if self.is_packaged:
-            return copy.deepcopy(_packaged(self.name, tuple(groups), mode))
-        return _composed(self.loader, self.name, groups, mode)
+    def _load(self, groups: Sequence[str], mode: RunMode) -> tuple[DictConfig, list[str]]:
+        """Return _composed() of the named config under a choice of groups. The config is not to be changed."""
+        if self.stamps is None:
+            return _composed(self.loader, self.name, groups, mode)
+        return _packaged(self.name, tuple(groups), mode, self.folders, self.stamps)
 
-    def _other_model(self, groups: Sequence[str], config: DictConfig) -> DictConfig:
-        """The config, without the keys for the GPT in its YAML where the groups of the command line chose another
-        model."""
+    def _other_model(self, groups: Sequence[str]) -> DictConfig:
+        """The config under the groups, without the keys for the GPT in its YAML where the groups of the command line
+        chose another model."""
+        config, _ = self._load(groups, RunMode.RUN)
         if is_users(config):
-            before = self._load([text for text in groups if not text.startswith("model=")], RunMode.RUN)
+            before, _ = self._load([text for text in groups if not text.startswith("model=")], RunMode.RUN)
             if not is_users(before):
+                config = copy.deepcopy(config)
                 drop_gpt(config)
         return config
 
-    def _base(self, overrides: dict[str, Override]) -> DictConfig:
-        """The composed config with Hydra's own part, under the groups that are chosen for all points."""
+    def _base(self, overrides: dict[str, Override]) -> tuple[DictConfig, list[str]]:
+        """Return _composed() under the groups that are chosen for all points."""
         fixed = [o.input_line for o in overrides.values() if self.overrides.is_group(o) and not o.is_sweep_override()]
         return self._load(fixed, RunMode.MULTIRUN)
 
 
-def _composed(loader: ConfigLoaderImpl, name: str, groups: Sequence[str], mode: RunMode) -> DictConfig:
-    """Hydra's composition by a loader, open for unknown keys."""
+def _composed(
+    loader: ConfigLoaderImpl, name: str, groups: Sequence[str], mode: RunMode
+) -> tuple[DictConfig, list[str]]:
+    """Hydra's composition by a loader, open for unknown keys, and its `hydra.sweeper.params` as override texts."""
     try:
         with warnings.catch_warnings(action="ignore"):  # without _self_ a YAML's own values win, which is meant
             config = loader.load_configuration(name, list(groups), mode)
@@ -360,20 +388,24 @@ def _composed(loader: ConfigLoaderImpl, name: str, groups: Sequence[str], mode: 
         check_expansion(plain | {"hydra": {"sweeper": {"params": params}}}, "the config")
     except Exception as error:  # a YAML can make Hydra and PyYAML raise anything: AttributeError by !!timestamp 1
         raise UserError(f"conf={name}: {explain(error)}") from None
+    params = OmegaConf.select(config, "hydra.sweeper.params") or {}
+    texts = [f"{key}={value}" for key, value in params.items()]
     OmegaConf.set_struct(config, False)
-    return config
+    del config["hydra"]
+    return config, texts
 
 
 @functools.lru_cache(maxsize=128)
-def _packaged(name: str, groups: tuple[str, ...], mode: RunMode) -> DictConfig:
-    """The composition of packaged configs alone, whose files do not change while a process runs."""
-    return _composed(_loader([]), name, groups, mode)
+def _packaged(
+    name: str, groups: tuple[str, ...], mode: RunMode, folders: tuple[Path, ...], stamps: Stamps
+) -> tuple[DictConfig, list[str]]:
+    """_composed() of packaged configs alone. stamps: of their files, which are read again after a change."""
+    return _composed(_loader(folders), name, groups, mode)
 
 
-def _params(base: DictConfig) -> list[str]:
-    """`hydra.sweeper.params` of a composed config, as override texts."""
-    params = OmegaConf.select(base, "hydra.sweeper.params") or {}
-    return [f"{key}={value}" for key, value in params.items()]
+def _stamps() -> Stamps:
+    files = ((path, path.stat()) for path in sorted(PACKAGED.rglob("*.yaml")))
+    return tuple((str(path), stat.st_mtime_ns, stat.st_size) for path, stat in files)
 
 
 def _yaml_names(folder: Path) -> list[str]:

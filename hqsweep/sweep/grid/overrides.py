@@ -30,9 +30,17 @@ from hqsweep.sweep.grid.point import check_size
 from hqsweep.sweep.store.names import NOT_IN_ID
 
 STUDY_KEYS = tuple(StudyConfig.model_fields)
+PLAIN = ("command", "log")
+"""Keys whose values are words of a program, with braces and spaces, as they are typed."""
 POINTS = "fork.at"
 """The one key of a study with several values, written like values of a swept key or as a list."""
 _KEY = re.compile(r"[+~]{0,2}[A-Za-z_$][\w./@:$-]*")
+
+
+def quoted(text: str) -> str:
+    """The text as a value of an override: in quotes, with backslashes doubled where Hydra would read them as
+    escapes."""
+    return "'" + re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), text) + "'"
 
 
 def is_text(override: Override) -> bool:
@@ -79,6 +87,8 @@ class Overrides:
         if not equals or not _KEY.fullmatch(key):
             raise UserError(f"override '{text}': not of the form KEY=VALUE; write for example train.steps=100")
         check_references(text, f"override of {key}")
+        if key in PLAIN and not text.partition("=")[2].startswith(("'", '"')):
+            text = f"{key}={quoted(text.partition('=')[2])}"
         try:
             parsed = self.parser.parse_overrides([text])[0]
             if key == POINTS and parsed.is_discrete_sweep():
@@ -140,6 +150,8 @@ def _count(override: Override) -> int:
 
 MODEL_TARGET = f"model.{TARGET}"
 """The function that builds a user's own model; it stands for the whole section, whose other keys are its arguments."""
+DATA_TARGET = f"data.{TARGET}"
+"""The function that gives samples; it stands for the whole section, whose other keys are its arguments."""
 
 
 def take_factory(config: DictConfig) -> None:

@@ -11,26 +11,34 @@ A growing study states some keys before its first run, and keeps them: the level
 """
 
 import json
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hqsweep.config.study import FORK_STEPS, NULL_NOISE, ForkStudy, StudyConfig
+from hqsweep.config.jobs import COMPARED
+from hqsweep.config.study import FORK_STEPS, NULL_NOISE, ForkStudy, SeedsConfig, StudyConfig
 from hqsweep.errors import UserError, nearest
+from hqsweep.sweep.grid.commands import check_commands
 from hqsweep.sweep.grid.point import Grid, GridPoint, check_size, is_trunk, section, without
 from hqsweep.sweep.store.store import RunStore
+from hqsweep.verdicts.designs import Forks
+from hqsweep.verdicts.estimate import MAXIMUM
 
 
 def with_study(points: list[GridPoint], study: StudyConfig) -> Grid:
     """The grid with the runs that the study adds, and the name of its baseline."""
     why = ""
-    if points[0].config.get("job") == "convergence":
+    if points[0].config.get("job") in COMPARED:
+        check_commands(points, study)
         baseline, why = baseline_of(points, study.baseline)
         if study.fork is not None:
             points = fork_points(points, study.fork, baseline, null_arm=study.null_arm)
         elif study.null_arm:
             points = [*points, *null_points(points, baseline)]
         study = study.model_copy(update={"baseline": study.baseline or baseline.variant})
+        if study.settles:
+            study = study.model_copy(update={"seeds": SeedsConfig(max=_most_trunks(points, study.fork))})
     _check_arms([point for point in points if not is_trunk(point)])
     return Grid(points=points, study=study, baseline_why=why)
 
@@ -165,7 +173,11 @@ def _trunk(point: GridPoint, study: ForkStudy, recipe: dict[str, Any]) -> GridPo
 
 def _section(study: ForkStudy, **changes: Any) -> dict[str, Any]:
     """The section fork of a run."""
-    return study.model_dump(exclude={"rewarm", "end"}) | {"steps": study.steps or FORK_STEPS} | changes
+    return (
+        study.model_dump(exclude={"rewarm", "end", "until", "max_steps"})
+        | {"steps": study.steps or FORK_STEPS}
+        | changes
+    )
 
 
 def _key(override: str) -> str:
@@ -183,7 +195,22 @@ def _fork(point: GridPoint, study: ForkStudy, at: int, trunk: GridPoint | None, 
     return replace(point, config=point.config | config, overrides=overrides, changed=changed, trunk=trunk)
 
 
-STATED = ("seeds.until", "seeds.max", "margin", "baseline")
+def _most_trunks(points: Sequence[GridPoint], study: ForkStudy) -> int:
+    """The trunks that fit with their forks into the steps of a study that goes on until it is settled, at most MAXIMUM;
+    UserError for fewer than a verdict needs."""
+    steps = sum(max(study.at) if is_trunk(point) else study.end - section(point, "fork")["at"][0] for point in points)
+    each = math.ceil(steps / len({point.config.get("seed") for point in points}))
+    most = min(study.max_steps // each, MAXIMUM)
+    if most < Forks.first:
+        raise UserError(
+            f"fork.max_steps: {study.max_steps} steps, but {Forks.first} trunks with their forks, the fewest for a"
+            f" verdict, take {Forks.first * each}; give as many at least"
+        )
+    return most
+
+
+STATED = ("fork.until", "fork.max_steps", "seeds.until", "seeds.max", "margin", "baseline")
+GROWS = ("decided", "settled")
 
 
 def check_stated(store: RunStore, sweep: str, study: StudyConfig) -> None:
@@ -192,7 +219,7 @@ def check_stated(store: RunStore, sweep: str, study: StudyConfig) -> None:
         return
     now = study.model_dump(mode="json")
     before = StudyConfig().model_dump(mode="json") | store.facts(sweep).get("study", {})
-    if "decided" not in (now["seeds"]["until"], before["seeds"]["until"]):
+    if not any(_value(each, key) in GROWS for each in (now, before) for key in ("seeds.until", "fork.until")):
         return
     other = next((key for key in STATED if _value(now, key) != _value(before, key)), None)
     if other is None or all(run.seen()["state"] in ("pending", "missing") for run in store.runs(sweep)):
@@ -204,6 +231,7 @@ def check_stated(store: RunStore, sweep: str, study: StudyConfig) -> None:
 
 
 def _value(study: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key; of a section or key that a study lacks None, of fork.until fixed."""
     for part in key.split("."):
-        study = study[part]
-    return study
+        study = (study or {}).get(part)
+    return "fixed" if study is None and key == "fork.until" else study

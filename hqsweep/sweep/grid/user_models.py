@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from hqsweep.checkpoints.foreign.user_model import KNOWN_VOCABULARY, check_weights, model_digest
 from hqsweep.config.job import Config, ConvergenceConfig
 from hqsweep.config.model import HFModelConfig, UserModel
+from hqsweep.config.train import FactoryDataConfig
 from hqsweep.errors import UserError
 from hqsweep.sweep.grid.point import GridPoint
 from hqsweep.train.build import pick_device
@@ -31,11 +32,16 @@ def check_recipes(points: Sequence[GridPoint], configs: Sequence[Config]) -> Non
     The message has the run's swept keys.
     """
     own = [pair for pair in zip(points, configs, strict=True) if _is_users(pair[1])]
+    if any(isinstance(getattr(config, "data", None), FactoryDataConfig) for config in configs) and len(own) < len(
+        points
+    ):
+        raise UserError("data._target_: hqsweep's own GPT takes tokens; give a model of your own, by model._target_")
     if not own:
         return
     from hqsweep.models.build import check_recompute, gemm_modules, outline
     from hqsweep.models.trial import check_trial
     from hqsweep.recipe.validate import check_held_weights
+    from hqsweep.train.batch_trial import check_batch
 
     known: set[str] = set()
     for point, config in own:
@@ -46,7 +52,10 @@ def check_recipes(points: Sequence[GridPoint], configs: Sequence[Config]) -> Non
         try:
             if isinstance(config.model, HFModelConfig) and config.model.pretrained:
                 _check_weights(config.model)
-            check_trial(config, on_cpu=_on_cpu(config))
+            if isinstance(config.data, FactoryDataConfig) or config.model.loss is not None:
+                check_batch(config, on_cpu=_on_cpu(config))
+            else:
+                check_trial(config, on_cpu=_on_cpu(config))
             if config.train.recompute != "none" and (model := outline(config.model)) is not None:
                 check_recompute(model, config.train.recompute)
             modules = gemm_modules(config, config.data.vocab_estimate)
@@ -74,7 +83,7 @@ def _check_weights(section: HFModelConfig) -> None:
 
 def check_vocabularies(configs: Iterable[ConvergenceConfig]) -> None:
     """UserError for a user's model that has fewer tokens than the data; reads the data where only it knows them."""
-    own = [config for config in configs if _is_users(config)]
+    own = [config for config in configs if _is_users(config) and not isinstance(config.data, FactoryDataConfig)]
     if not own:
         return
     from hqsweep.models.build import outline, vocab_fault

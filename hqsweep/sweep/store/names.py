@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-NOT_IN_ID = ("sweep", "runs_dir", "engine", "track")
+from hqsweep.config.jobs import COMPARED
+
+NOT_IN_ID = ("sweep", "runs_dir", "engine", "track", "judge")
 """Top-level config keys that cannot change a number, so they do not make another run."""
 
 ONE_RANK = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "ep": 1, "pp": 1, "stages_per_rank": 1}
@@ -15,6 +17,7 @@ NOT_IN_ID_AT = {
     "train": {"compile": "auto", "parallel": ONE_RANK},
     "fork": {"source": None, "source_hash": None},
     "data": {"hash": None},
+    "model": {"architecture": "causal", "loss": None},
     "parity": {"ranks": []},
 }
 """Section -> key -> the value with which it does not count for the id: runs from before the key existed keep their
@@ -105,7 +108,7 @@ def run_name(config: Mapping[str, Any], arm: str | None = None) -> str:
     A parity run is called parity, a trunk trunk. A fork has its point before the id: nvfp4-s0-at400-1f2e3d4c5b. arm:
     None is the recipe's name.
     """
-    label = (arm or config["recipe"]["name"]) if config["job"] == "convergence" else config["job"]
+    label = (arm or config["recipe"]["name"]) if config["job"] in COMPARED else config["job"]
     fork = fork_of(config)
     label = "trunk" if fork and fork.is_trunk else re.sub(r"[^A-Za-z0-9._+-]", "_", label)
     point = f"-at{fork.start}" if fork and not fork.is_trunk else ""

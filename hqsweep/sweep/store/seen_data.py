@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from hqsweep.config.job import Config, ConvergenceConfig
-from hqsweep.config.train import DataConfig
+from hqsweep.config.train import DataConfig, FactoryDataConfig
 from hqsweep.errors import Damaged, UserError
 from hqsweep.sweep.store.names import data_seen, run_id, without_data_hash
 from hqsweep.sweep.store.run_dir import RunDir
@@ -34,6 +34,9 @@ def hashed(configs: Sequence[Config]) -> list[Config]:
     done = []
     for config in configs:
         if not isinstance(config, ConvergenceConfig):
+            done.append(config)
+            continue
+        if isinstance(config.data, FactoryDataConfig) and not config.data.is_imported:
             done.append(config)
             continue
         plain = config.data.model_copy(update={"hash": None})
@@ -157,6 +160,11 @@ def seen_by(runs: Iterable[RunDir]) -> list[SeenData]:
 def _now(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return the present hash of the data of a section `data`, or the state that prevents one."""
     path = section.get("path")
+    if section.get("source") == "factory":
+        return {
+            "state": "unreadable",
+            "why": f"{section.get('target')} is a Python function, which is not imported here",
+        }
     if path is not None and not Path(path).exists():
         return {"state": "gone"}
     try:

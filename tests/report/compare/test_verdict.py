@@ -14,7 +14,8 @@ WHOLE = {
     "eq_low_pct": -0.1, "eq_high_pct": 0.5, "margin_pct": 0.25, "within_margin": False, "needed": 7.0, "more": 3.0,
     "replicate_minutes": 2.4, "maximum": 0, "these_low_pct": NAN, "these_high_pct": NAN, "diverged": 0,
     "slowdown_pct": NAN, "slowdown_low": NAN, "slowdown_high": NAN, "margin_tokens": NAN, "steps": NAN,
-    "end": NAN, "at_once_pct": NAN,    "diverged_at": NAN, "pairs": 4, "paired_gap": 0.01, "null_in_doubt": False,
+    "end": NAN, "at_once_pct": NAN, "course": "", "diverged_at": NAN, "pairs": 4, "paired_gap": 0.01,
+    "null_in_doubt": False,
 }  # fmt: skip
 FORKS = WHOLE | {"design": "fork"}
 NONE = pd.DataFrame({"state": []})
@@ -122,3 +123,25 @@ def test_a_narrow_interval_has_a_third_decimal(half, places):
 
 def test_no_number_of_seeds_is_told_of_the_null_arm():
     assert said(null=True, more=NAN, needed=NAN).endswith("over 4 trunks.")
+
+
+COURSE = {
+    "at_once_pct": 1.4, "at_once_low": 1.2, "at_once_high": 1.6, "growth_pct": -0.2, "growth_low": -0.3,
+    "growth_high": -0.1, "lasting_pct": NAN, "lasting_low": NAN, "lasting_high": NAN, "settles_in": NAN,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"course": "flat", "lasting_pct": 0.31, "lasting_low": 0.2, "lasting_high": 0.42},
+     "+0.31 % (+0.20 to +0.42 %) lasting"),
+    ({"course": "flat"}, "flat at the end"),
+    ({"course": "closing", "settles_in": 600.0}, "still closing by 0.20 % per 100 steps: about 600 more steps decide"),
+    ({"course": "closing", "settles_in": math.inf}, "still closing by 0.20 % per 100 steps, with no end in sight"),
+    ({"course": "closing", "settles_in": 0.0}, "still closing by 0.20 % per 100 steps"),
+    ({"course": "growing"}, "growing by -0.200 % (-0.300 to -0.100 %) per 100 steps"),
+    ({"course": "open"}, "not known to last: -0.200 % (-0.300 to -0.100 %) per 100 steps"),
+])  # fmt: skip
+def test_forks_say_what_comes_at_once_and_what_lasts(changes, words):
+    text = said(verdict="worse", gap_pct=0.5, steps=320.0, **COURSE | changes)
+    at_once = "320 steps after the fork; before the decay +1.40 % (+1.20 to +1.60 %) at once, "
+    assert text.endswith(f"{at_once}{words}.") and "nan" not in text

@@ -5,7 +5,8 @@ import math
 import pandas as pd
 import pytest
 
-from hqsweep.report.figures.lines import TOGETHER, growth, growth_lines, growth_rows
+from hqsweep.report.compare.courses import growth_rows
+from hqsweep.report.figures.lines import TOGETHER, growth, growth_lines
 
 ARMS = {"bf16": 0.0, "nvfp4": 0.02, "mxfp8": 0.002}
 POINTS, TRUNKS, STEPS = (400, 800), (0, 1, 2), (10, 20, 30)

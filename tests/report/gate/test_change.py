@@ -51,6 +51,20 @@ def test_a_fork_s_arm_is_judged_by_the_change_of_its_gap_trunk_by_trunk():
     assert verdicts["bf16"].gap == pytest.approx(50 * trunk.mean(), rel=0.05)
 
 
+def test_forks_that_end_together_are_judged_by_the_gap_of_a_whole_run():
+    """Forks at 0 and 100 of 200 steps have the ages 200 and 100: the line through them at 200 is the fork at 0."""
+    rng = np.random.default_rng(0)
+    moved = {arm: rng.normal(0.002, 0.001, (4, 2)) for arm in ("bf16", "null", "mxfp8", "nvfp4")}
+    family = Family(arms=("mxfp8", "nvfp4"), baseline="bf16", null="null", end=200)
+    verdicts = judge(rows_of(moved), family, FORK, 0.25)
+    gaps = 50 * (moved["nvfp4"] - moved["bf16"])
+    expected = forks.judge({"nvfp4": gaps[:, :1], "mxfp8": gaps[:, 1:]}, margin=0.25)["nvfp4"]
+    assert (verdicts["nvfp4"].gap, verdicts["nvfp4"].ci_low) == pytest.approx((expected.gap, expected.ci_low))
+    assert verdicts["bf16"].gap == pytest.approx(50 * moved["bf16"][:, 0].mean())
+    apart = judge(rows_of(moved), FAMILY, FORK, 0.25)["nvfp4"]
+    assert apart.gap == pytest.approx(gaps.mean()) and apart.gap != verdicts["nvfp4"].gap
+
+
 def test_per_cent_are_of_the_baseline_s_stored_loss_at_that_fork():
     rows = rows_of({"bf16": np.zeros((3, 2)), "mxfp8": np.full((3, 2), 0.01)})
     rows.loc[rows["draw"] == "100", "stored"] = 1.0

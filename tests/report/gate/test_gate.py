@@ -326,6 +326,18 @@ def test_trunks_that_all_got_worse_are_a_regression_of_the_baseline_arm(make_swe
     assert outcomes(verdicts)["mxfp8"] == "pass"
 
 
+def test_of_forks_that_end_together_the_gap_of_a_whole_run_is_held_against_the_stored_one(make_sweep, fake, tmp_path):
+    """Forks at 40 and 80 of 120 steps: where the gap grows by 0.5 % for each step of age more, that is 60 % at 120."""
+    path = tmp_path / "together.json"
+    update(make_sweep(fake.fork_study(GAPS, end=120), "stored forks"), path)
+    grown = GAPS | {"nvfp4": lambda seed, point: 0.03 + 0.01 * (120 - point) + 1e-4 * seed}
+    verdicts = gate(make_sweep(fake.fork_study(grown, end=120)), path)
+    assert outcomes(verdicts)["nvfp4"] == "regression" and verdicts.end == 120
+    assert verdicts.arms[2].gap == pytest.approx(60, rel=0.01)
+    assert "margin 0.25 %, gaps of whole runs of 120 steps" in gate_markdown(verdicts)
+    assert gate(make_sweep(fake.fork_study(GAPS), "other"), path).end is None
+
+
 def test_two_trunks_decide_nothing(make_sweep, fake, tmp_path):
     path = tmp_path / "two.json"
     update(make_sweep(fake.fork_study(GAPS, trunks=2), "stored forks"), path)

@@ -1,6 +1,7 @@
 """Composition: where names are found, what a grid holds, arm labels, and equality with Hydra's own composition."""
 
 import math
+import shutil
 import time
 from pathlib import Path
 
@@ -191,6 +192,18 @@ def test_users_configs_are_found_and_may_use_packaged_groups(folder: Path, conf:
 def test_own_folders_come_before_packaged_configs(folder: Path) -> None:
     write(folder / "conf/quickstart.yaml", "job: convergence\nseed: 5\n")
     assert expand("quickstart").points[0].config == {"job": "convergence", "seed": 5, "sweep": "quickstart"}
+
+
+def test_packaged_configs_are_read_again_after_a_change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a checkout ./conf is the packaged folder."""
+    shutil.copytree(PACKAGED, folder / "conf")
+    monkeypatch.setattr("hqsweep.sweep.grid.compose.PACKAGED", folder / "conf")
+    for steps in (7, 11):
+        write(folder / "conf/mine.yaml", f"defaults: [convergence, _self_]\ntrain: {{steps: {steps}}}\n")
+        composed = [expand("mine").points[0].config for _ in range(2)]
+        assert [config["train"]["steps"] for config in composed] == [steps] * 2
+        composed[0]["train"]["steps"] = 0  # a config is the caller's own
+        assert expand("mine", ["seed=3"]).points[0].config["train"]["steps"] == steps
 
 
 def test_sweep_name_can_be_given() -> None:

@@ -1,0 +1,174 @@
+"""The course of a gap over the steps since a fork: a part that comes at once, a part that lasts, and a growth.
+
+A switch of recipe is a shock, above all to a pretrained model, and training may heal a part of it. First the end of the
+curve is judged, by the slope of each trunk over the second half of the steps. It grows where the slope's interval lies
+on the side of the gap; else it is flat where the change over that half lies within the margin, by two one-sided tests;
+else it closes where the interval lies on the other side of 0; and it is open elsewhere. Then a family is fitted by
+least squares, with one tau for all trunks, by their mean curve:
+
+    gap(s) = lasting + shock exp(-s / tau) [+ growth s where it grows],    s steps since the fork, at the constant rate
+
+tau is at most a quarter of the steps, and free where the gap closes. Intervals are over trunks, so that the noise
+within a curve, whose rows depend on each other, needs no model; the doubt of tau is in that of the lasting part, by the
+jackknife. The part at once is the gap of the first row. A family
+whose residuals, averaged over a third of the steps, are resolved from 0 does not fit, and gives no parts.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy import optimize, special
+
+from hqsweep.verdicts.designs import Forks
+
+FEWEST_ROWS = 12
+"""Rows of a curve below which it has no course."""
+LONGEST = 0.25
+"""The largest tau of a curve that does not close, as a part of its steps: exp(-4) of the shock is left at the end."""
+FAR = 10
+"""How many times the steps of a curve a forecast of its end may reach."""
+TRIED = 12
+"""The values of tau that are tried first, evenly in their logarithm."""
+UNFIT = 0.01
+"""How often a family is refused where it holds, over all thirds."""
+Interval = tuple[float, float, float]
+"""A mean with the ends of its interval."""
+NOTHING: Interval = (math.nan, math.nan, math.nan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """The course of one arm's gap, in the unit of the curves; intervals hold together for all arms.
+
+    end      "flat", "closing" (towards 0), "growing" (away from it) or "open" (not known which)
+    slope    of the end, by each 100 steps
+    at_once  the gap of the first row
+    lasting  the part that is left; NaN unless the end is flat and the family fits
+    more     steps after which the change of an end that closes would lie within half of the margin; inf where FAR times
+             as many are too few, NaN for other ends
+    fitted   [rows]: the mean curve by the family; [] where none fits
+    """
+
+    end: str
+    slope: Interval
+    at_once: Interval
+    lasting: Interval = NOTHING
+    more: float = math.nan
+    fitted: np.ndarray = field(default_factory=lambda: np.empty(0))
+
+
+def course(curves: ArrayLike, steps: ArrayLike, design: Forks, margin: float) -> Course | None:
+    """The course of one arm; None for fewer trunks or rows than it takes.
+
+    curves  [trunks, rows]: gaps of the arm to the baseline in each trunk, averaged over its points
+    steps   [rows]: steps since the fork, rising, at the constant rate
+    margin  the largest gap that counts as none, in the unit of the curves
+
+    Raises ValueError for arrays of other shapes, and for values that are not finite.
+    """
+    gaps, at = np.asarray(curves, dtype=np.float64), np.asarray(steps, dtype=np.float64)
+    if gaps.ndim != 2 or at.shape != gaps.shape[1:] or not (np.isfinite(gaps).all() and np.isfinite(at).all()):
+        raise ValueError(f"curves {gaps.shape} and steps {at.shape} must be finite, a row of curves for each trunk")
+    if len(gaps) < design.first or len(at) < FEWEST_ROWS:
+        return None
+    errors = design.critical(len(gaps))
+    half = at >= at[-1] / 2
+    slopes = 100 * gaps[:, half] @ _slope(at[half])
+    slope = _interval(slopes, errors)
+    near = design.equivalence(len(gaps)) * (slopes.std(ddof=1) / math.sqrt(len(gaps)))
+    end = _end(slope, gaps[:, half].mean(), near, 100 * margin / np.ptp(at[half]))
+    family, mean = _Family(at, end), gaps.mean(0)
+    tau = family.tau(mean)
+    columns, at_once = family.columns(tau), _interval(gaps[:, 0], errors)
+    if not _fits(gaps - (columns @ _parts(columns, gaps.T)).T):
+        return Course(end=end, slope=slope, at_once=at_once)
+    parts = _parts(columns, mean)
+    return Course(
+        end=end, slope=slope, at_once=at_once, fitted=columns @ parts,
+        lasting=_lasting(gaps, family, tau, errors) if end == "flat" else NOTHING,
+        more=_more(parts[1], tau, at[-1], margin) if end == "closing" else math.nan,
+    )  # fmt: skip
+
+
+def _slope(steps: np.ndarray) -> np.ndarray:
+    """[rows]: the weights of the slope of a least-squares line."""
+    centred = steps - steps.mean()
+    return centred / (centred**2).sum()
+
+
+def _interval(values: np.ndarray, errors: float) -> Interval:
+    """Mean, low, high of one value a trunk."""
+    half = errors * values.std(ddof=1) / math.sqrt(len(values))
+    return float(values.mean()), float(values.mean() - half), float(values.mean() + half)
+
+
+def _end(slope: Interval, gap: float, near: float, margin: float) -> str:
+    """Course.end. near: between the slope and the ends of its 90 % interval; margin: the largest slope by 100 steps
+    whose change over the half counts as none."""
+    mean, low, high = slope
+    resolved, away = low > 0 or high < 0, mean * gap > 0
+    if resolved and away:
+        return "growing"
+    if abs(mean) + near < margin:
+        return "flat"
+    return "closing" if resolved else "open"
+
+
+@dataclass(frozen=True)
+class _Family:
+    """The family of curves [rows] with such an end: a constant, exp(-s / tau) and, where the gap grows, a line."""
+
+    steps: np.ndarray
+    end: str
+
+    def columns(self, tau: float) -> np.ndarray:
+        """[rows, parts]: what a part of 1 adds to each row."""
+        line = [self.steps / 100] if self.end == "growing" else []
+        return np.stack([np.ones_like(self.steps), np.exp(-self.steps / tau), *line], axis=1)
+
+    def tau(self, mean: np.ndarray) -> float:
+        """The tau with the least squares: the best of TRIED values, and then between its neighbours."""
+        shortest = float(np.diff(self.steps).min()) / 3
+        longest = max((FAR if self.end == "closing" else LONGEST) * self.steps[-1], 2 * shortest)
+        tried = np.linspace(math.log(shortest), math.log(longest), TRIED)
+        best = int(np.argmin([self._squares(mean, log) for log in tried]))
+        around = tried[max(best - 1, 0)], tried[min(best + 1, TRIED - 1)]
+        found = optimize.minimize_scalar(lambda log: self._squares(mean, log), bounds=around, method="bounded")
+        return math.exp(found.x)
+
+    def _squares(self, mean: np.ndarray, log: float) -> float:
+        columns = self.columns(math.exp(log))
+        return float(((mean - columns @ _parts(columns, mean)) ** 2).sum())
+
+
+def _parts(columns: np.ndarray, curves: np.ndarray) -> np.ndarray:
+    """[parts, ...] of curves [rows, ...] by least squares."""
+    return np.linalg.lstsq(columns, curves, rcond=None)[0]
+
+
+def _lasting(gaps: np.ndarray, family: _Family, tau: float, errors: float) -> Interval:
+    """Course.lasting. Its standard error is the larger of two: over trunks at this tau, and by the jackknife, which
+    fits tau again without each trunk."""
+    count, own = len(gaps), _parts(family.columns(tau), gaps.T)[0]
+    without = []
+    for trunk in range(count):
+        mean = np.delete(gaps, trunk, axis=0).mean(0)
+        without.append(_parts(family.columns(family.tau(mean)), mean)[0])
+    half = errors * max(own.std(ddof=1), (count - 1) * np.std(without, ddof=1)) / math.sqrt(count)
+    return float(own.mean()), float(own.mean() - half), float(own.mean() + half)
+
+
+def _fits(residuals: np.ndarray) -> bool:
+    """Whether the mean residual of no third of the rows is resolved from 0."""
+    errors = -float(special.stdtrit(len(residuals) - 1, UNFIT / 6))
+    thirds = [part.mean(1) for part in np.array_split(residuals, 3, axis=1)]
+    return all(low <= 0 <= high for _, low, high in (_interval(part, errors) for part in thirds))
+
+
+def _more(shock: float, tau: float, length: float, margin: float) -> float:
+    """Course.more."""
+    ends = length * np.linspace(1, 1 + FAR, 10 * FAR + 1)  # tenths of what is there
+    enough = np.abs(shock) * (np.exp(-ends / 2 / tau) - np.exp(-ends / tau)) < margin / 2
+    return float(ends[enough][0] - length) if enough.any() and tau < 0.99 * FAR * length else math.inf
