@@ -73,8 +73,8 @@ class GroupedLinear(GroupedBase):
         drawn = torch.stack([self._drawn(torch.empty(out_features, in_features)) for _ in range(num_experts)])
         role = QuantizerRole(self.module_type, "weight", name)
         if options.single_grouped_weight:
-            held = (self.quantizers.weight, role, dtype, self.states, GroupedTensor)
-            self.register_parameter("weight", gemm_weight(drawn, *held))
+            one = gemm_weight(drawn, self.quantizers.weight, role, dtype, self.states, GroupedTensor)
+            self.register_parameter("weight", one)
         else:
             self._register("weight", expert_parameters(drawn, self.quantizers.weight, role, dtype, self.states))
         if options.bias:
