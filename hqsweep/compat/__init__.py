@@ -54,9 +54,8 @@ from hqsweep.compat.factories import (
 )
 from hqsweep.compat.modules.dot_product_attention import DotProductAttention
 from hqsweep.compat.modules.grouped_linear import GroupedLinear
-from hqsweep.compat.modules.layernorm_linear import LayerNormLinear
 from hqsweep.compat.modules.layernorm_mlp import LayerNormMLP
-from hqsweep.compat.modules.linear import Linear
+from hqsweep.compat.modules.linear import LayerNormLinear, Linear
 from hqsweep.compat.modules.multihead_attention import MultiheadAttention
 from hqsweep.compat.modules.norms import LayerNorm, RMSNorm
 from hqsweep.compat.modules.rope import RotaryPositionEmbedding

@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from hqsweep.compat.modules.activations import activation_of, inputs
-from hqsweep.compat.modules.layernorm_linear import LayerNormLinear
-from hqsweep.compat.modules.linear import Linear
+from hqsweep.compat.modules.linear import LayerNormLinear, Linear
 from hqsweep.compat.modules.over_ranks import OverRanks, shared
 from hqsweep.compat.signatures import LAYERNORM_MLP, OF_MLP_CALL
 from hqsweep.nn.core.residual import Branch

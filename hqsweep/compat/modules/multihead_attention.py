@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from hqsweep.compat.checkpoint_keys import EXTRA_STATE, drop_extra_state
 from hqsweep.compat.modules.dot_product_attention import DotProductAttention
-from hqsweep.compat.modules.layernorm_linear import LayerNormLinear
-from hqsweep.compat.modules.linear import Linear
+from hqsweep.compat.modules.linear import LayerNormLinear, Linear
 from hqsweep.compat.modules.norms import qk_norm
 from hqsweep.compat.modules.over_ranks import OverRanks, shared
 from hqsweep.compat.modules.rope import rotated
