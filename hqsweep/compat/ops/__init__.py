@@ -23,11 +23,10 @@ from hqsweep.compat.ops.activations import (
     SwiGLU,
 )
 from hqsweep.compat.ops.basic_linear import BasicLinear, Bias
-from hqsweep.compat.ops.fuser import FusedOperation, Linear, OperationFuser
 from hqsweep.compat.ops.grouped_linear import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, GroupedLinear
 from hqsweep.compat.ops.norms import L2Normalization, LayerNorm, RMSNorm
 from hqsweep.compat.ops.op import BasicOperation, FusibleOperation, OperationContext
-from hqsweep.compat.ops.sequential import Sequential
+from hqsweep.compat.ops.sequential import FusedOperation, Linear, OperationFuser, Sequential
 from hqsweep.compat.ops.tensors import (
     AddExtraInput,
     ConstantScale,

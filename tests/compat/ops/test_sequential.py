@@ -80,8 +80,8 @@ def test_it_is_the_module_of_the_same_weights(recipe, dtype, bias):
 def test_kernels_of_several_operations_change_nothing(monkeypatch):
     """With and without the fusions, to the bit."""
     model, results = randomized(mlp()), []
-    for fusions in (compat.ops.fuser.FUSIONS, ()):
-        monkeypatch.setattr("hqsweep.compat.ops.fuser.FUSIONS", fusions)
+    for fusions in (compat.ops.sequential.FUSIONS, ()):
+        monkeypatch.setattr("hqsweep.compat.ops.sequential.FUSIONS", fusions)
         x = rows()
         with autocast(recipe=MXFP8BlockScaling()):
             y = model(x)
