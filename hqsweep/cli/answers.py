@@ -251,16 +251,24 @@ class Judged(Answer):
     design: str
     notes: list[str]
     left_out: list[Any]
+    report: str | None
+    """The path of the page, with --out."""
+    stored: str | None
+    """The file of the stored baseline, with --store."""
 
 
 class Gated(Answer):
     outcome: Literal["no baseline", "regression", "failed", "undecided", "pass"]
     unit: str
+    metric: str | None = None
+    """The metric of foreign logs."""
     arms: list[_of(Verdict)]
     replicates: str
     margin: Number
     problem: str | None
     left_out: list[Left]
+    end: int | None = None
+    """The steps of the whole runs whose gaps are judged, where forks end together."""
 
 
 class Stored(Answer):
@@ -312,6 +320,29 @@ class Plan(Answer):
     designs: list[Design]
     cheaper: str
     not_used: list[str]
+
+
+class Noise(Answer):
+    """The noise of an arm's gap over n replicates, and how many find, or show equal, the gap to resolve."""
+
+    arm: str
+    sd: Number
+    n: int
+    find: Number
+    equal: Number
+
+
+class PlanOfLogs(Answer):
+    """`plan --from LOGS`."""
+
+    resolve: float
+    unit: str
+    metric: str
+    design: str
+    baseline: str
+    arms: int
+    noise: list[Noise]
+    notes: list[str]
 
 
 class RecipeRow(Answer):
@@ -431,8 +462,8 @@ ANSWERS: Mapping[str, Any] = {
     "status": list[StatusRow],
     "query": list[dict[str, Any]] | dict[str, list[str]],
     "compare": Report,
-    "judge": Judged,
-    "plan": Plan,
+    "judge": Judged | Gated,
+    "plan": Plan | PlanOfLogs,
     "gate": Gated,
     "baseline update": Updated,
     "verify": Verified,
@@ -443,6 +474,7 @@ ANSWERS: Mapping[str, Any] = {
     "rm": dict[str, list[str]],
     "recipe ls": list[RecipeRow],
     "recipe show": Recipe,
+    "recipe import": dict[str, Any],
     "recipe diff": list[Difference],
     "checkpoint show": Checkpoint,
     "data prepare": Shards,

@@ -22,8 +22,6 @@ from hqsweep.errors import UserError, nearest
 from hqsweep.sweep.grid.commands import check_commands
 from hqsweep.sweep.grid.point import Grid, GridPoint, check_size, is_trunk, section, without
 from hqsweep.sweep.store.store import RunStore
-from hqsweep.verdicts.designs import Forks
-from hqsweep.verdicts.estimate import MAXIMUM
 
 
 def with_study(points: list[GridPoint], study: StudyConfig) -> Grid:
@@ -200,6 +198,9 @@ def _most_trunks(points: Sequence[GridPoint], study: ForkStudy) -> int:
     UserError for fewer than a verdict needs."""
     steps = sum(max(study.at) if is_trunk(point) else study.end - section(point, "fork")["at"][0] for point in points)
     each = math.ceil(steps / len({point.config.get("seed") for point in points}))
+    from hqsweep.verdicts.designs import Forks  # scipy takes half a second, which no other study pays
+    from hqsweep.verdicts.estimate import MAXIMUM
+
     most = min(study.max_steps // each, MAXIMUM)
     if most < Forks.first:
         raise UserError(
