@@ -30,7 +30,7 @@ def printed(kind: str, text: str) -> str:
         with redirect_stdout(StringIO()) as output:
             exec(text, {})
         return output.getvalue()
-    result = CliRunner().invoke(app, shlex.split(text.removeprefix("hqsweep ")))
+    result = CliRunner().invoke(app, shlex.split(text.removeprefix("hqsweep ").replace("\\\n", " ")))
     assert result.exit_code == 0, result.output
     return result.output
 

@@ -121,6 +121,11 @@ def without_head(folder: Path) -> Path:
     return folder
 
 
+def alone(folder: Path) -> Path:
+    (folder / "config.json").unlink()
+    return folder / "model.safetensors"
+
+
 def no_json(folder: Path) -> Path:
     (folder / "config.json").write_text("{")
     return folder
@@ -136,7 +141,7 @@ def cut(folder: Path) -> Path:
     ("spoil", "more", "sentence"),
     [
         (lambda f: f / "nowhere", (), "nowhere' is not there; give the folder of a Hugging Face model"),
-        (lambda f: f / "model.safetensors", (), "model.safetensors' is a checkpoint, and does not say of which model"),
+        (alone, (), "model.safetensors' is a checkpoint, and does not say of which model"),
         (no_json, (), "is no JSON"),
         (lambda f: f / "config.json", (), "is a config alone; give the folder that has the weights too, or"),
         (lambda f: told(f, model_type=...), (), "has no model_type, so it is no config of a Hugging Face model"),
