@@ -52,6 +52,10 @@ class Look(Answer):
     maximum: int
     verdicts: dict[str, str]
     added: int | None
+    half_pct: dict[str, Number] | None
+    """Arm -> half of its interval in %, of a study that goes on until it is settled."""
+    margin_pct: Number
+    """How large a half may be."""
 
 
 class Design(Open):
