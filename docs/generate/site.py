@@ -25,7 +25,8 @@ SHOWN = {".md", ".html", ".ipynb", ".svg", ".png", ".yml", ".yaml", ".py", ".csv
 def python_page() -> str:
     """The page of the Python interface: an entry of mkdocstrings for each public name."""
     homes = {f"hqsweep.{name}": f"{home}.{name}" for name, home in sorted(hqsweep._HOME.items())}
-    homes["hqsweep.recipe"] = "hqsweep.recipe._Package.__call__"  # a package that is called
+    homes["hqsweep.recipe"] = "hqsweep.recipe._Package.__call__"  # packages that are called
+    homes["hqsweep.track"] = "hqsweep.track.own_loop.track"
     for package in ("hqsweep.nn", "hqsweep.optim"):
         module = importlib.import_module(package)
         for name in sorted(module.__all__):
