@@ -47,7 +47,7 @@ def test_the_page_from_start_to_end(folder, capsys):
         if kind == "python":
             exec(compile(text, "own_model.md", "exec"), names)
             continue
-        for line in text.splitlines():
+        for line in text.splitlines() if kind == "sh" else ():  # text: with files of the reader's own
             _, *words = shlex.split(line, comments=True)
             result = CliRunner().invoke(app, [*words, *(["--dry-run"] if how == "dry" else [])])
             assert result.exit_code == 0, (line, result.output)
