@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import rows
+from benchmarks import rows, step
 from benchmarks.plain_gpt import plain_step
 from benchmarks.step import Data, Prepared, alternated
 from benchmarks.step_cases import ENDLESS
@@ -37,7 +37,7 @@ from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.train import TrainConfig
 from hqsweep.models.hf import causal_lm_loss, load_model
 from hqsweep.sweep.grid.compose import load_recipe
-from hqsweep.train.loop import Step, Trainer
+from hqsweep.train.loop import Trainer
 
 COLUMNS = (
     "model", "case", "recipe", "ran", "ms", "beside_ms", "share", "goal", "pass", "ktokens_s", "memory", "peak_gb",
@@ -107,7 +107,7 @@ GOALS = {(model, name): goal for name, goals in _GOALS.items() for model, goal i
 REFERENCES = ("compiled", "eager", "torchao")
 
 
-class Ours:
+class Ours(step.Ours):
     """A step of our Trainer on a model of Hugging Face with random weights."""
 
     def __init__(self, folder: Path, shape: Shape, data: Data, recipe: str, device: str) -> None:
@@ -121,14 +121,6 @@ class Ours:
         )
         self.trainer = Trainer(config, data, config.recipe.build(), torch.device(device))
         self.steps = self.trainer.steps()
-
-    def __call__(self) -> Step:
-        return next(self.steps)
-
-    @property
-    def ran(self) -> str:
-        """How steps run after the first ones."""
-        return self.trainer.runner.reason or "graph"
 
     @property
     def compiled(self) -> str:
