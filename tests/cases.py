@@ -49,7 +49,7 @@ EVERY_OPTION = tuple(
 def _treatment(text: str) -> tuple:
     """The answers of a format by which code treats it differently from others of its scaling."""
     f = parse(text)
-    answers = (f.two_d, f.rht, f.row_scaled, bool(f.four_over_six), f.stochastic, f.delayed, f.fits_bf16)
+    answers = (f.two_d, f.rht > 0, f.row_scaled, bool(f.four_over_six), f.stochastic, f.delayed, f.fits_bf16)
     return (f.scaling, *answers)
 
 
@@ -62,11 +62,15 @@ def _representative() -> tuple[str, ...]:
     return tuple(texts)
 
 
+WIDE = tuple(text for text in EVERY_OPTION if parse(text).rht > 16)
+"""Transforms of more than 16 elements, which tests/ops/quantize/test_wide.py takes through the kernels."""
 REPRESENTATIVE = _representative()
 """Every name, and one text for each other treatment: for tests of whole tensors and modules."""
 
 
-COMBINED = tuple(text for text in EVERY_OPTION if sum(answer is True for answer in _treatment(text)[1:6]) > 1)
+COMBINED = tuple(
+    text for text in EVERY_OPTION if sum(answer is True for answer in _treatment(text)[1:6]) > 1 and text not in WIDE
+)
 """Texts in which two treatments meet, and all other options with them."""
 PRODUCTS = tuple(text for text in REPRESENTATIVE if text in NAMES or not parse(text).fits_bf16)
 """Every name, and one text for each other dtype that its operands have in products: for tests of whole layers."""
@@ -80,7 +84,7 @@ def bare(recipe):
 def both_directions(text: str) -> str:
     """The quantizer with a format in both directions, as far as each may have it."""
     format = parse(text)
-    return f"{text}|{format.columnwise_form}" if format.row_scaled else text
+    return f"{text}|{format.columnwise_form}" if format.rowwise_only else text
 
 
 def _pairs(texts: tuple[str, ...], distance: int) -> tuple[str, ...]:
@@ -109,8 +113,10 @@ SOME = (*FEW, next(text for text in REPRESENTATIVE if parse(text).stochastic))
 """These, and one that draws random bits."""
 STATELESS = tuple(text for text in QUANTIZERS if not HybridQuantizer.parse(text).delayed)
 """Quantizers that need no history of amaxes."""
-KERNELS = tuple(text for text in EVERY_OPTION if parse(text).kernel_fields and not parse(text).delayed)
-"""Formats that the compiled extension quantizes without a history."""
+KERNELS = tuple(
+    text for text in EVERY_OPTION if parse(text).kernel_fields and not parse(text).delayed and text not in WIDE
+)
+"""Formats that the compiled extension quantizes without a history, in blocks of any size but WIDE's."""
 
 
 def _covering(pairs: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:

@@ -21,9 +21,9 @@ struct GlobalScale {
 };
 
 __device__ __forceinline__ GlobalScale nvfp4_global(float amax, const Spec& spec) {
-  GlobalScale global{amax, nvfp4_global_scale(amax, 6.0f * spec.e4m3_max), 0.0f, 0.0f};
+  GlobalScale global{amax, nvfp4_global_scale(amax, spec.full_range), 0.0f, 0.0f};
   global.decode = 1.0f / global.encode;
-  global.sixth = global.encode * kSixth;
+  global.sixth = global.encode * spec.inverse_max;
   return global;
 }
 
@@ -39,8 +39,13 @@ __device__ __forceinline__ float e4m3_value(uint32_t code) {
 __device__ __forceinline__ BlockScale nvfp4_scale_of(uint32_t code, float encode, const GlobalScale& global,
                                                      const Spec& spec) {
   const float exact = e4m3_value(code);
-  const float full = spec.e4m3_max == 448.0f ? 1.0f / 2688.0f : 1.0f / 1536.0f;
-  return {encode, exact, exact * global.amax * full, code};
+  return {encode, exact, exact * global.amax * spec.inverse_range, code};
+}
+
+__device__ __forceinline__ BlockScale ue5m3_scale(float amax, const Spec& spec) {
+  const uint32_t code = ue5m3_block_scale(amax, spec.inverse_max);
+  const float value = decode<UE5M3>(code);
+  return {nvfp4_encode_scale(value, 1.0f), value, value, code};
 }
 
 __device__ __forceinline__ BlockScale nvfp4_scale_of(uint32_t code, const GlobalScale& global, const Spec& spec) {

@@ -55,6 +55,8 @@ ZOO = {
     "mxfp6_e3m2": ("mxfp6_e3m2", "mxfp6_e3m2", "mxfp6_e3m2"),
     "mxfp8_e5m2_grad": ("mxfp8", "mxfp8", "mxfp8+e5m2"),
     "fp32": ("fp32", "fp32", "fp32"),
+    "fp8_row": ("fp8_row+pow2", "fp8_row+pow2", "fp8_row+pow2"),
+    "fp8_row_gw_hp": ("fp8_row+pow2|bf16", "fp8_row+pow2|fp8_current+pow2", "fp8_row+pow2|bf16"),
 }  # fmt: skip
 
 
