@@ -28,14 +28,15 @@ inline bool is_mxfp8(const Direction& to) {
 // Something else than codes and scales alone.
 inline bool wants_other_than_codes(const Direction& to) { return to.exact || !to.codes || !to.scales; }
 
-// What training needs: no uniform grid, no UE5M3 scales, no transform of more than 16, and none nor random bits in MX; no NVFP4 with an amax per row, no 4over6 by the fast error, no E2M1 under one scale, MX scales rounded up, no
-// transform of scale tiles of several rows, decoded values in bf16. segments: see stores_segments.
+// What training needs: no uniform grid, no UE5M3 scales, no transform of more than 16, and none nor random bits in MX; no
+// NVFP4 with an amax per row, no 4over6 by the fast error, no E2M1 under one scale, MX scales rounded up, no transform of
+// scale tiles of several rows, decoded values in bf16. segments: see stores_segments.
 inline bool is_usual(const Direction& to, bool segments) {
   const Spec& spec = to.spec;
   const bool known = spec.family != Family::ue5m3 && spec.element != Element::e1m2 && spec.element != Element::int8;
   const bool as_is = known && spec.rht <= 16 && !(spec.family == Family::mx && (spec.rht || spec.sr));
-  return segments && as_is && !(spec.row_scaled && spec.family == Family::nvfp4) && !spec.fast_error && !is_current_four(spec) &&
-         spec.scale_rounding == ScaleRounding::up && !(spec.rht && spec.tile_rows > 1) &&
+  return segments && as_is && !(spec.row_scaled && spec.family == Family::nvfp4) && !spec.fast_error &&
+         !is_current_four(spec) && spec.scale_rounding == ScaleRounding::up && !(spec.rht && spec.tile_rows > 1) &&
          (!to.exact || to.exact_dtype == Dtype::bf16);
 }
 
@@ -115,9 +116,9 @@ inline bool find_members_takes(const QuantizeJob& job) {
 
 // The rows of all experts quantize as those of one matrix: no scale depends on where an expert begins.
 inline bool group_is_one_matrix(const Call& call) {
-  if (call.column || !call.row || call.row->keys || wants_statistics(call.row)) return false;
+  if (call.column || !call.row || wants_statistics(call.row)) return false;
   const Spec& spec = call.row->spec;
-  return (spec.family == Family::mx || spec.family == Family::block) && spec.tile_rows == 1;
+  return !spec.sr && (spec.family == Family::mx || spec.family == Family::block) && spec.tile_rows == 1;
 }
 
 // The row's amax serves the column, too: both are X's own, and the row's has been found in this call.
@@ -127,11 +128,11 @@ inline bool column_shares_amax(const QuantizeJob& job) {
          amax_is_of_x(job.column.spec) && row.amax == row.found;
 }
 
-// X's own amax and that of its transformed columns are both to be found.
+// X's own amax and the amax of its transformed columns are both to be found.
 inline bool finds_both_amaxes(const QuantizeJob& job) {
   const Direction& row = job.row;
   return job.has_row && !row.amax && has_global_amax(row.spec) && amax_is_of_x(row.spec) && !job.column.amax &&
-         find_transformed_takes(job);
+         has_global_amax(job.column.spec) && find_transformed_takes(job);
 }
 
 // ---- the choice ----------------------------------------------------------------------------------------------------

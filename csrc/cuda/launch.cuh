@@ -123,7 +123,7 @@ void prepare_both(QuantizeJob& job, const Launch& launch) {
   if (launch.matrices != 1 || !finds_both_amaxes(job)) return;
   clear_both<<<1, 1, 0, launch.stream>>>(job.row.found, job.column.found);
   check(cudaGetLastError());
-  launch.find_columns(job, job.row.found);
+  if (!launch.find_columns(job, job.row.found)) return;
   job.row.amax = job.row.found, job.column.amax = job.column.found;
   job.backwards = true;
 }

@@ -68,11 +68,12 @@ __device__ __forceinline__ float reciprocal(float x) {
 }
 
 // The power of two of fp8_scale is 2^8 (E4M3) or 2^15 (E5M2) over that of the amax, one less where the amax's mantissa is
-// beyond that of the largest element, 1.75. Far from the ends of the range: there, and for other scales, the general form.
+// beyond that of the largest element, 1.75. Far from the ends of the range: there, and for other scales and INT8, the
+// general form.
 __device__ __forceinline__ BlockScale block_scale(float amax, const ElementFacts& facts, const Spec& spec,
                                                   float input_max) {
   const uint32_t bits = to_bits(fmaxf(amax, spec.amax_epsilon));
-  if (spec.pow2 && bits - (32u << 23) < (192u << 23)) {
+  if (spec.pow2 && spec.element != Element::int8 && bits - (32u << 23) < (192u << 23)) {
     const uint32_t power = ((facts.e5m2 ? 269u : 262u) << 23) - ((bits + 0x1FFFFFu) & kInfBits);
     const float decode = to_float((254u << 23) - power);
     return {to_float(power), decode, decode, 0};
