@@ -203,3 +203,9 @@ def fitting(texts: tuple[str, ...], length: int) -> list[str]:
         return all(length % (format.tile[1] or 1) == 0 for format in (quantizer.rowwise, quantizer.columnwise))
 
     return [text for text in texts if fits(HybridQuantizer.parse(text))]
+
+
+def attended(texts: tuple[str, ...], length: int) -> list[str]:
+    """fitting() for a context of this length, without amaxes of rows, which attention refuses."""
+    quantizers = {text: HybridQuantizer.parse(text) for text in fitting(texts, length)}
+    return [text for text, q in quantizers.items() if not (q.rowwise.row_scaled or q.columnwise.row_scaled)]
