@@ -105,6 +105,8 @@ PAIRS = _pairs(REPRESENTATIVE, 13) + tuple(f"{row}|{column}@rowwise_dequantized"
 """Quantizers with two formats."""
 QUANTIZERS = SAME + PAIRS
 BASES = bases()
+BF16_BASES = tuple(name for name in BASES if parse(name).fits_bf16)
+"""One format of each scaling whose operands are exact in bfloat16, so that one kernel takes the products of experts."""
 LOW_BASES = tuple(name for name in BASES if name in LOW)
 """One format of each scaling of codes."""
 FEW = (*BASES, f"{BASES[-1]}|{BASES[-2]}@rowwise_dequantized", f"{BASES[-2]}|{BASES[-1]}")
