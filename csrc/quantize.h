@@ -51,9 +51,10 @@ struct Source {
 constexpr int kTile = 128;  // statistics are summed over tiles of 128 x 128 elements of X
 
 // Sums over the elements of one tile: x is what the format approximates (after the Hadamard transform, if any), q the
-// decoded value. lost: x != 0 and q == 0. saturated: |x| above (1 + 2^-8) * scale * largest element.
+// decoded value. lost: x != 0 and q == 0, and lost2 is their x^2. saturated: |x| above (1 + 2^-8) * scale * largest
+// element.
 struct TileSums {
-  float x2, error2, q2, amax, nonzero, lost, saturated, unused;
+  float x2, error2, q2, amax, nonzero, lost, saturated, lost2;
 };
 
 // One operand, [rows, cols] in its own orientation (that of X, or of X.T): what is made of it and where it goes, as

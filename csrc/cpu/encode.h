@@ -134,7 +134,7 @@ void replace_row(Tile& tile, int r, Dtype dtype) {
 // Adds one row to the tile's sums; `limits` is the largest magnitude per block that does not count as saturated.
 float sum_row(const Tile& tile, int r, int block, const float* limits, TileSums& sums) {
   const float* x = tile.x + r * kWidth;
-  float error2 = 0.0f, x2 = 0.0f, q2 = 0.0f, amax = 0.0f;
+  float error2 = 0.0f, x2 = 0.0f, q2 = 0.0f, lost2 = 0.0f, amax = 0.0f;
   int nonzero = 0, lost = 0, saturated = 0;
   for (int i = 0; i < tile.cols; ++i) {
     const float d = x[i] - tile.scaled[i], magnitude = to_float(to_bits(x[i]) & kAbsMask);
@@ -142,9 +142,10 @@ float sum_row(const Tile& tile, int r, int block, const float* limits, TileSums&
     amax = magnitude > amax ? magnitude : amax;
     nonzero += x[i] != 0.0f;
     lost += x[i] != 0.0f && tile.scaled[i] == 0.0f;
+    lost2 += tile.scaled[i] == 0.0f ? x[i] * x[i] : 0.0f;
     saturated += magnitude > limits[i / block];
   }
-  sums.x2 += x2, sums.error2 += error2, sums.q2 += q2;
+  sums.x2 += x2, sums.error2 += error2, sums.q2 += q2, sums.lost2 += lost2;
   sums.amax = amax > sums.amax ? amax : sums.amax;
   sums.nonzero += static_cast<float>(nonzero);
   sums.lost += static_cast<float>(lost);
