@@ -132,6 +132,7 @@ class Shown(Answer):
     config: Config
     loss: Curve
     worst_sqnr: list[dict[str, Any]]
+    what_if: list[dict[str, Any]]
     note: str
     tags: list[str]
 

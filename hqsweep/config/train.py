@@ -3,14 +3,15 @@
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationInfo, model_validator
+from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationInfo, field_validator, model_validator
 
 from hqsweep.config.model import TARGET, ModelConfig, check_path, expert_width, ffn_width
 from hqsweep.config.safe import loads
 from hqsweep.config.section import Count, Device, Fraction, Index, Positive, Section
 from hqsweep.errors import UserError
+from hqsweep.formats.spec import fields_of
 
 TOKENS_VOCAB = 50304
 """The vocabulary that is assumed for token shards until they are read: GPT-2's, rounded up to a multiple of 64."""
@@ -350,9 +351,33 @@ class StatsConfig(Section):
     """Error statistics of all microbatches, every `every` steps; 0 for never. `gemm` adds errors of GEMM outputs.
 
     At the step capture_at, the operands of all linears in the first microbatch are written to captured/ in the run's
-    folder, for `hqsweep probe`.
+    folder, for `hqsweep probe`. what_if: formats, such as [mxfp8, nvfp4]. Each sampled step also measures the errors
+    that they would make on its tensors, into the table what_if.
     """
 
     every: Index = 100
     gemm: bool = True
     capture_at: Count | None = None
+    what_if: list[str] = Field(default_factory=list)
+
+    @field_validator("what_if", mode="before")
+    @classmethod
+    def _one_or_many(cls, formats: Any) -> Any:
+        return [formats] if isinstance(formats, str) else formats
+
+    @field_validator("what_if")
+    @classmethod
+    def _known(cls, formats: list[str]) -> list[str]:
+        for text in formats:
+            name, _ = fields_of(text)
+            if name == "fp8_delayed":
+                raise UserError("stats.what_if: fp8_delayed has no error of its own; give fp8_current")
+        if len(set(formats)) < len(formats):
+            raise UserError(f"stats.what_if: {', '.join(formats)} has a format twice; give each once")
+        return formats
+
+    @model_validator(mode="after")
+    def _sampled(self) -> Self:
+        if self.what_if and not self.every:
+            raise UserError("stats.what_if: no step is sampled, as stats.every is 0; give stats.every=100")
+        return self

@@ -44,6 +44,7 @@ class Report:
             self._ran = now
             self.sink.manifest(steps=now)
         self.sink.rows("stats", done.stats)
+        self.sink.rows("what_if", done.what_if)
         if done.captured:
             save_captured(done.captured, self.captured, self.sink.run_id)
         if done.metrics:

@@ -8,8 +8,9 @@ underflow_pct  share of non-zero x with Qx = 0, in percent
 saturation_pct share of x more than 2^-8 beyond the largest value its block can hold, in percent
 scale_min/max  smallest non-zero and largest decode scale of a block, global factor included
 scale_bias     b in Qx = (1 + b) x + noise over the elements that are not lost, by least squares; below 0: Qx is shrunk
-*_error_pct    parts of the squared error in percent, 100 together: lost elements (dead zone, x^2), the scale bias
-               (b^2 sum x^2 over the other elements), and the rest (grid noise)
+dead_zone_error_pct, scale_error_pct, grid_error_pct
+               parts of the squared error in percent, 100 together: x^2 of the lost elements; b^2 sum x^2 over the other
+               elements; and the rest, the noise of the grid
 row_sqnr_db_*  median and 5th percentile of the SQNR of single rows, rows of zeros left out
 
 All of them follow from sums, minima and maxima, and row_sqnr_db_* from the sums over each operand row. So the sums of

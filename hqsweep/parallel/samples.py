@@ -9,19 +9,21 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hqsweep.nn.core.probe import Key, Probe, Sample, is_of_step, rows_of
+from hqsweep.nn.core.probe import Key, Probe, Sample, is_of_step, rows_of, what_if_rows_of
 from hqsweep.parallel.mesh import Ranks
 
 Samples = Mapping[Key, Sample]
 
 
-def rows_of_all(probe: Probe, ranks: Ranks) -> list[dict[str, object]]:
-    """The rows of the probes of all ranks, on rank 0; [] on others. A collective, also for ranks without a sample."""
+def rows_of_all(probe: Probe, ranks: Ranks) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+    """The rows of the tables stats and what_if, of the probes of all ranks, on rank 0; [] on others. A collective, also
+    for ranks without a sample."""
     every = ranks.gather_to_first(probe.samples)
     if every is None:
-        return []
+        return [], []
     total = joined(every, ranks.dims.tp)
-    return rows_of(probe.step, {key: sample.to(ranks.device) for key, sample in total.items()})
+    here = {key: sample.to(ranks.device) for key, sample in total.items()}
+    return rows_of(probe.step, here), what_if_rows_of(probe.step, here)
 
 
 def captured_of_all(probe: Probe, ranks: Ranks) -> dict[str, Tensor]:
@@ -51,11 +53,10 @@ def joined(samples: Sequence[Samples], tp: int) -> Samples:
     total: dict[Key, Sample] = {}
     for first in range(0, len(samples), tp):
         for key, sample in _joined_parts(samples[first : first + tp]):
-            _, name, direction = key
             if key not in total:
                 total[key] = sample
-            elif not is_of_step(name):
-                total[key] = total[key].joined(sample, direction)
+            elif not is_of_step(key.name):
+                total[key] = total[key].joined(sample, key.direction)
     return total
 
 
@@ -65,5 +66,5 @@ def _joined_parts(samples: Sequence[Samples]) -> Iterable[tuple[Key, Sample]]:
         whole, *others = (own[key] for own in samples if key in own)
         for part in others:
             if whole.cut is not None:
-                whole = whole.joined(part, key[2], whole.cut)
+                whole = whole.joined(part, key.direction, whole.cut)
         yield key, whole

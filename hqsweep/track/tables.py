@@ -18,6 +18,7 @@ CHECKED = {"check": str, "case": str, "subject": str, "status": str}
 TABLES: dict[str, dict[str, type]] = {
     "metrics": {"step": int, "metric": str, "value": float},
     "stats": WHERE | dict.fromkeys((*ERRORS, *LOADS), float),
+    "what_if": WHERE | dict.fromkeys(ERRORS, float),
     "parity": CHECKED | {
         "mismatches": int, "total": int, "first_index": str, "got": str, "expected": str, "note": str,
     },

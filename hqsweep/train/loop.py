@@ -43,6 +43,8 @@ class Step:
     metrics: dict[str, float] = field(default_factory=dict)
     stats: list[dict] = field(default_factory=list)
     """Error statistics of all microbatches and ranks, on the first rank."""
+    what_if: list[dict] = field(default_factory=list)
+    """The same for the formats of stats.what_if."""
     captured: dict[str, Tensor] = field(default_factory=dict)
     """At the step stats.capture_at, on the first rank: the operands of linears by LAYER.TENSOR."""
     loss: float | None = None
@@ -171,7 +173,8 @@ class Trainer:
     def _probed(self, probe: Probe) -> dict[str, Any]:
         """The rows and the operands of a sampled step, of all ranks."""
         captured = captured_of_all(probe, self.ranks) if probe.capture else {}
-        return {"stats": rows_of_all(probe, self.ranks), "captured": captured}
+        stats, what_if = rows_of_all(probe, self.ranks)
+        return {"stats": stats, "what_if": what_if, "captured": captured}
 
     def _probe(self) -> Probe | None:
         stats = self.config.stats
@@ -180,7 +183,7 @@ class Trainer:
             return None
         share_amaxes(self.model)
         masters = self.ranks.whole(self.adapter.originals(self.optimizer.master_param))
-        return Probe(self.step, gemms=stats.gemm, originals=masters, capture=capture)
+        return Probe(self.step, gemms=stats.gemm, originals=masters, capture=capture, what_if=stats.what_if)
 
     def _batch(self, split: str, index: int) -> tuple[Tensor, Tensor]:
         """The inputs and targets [B, T] of a batch, on the CPU."""

@@ -1,5 +1,6 @@
 """gemm=native in a run: what the machine cannot multiply is told before a model is built; plans say who computes."""
 
+import math
 import re
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from hqsweep.jobs.sink import ListSink
 from hqsweep.jobs.training_report import stage_plans, trainer_fields
 from hqsweep.nn import GroupedLinear
 from hqsweep.recipe import parse_recipe
+from hqsweep.sweep.store.names import run_id
 from hqsweep.train import data
 from hqsweep.train.loop import Trainer
 
@@ -182,6 +184,37 @@ def test_the_operands_of_a_step_are_written_for_the_probe(tmp_path):
         rows = probe(matrices[f"layers.0.attn.proj.{row['tensor']}"], parse_quantizers(["mxfp8"]))
         (same,) = (r for r in rows if r["direction"] == row["direction"])
         assert (same["sqnr_db"], same["amax"]) == (row["sqnr_db"], row["amax"])
+
+
+def test_other_formats_are_measured_beside_and_change_nothing(tmp_path):
+    sink, plain = ListSink(), ListSink()
+    cfg = config("mxfp8", stats={"every": 2, "what_if": ["nvfp4", "mxfp4+sr"]})
+    convergence.run(cfg, sink, tmp_path)
+    convergence.run(config("mxfp8", stats={"every": 2}), plain, tmp_path / "other")
+    assert sink.metrics == plain.metrics and sink.tables["stats"] == plain.tables["stats"]
+    tensors = [row for row in plain.tables["stats"] if row["direction"] != "output"]
+    others = sink.tables["what_if"]
+    assert len(others) == 2 * len(tensors) and {row["format"] for row in others} == {"nvfp4", "mxfp4+sr"}
+    eight_bits = {(row["step"], row["layer"], row["tensor"], row["direction"]): row["sqnr_db"] for row in tensors}
+    for row in others:
+        in_mxfp8 = eight_bits[row["step"], row["layer"], row["tensor"], row["direction"]]
+        assert row["sqnr_db"] < in_mxfp8 or in_mxfp8 == math.inf
+    assert sum(sqnr < math.inf for sqnr in eight_bits.values()) > len(eight_bits) / 2
+    assert run_id(cfg.model_dump(mode="json")) != run_id(config("mxfp8", stats={"every": 2}).model_dump(mode="json"))
+
+
+@pytest.mark.parametrize(
+    ("stats", "message"),
+    [
+        ({"what_if": ["nvfp5"]}, "format 'nvfp5': unknown name 'nvfp5'"),
+        ({"what_if": ["fp8_delayed"]}, "fp8_delayed has no error of its own; give fp8_current"),
+        ({"what_if": ["nvfp4", "nvfp4"]}, "has a format twice"),
+        ({"what_if": "nvfp4", "every": 0}, "no step is sampled, as stats.every is 0"),
+    ],
+)
+def test_formats_that_cannot_be_measured_beside_are_refused(stats, message):
+    with pytest.raises(UserError, match=message):
+        config(stats=stats)
 
 
 def test_a_step_that_never_comes_is_not_captured():

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hqsweep.formats import RngKey
+from hqsweep.formats import RngKey, parse
 from hqsweep.nn.core.wire import Part
 from hqsweep.ops.stats import OutputSums, Sums, finite_or_none, is_below, output_sums
 from hqsweep.quant.delayed import SlotStates
@@ -24,8 +24,16 @@ SLOTS = TENSOR_TYPES["linear"]
 ROUTED = "routed"
 """The `tensor` of rows with an expert's token count."""
 
-Key = tuple[str, str, str]
-"""(layer, tensor or GEMM, direction) of a row."""
+
+class Key(NamedTuple):
+    """The name of a row."""
+
+    layer: str
+    name: str
+    """The tensor or GEMM."""
+    direction: str
+    what_if: str | None = None
+    """The format of a row of the table "what_if"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,17 +102,25 @@ class Probe:
     A repeated report of a microbatch under one name is skipped: it is a recomputation in backward, so rows equal those
     without recomputation.
     originals: layer name -> the high-precision source of a quantized weight, such as its FP32 master.
+    what_if: formats whose errors on the same tensors are measured beside, in rows of their own.
     capture: also keep the operands [rows, cols] of linears in microbatch 0 in CPU memory, as "LAYER.input",
     "LAYER.weight" and "LAYER.grad_output" in `captured`.
     """
 
     def __init__(
-        self, step: int, *, gemms: bool = True, originals: Mapping[str, Tensor] | None = None, capture: bool = False
+        self,
+        step: int,
+        *,
+        gemms: bool = True,
+        originals: Mapping[str, Tensor] | None = None,
+        capture: bool = False,
+        what_if: Sequence[str] = (),
     ) -> None:
         self.step = step
         self.originals = originals or {}
         self.gemms = gemms
         self.capture = capture
+        self.what_if = {text: HybridQuantizer(parse(text), parse(text)) for text in what_if}
         self.operands: dict[str, Captured] = {}
         self.samples: dict[Key, Sample] = {}
         self._reported: set[tuple[str, str, int]] = set()
@@ -126,9 +142,11 @@ class Probe:
         """
         if self._is_first(site):
             x = x.detach()
-            both = quantizer.sums(x, key, states) if site.part is None else site.part.sums(quantizer, x, key, states)
-            for direction, sums in both.items():
-                self._add(site, direction, sums, str(getattr(quantizer, direction)))
+            for what_if, other in {None: quantizer, **self.what_if}.items():
+                own = states if what_if is None else None
+                both = other.sums(x, key, own) if site.part is None else site.part.sums(other, x, key, own)
+                for direction, sums in both.items():
+                    self._add(site, direction, sums, str(getattr(other, direction)), what_if)
             if self.capture and site.name in SLOTS and site.microbatch == 0:
                 part = site.part and (site.part.axis, site.part.runs)
                 self.operands[f"{site.layer}.{site.name}"] = Captured(x.to("cpu", copy=True).contiguous(), part)
@@ -157,8 +175,15 @@ class Probe:
         self._reported.add(report)
         return not known
 
-    def _add(self, site: Site, direction: str, sums: Sums | OutputSums | Tokens, format: str | None = None) -> None:
-        key = site.layer, site.name, direction
+    def _add(
+        self,
+        site: Site,
+        direction: str,
+        sums: Sums | OutputSums | Tokens,
+        format: str | None = None,
+        what_if: str | None = None,
+    ) -> None:
+        key = Key(site.layer, site.name, direction, what_if)
         sample = Sample(sums=sums, format=format, cut=None if site.part is None else site.part.axis)
         before = self.samples.get(key)
         self.samples[key] = sample if before is None else before.joined(sample, direction)
@@ -171,8 +196,15 @@ def is_of_step(name: str) -> bool:
 
 def rows_of(step: int, samples: Mapping[Key, Sample]) -> list[dict[str, object]]:
     """Return one row per sample, with the columns of the table "stats"."""
-    rows = []
-    for (layer, tensor, direction), sample in samples.items():
-        row = {"step": step, "layer": layer, "tensor": tensor, "direction": direction, "format": sample.format}
-        rows.append(row | dict.fromkeys((*ERRORS, *LOADS)) | finite_or_none(sample.sums.row()))
-    return rows
+    own = ((key, sample) for key, sample in samples.items() if key.what_if is None)
+    return [_row(step, *each, (*ERRORS, *LOADS)) for each in own]
+
+
+def what_if_rows_of(step: int, samples: Mapping[Key, Sample]) -> list[dict[str, object]]:
+    """Return one row per sample of another format, with the columns of the table "what_if"."""
+    return [_row(step, key, sample, ERRORS) for key, sample in samples.items() if key.what_if is not None]
+
+
+def _row(step: int, key: Key, sample: Sample, columns: Sequence[str]) -> dict[str, object]:
+    named = {"step": step, "layer": key.layer, "tensor": key.name, "direction": key.direction, "format": sample.format}
+    return named | dict.fromkeys(columns) | finite_or_none(sample.sums.row())

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import yaml
@@ -171,6 +172,7 @@ def show_run(run: RunDir, *, every: bool = False) -> tuple[RenderableType, dict[
         "config": config,
         "loss": curve,
         "worst_sqnr": worst,
+        "what_if": (what_if := _what_if(run)),
     }
     said = notes.of_run(run)
     page["note"], page["tags"] = said.note, list(said.tags)
@@ -186,6 +188,8 @@ def show_run(run: RunDir, *, every: bool = False) -> tuple[RenderableType, dict[
         parts.append(Text(f"{curve['metric']}  {sparkline(curve['values'])}  {ends}"))
     if worst:
         parts.append(_worst_table(worst))
+    if what_if:
+        parts.append(_what_if_table(what_if))
     if not every:
         parts += [Text(counted(table, rows)) for table, rows in checked.items()]
         lines = (_machine_line(manifest), system_line(manifest.get("system") or {}))
@@ -339,6 +343,45 @@ def _worst_table(worst: list[dict[str, Any]]) -> Fitted:
     return to_rich(
         TextTable(header=header, rows=rows, numeric=frozenset({4, 5})), f"lowest SQNR at step {worst[0]['step']}"
     )
+
+
+def _what_if(run: RunDir) -> list[dict[str, Any]]:
+    """The median SQNR over the layers at the last sampled step, in the run's own format of a slot and in the formats of
+    stats.what_if: tensor, direction, own (the run's format), format, sqnr_db. Layers of other own formats stand
+    apart."""
+    others = run.rows("what_if")
+    last = max((row["step"] for row in others), default=None)
+    own = {_slot(row): row for row in run.rows("stats") if row["step"] == last and row["direction"] != "output"}
+    found: dict[tuple[str, str, str, str], list[float]] = {}
+    for row in (*own.values(), *(row for row in others if row["step"] == last)):
+        if row["sqnr_db"] is not None and (mine := own.get(_slot(row))):
+            found.setdefault((row["tensor"], row["direction"], mine["format"], row["format"]), []).append(
+                row["sqnr_db"]
+            )
+    names = ("tensor", "direction", "own", "format")
+    return [{**dict(zip(names, key, strict=True)), "sqnr_db": median(each)} for key, each in found.items()]
+
+
+def _slot(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    return row["layer"], row["tensor"], row["direction"]
+
+
+def _what_if_table(rows: list[dict[str, Any]]) -> Fitted:
+    """A line a slot, a column a format."""
+    sqnr = {(row["tensor"], row["direction"], row["own"], row["format"]): row["sqnr_db"] for row in rows}
+    slots = sorted({key[:3] for key in sqnr}, key=lambda slot: (slot[2], slot[0], slot[1] != "rowwise"))
+    formats = list(dict.fromkeys(row["format"] for row in rows if row["format"] != row["own"]))
+    lines = (
+        (
+            *slot,
+            number(sqnr.get((*slot, slot[2])), ".2f"),
+            *(number(sqnr.get((*slot, each)), ".2f") for each in formats),
+        )
+        for slot in slots
+    )
+    header = ("tensor", "direction", "format", "SQNR (dB)", *formats)
+    numeric = frozenset(range(3, len(header)))
+    return to_rich(TextTable(header=header, rows=tuple(lines), numeric=numeric), "median SQNR, in other formats too")
 
 
 def _manifest_table(manifest: dict[str, Any]) -> Fitted:

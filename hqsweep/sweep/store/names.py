@@ -19,6 +19,7 @@ NOT_IN_ID_AT = {
     "data": {"hash": None},
     "model": {"architecture": "causal", "loss": None},
     "parity": {"ranks": []},
+    "stats": {"what_if": []},
 }
 """Section -> key -> the value with which it does not count for the id: runs from before the key existed keep their
 ids."""

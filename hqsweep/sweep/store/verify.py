@@ -25,7 +25,8 @@ from hqsweep.sweep.store.store import MOVE, RunStore, foreign, runs_in, seal, sw
 from hqsweep.track.tables import TABLES
 from hqsweep.train.record import ID_DIGITS, NotAsWritten, checkpoints, fault_of, read_record, record_path
 
-ONCE = {"metrics": ["step", "metric"], "stats": ["step", "layer", "tensor", "direction"]}
+ONCE = {"metrics": ["step", "metric"], "stats": ["step", "layer", "tensor", "direction"],
+        "what_if": ["step", "layer", "tensor", "direction", "format"]}  # fmt: skip
 """Table -> the columns in which no two rows are alike."""
 
 

@@ -10,8 +10,10 @@ from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, Probe, quantization
 from hqsweep.nn.core.call import slot_name
+from hqsweep.nn.core.probe import what_if_rows_of
 from hqsweep.ops.stats import gather, output_sums
 from hqsweep.quant import HybridQuantizer
+from hqsweep.track.tables import TABLES
 
 SEED, STEP, IN, OUT = 3, 7, 64, 96
 TOKENS = (32, 160, 64)
@@ -171,3 +173,23 @@ def test_the_load_of_an_expert_is_that_of_all_microbatches():
     assert [(row["layer"], row["tokens"], row["load"]) for row in probe.rows] == [
         ("m.0", 3.0, 1.5), ("m.1", 2.0, 1.0), ("m.2", 1.0, 0.5), ("m.3", 2.0, 1.0)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["bf16", "nvfp4"])
+def test_other_formats_err_on_the_same_tensors_as_a_module_in_them(text):
+    """nvfp4 has random bits and a transform of its own in no other format, so its rows show that nothing is shared."""
+    what_if = ("mxfp8", "mxfp4", "nvfp4+2d")
+    probe, alone = Probe(STEP, gemms=False, what_if=what_if), Probe(STEP, gemms=False)
+    with_others, plain = (train(module(text), each, batches()) for each in (probe, alone))
+    for batch, other in zip(with_others, plain, strict=True):
+        assert all(map(torch.equal, batch, other))
+    assert probe.rows == alone.rows
+    found = what_if_rows_of(STEP, probe.samples)
+    assert len(found) == len(what_if) * len(probe.rows)
+    for other in what_if:
+        theirs = Probe(STEP, gemms=False)
+        train(module(other), theirs, batches()[:1])  # gradients of later batches depend on no weight: no step is made
+        ours = Probe(STEP, gemms=False, what_if=[other])
+        train(module("bf16"), ours, batches()[:1])
+        rows_of_other = [{name: row[name] for name in TABLES["what_if"]} for row in theirs.rows]
+        assert what_if_rows_of(STEP, ours.samples) == rows_of_other
