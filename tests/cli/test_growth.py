@@ -29,6 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_looks_and_verdicts_are_printed_and_the_noise_is_kept(folder: Path) -> None:
     grown = hqsweep(*GROW)
     assert grown.exit_code == 0, grown.stderr
@@ -73,6 +74,7 @@ SETTLE = [
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_a_study_goes_on_until_gaps_are_known_to_the_margin(folder: Path) -> None:
     words = [word for word in SETTLE if not word.startswith("train.steps")] + ["train.steps=4", "margin=50"]
     document = json.loads(hqsweep(*words, "--json").stdout)

@@ -249,6 +249,7 @@ def test_an_own_recipe_and_sweep_from_config_dir(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_a_sweep_from_start_to_report(folder: Path) -> None:
     words = ["run", *TINY, "recipe=bf16,mxfp8", "--json", "--junit", "out/junit.xml"]
     first = hqsweep(*words)

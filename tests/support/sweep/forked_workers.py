@@ -1,5 +1,5 @@
-"""Workers as forks of a server that has imported their modules. A process of its own takes a worker 3 s of CPU to start,
-a fork a tenth of one. Everything but the start is the engine's: the channel, the log, the environment, the exit code.
+"""Workers that a server of imported modules forks. A fork takes a tenth of a second of CPU to start, a new process 3 s.
+All but the start is the engine's own: the channel, the log, the environment and the exit code.
 """
 
 import multiprocessing
@@ -58,7 +58,7 @@ class _Started:
         os.setsid()
         for number, file in enumerate(self.files):
             os.dup2(file.detach(), number)
-        sys.stdin = open(0, closefd=False)
+        sys.stdin = os.fdopen(0, closefd=False)
         os.environ.clear()
         os.environ.update(self.environment)
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
