@@ -11,6 +11,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 import hqsweep
 
 PACKAGE = Path(hqsweep.__file__).parent
@@ -174,12 +176,14 @@ def test_import_starts_nothing():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_importing_the_command_line_leaves_the_compiler_alone():
     """torch._dynamo takes as long to import as torch itself."""
     code = "import hqsweep.config.job, hqsweep.sweep.engine.launch, sys; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_run_in_one_process_waits_for_no_module_of_ranks():
     """torch's FSDP and DTensor import sympy and take half a second."""
     modules = "hqsweep.worker, hqsweep.jobs.convergence, hqsweep.jobs.parity.job, hqsweep.sweep.engine.launch"

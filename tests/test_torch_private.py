@@ -104,6 +104,7 @@ def test_each_name_is_used():
     assert offered <= imported
 
 
+@pytest.mark.slow
 def test_importing_it_waits_for_no_compiler_and_no_ranks():
     code = (
         "import hqsweep.torch_private, sys;"

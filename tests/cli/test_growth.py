@@ -50,6 +50,7 @@ def test_looks_and_verdicts_are_printed_and_the_noise_is_kept(folder: Path) -> N
     assert planned.exit_code == 2 and "no study of a comparable model" in planned.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [GROW, [word for word in GROW if not word.startswith("seeds.")]])
 def test_a_study_whose_time_is_over_says_what_is_done_and_compares_it(
     words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
