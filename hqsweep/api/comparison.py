@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from hqsweep.api.judgement import Judgement
 from hqsweep.errors import UserError
-from hqsweep.foreign_logs.commands import is_of_commands, judge_runs
+from hqsweep.foreign_logs.logs import is_of_commands, judge_runs
 from hqsweep.report.compare import arms
 from hqsweep.report.compare.compare import compare as judge
 from hqsweep.report.compare.left_out import LeftOut

@@ -167,7 +167,7 @@ def _compared(plan: Any, runs: Sequence[Any]) -> Any:
     if plan.first.job not in COMPARED or len(arms) < 2:
         return None
     if plan.first.job == COMMAND:
-        from hqsweep.foreign_logs.commands import judge_runs
+        from hqsweep.foreign_logs.logs import judge_runs
 
         return judge_runs(list(runs))
     from hqsweep.api.comparison import compared

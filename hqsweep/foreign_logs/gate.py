@@ -14,9 +14,8 @@ import pandas as pd
 
 from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
-from hqsweep.foreign_logs.commands import log_of
 from hqsweep.foreign_logs.judge import Judgement, Question, parse_margin
-from hqsweep.foreign_logs.logs import Reading, judge_log
+from hqsweep.foreign_logs.logs import Reading, judge_log, log_of
 from hqsweep.foreign_logs.values import several
 from hqsweep.report.compare.frames import FORK
 from hqsweep.report.compare.verdict import PLAIN, spec
