@@ -38,7 +38,7 @@ _HOME: dict[str, str] = {
     "compare": "hqsweep.api.comparison",
     "Judgement": "hqsweep.api.judgement",
     "judge": "hqsweep.api.judgement",
-    "query": "hqsweep.api.query",
+    "query": "hqsweep.api.comparison",
     "run": "hqsweep.api.sweep",
     "serve": "hqsweep.api.serve",
     "Shards": "hqsweep.shards.reader",

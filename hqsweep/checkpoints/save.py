@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hqsweep.checkpoints.foreign.huggingface import WEIGHTS
 from hqsweep.checkpoints.foreign.load import as_plain, own_state, unwrapped
 from hqsweep.errors import UserError
-from hqsweep.models.library import quietly
+from hqsweep.models.hf_folder import quietly
 from hqsweep.models.names import clean_name
 from hqsweep.parallel.wire.local import is_spread, local, spread_like, whole_tensor
 from hqsweep.parallel.wire.objects import by_first, rank_in

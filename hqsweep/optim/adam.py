@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from hqsweep.errors import UserError
-from hqsweep.nn.core.workspace import note_update
+from hqsweep.nn.core.parameter import note_update
 from hqsweep.ops.library import has_kernels
 from hqsweep.ops.model.adam import adamw_
 from hqsweep.optim.gradients import clip_, clip_factor, gradient, norm_of

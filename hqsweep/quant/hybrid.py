@@ -391,3 +391,10 @@ class HybridQuantizer:
 def IdentityQuantizer(name: str = "bf16") -> HybridQuantizer:
     """Return a quantizer in high precision in both directions: "bf16", "fp16" or "fp32"."""
     return HybridQuantizer(Identity(name=name), Identity(name=name))
+
+
+def is_low(quantizer: HybridQuantizer) -> bool:
+    """Return whether a direction is in low precision. A user's quantizer class counts as low."""
+    return type(quantizer) is not HybridQuantizer or not all(
+        format.high_precision for format in (quantizer.rowwise, quantizer.columnwise)
+    )

@@ -23,15 +23,14 @@ from hqsweep.config.train import FactoryDataConfig
 from hqsweep.errors import UserError
 from hqsweep.models.attention import take_fast_kernels
 from hqsweep.models.batches import ATTRIBUTE, BatchLoss
-from hqsweep.models.build import build, check_ranks, check_recompute, vocab_fault
-from hqsweep.models.code import check_code, code_of, code_of_modules
+from hqsweep.models.build import build, check_code, check_ranks, check_recompute, code_of, code_of_modules, vocab_fault
 from hqsweep.models.compiled import CompiledBlocks
 from hqsweep.models.conversion import Conversion
 from hqsweep.models.convert import convert
 from hqsweep.models.head_loss import HeadLoss, check_causal, is_hugging_face, model_loss, why_whole
 from hqsweep.models.held import held_parts, is_quantized
 from hqsweep.models.hf import load_model
-from hqsweep.models.hf_config import HFConfig, read_hf_config
+from hqsweep.models.hf_folder import HFConfig, read_hf_config
 from hqsweep.nn.core.context import quantization
 from hqsweep.nn.core.model_init import quantized_model_init
 from hqsweep.nn.layers.saved_memory import input_bytes
@@ -57,7 +56,7 @@ EVALUATION = 2**32
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The function that built a model, and its code (models.code.code_of)."""
+    """The function that built a model, and its code (models.build.code_of)."""
 
     target: str
     code: str

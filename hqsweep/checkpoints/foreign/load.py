@@ -20,7 +20,7 @@ from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
 from hqsweep.checkpoints.foreign.moments import load_moments
 from hqsweep.checkpoints.foreign.names import Names, Pieces, joined, pieces_of, unused
 from hqsweep.errors import UserError, nearest
-from hqsweep.models.library import quietly
+from hqsweep.models.hf_folder import quietly
 from hqsweep.models.names import clean_name
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.quant.tensor import HybridQuantizedTensor

@@ -39,9 +39,8 @@ def check_recipes(points: Sequence[GridPoint], configs: Sequence[Config]) -> Non
     if not own:
         return
     from hqsweep.models.build import check_recompute, gemm_modules, outline
-    from hqsweep.models.trial import check_trial
     from hqsweep.recipe.validate import check_held_weights
-    from hqsweep.train.batch_trial import check_batch
+    from hqsweep.train.trial import check_batch, check_trial
 
     known: set[str] = set()
     for point, config in own:

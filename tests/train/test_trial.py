@@ -8,9 +8,9 @@ from torch import nn
 
 from hqsweep.config.job import parse
 from hqsweep.errors import UserError
-from hqsweep.models import trial
-from hqsweep.models.trial import check_causal, check_trial
 from hqsweep.recipe.factories import find_factory
+from hqsweep.train import trial
+from hqsweep.train.trial import check_causal, check_trial
 
 HERE = "tests.models.test_trial"
 
