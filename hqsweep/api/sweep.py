@@ -27,7 +27,7 @@ from hqsweep.errors import UserError, nearest, visible
 from hqsweep.report.compare.frames import DATA, FORK, TRUNK, Frames, load
 from hqsweep.report.compare.left_out import LeftOut
 from hqsweep.sweep.alerts import Alerts
-from hqsweep.sweep.engine.until import Until
+from hqsweep.sweep.engine.task import Until
 from hqsweep.sweep.grid.overrides import quoted
 from hqsweep.sweep.grid.run_words import read, with_seeds
 from hqsweep.sweep.store.run_dir import RunDir

@@ -75,7 +75,7 @@ def run(
     'recipe.linear.input=nvfp4|mxfp8' sets one tensor's row and column formats. seeds.until=decided adds seeds until
     every arm has a verdict.
     """
-    from hqsweep.sweep.engine.until import Until
+    from hqsweep.sweep.engine.task import Until
 
     limit = None if until is None else Until(until)
     from hqsweep.sweep.alerts import Alerts

@@ -24,7 +24,6 @@ from hqsweep.models.kinds import (
     why_left,
 )
 from hqsweep.models.linear import Conv1DKind, LinearKind, output_projection
-from hqsweep.models.names import clean_name
 from hqsweep.nn.core.call_marks import refuse_second_runs
 from hqsweep.nn.core.model_init import holds_weights
 from hqsweep.nn.core.module import PARTS, QuantizedModule, set_recipe_of
@@ -32,7 +31,7 @@ from hqsweep.ops.quantize.kernels import DTYPES
 from hqsweep.recipe.argument import RecipeArgument, whole_recipe
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.products import GemmModule
-from hqsweep.recipe.roles import HEAD
+from hqsweep.recipe.roles import HEAD, clean_name
 from hqsweep.recipe.sectioned import layers_of
 from hqsweep.recipe.validate import recipe_faults
 

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList, register_parametrization
 
 from hqsweep.errors import UserError
-from hqsweep.models.names import clean_name
 from hqsweep.nn.core.module import PARTS, QuantizedModule
 from hqsweep.parallel.wire.local import is_spread
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.products import GemmModule
+from hqsweep.recipe.roles import clean_name
 from hqsweep.torch_private import ConvNd, NormBase
 
 

@@ -21,7 +21,7 @@ from hqsweep.ops.quantize.fused import Normed, quantize_activated, quantize_norm
 from hqsweep.ops.quantize.quantize import Pair, Quantized, quantize, quantize_plain, quantized_of
 from hqsweep.ops.quantize.request import Output, Request, Target, request_of, text_of
 from hqsweep.ops.stats import Sums, gather_by_row
-from hqsweep.parallel.shards.shard_place import Place
+from hqsweep.parallel.shards.shard import Place
 from hqsweep.quant.delayed import SlotStates, grids_of, note
 from hqsweep.quant.operand import HybridOperand, operands_of
 from hqsweep.quant.targets import (

@@ -35,8 +35,8 @@ from hqsweep.nn.core.context import quantization
 from hqsweep.nn.core.model_init import quantized_model_init
 from hqsweep.nn.layers.saved_memory import input_bytes
 from hqsweep.nn.linear.linear import LinearBase
+from hqsweep.parallel.wire.collectives import rank_in
 from hqsweep.parallel.wire.local import whole_tensor
-from hqsweep.parallel.wire.objects import rank_in
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.torch_private import DropoutNd
 from hqsweep.train.adapter import Balance, Losses, Saving, by_decay, keyed_seed

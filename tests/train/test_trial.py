@@ -12,7 +12,7 @@ from hqsweep.recipe.factories import find_factory
 from hqsweep.train import trial
 from hqsweep.train.trial import check_causal, check_trial
 
-HERE = "tests.models.test_trial"
+HERE = "tests.train.test_trial"
 
 
 class Bigram(nn.Module):

@@ -30,11 +30,9 @@ from hqsweep.ops.quantize.request import Output
 from hqsweep.parallel.overlap.chunked_input import Turns, activated_in_turn
 from hqsweep.parallel.overlap.deferred_reduce import LeftGradient, LeftOutput
 from hqsweep.parallel.overlap.overlapped_gemm import LayerWeights, Outgoing, Prefetched, quantize_tokens, start_values
-from hqsweep.parallel.overlap.rank_rows import RankRows
 from hqsweep.parallel.shards.shard_part import is_alone
 from hqsweep.parallel.shared.attention import attend_in_turn
-from hqsweep.parallel.shared.call import SharedCall
-from hqsweep.parallel.shared.exchange import LinearShare
+from hqsweep.parallel.shared.call import LinearShare, RankRows, SharedCall
 from hqsweep.parallel.shared.linear_function import (
     Handover,
     NormedPart,

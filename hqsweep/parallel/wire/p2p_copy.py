@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hqsweep.parallel.wire.shared_memory import shared_memory
+from hqsweep.parallel.wire.memory import shared_memory
 
 
 @dataclass(eq=False)

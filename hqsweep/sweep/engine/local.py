@@ -22,8 +22,7 @@ from hqsweep.errors import EXIT_BUSY, Damaged, Missing
 from hqsweep.host import NAMED_S, Busy, holder, usable_cpus
 from hqsweep.sweep.console import Display
 from hqsweep.sweep.engine.process import DELETED, Attempt, Slot, slots, thread_limits
-from hqsweep.sweep.engine.task import Task, end_without
-from hqsweep.sweep.engine.until import Until
+from hqsweep.sweep.engine.task import Task, Until, end_without
 from hqsweep.sweep.store.run_dir import CANCELLED, PENDING, RunDir
 from hqsweep.train.record import is_point
 

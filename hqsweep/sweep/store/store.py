@@ -23,8 +23,7 @@ from hqsweep.host import Busy, holder, locked
 from hqsweep.sweep.store import seal, sweep_file
 from hqsweep.sweep.store.files import write_text
 from hqsweep.sweep.store.names import fork_of, id_in, run_id, run_name, trunk_path
-from hqsweep.sweep.store.repair import repair
-from hqsweep.sweep.store.run_dir import PENDING, RunDir
+from hqsweep.sweep.store.run_dir import PENDING, RunDir, repair
 from hqsweep.train.record import discard, fault_of, is_point
 
 MOVE = "move it away, or run the sweep's `hqsweep run` command, which takes in what is a run of it"
