@@ -261,7 +261,7 @@ def run(
     no_import   refuse a Python factory, instead of importing it
     quiet       print nothing; else progress and warnings go to stderr
     until       start runs for this long alone ("90s", "20m", "2h"), and none that would not be finished by then
-    alerts      what is done when a run fails, and at the end
+    alerts      the notices when a run fails, and at the end
 
     A run that fails raises nothing: its state and reason are in Sweep.runs. The same call resumes a sweep that was
     interrupted.

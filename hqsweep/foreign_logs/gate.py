@@ -223,7 +223,7 @@ class Held:
 
 
 def turned(estimate: Estimate) -> Estimate:
-    """The estimate of what is better the higher it is, from one with the opposite sign."""
+    """The estimate of a metric that is better when higher, from an estimate with the opposite sign."""
     return replace(
         estimate, gap=-estimate.gap, ci_low=-estimate.ci_high, ci_high=-estimate.ci_low, eq_low=-estimate.eq_high,
         eq_high=-estimate.eq_low,

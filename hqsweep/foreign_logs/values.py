@@ -1,12 +1,12 @@
 """One value for each run of a log: the last value of the metric, or its mean over the trailing window.
 
 Rows come in pieces. Of each run only those stay that may be in its window, so that memory is bounded by windows and not
-by the log. A run that ends at another step than most is left out by name, because its loss is that of another training
-time. Means are over steps that all runs have.
+by the log. A run that ends at another step than most is left out by name, because its loss belongs to another
+training time. Means are over steps that all runs have.
 
 Curves are thinned while they are read, so that they fit a page and all runs keep the same steps. A step stays if it is
 a whole number of strides from the first step of the log. The stride doubles whenever too many rows are kept, so that
-what is kept earlier holds all that is kept later.
+the steps kept earlier include all steps kept later.
 """
 
 import math

@@ -68,7 +68,7 @@ def load_model(
 
 
 def model_class(config: HFConfig, architecture: str = "causal") -> Any:
-    """transformers' class of the model: that of causal language models, or with "own" the first of `architectures` in
+    """transformers' class of the model: the causal language model's, or with "own" the first of `architectures` in
     config.json. UserError for an architecture that transformers does not have."""
     if architecture == "causal":
         return transformers().AutoModelForCausalLM

@@ -1,7 +1,7 @@
 """UserAdapter: a user's own model, from Hugging Face or a function, as the training loop's model.
 
 Its parameters keep their own dtypes (float32 from Hugging Face). Under train.dtype=bf16 it runs in torch.autocast, and
-linears that compute by the recipe take bf16, like those of the GPT.
+linears that compute by the recipe take bf16, like the GPT's linears.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -216,7 +216,7 @@ def user_adapter(
 ) -> UserAdapter:
     """The user's model of a config on the device, in a recipe.
 
-    UserError where the model is missing, differs from the plan, does not fit the data, or has nothing that the recipe
+    UserError where the model is missing, differs from the plan, does not fit the data, or has no module that the recipe
     can take.
     """
     section, train = config.model, config.train

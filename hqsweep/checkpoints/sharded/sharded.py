@@ -52,7 +52,7 @@ class Saving:
         _OPEN.append(self)
 
     def done(self) -> bool:
-        """Whether this rank has nothing left to do."""
+        """Whether this rank is done."""
         return self._future.done()
 
     def result(self) -> Path:

@@ -4,7 +4,7 @@ For each number in parity.ranks that many processes start once. They exchange te
 share GPUs where there are fewer. They go through all formats, all ordered pairs of base formats with both columnwise
 sources, and recipes.
 
-Each rank's results are compared with those of one process (rank_cases.py, rank_layers.py): y and dx, sums over ranks
+Each rank's results are compared with one process (rank_cases.py, rank_layers.py): y and dx, sums over ranks
 against the sum of as many parts in the order of ranks, and masters and held weights after each update. Another row
 compares the operands of x, weight and dy that products read. Further rows compare sums over ranks with one process's
 sums, within bounds for the order of sums (rank_cases.py).

@@ -278,7 +278,7 @@ class _Seen:
 
 
 def _is_linear(module: nn.Module, channels: Tensor) -> bool:
-    """Whether the weight is [out, in], as nn.Linear has it, and not that of Conv1D."""
+    """Whether the weight is [out, in], as in nn.Linear, and not [in, out], as in Conv1D."""
     return module.weight.dim() == 2 and isinstance(module, nn.Linear) and module.weight.shape[1] == len(channels)
 
 

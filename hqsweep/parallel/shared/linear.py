@@ -323,7 +323,7 @@ class SharedChunks(Chunks):
         return x if isinstance(x, RankRows) else super().rows(x, start, end)
 
     def finds_amax(self) -> bool:
-        return False  # which is that of all ranks' logits
+        return False  # an amax would be over the logits of all ranks
 
     def losses(self, logits: Tensor, targets: Tensor, *, gradient: bool) -> Tensor:
         boxes = meeting(self.group, logits.device, len(logits)) if gradient else None

@@ -84,7 +84,7 @@ class Slots:
         self.last = [last if last is not None and stays(last) else None for last in self.last]
 
     def clear(self) -> None:
-        """Forget all exchanges, also those that no rank will wait for, such as those of a failed capture."""
+        """Forget all exchanges, also exchanges that no rank will wait for, as after a failed capture."""
         self.last = [None] * len(self.last)
         self.recent.clear()
 

@@ -65,7 +65,7 @@ def run_local(
     runs: Sequence[RunDir], *, display: Display, limits: Limits = Limits(), force: bool = False
 ) -> list[dict[str, Any]]:
     """Bring every run to an end; returns their statuses (contents of status.json) in the order of `runs`. Runs start in
-    this order, but for forks whose trunk has not come to their point: runs after them go first.
+    this order, but for forks whose trunk is not yet at their point: runs after them go first.
 
     force: delete the output of runs and repeat them; without it finished runs are skipped.
 

@@ -1,7 +1,7 @@
 """A run to do: whether it still starts, and what becomes of a fork whose trunk does not come to its point.
 
 `hqsweep run --until 20m` gives the time until which runs start. A run starts if it would be finished by then: if the
-last comparable run took no longer than what is left. Comparable is a run of as many steps in the same arm, else in
+last comparable run took no longer than the time left. Comparable is a run of as many steps in the same arm, else in
 another arm. A run without one starts as long as there is time. Runs at work end, so that none is cut.
 """
 
@@ -129,7 +129,7 @@ class Task:
 
 
 def end_without(trunk: RunDir) -> tuple[str, str] | None:
-    """State and reason of a fork whose trunk has not come to the fork's point; None while somebody trains it."""
+    """State and reason of a fork whose trunk is not yet at the fork's point; None while a process trains the trunk."""
     status = trunk.seen()
     state, reason = status["state"], status["reason"]
     if state == "running":

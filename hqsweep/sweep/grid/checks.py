@@ -49,7 +49,7 @@ def check_recipes(points: Sequence[GridPoint], configs: Sequence[Config]) -> Non
         return
     from hqsweep.models.build import check_recompute, gemm_modules, outline
     from hqsweep.recipe.validate import check_held_weights
-    from hqsweep.train.trial import check_batch, check_trial
+    from hqsweep.sweep.grid.trial import check_batch, check_trial
 
     known: set[str] = set()
     for point, config in own:

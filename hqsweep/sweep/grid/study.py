@@ -180,7 +180,7 @@ TRUNK = "trunk"
 def fork_points(
     points: Sequence[GridPoint], study: ForkStudy, baseline: GridPoint, *, null_arm: bool
 ) -> list[GridPoint]:
-    """The trunks, then the forks of every point of the grid, then those of the null arm.
+    """The trunks, then the forks of every point of the grid, then the forks of the null arm.
 
     The config of a fork names its trunk only when that has a name (GridPoint.trunk). UserError for a point beyond the
     trunk, and for train.steps that is no integer.

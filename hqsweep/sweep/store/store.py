@@ -258,7 +258,7 @@ def _arms(runs: Sequence[RunDir], points: Sequence[PlannedRun]) -> dict[str, str
     arms = {point.arm: point.arm for point in points}
     for run, point in zip(runs, points, strict=True):
         if arms[point.arm] == point.arm and run.path.name != run_name(point.config, point.arm):
-            with suppress(UserError):  # what is damaged is named by who reads it for a number
+            with suppress(UserError):  # damaged files are named where their numbers are read
                 arms[point.arm] = run.manifest().get("arm", point.arm) if run.has_finished() else point.arm
     return arms
 

@@ -9,10 +9,10 @@ from torch import nn
 from hqsweep.config.job import parse
 from hqsweep.errors import UserError
 from hqsweep.recipe.factories import find_factory
-from hqsweep.train import trial
-from hqsweep.train.trial import check_causal, check_trial
+from hqsweep.sweep.grid import trial
+from hqsweep.sweep.grid.trial import check_causal, check_trial
 
-HERE = "tests.train.test_trial"
+HERE = "tests.sweep.grid.test_trial"
 
 
 class Bigram(nn.Module):
