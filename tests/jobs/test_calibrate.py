@@ -11,7 +11,8 @@ from hqsweep.errors import UserError
 from hqsweep.formats import parse, spellings
 from hqsweep.jobs.calibrate import job as calibrate
 from hqsweep.jobs.calibrate import job as calibrate_teacher
-from hqsweep.jobs.calibrate.sqnr import DENSITIES, EMULATED, draw, published_db, sqnr_rows, theoretical_sqnr_db
+from hqsweep.jobs.calibrate.sqnr import EMULATED, draw, published_db, sqnr_rows
+from hqsweep.jobs.calibrate.sqnr_theory import DENSITIES, theoretical_sqnr_db
 from hqsweep.jobs.sink import ListSink
 from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import LinearQuantizers
