@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from hqsweep.errors import UserError
 from hqsweep.models.batches import ATTRIBUTE, checked
-from hqsweep.models.first_step import note_call, watched
+from hqsweep.models.conversion import note_call, watched
 from hqsweep.models.hf import Around, causal_lm_loss, unpacked
+from hqsweep.models.kinds import is_sharded
 from hqsweep.models.linear import ConvertedLinear, LinearPart, call_dtype, output_projection
-from hqsweep.models.refusals import is_sharded
 from hqsweep.nn.core.call import LinearCall
 from hqsweep.nn.core.context import current, use_kernels
 from hqsweep.nn.core.module import PARTS

@@ -8,7 +8,7 @@ from typer.testing import CliRunner, Result
 
 from hqsweep.cli.main import app
 from hqsweep.sweep.engine import launch
-from hqsweep.sweep.engine.until import Until
+from hqsweep.sweep.engine.task import Until
 from hqsweep.sweep.store.store import RunStore
 
 GROW = [

@@ -42,7 +42,6 @@ from hqsweep.config.safe import check_expansion, check_file
 from hqsweep.config.study import parse_study
 from hqsweep.errors import UserError, nearest
 from hqsweep.sweep.grid.arms import FACTORY_KEYS, Difference, check_arm, difference, labels, override_texts
-from hqsweep.sweep.grid.commands import name_recipe
 from hqsweep.sweep.grid.overrides import (
     DATA_TARGET,
     MODEL_TARGET,
@@ -60,7 +59,7 @@ from hqsweep.sweep.grid.overrides import (
     take_factory,
 )
 from hqsweep.sweep.grid.point import Grid, GridPoint, check_size
-from hqsweep.sweep.grid.study import with_study
+from hqsweep.sweep.grid.study import name_recipe, with_study
 from hqsweep.sweep.store.names import NOT_IN_ID
 
 ARMS = "arms"
