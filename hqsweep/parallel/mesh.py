@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from hqsweep.config.train import ONE_RANK, ParallelConfig, sharing_gpus
 from hqsweep.errors import UserError
 from hqsweep.parallel.wire import collectives
+from hqsweep.parallel.wire.collectives import agree, gather_to_first
 from hqsweep.parallel.wire.local import spread_out, whole_tensor
-from hqsweep.parallel.wire.objects import agree, gather_to_first
 from hqsweep.parallel.wire.spawn import begin_process_group, ranks_of_gpu, stand_apart, take_gpu
 from hqsweep.torch_private import flattened, tree_map_only
 

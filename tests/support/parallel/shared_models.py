@@ -169,7 +169,7 @@ def differences(
     with split_sums(mesh.size()):
         of_one = probe(whole, steps + 1)
     ranks, own = Ranks(dims=ParallelConfig(tp=mesh.size()), mesh=mesh, device=tokens.device), probe(shared, steps + 1)
-    yield from different_rows(rows_of_all(own, ranks), of_one.rows if ranks.is_first else [])
+    yield from different_rows(rows_of_all(own, ranks)[0], of_one.rows if ranks.is_first else [])
     captured = of_one.captured if ranks.is_first else {}
     operands = captured_of_all(own, ranks)
     yield from (f"operand {name}" for name in captured if not torch.equal(operands.get(name), captured[name]))
