@@ -1,17 +1,13 @@
 """The report folder of a judgement: the pages of `hqsweep compare`, as far as logs of other programs carry."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from markupsafe import Markup
 
 from hqsweep.foreign_logs.figures import forest_of, panels
 from hqsweep.foreign_logs.judge import Judgement
 from hqsweep.foreign_logs.table import arms_table, headline, title
 from hqsweep.report.compare.frames import FORK
 from hqsweep.report.figures import svg
-from hqsweep.report.figures.look import Panel
 from hqsweep.report.pages import html
 from hqsweep.report.pages.folder import write_csv
 from hqsweep.report.pages.text import TextTable, legal, markdown, markdown_text, number
@@ -25,14 +21,13 @@ def write(judgement: Judgement, folder: Path) -> Path:
     report.html."""
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     plot, drawn = forest_of(judgement), panels(judgement)
-    pictures = {panel.name: svg.drawing(panel) for panel in drawn}
+    pictures = {"curves": [svg.drawing(panel) for panel in drawn]} if drawn else {}
     files = {"forest": html.forest_svg(plot)} if plot else {}
-    files |= {"curves": svg.sheet([*pictures.values()])} if pictures else {}
+    files |= {name: svg.sheet(group) for name, group in pictures.items()}
     values = _values(judgement) | {"forest": plot, "panels": drawn, "pictured": list(files)}
-    light: Callable[[Panel], Markup] = lambda panel: svg.picture(pictures[panel.name])  # noqa: E731
     texts = {f"figures/{name}.svg": legal(picture) for name, picture in files.items()} | {
-        "report.html": html.fill(PAGE, **values),
-        "report_light.html": html.fill(PAGE, draw=light, light=True, **values),
+        "report.html": html.fill(PAGE, pictures, **values),
+        "report_light.html": html.fill(PAGE, pictures, light=True, **values),
         "report.md": _markdown(judgement, list(files)),
     }
     for name, text in texts.items():

@@ -13,7 +13,7 @@ import yaml
 
 from hqsweep.report.compare.compare import compare
 from hqsweep.report.compare.notes import headline
-from hqsweep.report.figures import heatmaps, lines, look
+from hqsweep.report.figures import heatmaps, lines, look, svg
 from hqsweep.report.pages import html
 from hqsweep.report.pages.folder import report_markdown
 from hqsweep.report.pages.panels import panels
@@ -71,7 +71,7 @@ def test_every_section_is_there(comparison):
         *comparison.arms["sentence"], *comparison.notes,
     ):  # fmt: skip
         assert words in page.text
-    drawn = [tag for tag, attributes in page.tags if "plotly-graph-div" in attributes.get("class", "")]
+    drawn = [tag for tag, attributes in page.tags if attributes.get("class") == "chart"]
     sampled = 3  # arms that got as far as a sampled step, each with a heatmap of SQNR and one of underflow
     assert len(drawn) == 2 + 2 + 2 * sampled + 2  # losses, gaps, heatmaps, gradients
     assert "Growth of the gap" not in page.text and "Gap at each fork point" not in page.text
@@ -133,9 +133,25 @@ def test_nothing_is_fetched(comparison):
     assert policy.startswith("default-src 'none'") and not re.search(r"https?:", policy)
 
 
-def test_plotly_is_inlined_once_and_dominates_the_size(comparison):
+def test_a_page_is_small_and_links_the_figures_that_it_has_no_room_for(comparison, monkeypatch):
+    assert len(rendered(comparison)) < 400_000
+    monkeypatch.setattr(html, "PAGE_BYTES", 100_000)
     page = rendered(comparison)
-    assert page.count("plotly.js v") == 1 and len(page) < 6_000_000
+    assert len(page) < 101_000 and 0 < page.count('class="chart"') < 13 and "figures/gradients.svg" in page
+
+
+def test_a_chart_has_the_values_of_its_picture_in_the_order_of_its_elements(comparison):
+    (group, *_) = [group for group in panels(comparison).drawings.values() if group[0].panel.name == "val_loss_gap"]
+    chart = str(svg.chart(group[0]))
+    values = json.loads(re.search(r'<script type="application/json">(.+?)</script>', chart)[1])
+    assert chart.count('class="trace"') == len(values["traces"]) and chart.count('class="shape"') == len(
+        values["shapes"]
+    )
+    last = comparison.finals.groupby("arm")["gap"].mean()["nvfp4"]
+    (line,) = [trace for trace in values["traces"] if trace["name"] == "nvfp4"]
+    assert line["x"][-1] == 200 and line["y"][-1] == pytest.approx(last, rel=0.1) and line["hover"]
+    assert [trace["fill"] for trace in values["traces"]].count(True) == 2, "a band an arm"
+    assert values["shapes"][0][:2] == [None, None] and values["shapes"][0][2] == -values["shapes"][0][3]
 
 
 def test_the_light_page_has_every_section_without_a_script_in_300_kb(comparison):
