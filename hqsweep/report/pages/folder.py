@@ -15,6 +15,7 @@ from hqsweep.report.figures import experts
 from hqsweep.report.pages import html, tables
 from hqsweep.report.pages.checks import text_tables
 from hqsweep.report.pages.panels import SECTIONS, SHORT, panels
+from hqsweep.report.pages.setup import prose, setup
 from hqsweep.report.pages.text import TextTable, markdown, markdown_text
 
 
@@ -54,12 +55,14 @@ def report_markdown(comparison: Comparison, pictures: Container[str] = ()) -> st
     parts = [
         f"# {markdown_text(tables.title(comparison))}\n\n",
         f"**{markdown_text(headline(comparison))}**\n\n",
+        *(f"{markdown_text(note)}\n\n" for name, note in prose(comparison).items() if "/" not in name),
         *_picture("forest", "Gap of every arm with its interval and its verdict", pictures),
         *(f"- **{markdown_text(row.arm)}**: {markdown_text(row.sentence)}\n" for row in arms),
         "\n",
         *(f"{markdown_text(note)}\n\n" for note in comparison.notes),
         *_section("Runs left out", tables.left_out_table(comparison)),
         *_section("Runs without a result", tables.unfinished_table(comparison)),
+        *_section("Setup", setup(comparison)),
         "## Result\n\n",
         markdown(tables.arms_table(comparison)),
         "\n",

@@ -24,6 +24,7 @@ from hqsweep.report.figures.look import DASH_ARRAYS, styles
 from hqsweep.report.figures.svg import Drawing
 from hqsweep.report.pages import checks, tables
 from hqsweep.report.pages.panels import Panels
+from hqsweep.report.pages.setup import marked_up, prose, setup
 from hqsweep.report.pages.text import legal
 
 PAGE = "report.html.j2"
@@ -61,6 +62,8 @@ def _values(comparison: Comparison, drawn: Panels) -> dict[str, Any]:
     return dict(
         title=tables.title(comparison),
         headline=headline(comparison),
+        setup=setup(comparison),
+        prose=prose(comparison),
         baseline=comparison.baseline,
         window=_window_text(comparison.window),
         margin=comparison.margin_pct,
@@ -134,7 +137,7 @@ def _template(name: str, **names: Any) -> Template:
     """The template, which escapes all values; `names` are known in macros too."""
     templates = FileSystemLoader(Path(__file__).parent)
     pages = Environment(loader=templates, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    pages.filters |= {"breakable": breakable}
+    pages.filters |= {"breakable": breakable, "marked_up": marked_up}
     pages.globals |= {"light_rows": LIGHT_ROWS, "light_arms": LIGHT_ARMS, **names}
     return pages.get_template(name)
 
