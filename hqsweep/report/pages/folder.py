@@ -15,14 +15,15 @@ from hqsweep.report.figures import experts
 from hqsweep.report.pages import html, tables
 from hqsweep.report.pages.checks import text_tables
 from hqsweep.report.pages.panels import SECTIONS, SHORT, panels
+from hqsweep.report.pages.run_pages import file_names, write_run_pages
 from hqsweep.report.pages.setup import prose, setup
 from hqsweep.report.pages.text import TextTable, markdown, markdown_text
 
 
 def write(comparison: Comparison, out_dir: Path) -> Path:
     """Write report.html, report_light.html, report.md, compare.csv, points.csv, runs.csv, metrics.parquet,
-    stats.parquet, and under figures/ the rows of every figure as CSV and a picture of every section as SVG, into
-    `out_dir`; returns the path of report.html."""
+    stats.parquet, under figures/ the rows of every figure as CSV and a picture of every section as SVG, and under runs/
+    a page for each run, into `out_dir`; returns the path of report.html."""
     (out_dir / "figures").mkdir(parents=True, exist_ok=True)
     frames, drawn = comparison.frames, panels(comparison)
     rows = {panel.name: panel.rows for panel in drawn.every()}
@@ -31,9 +32,10 @@ def write(comparison: Comparison, out_dir: Path) -> Path:
     for name, own in rows.items():
         write_csv(own, out_dir / "figures" / f"{name}.csv")
     pictures = html.pictures(drawn)
-    page = out_dir / "report.html"
+    page, pages = out_dir / "report.html", file_names(comparison)
+    write_run_pages(comparison, pages, out_dir)
     texts = {f"figures/{name}.svg": picture for name, picture in pictures.items()} | {
-        "report.html": html.render(comparison, drawn),
+        "report.html": html.render(comparison, drawn, pages),
         "report_light.html": html.render_light(comparison, drawn),
         "report.md": report_markdown(comparison, pictures),
     }

@@ -9,10 +9,11 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from jinja2.bccache import Bucket, BytecodeCache
 from markupsafe import Markup
 
 from hqsweep.report.compare.arms import Comparison
@@ -45,9 +46,10 @@ def pictures(drawn: Panels) -> dict[str, str]:
     return {name: legal(picture) for name, picture in named.items()}
 
 
-def render(comparison: Comparison, drawn: Panels) -> str:
-    """The interactive page. Its pictures take at most PAGE_BYTES; the tables have all rows."""
-    return fill(PAGE, drawn.drawings, **_values(comparison, drawn))
+def render(comparison: Comparison, drawn: Panels, pages: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The interactive page. It is as large as PAGE_BYTES where pictures fill it; the tables have all rows. `pages`:
+    SWEEP/RUN -> the path of its own page."""
+    return fill(PAGE, drawn.drawings, **_values(comparison, drawn) | {"pages": pages})
 
 
 def render_light(comparison: Comparison, drawn: Panels) -> str:
@@ -79,6 +81,7 @@ def _values(comparison: Comparison, drawn: Panels) -> dict[str, Any]:
         panels=drawn,
         lines=legend(comparison.arms),
         comparison=comparison,
+        pages={},
         parity=checks.text_tables(frames.parity),
         sections=[
             ("GEMM plans", tables.gemm_plans(frames.runs)),
@@ -133,10 +136,24 @@ def forest_svg(drawn: Forest) -> str:
     return _template("forest.svg.j2").render(forest=drawn)
 
 
+class Compiled(BytecodeCache):
+    """The templates of this process, each compiled once."""
+
+    code: ClassVar[dict[str, bytes]] = {}
+
+    def load_bytecode(self, bucket: Bucket) -> None:
+        if bucket.key in self.code:
+            bucket.bytecode_from_string(self.code[bucket.key])
+
+    def dump_bytecode(self, bucket: Bucket) -> None:
+        self.code[bucket.key] = bucket.bytecode_to_string()
+
+
 def _template(name: str, **names: Any) -> Template:
     """The template, which escapes all values; `names` are known in macros too."""
     templates = FileSystemLoader(Path(__file__).parent)
-    pages = Environment(loader=templates, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    settings = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True}
+    pages = Environment(loader=templates, bytecode_cache=Compiled(), **settings)
     pages.filters |= {"breakable": breakable, "marked_up": marked_up}
     pages.globals |= {"light_rows": LIGHT_ROWS, "light_arms": LIGHT_ARMS, **names}
     return pages.get_template(name)
