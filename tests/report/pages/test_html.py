@@ -107,6 +107,14 @@ def test_verdicts_and_the_forest_plot_come_first(comparison):
     assert len(heads) == 1
 
 
+def test_headings_go_down_by_one_and_everything_is_in_the_main_part(comparison):
+    tags = [tag for tag, _ in Tags(rendered(comparison)).tags]
+    levels = [int(tag[1]) for tag in tags if tag in ("h1", "h2", "h3")]
+    assert tags.count("main") == tags.count("h1") == 1 and levels[0] == 1
+    assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
+    assert tags.index("body") + 1 == tags.index("main")
+
+
 def test_many_verdicts_leave_room_for_the_plot(make_sweep, fake):
     arms = ["bf16", *(f"arm{place}" for place in range(10))]
     page = Tags(rendered(compare(make_sweep([fake.Run(arm=arm) for arm in arms]), "bf16")))
