@@ -60,7 +60,8 @@ def render_light(comparison: Comparison, drawn: Panels) -> str:
 
 def _values(comparison: Comparison, drawn: Panels) -> dict[str, Any]:
     """The values that the template names."""
-    frames, arms_table = comparison.frames, tables.arms_table(comparison).without("tokens/s")
+    frames, arms_table = comparison.frames, tables.arms_table(comparison)
+    empty = [name for name in arms_table.header if arms_table.column(name) == {"-"}]
     return dict(
         title=tables.title(comparison),
         headline=headline(comparison),
@@ -74,7 +75,7 @@ def _values(comparison: Comparison, drawn: Panels) -> dict[str, Any]:
         arms=list(tables.by_gap(comparison).sort_values("null", kind="stable").itertuples()),
         fork_points=tables.points_table(comparison),
         diff=tables.arm_by_key(comparison),
-        arms_table=arms_table,
+        arms_table=arms_table.without("tokens/s", *empty),
         left_out=tables.left_out_table(comparison),
         unfinished=tables.unfinished_table(comparison),
         training=tables.training_table(comparison),

@@ -84,7 +84,7 @@ def test_a_fork_study_shows_growth_and_points_instead_of_gaps_over_steps(make_sw
         "Gap of the training loss over the decay, in % of the loss of bf16", "mean over trunks", "one trunk",
         "Growth of the training gap: all fork points together", "Growth of the training gap: forks at step 40",
         "forks at step 80", "Gap at each fork point", "mean over the trunks", "A fork does not see damage",
-        "the gap is that of the training loss over the decay", *comparison.notes,
+        "gap, intervals and p are of the training loss over the decay", *comparison.notes,
     ):  # fmt: skip
         assert words in text
     assert "over steps" not in text
