@@ -36,7 +36,8 @@ def test_in_html_they_are_text(page):
     tags = Tags(text)
     allowed = {"html", "head", "meta", "link", "title", "style", "script", "body", "h1", "h2", "nav", "div", "table",
                "thead", "tbody", "tr", "th", "td", "p", "a", "ul", "li", "b", "figure", "figcaption", "button", "wbr",
-               "fieldset", "legend", "label", "main", "details", "summary", "dl", "dt", "dd", "input", "span", "tfoot", "svg", "line",
+               "fieldset", "legend", "label", "main", "details", "summary", "dl", "dt", "dd",
+               "input", "span", "tfoot", "svg", "line",
                "path", "rect", "circle", "text", "g"}  # fmt: skip
     assert {tag for tag, _ in tags.tags} <= allowed
     assert not [name for _, attributes in tags.tags for name in attributes if name.startswith("on")]
