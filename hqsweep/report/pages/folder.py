@@ -20,10 +20,10 @@ from hqsweep.report.pages.setup import prose, setup
 from hqsweep.report.pages.text import TextTable, markdown, markdown_text
 
 
-def write(comparison: Comparison, out_dir: Path) -> Path:
+def write(comparison: Comparison, out_dir: Path, *, each_run: bool = True) -> Path:
     """Write report.html, report_light.html, report.md, compare.csv, points.csv, runs.csv, metrics.parquet,
     stats.parquet, under figures/ the rows of every figure as CSV and a picture of every section as SVG, and under runs/
-    a page for each run, into `out_dir`; returns the path of report.html."""
+    a page for each run if `each_run`, into `out_dir`; returns the path of report.html."""
     (out_dir / "figures").mkdir(parents=True, exist_ok=True)
     frames, drawn = comparison.frames, panels(comparison)
     rows = {panel.name: panel.rows for panel in drawn.every()}
@@ -32,7 +32,7 @@ def write(comparison: Comparison, out_dir: Path) -> Path:
     for name, own in rows.items():
         write_csv(own, out_dir / "figures" / f"{name}.csv")
     pictures = html.pictures(drawn)
-    page, pages = out_dir / "report.html", file_names(comparison)
+    page, pages = out_dir / "report.html", file_names(comparison) if each_run else {}
     write_run_pages(comparison, pages, out_dir)
     texts = {f"figures/{name}.svg": picture for name, picture in pictures.items()} | {
         "report.html": html.render(comparison, drawn, pages),

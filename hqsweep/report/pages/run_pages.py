@@ -15,7 +15,7 @@ from hqsweep.report.pages.setup import prose
 from hqsweep.report.pages.tables import TRAINED
 from hqsweep.report.pages.text import TextTable, number, text
 
-MOST = 300
+MOST = 200
 """The runs of a report that get a page, the first ones."""
 FIRST = ("val_loss", "train_loss")
 METRICS = 8
@@ -38,7 +38,8 @@ def file_names(comparison: Comparison) -> dict[str, str]:
 
 def write_run_pages(comparison: Comparison, files: dict[str, str], folder: Path) -> None:
     """Write the page of each run of `files` (from file_names) into `folder`."""
-    (folder / "runs").mkdir(exist_ok=True)
+    if files:
+        (folder / "runs").mkdir(exist_ok=True)
     said, looks = prose(comparison), styles(comparison.arms)
     finals = comparison.finals.set_index("run")
     for frames in (comparison.frames, comparison.trunks):

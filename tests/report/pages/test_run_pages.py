@@ -39,12 +39,14 @@ def test_every_run_has_a_page_with_its_losses_its_curves_and_its_config(make_swe
     assert "report_light" not in own and "default-src 'none'" in own
 
 
-def test_pages_of_runs_of_one_name_are_apart_and_many_runs_have_none(make_sweep, fake, monkeypatch):
+def test_pages_of_runs_of_one_name_are_apart_and_many_runs_have_none(make_sweep, fake, monkeypatch, tmp_path):
     first, second = (make_sweep(fake.three_arms(), name) for name in ("one", "two"))
     comparison = compare([*first, *second[:3]], "bf16")
     files = run_pages.file_names(comparison)
     assert len(set(files.values())) == len(files) and all(
         re.fullmatch(r"runs/[\w.-]+\.html", each) for each in files.values()
     )
+    page = write(comparison, tmp_path / "out", each_run=False)
+    assert not page.with_name("runs").exists() and 'href="runs/' not in page.read_text()
     monkeypatch.setattr(run_pages, "MOST", 2)
     assert len(run_pages.file_names(comparison)) == 2
