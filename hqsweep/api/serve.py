@@ -190,7 +190,7 @@ class _Report:
             return
         self.fault = None
         try:
-            write(compared(runs, keep=False), self.folder)
+            write(compared(runs, keep=False), self.folder, each_run=False)
         except UserError as error:
             self.fault = f"No report yet. {error}"
         self.files = {

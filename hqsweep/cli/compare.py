@@ -30,7 +30,7 @@ def compare(
         typer.Option("--check", help="Exit 1 unless all runs finished, all learnt, and the null arm is equivalent."),
     ] = False,
     track: Annotated[
-        bool, typer.Option("--track", help="Show the verdicts beside the runs in W&B or TensorBoard, too.")
+        bool, typer.Option("--track", help="Show the verdicts beside the runs in W&B, TensorBoard or trackio, too.")
     ] = False,
     partial: Annotated[
         bool, typer.Option("--partial", help="Exit 0 though runs are missing or not finished; damaged ones stay 3.")
@@ -96,7 +96,8 @@ def compare(
     ]
     if track and not mirror_report(selected, page.parent, result["arms"]):
         lines.append(
-            "--track: neither W&B nor TensorBoard has taken the report; the sweep's track.kind says which should"
+            "--track: no tracker has taken the report; the sweep's track.kind says whether W&B, TensorBoard or trackio"
+            " should"
         )
     print_result(as_json, result, rich_table(comparison), *lines)
     raise typer.Exit(exit_code(comparison.left_out, partial) if good else EXIT_MISMATCH)

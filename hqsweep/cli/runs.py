@@ -92,7 +92,7 @@ def sync(
     runs_dir: RunsDir = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Make the mirror of runs, in W&B or TensorBoard, again from their rows.
+    """Make the mirror of runs, in W&B, TensorBoard or trackio, again from their rows.
 
     Offline, the folders that `wandb sync` uploads are printed; for TensorBoard its folder. Exit code 3 when a run is
     damaged or gone; the others are done.

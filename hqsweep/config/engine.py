@@ -27,11 +27,12 @@ class TrackConfig(Section):
     """The tracker that mirrors the run folder.
 
     kind auto is wandb if it is installed, else none. mode auto is online if a user is logged in, else offline. wandb
-    takes mode, project, entity and init_timeout_s. system_s: seconds between two rows of the machine's use in
-    system.jsonl; 0 for none. diff: whether the manifest of a run from a changed checkout has what git diff says.
+    takes mode, project, entity and init_timeout_s; trackio takes mode and project. system_s: seconds between two rows
+    of the machine's use in system.jsonl; 0 for none. diff: whether the manifest of a run from a changed checkout has
+    what git diff says.
     """
 
-    kind: Literal["none", "wandb", "tensorboard"] = "none"
+    kind: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
     mode: Literal["offline", "online", "auto"] = "auto"
     project: str = "hqsweep"
     entity: str | None = None
@@ -42,7 +43,7 @@ class TrackConfig(Section):
     @field_validator("kind", mode="before")
     @classmethod
     def _installed(cls, kind: Any) -> Any:
-        if kind in ("wandb", "tensorboard"):
+        if kind in ("wandb", "tensorboard", "trackio"):
             check_installed(kind)
         return ("none" if find_spec("wandb") is None else "wandb") if kind == "auto" else kind
 

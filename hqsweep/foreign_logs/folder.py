@@ -4,13 +4,12 @@ Pages have the parts of `hqsweep compare`, as far as logs of other programs carr
 metric over steps, and the paired gap over steps.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from markupsafe import Markup
 
 from hqsweep.foreign_logs.judge import Judgement
 from hqsweep.foreign_logs.table import arms_table, headline, title
@@ -128,14 +127,13 @@ def write(judgement: Judgement, folder: Path) -> Path:
     report.html."""
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     plot, drawn = forest_of(judgement), panels(judgement)
-    pictures = {panel.name: svg.drawing(panel) for panel in drawn}
+    pictures = {"curves": [svg.drawing(panel) for panel in drawn]} if drawn else {}
     files = {"forest": html.forest_svg(plot)} if plot else {}
-    files |= {"curves": svg.sheet([*pictures.values()])} if pictures else {}
+    files |= {name: svg.sheet(group) for name, group in pictures.items()}
     values = _values(judgement) | {"forest": plot, "panels": drawn, "pictured": list(files)}
-    light: Callable[[Panel], Markup] = lambda panel: svg.picture(pictures[panel.name])  # noqa: E731
     texts = {f"figures/{name}.svg": legal(picture) for name, picture in files.items()} | {
-        "report.html": html.fill(PAGE, **values),
-        "report_light.html": html.fill(PAGE, draw=light, light=True, **values),
+        "report.html": html.fill(PAGE, pictures, **values),
+        "report_light.html": html.fill(PAGE, pictures, light=True, **values),
         "report.md": _markdown(judgement, list(files)),
     }
     for name, text in texts.items():

@@ -78,9 +78,11 @@ class Report:
                 self.trainer.ranks.say(f"warning: {line}")
 
     def _progress(self, done: Step) -> None:
-        train, speed = self.trainer.config.train, self._throughput.at(done.step)
+        config, speed = self.trainer.config, self._throughput.at(done.step)
+        train = config.train
         self.loss = self.loss if done.loss is None else done.loss
-        self.sink.progress(done.step, train.steps, self.loss, speed)
+        own = (done.step - config.start) / config.own_steps  # a fork begins with nothing done
+        self.sink.progress(done.step, train.steps, self.loss, speed, part=own)
         if done.loss is None:
             return
         rate = "" if speed is None else f", {speed:,.0f} tokens/s"

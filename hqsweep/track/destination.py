@@ -1,4 +1,5 @@
-"""Where W&B's rows go, without importing wandb: said before a sweep starts, and decided when a run does."""
+"""Where the rows of W&B and trackio go, without importing them: said before a sweep starts, and decided when a run
+does."""
 
 import netrc
 import os
@@ -11,7 +12,12 @@ SERVER = "https://api.wandb.ai"
 
 
 def upload_line(track: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> str | None:
-    """The line on uploads of a sweep whose runs have this section track; None where W&B does not track them."""
+    """The line on uploads of a sweep whose runs have this section track; None where neither W&B nor trackio tracks
+    them."""
+    if track["kind"] == "trackio":
+        place = trackio_server(track, environment)
+        shown = f"`trackio show --project {track['project']}` shows the runs"
+        return f"trackio: uploading to {place}; track.mode=offline keeps it here" if place else f"trackio: {shown}"
     if track["kind"] != "wandb":
         return None
     mode = track["mode"] if track["mode"] != "auto" else environment.get("WANDB_MODE") or "online"
@@ -22,6 +28,13 @@ def upload_line(track: Mapping[str, Any], environment: Mapping[str, str] = os.en
     if mode in ("online", "offline", "dryrun"):
         return "W&B offline: nothing is uploaded; `hqsweep sync SWEEP --mode online` does that later"
     return f"W&B {mode}: nothing is uploaded"
+
+
+def trackio_server(track: Mapping[str, Any], environment: Mapping[str, str]) -> str | None:
+    """The Space or server to which trackio would upload, by its variables; None for this machine."""
+    if track["mode"] == "offline":
+        return None
+    return environment.get("TRACKIO_SPACE_ID") or environment.get("TRACKIO_SERVER_URL") or None
 
 
 def resolve_mode(mode: str, environment: Mapping[str, str]) -> str:

@@ -9,6 +9,7 @@ import queue
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from itertools import groupby
 from operator import itemgetter
@@ -39,6 +40,10 @@ def open_tracker(run: RunDir) -> Tracker:
             from hqsweep.track.tensorboard import open_tensorboard
 
             return open_tensorboard(run, config)
+        if kind == "trackio":
+            from hqsweep.track.trackio import open_trackio
+
+            return open_trackio(run, config, partial(_steps, run))
         from hqsweep.track.wandb import open_run
 
         return open_run(run, config)
@@ -99,8 +104,8 @@ class BackgroundTracker:
 
 
 def mirror_report(runs: Sequence[RunDir], report: Path, arms: Sequence[Mapping[str, Any]]) -> bool:
-    """Show the verdicts beside runs that W&B or TensorBoard tracks, and keep the report folder in W&B; False when there
-    is none to keep it by. `arms` come from `hqsweep compare --json`."""
+    """Show the verdicts beside runs that W&B, TensorBoard or trackio tracks, and keep the report folder in W&B; False
+    when there is none to keep it by. `arms` come from `hqsweep compare --json`."""
     track = runs[0].config().get("track", {})
     kind = track.get("kind", "none")
     if kind == "none" or find_spec(kind) is None:
@@ -109,25 +114,31 @@ def mirror_report(runs: Sequence[RunDir], report: Path, arms: Sequence[Mapping[s
         from hqsweep.track.tensorboard import log_report as log_verdicts
 
         return log_verdicts(runs[0].sweep_path, report, arms)
+    if kind == "trackio":
+        from hqsweep.track.trackio import log_verdicts as log_table
+
+        return log_table(runs[0].sweep, track, report.name, arms)
     from hqsweep.track.wandb import log_report
 
     return log_report(runs[0].sweep_path, track, report, arms)
 
 
 def sync(run: RunDir, mode: str) -> list[Path]:
-    """Replay the rows of a run: to TensorBoard where its config tracks by that, else under its W&B id. Returns
-    TensorBoard's folder, or the folders that `wandb sync` would upload, none where the rows went to the server.
+    """Replay the rows of a run: to TensorBoard or trackio where its config tracks by that, else under its W&B id.
+    Returns TensorBoard's folder, or the folders that `wandb sync` would upload, none where the rows went to the server
+    or to trackio.
 
     Offline, what W&B had of the run is replaced. Online, the server keeps the steps that it has and takes later ones.
     mode: offline, online or auto, as track.mode. Raises UserError for a run at work, and for a missing package.
     """
     config = run.config()
     config["track"] = TrackConfig().model_dump() | (config.get("track") or {}) | {"mode": mode}
-    kind = "tensorboard" if config["track"]["kind"] == "tensorboard" else "wandb"
+    mirrors = {"tensorboard": _to_tensorboard, "trackio": _to_trackio}
+    kind = config["track"]["kind"] if config["track"]["kind"] in mirrors else "wandb"
     check_installed(kind)
     try:
         with run.lock():
-            return (_to_tensorboard if kind == "tensorboard" else _to_wandb)(run, config)
+            return mirrors.get(kind, _to_wandb)(run, config)
     except Busy:
         raise UserError(f"{run.name}: it is at work; sync it when it has ended") from None
 
@@ -149,6 +160,13 @@ def _to_tensorboard(run: RunDir, config: dict[str, Any]) -> list[Path]:
     _check_no_link(tensorboard_folder(run))
     replay(run, open_tensorboard(run, config))
     return [tensorboard_folder(run)]
+
+
+def _to_trackio(run: RunDir, config: dict[str, Any]) -> list[Path]:
+    from hqsweep.track.trackio import open_trackio
+
+    replay(run, open_trackio(run, config, partial(_steps, run)))
+    return []
 
 
 def _check_no_link(folder: Path) -> None:

@@ -41,7 +41,7 @@ from hqsweep.track.rows import RowSink
 
 CONF = "hqsweep.track"
 """What `hqsweep ls` shows as the config of such a sweep."""
-Mirror = Literal["none", "wandb", "tensorboard"]
+Mirror = Literal["none", "wandb", "tensorboard", "trackio"]
 
 
 class Target(Protocol):
@@ -69,7 +69,8 @@ def track(
     arm       what is compared: a recipe, an optimizer
     seed      the replicate; runs of one seed should share initial weights and the order of data
     config    what else makes the run, as JSON: another config is another run
-    mirror    where rows are shown, too: "wandb" (offline), "tensorboard", or the section `track` of a config
+    mirror    where rows are shown, too: "wandb" (offline), "tensorboard", "trackio" (here), or the section
+              `track` of a config
     judge     how the rows are judged: metric, lower_is_better, margin, window, null_arm
     force     repeat a run that has finished
 

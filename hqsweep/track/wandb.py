@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import wandb
@@ -47,17 +48,21 @@ _FOLDER = re.compile(r"(?:offline-)?run-\d{8}_\d{6}-(?P<id>.+)")
 def open_run(run: RunDir, config: Mapping[str, Any], known_id: str | None = None) -> Tracker:
     """Return the mirror of a run: group = sweep, job type = job, and the same id when it is resumed.
 
-    Its tags are its arm, and whether it is a trunk or a fork. known_id: known_id_of(run), if its folders were
-    deleted.
+    Its tags are whether it is a trunk or a fork, its arm, its seed, and of a fork its point and its trunk. git's commit
+    is the run's, and a diff of a changed checkout is its file diff.patch. known_id: known_id_of(run), if its folders
+    were deleted.
     """
     manifest, fork = run.manifest(), fork_of(config)
     role, point = ("whole run", "") if fork is None else ("trunk", "") if fork.is_trunk else ("fork", fork.start)
     arm = "trunk" if role == "trunk" else visible(manifest["arm"])
-    tags = [role] * (manifest["job"] == "convergence") + [arm[:TAG_LENGTH]]
+    tags = [role] * (manifest["job"] == "convergence") + [arm[:TAG_LENGTH], f"seed {manifest['seed']}"]
+    if role == "fork":
+        tags += [f"at {point}", visible(manifest.get("trunk") or fork.trunk_name)[:TAG_LENGTH]]
     rest = f" s{manifest['seed']}{f' at{point}' if role == 'fork' else ''} {visible(id_in(run.name))}"
-    return _open(
+    tracker = _open(
         run.path,
         config["track"],
+        {"git_commit": manifest.get("commit")},
         group=_group(run.sweep),
         job_type=manifest["job"],
         name=arm[: NAME_LENGTH - len(rest)] + rest,
@@ -66,6 +71,9 @@ def open_run(run: RunDir, config: Mapping[str, Any], known_id: str | None = None
         config=dict(config),
         resume="allow",
     )
+    if manifest.get("diff") and isinstance(tracker, WandbTracker):
+        tracker.file("diff.patch", manifest["diff"])
+    return tracker
 
 
 def unique(text: str, of: str, length: int) -> str:
@@ -111,13 +119,15 @@ def offline_folders(run: RunDir) -> list[Path]:
     return sorted((run.path / "wandb").glob("offline-run-*"))
 
 
-def _open(folder: Path, track: Mapping[str, Any], **run_fields: Any) -> Tracker:
-    """`wandb.init`, offline if online fails, NullTracker if that fails too."""
+def _open(
+    folder: Path, track: Mapping[str, Any], told: Mapping[str, Any] = MappingProxyType({}), **run_fields: Any
+) -> Tracker:
+    """`wandb.init`, offline if online fails, NullTracker if that fails too. told: further settings."""
     for kind in ("data", "cache", "config"):
         os.environ.setdefault(f"WANDB_{kind.upper()}_DIR", str(folder.resolve() / "wandb" / kind))
     os.environ.setdefault("WANDB_SILENT", "true")
     mode = resolve_mode(track["mode"], os.environ)
-    settings = wandb.Settings(**FAST, init_timeout=track["init_timeout_s"])
+    settings = wandb.Settings(**FAST, **told, init_timeout=track["init_timeout_s"])
     for attempt in dict.fromkeys((mode, "offline")):
         try:
             place = {"dir": folder, "project": track["project"], "entity": track["entity"]}
@@ -157,6 +167,13 @@ class WandbTracker(HarmlessTracker):
             data = [[row[column] for column in columns] for row in rows]
             table = wandb.Table(columns=columns, data=data, allow_mixed_types=True)
             self._run.log({name: table}, step=self._step)
+
+    @harmless
+    def file(self, name: str, text: str) -> None:
+        """Keep a text as a file of the run."""
+        path = Path(self._run.dir, name)
+        path.write_text(text, encoding="utf-8", errors="replace")
+        self._run.save(str(path), base_path=self._run.dir, policy="now")
 
     @harmless
     def verdicts(self, arms: Sequence[Mapping[str, Any]]) -> None:

@@ -62,7 +62,7 @@ def test_an_offline_run_mirrors_config_metrics_and_tables(run, tmp_path):
     mirrored = wandb_file.load(folder)
     assert (mirrored.run.run_group, mirrored.run.job_type) == ("grid", "parity")
     assert mirrored.run.display_name == f"mxfp8 lr=0.1 s3 {id_in(run.name)}"
-    assert list(mirrored.run.tags) == ["mxfp8 lr=0.1"]
+    assert list(mirrored.run.tags) == ["mxfp8 lr=0.1", "seed 3"]
     assert (mirrored.run.project, mirrored.run.run_id) == ("hqsweep", mirror.known_id_of(run))
     assert {key: mirrored.config[key] for key in CONFIG} == CONFIG
     assert [(row["_step"], row["train_loss"]) for row in mirrored.history] == [(0, 3.0), (10, -7.0), (20, -17.0)]
@@ -116,7 +116,19 @@ def test_what_one_folder_has_is_told_apart_by_its_names(tmp_path, monkeypatch):
     }
     assert {"nvfp4 s1 at5 0a", "nvfp4 s1 at10 0b"} < names and len(names) == 4 and max(map(len, names)) == 128
     trunk = opened(monkeypatch, tmp_path / "w/trunk-s1-0e", {"arm": "bf16", "seed": 1}, fork(5))
-    assert (trunk.name, trunk.tags) == ("trunk s1 0e", ["trunk"])
+    assert (trunk.name, trunk.tags) == ("trunk s1 0e", ["trunk", "seed 1"])
+    one = opened(
+        monkeypatch, tmp_path / "w/a-s1-at5-0f", {"arm": "a", "seed": 1, "trunk": "trunk-s1-0e"}, fork(5, trunk="t")
+    )
+    assert one.tags == ["fork", "a", "seed 1", "at 5", "trunk-s1-0e"]
+
+
+def test_a_run_has_the_commit_and_the_diff_of_its_code(run):
+    run.update_manifest(commit="0123abcd", diff="--- a/x\n+++ b/x\n")
+    assert mirror.open_run(run, CONFIG).finish(0)
+    (folder,) = mirror.offline_folders(run)
+    assert wandb_file.load(folder).run.git.commit == "0123abcd"
+    assert (folder / "files" / "diff.patch").read_text() == "--- a/x\n+++ b/x\n"
 
 
 @pytest.mark.parametrize("folder", ["offline-run-20260101_010101-", "run-20260101_010101-"])

@@ -22,7 +22,7 @@ from hqsweep.report.compare.frames import Frames, common_end, load
 from hqsweep.report.compare.identical import identical_arms
 from hqsweep.report.compare.left_out import note, without_result
 from hqsweep.report.compare.left_out import rows as rows_of
-from hqsweep.report.compare.notes import alike_notes, rewarm_notes, study_notes
+from hqsweep.report.compare.notes import alike_notes, inside_notes, rewarm_notes, study_notes
 from hqsweep.report.compare.slowdowns import baseline_curves, cells_of, in_loss, slope_notes, slowdowns
 from hqsweep.report.compare.studies import of_one_data, replicate_minutes, study_of
 from hqsweep.report.compare.verdict import IDENTICAL
@@ -99,15 +99,17 @@ def compare(
         for arm, own in courses(family, frames, margins[name], study.maximum).items()
     }
     cells = {arm: own | course_cells(found[arm][1] if arm in found else None) for arm, own in cells.items()}
+    arms = _arms(frames, finals, families, cells, perturbed(frames.runs, baseline_of))
     return Comparison(
         frames=frames, baseline=baseline, baseline_why=why, baseline_of=baseline_of, window=window, finals=finals,
         design=design, margin_pct=float(np.mean([*margins.values()])), maximum=study.maximum, trunks=trunks,
         margin_tokens=margin_in_tokens(study.margin),
-        arms=_arms(frames, finals, families, cells, perturbed(frames.runs, baseline_of)),
+        arms=arms,
         estimates={arm: own for family in families.values() for arm, own in family.estimates.items()},
         points=pd.concat([family.points for family in families.values()], ignore_index=True),
         notes=(
-            *note(left_out), *alike_notes(alike), *study_notes(list(families.values()), frames, finals, study),
+            *note(left_out), *inside_notes(arms), *alike_notes(alike),
+            *study_notes(list(families.values()), frames, finals, study),
             *rewarm, *slope_notes(study.margin, curves),
         ),
         left_out=left_out, courses=found,

@@ -101,6 +101,31 @@ def study_notes(families: Sequence[Family], frames: Frames, finals: pd.DataFrame
     return tuple(dict.fromkeys(notes))
 
 
+def inside_notes(arms: pd.DataFrame) -> list[str]:
+    """The sentence why an arm is worse (or better) and inside the margin, while an arm with a gap as large is
+    equivalent; [] where no arm is so. arms: Comparison.arms."""
+    tested = arms[~arms["null"] & arms["gap_pct"].notna()].sort_values("gap_pct", key=abs, kind="stable")
+    inside = tested[tested["verdict"].isin(["worse", "better"]) & tested["within_margin"]]
+    if inside.empty:
+        return []
+    row = inside.iloc[0]
+    twins = tested[(tested["verdict"] == "equivalent") & (tested["gap_pct"].abs() >= abs(row["gap_pct"]))]
+    other = (
+        f"'{twins.iloc[0]['arm']}' ({_gap_and_ends(twins.iloc[0])}) is equivalent, as its interval includes 0"
+        if len(twins)
+        else "with 0 in its interval it would be equivalent"
+    )
+    return [
+        f"Intervals decide, not gaps: '{row['arm']}' ({_gap_and_ends(row)}) is {row['verdict']}, as its interval"
+        f" excludes 0, and inside the margin, as all of its 90 % interval is; {other}."
+    ]
+
+
+def _gap_and_ends(row: pd.Series) -> str:
+    spec = f"+.{digits(row['half_pct'])}f"
+    return f"{row['gap_pct']:{spec}} %, 95 % interval {row['ci_low_pct']:{spec}} to {row['ci_high_pct']:{spec}} %"
+
+
 def alike_notes(groups: Iterable[Sequence[str]]) -> list[str]:
     """A sentence for each group of arms that are identical to each other, and not to the baseline."""
     return [

@@ -85,21 +85,21 @@ def _drawn(*panels: Panel | None) -> list[Panel]:
 
 def loss_curves(comparison: Comparison, heading: str, metric: str, smooth: int = 1, unit: str = "nats") -> Panel | None:
     """Mean over the finished runs of each arm, with a band from the lowest to the highest seed; runs without a result
-    are dotted and end in a cross. Forks: a line from every fork point, without a band, and the trunks' mean. `unit` of
-    the metric: "" for none."""
+    are dotted and end in a cross. Forks: a line from the trunks' mean at every fork point on, without a band, and that
+    mean. `unit` of the metric: "" for none. None where no run has two values: tables have single ones."""
     rows = _smoothed(comparison.frames, metric, smooth)
-    if rows.empty:
+    trunks = _means(_smoothed(comparison.trunks, metric, smooth), ["step"])
+    if rows.empty or (trunks.empty and rows.groupby("run").size().max() < 2):
         return None
     fig = figure(f"{metric} ({unit})" if unit else metric)
     rows = rows.join(comparison.finals.set_index("run")["point"], on="run")
     good = rows["run"].isin(comparison.finals["run"][comparison.finals["final_loss"].notna()])
     means = _means(rows[good], ["arm", "point", "step"])
     columns = ("loss", "loss", "loss") if comparison.design == FORK else ("loss", "lowest", "highest")
-    trunks = _means(_smoothed(comparison.trunks, metric, smooth), ["step"])
     if len(trunks):
         line_with_band(fig, "trunk", TRUNK_LINE, thin(trunks), ("loss", "loss", "loss"))
     for arm, line in styles(comparison.arms).items():
-        line_with_band(fig, arm, line, _pieces(means[means["arm"] == arm]), columns)
+        line_with_band(fig, arm, line, _pieces(means[means["arm"] == arm], trunks), columns)
         for _, run in rows[(rows["arm"] == arm) & ~good].groupby("run"):
             _broken_run(fig, arm, line, run.dropna(subset="value"))
     steps = _steps_range(rows)
@@ -125,9 +125,13 @@ def _means(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     return means.set_axis([*keys, "loss", "lowest", "highest", "seeds"], axis=1)
 
 
-def _pieces(means: pd.DataFrame) -> pd.DataFrame:
-    """One after another the lines that begin at different points, a row of NaN between them, where a line breaks."""
-    pieces = [thin(piece) for _, piece in means.groupby("point")]
+def _pieces(means: pd.DataFrame, trunks: pd.DataFrame) -> pd.DataFrame:
+    """One after another the lines that begin at different points, each at the trunks' last row up to its point, with a
+    row of NaN between them, where a line breaks."""
+    pieces = [
+        pd.concat([before, thin(piece)]) if len(before := trunks[trunks["step"] <= point].tail(1)) else thin(piece)
+        for point, piece in means.groupby("point")
+    ]
     gap = means.iloc[:1].assign(step=np.nan, loss=np.nan, lowest=np.nan, highest=np.nan)
     parts = [part for piece in pieces for part in (gap, piece)][1:]
     return pd.concat(parts) if parts else means
@@ -159,9 +163,11 @@ def _ends(rows: pd.DataFrame, column: str, spec: str) -> str:
 
 
 def _steps_range(rows: pd.DataFrame) -> list[float]:
-    """The steps from the start of the runs, or of the first forks, to the last row, with room at both ends."""
+    """The steps from the start of the runs to the last row, with room at both ends; of forks from a third of their
+    length before the first."""
     points = rows["point"].dropna()
     first, last = points.min() if len(points) else rows["step"].min(), rows["step"].max()
+    first = max(first - (last - first) / 3, 0) if first else first
     room = max((last - first) * 0.04, 1)
     return [float(first - room), float(last + room)]
 

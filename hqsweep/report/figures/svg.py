@@ -1,12 +1,14 @@
-"""The figures of a report as SVG without scripts, for the light page, Markdown and paper.
+"""The figures of a report as SVG, for the pages, Markdown and paper.
 
-A picture is made from the same figure that plotly draws on the interactive page, so that both show the same rows. It
-supports the part of plotly's language that a report's figures use: scatter (lines, bands, markers), heatmaps, lines and
-rectangles across the axes, and annotations; anything else raises ValueError. Lengths are in pixels of a picture WIDTH
-wide, and every text is escaped.
+A picture is made from a figure of plotly. It supports the part of plotly's language that a report's figures use:
+scatter (lines, bands, markers), heatmaps, lines and rectangles across the axes, and annotations; anything else raises
+ValueError. Lengths are in pixels of a picture WIDTH wide, and every text is escaped. `chart` adds the values, which the
+script of a page (pages/page.js) reads for hover, zoom and hidden arms.
 """
 
+import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import unescape
@@ -42,6 +44,14 @@ class Drawing:
     panel: Panel
     inner: Markup
     height: int
+    values: dict[str, Any]
+
+
+def chart(drawing: Drawing) -> Markup:
+    """The picture with its values as JSON beside it."""
+    values = json.dumps(drawing.values, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    frame = '<div class="chart">{}<script type="application/json">{}</script></div>'
+    return Markup(frame).format(picture(drawing), Markup(values))
 
 
 def picture(drawing: Drawing) -> Markup:
@@ -82,14 +92,83 @@ def drawing(panel: Panel) -> Drawing:
     flat_x = [trace["x"][1] if _is_double(trace.get("x")) else trace.get("x") for trace in traces]
     x = axis_of(layout["xaxis"], flat_x, left, right, columns=two_lines)
     y = axis_of(layout["yaxis"], [trace.get("y") for trace in traces], bottom, top)
-    clip = '<svg x="{0:.1f}" y="{1}" width="{2:.1f}" height="{3}" viewBox="{0:.1f} {1} {2:.1f} {3}">{4}</svg>'
+    clip = '<svg class="area" x="{0:.1f}" y="{1}" width="{2:.1f}" height="{3}" viewBox="{0:.1f} {1} {2:.1f} {3}">'
     marks = Markup("").join([*_shapes(layout, x, y), *_marks(traces, x, y)])
     inner = [
         *_axes(x, y, layout, traces),
-        Markup(clip).format(left, top, right - left, bottom - top, marks),
+        Markup(clip + "{4}</svg>").format(left, top, right - left, bottom - top, marks),
         *_annotations(layout, x, top),
     ]
-    return Drawing(panel=panel, inner=Markup("").join(inner), height=height)
+    values = _values(layout, traces, x, y)
+    return Drawing(panel=panel, inner=Markup("").join(inner), height=height, values=values)
+
+
+def _values(layout: dict[str, Any], traces: list[dict[str, Any]], x: Axis, y: Axis) -> dict[str, Any]:
+    """The axes, shapes and traces of a figure, in the order of their elements in the picture."""
+    shapes = [
+        [None if _spans(shape, name) else shape[f"{name}{end}"] for name in "xy" for end in (0, 1)]
+        for shape in layout.get("shapes", ())
+    ]
+    axes = {
+        name: {
+            "from": axis.start, "to": axis.end, "low": float(axis.low), "high": float(axis.high),
+            "names": [_name(each) for each in axis.names] or None, "signed": axis.signed, "log": axis.log,
+        }
+        for name, axis in (("x", x), ("y", y))
+    }  # fmt: skip
+    told = [_cell_values(each) if each["type"] == "heatmap" else _point_values(each, x, y) for each in traces]
+    return axes | {"shapes": shapes, "traces": told}
+
+
+def _point_values(trace: dict[str, Any], x: Axis, y: Axis) -> dict[str, Any]:
+    xs, ys = _numbers(trace["x"], x), _numbers(trace["y"], y)
+    lines, marks = _parts(trace)
+    keep = range(len(xs)) if marks else _few(np.arange(len(xs)), MOST_POINTS)
+    beside = {
+        key: [str(_short(trace[key][at])) for at in keep]
+        for key in ("text", "customdata")
+        if trace.get(key) is not None
+    }
+    hover = re.sub(r"<extra>.*?</extra>", "", trace.get("hovertemplate") or "")
+    return {
+        "arm": trace.get("legendgroup"), "name": _name(trace.get("name") or ""), "hover": hover,
+        "x": [xs[at] for at in keep], "y": [ys[at] for at in keep], **beside,
+        "fill": trace.get("fill") == "tonexty", "line": lines, "marks": marks,
+    }  # fmt: skip
+
+
+def _cell_values(trace: dict[str, Any]) -> dict[str, Any]:
+    custom = trace.get("customdata")
+    words = list(dict.fromkeys(str(each) for row in custom for each in row)) if custom is not None else []
+    outer = [" ".join(map(str, pair)) for pair in zip(*trace["x"], strict=True)] if _is_double(trace["x"]) else None
+    return {
+        "z": [[_short(float(value)) for value in row] for row in np.asarray(trace["z"], dtype=float)],
+        "rows": [_name(each) for each in trace["y"]],
+        "columns": [_name(each) for each in outer or trace["x"]],
+        "words": [_name(word) for word in words],
+        "custom": [[words.index(str(each)) for each in row] for row in custom] if words else None,
+        "hover": re.sub(r"<extra>.*?</extra>", "", trace.get("hovertemplate") or ""),
+    }
+
+
+def _numbers(values: Any, axis: Axis) -> list[float | int | None]:
+    """Values as numbers of six digits, names as their places; None for NaN and inf."""
+    places = [axis.names.index(value) if isinstance(value, str) else value for value in values]
+    return [_short(math.nan if place is None else float(place)) for place in places]
+
+
+def _short(value: Any) -> Any:
+    if not isinstance(value, float):
+        return value
+    if not math.isfinite(value):
+        return None
+    return int(value) if value.is_integer() and abs(value) < 1e9 else float(f"{value:.7g}")
+
+
+def _parts(trace: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether a trace has a line, and whether it has markers."""
+    mode = trace.get("mode", "lines")
+    return "lines" in mode and trace.get("line", {}).get("width", 2) > 0, "markers" in mode
 
 
 def _name(name: str) -> str:
@@ -116,6 +195,7 @@ def _axes(x: Axis, y: Axis, layout: dict[str, Any], traces: list[dict[str, Any]]
     text = Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>')
     line = Markup('<path d="M{:.1f} {:.1f}{}{:.1f}" stroke="{}"/>')
     room = int((x.start - (24 if _title(layout["yaxis"]) else 10)) / LETTER)
+    yield Markup('<g class="ticks">')
     for place, label in y.ticks():
         if grid:
             yield line.format(x.start, place, "H", x.end, "#e6e6e6")
@@ -124,6 +204,7 @@ def _axes(x: Axis, y: Axis, layout: dict[str, Any], traces: list[dict[str, Any]]
         if grid:
             yield line.format(place, y.start, "V", y.end, "#e6e6e6")
         yield text.format(place, y.start + 14, "middle", _name(label))
+    yield Markup("</g>")
     for label, place in _groups(traces, x):
         yield text.format(place, y.start + 27, "middle", label)
     yield line.format(x.start, y.start, "H", x.end, "#888")
@@ -150,26 +231,31 @@ def _shapes(layout: dict[str, Any], x: Axis, y: Axis) -> Iterable[Markup]:
         ends = [_ends(shape, name, axis) for name, axis in (("x", x), ("y", y))]
         (left, right), (top, bottom) = (sorted(float(end) for end in pair) for pair in ends)
         if shape["type"] == "rect":
-            yield Markup('<rect x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" fill="{}"/>').format(
+            yield Markup('<rect class="shape" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" fill="{}"/>').format(
                 left, top, right - left, bottom - top, shape["fillcolor"]
             )
         elif shape["type"] == "line":
             look = _stroke(shape["line"])
-            yield Markup('<path d="M{:.1f} {:.1f}L{:.1f} {:.1f}" {}/>').format(left, top, right, bottom, look)
+            yield Markup('<path class="shape" d="M{:.1f} {:.1f}L{:.1f} {:.1f}" {}/>').format(
+                left, top, right, bottom, look
+            )
         else:
             raise ValueError(f"figure: a shape {shape['type']!r}; a picture has rect and line")
 
 
 def _ends(shape: dict[str, Any], name: str, axis: Axis) -> Sequence[float]:
     """The two ends of a shape along an axis; the ends of the axis for a shape that spans it."""
-    spans = str(shape.get(f"{name}ref", "")).endswith("domain")
-    return (axis.start, axis.end) if spans else axis.at([shape[f"{name}0"], shape[f"{name}1"]])
+    return (axis.start, axis.end) if _spans(shape, name) else axis.at([shape[f"{name}0"], shape[f"{name}1"]])
+
+
+def _spans(shape: dict[str, Any], name: str) -> bool:
+    return str(shape.get(f"{name}ref", "")).endswith("domain")
 
 
 def _annotations(layout: dict[str, Any], x: Axis, top: float) -> Iterable[Markup]:
     for note in layout.get("annotations", ()):
         place = float(x.at([note["x"]])[0])
-        yield Markup('<text x="{:.1f}" y="{:.1f}" fill="#555">{}</text>').format(
+        yield Markup('<text class="said" x="{:.1f}" y="{:.1f}" fill="#555">{}</text>').format(
             place + 3, top + 11, _name(note["text"])
         )
 
@@ -179,20 +265,20 @@ def _marks(traces: list[dict[str, Any]], x: Axis, y: Axis) -> Iterable[Markup]:
         if trace["type"] == "heatmap":
             yield from _cells(trace, x, y)
         elif trace["type"] == "scatter":
-            yield from _scatter(trace, before, x, y)
+            yield Markup('<g class="trace">{}</g>').format(Markup("").join(_scatter(trace, before, x, y)))
         else:
             raise ValueError(f"figure: a trace {trace['type']!r}; a picture has scatter and heatmap")
 
 
 def _scatter(trace: dict[str, Any], before: dict[str, Any] | None, x: Axis, y: Axis) -> Iterable[Markup]:
     xs, ys = x.at(trace["x"]), y.at(trace["y"])
-    line, mode = trace.get("line", {}), trace.get("mode", "lines")
+    line, (lines, marks) = trace.get("line", {}), _parts(trace)
     if trace.get("fill") == "tonexty":
         edge = _path(np.concatenate([x.at(before["x"]), xs[::-1]]), np.concatenate([y.at(before["y"]), ys[::-1]]))
         yield Markup('<path d="{}z" fill="{}"/>').format(edge, trace["fillcolor"])
-    if "lines" in mode and line.get("width", 2) > 0:
+    if lines:
         yield Markup('<path d="{}" fill="none" {}/>').format(_path(xs, ys), _stroke(line))
-    if "markers" in mode:
+    if marks:
         marker = {"color": line.get("color"), "symbol": "circle", "size": 6} | trace.get("marker", {})
         shape = MARKERS[marker["symbol"]]
         scale = SHRINK * marker["size"] / 10
@@ -241,7 +327,7 @@ def _cells(trace: dict[str, Any], x: Axis, y: Axis) -> Iterable[Markup]:
         yield from ()
         return
     dark = {shade: (299 * r + 587 * g + 114 * b) / 1000 < 140 for shade, (r, g, b) in colours.items()}
-    for fill, is_dark in (("#fff", True), ("#222", False)):
+    for fill, is_dark in (("#fff", True), ("#111", False)):
         texts = [
             Markup('<text x="{:.1f}" y="{:.1f}">{}</text>').format(
                 x.start + width * (column + 0.5), y.end + tall * (row + 0.5) + 4, trace["text"][row][column]

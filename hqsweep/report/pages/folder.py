@@ -15,13 +15,15 @@ from hqsweep.report.figures import experts
 from hqsweep.report.pages import html, tables
 from hqsweep.report.pages.checks import text_tables
 from hqsweep.report.pages.panels import SECTIONS, SHORT, panels
+from hqsweep.report.pages.run_pages import file_names, write_run_pages
+from hqsweep.report.pages.setup import prose, setup
 from hqsweep.report.pages.text import TextTable, markdown, markdown_text
 
 
-def write(comparison: Comparison, out_dir: Path) -> Path:
+def write(comparison: Comparison, out_dir: Path, *, each_run: bool = True) -> Path:
     """Write report.html, report_light.html, report.md, compare.csv, points.csv, runs.csv, metrics.parquet,
-    stats.parquet, and under figures/ the rows of every figure as CSV and a picture of every section as SVG, into
-    `out_dir`; returns the path of report.html."""
+    stats.parquet, under figures/ the rows of every figure as CSV and a picture of every section as SVG, and under runs/
+    a page for each run if `each_run`, into `out_dir`; returns the path of report.html."""
     (out_dir / "figures").mkdir(parents=True, exist_ok=True)
     frames, drawn = comparison.frames, panels(comparison)
     rows = {panel.name: panel.rows for panel in drawn.every()}
@@ -30,9 +32,10 @@ def write(comparison: Comparison, out_dir: Path) -> Path:
     for name, own in rows.items():
         write_csv(own, out_dir / "figures" / f"{name}.csv")
     pictures = html.pictures(drawn)
-    page = out_dir / "report.html"
+    page, pages = out_dir / "report.html", file_names(comparison) if each_run else {}
+    write_run_pages(comparison, pages, out_dir)
     texts = {f"figures/{name}.svg": picture for name, picture in pictures.items()} | {
-        "report.html": html.render(comparison, drawn),
+        "report.html": html.render(comparison, drawn, pages),
         "report_light.html": html.render_light(comparison, drawn),
         "report.md": report_markdown(comparison, pictures),
     }
@@ -54,12 +57,14 @@ def report_markdown(comparison: Comparison, pictures: Container[str] = ()) -> st
     parts = [
         f"# {markdown_text(tables.title(comparison))}\n\n",
         f"**{markdown_text(headline(comparison))}**\n\n",
+        *(f"{markdown_text(note)}\n\n" for name, note in prose(comparison).items() if "/" not in name),
         *_picture("forest", "Gap of every arm with its interval and its verdict", pictures),
         *(f"- **{markdown_text(row.arm)}**: {markdown_text(row.sentence)}\n" for row in arms),
         "\n",
         *(f"{markdown_text(note)}\n\n" for note in comparison.notes),
         *_section("Runs left out", tables.left_out_table(comparison)),
         *_section("Runs without a result", tables.unfinished_table(comparison)),
+        *_section("Setup", setup(comparison)),
         "## Result\n\n",
         markdown(tables.arms_table(comparison)),
         "\n",

@@ -1,36 +1,37 @@
-"""The report as HTML pages that forbid themselves every network request: an interactive one, into which plotly.js is
-written once, and a light one of the same sections, whose figures are pictures and which runs no script.
+"""The report as HTML pages that forbid themselves every network request: an interactive one, and a light one of the
+same sections, which runs no script and so is dark only where the reader's system is.
 
 The template (report.html.j2) escapes everything that comes from configs, manifests and reasons. Beside the pages stand
 the files that they link to, under figures/: the rows of each figure as CSV, and pictures of each section.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import pandas as pd
-import plotly.graph_objects as go
-import plotly.io as pio
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from jinja2.bccache import Bucket, BytecodeCache
 from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 
 from hqsweep.report.compare.arms import Comparison
 from hqsweep.report.compare.frames import FORK
 from hqsweep.report.compare.notes import headline
 from hqsweep.report.figures import svg
 from hqsweep.report.figures.forest import Forest
-from hqsweep.report.figures.look import DASH_ARRAYS, Panel, styles
+from hqsweep.report.figures.look import DASH_ARRAYS, styles
+from hqsweep.report.figures.svg import Drawing
 from hqsweep.report.pages import checks, tables
 from hqsweep.report.pages.panels import Panels
+from hqsweep.report.pages.setup import marked_up, prose, setup
 from hqsweep.report.pages.text import legal
 
 PAGE = "report.html.j2"
-PLOT_CONFIG = {"responsive": True, "displayModeBar": False}
-LIGHT_BYTES = 290_000
-"""The size of a light page, in bytes. Pictures beyond it are linked."""
+PAGE_BYTES, LIGHT_BYTES = 1_400_000, 290_000
+"""The size of a page and of a light page, in bytes. Pictures beyond it are linked."""
+TOO_LARGE = Markup('<p class="note">Too large for this page: <a href="figures/{}.svg">this figure as a file</a>.</p>')
 LIGHT_ROWS, LIGHT_ARMS = 60, 30
 """The rows of a table on a light page, and the arms whose throughput it draws."""
 
@@ -45,35 +46,27 @@ def pictures(drawn: Panels) -> dict[str, str]:
     return {name: legal(picture) for name, picture in named.items()}
 
 
-def render(comparison: Comparison, drawn: Panels) -> str:
-    """The interactive page, about 5 MB, nearly all of it plotly.js."""
-    return fill(PAGE, draw=lambda panel: div(panel.figure), **_values(comparison, drawn))
+def render(comparison: Comparison, drawn: Panels, pages: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The interactive page. It is as large as PAGE_BYTES where pictures fill it; the tables have all rows. `pages`:
+    SWEEP/RUN -> the path of its own page."""
+    return fill(PAGE, drawn.drawings, **_values(comparison, drawn) | {"pages": pages})
 
 
 def render_light(comparison: Comparison, drawn: Panels) -> str:
     """The page without scripts, smaller than 300 kB up to eighty arms; its long tables end early, and name the file
     with the rest."""
-    values, pictures = _values(comparison, drawn), {id(panel): Markup("") for panel in drawn.every()}
-    room = LIGHT_BYTES - len(fill(PAGE, draw=lambda panel: pictures[id(panel)], light=True, **values).encode())
-    for section, drawings in drawn.drawings.items():
-        for drawing in drawings:
-            picture = svg.picture(drawing)
-            if len(picture.encode()) > room:
-                said = (
-                    '<p class="note">Too large for this page: <a href="figures/{}.svg">this figure as a file</a>.</p>'
-                )
-                picture = Markup(said).format(section)
-            pictures[id(drawing.panel)] = picture
-            room -= len(picture.encode())
-    return fill(PAGE, draw=lambda panel: pictures[id(panel)], light=True, **values)
+    return fill(PAGE, drawn.drawings, light=True, **_values(comparison, drawn))
 
 
 def _values(comparison: Comparison, drawn: Panels) -> dict[str, Any]:
     """The values that the template names."""
-    frames, arms_table = comparison.frames, tables.arms_table(comparison).without("tokens/s")
+    frames, arms_table = comparison.frames, tables.arms_table(comparison)
+    empty = [name for name in arms_table.header if arms_table.column(name) == {"-"}]
     return dict(
         title=tables.title(comparison),
         headline=headline(comparison),
+        setup=setup(comparison),
+        prose=prose(comparison),
         baseline=comparison.baseline,
         window=_window_text(comparison.window),
         margin=comparison.margin_pct,
@@ -82,13 +75,14 @@ def _values(comparison: Comparison, drawn: Panels) -> dict[str, Any]:
         arms=list(tables.by_gap(comparison).sort_values("null", kind="stable").itertuples()),
         fork_points=tables.points_table(comparison),
         diff=tables.arm_by_key(comparison),
-        arms_table=arms_table,
+        arms_table=arms_table.without("tokens/s", *empty),
         left_out=tables.left_out_table(comparison),
         unfinished=tables.unfinished_table(comparison),
         training=tables.training_table(comparison),
         panels=drawn,
         lines=legend(comparison.arms),
         comparison=comparison,
+        pages={},
         parity=checks.text_tables(frames.parity),
         sections=[
             ("GEMM plans", tables.gemm_plans(frames.runs)),
@@ -106,13 +100,27 @@ def legend(arms: pd.DataFrame) -> list[dict[str, str]]:
     ]
 
 
-def fill(template: str, *, draw: Callable[[Panel], Markup] | None = None, light: bool = False, **values: Any) -> str:
-    """A page from a template beside this module: with plotly.js in it, or `light`, without any script. `draw` makes the
-    figure of a panel."""
-    page = _template(template, draw=draw or (lambda panel: div(panel.figure)), light=light).render(**values)
-    head, body = page.split("</head>", 1)
-    script = "" if light else f"<script>{get_plotlyjs()}</script>\n"
-    return f"{head}{script}</head>{_with_contents(body)}"
+def fill(
+    template: str,
+    drawings: Mapping[str, Sequence[Drawing]] = MappingProxyType({}),
+    *,
+    light: bool = False,
+    **values: Any,
+) -> str:
+    """A page from a template beside this module, interactive or `light`, without any script. `drawings`: the figures by
+    the name of the file that has their picture; a figure for which the page has no room is a link to it."""
+    shown = {id(drawing.panel): Markup("") for group in drawings.values() for drawing in group}
+    page = _template(template, draw=lambda panel: shown[id(panel)], light=light)
+    room = (LIGHT_BYTES if light else PAGE_BYTES) - len(page.render(**values).encode())
+    for name, group in drawings.items():
+        for drawing in group:
+            figure = svg.picture(drawing) if light else svg.chart(drawing)
+            if len(figure.encode()) > room:
+                figure = TOO_LARGE.format(name)
+            shown[id(drawing.panel)] = figure
+            room -= len(figure.encode())
+    head, body = page.render(**values).split("</head>", 1)
+    return f"{head}</head>{_with_contents(body)}"
 
 
 def _with_contents(body: str) -> str:
@@ -129,18 +137,27 @@ def forest_svg(drawn: Forest) -> str:
     return _template("forest.svg.j2").render(forest=drawn)
 
 
+class Compiled(BytecodeCache):
+    """The templates of this process, each compiled once."""
+
+    code: ClassVar[dict[str, bytes]] = {}
+
+    def load_bytecode(self, bucket: Bucket) -> None:
+        if bucket.key in self.code:
+            bucket.bytecode_from_string(self.code[bucket.key])
+
+    def dump_bytecode(self, bucket: Bucket) -> None:
+        self.code[bucket.key] = bucket.bytecode_to_string()
+
+
 def _template(name: str, **names: Any) -> Template:
     """The template, which escapes all values; `names` are known in macros too."""
     templates = FileSystemLoader(Path(__file__).parent)
-    pages = Environment(loader=templates, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    pages.filters |= {"div": div, "breakable": breakable}
+    settings = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True}
+    pages = Environment(loader=templates, bytecode_cache=Compiled(), **settings)
+    pages.filters |= {"breakable": breakable, "marked_up": marked_up}
     pages.globals |= {"light_rows": LIGHT_ROWS, "light_arms": LIGHT_ARMS, **names}
     return pages.get_template(name)
-
-
-def div(figure: go.Figure) -> Markup:
-    """The figure as a div with its script. In the script, plotly writes < > / as escapes."""
-    return Markup(pio.to_html(figure, include_plotlyjs=False, full_html=False, config=PLOT_CONFIG))
 
 
 def breakable(key: str) -> Markup:

@@ -9,7 +9,8 @@ import yaml
 
 from hqsweep.errors import visible
 from hqsweep.jobs.probe.suggest import Suggestion, foreign_modules
-from hqsweep.report.figures.look import colour_range, heatmap
+from hqsweep.report.figures import svg
+from hqsweep.report.figures.look import Panel, colour_range, heatmap
 from hqsweep.report.pages import folder, html
 from hqsweep.report.pages.text import TextTable, number
 
@@ -91,11 +92,11 @@ def write_html(rows: Sequence[Row], path: Path, title: str, recipe: str | None, 
     grid = grid.astype(float)
     fig = heatmap(grid, formats, colour_range(grid.to_numpy()))
     says = f"SQNR in dB of {len(grid)} tensors by format and direction; the table below has all numbers."
+    panel = Panel(heading="SQNR", figure=fig, name="probe", rows=frame, says=says)
     page = html.fill(
         "probe.html.j2",
         title=title,
-        heatmap=html.div(fig),
-        says=says,
+        heatmap=svg.chart(svg.drawing(panel)),
         table=probe_table(rows),
         recipe=recipe,
         summary=promise,

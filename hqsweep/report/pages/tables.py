@@ -38,11 +38,19 @@ def by_gap(comparison: Comparison) -> pd.DataFrame:
     return arms.sort_values(["others", "gap_pct"], kind="stable", ignore_index=True).drop(columns="others")
 
 
+TRAINED = "train loss in the decay"
+
+
 def arms_table(comparison: Comparison, *, brief: bool = False) -> TextTable:
     """One row per arm, the baseline first, then by gap: verdict, gap in % of the baseline's loss with its interval, gap
     in nats, the 90 % interval of equivalence, adjusted p, replicates and how many more, losses, speed, state. brief:
-    the verdict is one word, and what it means stands beside the table."""
-    unit = "trunks" if comparison.design == FORK else "seeds"
+    the verdict is one word, and what it means stands beside the table.
+
+    The gap in nats of an arm is its loss minus the baseline's, of the loss that decides: both stand in the row."""
+    forked = comparison.design == FORK
+    unit, deciding = ("trunks", "train") if forked else ("seeds", "val")
+    done = comparison.finals[comparison.finals["gap"].notna()]
+    trained = done.groupby("arm")["train_loss"].mean()
     rows = tuple(
         (
             row.arm,
@@ -51,6 +59,8 @@ def arms_table(comparison: Comparison, *, brief: bool = False) -> TextTable:
             *_gap_cells(row),
             str(row.n) if row.arm != row.baseline else "-",
             number(row.more, "+.0f") if math.isfinite(row.more) else "-",
+            number(trained.get(row.arm)),
+            number(row.val_gap_pct, "+.3f"),
             number(row.final_loss),
             number(row.tokens_per_s, ",.0f"),
             number(row.joules_per_token, ".3g"),
@@ -66,16 +76,22 @@ def arms_table(comparison: Comparison, *, brief: bool = False) -> TextTable:
         "gap %",
         "95 % interval",
         "90 % interval",
-        "gap (nats)",
+        "gap (nats)" if brief else f"{deciding} gap (nats)",
         "p",
         unit,
         f"more {unit}",
+        TRAINED,
+        "val gap %",
         "final val loss",
         "tokens/s",
         "J/token",
         "state",
     )
-    table = TextTable(header=header, rows=rows, numeric=frozenset(range(2, 14)))
+    table = TextTable(header=header, rows=rows, numeric=frozenset(range(2, 16)))
+    if not forked:
+        table = table.without(TRAINED, "val gap %")
+    elif math.isfinite(comparison.arms["end"].iloc[0]):  # the gap is the one of a whole run, and no mean of forks
+        table = table.without(TRAINED)
     return table if table.column("J/token") - {"-"} else table.without("J/token")
 
 
@@ -121,7 +137,8 @@ def points_table(comparison: Comparison) -> TextTable:
     end = comparison.arms["end"].iloc[0]
     together = "together" if math.isnan(end) else f"run of {end:.0f} steps"
     header = ("arm", "loss", *(f"gap % at {draw}" for draw in draws), together)
-    return TextTable(header=header, rows=rows, numeric=frozenset(range(2, len(header))))
+    table = TextTable(header=header, rows=rows, numeric=frozenset(range(2, len(header))))
+    return table.without(together) if len(draws) == 1 else table
 
 
 def _point_cells(points: pd.DataFrame, column: str, draws: list[str]) -> list[str]:
@@ -265,6 +282,7 @@ def runs_table(comparison: Comparison) -> TextTable:
             str(final.seed),
             str(final.point),
             final.state,
+            number(final.train_loss, ".6f"),
             number(final.final_loss, ".6f"),
             number(final.gap, "+.6f"),
             number(runs.at[final.run, "seconds"], ".0f"),
@@ -274,10 +292,23 @@ def runs_table(comparison: Comparison) -> TextTable:
         )
         for final in comparison.finals.itertuples()
     )
-    header = ("arm", "seed", "point", "state", "final val loss", "gap (nats)", "seconds", "tokens/s", "J/token", "run")
-    table = TextTable(header=header, rows=rows, numeric=frozenset(range(1, 9)) - {3})
+    forked = comparison.design == FORK
+    header = (
+        "arm",
+        "seed",
+        "point",
+        "state",
+        TRAINED,
+        "final val loss",
+        f"{'train' if forked else 'val'} gap (nats)",
+        "seconds",
+        "tokens/s",
+        "J/token",
+        "run",
+    )
+    table = TextTable(header=header, rows=rows, numeric=frozenset(range(1, 10)) - {3})
     table = table if table.column("J/token") - {"-"} else table.without("J/token")
-    return table if comparison.design == FORK else table.without("point")
+    return table if forked else table.without("point", TRAINED)
 
 
 def distinct(values: pd.Series, count: bool = False) -> str:
@@ -307,7 +338,9 @@ def rich_table(comparison: Comparison) -> Fitted:
     """
     arms = by_gap(comparison)
     unit = "trunks" if comparison.design == FORK else "seeds"
-    cells = arms_table(comparison, brief=True).without("90 % interval", "p", f"more {unit}", "final val loss")
+    cells = arms_table(comparison, brief=True).without(
+        "90 % interval", "p", f"more {unit}", TRAINED, "val gap %", "final val loss"
+    )
     single = cells.column("95 % interval") == {"-"}
     cells = cells.without("95 % interval") if single else cells.without("tokens/s")
     if all(state.endswith("finished") and "," not in state for state in cells.column("state")):

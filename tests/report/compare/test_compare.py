@@ -15,7 +15,7 @@ def test_report_folder(make_sweep, fake, tmp_path):
     comparison = compare(make_sweep([*fake.three_arms(), fake.Run(arm="broken", state="failed", reason="x")]), "bf16")
     page = write(comparison, tmp_path / "reports" / "sweep")
     names = {"report.html", "report_light.html", "report.md", "compare.csv", "points.csv", "runs.csv",
-             "metrics.parquet", "stats.parquet", "figures"}  # fmt: skip
+             "metrics.parquet", "stats.parquet", "figures", "runs"}  # fmt: skip
     assert {path.name for path in page.parent.iterdir()} == names and page.name == "report.html"
     arms = pd.read_csv(page.parent / "compare.csv").set_index("arm")
     assert arms.at["nvfp4", "gap"] == comparison.arms.set_index("arm").at["nvfp4", "gap"]

@@ -8,7 +8,7 @@ import yaml
 
 from hqsweep.report.compare.compare import compare
 from hqsweep.report.compare.frames import Frames
-from hqsweep.report.compare.notes import headline, rewarm_notes
+from hqsweep.report.compare.notes import headline, inside_notes, rewarm_notes
 from tests.report.conftest import seal_again
 
 
@@ -192,3 +192,18 @@ def test_nothing_is_said_of_other_trunks():
     assert rewarm_notes(Frames(runs=plain.runs.drop(columns="manifest.source_val_loss"), metrics=plain.metrics,
                                stats=plain.stats), [100]) == ()  # fmt: skip
     assert rewarm_notes(trunks({}), [100]) == ()
+
+
+def test_why_one_arm_is_worse_inside_the_margin_and_another_with_its_gap_equivalent():
+    row = {"null": False, "half_pct": 0.05, "within_margin": True}
+    worse = row | {"arm": "a", "verdict": "worse", "gap_pct": 0.13, "ci_low_pct": 0.08, "ci_high_pct": 0.18}
+    equal = row | {"arm": "b", "verdict": "equivalent", "gap_pct": 0.14, "ci_low_pct": -0.01, "ci_high_pct": 0.29}
+    (said,) = inside_notes(pd.DataFrame([worse, equal]))
+    assert said == (
+        "Intervals decide, not gaps: 'a' (+0.130 %, 95 % interval +0.080 to +0.180 %) is worse, as its interval"
+        " excludes 0, and inside the margin, as all of its 90 % interval is; 'b' (+0.140 %, 95 % interval -0.010 to"
+        " +0.290 %) is equivalent, as its interval includes 0."
+    )
+    (alone,) = inside_notes(pd.DataFrame([worse, equal | {"gap_pct": 0.1}]))
+    assert alone.endswith("; with 0 in its interval it would be equivalent.")
+    assert inside_notes(pd.DataFrame([equal, worse | {"within_margin": False}])) == []

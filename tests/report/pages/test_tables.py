@@ -105,3 +105,15 @@ def test_damaged_runs_are_listed_on_every_page_with_the_file_and_what_to_do(make
         text = unescape(page).replace("\\", "")
         assert "Runs left out" in text and remedy in text and "; 2 runs are left out." in text
     assert [row[0] for row in tables.unfinished_table(comparison).rows] == ["open"]
+
+
+def test_the_losses_of_a_row_differ_by_its_gap(make_sweep, fake):
+    comparison = compare(make_sweep(fake.fork_study({"mxfp8": 0.004}, points=(40,))))
+    rows = pd.DataFrame(tables.arms_table(comparison).rows, columns=tables.arms_table(comparison).header)
+    baseline, arm = rows[tables.TRAINED].astype(float)
+    assert arm - baseline == pytest.approx(float(rows["train gap (nats)"][1])) and "gap (nats)" not in rows
+    assert tables.points_table(comparison).header == ("arm", "loss", "gap % at 40"), "one point is no mean of several"
+    whole = tables.arms_table(compare(make_sweep(fake.three_arms(), "whole"), "bf16"))
+    assert "val gap (nats)" in whole.header and tables.TRAINED not in whole.header
+    runs = tables.runs_table(comparison)
+    assert {tables.TRAINED, "train gap (nats)", "final val loss"} <= set(runs.header)
