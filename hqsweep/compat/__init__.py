@@ -21,6 +21,7 @@ from hqsweep.compat.built_in_recipes import (
     MMParams,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
+    QParams,
 )
 from hqsweep.compat.checkpoint_keys import transformer_engine_state_dict
 from hqsweep.compat.contexts import (
@@ -88,18 +89,21 @@ from hqsweep.compat.quantizers import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
-from hqsweep.compat.recipes import (
-    CustomRecipe,
+from hqsweep.compat.recipe_states import (
     CustomRecipeState,
-    DelayedScalingRequest,
+    DelayedScalingRecipeState,
     Float8BlockScalingRecipeState,
     Float8CurrentScalingRecipeState,
-    Format,
     MXFP8BlockScalingRecipeState,
     NVFP4BlockScalingRecipeState,
+    RecipeState,
+)
+from hqsweep.compat.recipes import (
+    CustomRecipe,
+    DelayedScalingRequest,
+    Format,
     QuantizerRequest,
     Recipe,
-    RecipeState,
     get_align_size_for_quantization,
     quantizer_factory,
 )
@@ -111,6 +115,7 @@ __all__ = [
     "CustomRecipeState",
     "DType",
     "DelayedScaling",
+    "DelayedScalingRecipeState",
     "DelayedScalingRequest",
     "DotProductAttention",
     "Float8BlockQuantizer",
@@ -153,6 +158,7 @@ __all__ = [
     "NVFP4Quantizer",
     "NVFP4Tensor",
     "NVFP4TensorStorage",
+    "QParams",
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",
