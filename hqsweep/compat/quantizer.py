@@ -24,6 +24,7 @@ from hqsweep.formats import MX, NVFP4, Format, Fp8Block, Fp8Current, Identity, R
 from hqsweep.formats.fp8 import Fp8PerTensor
 from hqsweep.quant import HybridOperand, HybridQuantizedTensor, Operand
 from hqsweep.quant import HybridQuantizer as Frozen
+from hqsweep.quant.hybrid import DIRECTIONS
 from hqsweep.recipe.roles import QuantizerRole
 
 OURS = "hqsweep.compat."
@@ -105,6 +106,8 @@ class Quantizer:
     def quantize_impl(self, tensor: Tensor) -> Tensor:
         """The quantized tensor in the directions of the usages. +sr draws its seed from torch's CPU generator."""
         frozen = quantizer_in(self._of_call(), tensor.dtype)
+        if not self._directions():
+            return self.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         options = {"directions": self._directions(), "key": drawn_key(frozen)}
         return HybridQuantizedTensor.quantize(tensor.detach(), frozen, **options)
 
@@ -123,9 +126,7 @@ class Quantizer:
         frozen = quantizer_in(self._of_call(), dst.dtype)
         if dst.quantizer not in (frozen, self._of_call()):
             raise UserError(f"{kind} of {frozen} cannot update a tensor in {dst.quantizer}")
-        if noop_flag is None or not noop_flag.item():
-            dst.quantize_(src.detach(), key=drawn_key(frozen))
-        return dst
+        return dst.quantize_(src.detach(), key=drawn_key(frozen), noop_flag=noop_flag)
 
     def make_empty(
         self,
@@ -136,9 +137,14 @@ class Quantizer:
         requires_grad: bool = False,
         pin_memory: bool = False,
     ) -> Tensor:
-        """A quantized tensor of this shape with uninitialised buffers; device: te_device_type() by default."""
-        options = {"dtype": dtype, "device": device or te_device_type(), "directions": self._directions()}
+        """A quantized tensor of this shape with uninitialised buffers; device: te_device_type() by default.
+
+        Without a usage it holds no operand.
+        """
+        options = {"dtype": dtype, "device": device or te_device_type(), "directions": self._directions() or DIRECTIONS}
         made = HybridQuantizedTensor.empty(tuple(shape), quantizer_in(self._of_call(), dtype), **options)
+        if not self._directions():
+            made.clear()
         return (made.pin_memory() if pin_memory else made).requires_grad_(requires_grad)
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:

@@ -329,7 +329,8 @@ class HybridQuantizer(Quantizer):
 
     def quantize_impl(self, tensor: Tensor) -> Tensor:
         """As the base's, or by the parts' own methods if a part has some."""
-        if self.rowwise_quantizer.is_plain and self.columnwise_quantizer.is_plain:
+        plain = self.rowwise_quantizer.is_plain and self.columnwise_quantizer.is_plain
+        if plain or not self._directions():
             return super().quantize_impl(tensor)
         decodes = self.columnwise_usage and self.columnwise_source == "rowwise_dequantized"
         row = column = None
@@ -352,8 +353,6 @@ class HybridQuantizer(Quantizer):
     def _joined(self, row: Any, column: Any, tensor: Tensor) -> HybridQuantizedTensor:
         """One tensor of the rowwise operand of the one and the columnwise operand of the other, without a copy."""
         held = {d: made for d, made in zip(DIRECTIONS, (row, column), strict=True) if made is not None}
-        if not held:
-            raise UserError("HybridQuantizer: neither usage is set; set_usage() of a direction that is read")
         either = row if column is None else column
         formats = [getattr(held.get(direction, either).quantizer, direction) for direction in DIRECTIONS]
         content, shape = OneMatrix.of(tuple(tensor.shape))

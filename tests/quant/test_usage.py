@@ -36,9 +36,9 @@ def test_update_usage_drops_what_is_false_and_nothing_before_a_fault():
     assert tensor.get_usages() == {**BOTH, "rowwise": False} and tensor.rowwise is None
     with pytest.raises(UserError, match=r"rowwise usage is asked of a tensor in .* that holds no rowwise"):
         tensor.update_usage(rowwise_usage=True, columnwise_usage=False)
-    with pytest.raises(UserError, match="would be left; keep one direction"):
-        tensor.update_usage(columnwise_usage=False)
     assert tensor.columnwise is not None
+    tensor.update_usage(columnwise_usage=False)
+    assert tensor.get_usages() == dict.fromkeys(BOTH, False) and "rowwise=None, columnwise=None" in repr(tensor)
 
 
 def test_fields_have_their_private_names_to_read():
@@ -55,3 +55,56 @@ def test_fields_have_their_private_names_to_read():
     assert alone._data is not None and alone._transpose is None and alone._transpose_invalid
     assert torch.equal(alone.dequantize(), tensor.dequantize())
     assert not hasattr(tensor, "_no_such_field")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        torch.Tensor.detach,
+        lambda tensor: tensor + 1,
+        lambda tensor: tensor.dequantize(),
+        lambda tensor: tensor.quantize_(torch.ones(64, 96)),
+        lambda tensor: tensor.prepare_for_saving(),
+    ],
+)
+def test_a_tensor_without_operands_is_neither_read_nor_written(use):
+    tensor = quantized()
+    tensor.clear()
+    tensor.clear()
+    assert tensor.get_data_tensors() == (None, None) and tensor.rowwise_sub_storage is None
+    with pytest.raises(UserError, match=r"holds no rowwise operand after clear\(\) or prepare_for_saving\(\)"):
+        use(tensor)
+
+
+@pytest.mark.parametrize("text", ["nvfp4|mxfp8", "fp8_current", "mxfp8|bf16", "bf16"])
+def test_saved_buffers_come_back_from_a_list(text):
+    tensor = quantized(text)
+    values, view, codes = tensor.dequantize(), tensor.detach(), tensor.get_data_tensors()
+    saved, itself = tensor.prepare_for_saving()
+    assert itself is tensor and tensor.rowwise is None and torch.equal(view.dequantize(), values)
+    assert itself.restore_from_saved([*saved, "next"]) == ["next"]
+    assert torch.equal(tensor.dequantize(), values)
+    assert all(a is b for a, b in zip(tensor.get_data_tensors(), codes, strict=True))
+
+
+def test_data_tensors_are_the_codes_of_the_directions():
+    tensor, plain, high = quantized(), quantized("mxfp8"), quantized("bf16")
+    row, column = tensor.rowwise.buffers["q"], tensor.columnwise.buffers["q"]
+    data = tensor.get_data_tensors()
+    assert data[0] is row and data[3] is column and data[1] is data[2] is None
+    of_parts = (part.get_data_tensors() for part in (tensor.rowwise_sub_storage, tensor.columnwise_sub_storage))
+    assert [code for codes in of_parts for code in codes if code is not None] == [row, column]
+    assert plain.get_data_tensors()[1] is plain.get_data_tensors(rowwise_data=False) is plain.columnwise.buffers["q"]
+    assert high.get_data_tensors()[1] is None and high.get_data_tensors(columnwise_data=False) is high._hp_data
+    with pytest.raises(UserError, match="give True to one"):
+        plain.get_data_tensors(rowwise_data=False, columnwise_data=False)
+
+
+def test_metadata_has_the_fields_of_a_constructor():
+    metadata = quantized("mxfp8").get_metadata()
+    assert list(metadata)[:4] == ["rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"]
+    assert metadata["fake_dtype"] is torch.bfloat16 and metadata["row_scaled_nvfp4"] is False
+    assert sorted(quantized().get_metadata()) == ["columnwise_storage", "fake_dtype", "quantizer", "rowwise_storage"]
+    options = quantized("nvfp4+row_scaled|nvfp4+2d", directions=["rowwise"])
+    assert options._row_scaled_nvfp4 and not options._is_2D_scaled and not options._nvfp4_use_4over6
+    assert quantized("nvfp4|nvfp4+2d+4over6", directions=["columnwise"])._is_2D_scaled
