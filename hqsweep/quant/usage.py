@@ -11,6 +11,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from hqsweep.errors import UserError
+from hqsweep.formats import WHOLE
 from hqsweep.quant.hybrid import DIRECTIONS, Direction
 
 
@@ -147,12 +148,32 @@ class Directions:
         return {f"{direction}_{name}": buffer for name, buffer in self.held(direction).buffers.items()}
 
 
-def _buffer(direction: Direction, name: str) -> Callable[[Directions], Any]:
-    """Return a function that reads a buffer of a direction; None where it is not held."""
+def _codes(direction: Direction) -> Callable[[Directions], Any]:
+    """Return a function that reads the codes of a direction with the tensor's axes, or with those of its transpose
+    [cols, ...]; None where it is not held."""
 
     def read(tensor: Directions) -> Any:
         operand = getattr(tensor, direction)
-        return None if operand is None else operand.buffers.get(name)
+        if operand is None or operand.shape is None or tensor.dim() == 2:
+            return operand and operand.buffers.get("q")
+        codes, shape = operand.buffers["q"], tensor.shape
+        if direction == "rowwise":
+            return codes.reshape(*shape[:-1], -1) if shape else codes.reshape(())
+        one_byte = codes.numel() == shape.numel() and shape[-1:] == operand.shape[:1]
+        return codes.reshape(*shape[-1:], *shape[:-1]) if one_byte else codes
+
+    return read
+
+
+def _scales(direction: Direction, name: str) -> Callable[[Directions], Any]:
+    """Return a function that reads scales or amaxes of a direction: [1] for a whole matrix, [rows] for rows; None where
+    it has none."""
+
+    def read(tensor: Directions) -> Any:
+        operand = getattr(tensor, direction)
+        scales = None if operand is None else operand.buffers.get(name)
+        whole = scales is not None and operand.shape and operand.format.layout[name].cols == WHOLE
+        return scales.view(-1) if whole else scales
 
     return read
 
@@ -172,14 +193,14 @@ FIELDS: dict[str, Callable[[Directions], Any]] = {
     "_nvfp4_use_4over6": lambda tensor: _option(tensor, "four_over_six"),
     "_is_2D_scaled": lambda tensor: _option(tensor, "two_d"),
     "_with_gemm_swizzled_scales": lambda tensor: False,
-    "_data": _buffer("rowwise", "q"),
-    "_hp_data": _buffer("rowwise", "q"),
-    "_transpose": _buffer("columnwise", "q"),
+    "_data": _codes("rowwise"),
+    "_hp_data": _codes("rowwise"),
+    "_transpose": _codes("columnwise"),
     "_transpose_invalid": lambda tensor: tensor.columnwise is None,
     "_scale_inv": lambda tensor: next((s for s in map(tensor.__getattr__, SCALES) if s is not None), None),
-    **{f"_{direction}_data": _buffer(direction, "q") for direction in DIRECTIONS},
-    **{f"_{direction}_scale_inv": _buffer(direction, "s") for direction in DIRECTIONS},
-    **{f"_amax_{direction}": _buffer(direction, "g") for direction in DIRECTIONS},
+    **{f"_{direction}_data": _codes(direction) for direction in DIRECTIONS},
+    **{f"_{direction}_scale_inv": _scales(direction, "s") for direction in DIRECTIONS},
+    **{f"_amax_{direction}": _scales(direction, "g") for direction in DIRECTIONS},
 }
 """Private name in TransformerEngine -> what it is here. Scales are not padded, and not in the order of a GEMM."""
 SCALES = ("_rowwise_scale_inv", "_columnwise_scale_inv")

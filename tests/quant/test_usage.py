@@ -49,7 +49,7 @@ def test_fields_have_their_private_names_to_read():
         and tensor._columnwise_data is tensor.columnwise.buffers["q"]
     )
     assert tensor._rowwise_scale_inv is tensor._scale_inv is tensor.rowwise.buffers["s"]
-    assert tensor._amax_columnwise is tensor.columnwise.buffers["g"] and tensor._amax_rowwise is None
+    assert torch.equal(tensor._amax_columnwise, tensor.columnwise.buffers["g"].view(1)) and tensor._amax_rowwise is None
     assert tensor._quantizer == tensor.quantizer and not tensor._transpose_invalid
     alone = tensor._rowwise_storage
     assert alone._data is not None and alone._transpose is None and alone._transpose_invalid
@@ -108,3 +108,36 @@ def test_metadata_has_the_fields_of_a_constructor():
     options = quantized("nvfp4+row_scaled|nvfp4+2d", directions=["rowwise"])
     assert options._row_scaled_nvfp4 and not options._is_2D_scaled and not options._nvfp4_use_4over6
     assert quantized("nvfp4|nvfp4+2d+4over6", directions=["columnwise"])._is_2D_scaled
+
+
+def test_codes_have_the_axes_of_the_tensor():
+    for text, last in (("fp8_current", 96), ("nvfp4", 48)):
+        tensor = HybridQuantizedTensor.quantize(draw("normal", 64, 96).view(2, 32, 96), HybridQuantizer.parse(text))
+        assert tensor._rowwise_data.shape == (2, 32, last) and torch.equal(
+            tensor._rowwise_data.view(64, -1), tensor.rowwise.buffers["q"]
+        )
+    tensor = HybridQuantizedTensor.quantize(
+        draw("normal", 64, 96).view(2, 32, 96), HybridQuantizer.parse("fp8_current")
+    )
+    assert torch.equal(tensor._transpose, tensor._data.permute(2, 0, 1)) and tensor._scale_inv.shape == (1,)
+    assert tensor.view(-1, 96)._transpose.shape == (96, 64)
+    row = HybridQuantizedTensor.quantize(torch.ones(64, 32), HybridQuantizer.parse("nvfp4+row_scaled|nvfp4"))
+    assert row._amax_rowwise.shape == (64,)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (311,)])
+def test_a_tensor_of_fewer_axes_is_one_row(shape):
+    x = torch.linspace(-3, 3, 311)[: max(shape, default=1)].view(shape)
+    tensor = HybridQuantizedTensor.quantize(x, HybridQuantizer.parse("fp8_current"))
+    row = HybridQuantizedTensor.quantize(x.view(1, -1), HybridQuantizer.parse("fp8_current"))
+    assert tensor.shape == tensor._data.shape == tensor.dequantize().shape == shape
+    assert torch.equal(tensor.dequantize().view(1, -1), row.dequantize())
+    assert torch.equal(tensor.view(1, -1).dequantize(), row.dequantize())
+
+
+def test_parts_of_one_row_are_rows():
+    tensor = HybridQuantizedTensor.quantize(torch.arange(64.0), HybridQuantizer.parse("mxfp8"), directions=["rowwise"])
+    first, last = tensor.chunk(2)
+    assert first.shape == (32,) and torch.equal(torch.cat([first.dequantize(), last.dequantize()]), tensor.dequantize())
+    with pytest.raises(UserError, match="cuts a block"):
+        tensor.chunk(4)
