@@ -36,6 +36,8 @@ from hqsweep.compat.contexts import (
     is_fp8_block_scaling_available,
     is_mxfp8_available,
     is_nvfp4_available,
+    post_all_gather_processing,
+    quantize_master_weights,
     quantized_model_init,
 )
 from hqsweep.compat.factories import (
@@ -107,7 +109,7 @@ from hqsweep.compat.recipes import (
     get_align_size_for_quantization,
     quantizer_factory,
 )
-from hqsweep.quant import GroupedTensor, HybridQuantizedTensor
+from hqsweep.quant import GroupedTensor, HybridQuantizedTensor, replace_raw_data
 from hqsweep.recipe.roles import QuantizerRole
 
 __all__ = [
@@ -194,8 +196,11 @@ __all__ = [
     "nvfp4_row_scaled_fwd_mxfp8_bwd_factory",
     "ops",
     "optimizers",
+    "post_all_gather_processing",
+    "quantize_master_weights",
     "quantized_model_init",
     "quantizer_factory",
+    "replace_raw_data",
     "te_device_type",
     "transformer_engine_state_dict",
 ]

@@ -232,16 +232,15 @@ class NVFP4BlockScalingOptions(_Options):
     def quantizer(self, role: QuantizerRole) -> NVFP4Quantizer:
         if role.tensor_type in GRADIENTS:
             return self._made(rht=not self.disable_rht, stochastic_rounding=not self.disable_stochastic_rounding)
-        weight, own = (
-            role.tensor_type == "weight",
-            ("weights" if role.tensor_type == "weight" else "activations", "all"),
-        )
+        weight = role.tensor_type == "weight"
+        scopes = ("weights" if weight else "activations", "all")
+        chosen = self.nvfp4_4over6 in scopes
         return self._made(
             rht=not (weight or self.disable_rht),
             with_2d_quantization=weight and not self.disable_2d_quantization,
             row_scaled_nvfp4=bool(self.row_scaled_activation) and not weight,
-            nvfp4_use_4over6=self.nvfp4_4over6 in own,
-            nvfp4_e4m3_max=256 if self.nvfp4_4over6_e4m3_use_256 in own else 448,
+            nvfp4_use_4over6=chosen,
+            nvfp4_e4m3_max=256 if chosen and self.nvfp4_4over6_e4m3_use_256 in scopes else 448,
         )
 
     def _made(self, rht: bool, **options: Any) -> NVFP4Quantizer:

@@ -99,9 +99,9 @@ class Quantizer:
         if out is not None:
             return self.update_quantized(tensor, out)
         if torch.is_grad_enabled() and tensor.requires_grad and not self.internal:
-            return _Quantize.apply(tensor, self.quantize_impl)
+            return self._made(_Quantize.apply(tensor, self.quantize_impl))
         with torch.no_grad():
-            return self.quantize_impl(tensor)
+            return self._made(self.quantize_impl(tensor))
 
     def quantize_impl(self, tensor: Tensor) -> Tensor:
         """The quantized tensor in the directions of the usages. +sr draws its seed from torch's CPU generator."""
@@ -145,7 +145,7 @@ class Quantizer:
         made = HybridQuantizedTensor.empty(tuple(shape), quantizer_in(self._of_call(), dtype), **options)
         if not self._directions():
             made.clear()
-        return (made.pin_memory() if pin_memory else made).requires_grad_(requires_grad)
+        return self._made(made.pin_memory() if pin_memory else made).requires_grad_(requires_grad)
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Set which directions calls make; None leaves one as it is."""
@@ -184,6 +184,12 @@ class Quantizer:
             f"{type(self).__name__}: a Quantizer of its own has no format here; derive it from IdentityQuantizer or"
             " another quantizer of hqsweep.compat"
         )
+
+    def _made(self, tensor: Tensor) -> Tensor:
+        """The tensor, whose _quantizer is a copy of this one; views and copies of the tensor have the frozen one."""
+        if isinstance(tensor, HybridQuantizedTensor):
+            tensor._quantizer = self.copy()
+        return tensor
 
     def _of_call(self) -> Frozen:
         """The frozen quantizer of a direct call."""
