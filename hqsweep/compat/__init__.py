@@ -55,6 +55,7 @@ from hqsweep.compat.factories import (
     nvfp4_row_scaled_fwd_high_precision_bwd_factory,
     nvfp4_row_scaled_fwd_mxfp8_bwd_factory,
 )
+from hqsweep.compat.grouped_tensor import GroupedTensor
 from hqsweep.compat.modules.dot_product_attention import DotProductAttention
 from hqsweep.compat.modules.grouped_linear import GroupedLinear
 from hqsweep.compat.modules.layernorm_mlp import LayerNormMLP
@@ -109,7 +110,7 @@ from hqsweep.compat.recipes import (
     get_align_size_for_quantization,
     quantizer_factory,
 )
-from hqsweep.quant import GroupedTensor, HybridQuantizedTensor, replace_raw_data
+from hqsweep.quant import HybridQuantizedTensor, replace_raw_data
 from hqsweep.recipe.roles import QuantizerRole
 
 __all__ = [
