@@ -111,7 +111,10 @@ class Recipe(custom.CustomRecipe):
     """Fp8Padding's multiple for the rows of a member."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """UserError: a recipe is a value, and a change would reach modules that have asked it, or not."""
+        """Nothing for the value that it has. UserError for another: a recipe is a value, and a change would reach
+        modules that have asked it, or not."""
+        if hasattr(self, name) and getattr(self, name) == value:
+            return
         raise UserError(f"{type(self).__name__}: {name} cannot be assigned; build another recipe with it")
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -232,6 +232,7 @@ class HybridQuantizedTensor(Directions, TensorProtocol):
 
     def hold(self, buffers: Mapping[str, Tensor]) -> None:
         """Take these tensors as the buffers of both operands, by name. Existing views keep the old buffers."""
+        self.alone = {}
         for name, buffer in buffers.items():
             setattr(self, name, buffer)  # __tensor_flatten__ names these attributes
         for direction in DIRECTIONS:

@@ -15,8 +15,15 @@ from hqsweep.formats import WHOLE
 from hqsweep.quant.hybrid import DIRECTIONS, Direction
 
 
+class NotHeld(UserError, RuntimeError):
+    """A direction is asked of a tensor that does not hold it. It is a RuntimeError, as in TransformerEngine."""
+
+
 class Directions:
     """The part of HybridQuantizedTensor that knows its two directions."""
+
+    alone: dict[str, Any]
+    """Direction -> its sub-storage, once one was asked for."""
 
     def drop(self, direction: Direction) -> Self:
         """Drop one direction in place, and return self. Its memory is freed once no view holds it.
@@ -61,9 +68,9 @@ class Directions:
         wanted, held = {"rowwise": rowwise_usage, "columnwise": columnwise_usage}, self.get_usages()
         missing = [direction for direction in DIRECTIONS if wanted[direction] and not held[direction]]
         if missing:
-            raise UserError(
+            raise NotHeld(
                 f"update_usage: {missing[0]} usage is asked of a tensor in {self.quantizer} that holds no {missing[0]}"
-                " operand; quantize the values again"
+                " sub-storage; quantize the values again"
             )
         dropped = [direction for direction in DIRECTIONS if held[direction] and wanted[direction] in (False, 0)]
         if len(dropped) == sum(held.values()):
@@ -76,7 +83,7 @@ class Directions:
         """Drop all operands. Their memory is freed once no view holds it."""
         for direction, name in self.metadata.stored:
             setattr(self, f"{direction}_{name}", None)
-        self.rowwise = self.columnwise = None
+        self.rowwise, self.columnwise, self.alone = None, None, {}
 
     def prepare_for_saving(self) -> tuple[list[Tensor], Self]:
         """Return the buffers, for autograd's save_for_backward, and self, which holds no operand until it gets them
@@ -95,7 +102,7 @@ class Directions:
         """Return the operand of a direction. UserError for a tensor without operands."""
         operand = getattr(self, direction)
         if operand is None:
-            raise UserError(
+            raise NotHeld(
                 f"a tensor in {self.quantizer} holds no {direction} operand after clear() or prepare_for_saving();"
                 " give its buffers back by restore_from_saved(), or quantize the values again"
             )
@@ -141,7 +148,9 @@ class Directions:
     def _alone(self, direction: Direction) -> Self | None:
         if getattr(self, direction) is None:
             return None
-        return self.view_of(self._buffers_of(direction), self.shape, directions=(direction,))
+        if direction not in self.alone:
+            self.alone[direction] = self.view_of(self._buffers_of(direction), self.shape, directions=(direction,))
+        return self.alone[direction]
 
     def _buffers_of(self, direction: Direction) -> dict[str, Any]:
         """Return the buffers of one direction by their names in a tensor that holds no other."""

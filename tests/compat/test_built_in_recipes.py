@@ -189,6 +189,9 @@ def test_recipes_are_frozen_values():
     assert recipe != MXFP8BlockScaling() and repr(recipe).startswith("MXFP8BlockScaling(margin=0, ")
     with pytest.raises(UserError, match="MXFP8BlockScaling: margin cannot be assigned; build another recipe"):
         recipe.margin = 1
+    recipe.margin = 0
+    recipe.backward_override = "dequantized"
+    assert "margin" not in vars(recipe)
     with pytest.raises(AttributeError, match="MXFP8BlockScaling has no attribute 'marign'"):
         recipe.marign  # noqa: B018
     module = compat.Linear(64, 96)

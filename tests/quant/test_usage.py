@@ -34,11 +34,23 @@ def test_update_usage_drops_what_is_false_and_nothing_before_a_fault():
     assert tensor.get_usages() == BOTH
     tensor.update_usage(rowwise_usage=False)
     assert tensor.get_usages() == {**BOTH, "rowwise": False} and tensor.rowwise is None
-    with pytest.raises(UserError, match=r"rowwise usage is asked of a tensor in .* that holds no rowwise"):
-        tensor.update_usage(rowwise_usage=True, columnwise_usage=False)
+    for kind in (UserError, RuntimeError):
+        with pytest.raises(kind, match=r"rowwise usage is asked of a tensor in .* that holds no rowwise sub-storage"):
+            tensor.update_usage(rowwise_usage=True, columnwise_usage=False)
     assert tensor.columnwise is not None
     tensor.update_usage(columnwise_usage=False)
     assert tensor.get_usages() == dict.fromkeys(BOTH, False) and "rowwise=None, columnwise=None" in repr(tensor)
+
+
+def test_a_sub_storage_stays_the_same_object_while_its_memory_does():
+    tensor = quantized()
+    row = tensor.rowwise_sub_storage
+    tensor.update_usage(rowwise_usage=True, columnwise_usage=True)
+    tensor.quantize_(torch.ones(64, 96))
+    assert tensor.rowwise_sub_storage is row and torch.equal(row.dequantize(), tensor.dequantize())
+    tensor.hold({name: buffer.clone() for name, buffer in tensor.buffers.items()})
+    assert tensor.rowwise_sub_storage is not row
+    assert tensor.rowwise_sub_storage._rowwise_data is tensor.rowwise.buffers["q"]
 
 
 def test_fields_have_their_private_names_to_read():
