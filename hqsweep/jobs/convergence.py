@@ -19,7 +19,7 @@ from hqsweep.jobs.training_report import Report, trainer_fields
 from hqsweep.ops.fingerprint import kernel_digest
 from hqsweep.ops.model.attention import frontend_version
 from hqsweep.parallel.mesh import join
-from hqsweep.parallel.wire.objects import by_first
+from hqsweep.parallel.wire.collectives import by_first
 from hqsweep.train import data
 from hqsweep.train.build import check_native, pick_device
 from hqsweep.train.checkpoint import Saver, go_on_from, newest, read_state, save_checkpoint, step_of

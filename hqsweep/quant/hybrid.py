@@ -21,7 +21,7 @@ from hqsweep.ops.quantize.fused import Normed, quantize_activated, quantize_norm
 from hqsweep.ops.quantize.quantize import Pair, Quantized, quantize, quantize_plain, quantized_of
 from hqsweep.ops.quantize.request import Output, Request, Target, request_of, text_of
 from hqsweep.ops.stats import Sums, gather_by_row
-from hqsweep.parallel.shards.shard_place import Place
+from hqsweep.parallel.shards.shard import Place
 from hqsweep.quant.delayed import SlotStates, grids_of, note
 from hqsweep.quant.operand import HybridOperand, operands_of
 from hqsweep.quant.targets import (
@@ -392,3 +392,10 @@ class HybridQuantizer:
 def IdentityQuantizer(name: str = "bf16") -> HybridQuantizer:
     """Return a quantizer in high precision in both directions: "bf16", "fp16" or "fp32"."""
     return HybridQuantizer(Identity(name=name), Identity(name=name))
+
+
+def is_low(quantizer: HybridQuantizer) -> bool:
+    """Return whether a direction is in low precision. A user's quantizer class counts as low."""
+    return type(quantizer) is not HybridQuantizer or not all(
+        format.high_precision for format in (quantizer.rowwise, quantizer.columnwise)
+    )

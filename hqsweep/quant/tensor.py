@@ -16,9 +16,9 @@ from torch.distributed import ProcessGroup
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.ops.quantize.nonfinite import for_slot
+from hqsweep.parallel.shards.shard import Place
 from hqsweep.parallel.shards.shard_agree import quantize_shards_
 from hqsweep.parallel.shards.shard_part import Part, quantize_part
-from hqsweep.parallel.shards.shard_place import Place
 from hqsweep.quant.content import Content, OneMatrix
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer

@@ -21,7 +21,7 @@ from hqsweep.checkpoints.foreign.torch_file import Refused, load
 from hqsweep.errors import Damaged
 from hqsweep.host import Memory, sync_folder
 from hqsweep.parallel.mesh import Ranks
-from hqsweep.parallel.wire.objects import by_first, gathered, rank_in, together
+from hqsweep.parallel.wire.collectives import by_first, gathered, rank_in, together
 from hqsweep.train.record import (
     ANOTHER_FILE,
     Mark,

@@ -129,7 +129,7 @@ def test_gpu_large_gemms_round_the_same_accumulator(shape):
 @pytest.mark.parametrize("format", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("shape", [(16384, 3072, 2048), (16384, 2048, 2752), (32768, 768, 384), (32768, 2048, 768)])
 def test_gpu_rows_of_a_product_are_products_of_rows(format, shape):
-    """What hqsweep.parallel.overlap.rank_rows rests on."""
+    """What hqsweep.parallel.shared.call rests on."""
     m, n, k = shape
     generator = torch.Generator("cuda").manual_seed(0)
     a, b = (torch.randn(r, k, generator=generator, device="cuda").bfloat16() for r in (m, n))

@@ -9,8 +9,8 @@ from hqsweep.formats.inputs import draw
 from hqsweep.ops.quantize.amax import Search, find_amax
 from hqsweep.ops.quantize.quantize import quantize
 from hqsweep.ops.quantize.request import Target
+from hqsweep.parallel.shards.shard import Place
 from hqsweep.parallel.shards.shard_agree import operand_of_area
-from hqsweep.parallel.shards.shard_place import Place
 from hqsweep.parallel.wire.exchange import Area
 from hqsweep.quant.operand import Operand
 

@@ -157,7 +157,7 @@ def vanilla_check(config: ParityConfig, device: torch.device) -> Rows:
 def routing_check(config: ParityConfig, device: torch.device) -> Rows:
     """Rows of all ordered pairs and triples (a, b, c) of formats that can stand in both directions; c is b for a pair.
 
-    y must equal that of a alone, dx that of b, dw that of c.
+    y must equal y of a alone, dx must equal dx of b, and dw must equal dw of c.
     """
     problem = _problem(config, device)
     names = [str(f) for f in _formats(config) if not (f.rht or f.stochastic or f.rowwise_only)]

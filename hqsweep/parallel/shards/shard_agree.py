@@ -20,8 +20,8 @@ from hqsweep.formats import Buffers, Format, RngKey
 from hqsweep.ops.quantize.amax import NO_SEARCH, Search, find_amax
 from hqsweep.ops.quantize.nonfinite import for_slot
 from hqsweep.ops.quantize.request import Output, Target
-from hqsweep.parallel.shards.shard_place import Place
-from hqsweep.parallel.wire import wide_copy
+from hqsweep.parallel.shards.shard import Place
+from hqsweep.parallel.wire import memory
 from hqsweep.parallel.wire.collectives import maximum_
 from hqsweep.parallel.wire.exchange import Area, Exchange
 from hqsweep.quant.delayed import SlotStates, grids_of, note
@@ -345,7 +345,7 @@ def _copy_(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     kinds: dict[Any, list[Sequence[Tensor]]] = {}
     for target, source in pairs:
         if target.dtype == source.dtype:
-            target, source = wide_copy.as_words(target, source, most=WORD)
+            target, source = memory.as_words(target, source, most=WORD)
         kinds.setdefault((target.dtype, source.dtype, target.stride() == source.stride()), []).append((target, source))
     for alike in kinds.values():
         foreach_copy_(*map(list, zip(*alike, strict=True)))

@@ -18,7 +18,7 @@ from hqsweep.formats import WHOLE, Format, RngKey
 from hqsweep.ops.quantize.amax import NO_SEARCH, Search, find_amax
 from hqsweep.ops.quantize.request import Output
 from hqsweep.ops.stats import Sums, is_below
-from hqsweep.parallel.shards.shard_place import Place
+from hqsweep.parallel.shards.shard import Place
 from hqsweep.parallel.wire.collectives import maximum_
 from hqsweep.parallel.wire.exchange import Area
 from hqsweep.quant.delayed import SlotStates, grids_of

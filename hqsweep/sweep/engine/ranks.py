@@ -187,7 +187,7 @@ def _launch(nodes: Nodes, key: str, run: RunDir, imports: Sequence[str]) -> None
             "signals_to_handle": "SIGTERM,SIGINT", "logs_specs": DefaultLogsSpecs(log_dir=folder),
             "shutdown_timeout": SHUTDOWN_S, "local_addr": "localhost" if nodes.endpoint.startswith(HERE) else None,
         }  # fmt: skip
-        known = {field.name for field in fields(LaunchConfig)}  # torch 2.11 has not all of them
+        known = {field.name for field in fields(LaunchConfig)}  # torch 2.11 lacks some of them
         config = LaunchConfig(**{name: value for name, value in options.items() if name in known})
         try:
             elastic_launch(config, _be_rank)(_Rank(run.path, tuple(imports), threads))

@@ -8,11 +8,11 @@ from torch import nn
 
 from hqsweep.config.job import parse
 from hqsweep.errors import UserError
-from hqsweep.models import trial
-from hqsweep.models.trial import check_causal, check_trial
 from hqsweep.recipe.factories import find_factory
+from hqsweep.sweep.grid import trial
+from hqsweep.sweep.grid.trial import check_causal, check_trial
 
-HERE = "tests.models.test_trial"
+HERE = "tests.sweep.grid.test_trial"
 
 
 class Bigram(nn.Module):

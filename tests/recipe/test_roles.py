@@ -2,7 +2,7 @@
 
 import pytest
 
-from hqsweep.models.names import clean_name
+from hqsweep.recipe.roles import clean_name
 
 
 @pytest.mark.parametrize(

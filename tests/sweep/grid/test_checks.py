@@ -116,6 +116,7 @@ def test_run_dry_run_and_python_say_it(mine):
     assert as_json.stdout.startswith("[") and "warning: arm 'mxfp8' quantizes nothing" in as_json.stderr
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_run_says_it_first_and_compare_says_it_again(mine, capsys):
     own = words(model___target_="my_lstm.LSTM", model__head="true", engine__workers="1", sweep="lstm")
     conf, *overrides = own

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hqsweep.parallel.wire import wide_copy
+from hqsweep.parallel.wire import memory
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.float8_e4m3fn]
 
@@ -20,25 +20,25 @@ def strided(dtype, columns, offset=0):
 @pytest.mark.parametrize("offset", [0, 1, 8])
 def test_what_is_copied_is_equal(dtype, columns, offset):
     x = strided(dtype, columns, offset)
-    ordered = wide_copy.in_order(x)
+    ordered = memory.in_order(x)
     assert ordered.is_contiguous() and ordered.dtype == dtype
     assert torch.equal(ordered.view(torch.uint8), x.contiguous().view(torch.uint8))
     target = torch.zeros(3, 5, columns, dtype=torch.uint8).to(dtype).transpose(0, 1)
-    wide_copy.copy_(target, x)
+    memory.copy_(target, x)
     assert torch.equal(target.contiguous().view(torch.uint8), x.contiguous().view(torch.uint8))
 
 
 def test_the_widest_words_are_taken():
-    assert wide_copy.as_words(strided(torch.bfloat16, 64))[0].dtype == torch.complex128
-    assert wide_copy.as_words(strided(torch.bfloat16, 6))[0].dtype == torch.int32
-    assert wide_copy.as_words(strided(torch.bfloat16, 7))[0].dtype == torch.bfloat16
-    assert wide_copy.as_words(strided(torch.uint8, 64, offset=8))[0].dtype == torch.int64
-    assert wide_copy.as_words(strided(torch.uint8, 64).transpose(0, 2))[0].dtype == torch.uint8
-    assert {x.dtype for x in wide_copy.as_words(strided(torch.uint8, 64), strided(torch.uint8, 64, offset=8))} == {
+    assert memory.as_words(strided(torch.bfloat16, 64))[0].dtype == torch.complex128
+    assert memory.as_words(strided(torch.bfloat16, 6))[0].dtype == torch.int32
+    assert memory.as_words(strided(torch.bfloat16, 7))[0].dtype == torch.bfloat16
+    assert memory.as_words(strided(torch.uint8, 64, offset=8))[0].dtype == torch.int64
+    assert memory.as_words(strided(torch.uint8, 64).transpose(0, 2))[0].dtype == torch.uint8
+    assert {x.dtype for x in memory.as_words(strided(torch.uint8, 64), strided(torch.uint8, 64, offset=8))} == {
         torch.int64
     }
 
 
 def test_what_lies_in_order_is_not_copied():
     x = torch.ones(3, 4)
-    assert wide_copy.in_order(x) is x and wide_copy.in_order(x[:0].t()).shape == (4, 0)
+    assert memory.in_order(x) is x and memory.in_order(x[:0].t()).shape == (4, 0)

@@ -4,7 +4,7 @@ import pytest
 
 import hqsweep as hq
 from hqsweep.errors import UserError
-from hqsweep.foreign_logs.commands import is_of_commands, judge_runs, log_of
+from hqsweep.foreign_logs.logs import is_of_commands, judge_runs, log_of
 from hqsweep.sweep.store.store import RunStore
 from tests.report.conftest import three_arms, write_sweep
 

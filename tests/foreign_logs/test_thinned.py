@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 
-from hqsweep.foreign_logs.curves import Curves, means
+from hqsweep.foreign_logs.values import Curves, means
 
 RUNS = pd.DataFrame({"arm": ["a", "a", "b"], "replicate": ["0", "1", "0"], "draw": ""})
 

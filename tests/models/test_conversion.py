@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hqsweep
-from hqsweep.models.first_step import _WAITING
+from hqsweep.models.conversion import _WAITING
 
 
 class Model(nn.Module):

@@ -4,7 +4,7 @@ import torch
 from support.ranks import run_ranks
 
 from hqsweep.ops.stats import OutputSums
-from hqsweep.parallel.wire.objects import gather_to_first
+from hqsweep.parallel.wire.collectives import gather_to_first
 
 DTYPES = (torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int64)
 

@@ -13,9 +13,8 @@ from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
 from hqsweep.checkpoints.foreign.user_model import check_files, model_digest
 from hqsweep.config.model import HFModelConfig
 from hqsweep.errors import UserError
-from hqsweep.models.gguf import gguf_folder
 from hqsweep.models.hf import load_model
-from hqsweep.models.hf_config import read_hf_config
+from hqsweep.models.hf_folder import gguf_folder, read_hf_config
 from hqsweep.shards.tokenizer import open_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -72,7 +71,7 @@ def test_wrong_files_get_one_sentence(tmp_path, cache, monkeypatch):
         assert str(raised.value).startswith("model.path: ") and "\n" not in str(raised.value)
     assert not list((cache / "gguf").glob("[!.]*")), "a folder of half a model"
     monkeypatch.setitem(sys.modules, "gguf", None)
-    monkeypatch.setattr("hqsweep.models.gguf.find_spec", lambda name: None if name == "gguf" else name)
+    monkeypatch.setattr("hqsweep.models.hf_folder.find_spec", lambda name: None if name == "gguf" else name)
     with pytest.raises(UserError, match=r"needs the package gguf; pip install 'hqsweep\[models\]'"):
         gguf_folder(file)
 

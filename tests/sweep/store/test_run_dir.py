@@ -10,7 +10,7 @@ from support.sweep.shown import Shown
 from hqsweep.errors import Damaged
 from hqsweep.sweep.engine import process
 from hqsweep.sweep.engine.local import run_local
-from hqsweep.sweep.store.repair import repair
+from hqsweep.sweep.store.run_dir import repair
 
 GARBAGE = [b"", b"[]", b"7", b'"text"', b"{", b"\xff\xfe", b"[" * 100_000, b'{"state": []}', b'{"arm": 3, "id": {}}']
 DOCUMENTS = ["status.json", "manifest.json", "config.yaml", "job.json"]
