@@ -21,6 +21,7 @@ from hqsweep.compat.built_in_recipes import (
     MMParams,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
+    QParams,
 )
 from hqsweep.compat.checkpoint_keys import transformer_engine_state_dict
 from hqsweep.compat.contexts import (
@@ -35,6 +36,8 @@ from hqsweep.compat.contexts import (
     is_fp8_block_scaling_available,
     is_mxfp8_available,
     is_nvfp4_available,
+    post_all_gather_processing,
+    quantize_master_weights,
     quantized_model_init,
 )
 from hqsweep.compat.factories import (
@@ -52,6 +55,7 @@ from hqsweep.compat.factories import (
     nvfp4_row_scaled_fwd_high_precision_bwd_factory,
     nvfp4_row_scaled_fwd_mxfp8_bwd_factory,
 )
+from hqsweep.compat.grouped_tensor import GroupedTensor
 from hqsweep.compat.modules.dot_product_attention import DotProductAttention
 from hqsweep.compat.modules.grouped_linear import GroupedLinear
 from hqsweep.compat.modules.layernorm_mlp import LayerNormMLP
@@ -88,22 +92,25 @@ from hqsweep.compat.quantizers import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
-from hqsweep.compat.recipes import (
-    CustomRecipe,
+from hqsweep.compat.recipe_states import (
     CustomRecipeState,
-    DelayedScalingRequest,
+    DelayedScalingRecipeState,
     Float8BlockScalingRecipeState,
     Float8CurrentScalingRecipeState,
-    Format,
     MXFP8BlockScalingRecipeState,
     NVFP4BlockScalingRecipeState,
+    RecipeState,
+)
+from hqsweep.compat.recipes import (
+    CustomRecipe,
+    DelayedScalingRequest,
+    Format,
     QuantizerRequest,
     Recipe,
-    RecipeState,
     get_align_size_for_quantization,
     quantizer_factory,
 )
-from hqsweep.quant import GroupedTensor, HybridQuantizedTensor
+from hqsweep.quant import HybridQuantizedTensor, replace_raw_data
 from hqsweep.recipe.roles import QuantizerRole
 
 __all__ = [
@@ -111,6 +118,7 @@ __all__ = [
     "CustomRecipeState",
     "DType",
     "DelayedScaling",
+    "DelayedScalingRecipeState",
     "DelayedScalingRequest",
     "DotProductAttention",
     "Float8BlockQuantizer",
@@ -153,6 +161,7 @@ __all__ = [
     "NVFP4Quantizer",
     "NVFP4Tensor",
     "NVFP4TensorStorage",
+    "QParams",
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",
@@ -188,8 +197,11 @@ __all__ = [
     "nvfp4_row_scaled_fwd_mxfp8_bwd_factory",
     "ops",
     "optimizers",
+    "post_all_gather_processing",
+    "quantize_master_weights",
     "quantized_model_init",
     "quantizer_factory",
+    "replace_raw_data",
     "te_device_type",
     "transformer_engine_state_dict",
 ]

@@ -4,7 +4,7 @@ No environment variable changes them. An option that would change a number and d
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from hqsweep.compat.quantizers import (
 from hqsweep.compat.recipes import DelayedScalingRequest, Format, Recipe, check_attention, overridden
 from hqsweep.errors import UserError
 from hqsweep.recipe.base import Change
+from hqsweep.recipe.custom import CustomRecipe
 from hqsweep.recipe.roles import GRADIENTS, QuantizerRole
 
 
@@ -26,6 +27,17 @@ class MMParams:
     """Options of a product. Sums are float32 here, as with the split accumulator."""
 
     use_split_accumulator: bool = True
+
+
+@dataclass(frozen=True)
+class QParams:
+    """How a recipe quantizes the tensors of one kind, to read."""
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,9 @@ class _Options:
         """UserError for options that do not exist here."""
         check_attention(self.kind, self.fp8_dpa, self.fp8_mha, self.backward_override)
         one_of(self.kind, "fp8_format", self.fp8_format, formats)
+
+    def check_entered(self) -> None:
+        """UserError for options that have no modules, but quantizers."""
 
     def refuse_attention(self) -> None:
         """UserError for attention in FP8, which differs by tensor."""
@@ -190,25 +205,42 @@ class NVFP4BlockScalingOptions(_Options):
                 f"{self.kind}: nvfp4_4over6={self.nvfp4_4over6!r} is for activations without the Hadamard transform;"
                 " give disable_rht=True"
             )
+
+    def check_entered(self) -> None:
         if self.row_scaled_activation and (self.backward_override is None or not self.disable_rht):
             raise UserError(
                 f"{self.kind}: row_scaled_activation=True is for rowwise operands without the Hadamard transform; give"
                 " disable_rht=True, and a backward_override, whose backward reads no others"
             )
 
+    @property
+    def fp4_quant_fwd_inp(self) -> QParams:
+        """Of inputs and outputs."""
+        return QParams(random_hadamard_transform=not self.disable_rht)
+
+    @property
+    def fp4_quant_fwd_weight(self) -> QParams:
+        """Of weights."""
+        return QParams(fp4_2d_quantization=not self.disable_2d_quantization)
+
+    @property
+    def fp4_quant_bwd_grad(self) -> QParams:
+        """Of gradients."""
+        drawn = not self.disable_stochastic_rounding
+        return QParams(random_hadamard_transform=not self.disable_rht, stochastic_rounding=drawn)
+
     def quantizer(self, role: QuantizerRole) -> NVFP4Quantizer:
         if role.tensor_type in GRADIENTS:
             return self._made(rht=not self.disable_rht, stochastic_rounding=not self.disable_stochastic_rounding)
-        weight, own = (
-            role.tensor_type == "weight",
-            ("weights" if role.tensor_type == "weight" else "activations", "all"),
-        )
+        weight = role.tensor_type == "weight"
+        scopes = ("weights" if weight else "activations", "all")
+        chosen = self.nvfp4_4over6 in scopes
         return self._made(
             rht=not (weight or self.disable_rht),
             with_2d_quantization=weight and not self.disable_2d_quantization,
             row_scaled_nvfp4=bool(self.row_scaled_activation) and not weight,
-            nvfp4_use_4over6=self.nvfp4_4over6 in own,
-            nvfp4_e4m3_max=256 if self.nvfp4_4over6_e4m3_use_256 in own else 448,
+            nvfp4_use_4over6=chosen,
+            nvfp4_e4m3_max=256 if chosen and self.nvfp4_4over6_e4m3_use_256 in scopes else 448,
         )
 
     def _made(self, rht: bool, **options: Any) -> NVFP4Quantizer:
@@ -231,10 +263,14 @@ class BuiltIn(Recipe):
     no environment variable changes them. UserError for options that would change a number and do not exist here."""
 
     options: ClassVar[type[_Options]]
+    names: ClassVar[Collection[str]]
+    """Attributes that are read from the options."""
 
     def __init_subclass__(cls) -> None:
         own = inspect.signature(cls.options).replace(return_annotation=inspect.Signature.empty)
         cls.__signature__ = own
+        properties = {name for name, value in vars(cls.options).items() if isinstance(value, property)}
+        cls.names = properties | {field.name for field in fields(cls.options)}
 
     def __init__(
         self, *positional: Any, qfactory: Any = None, gemm: str = "exact", schedule: Sequence[Change] = (), **named: Any
@@ -243,8 +279,12 @@ class BuiltIn(Recipe):
         given = qfactory or self.options(*positional, **named)
         super().__init__(qfactory=given, fp8_dpa=bool(given.fp8_dpa), gemm=gemm, schedule=tuple(schedule))
 
+    def entered(self) -> CustomRecipe:
+        self.qfactory.check_entered()
+        return super().entered()
+
     def __getattr__(self, name: str) -> Any:
-        if name in {field.name for field in fields(self.options)} and "qfactory" in vars(self):
+        if name in self.names and "qfactory" in vars(self):
             return getattr(self.qfactory, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 

@@ -65,6 +65,12 @@ class TakesKeys(nn.Module):
         """The prefix of the delayed-scaling states of each product whose columns its _extra_state has."""
         return ("states.",)
 
+    @property
+    def fp8_meta(self) -> dict[str, Any]:
+        """The histories of delayed scaling, to read: scaling_fwd and scaling_bwd, whose amax_history has a column for
+        each slot of each product. Empty without delayed scaling."""
+        return extra_state.fp8_meta(dict(self.named_buffers()), self.products())
+
     def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
         take_extra_state(state_dict, prefix, self)
         rename(state_dict, prefix, self.KEYS)

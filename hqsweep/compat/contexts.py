@@ -1,4 +1,4 @@
-"""Contexts and helpers by TransformerEngine's names: autocast, held weights, recomputation, padding."""
+"""Contexts and helpers by TransformerEngine's names: autocast, held weights, their masters, recomputation, padding."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from hqsweep import nn
+from hqsweep import nn, quant
 from hqsweep.compat.arguments import flag, refuse, shown
 from hqsweep.compat.quantizer import Quantizer
 from hqsweep.errors import UserError
 from hqsweep.nn.core.context import autocast_recipe, current, replayed, within
+from hqsweep.parallel.shards.raw_data import follows_rowwise
 from hqsweep.quant.delayed import FIRST_TURN
 from hqsweep.quant.hybrid import HybridQuantizer as Frozen
 from hqsweep.recipe.base import AnyRecipe
@@ -88,6 +90,30 @@ def quantized_model_init(
 
 
 fp8_model_init = quantized_model_init
+
+
+def quantize_master_weights(
+    model_weights: Sequence[Any],
+    master_weights: Sequence[Tensor | None],
+    start_offsets: Sequence[int | None],
+    group: ProcessGroup | None,
+    fsdp_shard_model_weights: Sequence[Any] | None = None,
+    manual_post_all_gather_processing: bool = False,
+) -> None:
+    """hqsweep.quant.quantize_master_weights, which takes all formats and hybrids. A shard is written in place of its
+    weight."""
+    shards = fsdp_shard_model_weights or [None] * len(model_weights)
+    own = [weight if shard is None else shard for weight, shard in zip(model_weights, shards, strict=True)]
+    options = {"manual_post_all_gather_processing": manual_post_all_gather_processing}
+    quant.quantize_master_weights(own, master_weights, start_offsets, group, **options)
+
+
+def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
+    """hqsweep.quant.post_all_gather_processing, without the weights that quantize_master_weights has written whole: in
+    their own memory, with a columnwise operand of the original values."""
+    quant.post_all_gather_processing(
+        [weight for weight in model_weights if weight.shared.moved or follows_rowwise(weight)]
+    )
 
 
 def _available(return_reason: bool = False) -> bool | tuple[bool, str]:

@@ -63,8 +63,9 @@ def _amax(history: Tensor, scale: Tensor, largest: float) -> Tensor:
     return torch.where(scale == 1, 0.0, amax).reshape(1, 1) if not len(known) else amax.reshape(1, 1)
 
 
-def written(states: Mapping[str, Tensor], products: Sequence[str]) -> Tensor | None:
-    """uint8 [bytes]: the _extra_state for these states, by their keys; None where a product has no states.
+def columns(states: Mapping[str, Tensor], products: Sequence[str]) -> State | None:
+    """amax_history_* float32 [L, slots] and scale_* [slots] of each pass, from these states by their keys; None where a
+    product has no states.
 
     The rowwise state of each slot is taken. A step that has not ended ends first. Outputs have empty histories.
     """
@@ -86,9 +87,33 @@ def written(states: Mapping[str, Tensor], products: Sequence[str]) -> Tensor | N
                 histories.append(history)
                 scales.append(_scale(amax, LARGEST[which]))
         state |= {f"amax_history_{which}": torch.stack(histories, dim=1), f"scale_{which}": torch.stack(scales)}
+    return state
+
+
+class ScalingMeta(NamedTuple):
+    """The delayed scaling of one pass, to read."""
+
+    amax_history: Tensor
+    """float32 [L, slots] on the CPU: a copy."""
+
+
+def fp8_meta(states: Mapping[str, Tensor], products: Sequence[str]) -> dict[str, Any]:
+    """scaling_fwd and scaling_bwd of a module's delayed scaling; nothing where a product has no states."""
+    found = columns(states, products)
+    if found is None:
+        return {}
+    metas = {f"scaling_{which}": ScalingMeta(found[f"amax_history_{which}"]) for which in SLOTS}
+    return {"fp8_checkpoint": True, "num_gemms": len(products), **metas}
+
+
+def written(states: Mapping[str, Tensor], products: Sequence[str]) -> Tensor | None:
+    """uint8 [bytes]: the _extra_state for these states, by their keys; None where a product has no states."""
+    state = columns(states, products)
+    if state is None:
+        return None
     state["extra_fp8_variables"] = {"fp8_checkpoint": True, "num_gemms": len(products)}
     with _their_names() as recipe:
-        state["recipe"] = recipe(max(lengths))
+        state["recipe"] = recipe(len(state["amax_history_fwd"]))
         return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 
 

@@ -24,6 +24,7 @@ from hqsweep.formats import MX, NVFP4, Format, Fp8Block, Fp8Current, Identity, R
 from hqsweep.formats.fp8 import Fp8PerTensor
 from hqsweep.quant import HybridOperand, HybridQuantizedTensor, Operand
 from hqsweep.quant import HybridQuantizer as Frozen
+from hqsweep.quant.hybrid import DIRECTIONS
 from hqsweep.recipe.roles import QuantizerRole
 
 OURS = "hqsweep.compat."
@@ -98,13 +99,15 @@ class Quantizer:
         if out is not None:
             return self.update_quantized(tensor, out)
         if torch.is_grad_enabled() and tensor.requires_grad and not self.internal:
-            return _Quantize.apply(tensor, self.quantize_impl)
+            return self._made(_Quantize.apply(tensor, self.quantize_impl))
         with torch.no_grad():
-            return self.quantize_impl(tensor)
+            return self._made(self.quantize_impl(tensor))
 
     def quantize_impl(self, tensor: Tensor) -> Tensor:
         """The quantized tensor in the directions of the usages. +sr draws its seed from torch's CPU generator."""
         frozen = quantizer_in(self._of_call(), tensor.dtype)
+        if not self._directions():
+            return self.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         options = {"directions": self._directions(), "key": drawn_key(frozen)}
         return HybridQuantizedTensor.quantize(tensor.detach(), frozen, **options)
 
@@ -123,9 +126,7 @@ class Quantizer:
         frozen = quantizer_in(self._of_call(), dst.dtype)
         if dst.quantizer not in (frozen, self._of_call()):
             raise UserError(f"{kind} of {frozen} cannot update a tensor in {dst.quantizer}")
-        if noop_flag is None or not noop_flag.item():
-            dst.quantize_(src.detach(), key=drawn_key(frozen))
-        return dst
+        return dst.quantize_(src.detach(), key=drawn_key(frozen), noop_flag=noop_flag)
 
     def make_empty(
         self,
@@ -136,10 +137,15 @@ class Quantizer:
         requires_grad: bool = False,
         pin_memory: bool = False,
     ) -> Tensor:
-        """A quantized tensor of this shape with uninitialised buffers; device: te_device_type() by default."""
-        options = {"dtype": dtype, "device": device or te_device_type(), "directions": self._directions()}
+        """A quantized tensor of this shape with uninitialised buffers; device: te_device_type() by default.
+
+        Without a usage it holds no operand.
+        """
+        options = {"dtype": dtype, "device": device or te_device_type(), "directions": self._directions() or DIRECTIONS}
         made = HybridQuantizedTensor.empty(tuple(shape), quantizer_in(self._of_call(), dtype), **options)
-        return (made.pin_memory() if pin_memory else made).requires_grad_(requires_grad)
+        if not self._directions():
+            made.clear()
+        return self._made(made.pin_memory() if pin_memory else made).requires_grad_(requires_grad)
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Set which directions calls make; None leaves one as it is."""
@@ -178,6 +184,12 @@ class Quantizer:
             f"{type(self).__name__}: a Quantizer of its own has no format here; derive it from IdentityQuantizer or"
             " another quantizer of hqsweep.compat"
         )
+
+    def _made(self, tensor: Tensor) -> Tensor:
+        """The tensor, whose _quantizer is a copy of this one; views and copies of the tensor have the frozen one."""
+        if isinstance(tensor, HybridQuantizedTensor):
+            tensor._quantizer = self.copy()
+        return tensor
 
     def _of_call(self) -> Frozen:
         """The frozen quantizer of a direct call."""

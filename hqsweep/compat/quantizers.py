@@ -21,6 +21,7 @@ from hqsweep.quant import HybridQuantizer as Frozen
 from hqsweep.quant.content import OneMatrix
 from hqsweep.quant.hybrid import DIRECTIONS
 from hqsweep.quant.metadata import Metadata
+from hqsweep.quant.operand import HybridOperand, Operand
 
 
 class DType(Enum):
@@ -68,7 +69,8 @@ class Float8Quantizer(Quantizer):
     """FP8 under a scale that the caller gives, float32 [1]: code = x * scale, scale_inv = 1 / scale. Each call writes
     the tensor's largest magnitude to amax.
 
-    Its tensors are written again only by update_quantized(). As a factory's answer it keeps the scale for as long as
+    Its tensors are written again under its scale of that time; copies and views only by update_quantized(). As a
+    factory's answer it keeps the scale for as long as
     the caller does; DelayedScalingRequest has a history.
     """
 
@@ -84,24 +86,30 @@ class Float8Quantizer(Quantizer):
     is_plain = False
 
     def quantize_impl(self, tensor: Tensor) -> Tensor:
-        made = self.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        return self.update_quantized(tensor, made)
+        return self.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).quantize_(tensor.detach())
+
+    def make_empty(self, shape: Iterable[int], **options: Any) -> Tensor:
+        made = super().make_empty(shape, **options)
+        made.encode = self._encode
+        return made
 
     def update_quantized(self, src: Tensor, dst: Tensor, *, noop_flag: Tensor | None = None) -> Tensor:
-        format, frozen = self._format(), self.frozen
-        if not isinstance(dst, HybridQuantizedTensor) or dst.quantizer != frozen:
+        if not isinstance(dst, HybridQuantizedTensor) or dst.quantizer != self.frozen:
             raise UserError(f"Float8Quantizer cannot update {shown(dst)}; it takes a tensor of a Float8Quantizer")
-        if noop_flag is not None and noop_flag.item():
-            return dst
-        x = src.detach().reshape(dst.metadata.matrix).to(dst.source_dtype).float()
-        self.calibrate(src)
-        scale = self.scale.detach().float().reshape(1, 1)
-        codes, inverse = format.element.encode(x * scale), divide(1.0, scale)
-        for direction in dst.metadata.directions:
-            buffers = getattr(dst, direction).buffers
-            buffers["q"].copy_(codes if direction == "rowwise" else codes.t())
-            buffers["s"].copy_(inverse)
-        return dst.note_write(None)
+        dst.encode = self._encode
+        return dst.quantize_(src.detach(), noop_flag=noop_flag)
+
+    def _encode(self, x: Tensor, *_: Any) -> HybridOperand:
+        """The operands of values [..., cols] under the scale."""
+        self.calibrate(x)
+        format, scale = self._format(), self.scale.detach().float().reshape(1, 1)
+        x = x.reshape(OneMatrix.of(x.shape)[0].matrix)
+        codes, inverse = format.element.encode(x.float() * scale), divide(1.0, scale)
+        row, column = (
+            Operand(format=format, shape=tuple(q.shape), dtype=x.dtype, buffers={"q": q, "s": inverse})
+            for q in (codes, codes.t())
+        )
+        return HybridOperand(rowwise=row, columnwise=column)
 
     def calibrate(self, tensor: Tensor) -> None:
         """Write the tensor's largest magnitude to amax."""
@@ -329,7 +337,8 @@ class HybridQuantizer(Quantizer):
 
     def quantize_impl(self, tensor: Tensor) -> Tensor:
         """As the base's, or by the parts' own methods if a part has some."""
-        if self.rowwise_quantizer.is_plain and self.columnwise_quantizer.is_plain:
+        plain = self.rowwise_quantizer.is_plain and self.columnwise_quantizer.is_plain
+        if plain or not self._directions():
             return super().quantize_impl(tensor)
         decodes = self.columnwise_usage and self.columnwise_source == "rowwise_dequantized"
         row = column = None
@@ -352,8 +361,6 @@ class HybridQuantizer(Quantizer):
     def _joined(self, row: Any, column: Any, tensor: Tensor) -> HybridQuantizedTensor:
         """One tensor of the rowwise operand of the one and the columnwise operand of the other, without a copy."""
         held = {d: made for d, made in zip(DIRECTIONS, (row, column), strict=True) if made is not None}
-        if not held:
-            raise UserError("HybridQuantizer: neither usage is set; set_usage() of a direction that is read")
         either = row if column is None else column
         formats = [getattr(held.get(direction, either).quantizer, direction) for direction in DIRECTIONS]
         content, shape = OneMatrix.of(tuple(tensor.shape))

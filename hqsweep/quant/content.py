@@ -24,7 +24,7 @@ MemberShapes = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class OneMatrix:
-    """A tensor [..., cols] as one matrix, with leading axes folded."""
+    """A tensor [..., cols] as one matrix, with leading axes folded. A tensor of one axis or of none is one row."""
 
     matrix: tuple[int, int]
     splits: ClassVar[None] = None
@@ -32,10 +32,8 @@ class OneMatrix:
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> tuple[Self, Sequence[int]]:
-        """Return the content of a tensor with this shape, and the shape. UserError for fewer than two axes."""
-        if len(shape) < 2:
-            raise UserError(f"a quantized tensor has two axes or more, not the shape {tuple(shape)}")
-        return cls(matrix=(torch.Size(shape[:-1]).numel(), shape[-1])), shape
+        """Return the content of a tensor with this shape, and the shape."""
+        return cls(matrix=(torch.Size(shape[:-1]).numel(), shape[-1] if len(shape) else 1)), shape
 
     @classmethod
     def parse(cls, described: Mapping[str, Any]) -> Self:
@@ -61,7 +59,7 @@ class OneMatrix:
         return (self.matrix,)
 
     def empty_shape(self, size: Sequence[int]) -> Sequence[int] | None:
-        """Return empty()'s argument for a tensor of this size; None if this content cannot have the size."""
+        """Return empty()'s argument for a tensor of this size; None if a plain tensor is meant, of fewer axes."""
         return size if len(size) >= 2 else None
 
     def shape(self, direction: str) -> tuple[int, int]:

@@ -137,16 +137,24 @@ class HybridQuantizedTensor(Directions, TensorProtocol):
         return self
 
     def quantize_(
-        self, x: Tensor | Sequence[Tensor], *, key: RngKey | None = None, group: ProcessGroup | None = None
+        self,
+        x: Tensor | Sequence[Tensor],
+        *,
+        key: RngKey | None = None,
+        group: ProcessGroup | None = None,
+        noop_flag: Tensor | None = None,
     ) -> Self:
         """Overwrite the held directions in place with the quantized form of x, and return self.
 
         x: of self's shape, in any floating dtype; for a group also one tensor per member. key: stream of +sr; default:
         the last key's next step. A shard takes its own part of x. group: the process group whose ranks hold the whole
-        and all make this call (quantize_shards_); default: the group that gathers the shard.
+        and all make this call (quantize_shards_); default: the group that gathers the shard. noop_flag: a number [1];
+        nothing is written unless it is 0, for which the host waits.
         UserError for another shape, +sr without any key, a part that shares its scale with a whole, and a shard without
         group.
         """
+        if noop_flag is not None and noop_flag.item():
+            return self
         if self.metadata.place is not None:
             group = group or (self.sharding and self.sharding.group)
             quantize_shards_([self], [x], [key], group)
@@ -204,7 +212,7 @@ class HybridQuantizedTensor(Directions, TensorProtocol):
     def copies(self, operands: Any) -> list[tuple[Tensor, Tensor]]:
         """Return (own buffer, source buffer) pairs for write_()."""
         stored = self.metadata.stored
-        return [tuple(getattr(x, direction).buffers[name] for x in (self, operands)) for direction, name in stored]
+        return [(self.held(d).buffers[name], getattr(operands, d).buffers[name]) for d, name in stored]
 
     def check_writable(self) -> None:
         """Raise UserError for a part whose scale belongs to the whole tensor."""
@@ -224,6 +232,7 @@ class HybridQuantizedTensor(Directions, TensorProtocol):
 
     def hold(self, buffers: Mapping[str, Tensor]) -> None:
         """Take these tensors as the buffers of both operands, by name. Existing views keep the old buffers."""
+        self.alone = {}
         for name, buffer in buffers.items():
             setattr(self, name, buffer)  # __tensor_flatten__ names these attributes
         for direction in DIRECTIONS:
@@ -257,7 +266,7 @@ class HybridQuantizedTensor(Directions, TensorProtocol):
     @property
     def buffers(self) -> dict[str, Tensor]:
         """Every held tensor by name, such as "rowwise_q"; no copies."""
-        held = {f"{d}_{name}": getattr(self, d).buffers[name] for d, name in self.metadata.stored}
+        held = {f"{d}_{name}": self.held(d).buffers[name] for d, name in self.metadata.stored}
         preserved = self.high_precision_init_val
         return held if preserved is None else {**held, INIT_VAL: preserved}
 
@@ -287,7 +296,7 @@ class HybridQuantizedTensor(Directions, TensorProtocol):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         words = [str(list(self.shape)), str(self.quantizer), f"dtype={self.dtype}", f"device={self.device}"]
-        words += [f"{direction}=None" for direction in DIRECTIONS if direction not in self.metadata.directions]
+        words += [f"{direction}=None" for direction, held in self.get_usages().items() if not held]
         words += ["requires_grad=True"] if self.requires_grad else []
         return f"{'Parameter of ' if isinstance(self, nn.Parameter) else ''}{type(self).__name__}({', '.join(words)})"
 
@@ -347,7 +356,9 @@ class _Dequantize(torch.autograd.Function):
         x.check_complete()
         if x.is_meta:
             return torch.empty(x.shape, dtype=dtype, device="meta")
-        x.ready("columnwise" if x.rowwise is None else "rowwise")
+        first = x.metadata.directions[0]
+        x.ready(first)
+        x.held(first)
         if x.rowwise is None and x.quantizer.columnwise.rht:
             raise UserError(
                 f"dequantize: columnwise {x.quantizer.columnwise} holds transformed values; keep rowwise too"

@@ -187,6 +187,8 @@ def _slice(
 def _matrix_axis(x: HybridQuantizedTensor, dim: int) -> int:
     """Return 0 for rows, 1 for columns of the encoded matrix."""
     dim, cols = dim % x.dim(), x.metadata.matrix[1]
+    if x.shape == (cols,):
+        return 1
     if x.shape[-1] != cols or dim not in (0, x.dim() - 1) or x.dim() < 2:
         raise UserError(
             f"slice along axis {dim} of a quantized tensor of shape {tuple(x.shape)}; its first and last axis can be"
@@ -199,8 +201,10 @@ def _matrix_axis(x: HybridQuantizedTensor, dim: int) -> int:
 def _split(x: HybridQuantizedTensor, size: int, dim: int = 0) -> list[HybridQuantizedTensor]:
     """Return the parts along the first or last axis as shards, which may cut blocks.
 
-    A shard's buffers are views of all entries that its rows, or columns, read.
+    A shard's buffers are views of all entries that its rows, or columns, read. Parts of one row are slices.
     """
+    if x.dim() == 1 and size:
+        return [_slice(x, dim, start, start + size) for start in range(0, len(x), size)]
     cut = Cut.of(x.metadata, x.shape, size, dim)
     _matrix_axis(x, dim)  # refuses inner axes
     starts = range(0, max(x.shape[dim], 1), max(size, 1))

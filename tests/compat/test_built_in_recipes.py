@@ -126,7 +126,7 @@ def test_options_reach_the_formats_of_tensors(recipe, expected):
         (lambda: Float8BlockScaling(fp8_gemm_fprop=MMParams(False)), "fp8_gemm_fprop=MMParams"),
         (lambda: NVFP4BlockScaling(nvfp4_4over6="all"), "without the Hadamard transform; give disable_rht=True"),
         (lambda: NVFP4BlockScaling(nvfp4_4over6="some"), "nvfp4_4over6 is 'some'; it takes none or weights or"),
-        (lambda: NVFP4BlockScaling(row_scaled_activation=True), "disable_rht=True, and a backward_override"),
+        (lambda: NVFP4BlockScaling(row_scaled_activation=True).entered(), "disable_rht=True, and a backward_override"),
         (lambda: NVFP4BlockScaling(fp8_format=Format.HYBRID), "fp8_format is Format.HYBRID; it takes Format.E4M3"),
         (lambda: NVFP4BlockScaling(nvfp4_4over6_err_mode="max"), "nvfp4_4over6_err_mode is 'max'; it takes MAE or MSE"),
     ],
@@ -171,6 +171,16 @@ def test_backward_override_computes_gradients_from_unrounded_or_decoded_operands
     assert torch.equal(module.weight.grad, (dy.float().t() @ operands[0].float()).bfloat16())
 
 
+def test_a_recipe_of_nvfp4_says_how_it_quantizes_each_kind_of_tensor():
+    recipe = NVFP4BlockScaling(disable_2d_quantization=True)
+    assert recipe.fp4_quant_fwd_inp == compat.QParams(random_hadamard_transform=True)
+    assert recipe.fp4_quant_fwd_weight == compat.QParams()
+    assert recipe.fp4_quant_bwd_grad == compat.QParams(random_hadamard_transform=True, stochastic_rounding=True)
+    assert NVFP4BlockScaling(disable_rht=True).fp4_quant_fwd_weight == compat.QParams(fp4_2d_quantization=True)
+    with pytest.raises(AttributeError, match="has no attribute 'fp4_quant_fwd_inp'"):
+        _ = MXFP8BlockScaling().fp4_quant_fwd_inp
+
+
 def test_recipes_are_frozen_values():
     recipe = MXFP8BlockScaling(backward_override="dequantized")
     for twin in (pickle.loads(pickle.dumps(recipe)), copy.deepcopy(recipe)):
@@ -179,6 +189,9 @@ def test_recipes_are_frozen_values():
     assert recipe != MXFP8BlockScaling() and repr(recipe).startswith("MXFP8BlockScaling(margin=0, ")
     with pytest.raises(UserError, match="MXFP8BlockScaling: margin cannot be assigned; build another recipe"):
         recipe.margin = 1
+    recipe.margin = 0
+    recipe.backward_override = "dequantized"
+    assert "margin" not in vars(recipe)
     with pytest.raises(AttributeError, match="MXFP8BlockScaling has no attribute 'marign'"):
         recipe.marign  # noqa: B018
     module = compat.Linear(64, 96)

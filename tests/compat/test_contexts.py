@@ -35,6 +35,24 @@ def test_fp8_model_init_holds_weights():
         assert isinstance(compat.Linear(64, 96).weight, compat.MXFP8Tensor)
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current", "nvfp4|mxfp8"])
+def test_masters_are_written_and_processed_by_their_arguments(recipe):
+    with compat.quantized_model_init(recipe={"input": recipe, "weight": recipe, "grad_output": "bf16"}):
+        weight, other = compat.Linear(64, 96).weight, compat.Linear(64, 96).weight
+    master = draw("normal", 96, 64).float()
+    compat.quantize_master_weights([weight], [master.view(-1)], [0], None)
+    compat.post_all_gather_processing([weight])
+    assert torch.equal(
+        weight.dequantize(), compat.HybridQuantizedTensor.quantize(master, weight.quantizer).dequantize()
+    )
+    compat.quantize_master_weights([weight], [2 * master.view(-1)], [0], None, [other])
+    assert other.dequantize().abs().amax() > 1.5 * weight.dequantize().abs().amax()
+    compat.replace_raw_data(weight, torch.empty(weight._rowwise_data.nbytes, dtype=torch.uint8))
+    if recipe == "nvfp4|mxfp8":
+        with pytest.raises(UserError, match="does not follow from its rowwise codes"):
+            compat.post_all_gather_processing([weight])
+
+
 @pytest.mark.parametrize("name", AVAILABLE)
 def test_every_format_is_available(name):
     asked = getattr(compat, f"is_{name}_available")

@@ -94,6 +94,21 @@ def test_what_is_written_has_their_shapes_and_names(kind, theirs):
     assert state["extra_fp8_variables"] == {"fp8_checkpoint": True, "num_gemms": forward // 3}
 
 
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_a_module_shows_its_histories_as_fp8_meta(kind):
+    module = BUILT[kind]()
+    assert module.fp8_meta == {}
+    for number in range(2):
+        step(module, number)
+    meta, columns = module.fp8_meta, COLUMNS[kind]
+    assert (meta["num_gemms"], meta["scaling_bwd"].amax_history.shape) == (columns[0] // 3, (4, columns[1]))
+    fresh = BUILT[kind]()
+    fresh.load_state_dict(transformer_engine_state_dict(module))
+    for which in ("scaling_fwd", "scaling_bwd"):
+        assert torch.equal(fresh.fp8_meta[which].amax_history, meta[which].amax_history)
+        assert meta[which].amax_history[2:, 0].all()
+
+
 def test_a_state_of_theirs_gives_amaxes_and_scales(theirs):
     recipe = theirs.DelayedScaling()
     recipe.__dict__ |= {"margin": 1, "fp8_format": theirs.Format((448.0, 57344.0)), "amax_history_len": 4}

@@ -248,3 +248,14 @@ def test_held_weights_have_these_names_too():
     with compat.quantized_model_init(recipe="mxfp8"):
         module = compat.Linear(64, 96)
     assert isinstance(module.weight, compat.MXFP8Tensor) and not isinstance(module.bias, compat.QuantizedTensor)
+
+
+@pytest.mark.parametrize("text", MAKE)
+def test_a_tensor_knows_a_copy_of_its_quantizer(text):
+    quantizer = MAKE[text]()
+    made = quantizer(values()), quantizer.make_empty((64, 128), device="cpu")
+    quantizer.set_usage(rowwise=False)
+    for tensor in made:
+        own = tensor._quantizer
+        assert type(own) is type(quantizer) and own.rowwise_usage and str(own) == str(quantizer)
+        assert tensor.detach()._quantizer == tensor.quantizer

@@ -150,7 +150,7 @@ def test_every_option_reaches_the_format(make, text):
         (lambda: NVFP4Quantizer(row_scaled_nvfp4=True)(torch.ones(16, 16)), "row_scaled is for rowwise operands only"),
         (lambda: scaled(1.0).update_quantized(torch.ones(16, 16), ONE(torch.ones(16, 16))),
          "Float8Quantizer cannot update a HybridQuantizedTensor"),
-        (lambda: scaled(1.0)(torch.ones(16, 16)).copy_(torch.ones(16, 16)), "fp8_delayed"),
+        (lambda: scaled(1.0)(torch.ones(16, 16)).clone().copy_(torch.ones(16, 16)), "fp8_delayed"),
     ],
 )  # fmt: skip
 def test_what_would_change_a_number_and_is_not_here_is_refused(make, message):
@@ -186,6 +186,17 @@ def test_float8_quantizer_multiplies_by_its_scale_and_writes_the_amax(dtype, tor
     quantizer.update_quantized(x, tensor)
     assert torch.equal(tensor.dequantize(), (x * 2).to(torch_dtype).float() / 2)
     assert isinstance(tensor, compat.Float8Tensor) and not quantizer.is_requantization_safe()
+
+
+@pytest.mark.parametrize("write", [torch.Tensor.copy_, lambda tensor, x: tensor.quantize_(x)])
+def test_a_scaled_tensor_is_written_under_the_present_scale(write):
+    quantizer, x = scaled(3.0), torch.linspace(-2, 2, 21)
+    tensor = quantizer(torch.ones(21))
+    quantizer.scale.fill_(1.5)
+    write(tensor, x)
+    assert torch.equal(tensor.dequantize(), scaled(1.5)(x).dequantize()) and quantizer.amax == 2
+    tensor.quantize_(torch.zeros(21), noop_flag=torch.ones(1))
+    assert tensor._scale_inv == torch.tensor([1 / 1.5]) and tensor.dequantize().any()
 
 
 def test_float8_quantizer_quantizes_a_slot_under_its_scale():

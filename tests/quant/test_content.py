@@ -62,7 +62,9 @@ def test_one_matrix_is_not_written_from_many_tensors():
 def test_shapes_that_no_format_holds_are_refused_with_the_member():
     with pytest.raises(UserError, match=r"^expert 1: "):
         ManyMatrices.of([(32, 64), (32, 8)])[0].check(parse("nvfp4"), "rowwise")
-    with pytest.raises(UserError, match="two axes or more"):
-        OneMatrix.of((32,))
     with pytest.raises(UserError, match="experts, rows, columns"):
         ManyMatrices.of((32, 64))
+
+
+def test_fewer_axes_are_one_row():
+    assert [OneMatrix.of(shape)[0].matrix for shape in ((), (7,), (2, 3, 7))] == [(1, 1), (1, 7), (6, 7)]
