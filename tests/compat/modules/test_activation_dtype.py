@@ -199,9 +199,9 @@ def test_held_weights_are_quantized_from_values_in_params_dtype_and_take_any_act
             with quantized_model_init(enabled=held, recipe="mxfp8"):
                 modules.append(KINDS[kind][0](params_dtype=params, init_method=drawn))
         held, plain = modules
-        values = plain.first_weight.detach()
+        values = plain.weights[0].detach()
         assert values.dtype is params and torch.equal(values, own_values(values))
-        assert torch.equal(held.first_weight.dequantize().double(), quantized(values).double())
+        assert torch.equal(held.weights[0].dequantize().double(), quantized(values).double())
         got, expected = (passed(module, dtype, autocast(recipe="mxfp8")) for module in modules)
         assert got["y"].dtype is got["dx"].dtype is dtype
         if dtype in (params, torch.float32):

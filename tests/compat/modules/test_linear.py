@@ -96,13 +96,13 @@ def test_gradients_of_weights_wait_for_backward_dw(kind, recipe, fused):
     now = built(kind, fuse_wgrad_accumulation=fused)
     xs = [rows(seed) for seed in (1, 2)]
     for module in (late, now):
-        for weight in module.weights_of_later():
+        for weight in module.weights:
             weight.main_grad = torch.zeros_like(weight)
         for x in xs:
             with autocast(enabled=recipe is not None, recipe=recipe):
                 call(module, x).square().sum().backward()
     assert late.need_backward_dw() and not now.need_backward_dw()
-    gradients = [weight.grad for weight in late.weights_of_later()]
+    gradients = [weight.grad for weight in late.weights]
     assert gradients == [None] * len(gradients)
     for _ in range(3):  # one more than waits
         late.backward_dw()
