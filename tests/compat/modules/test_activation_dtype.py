@@ -257,8 +257,8 @@ HELD = {
 def test_a_weight_in_another_dtype_keeps_its_states(kind):
     """So that it can be written before the first call."""
     with quantized_model_init(recipe=DELAYED):
-        module = HELD[kind](torch.bfloat16)
-    for module in (module, module.half()):
+        built = HELD[kind](torch.bfloat16)
+    for module in (built, built.half()):
         weight = next(p for name, p in module.named_parameters() if "weight" in name)
         with torch.no_grad():
             weight.copy_(torch.full_like(weight, 3.0))
