@@ -352,6 +352,11 @@ class _Dequantize(torch.autograd.Function):
             raise UserError(
                 f"dequantize: columnwise {x.quantizer.columnwise} holds transformed values; keep rowwise too"
             )
+        if x.rowwise is not None and x.quantizer.rowwise.rht:
+            raise UserError(
+                f"dequantize: rowwise {x.quantizer.rowwise} holds transformed values; a tensor held as codes takes a"
+                " rowwise format without +rht"
+            )
         return x.metadata.decode(x.rowwise, x.columnwise, dtype).view(x.shape)
 
     @staticmethod
