@@ -55,6 +55,14 @@ class TakesKeys(nn.Module):
                 raise
         return reduce(getattr, own.split("."), self)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign, also by TransformerEngine's name, such as layer_norm_weight."""
+        *path, own = self.KEYS.get(name, name).split(".")
+        if path:
+            setattr(reduce(getattr, path, self), own, value)
+        else:
+            super().__setattr__(name, value)
+
     def _rows_of(self, part: str, whole: Tensor | None) -> Tensor | None:
         sizes = list(self.split.values())
         index = list(self.split).index(part)

@@ -37,6 +37,9 @@ def implements(*operators: Any) -> Callable[[Callable], Callable]:
 def dispatch(cls: type, func: Any, args: tuple, kwargs: dict) -> Any:
     """Return the result of an operator with at least one argument of type cls."""
     if args and isinstance(args[0], cls):
+        if torch.is_inference_mode_enabled() and not args[0].is_inference():  # autograd counts writes of its views
+            with torch.inference_mode(False), torch.no_grad():
+                return dispatch(cls, func, args, kwargs)
         handler = args[0].handlers.get(func) or HANDLERS.get(func)
         if handler:
             return handler(*args, **kwargs)

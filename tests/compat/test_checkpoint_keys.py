@@ -236,3 +236,15 @@ def test_states_that_are_of_no_linear_are_left_out_which_a_warning_says():
     with pytest.warns(UserWarning, match="states of delayed scaling are left out; they begin anew there"):
         state = transformer_engine_state_dict(module)
     assert set(state) == {"weight"}
+
+
+def test_a_parameter_is_assigned_by_its_name_there():
+    module = compat.LayerNormMLP(64, 96)
+    own = {"layer_norm_weight": module.fc1.norm, "fc1_weight": module.fc1, "fc2_bias": module.fc2}
+    for name, part in own.items():
+        given = nn.Parameter(torch.rand_like(getattr(module, name)))
+        setattr(module, name, given)
+        assert getattr(module, name) is getattr(part, name.rpartition("_")[2]) is given
+    assert len(list(module.parameters())) == 6
+    module.note = 1
+    assert module.note == 1 and compat.Linear(64, 96).weight is not None

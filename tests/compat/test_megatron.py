@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from support.parallel import megatron_ranks
+from support.parallel import megatron_gpt, megatron_ranks
 from support.ranks import run_ranks
 
 from hqsweep.compat.megatron import adapt_megatron
@@ -37,6 +37,25 @@ def test_a_buffer_of_values_for_held_weights_is_refused(every):
         "adapt_megatron: reuse_grad_buf_for_mxfp8_param_ag is for TransformerEngine's MXFP8 weights; leave it out for"
         " weights that are held in mxfp8"
     }
+
+
+@pytest.mark.feature("F132")
+@pytest.mark.slow
+def test_megatrons_own_gpt_trains_as_in_one_process():
+    """20 steps over two ranks, quantized and plain: losses and bytes of one process, and the loss falls alike."""
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    every = run_ranks(megatron_gpt.RANKS, megatron_gpt.run)
+    ends = {}
+    for recipe in megatron_gpt.RECIPES:
+        for rank, of_rank in enumerate(every):
+            (losses, weights), (expected, whole) = of_rank[recipe]
+            assert torch.equal(torch.stack(losses), torch.stack([of_step[rank] for of_step in expected])), recipe
+            assert [name for name in whole if not torch.equal(weights[name], whole[name])] == [], recipe
+        means = torch.stack([torch.stack(of_rank[recipe][0][0]) for of_rank in every]).mean(0)
+        assert len(means) == 20 and means[-1] < 0.7 * means[0], recipe
+        ends[recipe] = means[-1]
+    plain = ends.pop(megatron_gpt.PLAIN)
+    assert all(0 < (end - plain).abs() < 0.05 * plain for end in ends.values())
 
 
 def test_without_megatron_it_says_what_to_install(monkeypatch):

@@ -4,7 +4,10 @@ import re
 import textwrap
 from pathlib import Path
 
+import torch
+
 from hqsweep import compat
+from hqsweep.compat.ops import fuser
 
 PAGE = (Path(__file__).parents[2] / "docs" / "transformer_engine.md").read_text()
 CODE = re.findall(r"`([^`]+)`", PAGE)
@@ -30,6 +33,15 @@ def test_the_examples_of_operations_run():
     for block in blocks:
         exec(compile(textwrap.dedent(block), "transformer_engine.md", "exec"), names)
     assert len(blocks) == 4 and names["y"].shape == (32, 64) and names["residual"].shape == (32, 64)
+
+
+def test_the_example_of_a_fusion_runs(monkeypatch):
+    monkeypatch.setattr(fuser, "_REGISTERED", {"forward_backward": [], "forward": [], "backward": []})
+    section = PAGE[PAGE.index("A registered function replaces") : PAGE.index("Without `fuser_backward`")]
+    (block,) = re.findall(r"(?:^ {4}.*\n|^\n(?= {4}))+", section, re.M)
+    names = {"te": compat, "torch": torch}
+    exec(compile(textwrap.dedent(block), "transformer_engine.md", "exec"), names)
+    assert [type(op).__name__ for op in names["y"].grad_fn.call.stretch.ops] == ["BasicLinear", "SiLU"]
 
 
 def test_every_operation_is_on_the_page():

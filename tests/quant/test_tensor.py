@@ -175,6 +175,19 @@ def test_random_bits_follow_the_key_and_each_write_draws_new_ones():
     assert quantized("mxfp8")[1].metadata.key is None  # draws nothing
 
 
+def test_inference_mode_views_a_tensor_that_was_made_outside():
+    _, w = quantized("mxfp8")
+    with torch.inference_mode():
+        views = w.detach(), w.view(64, -1), w.t()
+        own = quantized("mxfp8")[1].detach()
+    assert [view.is_inference() for view in (*views, own)] == [False, False, False, True]
+    assert not any(view.requires_grad for view in views)
+    assert torch.equal(views[0].dequantize(), w.dequantize()) and torch.equal(views[2], w.dequantize().t())
+    with torch.no_grad():
+        w.zero_()
+    assert not views[1].dequantize().any()
+
+
 def test_deepcopy_of_a_module_is_whole_and_apart():
     _, w = quantized("nvfp4|mxfp8", preserve_high_precision_init_val=True)
     module = nn.Linear(96, 128)

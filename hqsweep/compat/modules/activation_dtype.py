@@ -5,21 +5,24 @@ the dtype of torch.autocast inside one; parameters keep theirs. "bf16" in a reci
 it stands for the dtype of the call, unless a quantizer asks for bfloat16 by name.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Format, Identity
+from hqsweep.nn.core.context import Context
 from hqsweep.nn.core.model_init import held_in
+from hqsweep.nn.core.parameter import link_states
 from hqsweep.nn.core.products import in_autocast
 from hqsweep.nn.linear.linear import LinearBase
 from hqsweep.ops.quantize.kernels import in_dtype
 from hqsweep.parallel.wire.local import local as stored
+from hqsweep.quant.delayed import FIRST_TURN
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.sections import LinearQuantizers, slots
@@ -74,6 +77,12 @@ def _format_in(format: Format, dtype: torch.dtype) -> Format:
     return FORMATS[dtype] if format == BF16 and dtype is not torch.bfloat16 else format
 
 
+def _with_turn(context: Context) -> Context:
+    """The context of a call with a weight in fp8_delayed. Outside of autocast and of steps the call quantizes nothing,
+    so that any number may stand for its step."""
+    return context if context.step is not None or context.turn is not None else replace(context, turn=FIRST_TURN)
+
+
 @contextmanager
 def built_in(dtype: torch.dtype) -> Iterator[None]:
     """Build held quantized weights inside from values in dtype, by quantizer_in()."""
@@ -98,20 +107,26 @@ class InActivationDtype(LinearBase):
         if dtype is not self.dtype:
             self.dtype = dtype
 
-    @property
-    def first_weight(self) -> Tensor:
-        """Its weight, or the first one of several matrices."""
-        return self.weight
+    weights: Sequence[Tensor]
+    """The weight of a linear, or the weights of experts."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        link_states(self.weights, self.states)  # which a weight in another dtype, or on another device, has lost
+        return self
 
     def active_quantizers(self) -> LinearQuantizers:
         return self._in_dtype(super().active_quantizers())
 
     def call_facts(self) -> dict[str, Any]:
         facts = super().call_facts()
+        held = stored(self.weights[0])
+        if isinstance(held, HybridQuantizedTensor) and held.quantizer.delayed:
+            facts["context"] = _with_turn(facts["context"])
         return facts | {"quantizers": self._in_dtype(facts["quantizers"])}
 
     def _in_dtype(self, section: LinearQuantizers) -> LinearQuantizers:
-        weight = stored(self.first_weight)
+        weight = stored(self.weights[0])
         held = weight.quantizer if isinstance(weight, HybridQuantizedTensor) else None
         if held is None and self.dtype is torch.bfloat16:
             return section

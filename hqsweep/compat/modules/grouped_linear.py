@@ -15,7 +15,6 @@ from hqsweep.compat.signatures import GROUPED_LINEAR, OF_GROUPED_CALL
 from hqsweep.errors import UserError
 from hqsweep.nn.core.context import high_precision
 from hqsweep.nn.core.options import GroupedLinearOptions
-from hqsweep.nn.core.parameter import link_states
 from hqsweep.nn.experts.grouped import ExpertParameters
 from hqsweep.nn.experts.grouped_linear import GroupedLinear as _GroupedLinear
 from hqsweep.parallel.shared.call import LinearShare
@@ -96,9 +95,6 @@ class GroupedLinear(LaterGradients, TakesKeys, InActivationDtype, _GroupedLinear
     def products(self) -> Sequence[str]:
         return [f"states.{expert}." for expert in range(self.num_experts)]
 
-    def weights_of_later(self) -> Sequence[Tensor]:
-        return self.weights
-
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Draw the weights again, and zero the biases. defer_init: do nothing."""
         if defer_init:
@@ -119,15 +115,9 @@ class GroupedLinear(LaterGradients, TakesKeys, InActivationDtype, _GroupedLinear
         rank = 0 if self.parallel is None else self.parallel.group.rank()
         wholes = (drawn_whole(self._draw, *self._whole, self.weight_dtype) for _ in range(self.num_experts))
         parts = [part_of(whole, self._mode, rank, self._ranks) for whole in wholes]
-        link_states(self.weights, self.states)  # which weights in another dtype have lost
         for weight, values in zip(self.weights, [parts] if self.single_grouped_weight else parts, strict=True):
             link_part(self.name, weight, self._share)
             write_part(weight, torch.stack(values) if self.single_grouped_weight else values)
-
-    @property
-    def first_weight(self) -> Tensor:
-        """The first of its weights, or the one of all."""
-        return self.weights[0]
 
     @property
     def num_gemms(self) -> int:

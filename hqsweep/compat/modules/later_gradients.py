@@ -1,7 +1,7 @@
 """Gradients of weights that wait for a call of their own: delay_wgrad_compute and backward_dw()."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,13 +35,9 @@ class LaterGradients:
         `main_grad`. Without delay_wgrad_compute, or if none waits, nothing is done. Gradients of biases do not wait."""
         if not self.waiting:
             return
-        for weight, gradient in zip(self.weights_of_later(), self.waiting.popleft()(), strict=True):
+        for weight, gradient in zip(self.weights, self.waiting.popleft()(), strict=True):
             if gradient is not None:
                 weight.grad = gradient if weight.grad is None else weight.grad + gradient
-
-    def weights_of_later(self) -> Sequence[Tensor]:
-        """The parameters that get the gradients."""
-        return [self.weight]
 
     def linear_facts(self) -> dict[str, Any]:
         """The fields of a LinearCall, as they are now."""

@@ -1,6 +1,6 @@
 """transformer_engine.pytorch.Linear and LayerNormLinear by their names, and what they share."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,12 +16,12 @@ from hqsweep.errors import UserError
 from hqsweep.nn.core.call import NOTHING, KnownInput, LinearCall
 from hqsweep.nn.core.context import high_precision
 from hqsweep.nn.core.options import LayerNormLinearOptions, LinearOptions
-from hqsweep.nn.core.parameter import link_states
 from hqsweep.nn.core.residual import Branch
 from hqsweep.nn.layers.norm import Norm
 from hqsweep.nn.linear.layernorm_linear import LayerNormLinear as _LayerNormLinear
 from hqsweep.nn.linear.linear import Linear as _Linear
 from hqsweep.nn.linear.linear import linear_product
+from hqsweep.ops.quantize.kernels import in_dtype
 from hqsweep.parallel.shared.linear import TensorParallel
 
 TOKENS = 0
@@ -35,6 +35,10 @@ class SharedLinear(LaterGradients, TakesKeys, InActivationDtype):
     pieces: int = 1
     """The number of equal matrices in the weight, one below the other. A rank has its part of each."""
     return_bias = False
+
+    @property
+    def weights(self) -> Sequence[Tensor]:
+        return [self.weight]
 
     def _build(
         self,
@@ -135,7 +139,6 @@ class SharedLinear(LaterGradients, TakesKeys, InActivationDtype):
         """This rank's part of a weight that every rank draws whole."""
         whole = drawn_whole(self._draw, *self._whole, self.weight.dtype)
         link_part(self.name, self.weight, self.parallel)
-        link_states([self.weight], self.states)  # which a weight in another dtype has lost
         write_part(self.weight, part_of(whole, self._mode, rank, self._ranks, self.pieces))
 
 
@@ -178,7 +181,7 @@ class CenteredNorm(Norm):
         nn.init.zeros_(self.weight)
 
     def quantized_weight(self) -> Tensor:
-        return super().quantized_weight() + 1
+        return centered_gain(super().quantized_weight())
 
     def reset_parameters(self) -> None:
         """Set the gain to one, the bias to zero."""
@@ -239,6 +242,11 @@ class LayerNormLinear(SharedLinear, _LayerNormLinear):
 
     def _added(self, x: Tensor, branch: Branch) -> tuple[Tensor, Tensor]:
         return super()._added(self.take(x), branch)
+
+
+def centered_gain(weight: Tensor) -> Tensor:
+    """1 + weight, in float32 for a weight in any dtype."""
+    return in_dtype(weight, torch.float32) + 1
 
 
 def centered(norm: Norm, width: int) -> CenteredNorm:

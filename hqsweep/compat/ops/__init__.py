@@ -23,10 +23,18 @@ from hqsweep.compat.ops.activations import (
     SwiGLU,
 )
 from hqsweep.compat.ops.basic_linear import BasicLinear, Bias
+from hqsweep.compat.ops.fuser import (
+    FusedOperation,
+    OperationFuser,
+    register_backward_fusion,
+    register_forward_backward_fusion,
+    register_forward_fusion,
+)
 from hqsweep.compat.ops.grouped_linear import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, GroupedLinear
 from hqsweep.compat.ops.norms import L2Normalization, LayerNorm, RMSNorm
-from hqsweep.compat.ops.op import BasicOperation, FusibleOperation, OperationContext
-from hqsweep.compat.ops.sequential import FusedOperation, Linear, OperationFuser, Sequential
+from hqsweep.compat.ops.op import BasicOperation, FusibleOperation
+from hqsweep.compat.ops.passes import OperationContext
+from hqsweep.compat.ops.sequential import Linear, Sequential
 from hqsweep.compat.ops.tensors import (
     AddExtraInput,
     ConstantScale,
@@ -77,4 +85,7 @@ __all__ = [
     "SiLU",
     "SiTUGLU",
     "SwiGLU",
+    "register_backward_fusion",
+    "register_forward_backward_fusion",
+    "register_forward_fusion",
 ]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hqsweep.compat.arguments import flag
 from hqsweep.compat.modules.activation_dtype import activations
-from hqsweep.compat.modules.activations import activation_of, clamped_swiglu, srelu
+from hqsweep.compat.modules.activations import activation_of, clamped_swiglu
 from hqsweep.compat.ops.op import BasicOperation
 from hqsweep.compat.quantizers import DType, Float8CurrentScalingQuantizer
 from hqsweep.errors import UserError
@@ -163,79 +163,52 @@ class ClampedSwiGLU(Interleaved):
         return clamped_swiglu(x.float(), self.limit, self.alpha, self.glu_linear_offset)
 
 
-class Scaled(BasicOperation):
-    """Base of activations whose rows are multiplied by an extra input [...]."""
+class Scaled(Interleaved):
+    """Base of activations whose rows are multiplied by an extra input [...].
+
+    ValueError for activation_recompute_in_mlp, which only ScaledSReLU takes.
+    """
 
     num_extra_inputs = 1
+    recomputes = False
+    """Whether it takes activation_recompute_in_mlp, which has no effect."""
 
-    def __init__(self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False) -> None:
-        super().__init__()
-        if activation_recompute_in_mlp:
-            raise ValueError(f"{type(self).__name__} does not support activation recomputation in the fused MLP")
-        self.glu_interleave_size = glu_interleave_size
+    def __init__(
+        self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False, **options: Any
+    ) -> None:
+        kind = type(self).__name__
+        if activation_recompute_in_mlp and not self.recomputes:
+            raise ValueError(f"{kind} does not support activation recomputation in the fused MLP")
+        if "cache_quantized_input" in options:
+            raise TypeError(f"{kind} takes no cache_quantized_input")
+        super().__init__(glu_interleave_size=glu_interleave_size, **options)
+        self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
     def run(self, x: Tensor, scales: Tensor) -> Tensor:
         x = activations(type(self).__name__, x)
         y = self.activated(apart(x, self.glu_interleave_size).float())
         return in_dtype(y * scales.float().unsqueeze(-1), x.dtype)
 
-    def activated(self, x: Tensor) -> Tensor:
-        """The activation of x, in float32."""
-        raise NotImplementedError
 
-
-class ScaledSwiGLU(Scaled):
+class ScaledSwiGLU(Scaled, SwiGLU):
     """SwiGLU times the scale of the row."""
 
-    def activated(self, x: Tensor) -> Tensor:
-        return activation_of("ScaledSwiGLU", "swiglu", None)(x)
 
+class ScaledSReLU(Scaled, SReLU):
+    """relu(x)^2 times the scale of the row."""
 
-class ScaledSReLU(Scaled):
-    """relu(x)^2 times the scale of the row. activation_recompute_in_mlp has no effect."""
+    recomputes = True
 
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
-        super().__init__()
-        self.activation_recompute_in_mlp = activation_recompute_in_mlp
-
-    def activated(self, x: Tensor) -> Tensor:
-        return srelu(x)
+        super().__init__(activation_recompute_in_mlp=activation_recompute_in_mlp)
 
 
 class ScaledSiTUGLU(Scaled, SiTUGLU):
-    """SiTUGLU times the scale of the row."""
-
-    def __init__(
-        self,
-        glu_interleave_size: int | None = None,
-        *,
-        activation_recompute_in_mlp: bool = False,
-        beta1: float = 4.0,
-        beta2: float = 25.0,
-    ) -> None:
-        Scaled.__init__(self, activation_recompute_in_mlp=activation_recompute_in_mlp)
-        SiTUGLU.__init__(self, beta1=beta1, beta2=beta2, glu_interleave_size=glu_interleave_size)
-
-    run = Scaled.run
-    activated = SiTUGLU.activated
+    """SiTUGLU times the scale of the row, by its arguments."""
 
 
-class ScaledClampedQGeGLU(Scaled):
-    """ClampedSwiGLU times the scale of the row."""
-
-    def __init__(
-        self,
-        glu_interleave_size: int | None = None,
-        *,
-        activation_recompute_in_mlp: bool = False,
-        limit: float = 7.0,
-        alpha: float = 1.702,
-        glu_linear_offset: float = 1.0,
-    ) -> None:
-        super().__init__(glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp)
-        self.limit, self.alpha, self.glu_linear_offset = limit, alpha, glu_linear_offset
-
-    activated = ClampedSwiGLU.activated
+class ScaledClampedQGeGLU(Scaled, ClampedSwiGLU):
+    """ClampedSwiGLU times the scale of the row, by its arguments."""
 
 
 def apart(x: Tensor, size: int | None) -> Tensor:

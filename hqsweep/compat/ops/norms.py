@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hqsweep.compat.modules.activation_dtype import params_dtype
+from hqsweep.compat.modules.linear import centered_gain
 from hqsweep.compat.modules.norms import L2Normalization as _L2Normalization
 from hqsweep.compat.ops.op import BasicOperation, dtype_of
 from hqsweep.nn.core.context import high_precision
@@ -49,7 +50,7 @@ class NormOperation(BasicOperation, Norm):
 
     def quantized_weight(self) -> Tensor:
         weight = super().quantized_weight().flatten()
-        return weight + 1 if self.zero_centered_gamma else weight
+        return centered_gain(weight) if self.zero_centered_gamma else weight
 
     def _own_bias(self) -> Tensor | None:
         return None if self.bias is None else self.bias.flatten()

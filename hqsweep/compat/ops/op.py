@@ -1,16 +1,17 @@
 """The bases of fusible operations: what a Sequential runs, one after the other.
 
 An operation of this package is a function of torch in run(). A user's own BasicOperation has op_forward() and
-op_backward() with a context, as in TransformerEngine.
+op_backward() with a context, or fuser_forward() and fuser_backward(), as in TransformerEngine.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from hqsweep.compat.arguments import shown
+from hqsweep.compat.ops.passes import OperationContext, Stretch
 from hqsweep.errors import UserError
 from hqsweep.nn.core.products import in_autocast
 
@@ -18,19 +19,6 @@ from hqsweep.nn.core.products import in_autocast
 def dtype_of(x: Tensor, parameter: Tensor) -> torch.dtype:
     """The dtype of an operation with parameters: of these, or of torch.autocast."""
     return torch.get_autocast_dtype(x.device.type) if in_autocast(x.device) else parameter.dtype
-
-
-class OperationContext:
-    """What op_forward() keeps for op_backward()."""
-
-    def __init__(self, requires_grad: bool = True) -> None:
-        self.requires_grad = requires_grad
-        self.to_save: tuple[Tensor | None, ...] = ()
-        self.saved_tensors: tuple[Tensor | None, ...] = ()
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Keep tensors, which saved_tensors has in op_backward()."""
-        self.to_save = tensors
 
 
 class FusibleOperation(nn.Module):
@@ -45,6 +33,34 @@ class FusibleOperation(nn.Module):
     def parts(self) -> Sequence["BasicOperation"]:
         """The basic operations that it stands for, in order."""
         raise NotImplementedError
+
+    @property
+    def is_of_user(self) -> bool:
+        """Whether fuser_forward() and fuser_backward() compute it, in place of run()."""
+        raise NotImplementedError
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: Sequence[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        """y of input_, and the extra outputs of each basic operation. The quantizers are None."""
+        raise NotImplementedError(f"{type(self).__name__} has no fuser_forward()")
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: Sequence[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
+    ) -> tuple[Tensor, Sequence[Iterable[Tensor | None]], Sequence[Iterable[Tensor | None]]]:
+        """The gradients of input_, and of the parameters and the extra inputs of each basic operation."""
+        raise NotImplementedError(f"{type(self).__name__} has no fuser_backward()")
 
 
 class BasicOperation(FusibleOperation):
@@ -88,8 +104,8 @@ class BasicOperation(FusibleOperation):
             raise UserError(f"{kind}: channel is {shown(channel)}; it must be a non-empty string or None")
         if self.__dict__.get("_captured", False):
             raise RuntimeError(
-                f"Cannot change extra tensor channels of {kind}: a Sequential has already captured them; build new"
-                " operations"
+                f"Cannot change extra tensor channels of {kind}: a Sequential has already captured its channel routing;"
+                " build new operations"
             )
         self.channels.pop((side, index), None)
         if channel is not None:
@@ -104,9 +120,34 @@ class BasicOperation(FusibleOperation):
         """The roles of the tensors that it quantizes in "forward" or "backward"; None: none."""
         return None
 
+    @property
+    def is_of_user(self) -> bool:
+        return type(self).run is BasicOperation.run
+
     def run(self, x: Tensor, *extra_inputs: Tensor, **options: Any) -> Any:
-        """y, or (y, extra outputs): by default y of op_forward(), whose gradient op_backward() computes."""
-        return _OfContext.apply(x, self, options, *self.parameters())
+        """y, or (y, extra outputs): by default of fuser_forward(), whose gradients fuser_backward() computes."""
+        alone = [(self, [0])]
+        y, (extra,) = Stretch(ops=[self], forward=alone, backward=alone, sources={})(x, [extra_inputs], [options])
+        return (y, *extra) if extra else y
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: Sequence[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_kwargs: Sequence[dict[str, Any]],
+        **others: Any,
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        """y of op_forward(), and no extra outputs."""
+        quantizers = {name: others[name] for name in ("prev_op_grad_output_quantizer", "next_op_input_quantizer")}
+        return self.op_forward(basic_op_ctxs[0], input_, **quantizers, **basic_op_kwargs[0]), [()]
+
+    def fuser_backward(
+        self, basic_op_ctxs: Sequence[OperationContext], grad_output: Tensor, **_: Any
+    ) -> tuple[Tensor, Sequence[Iterable[Tensor | None]], Sequence[Iterable[Tensor | None]]]:
+        """The gradients of op_backward()."""
+        dx, gradients = self.op_backward(basic_op_ctxs[0], grad_output)
+        return dx, [gradients], [()]
 
     def op_forward(
         self,
@@ -132,21 +173,3 @@ class BasicOperation(FusibleOperation):
                 f"{type(self).__name__}: it takes {self.num_extra_inputs} extra inputs, and got {len(extra_inputs)}"
             )
         return self.run(input, *extra_inputs, **options)
-
-
-class _OfContext(torch.autograd.Function):
-    """A user's op_forward() and op_backward()."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, op: BasicOperation, options: Mapping[str, Any], *parameters: Tensor) -> Tensor:
-        ctx.context, ctx.op = OperationContext(any(ctx.needs_input_grad)), op
-        quantizers = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}
-        y = op.op_forward(ctx.context, x.detach(), **quantizers, **options)
-        ctx.save_for_backward(*ctx.context.to_save)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.context.saved_tensors = ctx.saved_tensors
-        dx, gradients = ctx.op.op_backward(ctx.context, dy)
-        return dx, None, None, *gradients

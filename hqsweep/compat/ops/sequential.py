@@ -1,20 +1,19 @@
-"""Sequential and OperationFuser: operations in order, with hqsweep's fused kernels where these take several of them.
+"""Sequential: operations and modules in order; and Linear, which is two operations. Both use hqsweep's kernels.
 
 Fused are: a norm with the product that reads it; a product with its bias; two products in bfloat16 with the GELU or
 SwiGLU between them, on a GPU. All results have the bytes of the operations one by one, but for a bias under
 torch.autocast, which is rounded to its dtype first.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-from hqsweep.compat.arguments import shown
 from hqsweep.compat.ops.activations import Activation
 from hqsweep.compat.ops.basic_linear import BasicLinear, Bias
+from hqsweep.compat.ops.fuser import FusedOperation, Kernel, OperationFuser
 from hqsweep.compat.ops.norms import NormOperation
 from hqsweep.compat.ops.op import BasicOperation, FusibleOperation, dtype_of
 from hqsweep.errors import UserError
@@ -23,85 +22,6 @@ from hqsweep.nn.linear.layernorm_linear import normed_for
 from hqsweep.nn.linear.mlp import joined, joins
 from hqsweep.ops.model.activation import INPUTS
 from hqsweep.ops.quantize.kernels import in_dtype
-
-Fusion = Callable[[Sequence[BasicOperation], Tensor], tuple[int, Any] | None]
-"""(operations from here on, x) -> how many it has computed and their y, or None if it does not take them."""
-
-
-class OperationFuser:
-    """Operations that are run one after the other. UserError for channels without a source, or with two."""
-
-    def __init__(self, ops: Sequence[FusibleOperation]) -> None:
-        self.ops = [part for op in ops for part in op.parts]
-        written: set[str] = set()
-        for op in self.ops:
-            op._captured = True
-            for (side, _), (channel, _) in op.channels.items():
-                if side == "input" and channel not in written:
-                    raise UserError(
-                        f"{type(op).__name__}: no operation before it, in the same fuser, has an extra output for"
-                        f" channel {channel!r}"
-                    )
-            for (side, _), (channel, _) in op.channels.items():
-                if side == "output" and channel in written:
-                    raise UserError(f"{type(op).__name__}: channel {channel!r} has two sources; give each its own")
-                written |= {channel} if side == "output" else set()
-        self.num_extra_inputs = sum(len(self._own_slots(op)) for op in self.ops)
-
-    @staticmethod
-    def _own_slots(op: BasicOperation) -> list[int]:
-        """The slots of extra inputs that the caller fills."""
-        return [index for index in range(op.num_extra_inputs) if ("input", index) not in op.channels]
-
-    def __call__(
-        self, x: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Sequence[Mapping[str, Any]] | None = None
-    ) -> Any:
-        """y, or (y, extra outputs of the caller). basic_op_kwargs: keyword arguments of each operation's call.
-
-        UserError for another number of extra inputs.
-        """
-        if len(extra_inputs) != self.num_extra_inputs:
-            raise UserError(f"the operations take {self.num_extra_inputs} extra inputs, and got {len(extra_inputs)}")
-        options = basic_op_kwargs or [{}] * len(self.ops)
-        ahead, channels, outputs, at = list(extra_inputs), {}, [], 0
-        while at < len(self.ops):
-            op = self.ops[at]
-            count, y = self._fused(at, x, options) if not (op.num_extra_inputs or op.num_extra_outputs) else (0, None)
-            if not count:
-                given = [self._input(op, index, channels, ahead) for index in range(op.num_extra_inputs)]
-                y, count = op.run(x, *given, **options[at]), 1
-                if op.num_extra_outputs:
-                    y, *extra = y
-                    outputs += self._delivered(op, extra, channels)
-            x, at = y, at + count
-        return (x, *outputs) if outputs else x
-
-    def _fused(self, at: int, x: Tensor, options: Sequence[Mapping[str, Any]]) -> tuple[int, Any]:
-        for fusion in FUSIONS:
-            found = fusion(self.ops[at:], x)
-            if found is not None and not any(options[at : at + found[0]]):
-                return found
-        return 0, None
-
-    @staticmethod
-    def _input(op: BasicOperation, index: int, channels: Mapping[str, Tensor], ahead: list[Tensor]) -> Tensor:
-        bound = op.channels.get(("input", index))
-        return ahead.pop(0) if bound is None else channels[bound[0]]
-
-    @staticmethod
-    def _delivered(op: BasicOperation, extra: Sequence[Tensor], channels: dict[str, Tensor]) -> list[Tensor]:
-        """Put extra outputs into their channels; the result has the outputs for the caller."""
-        if len(extra) != op.num_extra_outputs:
-            raise UserError(
-                f"{type(op).__name__}: run() returned {shown(extra)} as {op.num_extra_outputs} extra outputs"
-            )
-        of_caller = []
-        for index, value in enumerate(extra):
-            channel, to_caller = op.channels.get(("output", index), (None, True))
-            if channel is not None:
-                channels[channel] = value
-            of_caller += [value] if to_caller else []
-        return of_caller
 
 
 def _norm_and_product(ops: Sequence[BasicOperation], x: Tensor) -> tuple[int, Tensor] | None:
@@ -121,8 +41,12 @@ def _mlp(ops: Sequence[BasicOperation], x: Tensor) -> tuple[int, Tensor] | None:
     if len(ops) < 3 or not isinstance(ops[1], Activation) or not (_is_whole(ops[0]) and _is_whole(ops[2])):
         return None
     fc1, activation, fc2 = ops[:3]
-    plain = getattr(activation, "glu_interleave_size", None) is None and getattr(activation, "kind", None) in INPUTS
-    if not plain or fc1.waiting is not None or fc2.waiting is not None:
+    alone = not activation.num_extra_inputs and getattr(activation, "glu_interleave_size", None) is None
+    if (
+        not (alone and getattr(activation, "kind", None) in INPUTS)
+        or fc1.waiting is not None
+        or fc2.waiting is not None
+    ):
         return None
     x = fc1.take(in_dtype(x, dtype_of(x, fc1.weight)))
     fc2.set_dtype(x.dtype)
@@ -148,30 +72,8 @@ def _product(ops: Sequence[BasicOperation], x: Tensor, known: Any, before: int) 
     return before + 1 + biased, y
 
 
-FUSIONS: tuple[Fusion, ...] = (_mlp, _norm_and_product, _with_bias)
+KERNELS: tuple[Kernel, ...] = (_mlp, _norm_and_product, _with_bias)
 """What is tried at each operation, in this order."""
-
-
-class FusedOperation(FusibleOperation):
-    """Several basic operations in one. It has no parameters of its own."""
-
-    def __init__(self, basic_ops: Iterable[FusibleOperation]) -> None:
-        super().__init__()
-        self.basic_ops = nn.ModuleList(basic_ops)
-        if not self.basic_ops:
-            raise UserError(f"{type(self).__name__}: there are no basic operations")
-
-    @property
-    def is_fused_op(self) -> bool:
-        return True
-
-    @property
-    def parts(self) -> Sequence[BasicOperation]:
-        return [part for op in self.basic_ops for part in op.parts]
-
-    def forward(self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Any = None) -> Any:
-        """The operations by themselves."""
-        return OperationFuser([self])(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
 
 
 class Linear(FusedOperation):
@@ -180,31 +82,22 @@ class Linear(FusedOperation):
     Its state_dict has basic_ops.0.weight and basic_ops.1.bias. UserError for a bias of ranks that share the linear.
     """
 
+    kernels = KERNELS
+
     def __init__(
         self,
         in_features: int,
         out_features: int,
         *,
         bias: bool = True,
-        device: Any = None,
         dtype: torch.dtype | None = None,
         tensor_parallel_mode: str | None = None,
-        tensor_parallel_group: ProcessGroup | None = None,
-        sequence_parallel: bool = False,
-        rng_state_tracker_function: Callable[[], Any] | None = None,
-        accumulate_into_main_grad: bool = False,
+        **options: Any,
     ) -> None:
         if bias and tensor_parallel_mode is not None:
             raise UserError(f"ops.Linear: tensor_parallel_mode={tensor_parallel_mode!r} takes no bias; give bias=False")
-        linear = BasicLinear(
-            in_features,
-            out_features,
-            dtype=dtype,
-            tensor_parallel_mode=tensor_parallel_mode,
-            tensor_parallel_group=tensor_parallel_group,
-            sequence_parallel=sequence_parallel,
-            accumulate_into_main_grad=accumulate_into_main_grad,
-        )
+        options |= {"dtype": dtype, "tensor_parallel_mode": tensor_parallel_mode}
+        linear = BasicLinear(in_features, out_features, **options)
         super().__init__([linear, Bias(out_features, dtype=dtype)] if bias else [linear])
 
     @property
@@ -350,7 +243,7 @@ class Sequential(nn.Module):
                 groups[-1].append(module)
             else:
                 groups.append([module])
-        return [OperationFuser(group) if isinstance(group, list) else group for group in groups]
+        return [OperationFuser(group, KERNELS) if isinstance(group, list) else group for group in groups]
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_groups": None}

@@ -199,9 +199,9 @@ def test_held_weights_are_quantized_from_values_in_params_dtype_and_take_any_act
             with quantized_model_init(enabled=held, recipe="mxfp8"):
                 modules.append(KINDS[kind][0](params_dtype=params, init_method=drawn))
         held, plain = modules
-        values = plain.first_weight.detach()
+        values = plain.weights[0].detach()
         assert values.dtype is params and torch.equal(values, own_values(values))
-        assert torch.equal(held.first_weight.dequantize().double(), quantized(values).double())
+        assert torch.equal(held.weights[0].dequantize().double(), quantized(values).double())
         got, expected = (passed(module, dtype, autocast(recipe="mxfp8")) for module in modules)
         assert got["y"].dtype is got["dx"].dtype is dtype
         if dtype in (params, torch.float32):
@@ -243,3 +243,37 @@ def test_other_dtypes_are_refused():
         module(torch.zeros(1, D, dtype=torch.int64))
     with pytest.raises(UserError, match=r"Linear: params_dtype is torch\.float64; it takes"):
         compat.Linear(D, F, params_dtype=torch.float64)
+
+
+DELAYED = compat.DelayedScaling(amax_history_len=2)
+HELD = {
+    "Linear": lambda dtype: compat.Linear(D, F, params_dtype=dtype),
+    "GroupedLinear": lambda dtype: compat.GroupedLinear(2, D, F, params_dtype=dtype),
+    "ops.Linear": lambda dtype: compat.ops.Linear(D, F, dtype=dtype),
+}
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_a_weight_in_another_dtype_keeps_its_states(kind):
+    """So that it can be written before the first call."""
+    with quantized_model_init(recipe=DELAYED):
+        built = HELD[kind](torch.bfloat16)
+    for module in (built, built.half()):
+        weight = next(p for name, p in module.named_parameters() if "weight" in name)
+        with torch.no_grad():
+            weight.copy_(torch.full_like(weight, 3.0))
+        assert torch.equal(weight.dequantize(), torch.full((F, D), 3.0, dtype=weight.dtype))
+
+
+def test_a_weight_of_delayed_scaling_is_used_outside_of_autocast():
+    """As it is held, and the next write ends a step."""
+    with quantized_model_init(recipe=DELAYED):
+        module = compat.Linear(D, F, bias=False)
+    x = torch.ones(2, D, requires_grad=True)
+    with torch.no_grad():
+        module.weight.fill_(2.0)
+    module(x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.full((2, D), 2.0 * F))
+    with torch.no_grad():
+        module.weight.fill_(2.0**12)
+    assert module.weight.dequantize().max() < 2.0**12  # by the scale of the step that ended

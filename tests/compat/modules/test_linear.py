@@ -72,6 +72,21 @@ def test_a_norm_is_returned_and_its_gain_may_be_centered(normalization, centered
     assert module.norm.weight.unique().tolist() == [0.0 if centered else 1.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_centered_gain_is_not_rounded(dtype):
+    """1 + weight is in float32, in modules and in operations."""
+    op = compat.ops.RMSNorm(K, zero_centered_gamma=True, dtype=dtype)
+    module = compat.LayerNormLinear(K, N, normalization="RMSNorm", zero_centered_gamma=True, params_dtype=dtype,
+                                    return_layernorm_output=True)  # fmt: skip
+    x = rows().detach().to(dtype)
+    for norm, call in ((op, op), (module.norm, lambda x: module(x)[1])):
+        torch.nn.init.constant_(norm.weight, 2.0**-13)
+        expected = F.rms_norm(x.double(), (K,), torch.full((K,), 1 + 2.0**-13).double(), 1e-5)
+        assert torch.equal(call(x), expected.to(dtype))
+        gain = torch.ones(K).double()  # as 1 + 2^-13 is in 16 bits
+        assert not torch.equal(expected.to(dtype), F.rms_norm(x.double(), (K,), gain, 1e-5).to(dtype))
+
+
 @pytest.mark.parametrize("split", [("a", "b", "c"), {"a": 16, "b": 80}])
 def test_rows_have_names_and_are_saved_under_them(split):
     module = built("Linear", parameters_split=split)
@@ -96,13 +111,13 @@ def test_gradients_of_weights_wait_for_backward_dw(kind, recipe, fused):
     now = built(kind, fuse_wgrad_accumulation=fused)
     xs = [rows(seed) for seed in (1, 2)]
     for module in (late, now):
-        for weight in module.weights_of_later():
+        for weight in module.weights:
             weight.main_grad = torch.zeros_like(weight)
         for x in xs:
             with autocast(enabled=recipe is not None, recipe=recipe):
                 call(module, x).square().sum().backward()
     assert late.need_backward_dw() and not now.need_backward_dw()
-    gradients = [weight.grad for weight in late.weights_of_later()]
+    gradients = [weight.grad for weight in late.weights]
     assert gradients == [None] * len(gradients)
     for _ in range(3):  # one more than waits
         late.backward_dw()

@@ -192,14 +192,12 @@ def test_an_operation_of_a_user_has_its_own_backward():
         torch.testing.assert_close(a, b)
 
 
-def test_fused_operations_have_parts():
-    class Both(ops.FusedOperation):
-        pass
-
-    x = rows()
-    assert torch.equal(Both([ops.ReLU(), ops.ConstantScale(2.0)])(x), 2 * F.relu(x))
-    with pytest.raises(UserError, match="Both: there are no basic operations"):
-        Both([])
+def test_rounding_by_delayed_scaling_has_a_history():
+    op, x = ops.Quantize(), rows().detach()
+    for factor in (1.0, 64.0):
+        with autocast(recipe=DelayedScaling(amax_history_len=2)):
+            y = op(x * factor)
+    assert y.abs().max() < 2 * x.abs().max()  # by the scale of the first call
 
 
 @pytest.mark.parametrize("kind", ["SiLU", "SwiGLU"])
@@ -209,11 +207,3 @@ def test_the_gradient_may_be_taken_at_values_in_fp8(kind):
     y = op(x)
     assert torch.equal(y, plain(x))
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(plain(low).sum(), low)[0])
-
-
-def test_rounding_by_delayed_scaling_has_a_history():
-    op, x = ops.Quantize(), rows().detach()
-    for factor in (1.0, 64.0):
-        with autocast(recipe=DelayedScaling(amax_history_len=2)):
-            y = op(x * factor)
-    assert y.abs().max() < 2 * x.abs().max()  # by the scale of the first call

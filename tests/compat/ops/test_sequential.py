@@ -80,8 +80,9 @@ def test_it_is_the_module_of_the_same_weights(recipe, dtype, bias):
 def test_kernels_of_several_operations_change_nothing(monkeypatch):
     """With and without the fusions, to the bit."""
     model, results = randomized(mlp()), []
-    for fusions in (compat.ops.sequential.FUSIONS, ()):
-        monkeypatch.setattr("hqsweep.compat.ops.sequential.FUSIONS", fusions)
+    for kernels in (compat.ops.sequential.KERNELS, ()):
+        monkeypatch.setattr("hqsweep.compat.ops.sequential.KERNELS", kernels)
+        model = ops.Sequential(*model)
         x = rows()
         with autocast(recipe=MXFP8BlockScaling()):
             y = model(x)
@@ -128,35 +129,6 @@ def test_branches_are_extra_inputs_and_outputs():
         fc2(z)
     with pytest.raises(UserError, match="Sequential: 1 extra inputs too many"):
         fc1(x, x)
-
-
-@pytest.mark.parametrize("to_caller", [False, True])
-def test_channels_carry_outputs_to_later_operations(to_caller):
-    make, add = ops.MakeExtraOutput(), ops.AddExtraInput()
-    make.set_extra_output_channel(0, "residual", output_to_caller=to_caller)
-    add.set_extra_input_channel(0, "residual")
-    torch.manual_seed(0)
-    model = ops.Sequential(ops.LayerNorm(D), make, ops.Linear(D, D), add)
-    x = rows()
-    y, *outputs = model(x) if to_caller else (model(x),)
-    h = F.layer_norm(x, (D,))
-    torch.testing.assert_close(y, F.linear(h, model[2].weight, model[2].bias) + h)
-    assert len(outputs) == to_caller and all(torch.equal(out, h) for out in outputs)
-    with pytest.raises(RuntimeError, match="Cannot change extra tensor channels of MakeExtraOutput"):
-        make.set_extra_output_channel(0, None)
-
-
-def test_channels_need_a_source_and_have_one():
-    reads = ops.AddExtraInput().set_extra_input_channel(0, "a")
-    with pytest.raises(UserError, match=r"AddExtraInput: no operation before it, in the same fuser,.*channel 'a'"):
-        ops.Sequential(ops.GELU(), reads)(rows())
-    twice = [ops.MakeExtraOutput().set_extra_output_channel(0, "a") for _ in range(2)]
-    with pytest.raises(UserError, match="MakeExtraOutput: channel 'a' has two sources"):
-        ops.Sequential(*twice)(rows())
-    with pytest.raises(IndexError, match="GELU: slot 0 is out of range; there are 0 extra inputs"):
-        ops.GELU().set_extra_input_channel(0, "a")
-    with pytest.raises(UserError, match="channel is 3; it must be a non-empty string or None"):
-        ops.AddExtraInput().set_extra_input_channel(0, 3)
 
 
 def test_weights_are_held_and_checkpoints_have_their_keys():
