@@ -189,7 +189,24 @@ class Arm(Open):
     """Why the arm is not judged with the others."""
 
 
+class Effect(Answer):
+    """An effect of a factorial study, in % of the baseline's loss: of one factor, or of two beyond the sum of each."""
+
+    effect: str
+    order: int
+    pct: Number
+    low: Number
+    high: Number
+    p: Number
+    n: int
+    resolved: bool
+    aliases: str
+    """Effects of one or two factors that no arm tells apart from this one."""
+
+
 class Compared(Answer):
+    effects: list[Effect] | None = None
+    """Of a factorial study."""
     arms: list[Arm]
     baselines: list[dict[str, Any]]
     unit: str

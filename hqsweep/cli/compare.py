@@ -61,7 +61,7 @@ def compare(
         from hqsweep.report.gate.ci import checked, verdict_rows, write_junit
         from hqsweep.report.pages.folder import write
         from hqsweep.report.pages.paper import check_kind, write_figures, write_latex
-        from hqsweep.report.pages.tables import rich_table
+        from hqsweep.report.pages.tables import rich_effects, rich_table
         from hqsweep.sweep.store.store import RunStore
         from hqsweep.track.open import mirror_report
 
@@ -98,7 +98,7 @@ def compare(
         lines.append(
             "--track: neither W&B nor TensorBoard has taken the report; the sweep's track.kind says which should"
         )
-    print_result(as_json, result, rich_table(comparison), *lines)
+    print_result(as_json, result, rich_table(comparison), *rich_effects(comparison), *lines)
     raise typer.Exit(exit_code(comparison.left_out, partial) if good else EXIT_MISMATCH)
 
 
