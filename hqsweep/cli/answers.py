@@ -219,7 +219,26 @@ class Compared(Answer):
     left_out: list[Left]
 
 
+class Ranked(Answer):
+    """A row of the league: an arm, its bits of an element, and its speed where its formats run natively."""
+
+    place: Number
+    arm: str
+    verdict: str
+    gap_pct: Number
+    ci_low_pct: Number
+    ci_high_pct: Number
+    slowdown_pct: Number
+    bits: Number
+    front: bool
+    """Whether no other arm has fewer bits and a smaller gap."""
+    tokens_per_s: Number
+    speed: Number
+
+
 class Report(Compared):
+    league: list[Ranked] | None = None
+    """With --league."""
     report: str
     """The path of the page."""
     paper: list[str]

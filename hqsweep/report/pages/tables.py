@@ -342,6 +342,21 @@ def rich_effects(comparison: Comparison) -> list[Fitted]:
     return [to_rich(table, "effects of the factors", shown, ("p", "n", "mixed with"))] if table.rows else []
 
 
+def rich_league(ranked: pd.DataFrame | None) -> list[Fitted]:
+    """The league (report.compare.league) for a terminal; [] without one."""
+    if ranked is None:
+        return []
+    rows = tuple(
+        (number(row.place, ".0f"), row.arm, row.verdict, number(row.gap_pct, "+.3f"),
+         _span(row.ci_low_pct, row.ci_high_pct, "+.3f"), number(row.bits, ".2f"), "yes" if row.front else "",
+         number(row.tokens_per_s, ",.0f"), number(row.speed, ".2f"))
+        for row in ranked.itertuples()
+    )  # fmt: skip
+    header = ("", "arm", "verdict", "gap %", "95 % interval", "bits", "front", "tokens/s", "speed")
+    table = TextTable(header=header, rows=rows, numeric=frozenset({0, 3, 5, 7, 8}))
+    return [to_rich(table, "league", [COLOUR.get(verdict, "") for verdict in ranked["verdict"]], ("tokens/s",))]
+
+
 def _computed_by(arms: pd.DataFrame) -> list[str]:
     """One line for each set of plans, with the arms that have it, if these are not all."""
     groups = arms.groupby("gemm", sort=False)["arm"].agg(", ".join)
