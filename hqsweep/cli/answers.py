@@ -495,6 +495,69 @@ class Versions(Answer):
     kernel_build: dict[str, Any] | None
 
 
+class Span(Answer):
+    """Of one law, in % of the baseline's loss."""
+
+    gap_pct: Number
+    low: Number
+    high: Number
+
+
+class Check(Answer):
+    """The largest size, in %, and its prediction from the smaller ones."""
+
+    measured: Number
+    low: Number
+    high: Number
+    covered: bool
+
+
+class Predicted(Answer):
+    """An arm at the size that was asked for: gap and its interval in % of the baseline's loss."""
+
+    arm: str
+    verdict: Word
+    gap_pct: Number
+    low: Number
+    high: Number
+    laws: dict[str, Span]
+    disagree: bool
+    eff_n: Number
+    eff_n_low: Number
+    eff_n_high: Number
+    eff_d: Number
+    eff_d_low: Number
+    eff_d_high: Number
+    sizes: int
+    held_out: Check | None
+    sentence: str
+
+
+class Size(Answer):
+    """A measured gap of an arm at one size."""
+
+    design: str
+    arm: str
+    params: Number
+    tokens: Number
+    n: int
+    gap_pct: Number
+    se_pct: Number
+    loss: Number
+    """The baseline's, in nats."""
+
+
+class Laddered(Answer):
+    design: str
+    params: Number
+    tokens: Number
+    margin: Number
+    arms: list[Predicted]
+    measured: list[Size]
+    warnings: list[str]
+    report: str
+
+
 ANSWERS: Mapping[str, Any] = {
     "run": list[Result] | list[Planned] | Decided | Timed,
     "ls": list[ListedSweep],
@@ -502,6 +565,7 @@ ANSWERS: Mapping[str, Any] = {
     "status": list[StatusRow],
     "query": list[dict[str, Any]] | dict[str, list[str]],
     "compare": Report,
+    "ladder": Laddered,
     "judge": Judged | Gated,
     "plan": Plan | PlanOfLogs,
     "gate": Gated,
