@@ -59,6 +59,8 @@ def single_cases() -> list[Case]:
     cases += directions("fp8_current", (0.85, 0.85, 0.85))
     cases += directions("nvfp4", (0.85, 0.85, 0.85), has_amax=False)
     cases += directions("fp8_current", (0.85, 0.85, 0.85), has_amax=False)
+    cases += directions("fp8_row", (0.85, 0.85, 0.85), has_amax=False)
+    cases += [Case(section="single", rowwise="fp8_row", columnwise="fp8_row", goal=0.85)]
     cases += [
         Case(section="single", rowwise="fp8_block+2d", columnwise="fp8_block+2d", goal=0.92),
         Case(section="single", rowwise="mxfp8+2d", columnwise="mxfp8+2d", goal=0.85),
@@ -67,6 +69,13 @@ def single_cases() -> list[Case]:
         Case(section="single", columnwise="nvfp4+rht+sr", goal=0.60),
         Case(section="single", rowwise="nvfp4", columnwise="nvfp4+rht+sr", goal=0.60),
         Case(section="single", rowwise="mxfp4", columnwise="mxfp4"),
+        Case(section="single", rowwise="mxfp4+rht", columnwise="mxfp4+rht"),
+        Case(section="single", rowwise="mxfp4", columnwise="mxfp4+rht+sr"),
+        Case(section="single", rowwise="nvfp4+rht128", columnwise="nvfp4+rht128"),
+        Case(section="single", rowwise="nvfp4+ue5m3", columnwise="nvfp4+ue5m3"),
+        Case(section="single", rowwise="nvfp4+e1m2", columnwise="nvfp4+e1m2"),
+        Case(section="single", rowwise="int8_block", columnwise="int8_block"),
+        Case(section="single", rowwise="int8_row", columnwise="int8_row", has_amax=False),
         Case(section="single", rowwise="mxfp6_e2m3", columnwise="mxfp6_e2m3"),
         Case(section="single", rowwise="nvfp4+4over6", columnwise="nvfp4+4over6"),
     ]
@@ -106,10 +115,17 @@ TRANSPOSE = 0.8
 """The instructions an element to transpose: through shared memory as words of two."""
 
 
+_PER_BLOCK = {
+    "tensor": 0.0, "row": 0.0, "int_row": 0.0, "block": 25 / 128, "int_block": 25 / 128, "mx": 15 / 32,
+    "nvfp4": 40 / 16, "ue5m3": 40 / 16,
+}  # fmt: skip
+"""Format.scaling -> the instructions an element that its scales take."""
+
+
 def encode_instructions(format: Format, output: str) -> float:
     """The instructions an element: amax, product, conversion, packing, store; an estimate from the inner loops."""
-    amax = 0.0 if format.scaling == "tensor" else 0.5
-    per_block = {"tensor": 0.0, "block": 25 / 128, "mx": 15 / 32, "nvfp4": 40 / 16}[format.scaling]
+    amax = 0.0 if format.scaling in ("tensor", "row", "int_row") else 0.5
+    per_block = _PER_BLOCK[format.scaling]
     convert = 1.75  # product, half a conversion instruction, packing
     if format.element_bits == 4:
         convert = 6.0  # product, three roundings, their minimum, shift into place, signs

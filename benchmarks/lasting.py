@@ -23,7 +23,7 @@ from scipy import stats
 from hqsweep.report.compare.compare import compare
 from hqsweep.report.compare.frames import Frames, load
 from hqsweep.report.pages.folder import write
-from hqsweep.sweep.engine.until import Until
+from hqsweep.sweep.engine.task import Until
 from hqsweep.sweep.store.store import RunStore
 from hqsweep.verdicts.ages import weights
 

@@ -35,8 +35,8 @@ from hqsweep.config.train import ParallelConfig
 from hqsweep.parallel.mesh import backend
 from hqsweep.parallel.overlap import chunked_input, deferred_reduce, overlapped_gemm
 from hqsweep.parallel.overlap.overlapped_gemm import LayerWeights, hides
-from hqsweep.parallel.overlap.rank_rows import RankRows, decoded
 from hqsweep.parallel.shared import vocabulary
+from hqsweep.parallel.shared.call import RankRows, decoded
 from hqsweep.parallel.wire import collectives, p2p_copy, tokens
 from hqsweep.parallel.wire.spawn import spawn_ranks
 from hqsweep.quant.operand import HybridOperand

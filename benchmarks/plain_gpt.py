@@ -18,6 +18,53 @@ Batch = tuple[Tensor, Tensor]
 EPSILON = 1e-5
 
 
+class RowwiseLinear(nn.Linear):
+    """The linear of torchao's recipe rowwise, without a bias: x [..., K] -> [..., N] in bfloat16, by FP8 products."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = RowwiseProducts.apply(x.flatten(0, -2).bfloat16(), self.weight.bfloat16())
+        return y.view(*x.shape[:-1], -1)
+
+
+class RowwiseProducts(torch.autograd.Function):
+    """x [M, K], w [N, K] -> x @ w.T. Operands have a scale per row; only forward accumulates fast, as in torchao."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        (a, a_scale), (b, b_scale) = scaled_rows(x), scaled_rows(w)
+        return torch._scaled_mm(a, b.t(), a_scale, b_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return scaled_later(dy, w.t()), scaled_later(dy.t(), x.t())
+
+
+def scaled_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [M, K] as E4M3 codes, and the factors [M, 1] that decode them: powers of two."""
+    amax = x.abs().amax(1, keepdim=True).double()
+    scale = torch.exp2(torch.floor(torch.log2((448.0 / amax.clamp(min=1e-12)).float())))
+    codes = (x.float() * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    return codes.contiguous(), scale.reciprocal()
+
+
+def scaled_later(a: Tensor, b: Tensor) -> Tensor:
+    """a [M, K] @ b [N, K].T with the scales after the product: torch's kernel with scales is slow without fast sums."""
+    (a, a_scale), (b, b_scale) = scaled_rows(a), scaled_rows(b)
+    one = a_scale.new_ones(())
+    y = torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)
+    return (y * (a_scale * b_scale.t())).bfloat16()
+
+
+def with_rowwise(model: "PlainGPT") -> "PlainGPT":
+    """The model with RowwiseLinear for all linears of its blocks."""
+    for module in model.blocks.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = RowwiseLinear
+    return model
+
+
 class Attention(nn.Module):
     """x [B, T, D] -> [B, T, D], causal, over heads whose pairs are turned by cos and sin [T, D / heads / 2]."""
 

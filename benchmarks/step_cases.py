@@ -17,7 +17,7 @@ SIZES = {
 }
 RECIPES = (
     "bf16", "mxfp8", "float8_block_scaling", "nvfp4_fwd_mxfp8_bwd_original", "nvfp4_fwd_mxfp8_bwd_dequantized",
-    "nvfp4", "current_scaling:native", "float8_block_scaling:native",
+    "nvfp4", "current_scaling:native", "float8_block_scaling:native", "fp8_row:native", "fp8_row_gw_hp:native",
 )  # fmt: skip
 _GOALS = {
     "bf16": (0.90, 1.00, 1.00),
@@ -25,11 +25,13 @@ _GOALS = {
     **dict.fromkeys(("nvfp4_fwd_mxfp8_bwd_original", "nvfp4_fwd_mxfp8_bwd_dequantized"), (0.70, 0.88, 0.88)),
     "nvfp4": (0.62, 0.82, 0.82),
     **dict.fromkeys(("current_scaling:native", "float8_block_scaling:native"), (0.80, 1.05, 1.20)),
+    "fp8_row:native": (0.80, 1.10, 1.25),
 }
 GOALS = {(size, name): goal for name, goals in _GOALS.items() for size, goal in zip("SML", goals, strict=True)}
 GOALS["moe", "mxfp8"] = 0.85
 """Size and recipe -> the share of compiled torch's tokens a second that is wanted of train.compile=auto."""
-REFERENCES = ("compiled", "eager")
+REFERENCES = ("compiled", "eager", "rowwise")
+"""Plain torch in bf16, compiled or not, and compiled with FP8 rows as torchao's recipe has them."""
 MODES = ("auto", "graph", "off")
 ENDLESS = 10**6
 """The steps of a training whose end no case reaches."""

@@ -19,12 +19,13 @@ template <class Enum>
 using Names = std::vector<std::pair<const char*, Enum>>;
 
 const Names<Family> kFamilies = {{"current", Family::current}, {"block", Family::block},
-                                 {"mx", Family::mx}, {"nvfp4", Family::nvfp4}};
+                                 {"mx", Family::mx}, {"nvfp4", Family::nvfp4}, {"ue5m3", Family::ue5m3}};
 const Names<Element> kElements = {{"e4m3", Element::e4m3}, {"e5m2", Element::e5m2}, {"e2m1", Element::e2m1},
-                                   {"e2m3", Element::e2m3}, {"e3m2", Element::e3m2}};
+                                   {"e2m3", Element::e2m3}, {"e3m2", Element::e3m2}, {"e1m2", Element::e1m2},
+                                   {"int8", Element::int8}};
 const Names<Dtype> kDtypes = {{"fp32", Dtype::fp32}, {"bf16", Dtype::bf16}, {"fp16", Dtype::fp16}};
 const Names<ScaleRounding> kRoundings = {{"up", ScaleRounding::up}, {"floor", ScaleRounding::floor},
-                                         {"even", ScaleRounding::even}};
+                                         {"even", ScaleRounding::even}, {"ceil", ScaleRounding::ceil}};
 const Names<FourOverSix> kFourOverSix = {{"none", FourOverSix::none}, {"mae", FourOverSix::mae},
                                          {"mse", FourOverSix::mse}};
 
@@ -82,33 +83,40 @@ inline std::string tile_text(int rows, int cols) { return text(rows) + " x " + t
 // Which scale tiles and elements a family has, and which options go together.
 inline void check_spec(const Spec& spec) {
   const int rows = spec.tile_rows, cols = spec.tile_cols;
-  const bool one_byte = spec.element == Element::e4m3 || spec.element == Element::e5m2;
+  const bool one_byte = spec.element == Element::e4m3 || spec.element == Element::e5m2 || spec.element == Element::int8;
   const std::string got = ", got " + tile_text(rows, cols);
   switch (spec.family) {
     case Family::current:
-      HQ_REQUIRE(rows == 0 && cols == 0, "family current has scale tile 0 x 0 (the whole tensor)" + got);
-      HQ_REQUIRE(one_byte || is_current_four(spec), "family current takes element e4m3, e5m2 or e2m1");
+      HQ_REQUIRE(cols == 0 && rows == (spec.row_scaled ? 1 : 0),
+              "family current has scale tile 0 x 0 (the whole tensor), and 1 x 0 (a row) with row_scaled" + got);
+      HQ_REQUIRE(one_byte || is_current_four(spec), "family current takes element e4m3, e5m2, int8 or e2m1");
       break;
     case Family::block:
       HQ_REQUIRE(cols == 128 && (rows == 1 || rows == 128), "family block has scale tile 1 x 128 or 128 x 128" + got);
-      HQ_REQUIRE(one_byte, "family block takes element e4m3 or e5m2");
+      HQ_REQUIRE(one_byte, "family block takes element e4m3, e5m2 or int8");
       break;
     case Family::mx:
       HQ_REQUIRE(cols == 32 && (rows == 1 || rows == 32), "family mx has scale tile 1 x 32 or 32 x 32" + got);
+      HQ_REQUIRE(spec.element != Element::int8, "family mx takes elements of floating point");
       break;
+    case Family::ue5m3:
     case Family::nvfp4:
       HQ_REQUIRE(cols == 16 && (rows == 1 || rows == 16), "family nvfp4 has scale tile 1 x 16 or 16 x 16" + got);
-      HQ_REQUIRE(spec.element == Element::e2m1, "family nvfp4 takes element e2m1");
+      HQ_REQUIRE(is_four(spec.element), "family nvfp4 takes element e2m1 or e1m2");
       HQ_REQUIRE(spec.e4m3_max == 448.0f || spec.e4m3_max == 256.0f,
               "e4m3_max is " + std::to_string(spec.e4m3_max) + ", must be 448 or 256");
       HQ_REQUIRE(!(spec.row_scaled && rows != 1), "row_scaled needs scale tile 1 x 16" + got);
   }
   const bool adaptive = spec.four_over_six != FourOverSix::none;
-  HQ_REQUIRE(spec.family == Family::nvfp4 || !(spec.row_scaled || adaptive || spec.fast_error),
-          "row_scaled, four_over_six and fast_error belong to family nvfp4 only");
-  HQ_REQUIRE(spec.family == Family::nvfp4 || is_current_four(spec) || !(spec.rht || spec.sr),
-          "rht and sr belong to family nvfp4, and to family current with element e2m1");
+  HQ_REQUIRE(spec.family == Family::nvfp4 || !(adaptive || spec.fast_error),
+          "four_over_six and fast_error belong to family nvfp4 only");
+  HQ_REQUIRE(spec.family == Family::nvfp4 || (spec.family == Family::current && one_byte) || !spec.row_scaled,
+          "row_scaled belongs to family nvfp4, and to family current with elements of 8 bits");
+  HQ_REQUIRE(is_four(spec.element) || !(spec.rht || spec.sr), "rht and sr belong to elements e2m1 and e1m2");
+  HQ_REQUIRE(spec.rht == 0 || spec.rht == 16 || spec.rht == 32 || spec.rht == 64 || spec.rht == 128,
+          "rht is " + text(spec.rht) + ", must be 0, 16, 32, 64 or 128");
   HQ_REQUIRE(!(adaptive && (spec.sr || spec.rht)), "four_over_six cannot be combined with sr or rht");
+  HQ_REQUIRE(!adaptive || spec.element == Element::e2m1, "four_over_six belongs to element e2m1");
 }
 
 template <class T>
@@ -116,12 +124,15 @@ T* pointer(uintptr_t address) { return reinterpret_cast<T*>(address); }
 
 inline std::unique_ptr<Spec> make_spec(const std::string& family, const std::string& element, int tile_rows,
                                        int tile_cols, bool pow2, float amax_epsilon, const std::string& scale_rounding,
-                                       bool row_scaled, bool rht, bool rht_sign, bool sr,
+                                       bool row_scaled, int rht, bool rht_sign, bool sr,
                                        const std::string& four_over_six, float e4m3_max, bool fast_error) {
-  const Spec spec{lookup(kFamilies, "family", family), lookup(kElements, "element", element), tile_rows, tile_cols, pow2,
+  Spec spec{lookup(kFamilies, "family", family), lookup(kElements, "element", element), tile_rows, tile_cols, pow2,
                   amax_epsilon, lookup(kRoundings, "scale_rounding", scale_rounding), row_scaled, rht, rht_sign, sr,
-                  lookup(kFourOverSix, "four_over_six", four_over_six), e4m3_max, fast_error};
+                  lookup(kFourOverSix, "four_over_six", four_over_six), e4m3_max, fast_error, 0.0f, 0.0f, 0.0f};
   check_spec(spec);
+  const float most = spec.element == Element::e1m2 ? 3.5f : 6.0f;
+  spec.inverse_max = 1.0f / most, spec.full_range = most * e4m3_max, spec.inverse_range = 1.0f / spec.full_range;
+  if (spec.family == Family::current) spec.tile_rows = 0;  // the loops go by row_scaled
   return std::make_unique<Spec>(spec);
 }
 

@@ -177,7 +177,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info, "Version, compiler, flags and instruction sets of this build, as a dict.");
   py::class_<hq::Spec>(m, "Spec", "A format as the loops know it; made once, used in many calls.")
       .def(py::init(&make_spec), py::kw_only(), "family"_a, "element"_a, "tile_rows"_a, "tile_cols"_a, "pow2"_a = false,
-           "amax_epsilon"_a = 0.0f, "scale_rounding"_a = "up", "row_scaled"_a = false, "rht"_a = false,
+           "amax_epsilon"_a = 0.0f, "scale_rounding"_a = "up", "row_scaled"_a = false, "rht"_a = 0,
            "rht_sign"_a = true, "sr"_a = false, "four_over_six"_a = "none", "e4m3_max"_a = 448.0f,
            "fast_error"_a = false);
   py::class_<hq::Direction>(m, "Direction", "What is made of a matrix in one direction, and the addresses it goes to.")

@@ -51,8 +51,8 @@ HQ_HD Starts starts_of(const Spec& spec, bool columns, const Units& units, const
   const int64_t scales = columns ? before.column_units * units.column_scales : before.row_units * units.row_scales;
   return {spec.row_scaled ? rows : before.expert,
           elements,
-          spec.element == Element::e2m1 ? elements / 2 : elements,
-          spec.family == Family::current ? before.expert : scales,
+          is_four(spec.element) ? elements / 2 : elements,
+          spec.family == Family::current ? (spec.row_scaled ? rows : before.expert) : scales,
           before.tiles * across,
           columns ? before.tiles * cols : before.rows * across};
 }

@@ -17,8 +17,8 @@
 
 namespace hq {
 
-enum class Element { e4m3, e5m2, e2m1, e2m3, e3m2 };
-enum class ScaleRounding { up, floor, even };  // how a block's amax becomes a power of two (MX)
+enum class Element { e4m3, e5m2, e2m1, e2m3, e3m2, e1m2, int8 };
+enum class ScaleRounding { up, floor, even, ceil };  // how a block's amax becomes a power of two (MX)
 
 HQ_HD uint32_t to_bits(float value) {
   uint32_t bits;
@@ -75,6 +75,13 @@ struct E5M2 : Minifloat<5, 2, 15, 0x7B, 0x7F, 0x7C> {};   // max 57344
 struct E2M1 : Minifloat<2, 1, 1, 0x7, 0x7, 0x8> {};       // max 6; no inf, no NaN from here on
 struct E2M3 : Minifloat<2, 3, 1, 0x1F, 0x1F, 0x20> {};    // max 7.5
 struct E3M2 : Minifloat<3, 2, 3, 0x1F, 0x1F, 0x20> {};    // max 28
+// Uniform grids: two binades of equal steps. Codes are sign and magnitude.
+struct E1M2 : Minifloat<1, 2, 0, 0x7, 0x7, 0x8> {};       // max 3.5, in steps of 0.5: INT4 from -7 to 7, halved
+struct INT8 : Minifloat<1, 6, -5, 0x7F, 0x7F, 0x80> {};   // -127 to 127
+// A scale without sign: encode() of numbers >= 0 gives a byte.
+struct UE5M3 : Minifloat<5, 3, 15, 0xFE, 0xFF, 0xFF> {};  // max 114688, no inf
+
+HQ_HD bool is_four(Element element) { return element == Element::e2m1 || element == Element::e1m2; }
 
 // Code of `value`: round half to even, saturate to the largest finite value (infinities too), keep the sign of
 // zero; NaN becomes kNanCode. Branch-free.
@@ -159,21 +166,23 @@ HQ_HD uint32_t e8m0_up(float value) {
 }
 
 // E8M0 code of 2^(floor(log2(amax)) - emax), for amax >= 0; below the range it is 0, inf counts as 2^128, NaN gives
-// 0xFF. half_ulp, in bits of the fp32 mantissa, is added first: rounding half up.
-HQ_HD uint32_t e8m0_floor(float amax, uint32_t emax, uint32_t half_ulp) {
+// 0xFF. `added`, in units of the last bit of the fp32 mantissa, comes first: it rounds up.
+HQ_HD uint32_t e8m0_floor(float amax, uint32_t emax, uint32_t added) {
   const uint32_t bits = to_bits(amax) & kAbsMask;
-  const uint32_t exponent = (bits + half_ulp) >> 23;
+  const uint32_t exponent = (bits + added) >> 23;
   const uint32_t code = select(static_cast<int32_t>(exponent) > static_cast<int32_t>(emax), exponent - emax, 0u);
   return select(static_cast<int32_t>(bits) > static_cast<int32_t>(kInfBits), 0xFFu, code);
 }
 
 // E8M0 scale of a block with elements E. up: the smallest power of two that saturates nothing (TransformerEngine);
-// floor: OCP MX v1.0 section 6.3; even: torchao's EVEN, amax rounded to E's mantissa before the floor.
+// floor: OCP MX v1.0 section 6.3; even: torchao's EVEN, amax rounded to E's mantissa before the floor; ceil: torchao's
+// CEIL, amax rounded up to a power of two before it.
 template <class E>
 HQ_HD uint32_t e8m0_scale(ScaleRounding rounding, float amax) {
   if (rounding == ScaleRounding::up) return e8m0_up(amax * (1.0f / to_float(E::kMaxBits)));
   constexpr uint32_t emax = (E::kMaxBits >> 23) - 127;
-  return e8m0_floor(amax, emax, select(rounding == ScaleRounding::even, 1u << (22 - E::kMan), 0u));
+  const uint32_t added = select(rounding == ScaleRounding::ceil, 0x7FFFFFu, 0u);
+  return e8m0_floor(amax, emax, select(rounding == ScaleRounding::even, 1u << (22 - E::kMan), added));
 }
 
 // The same for an element known at run time.
@@ -183,6 +192,8 @@ HQ_HD uint32_t e8m0_scale_of(Element element, ScaleRounding rounding, float amax
     case Element::e5m2: return e8m0_scale<E5M2>(rounding, amax);
     case Element::e2m3: return e8m0_scale<E2M3>(rounding, amax);
     case Element::e3m2: return e8m0_scale<E3M2>(rounding, amax);
+    case Element::e1m2: return e8m0_scale<E1M2>(rounding, amax);
+    case Element::int8:
     case Element::e2m1: break;
   }
   return e8m0_scale<E2M1>(rounding, amax);
@@ -207,7 +218,8 @@ HQ_HD float fp8_scale(float amax, float fp8_max, float epsilon, bool pow2, float
   return pow2 ? to_float(to_bits(scale) & kInfBits) : scale;
 }
 
-// NVFP4: global encode scale from the global amax; full_range is 6 times the largest E4M3 block scale (448 or 256).
+// NVFP4: global encode scale from the global amax; full_range is the largest element (6) times the largest E4M3 block
+// scale (448 or 256).
 HQ_HD float nvfp4_global_scale(float amax, float full_range) {
   const float quotient = full_range / amax;
   const float finite = quotient < kFloatMax ? quotient : kFloatMax;
@@ -224,16 +236,28 @@ HQ_HD float nvfp4_encode_scale(float block_scale, float global_decode_scale) {
   return to_float(select(inverse == kInfBits, kInfBits - 1, inverse));
 }
 
+// NVFP4 without a global amax: UE5M3 code of the block scale; inverse_max is fl(1 / largest element).
+HQ_HD uint32_t ue5m3_block_scale(float block_amax, float inverse_max) { return encode<UE5M3>(block_amax * inverse_max); }
+
 // NVFP4 4over6: E4M3 code of a candidate block scale, saturating at 448; stretch 1 maps the block amax to 6, 1.5 to 4.
 HQ_HD uint32_t nvfp4_candidate_scale(float block_amax, float global_scale, float stretch) {
   return encode<E4M3>(block_amax / 6.0f * global_scale * stretch);
 }
 
-constexpr float kSixth = 0x1.555556p-3f;  // fl(1/6)
-
 // ---- random Hadamard transform and random bits ---------------------------------------------------------------------
 
 constexpr uint32_t kRhtSignMask = 0xD7E8u;  // bit i: input element i of each group of 16 is negated
+
+// The same for groups of up to 128 elements, of which `first` is a multiple of 16: the signs of 16 from there.
+HQ_HD uint32_t rht_signs(int first) {
+  const uint32_t two = first < 32 ? 0x29DED7E8u : (first < 64 ? 0x7F92A9B8u : (first < 96 ? 0xCE45A98Du : 0x8F8FCAD6u));
+  return (two >> (first % 32)) & 0xFFFFu;
+}
+
+// 1 / sqrt(size), for 16, 32, 64 and 128.
+HQ_HD float rht_scale(int size) {
+  return size == 16 ? 0.25f : (size == 32 ? 0x1.6a09e6p-3f : (size == 64 ? 0.125f : 0x1.6a09e6p-4f));
+}
 
 // Hadamard transform of 16 values as butterflies over distances 1, 2, 4, 8 in this order. V is float, or a vector of
 // floats for as many transforms side by side.
@@ -266,6 +290,15 @@ HQ_HD uint32_t encode_e2m1_stochastic(float value, uint32_t byte) {
   const uint32_t code = select(clamped < static_cast<int32_t>(E2M1::kMinNormalBits), half, normal);
   const bool nan = static_cast<int32_t>(bits & kAbsMask) > static_cast<int32_t>(kInfBits);
   return select(nan, E2M1::kNanCode, code | ((bits >> 31) << 3));
+}
+
+// The same for E1M2, whose steps are all 0.5.
+HQ_HD uint32_t encode_e1m2_stochastic(float value, uint32_t byte) {
+  const uint32_t bits = to_bits(value);
+  const float sum = to_float(bits & kAbsMask) + static_cast<float>(static_cast<int32_t>(byte)) * 0x1p-9f;
+  const uint32_t code = static_cast<uint32_t>(static_cast<int32_t>((sum < 3.5f ? sum : 3.5f) * 2.0f));
+  const bool nan = static_cast<int32_t>(bits & kAbsMask) > static_cast<int32_t>(kInfBits);
+  return select(nan, E1M2::kNanCode, code | ((bits >> 31) << 3));
 }
 
 // Philox4x32 with 10 rounds (Salmon et al., SC 2011): counter[4] is replaced by 128 random bits.

@@ -6,11 +6,12 @@
 
 namespace hq {
 
-enum class Family { current, block, mx, nvfp4 };
+enum class Family { current, block, mx, nvfp4, ue5m3 };
 enum class Dtype { fp32, bf16, fp16 };
 enum class FourOverSix { none, mae, mse };
 
-// The format, as far as the loops care. A scale tile has tile_rows x tile_cols elements; 0 x 0 is the whole tensor.
+// The format, as far as the loops care. A scale tile has tile_rows x tile_cols elements; 0 x 0 is the whole
+// tensor, or (row_scaled) a row.
 struct Spec {
   Family family;
   Element element;
@@ -18,12 +19,16 @@ struct Spec {
   bool pow2;                    // current, block: scales are powers of two
   float amax_epsilon;           // current, block: smaller amaxes count as this
   ScaleRounding scale_rounding; // mx: how amax / element max becomes a power of two
-  bool row_scaled;              // nvfp4: one global amax per row
-  bool rht, rht_sign;           // e2m1 but mx: random Hadamard transform of each 16 elements, with the fixed signs or without
-  bool sr;                      // e2m1 but mx: stochastic rounding of the elements
+  bool row_scaled;              // current, nvfp4: one global amax per row
+  int rht;                      // 4 bits: random Hadamard transform of so many elements each, 16 to 128; 0: none
+  bool rht_sign;                // with the fixed signs or without
+  bool sr;                      // 4 bits: stochastic rounding of the elements
   FourOverSix four_over_six;
   float e4m3_max;               // nvfp4: largest block scale, 448 or 256
   bool fast_error;              // nvfp4 4over6: error measured in the scaled domain
+  float inverse_max;            // nvfp4, ue5m3: fl(1 / largest element)
+  float full_range;             // nvfp4: largest element times e4m3_max
+  float inverse_range;          // nvfp4: fl(1 / full_range)
 };
 
 // Stream of stochastic rounding: Philox key, and the upper half of its counter: `step`, or, where `step_at` is not null,
@@ -46,9 +51,10 @@ struct Source {
 constexpr int kTile = 128;  // statistics are summed over tiles of 128 x 128 elements of X
 
 // Sums over the elements of one tile: x is what the format approximates (after the Hadamard transform, if any), q the
-// decoded value. lost: x != 0 and q == 0. saturated: |x| above (1 + 2^-8) * scale * largest element.
+// decoded value. lost: x != 0 and q == 0, and lost2 is their x^2. saturated: |x| above (1 + 2^-8) * scale * largest
+// element.
 struct TileSums {
-  float x2, error2, q2, amax, nonzero, lost, saturated, unused;
+  float x2, error2, q2, amax, nonzero, lost, saturated, lost2;
 };
 
 // One operand, [rows, cols] in its own orientation (that of X, or of X.T): what is made of it and where it goes, as
@@ -59,8 +65,8 @@ struct Direction {
   const uint32_t* keys;  // of a grouped call: two words for each expert, in place of those of `key`; or null
   const float* amax;  // input: global amax, [1] or [rows] when row_scaled; null: found in a pass before
   float* found;       // [1] or [rows]: where that pass finds it (current, nvfp4 without `amax`); may equal `global`
-  uint8_t* codes;     // [rows, cols], or [rows, cols / 2] for e2m1, even index in the low nibble
-  void* scales;       // fp32 scale_inv (current, block), E8M0 (mx) or E4M3 (nvfp4) bytes, one per scale tile
+  uint8_t* codes;     // [rows, cols], or [rows, cols / 2] of 4 bits, even index in the low nibble
+  void* scales;       // fp32 scale_inv (current, block), or bytes: E8M0 (mx), E4M3 (nvfp4), UE5M3; one per scale tile, or row
   float* global;      // nvfp4 global amax: [1], or [rows] when row_scaled
   void* exact;        // [rows, cols] decoded code times block scale, rounded to exact_dtype
   Dtype exact_dtype;  // fp32 or bf16
@@ -81,9 +87,11 @@ HQ_HD bool wants_statistics(const Direction* to) { return to && (to->sums || to-
 // E2M1 codes under the one scale of current scaling.
 HQ_HD bool is_current_four(const Spec& spec) { return spec.family == Family::current && spec.element == Element::e2m1; }
 
-// The contracted axis has a multiple of this many elements: of 16 where transforms and random bits come by 16.
+// The contracted axis has a multiple of this many elements: of 16 where random bits come by 16, or of the transform's.
 HQ_HD int contracted_multiple(const Spec& spec) {
-  return spec.family == Family::nvfp4 || is_current_four(spec) ? 16 : (spec.element == Element::e2m1 ? 2 : 1);
+  const bool sixteen = spec.family == Family::nvfp4 || spec.family == Family::ue5m3 || is_current_four(spec) || spec.sr;
+  const int least = sixteen ? 16 : (is_four(spec.element) ? 2 : 1);
+  return spec.rht > least ? spec.rht : least;
 }
 
 // Both directions of X in one read. row has blocks along X's columns; column has blocks along X's rows, and its arrays

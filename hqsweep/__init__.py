@@ -11,7 +11,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 # Only the loader of an editable install has rebuild(): importing hqsweep._C there runs `cmake`, which lies beside the
-# interpreter, and so not on PATH, in a virtual environment that nobody activated.
+# interpreter, and so not on PATH, in a virtual environment that is not activated.
 if hasattr(__loader__, "rebuild"):
     os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
 
@@ -40,7 +40,7 @@ _HOME: dict[str, str] = {
     "judge": "hqsweep.api.judgement",
     "Ladder": "hqsweep.api.ladder",
     "ladder": "hqsweep.api.ladder",
-    "query": "hqsweep.api.query",
+    "query": "hqsweep.api.comparison",
     "run": "hqsweep.api.sweep",
     "serve": "hqsweep.api.serve",
     "Shards": "hqsweep.shards.reader",

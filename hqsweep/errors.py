@@ -1,7 +1,8 @@
 """The exception with a message for people, and the exit codes of commands and workers.
 
 Everything a user can get wrong (a format string, a config key, a path) raises UserError with one clear sentence:
-where, what came, what is allowed, what to do. The command line prints it and exits 2; it never shows a traceback.
+where, what came, which values are allowed, what to do. The command line prints it and exits 2; it never shows a
+traceback.
 """
 
 import difflib

@@ -1,4 +1,4 @@
-"""Services of the machine for every room: CPUs, files that are written as a whole, and locks.
+"""Services of the machine for every room: CPUs, memory, files that are written as a whole, and locks.
 
 A lock is an flock on a file, which the kernel releases however its holder dies. A holder that is stopped (SIGSTOP,
 Ctrl-Z) or hangs keeps it, so whoever waits gets its process id and its command line.
@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from hqsweep.errors import Damaged
@@ -62,6 +63,71 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+UNLIMITED = 2**60
+"""The bound above which cgroup v1's limits mean no limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """The memory that this process and its children may have, by the machine and their control groups (v2 or v1).
+
+    root: where /proc and /sys are.
+    """
+
+    root: Path = Path("/")
+
+    def kills(self) -> int:
+        """The number of processes that the kernel has killed for memory so far, on the machine and in our control
+        groups."""
+        counts = [_field(group / file, "oom_kill") for group, file in self._groups()]
+        return sum(counts) + _field(self.root / "proc/vmstat", "oom_kill")
+
+    def limit(self) -> tuple[str, int] | None:
+        """(owner, bytes) of the smallest limit on us; None where nothing is known."""
+        limits = [("the machine", _field(self.root / "proc/meminfo", "MemTotal:") * 1024)]
+        for group, _ in self._groups():
+            for name in ("memory.max", "memory.limit_in_bytes"):
+                limits.append(("its control group", _number(group / name)))
+        known = [(whose, size) for whose, size in limits if 0 < size < UNLIMITED]
+        return min(known, key=lambda entry: entry[1], default=None)
+
+    def _groups(self) -> Iterator[tuple[Path, str]]:
+        """(folder, name of the file with its counts) of our control groups for memory, each with those above it."""
+        with suppress(OSError):
+            for line in (self.root / "proc/self/cgroup").read_text().splitlines():
+                _, controllers, path = line.split(":", 2)
+                if not controllers:
+                    yield from _upwards(self.root / "sys/fs/cgroup", path, "memory.events")
+                elif "memory" in controllers.split(","):
+                    yield from _upwards(self.root / "sys/fs/cgroup/memory", path, "memory.oom_control")
+
+
+def _upwards(mount: Path, path: str, counts: str) -> Iterator[tuple[Path, str]]:
+    """A group and those above it, as far as they are visible here: in a container its own group is the mount."""
+    group = mount / path.strip("/")
+    while group != mount:
+        if group.is_dir():
+            yield group, counts
+        group = group.parent
+    if mount.is_dir():
+        yield mount, counts
+
+
+def _field(path: Path, name: str) -> int:
+    """The number after a name in a file of lines "name number"; 0 where it is missing."""
+    with suppress(OSError, ValueError, IndexError):
+        lines = (line.split() for line in path.read_text().splitlines())
+        return next((int(words[1]) for words in lines if words and words[0] == name), 0)
+    return 0
+
+
+def _number(path: Path) -> int:
+    """The number in a file; 0 where it holds none, such as "max"."""
+    with suppress(OSError, ValueError):
+        return int(path.read_text())
+    return 0
 
 
 class Busy(Exception):

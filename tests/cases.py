@@ -49,7 +49,7 @@ EVERY_OPTION = tuple(
 def _treatment(text: str) -> tuple:
     """The answers of a format by which code treats it differently from others of its scaling."""
     f = parse(text)
-    answers = (f.two_d, f.rht, f.row_scaled, bool(f.four_over_six), f.stochastic, f.delayed, f.fits_bf16)
+    answers = (f.two_d, f.rht > 0, f.row_scaled, bool(f.four_over_six), f.stochastic, f.delayed, f.fits_bf16)
     return (f.scaling, *answers)
 
 
@@ -62,11 +62,15 @@ def _representative() -> tuple[str, ...]:
     return tuple(texts)
 
 
+WIDE = tuple(text for text in EVERY_OPTION if parse(text).rht > 16)
+"""Transforms of more than 16 elements, which tests/ops/quantize/test_wide.py takes through the kernels."""
 REPRESENTATIVE = _representative()
 """Every name, and one text for each other treatment: for tests of whole tensors and modules."""
 
 
-COMBINED = tuple(text for text in EVERY_OPTION if sum(answer is True for answer in _treatment(text)[1:6]) > 1)
+COMBINED = tuple(
+    text for text in EVERY_OPTION if sum(answer is True for answer in _treatment(text)[1:6]) > 1 and text not in WIDE
+)
 """Texts in which two treatments meet, and all other options with them."""
 PRODUCTS = tuple(text for text in REPRESENTATIVE if text in NAMES or not parse(text).fits_bf16)
 """Every name, and one text for each other dtype that its operands have in products: for tests of whole layers."""
@@ -80,7 +84,7 @@ def bare(recipe):
 def both_directions(text: str) -> str:
     """The quantizer with a format in both directions, as far as each may have it."""
     format = parse(text)
-    return f"{text}|{format.columnwise_form}" if format.row_scaled else text
+    return f"{text}|{format.columnwise_form}" if format.rowwise_only else text
 
 
 def _pairs(texts: tuple[str, ...], distance: int) -> tuple[str, ...]:
@@ -101,6 +105,8 @@ PAIRS = _pairs(REPRESENTATIVE, 13) + tuple(f"{row}|{column}@rowwise_dequantized"
 """Quantizers with two formats."""
 QUANTIZERS = SAME + PAIRS
 BASES = bases()
+BF16_BASES = tuple(name for name in BASES if parse(name).fits_bf16)
+"""One format of each scaling whose operands are exact in bfloat16, so that one kernel takes the products of experts."""
 LOW_BASES = tuple(name for name in BASES if name in LOW)
 """One format of each scaling of codes."""
 FEW = (*BASES, f"{BASES[-1]}|{BASES[-2]}@rowwise_dequantized", f"{BASES[-2]}|{BASES[-1]}")
@@ -109,8 +115,10 @@ SOME = (*FEW, next(text for text in REPRESENTATIVE if parse(text).stochastic))
 """These, and one that draws random bits."""
 STATELESS = tuple(text for text in QUANTIZERS if not HybridQuantizer.parse(text).delayed)
 """Quantizers that need no history of amaxes."""
-KERNELS = tuple(text for text in EVERY_OPTION if parse(text).kernel_fields and not parse(text).delayed)
-"""Formats that the compiled extension quantizes without a history."""
+KERNELS = tuple(
+    text for text in EVERY_OPTION if parse(text).kernel_fields and not parse(text).delayed and text not in WIDE
+)
+"""Formats that the compiled extension quantizes without a history, in blocks of any size but WIDE's."""
 
 
 def _covering(pairs: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
@@ -197,3 +205,9 @@ def fitting(texts: tuple[str, ...], length: int) -> list[str]:
         return all(length % (format.tile[1] or 1) == 0 for format in (quantizer.rowwise, quantizer.columnwise))
 
     return [text for text in texts if fits(HybridQuantizer.parse(text))]
+
+
+def attended(texts: tuple[str, ...], length: int) -> list[str]:
+    """fitting() for a context of this length, without amaxes of rows, which attention refuses."""
+    quantizers = {text: HybridQuantizer.parse(text) for text in fitting(texts, length)}
+    return [text for text, q in quantizers.items() if not (q.rowwise.row_scaled or q.columnwise.row_scaled)]

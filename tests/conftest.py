@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 from support.fuzz import extension_file
+from support.sweep.forked_workers import ForkedWorker
 
 from hqsweep.jobs.isolation import make_deterministic
+from hqsweep.sweep.engine import process
 
 if "HQSWEEP_EXTENSION" in os.environ:
     extension_file.use(os.environ["HQSWEEP_EXTENSION"])
@@ -120,3 +122,9 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
     torch.backends.cuda.enable_cudnn_sdp(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.fixture
+def forked_workers(monkeypatch):
+    """Local sweeps start their workers a hundred times as fast."""
+    monkeypatch.setattr(process, "WorkerProcess", ForkedWorker)

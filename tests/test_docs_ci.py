@@ -50,6 +50,7 @@ def test_its_sweep_forks_a_null_arm_from_four_trunks_on_data_that_is_the_same_ev
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_its_sweep_in_small_finds_mxfp8_turned_into_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three trunks of 250 steps and forks of 30, whose spread differs from processor to processor; the whole of conf=ci
     finds the change from four trunks of 600."""

@@ -85,7 +85,7 @@ def test_formats_and_options_of_the_table_exist():
     section = PAGES["recipes.md"].split("## Formats")[1]
     rows = [line.split("|") for line in section.splitlines() if re.match(r"\| `[a-z]", line)]
     named = {name: re.findall(r"\+(\w+)", row[4]) for row in rows for name in re.findall(r"`(\w+)`", row[1])}
-    assert len(named) == 11
+    assert len(named) == 14
     for name, listed in named.items():
         parse(name)
         assert set(listed) <= set(options(name)), name

@@ -34,21 +34,25 @@ void decode_line(Element element, const uint8_t* codes, int count, float* out) {
     case Element::e2m1: return decode_line<E2M1>(codes, count, out);
     case Element::e2m3: return decode_line<E2M3>(codes, count, out);
     case Element::e3m2: return decode_line<E3M2>(codes, count, out);
+    case Element::e1m2: return decode_line<E1M2>(codes, count, out);
+    case Element::int8: return decode_line<INT8>(codes, count, out);
   }
 }
 
 // Scale of the block that holds element (r, c).
 float scale_at(const Encoded& in, Decoding decoding, int64_t r, int64_t c) {
   const Spec& spec = in.spec;
-  if (spec.family == Family::current) return decoding == Decoding::exact ? 1.0f : *static_cast<const float*>(in.scales);
+  if (spec.family == Family::current)
+    return decoding == Decoding::exact ? 1.0f : static_cast<const float*>(in.scales)[spec.row_scaled ? r : 0];
   const int64_t across = (in.cols + spec.tile_cols - 1) / spec.tile_cols;
   const int64_t block = r / spec.tile_rows * across + c / spec.tile_cols;
   if (spec.family == Family::block) return static_cast<const float*>(in.scales)[block];
   const uint32_t code = static_cast<const uint8_t*>(in.scales)[block];
   if (spec.family == Family::mx) return e8m0_decode(code);
+  if (spec.family == Family::ue5m3) return decode<UE5M3>(code);
   const float scale = decode<E4M3>(code);
   if (decoding == Decoding::exact) return scale;
-  return scale * in.global[spec.row_scaled ? r : 0] * (1.0f / (6.0f * spec.e4m3_max));
+  return scale * in.global[spec.row_scaled ? r : 0] * spec.inverse_range;
 }
 
 // To elements `step` apart, from number `offset`.
@@ -70,7 +74,7 @@ void write_line(const float* values, int count, Dtype dtype, void* out, int64_t 
 void dequantize(const Encoded& in, Decoding decoding, void* out, Dtype dtype, int threads) {
   const int64_t across = (in.cols + kWidth - 1) / kWidth;
   const int block = in.spec.tile_cols ? in.spec.tile_cols : kWidth;
-  const int per_byte = in.spec.element == Element::e2m1 ? 2 : 1;
+  const int per_byte = is_four(in.spec.element) ? 2 : 1;
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t index = 0; index < in.rows * across; ++index) {
     // Turned, neighbouring rows follow each other, whose values come to the same lines of memory.

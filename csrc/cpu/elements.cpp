@@ -24,6 +24,8 @@ void encode_elements(Element element, const float* source, uint8_t* codes, int64
     case Element::e2m1: return encode_all<E2M1>(source, codes, n);
     case Element::e2m3: return encode_all<E2M3>(source, codes, n);
     case Element::e3m2: return encode_all<E3M2>(source, codes, n);
+    case Element::e1m2: return encode_all<E1M2>(source, codes, n);
+    case Element::int8: return encode_all<INT8>(source, codes, n);
   }
 }
 
@@ -34,6 +36,8 @@ void decode_elements(Element element, const uint8_t* codes, float* values, int64
     case Element::e2m1: return decode_all<E2M1>(codes, values, n);
     case Element::e2m3: return decode_all<E2M3>(codes, values, n);
     case Element::e3m2: return decode_all<E3M2>(codes, values, n);
+    case Element::e1m2: return decode_all<E1M2>(codes, values, n);
+    case Element::int8: return decode_all<INT8>(codes, values, n);
   }
 }
 

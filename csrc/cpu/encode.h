@@ -29,15 +29,18 @@ void draw_random(const Work& work, Tile& tile, int64_t row) {
 template <class E, int kBlock>
 void encode_row(const Work& work, Tile& tile, int r) {
   const Spec& spec = work.to.spec;
-  const int t = spec.tile_rows ? r / spec.tile_rows : 0;
+  const int t = scale_line(spec, r);
   if (spec.sr) draw_random(work, tile, tile.row0 + r);
   for (int b = 0; b < tile.blocks; ++b) {
     const float* __restrict x = tile.x + r * kWidth + b * kBlock;
     uint32_t* __restrict codes = tile.codes + b * kBlock;
     const float scale = tile.encode_scale[t][b];
-    if (kBlock == 16 && spec.sr) {
-      const uint8_t* __restrict random = reinterpret_cast<const uint8_t*>(tile.random[b]);
-      for (int i = 0; i < 16; ++i) codes[i] = encode_e2m1_stochastic(x[i] * scale, random[i]);
+    if (E::kWidth == 4 && spec.sr) {
+      const uint8_t* __restrict random = reinterpret_cast<const uint8_t*>(tile.random) + b * kBlock;
+      if (spec.element == Element::e1m2)
+        for (int i = 0; i < kBlock; ++i) codes[i] = encode_e1m2_stochastic(x[i] * scale, random[i]);
+      else
+        for (int i = 0; i < kBlock; ++i) codes[i] = encode_e2m1_stochastic(x[i] * scale, random[i]);
     } else {
       for (int i = 0; i < kBlock; ++i) codes[i] = encode<E>(x[i] * scale);
     }
@@ -69,7 +72,7 @@ void write_codes(const Work& work, const Tile& tile, int r) {
   const int64_t start = (tile.row0 + r) * work.cols + tile.col0;
   uint8_t bytes[kWidth];
   for (int i = 0; i < kWidth; ++i) bytes[i] = static_cast<uint8_t>(tile.codes[i]);
-  if (work.to.spec.element != Element::e2m1) {
+  if (!is_four(work.to.spec.element)) {
     if (tile.cols == kWidth)
       memcpy(work.to.codes + start, bytes, kWidth);
     else
@@ -108,9 +111,9 @@ void write_exact(const Work& work, const Tile& tile, int r) {
 void value_scales(const Work& work, const Tile& tile, int t, float* out) {
   const Spec& spec = work.to.spec;
   if (spec.family == Family::current) {
-    for (int b = 0; b < kBlocks; ++b) out[b] = 1.0f / work.whole_scale;
+    for (int b = 0; b < kBlocks; ++b) out[b] = 1.0f / tile.encode_scale[t][0];
   } else if (spec.family == Family::nvfp4) {
-    const float amax = global_amax(work, tile, t), inverse = 1.0f / (6.0f * spec.e4m3_max);
+    const float amax = global_amax(work, tile, t), inverse = spec.inverse_range;
     for (int b = 0; b < kBlocks; ++b) out[b] = tile.decode_scale[t][b] * amax * inverse;
   } else {
     memcpy(out, tile.decode_scale[t], sizeof(tile.decode_scale[t]));
@@ -131,7 +134,7 @@ void replace_row(Tile& tile, int r, Dtype dtype) {
 // Adds one row to the tile's sums; `limits` is the largest magnitude per block that does not count as saturated.
 float sum_row(const Tile& tile, int r, int block, const float* limits, TileSums& sums) {
   const float* x = tile.x + r * kWidth;
-  float error2 = 0.0f, x2 = 0.0f, q2 = 0.0f, amax = 0.0f;
+  float error2 = 0.0f, x2 = 0.0f, q2 = 0.0f, lost2 = 0.0f, amax = 0.0f;
   int nonzero = 0, lost = 0, saturated = 0;
   for (int i = 0; i < tile.cols; ++i) {
     const float d = x[i] - tile.scaled[i], magnitude = to_float(to_bits(x[i]) & kAbsMask);
@@ -139,9 +142,10 @@ float sum_row(const Tile& tile, int r, int block, const float* limits, TileSums&
     amax = magnitude > amax ? magnitude : amax;
     nonzero += x[i] != 0.0f;
     lost += x[i] != 0.0f && tile.scaled[i] == 0.0f;
+    lost2 += tile.scaled[i] == 0.0f ? x[i] * x[i] : 0.0f;
     saturated += magnitude > limits[i / block];
   }
-  sums.x2 += x2, sums.error2 += error2, sums.q2 += q2;
+  sums.x2 += x2, sums.error2 += error2, sums.q2 += q2, sums.lost2 += lost2;
   sums.amax = amax > sums.amax ? amax : sums.amax;
   sums.nonzero += static_cast<float>(nonzero);
   sums.lost += static_cast<float>(lost);
@@ -154,7 +158,10 @@ template <class E, int kBlock>
 void quantize_tile_as(const Work& work, Tile& tile, int64_t index, const Dtype* dtype) {
   const Spec& spec = work.to.spec;
   if (spec.family == Family::current) {
-    for (int b = 0; b < kWidth / kBlock; ++b) tile.encode_scale[0][b] = work.whole_scale, tile.decode_scale[0][b] = 1.0f;
+    for (int t = 0; t == 0 || (spec.row_scaled && t < tile.rows); ++t) {
+      const float scale = spec.row_scaled ? current_scale(work, tile.row0 + t) : work.whole_scale;
+      for (int b = 0; b < kWidth / kBlock; ++b) tile.encode_scale[t][b] = scale, tile.decode_scale[t][b] = 1.0f;
+    }
   } else {
     block_amax<kBlock>(work, tile);
     const int64_t per_row = (work.cols + kBlock - 1) / kBlock;
@@ -176,7 +183,7 @@ void quantize_tile_as(const Work& work, Tile& tile, int64_t index, const Dtype* 
     encode_row<E, kBlock>(work, tile, r);
     write_codes(work, tile, r);
     if (!work.to.exact && !valued) continue;
-    const int t = spec.tile_rows ? r / spec.tile_rows : 0;
+    const int t = scale_line(spec, r);
     decode_row<E, kBlock>(tile);
     if (work.to.exact) {
       scale_row<kBlock>(tile, tile.decode_scale[t]);
@@ -209,6 +216,8 @@ void with_format(const Work& work, const Run& run) {
     case Element::e4m3: return wide ? run(As<E4M3, 128>{}) : run(As<E4M3, 32>{});
     case Element::e5m2: return wide ? run(As<E5M2, 128>{}) : run(As<E5M2, 32>{});
     case Element::e2m1: return work.block == 16 ? run(As<E2M1, 16>{}) : run(As<E2M1, 32>{});
+    case Element::e1m2: return work.block == 16 ? run(As<E1M2, 16>{}) : run(As<E1M2, 32>{});
+    case Element::int8: return run(As<INT8, 128>{});
     case Element::e2m3: return run(As<E2M3, 32>{});
     case Element::e3m2: return run(As<E3M2, 32>{});
   }

@@ -22,6 +22,8 @@ float max_of(Element element) {
     case Element::e2m1: return 6.0f;
     case Element::e2m3: return 7.5f;
     case Element::e3m2: return 28.0f;
+    case Element::e1m2: return 3.5f;
+    case Element::int8: return 127.0f;
   }
   return 0.0f;
 }
@@ -45,8 +47,8 @@ Work work_of(const Source& source, const Direction& to, bool columns, bool find)
   const int block = to.spec.tile_cols ? to.spec.tile_cols : whole;
   Work work{to, columns ? source.cols : source.rows, columns ? source.rows : source.cols, block, max_of(to.spec.element),
             max_of(source.dtype), 1.0f, to.amax ? to.amax : to.found};
-  if (to.spec.family == Family::current && work.amax && !find)
-    work.whole_scale = fp8_scale(*work.amax, work.element_max, to.spec.amax_epsilon, to.spec.pow2, kFloatMax);
+  if (to.spec.family == Family::current && !to.spec.row_scaled && work.amax && !find)
+    work.whole_scale = current_scale(work, 0);
   return work;
 }
 
@@ -253,8 +255,9 @@ void prepare(const Arranged& arranged, bool column, int threads, Direction& to) 
     to.amax = to.found;
   }
   if (to.global && to.global != to.amax) memcpy(to.global, to.amax, sizeof(float) * static_cast<size_t>(entries));
-  if (to.spec.family == Family::current && to.scales)
-    *static_cast<float*>(to.scales) = 1.0f / work_of(arranged.source, to, column, false).whole_scale;
+  if (to.spec.family != Family::current || !to.scales) return;
+  const Work work = work_of(arranged.source, to, column, false);
+  for (int64_t i = 0; i < entries; ++i) static_cast<float*>(to.scales)[i] = 1.0f / current_scale(work, i);
 }
 
 Arranged arrange(const Call& call) {

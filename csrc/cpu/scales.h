@@ -65,6 +65,18 @@ float global_amax(const Work& work, const Tile& tile, int t) {
   return work.amax[work.to.spec.row_scaled ? tile.row0 + t : 0];
 }
 
+// Current scaling: the encode scale under the amax of that row, or under the only one.
+float current_scale(const Work& work, int64_t row) {
+  const Spec& spec = work.to.spec;
+  return fp8_scale(work.amax[row], work.element_max, spec.amax_epsilon, spec.pow2, kFloatMax);
+}
+
+// Which line of a tile's scales a row of the tile has.
+int scale_line(const Spec& spec, int r) {
+  if (spec.tile_rows) return r / spec.tile_rows;
+  return spec.row_scaled ? r : 0;
+}
+
 // Scales of `count` blocks, each a plain loop over all of them.
 template <class E>
 inline __attribute__((always_inline)) void scales_of(const Work& work, float global_amax, int count,
@@ -85,9 +97,16 @@ inline __attribute__((always_inline)) void scales_of(const Work& work, float glo
       encode_scale[b] = e8m0_reciprocal(codes[b]);
       decode_scale[b] = e8m0_decode(codes[b]);
     }
+  } else if (spec.family == Family::ue5m3) {
+    for (int b = 0; b < count; ++b) {
+      const uint32_t code = ue5m3_block_scale(amax[b], spec.inverse_max);
+      codes[b] = static_cast<uint8_t>(code);
+      decode_scale[b] = decode<UE5M3>(code);
+      encode_scale[b] = nvfp4_encode_scale(decode_scale[b], 1.0f);
+    }
   } else {
-    const float global_encode = nvfp4_global_scale(global_amax, 6.0f * spec.e4m3_max);
-    const float sixth = global_encode * kSixth, global_decode = 1.0f / global_encode;
+    const float global_encode = nvfp4_global_scale(global_amax, spec.full_range);
+    const float sixth = global_encode * spec.inverse_max, global_decode = 1.0f / global_encode;
     for (int b = 0; b < count; ++b) {
       const uint32_t code = nvfp4_block_scale(amax[b], sixth);
       codes[b] = static_cast<uint8_t>(code);
@@ -179,7 +198,7 @@ void candidate_errors(const Work& work, const Tile& tile, int first, const Range
 
 // Per block the scale that maps the amax to 6, or the one that maps it to 4 where that has strictly less error.
 void four_over_six_scales(const Work& work, Tile& tile, int t) {
-  const float full = 6.0f * work.to.spec.e4m3_max, amax = global_amax(work, tile, t);
+  const float full = work.to.spec.full_range, amax = global_amax(work, tile, t);
   const Range range{amax, nvfp4_global_scale(amax, full), full};
   Candidates candidates[2];
   candidate_scales(tile.amax[t], range, 1.0f, candidates[0]);

@@ -20,7 +20,7 @@ struct Work {
   int block;           // elements along a row that share a scale
   float element_max;   // largest value of the element format
   float input_max;     // largest finite value of X's dtype
-  float whole_scale;   // current: the one encode scale
+  float whole_scale;   // current: the encode scale, but of rows
   const float* amax;   // nvfp4: the global amax, or one per row
 };
 
@@ -85,6 +85,29 @@ void hadamard16(float* base, int stride, const float factors[16]) {
   for (auto& group : rounded)
     for (float& value : group) value = round_to_bf16(value);
   for (int i = 0; i < 16; ++i) memcpy(base + i * stride, rounded[i], sizeof(V));
+}
+
+// The same for up to 128 elements.
+template <class V>
+void hadamard_wide(float* base, int stride, int size, const float* factors) {
+  V v[kWidth];
+  for (int i = 0; i < size; ++i) {
+    memcpy(&v[i], base + i * stride, sizeof(V));
+    v[i] *= factors[i];
+  }
+  for (int distance = 1; distance < size; distance *= 2)
+    for (int first = 0; first < size; first += 2 * distance)
+      for (int i = first; i < first + distance; ++i) {
+        const V a = v[i], b = v[i + distance];
+        v[i] = a + b;
+        v[i + distance] = a - b;
+      }
+  for (int i = 0; i < size; ++i) {
+    float group[sizeof(V) / sizeof(float)];
+    memcpy(group, &v[i], sizeof(V));
+    for (float& value : group) value = round_to_bf16(value);
+    memcpy(base + i * stride, group, sizeof(V));
+  }
 }
 
 // A square of four by four, turned.
@@ -169,9 +192,22 @@ void load(const Source& source, float* scratch, Tile& tile) {
   if (lines == scratch) transpose(scratch, tile.x);
 }
 
-// Random Hadamard transform of 16 elements along rows, or (down) along columns, of a [kWidth][kWidth] array.
+// Random Hadamard transform of spec.rht elements along rows, or (down) along columns, of a [kWidth][kWidth] array.
+void transform_wide(const Spec& spec, bool down, float* x) {
+  float factors[kWidth];
+  const float scale = rht_scale(spec.rht);
+  for (int i = 0; i < spec.rht; ++i)
+    factors[i] = spec.rht_sign && ((rht_signs(i / 16 * 16) >> (i % 16)) & 1u) ? -scale : scale;
+  if (down)
+    for (int r = 0; r < kWidth; r += spec.rht)
+      for (int c = 0; c < kWidth; c += 8) hadamard_wide<Eight>(x + r * kWidth + c, kWidth, spec.rht, factors);
+  else
+    for (int i = 0; i < kWidth * kWidth; i += spec.rht) hadamard_wide<float>(x + i, 1, spec.rht, factors);
+}
+
 void transform(const Spec& spec, bool down, float* x) {
   if (!spec.rht) return;
+  if (spec.rht > 16) return transform_wide(spec, down, x);
   float factors[16];
   for (int i = 0; i < 16; ++i) factors[i] = rht_factor(i, spec.rht_sign);
   if (down)

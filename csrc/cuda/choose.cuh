@@ -28,12 +28,15 @@ inline bool is_mxfp8(const Direction& to) {
 // Something else than codes and scales alone.
 inline bool wants_other_than_codes(const Direction& to) { return to.exact || !to.codes || !to.scales; }
 
-// What training needs: no amax per row, no 4over6 by the fast error, no E2M1 under one scale, MX scales rounded up, no
-// transform of scale tiles of several rows, decoded values in bf16. segments: see stores_segments.
+// What training needs: no uniform grid, no UE5M3 scales, no transform of more than 16, and none nor random bits in MX; no
+// NVFP4 with an amax per row, no 4over6 by the fast error, no E2M1 under one scale, MX scales rounded up, no transform of
+// scale tiles of several rows, decoded values in bf16. segments: see stores_segments.
 inline bool is_usual(const Direction& to, bool segments) {
   const Spec& spec = to.spec;
-  return segments && !spec.row_scaled && !spec.fast_error && !is_current_four(spec) &&
-         spec.scale_rounding == ScaleRounding::up && !(spec.rht && spec.tile_rows > 1) &&
+  const bool known = spec.family != Family::ue5m3 && spec.element != Element::e1m2 && spec.element != Element::int8;
+  const bool as_is = known && spec.rht <= 16 && !(spec.family == Family::mx && (spec.rht || spec.sr));
+  return segments && as_is && !(spec.row_scaled && spec.family == Family::nvfp4) && !spec.fast_error &&
+         !is_current_four(spec) && spec.scale_rounding == ScaleRounding::up && !(spec.rht && spec.tile_rows > 1) &&
          (!to.exact || to.exact_dtype == Dtype::bf16);
 }
 
@@ -98,7 +101,7 @@ inline bool find_flat_takes(const Source& x) {
 // find_transformed: columns of bf16 under the Hadamard transform, in units of 16 rows and 4 columns.
 inline bool find_transformed_takes(const QuantizeJob& job) {
   const Source& x = job.source;
-  return job.has_column && !job.dequantized && job.column.spec.rht && !job.column.spec.row_scaled &&
+  return job.has_column && !job.dequantized && job.column.spec.rht == 16 && !job.column.spec.row_scaled &&
          x.dtype == Dtype::bf16 && x.col_stride == 1 && x.row_stride % 4 == 0 && x.row_stride >= x.cols &&
          x.rows % kSegment == 0 && x.cols % 4 == 0 && x.rows > 0 && x.cols > 0 && x.rows < (int64_t{1} << 36) / x.cols &&
          reinterpret_cast<uintptr_t>(x.data) % 8 == 0;
@@ -113,9 +116,9 @@ inline bool find_members_takes(const QuantizeJob& job) {
 
 // The rows of all experts quantize as those of one matrix: no scale depends on where an expert begins.
 inline bool group_is_one_matrix(const Call& call) {
-  if (call.column || !call.row || call.row->keys || wants_statistics(call.row)) return false;
+  if (call.column || !call.row || wants_statistics(call.row)) return false;
   const Spec& spec = call.row->spec;
-  return (spec.family == Family::mx || spec.family == Family::block) && spec.tile_rows == 1;
+  return !spec.sr && (spec.family == Family::mx || spec.family == Family::block) && spec.tile_rows == 1;
 }
 
 // The row's amax serves the column, too: both are X's own, and the row's has been found in this call.
@@ -125,11 +128,11 @@ inline bool column_shares_amax(const QuantizeJob& job) {
          amax_is_of_x(job.column.spec) && row.amax == row.found;
 }
 
-// X's own amax and that of its transformed columns are both to be found.
+// X's own amax and the amax of its transformed columns are both to be found.
 inline bool finds_both_amaxes(const QuantizeJob& job) {
   const Direction& row = job.row;
   return job.has_row && !row.amax && has_global_amax(row.spec) && amax_is_of_x(row.spec) && !job.column.amax &&
-         find_transformed_takes(job);
+         has_global_amax(job.column.spec) && find_transformed_takes(job);
 }
 
 // ---- the choice ----------------------------------------------------------------------------------------------------
@@ -154,9 +157,16 @@ inline Encoder encoder_of_group(const QuantizeJob& job) {
   return fast ? encoder_of_tiles(job) : Encoder::general;
 }
 
+// Amaxes of the rows and of the columns are both to be found.
+inline bool finds_lines(const QuantizeJob& job) {
+  return job.has_row && job.has_column && !job.dequantized && job.row.spec.row_scaled && job.column.spec.row_scaled &&
+         !job.row.amax && !job.column.amax;
+}
+
 // The fast encoders' first tile stores the scale of current scaling, where all tiles of a matrix are whole.
 inline bool encoder_stores_scale_inv(const QuantizeJob& job) {
-  return fast_takes_matrix(job) && has_whole_tiles(job.source) && !has_four_over_six(job);
+  const bool by_rows = (job.has_row && job.row.spec.row_scaled) || (job.has_column && job.column.spec.row_scaled);
+  return !by_rows && fast_takes_matrix(job) && has_whole_tiles(job.source) && !has_four_over_six(job);
 }
 
 // ---- inside of the fast encoders, for each tile --------------------------------------------------------------------

@@ -125,6 +125,8 @@ void with_types(Element element, Dtype out, const Call& call) {
     case Element::e2m1: return with_out(E2M1());
     case Element::e2m3: return with_out(E2M3());
     case Element::e3m2: return with_out(E3M2());
+    case Element::e1m2: return with_out(E1M2());
+    case Element::int8: return with_out(INT8());
   }
 }
 

@@ -23,7 +23,7 @@ struct DecodeJob {
   int row_shift, col_shift;  // log2 of the scale tile's sides
   Family family;
   bool row_scaled, exact;
-  float inverse_range;  // nvfp4: fl(1 / (6 * largest block scale))
+  float inverse_range;  // nvfp4: fl(1 / (largest element * largest block scale))
 };
 
 // Consecutive elements of one row: inside one block of every format.
@@ -44,11 +44,13 @@ __device__ Piece locate(const DecodeJob& job, int64_t index) {
 
 // The factor of the piece's codes.
 __device__ float load_scale(const DecodeJob& job, const Piece& piece) {
-  if (job.family == Family::current) return job.exact ? 1.0f : *static_cast<const float*>(job.scales);
+  if (job.family == Family::current)
+    return job.exact ? 1.0f : static_cast<const float*>(job.scales)[job.row_scaled ? piece.row : 0];
   const int64_t tile = (piece.row >> job.row_shift) * job.tiles_across + (piece.col >> job.col_shift);
   if (job.family == Family::block) return static_cast<const float*>(job.scales)[tile];
   const uint32_t code = static_cast<const uint8_t*>(job.scales)[tile];
   if (job.family == Family::mx) return e8m0_decode(code);
+  if (job.family == Family::ue5m3) return decode<UE5M3>(code);
   const float scale = decode<E4M3>(code);
   if (job.exact) return scale;
   return scale * job.global[job.row_scaled ? piece.row : 0] * job.inverse_range;
@@ -119,7 +121,7 @@ void dequantize_cuda(const Encoded& encoded, Decoding decoding, void* out, int64
                 spec.family,
                 spec.row_scaled,
                 decoding == Decoding::exact,
-                1.0f / (6.0f * spec.e4m3_max)};
+                spec.inverse_range};
   const cudaStream_t queue = reinterpret_cast<cudaStream_t>(stream);
   with_types(spec.element, out_dtype, [&](auto element, auto to) {
     launch_decode_pieces<decltype(element), decltype(to)>(job, queue);

@@ -21,7 +21,7 @@ struct DecodeGroupJob {
   void* out;
   int row_shift, col_shift;  // log2 of the scale tile's sides
   bool exact;
-  float inverse_range;  // nvfp4: fl(1 / (6 * largest block scale))
+  float inverse_range;  // nvfp4: fl(1 / (largest element * largest block scale))
 };
 
 // An expert's operand as its thread blocks see it; row and col are the operand's.
@@ -45,11 +45,12 @@ struct MemberCodes {
     const Encoded& packed = job.encoded.packed;
     const Family family = packed.spec.family;
     const auto* floats = static_cast<const float*>(packed.scales) + starts.scales;
-    if (family == Family::current) return job.exact ? 1.0f : *floats;
+    if (family == Family::current) return job.exact ? 1.0f : floats[packed.spec.row_scaled ? row : 0];
     const int64_t tile = (row >> job.row_shift) * tiles_across + (col >> job.col_shift);
     if (family == Family::block) return floats[tile];
     const uint32_t code = (static_cast<const uint8_t*>(packed.scales) + starts.scales)[tile];
     if (family == Family::mx) return e8m0_decode(code);
+    if (family == Family::ue5m3) return decode<UE5M3>(code);
     const float scale = decode<E4M3>(code);
     if (job.exact) return scale;
     return scale * packed.global[starts.amax + (packed.spec.row_scaled ? row : 0)] * job.inverse_range;
@@ -221,7 +222,7 @@ void dequantize_grouped_cuda(const EncodedGroup& encoded, Decoding decoding, voi
   if (packed.rows == 0 || packed.cols == 0 || encoded.group.experts == 0) return;
   const Spec& spec = packed.spec;
   const DecodeGroupJob job{encoded, units_of(spec, encoded.columns, packed.cols), out, log2_of(spec.tile_rows),
-                     log2_of(spec.tile_cols), decoding == Decoding::exact, 1.0f / (6.0f * spec.e4m3_max)};
+                     log2_of(spec.tile_cols), decoding == Decoding::exact, spec.inverse_range};
   const cudaStream_t queue = reinterpret_cast<cudaStream_t>(stream);
   with_types(spec.element, out_dtype, [&](auto element, auto to) {
     launch_decode_members<decltype(element), decltype(to)>(job, queue);

@@ -59,12 +59,60 @@ __device__ __forceinline__ void transform_group(const Spec& spec, uint32_t words
   }
 }
 
+template <class Order, class W>
+struct GroupWords {
+  uint32_t words[kGroupWords<Order, W>];
+};
+
+// The same over up to 128 elements: lanes that hold neighbouring segments of a line trade their sums. All lanes of the
+// warp. Not inlined: few formats need it.
+template <class Order, class W>
+__device__ __noinline__ GroupWords<Order, W> transform_wide(GroupWords<Order, W> group, int size, bool signs) {
+  const int first = Order::col(0) & (size - 1);
+  const uint32_t mask = signs ? rht_signs(first) : 0;
+  const float factor = rht_scale(size);
+  float x[kGroupSegments<Order, W>][kSegment];
+#pragma unroll
+  for (int k = 0; k < kGroupSegments<Order, W>; ++k) {
+#pragma unroll
+    for (int i = 0; i < kSegment; ++i)
+      x[k][i] = __fmul_rn(value_of<Order, W>(group.words, k, i), (mask >> i) & 1u ? -factor : factor);
+    butterfly16(x[k]);
+    for (int distance = kSegment; distance < size; distance *= 2) {
+      const bool upper = first & distance;
+#pragma unroll
+      for (int i = 0; i < kSegment; ++i) {
+        const float other = __shfl_xor_sync(~0u, x[k][i], distance / kSegment * Order::kNext);
+        x[k][i] = upper ? other - x[k][i] : x[k][i] + other;
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kGroupWords<Order, W>; ++i) {
+    if constexpr (W::kPack == 1)
+      group.words[i] = to_bits(round_to_bf16(x[0][i]));
+    else if constexpr (std::is_same_v<Order, RowOrder>)
+      group.words[i] = round_pair<Bf16>(x[0][2 * i], x[0][2 * i + 1]);
+    else
+      group.words[i] = round_pair<Bf16>(x[0][i], x[kGroupSegments<Order, W> - 1][i]);
+  }
+  return group;
+}
+
 // The group's words in the basis that the format approximates.
 template <class Order, class W>
 __device__ __forceinline__ void get_basis(const uint32_t* tile, const Spec& spec, int h,
                                           uint32_t words[kGroupWords<Order, W>]) {
   get_group<Order, W>(tile, h, words);
-  if (spec.rht) transform_group<Order, W>(spec, words);
+  if (spec.rht == kSegment) transform_group<Order, W>(spec, words);
+  if (spec.rht > kSegment) {
+    GroupWords<Order, W> group;
+#pragma unroll
+    for (int i = 0; i < kGroupWords<Order, W>; ++i) group.words[i] = words[i];
+    group = transform_wide<Order, W>(group, spec.rht, spec.rht_sign);
+#pragma unroll
+    for (int i = 0; i < kGroupWords<Order, W>; ++i) words[i] = group.words[i];
+  }
 }
 
 // amax of each segment of a group, and whether one holds a NaN.
@@ -177,6 +225,7 @@ __device__ __forceinline__ BlockScale find_scale(const Spec& spec, const Element
   if (spec.family == Family::current) return current_scale(global.amax, facts, spec);
   if constexpr (kFour) {
     if (spec.family == Family::nvfp4) return nvfp4_scale_of(nvfp4_scale_code(amax, global), global, spec);
+    if (spec.family == Family::ue5m3) return ue5m3_scale(amax, spec);
   } else {
     if (spec.family == Family::block) return block_scale(amax, facts, spec, frame.input_max);
   }
@@ -197,8 +246,9 @@ __device__ __forceinline__ float2 errors_of(const uint32_t words[kGroupWords<Ord
 
 // The amax from which the scales of a segment follow: the direction's, or that of the segment's row.
 __device__ __forceinline__ GlobalScale global_of(const Spec& spec, const Frame& frame, const Place& place) {
-  if (spec.family == Family::current) return {*frame.amax, 0.0f, 0.0f, 0.0f};
-  return nvfp4_global(spec.row_scaled ? (place.count > 0 ? frame.amax[place.row] : 1.0f) : *frame.amax, spec);
+  const float amax = spec.row_scaled ? (place.count > 0 ? frame.amax[place.row] : 1.0f) : *frame.amax;
+  if (spec.family == Family::current) return {amax, 0.0f, 0.0f, 0.0f};
+  return nvfp4_global(amax, spec);
 }
 
 // 4over6 over tiles of 16 rows: whether each segment's tile maps its amax to 4.
@@ -250,6 +300,7 @@ __device__ __forceinline__ void encode_direction(const Direction& to, const Fram
   constexpr int per_group = kGroupSegments<Order, W>;
   const bool ahead = spec.tile_rows > 1;  // a scale depends on segments that the thread does not hold at the same time
   const bool chooses = kFour && spec.four_over_six != FourOverSix::none;
+  const bool uniform = kFour && spec.element == Element::e1m2;
   float amax_of_tile[kSegments] = {}, errors[2][kSegments] = {};
   if (ahead) {
     all_amax<Order, W>(tile, spec, spec.tile_cols, amax_of_tile);
@@ -296,9 +347,9 @@ __device__ __forceinline__ void encode_direction(const Direction& to, const Fram
           else
             segment = static_cast<uint64_t>(place.row * frame.cols + place.col) / kSegment;
           draw(key, segment, random);
-          encode_four(x, scale.encode, random, codes);
+          uniform ? encode_uniform(x, scale.encode, random, codes) : encode_four(x, scale.encode, random, codes);
         } else {
-          encode_four(x, scale.encode, nullptr, codes);
+          uniform ? encode_uniform(x, scale.encode, nullptr, codes) : encode_four(x, scale.encode, nullptr, codes);
         }
         if (nan) mark_nan(x, codes);
       } else {
@@ -310,7 +361,7 @@ __device__ __forceinline__ void encode_direction(const Direction& to, const Fram
       if (!to.exact && !replace && !kSums) continue;
       float v[kSegment], scaled[kSegment];
       if constexpr (kFour)
-        decode_four(codes, v);
+        uniform ? decode_uniform(codes, v) : decode_four(codes, v);
       else
         decode_eight(codes, spec.element, facts, v);
       if (to.exact && place.count > 0) {
@@ -336,7 +387,7 @@ template <class Order, class W, bool kSums, bool kPlaced>
 __device__ __forceinline__ void run_direction(const Direction& to, bool find, const Frame& frame, uint32_t* tile,
                                               bool replace, Dtype rounded) {
   if (find) return find_direction<Order, W>(to, frame, tile);
-  if (to.spec.element == Element::e2m1)
+  if (is_four(to.spec.element))
     return encode_direction<Order, W, true, kSums, kPlaced>(to, frame, tile, replace, rounded);
   encode_direction<Order, W, false, kSums, kPlaced>(to, frame, tile, replace, rounded);
 }

@@ -26,6 +26,8 @@ __host__ __device__ inline ElementFacts facts_of(Element element) {
     case Element::e5m2: return {57344.0f, 1.0f / 57344.0f, true, false, 1.0f};
     case Element::e2m3: return {7.5f, 1.0f / 7.5f, false, true, 0x1p-6f};
     case Element::e3m2: return {28.0f, 1.0f / 28.0f, true, true, 0x1p-12f};
+    case Element::e1m2: return {3.5f, 1.0f / 3.5f, false, false, 1.0f};
+    case Element::int8: return {127.0f, 1.0f / 127.0f, false, false, 1.0f};
     case Element::e2m1: break;
   }
   return {6.0f, 1.0f / 6.0f, false, false, 1.0f};
@@ -37,6 +39,8 @@ __device__ inline uint32_t encode_one(Element element, float value) {
     case Element::e5m2: return encode<E5M2>(value);
     case Element::e2m3: return encode<E2M3>(value);
     case Element::e3m2: return encode<E3M2>(value);
+    case Element::e1m2: return encode<E1M2>(value);
+    case Element::int8: return encode<INT8>(value);
     case Element::e2m1: break;
   }
   return encode<E2M1>(value);
@@ -137,6 +141,41 @@ __device__ __forceinline__ void encode_four(const float x[kSegment], float scale
   }
 }
 
+// The same for E1M2, whose codes are all 0.5 apart. Not inlined: few formats need it.
+static __device__ __noinline__ uint32_t uniform_codes(float4 low, float4 high, float scale, uint2 random, bool draws) {
+  const float x[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+  uint32_t packed = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t byte = ((i < 4 ? random.x : random.y) >> (8 * (i % 4))) & 0xFFu;
+    const float value = __fmul_rn(x[i], scale);
+    packed |= (draws ? encode_e1m2_stochastic(value, byte) : encode<E1M2>(value)) << (4 * i);
+  }
+  return packed;
+}
+
+__device__ __forceinline__ void encode_uniform(const float x[kSegment], float scale, const uint32_t* random,
+                                               uint32_t codes[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float* from = x + 8 * half;
+    const uint2 bits = random ? make_uint2(random[2 * half], random[2 * half + 1]) : make_uint2(0, 0);
+    codes[half] = uniform_codes({from[0], from[1], from[2], from[3]}, {from[4], from[5], from[6], from[7]}, scale, bits,
+                                random != nullptr);
+  }
+}
+
+__device__ __forceinline__ void decode_uniform(const uint32_t codes[2], float v[kSegment]) {
+#pragma unroll
+  for (int i = 0; i < kSegment; ++i) v[i] = decode<E1M2>((codes[i / 8] >> (4 * (i % 8))) & 0xFu);
+}
+
+// Four codes of INT8. Not inlined, likewise.
+static __device__ __noinline__ uint32_t integer_codes(float4 x, float scale) {
+  return encode<INT8>(__fmul_rn(x.x, scale)) | encode<INT8>(__fmul_rn(x.y, scale)) << 8 |
+         encode<INT8>(__fmul_rn(x.z, scale)) << 16 | encode<INT8>(__fmul_rn(x.w, scale)) << 24;
+}
+
 // Four codes of E5M2 (wide) or E4M3.
 __device__ __forceinline__ uint32_t eight_codes(bool wide, float a, float b, float c, float d) {
 #if __CUDA_ARCH__ >= 890
@@ -149,6 +188,11 @@ __device__ __forceinline__ uint32_t eight_codes(bool wide, float a, float b, flo
 
 __device__ __forceinline__ void encode_eight(const float x[kSegment], float scale, Element element,
                                              const ElementFacts& facts, uint32_t codes[4]) {
+  if (element == Element::int8) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) codes[w] = integer_codes({x[4 * w], x[4 * w + 1], x[4 * w + 2], x[4 * w + 3]}, scale);
+    return;
+  }
 #if __CUDA_ARCH__ >= 890
   float y[kSegment];
 #pragma unroll
@@ -241,6 +285,11 @@ __device__ __forceinline__ void eight_values(bool wide, const uint32_t codes[4],
 
 __device__ __forceinline__ void decode_eight(const uint32_t codes[4], Element element, const ElementFacts& facts,
                                              float v[kSegment]) {
+  if (element == Element::int8) {
+#pragma unroll
+    for (int i = 0; i < kSegment; ++i) v[i] = decode<INT8>((codes[i / 4] >> (8 * (i % 4))) & 0xFFu);
+    return;
+  }
 #if __CUDA_ARCH__ >= 890
   uint32_t wide[4];
 #pragma unroll

@@ -1,5 +1,5 @@
 // The fast encoder: a direction with what training needs and nothing else. A whole tile of bf16 words, aligned outputs,
-// no amax per row, MX scales rounded up. The kind of the format is compiled in, and the loop over a thread's
+// no NVFP4 with an amax per row, MX scales rounded up. The kind of the format is compiled in, and the loop over a thread's
 // four segments stays a loop, because the code of two directions must fit the instruction cache (benchmarks/NOTES.md).
 // The bytes are those of direction.cuh.
 #pragma once
@@ -12,13 +12,16 @@
 
 namespace hq {
 
-enum class Kind { current, block, mx_eight, mx_four, nvfp4, nvfp4_stochastic, nvfp4_four_over_six };
+enum class Kind { current, row, block, mx_eight, mx_four, nvfp4, nvfp4_stochastic, nvfp4_four_over_six };
 
 // matrix: a tile of a matrix that has only whole tiles. whole: a whole tile of other rows, where the last blocks of
 // columns may be parts, and exact columns may be stored by rows. ragged: a tile that ends early, or whose columns begin
 // at any byte.
 enum class Part { matrix, whole, ragged };
 
+// current: one scale. row: one of each row. Both come from amaxes that are known, and no tile stores them.
+template <Kind kKind>
+constexpr bool kCurrent = kKind == Kind::current || kKind == Kind::row;
 template <Kind kKind>
 constexpr bool kNvfp4 = kKind == Kind::nvfp4 || kKind == Kind::nvfp4_stochastic || kKind == Kind::nvfp4_four_over_six;
 template <Kind kKind>
@@ -104,7 +107,7 @@ __device__ __forceinline__ BlockScale fast_scale(const FastSide& side, const Blo
     const uint32_t code = nvfp4_scale_code(amax, side.scales.global);
     return nvfp4_scale_of(code, side.scales.encode[code], side.scales.global, side.to.spec);
   }
-  if constexpr (kKind == Kind::current) return whole;
+  if constexpr (kCurrent<kKind>) return whole;
   if constexpr (kKind == Kind::block) return block_scale(amax, side.facts, side.to.spec, Bf16::kMax);
   return mx_scale_up(amax, side.facts);
 }
@@ -252,7 +255,7 @@ __device__ __forceinline__ void store_exact_pairs(const FastSide& side, uint32_t
   uint16_t* to = static_cast<uint16_t*>(side.to.exact) + element;
   if (may_turn && side.to.exact_turned)
     FastWords<Order>(tile).put(q / 2, q % 2, pairs);
-  else if constexpr (kPart == Part::ragged || kKind != Kind::current)  // instructions are what limits the others
+  else if constexpr (kPart == Part::ragged || !kCurrent<kKind>)  // instructions are what limits the others
     store_fast<Order, kPart, kSegment / 2>(to, pairs, side);
   else
     store_sectors<Order::kNext>(to, pairs, true);
@@ -293,7 +296,7 @@ __device__ __forceinline__ void encode_fast(const FastSide& side, uint32_t* tile
       *static_cast<float*>(to.scales) = whole.value;
     if (threadIdx.x == 0) note_seen(to, false, *side.amax);
   }
-  const bool tiled = kKind != Kind::current && spec.tile_rows > 1;
+  const bool tiled = !kCurrent<kKind> && spec.tile_rows > 1;
   const float amax_of_tile = tiled ? tile_amax<Order>(side.strips, spec.tile_rows) : 0.0f;
   // All of a warp's rows may lie outside, or some (of X alone: its columns end with whole warps), and some segments of rows.
   if (ragged && side.row0 + warp_of_block() * 16 >= side.row_end) return;
@@ -306,7 +309,7 @@ __device__ __forceinline__ void encode_fast(const FastSide& side, uint32_t* tile
         return side.row0 + Order::row(q) < row_end;
       });
   }
-  const bool leads = kKind != Kind::current && Order::col(0) % kBlock<kKind> == 0 && to.scales;
+  const bool leads = !kCurrent<kKind> && Order::col(0) % kBlock<kKind> == 0 && to.scales;
   const bool decodes = Tally::kWanted || to.exact || side.replace;
   constexpr bool draws = kKind == Kind::nvfp4_stochastic;
   const Key key = draws ? with_segments(with_step(side.key), side.cols, side.col0 + Order::col(0)) : side.key;
@@ -327,8 +330,11 @@ __device__ __forceinline__ void encode_fast(const FastSide& side, uint32_t* tile
       float most = k ? amax[per_group - 1] : amax[0];
       if (tiled)
         most = amax_of_tile;
-      else if (kKind != Kind::current && kBlock<kKind> > kSegment)
+      else if (!kCurrent<kKind> && kBlock<kKind> > kSegment)
         most = Order::join_near(most, kBlock<kKind>, Larger());
+      const bool inside = !ragged || (rows_of_x ? row < row_end : in_cols);
+      const bool stores = inside || (ragged && !rows_of_x);
+      if constexpr (kKind == Kind::row) whole = current_scale(inside ? __ldg(side.amax + row) : 1.0f, side.facts, spec);
       float x[kSegment];
       uint32_t codes[kCodeWords<four>];
       BlockScale scale;
@@ -343,8 +349,6 @@ __device__ __forceinline__ void encode_fast(const FastSide& side, uint32_t* tile
       } else {
         scale = fast_scale<kKind>(side, whole, most);
       }
-      const bool inside = !ragged || (rows_of_x ? row < row_end : in_cols);
-      const bool stores = inside || (ragged && !rows_of_x);
       if ((nan || most > kFloatMax) && inside) note_seen(to, nan, most);
       if (leads && inside) store_fast_scale<Order, kKind, kPart>(side, row, element, scale);
       if constexpr (!chooses) fast_values<Order>(words, k, x);
@@ -388,11 +392,14 @@ template <class Order, Part kPart, bool kChooses, class Tally>
 __device__ __forceinline__ void run_fast(const FastSide& side, uint32_t* tile, Tally& tally) {
   const Spec& spec = side.to.spec;
   switch (spec.family) {
-    case Family::current: return encode_fast<Order, Kind::current, kPart>(side, tile, tally);
+    case Family::current:
+      if (spec.row_scaled) return encode_fast<Order, Kind::row, kPart>(side, tile, tally);
+      return encode_fast<Order, Kind::current, kPart>(side, tile, tally);
     case Family::block: return encode_fast<Order, Kind::block, kPart>(side, tile, tally);
     case Family::mx:
       if (spec.element == Element::e2m1) return encode_fast<Order, Kind::mx_four, kPart>(side, tile, tally);
       return encode_fast<Order, Kind::mx_eight, kPart>(side, tile, tally);
+    case Family::ue5m3:
     case Family::nvfp4: break;
   }
   if (spec.sr) return encode_fast<Order, Kind::nvfp4_stochastic, kPart>(side, tile, tally);

@@ -82,7 +82,7 @@ void prepare(QuantizeJob& job, bool column, const Launch& launch) {
     check(cudaMemcpyAsync(to.global, to.amax, bytes, cudaMemcpyDeviceToDevice, launch.stream));
 }
 
-// Current scaling stores what multiplies codes back, for each of `count` matrices.
+// Current scaling stores what multiplies codes back, for each of `count` matrices or rows.
 static __global__ void store_scale_inv(const __grid_constant__ Spec spec, const float* amax, float* scale_inv,
                                        int64_t count) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -90,12 +90,29 @@ static __global__ void store_scale_inv(const __grid_constant__ Spec spec, const 
   if (i < count) scale_inv[i] = 1.0f / fp8_scale(amax[i], most, spec.amax_epsilon, spec.pow2, kFloatMax);
 }
 
-inline void store_current_scales(const Direction& to, int64_t count, cudaStream_t stream) {
+// rows: of the operands.
+inline void store_current_scales(const Direction& to, int64_t matrices, int64_t rows, cudaStream_t stream) {
+  const int64_t count = to.spec.row_scaled ? rows : matrices;
   if (to.spec.family != Family::current || !to.scales || count == 0) return;
   const unsigned threads = count < 128 ? static_cast<unsigned>(count) : 128;
   store_scale_inv<<<static_cast<unsigned>(ceil_div(count, threads)), threads, 0, stream>>>(
       to.spec, to.amax, static_cast<float*>(to.scales), count);
   check(cudaGetLastError());
+}
+
+// Amaxes of rows and of columns from one read of X.
+template <class Launch>
+void prepare_lines(QuantizeJob& job, const Launch& launch) {
+  if (!finds_lines(job)) return;
+  const int64_t columns = launch.matrices * job.source.cols;
+  check(cudaMemsetAsync(job.row.found, 0, sizeof(float) * static_cast<size_t>(job.source.rows), launch.stream));
+  check(cudaMemsetAsync(job.column.found, 0, sizeof(float) * static_cast<size_t>(columns), launch.stream));
+  QuantizeJob search = job;
+  search.find_row = search.find_column = true;
+  search.row.seen = search.column.seen = nullptr;
+  launch.encode(search);
+  job.row.amax = job.row.found, job.column.amax = job.column.found;
+  job.backwards = true;
 }
 
 static __global__ void clear_both(float* a, float* b) { *a = 0.0f, *b = 0.0f; }
@@ -106,7 +123,7 @@ void prepare_both(QuantizeJob& job, const Launch& launch) {
   if (launch.matrices != 1 || !finds_both_amaxes(job)) return;
   clear_both<<<1, 1, 0, launch.stream>>>(job.row.found, job.column.found);
   check(cudaGetLastError());
-  launch.find_columns(job, job.row.found);
+  if (!launch.find_columns(job, job.row.found)) return;
   job.row.amax = job.row.found, job.column.amax = job.column.found;
   job.backwards = true;
 }
@@ -114,12 +131,14 @@ void prepare_both(QuantizeJob& job, const Launch& launch) {
 template <class Launch>
 void quantize(QuantizeJob job, const Launch& launch) {
   prepare_both(job, launch);
+  prepare_lines(job, launch);
   prepare(job, false, launch);
   prepare(job, true, launch);
   launch.encode(job);
   if (launch.stores_scale_inv(job)) return;
-  if (job.has_row) store_current_scales(job.row, launch.matrices, launch.stream);
-  if (job.has_column) store_current_scales(job.column, launch.matrices, launch.stream);
+  const int64_t rows = job.source.rows, columns = launch.matrices * job.source.cols;
+  if (job.has_row) store_current_scales(job.row, launch.matrices, rows, launch.stream);
+  if (job.has_column) store_current_scales(job.column, launch.matrices, columns, launch.stream);
 }
 
 // found = max(found, amax) for each direction that has `found`.

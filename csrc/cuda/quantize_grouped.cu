@@ -26,9 +26,9 @@ __device__ __forceinline__ FastTile fast_tile_of(const QuantizeGroupJob& launch,
   const Before& before = member.before;
   return {{static_cast<uint32_t>(before.rows), static_cast<uint32_t>(member.rows), static_cast<uint32_t>(member.r0), c0,
            static_cast<uint64_t>(before.rows * job.source.cols), static_cast<uint32_t>(job.source.cols)},
-          {job.row.amax + before.expert, key_of(job.row, before.expert),
+          {job.row.amax + (job.row.spec.row_scaled ? before.rows : before.expert), key_of(job.row, before.expert),
            static_cast<uint64_t>(before.row_units * launch.units.row_scales)},
-          {job.column.amax + before.expert, key_of(job.column, before.expert),
+          {job.column.amax + before.expert * (job.column.spec.row_scaled ? job.source.cols : 1), key_of(job.column, before.expert),
            static_cast<uint64_t>(before.column_units * launch.units.column_scales)}};
 }
 

@@ -21,9 +21,9 @@ struct GlobalScale {
 };
 
 __device__ __forceinline__ GlobalScale nvfp4_global(float amax, const Spec& spec) {
-  GlobalScale global{amax, nvfp4_global_scale(amax, 6.0f * spec.e4m3_max), 0.0f, 0.0f};
+  GlobalScale global{amax, nvfp4_global_scale(amax, spec.full_range), 0.0f, 0.0f};
   global.decode = 1.0f / global.encode;
-  global.sixth = global.encode * kSixth;
+  global.sixth = global.encode * spec.inverse_max;
   return global;
 }
 
@@ -39,8 +39,13 @@ __device__ __forceinline__ float e4m3_value(uint32_t code) {
 __device__ __forceinline__ BlockScale nvfp4_scale_of(uint32_t code, float encode, const GlobalScale& global,
                                                      const Spec& spec) {
   const float exact = e4m3_value(code);
-  const float full = spec.e4m3_max == 448.0f ? 1.0f / 2688.0f : 1.0f / 1536.0f;
-  return {encode, exact, exact * global.amax * full, code};
+  return {encode, exact, exact * global.amax * spec.inverse_range, code};
+}
+
+__device__ __forceinline__ BlockScale ue5m3_scale(float amax, const Spec& spec) {
+  const uint32_t code = ue5m3_block_scale(amax, spec.inverse_max);
+  const float value = decode<UE5M3>(code);
+  return {nvfp4_encode_scale(value, 1.0f), value, value, code};
 }
 
 __device__ __forceinline__ BlockScale nvfp4_scale_of(uint32_t code, const GlobalScale& global, const Spec& spec) {
@@ -63,11 +68,12 @@ __device__ __forceinline__ float reciprocal(float x) {
 }
 
 // The power of two of fp8_scale is 2^8 (E4M3) or 2^15 (E5M2) over that of the amax, one less where the amax's mantissa is
-// beyond that of the largest element, 1.75. Far from the ends of the range: there, and for other scales, the general form.
+// beyond that of the largest element, 1.75. Far from the ends of the range: there, and for other scales and INT8, the
+// general form.
 __device__ __forceinline__ BlockScale block_scale(float amax, const ElementFacts& facts, const Spec& spec,
                                                   float input_max) {
   const uint32_t bits = to_bits(fmaxf(amax, spec.amax_epsilon));
-  if (spec.pow2 && bits - (32u << 23) < (192u << 23)) {
+  if (spec.pow2 && spec.element != Element::int8 && bits - (32u << 23) < (192u << 23)) {
     const uint32_t power = ((facts.e5m2 ? 269u : 262u) << 23) - ((bits + 0x1FFFFFu) & kInfBits);
     const float decode = to_float((254u << 23) - power);
     return {to_float(power), decode, decode, 0};

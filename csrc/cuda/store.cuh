@@ -157,6 +157,7 @@ struct Sums {
       of.amax = fmaxf(of.amax, fabsf(x[i]));
       of.nonzero += x[i] != 0.0f ? 1.0f : 0.0f;
       of.lost += x[i] != 0.0f && v[i] == 0.0f ? 1.0f : 0.0f;
+      of.lost2 = __fmaf_rn(v[i] == 0.0f ? x[i] : 0.0f, x[i], of.lost2);
       of.saturated += fabsf(x[i]) > limit ? 1.0f : 0.0f;
     }
     of.error2 += error2;
@@ -166,10 +167,11 @@ struct Sums {
 
 // Sums of the whole thread block, in a fixed order, to `to`.
 __device__ inline void store_sums(const TileSums& mine, TileSums* to) {
-  __shared__ float warps[kThreads / 32][7];
-  const float values[7] = {mine.x2, mine.error2, mine.q2, mine.nonzero, mine.lost, mine.saturated, mine.amax};
+  __shared__ float warps[kThreads / 32][8];
+  const float values[8] = {mine.x2,   mine.error2,    mine.q2,   mine.nonzero,
+                           mine.lost, mine.saturated, mine.amax, mine.lost2};
 #pragma unroll
-  for (int k = 0; k < 7; ++k) {
+  for (int k = 0; k < 8; ++k) {
     float value = values[k];
     for (int distance = 16; distance > 0; distance /= 2) {
       const float other = __shfl_xor_sync(~0u, value, distance);
@@ -179,10 +181,10 @@ __device__ inline void store_sums(const TileSums& mine, TileSums* to) {
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    float total[7] = {};
+    float total[8] = {};
     for (int w = 0; w < kThreads / 32; ++w)
-      for (int k = 0; k < 7; ++k) total[k] = k == 6 ? fmaxf(total[k], warps[w][k]) : total[k] + warps[w][k];
-    *to = {total[0], total[1], total[2], total[6], total[3], total[4], total[5], 0.0f};
+      for (int k = 0; k < 8; ++k) total[k] = k == 6 ? fmaxf(total[k], warps[w][k]) : total[k] + warps[w][k];
+    *to = {total[0], total[1], total[2], total[6], total[3], total[4], total[5], total[7]};
   }
   __syncthreads();
 }

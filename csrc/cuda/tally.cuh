@@ -47,7 +47,7 @@ struct Tally {
   static constexpr bool kWanted = true;
   TallySpace& space;
   bool own;  // x2, nonzero and amax are to be found here; otherwise those of the rows serve
-  float x2 = 0.0f, error2 = 0.0f, q2 = 0.0f, amax = 0.0f;
+  float x2 = 0.0f, error2 = 0.0f, q2 = 0.0f, lost2 = 0.0f, amax = 0.0f;
   uint32_t nonzero = 0, kept = 0, saturated = 0;  // kept: codes that are not 0
 
   __device__ __forceinline__ Tally(TallySpace& space, bool own) : space(space), own(own) {}
@@ -77,6 +77,7 @@ struct Tally {
       const float d = __fmaf_rn(-v[i], scale.value, x[i]);
       errors = __fmaf_rn(d, d, errors);
       squares = __fmaf_rn(v[i], v[i], squares);
+      lost2 = __fmaf_rn(v[i] == 0.0f ? x[i] : 0.0f, x[i], lost2);
     }
     error2 += errors;
     q2 = __fmaf_rn(squares * scale.value, scale.value, q2);
@@ -96,9 +97,9 @@ struct Tally {
 
   // The warp's share, where finish() finds it.
   __device__ __forceinline__ void leave() const {
-    float sums[3] = {x2, error2, q2};
+    float sums[4] = {x2, error2, q2, lost2};
 #pragma unroll
-    for (int i = 0; i < 3; ++i)
+    for (int i = 0; i < 4; ++i)
       for (int distance = 16; distance > 0; distance /= 2) sums[i] += __shfl_xor_sync(~0u, sums[i], distance);
     uint32_t counts[3] = {nonzero, kept, saturated};
 #pragma unroll
@@ -106,7 +107,7 @@ struct Tally {
     const float most = to_float(__reduce_max_sync(~0u, to_bits(amax)));
     if (lane_of_warp() == 0)
       space.warps[warp_of_block()] = {sums[0], sums[1], sums[2], most, static_cast<float>(counts[0]),
-                                      static_cast<float>(counts[1]), static_cast<float>(counts[2]), 0.0f};
+                                      static_cast<float>(counts[1]), static_cast<float>(counts[2]), sums[3]};
   }
 };
 
@@ -126,6 +127,7 @@ __device__ __forceinline__ void finish_tally(const TallySpace& mine, const Tally
     const TileSums &part = mine.warps[w], &source = owner.warps[w];
     total.x2 += source.x2, total.nonzero += source.nonzero, total.amax = fmaxf(total.amax, source.amax);
     total.error2 += part.error2, total.q2 += part.q2, total.saturated += part.saturated;
+    total.lost2 += part.lost2;
     total.lost += source.nonzero - part.lost;  // a warp left the count of nonzero codes there
   }
   to.sums[tile] = total;

@@ -1,4 +1,7 @@
-"""hqsweep.compare: verdicts, tables and figures of `hqsweep compare`, for Python, notebooks and paper."""
+"""hqsweep.compare: verdicts, tables and figures of `hqsweep compare`, for Python, notebooks and paper.
+
+hqsweep.query: questions about runs in SQL, answered as DataFrames.
+"""
 
 import base64
 from collections.abc import Iterable, Sequence
@@ -12,11 +15,13 @@ import plotly.graph_objects as go
 
 from hqsweep.api.judgement import Judgement
 from hqsweep.errors import UserError
-from hqsweep.foreign_logs.commands import is_of_commands, judge_runs
+from hqsweep.foreign_logs.logs import is_of_commands, judge_runs
+from hqsweep.queries.index import Tables
+from hqsweep.queries.sql import ask
 from hqsweep.report.compare import arms
 from hqsweep.report.compare.compare import compare as judge
 from hqsweep.report.compare.league import league
-from hqsweep.report.compare.left_out import LeftOut
+from hqsweep.report.compare.left_out import LeftOut, rows
 from hqsweep.report.compare.notes import headline
 from hqsweep.report.figures.forest import forest_of
 from hqsweep.report.pages import html, tables
@@ -194,3 +199,27 @@ class Comparison:
         table = self.tables["arms"].to_html(index=False, border=0)
         title = f"<p><b>{escape(tables.title(self._comparison))}</b></p><p>{escape(self.headline)}</p>"
         return f"{title}{picture}{table}"
+
+
+def query(question: str, *words: str | Path | OfRuns, runs_dir: str | Path = "runs") -> pd.DataFrame:
+    """The answer to a question in SQL about runs: one row for each row of the answer.
+
+    question  columns and what follows them, "arm, seed, min(val_loss) where step > 100", or a whole select; tables are
+              runs, metrics, stats, parity and calibrate (docs/query.md has their columns)
+    words     sweeps and runs, as hqsweep.Sweep takes them; none: all sweeps of runs_dir
+    runs_dir  folder of the sweeps, for names
+
+    Losses are in nats, times in seconds, SQNR in dB. Runs whose files cannot be trusted are left out;
+    `.attrs["left_out"]` of the answer has a dict for each.
+
+    Raises:
+        UserError: SQL that is wrong, a column or table that does not exist, a word that fits nothing.
+        Damaged: no run can be trusted.
+    """
+    if not isinstance(question, str):
+        raise UserError(f"query: takes a text of SQL, and got a {type(question).__name__}")
+    folders = folders_of("query", words, runs_dir) if words else RunStore(Path(runs_dir)).all_runs()
+    tables = Tables(folders)
+    answer = ask(question, tables).to_pandas()
+    answer.attrs["left_out"] = [dict(row) for row in rows(tables.left_out)]
+    return answer

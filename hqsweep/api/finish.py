@@ -66,7 +66,7 @@ def finish(
     of_command = plan.first.job == COMMAND
     judged = {}
     if of_command:
-        from hqsweep.foreign_logs.commands import judge_runs
+        from hqsweep.foreign_logs.logs import judge_runs
 
         judged = {"judged": judge_runs}
     growth = grow(

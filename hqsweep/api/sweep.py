@@ -27,7 +27,7 @@ from hqsweep.errors import UserError, nearest, visible
 from hqsweep.report.compare.frames import DATA, FORK, TRUNK, Frames, load
 from hqsweep.report.compare.left_out import LeftOut
 from hqsweep.sweep.alerts import Alerts
-from hqsweep.sweep.engine.until import Until
+from hqsweep.sweep.engine.task import Until
 from hqsweep.sweep.grid.overrides import quoted
 from hqsweep.sweep.grid.run_words import read, with_seeds
 from hqsweep.sweep.store.run_dir import RunDir
@@ -261,7 +261,7 @@ def run(
     no_import   refuse a Python factory, instead of importing it
     quiet       print nothing; else progress and warnings go to stderr
     until       start runs for this long alone ("90s", "20m", "2h"), and none that would not be finished by then
-    alerts      what is done when a run fails, and at the end
+    alerts      the notices when a run fails, and at the end
 
     A run that fails raises nothing: its state and reason are in Sweep.runs. The same call resumes a sweep that was
     interrupted.

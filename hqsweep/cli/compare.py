@@ -58,7 +58,7 @@ def compare(
     with waiting("reading the runs and writing the report"):
         from hqsweep.api.comparison import compared
         from hqsweep.cli.judge import print_judgement
-        from hqsweep.foreign_logs.commands import is_of_commands, judge_runs
+        from hqsweep.foreign_logs.logs import is_of_commands, judge_runs
         from hqsweep.report.compare.compare import document
         from hqsweep.report.compare.league import league
         from hqsweep.report.compare.left_out import exit_code
@@ -182,8 +182,8 @@ def update(
     Losses are stored as hex floats, which hold every bit. One stored draw may be a lucky one; --add keeps those of
     several machines side by side. Exit code 3, and the file left as it is, when a run has no final loss.
     """
-    from hqsweep.foreign_logs.commands import is_of_commands
     from hqsweep.foreign_logs.gate import store_runs
+    from hqsweep.foreign_logs.logs import is_of_commands
     from hqsweep.report.gate.baseline_update import update
     from hqsweep.sweep.store.store import RunStore
 

@@ -46,13 +46,13 @@ def ls(config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
     from hqsweep.errors import EXIT_FAILED, UserError
     from hqsweep.recipe.base import AnyRecipe
     from hqsweep.recipe.listing import parts, slots
-    from hqsweep.sweep.grid.compose import known_recipes
+    from hqsweep.sweep.grid.compose import known_recipes, recipe_composer
 
-    rows, faults = [], []
+    rows, faults, composer = [], [], recipe_composer(config_dir)
     recipes: dict[str, AnyRecipe] = {}
     for name in known_recipes(config_dir):
         try:
-            recipe = _load(name, config_dir)
+            recipe = _load(name, config_dir, composer)
         except UserError as fault:
             faults.append(str(fault))
             continue
@@ -181,8 +181,8 @@ def import_(
     print_result(as_json, named, f"wrote {out}; run it as recipe={out}")
 
 
-def _load(name: str, config_dir: Path | None) -> Any:
-    """The recipe, unless `run` would refuse it or its name."""
+def _load(name: str, config_dir: Path | None, composer: Any = None) -> Any:
+    """The recipe, unless `run` would refuse it or its name. composer: as load_recipe takes it."""
     from pydantic import ValidationError
 
     from hqsweep.config.job import RecipeConfig
@@ -193,7 +193,7 @@ def _load(name: str, config_dir: Path | None) -> Any:
     from hqsweep.sweep.grid.compose import load_recipe
 
     try:
-        config = load_recipe(name, config_dir)
+        config = load_recipe(name, config_dir, composer)
         recipe = parse_recipe(config, factory_name)
         RecipeConfig.model_validate({"name": Path(name).stem} | config)
     except ValidationError as error:

@@ -75,7 +75,7 @@ def run(
     'recipe.linear.input=nvfp4|mxfp8' sets one tensor's row and column formats. seeds.until=decided adds seeds until
     every arm has a verdict.
     """
-    from hqsweep.sweep.engine.until import Until
+    from hqsweep.sweep.engine.task import Until
 
     limit = None if until is None else Until(until)
     from hqsweep.sweep.alerts import Alerts
@@ -167,7 +167,7 @@ def _compared(plan: Any, runs: Sequence[Any]) -> Any:
     if plan.first.job not in COMPARED or len(arms) < 2:
         return None
     if plan.first.job == COMMAND:
-        from hqsweep.foreign_logs.commands import judge_runs
+        from hqsweep.foreign_logs.logs import judge_runs
 
         return judge_runs(list(runs))
     from hqsweep.api.comparison import compared

@@ -114,6 +114,7 @@ def _faults(recipe: Recipe) -> Iterator[str]:
             q, gradient, slot = getattr(section, tensor), tensor in GRADIENTS, f"{where}.{tensor}"
             if not q.delayed:
                 formats = [f for f in (q.rowwise, q.columnwise) if _quantizer_call(f) is None]
+                formats += [f"rowwise {q.rowwise}"] if q.rowwise.rht and q.rowwise not in formats else []
                 yield from (f"{slot}: TransformerEngine has no {format}" for format in formats)
             elif q.rowwise != q.columnwise or q.columnwise_source != "original":
                 yield f"{slot}: TransformerEngine takes fp8_delayed only in both directions of a tensor, not {q}"
@@ -199,7 +200,7 @@ def _quantizer_call(format: Format) -> str | None:
             )
         case MX() if format == MX(name="mxfp8", element_name=format.element_name, two_d=format.two_d):
             return f"MXFP8Quantizer({_fp8(format)}{', with_2d_quantization=True' if format.two_d else ''})"
-        case NVFP4() if not format.fast_error:
+        case NVFP4() if not format.fast_error and format.rht in (0, 16):
             return _nvfp4_call(format)
     return None
 
@@ -207,8 +208,8 @@ def _quantizer_call(format: Format) -> str | None:
 def _nvfp4_call(format: NVFP4) -> str:
     """Return the NVFP4Quantizer(...) of a format, with the arguments that differ from the defaults."""
     options = {
-        "with_rht": format.rht,
-        "with_post_rht_amax": format.rht,
+        "with_rht": format.rht > 0,
+        "with_post_rht_amax": format.rht > 0,
         "with_2d_quantization": format.two_d,
         "stochastic_rounding": format.sr,
         "row_scaled_nvfp4": format.row_scaled,

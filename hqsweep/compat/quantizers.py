@@ -270,7 +270,7 @@ class NVFP4Quantizer(Quantizer):
             )
         return NVFP4(
             two_d=chosen["with_2d_quantization"],
-            rht=chosen["with_rht"],
+            rht=16 if chosen["with_rht"] else 0,
             rht_signed=chosen["with_random_sign_mask"] or not chosen["with_rht"],
             sr=chosen["stochastic_rounding"],
             row_scaled=chosen["row_scaled_nvfp4"],

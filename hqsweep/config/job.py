@@ -1,7 +1,7 @@
 """The typed config: the one place where YAML becomes objects.
 
 `parse` takes what composition gives (plain dicts), checks all of it, and returns a frozen ConvergenceConfig,
-ParityConfig or CalibrateConfig. The sections stand in the other modules of this package. Their defaults are those of
+ParityConfig or CalibrateConfig. The sections stand in the other modules of this package. Their defaults come from
 conf/; a test holds them together. A run's config.yaml is `config.model_dump(mode="json")`: every leaf, recipes in one
 canonical form, so that equal runs have equal dicts.
 """
@@ -352,7 +352,7 @@ def parse(config: Mapping[str, Any], find: FindFactory = factory_name) -> Config
     and its quantizers are not checked.
 
     Raises:
-        UserError: all faults in one line, each with its key path, what came, and what is allowed.
+        UserError: all faults in one line, each with its key path, the value, and the allowed values.
     """
     job = config.get("job")
     if job not in JOBS:

@@ -49,4 +49,4 @@ CHECKED_TABLES = tuple(kind.table for kind in JOBS.values() if kind.printer)
 COMPARED = tuple(job for job, kind in JOBS.items() if kind.compared)
 """Jobs whose runs are runs of arms."""
 COMMAND = "command"
-"""The job of programs of the user's own, whose logs are judged as those of any program."""
+"""The job of programs of the user's own, whose logs are judged like any program's logs."""

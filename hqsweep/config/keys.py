@@ -127,8 +127,6 @@ def _pair_faults(slots: Mapping[str, Any], gemms: Mapping[str, Any], mode: str) 
 def _formats(value: Any) -> dict[str, FormatText]:
     """Direction -> format of a quantizer. UserError where the value is none; quant.hybrid says more of it."""
     row, column = map(FormatText.parse, directions(value)[:2])
-    if row.rht:
-        raise UserError(f"{row}: +rht acts on columnwise operands only")
     return {"rowwise": row, "columnwise": column}
 
 

@@ -4,7 +4,7 @@ A user's model is one of Hugging Face, or one that a Python function builds. Not
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationInfo, model_validator
@@ -83,6 +83,15 @@ def check_path(path: Any, where: str, like: str) -> None:
         raise UserError(f"{where}: {path!r} is no package.module.function, such as {like}")
 
 
+def with_arguments(section: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
+    """Return the section of a function with `target` for `_target_`, and all keys but `fields` moved to `args`."""
+    own = {key: value for key, value in section.items() if key in fields}
+    if TARGET in section:
+        own["target"] = section[TARGET]
+    args = {key: value for key, value in section.items() if key not in (*fields, TARGET)}
+    return own | ({"args": {**own.get("args", {}), **args}} if args else {})
+
+
 class UserModel(Section):
     """Keys that all models of users have.
 
@@ -118,7 +127,7 @@ class HFModelConfig(UserModel):
     """A causal language model of Hugging Face, from a folder with config.json and safetensors, a .safetensors file with
     config.json beside it, or a .gguf file.
 
-    architecture: the class of the model, that of causal language models, or its own, which config.json names.
+    architecture: the class of the model: the causal language model's, or its own, which config.json names.
     With pretrained=false, config.json alone is read, without trained weights. Nothing is downloaded, and no code of the
     folder is run. hash: the hash of its config and, if they are read, its weights; the sweep's command fills it in.
     """
@@ -145,13 +154,9 @@ class FactoryModelConfig(UserModel):
         """Move the keys that are arguments to `args`."""
         if not isinstance(section, Mapping):
             return section
-        own = {key: value for key, value in section.items() if key in cls.model_fields}
-        own.setdefault("kind", "factory")
-        if TARGET in section:
-            own["target"] = section[TARGET]
+        own = {"kind": "factory"} | with_arguments(section, cls.model_fields)
         check_path(own.get("target"), f"model.{TARGET}", "my_models.build")
-        args = {key: value for key, value in section.items() if key not in (*cls.model_fields, TARGET)}
-        return own | ({"args": {**own.get("args", {}), **args}} if args else {})
+        return own
 
     @model_validator(mode="after")
     def _find_factory(self, info: ValidationInfo) -> "FactoryModelConfig":

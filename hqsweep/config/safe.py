@@ -19,8 +19,9 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,12 @@ def parse_yaml(data: bytes) -> Any:
             MAX_DEPTH, has more than MAX_NODES nodes, gives a key twice, or holds another `${...}` than a reference to a
             key.
     """
+    return deepcopy(_parsed(data))
+
+
+@lru_cache(maxsize=1024)
+def _parsed(data: bytes) -> Any:
+    """The document of parse_yaml, once for each text: a command asks several times for the config of each run."""
     text = _checked(data)
     with _explained():
         return yaml.load(text, Loader=LOADER)
@@ -175,6 +182,7 @@ def _named(path: Path, read: Callable[[bytes], Any]) -> Any:
         raise UserError(f"{path}: {error}; correct the YAML") from None
 
 
+@lru_cache(maxsize=1024)
 def _checked(data: bytes, loader: type = LOADER) -> str:
     """The text, if it is within bounds."""
     if len(data) > MAX_BYTES:

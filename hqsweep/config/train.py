@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationInfo, model_validator
 
-from hqsweep.config.model import TARGET, ModelConfig, check_path, expert_width, ffn_width
+from hqsweep.config.model import TARGET, ModelConfig, check_path, expert_width, ffn_width, with_arguments
 from hqsweep.config.safe import loads
 from hqsweep.config.section import Count, Device, Fraction, Index, Positive, Section
 from hqsweep.errors import UserError
@@ -80,12 +80,9 @@ class FactoryDataConfig(DataConfig):
         """Move the keys that are arguments to `args`."""
         if not isinstance(section, Mapping):
             return section
-        own = {key: value for key, value in section.items() if key in cls.model_fields} | {"source": FACTORY}
-        if TARGET in section:
-            own["target"] = section[TARGET]
+        own = with_arguments(section, cls.model_fields) | {"source": FACTORY}
         check_path(own.get("target"), f"data.{TARGET}", "my_data.build")
-        args = {key: value for key, value in section.items() if key not in (*cls.model_fields, TARGET)}
-        return own | ({"args": {**own.get("args", {}), **args}} if args else {})
+        return own
 
     @model_validator(mode="after")
     def _find_factory(self, info: ValidationInfo) -> "FactoryDataConfig":

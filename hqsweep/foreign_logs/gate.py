@@ -14,9 +14,8 @@ import pandas as pd
 
 from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
-from hqsweep.foreign_logs.commands import log_of
 from hqsweep.foreign_logs.judge import Judgement, Question, parse_margin
-from hqsweep.foreign_logs.logs import Reading, judge_log
+from hqsweep.foreign_logs.logs import Reading, judge_log, log_of
 from hqsweep.foreign_logs.values import several
 from hqsweep.report.compare.frames import FORK
 from hqsweep.report.compare.verdict import PLAIN, spec
@@ -224,7 +223,7 @@ class Held:
 
 
 def turned(estimate: Estimate) -> Estimate:
-    """The estimate of what is better the higher it is, from one with the opposite sign."""
+    """The estimate of a metric that is better when higher, from an estimate with the opposite sign."""
     return replace(
         estimate, gap=-estimate.gap, ci_low=-estimate.ci_high, ci_high=-estimate.ci_low, eq_low=-estimate.eq_high,
         eq_high=-estimate.eq_low,

@@ -1,19 +1,29 @@
-"""A judgement from logs: which reader a path takes, and the rows of all of them together."""
+"""Judgements of logs: which reader a path takes, and the rows of all logs together.
+
+Runs of commands and of hqsweep.track are logs whose rows hqsweep keeps. Metric, direction, margin and window come from
+their config (judge); the baseline, and how long a study may grow, come from the sweep.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
-from hqsweep.errors import UserError
+from hqsweep.config.jobs import COMMAND
+from hqsweep.config.study import StudyConfig
+from hqsweep.errors import Damaged, UserError
 from hqsweep.foreign_logs.columns import FILE, Columns, find
 from hqsweep.foreign_logs.judge import Judgement, Question, judge
-from hqsweep.foreign_logs.runs import sweep_source
 from hqsweep.foreign_logs.stores import SQLITE, is_mlflow, read_mlflow, read_sqlite
 from hqsweep.foreign_logs.tables import Csv, Frame, JsonLines, Parquet, Source, WideCsv
-from hqsweep.foreign_logs.trackers import EVENTS, WANDB, Runs, read_tensorboard, read_wandb
+from hqsweep.foreign_logs.trackers import EVENTS, WANDB, Runs, read_tensorboard, read_wandb, runs_source, sweep_source
 from hqsweep.foreign_logs.values import Collector, Values
+from hqsweep.sweep.store import sweep_file
+from hqsweep.sweep.store.run_dir import RunDir
+from hqsweep.sweep.store.store import RunStore
 from hqsweep.sweep.store.sweep_file import is_sweep
 
 READERS = {
@@ -174,3 +184,49 @@ def _listed(arm: str, values: object) -> list[object]:
         raise UserError(
             f"judge: '{arm}' has a {type(values).__name__}; it takes the values of all seeds, as in [2.31, 2.29]"
         ) from None
+
+
+def is_of_commands(runs: Sequence[RunDir]) -> bool:
+    """Whether all runs that can be read are of commands, and there is one. UserError for some beside others."""
+    jobs = set()
+    for run in runs:
+        with suppress(Damaged):
+            jobs.add(run.config()["job"])
+    if COMMAND in jobs and len(jobs) > 1:
+        raise UserError(
+            f"runs: of a command and of {', '.join(sorted(jobs - {COMMAND}))}; compare the one or the other"
+        )
+    return jobs == {COMMAND}
+
+
+def judge_runs(
+    runs: Sequence[RunDir],
+    baseline: str | None = None,
+    window: float | None = None,
+    margin: float | str | None = None,
+    metric: str | None = None,
+) -> Judgement:
+    """The judgement of runs of commands; None: what their configs and their sweep say."""
+    return judge_log(log_of(runs, metric=metric, baseline=baseline, window=window, margin=margin))
+
+
+def log_of(runs: Sequence[RunDir], **asked: Any) -> Log:
+    """The values of runs of commands, and the question that they state. asked: metric, baseline, window, margin."""
+    config, study = runs[0].config(), _study(runs[0])
+    stated = config.get("judge") or {}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    margin = asked.get("margin", stated.get("margin") or f"{study.margin:g}%")
+    question = Question(
+        metric=asked.get("metric") or stated.get("metric") or "", margin=margin, lower=stated.get("lower_is_better"),
+        baseline=asked.get("baseline") or study.baseline, null_arm=stated.get("null_arm"),
+        maximum=study.seeds.max if study.seeds.until == "decided" else None,
+    )  # fmt: skip
+    reading = Reading(columns={}, window=asked.get("window") or stated.get("window"))
+    where = "+".join(dict.fromkeys(str(run.sweep_path) for run in runs))
+    return read_sources([runs_source(runs, where)], question, reading)
+
+
+def _study(run: RunDir) -> StudyConfig:
+    """What the run's sweep says as a whole."""
+    keys = RunStore(run.sweep_path.parent).facts(run.sweep)["study"] if sweep_file.is_sweep(run.sweep_path) else {}
+    return StudyConfig.model_validate({name: value for name, value in keys.items() if name in StudyConfig.model_fields})

@@ -66,7 +66,7 @@ def _span(low: float, high: float, places: str) -> str:
 
 
 def rich_table(judgement: Judgement) -> Fitted:
-    """The arms for a terminal, coloured by verdict; the caption has a sentence for each, then what is left out."""
+    """The arms for a terminal, coloured by verdict; the caption has a sentence for each, then the runs left out."""
     styles = [COLOUR.get(verdict, "") for verdict in judgement.arms["verdict"]]
     table = to_rich(arms_table(judgement), title(judgement), styles, DROP)
     sentences = [f"{row.arm}: {row.sentence}" for row in judgement.arms.itertuples()]

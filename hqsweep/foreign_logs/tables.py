@@ -180,7 +180,7 @@ class Frame(ArrowSource):
             values = self._frame[metric].astype("float64").to_numpy()
         except (TypeError, ValueError) as error:
             raise UserError(f"{self.where}: '{metric}' has a value that is no number ({error})") from None
-        # without a column of steps no cell is that of a step at which nothing was logged
+        # without a column of steps no cell belongs to a step without a log entry
         table = table.append_column(metric, pa.array(values, from_pandas=columns.step is not None))
         yield table
 

@@ -1,11 +1,14 @@
-"""Readers of folders that trackers write: TensorBoard's event files, and W&B's offline runs.
+"""Readers of folders of runs: TensorBoard's event files, W&B's offline runs, and hqsweep's own sweeps.
 
 A folder of event files is a run, called by its path within the logs. A run of W&B has its name, group and config. A
-step that was logged twice has its last value: a resumed run goes back and repeats steps.
+step that was logged twice has its last value: a resumed run goes back and repeats steps. A run of hqsweep counts when
+it has finished; any other is left out by name.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import struct
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
 from hqsweep.foreign_logs.columns import Columns
+from hqsweep.report.compare.left_out import stranger
+from hqsweep.sweep.store.run_dir import RunDir
+from hqsweep.sweep.store.store import known, runs_in
 
 EVENTS, WANDB = "*tfevents*", "*.wandb"
 """The files of a run that TensorBoard and W&B write."""
+BLOCK, HEADER, FULL, FIRST, LAST = 32768, 7, 1, 2, 4
+"""The framing of a .wandb file: the size of a block and of a chunk's header, and the kinds of chunks."""
 Curves = dict[str, dict[float, float]]
 """Metric -> step -> value."""
 
@@ -110,8 +119,6 @@ def drop_lone_group(facts: Sequence[dict[str, Any]]) -> None:
 
 
 def _add_wandb(path: Path, runs: dict[str, tuple[dict[str, Any], Curves]]) -> None:
-    from hqsweep.foreign_logs.wandb_files import items, records
-
     facts, curves = {}, {}
     try:
         for record in records(path.read_bytes()):
@@ -127,6 +134,30 @@ def _add_wandb(path: Path, runs: dict[str, tuple[dict[str, Any], Curves]]) -> No
                     _add_history(items(record.history.item), curves)
     except Exception as error:  # protobuf and JSON, each with errors of its own
         raise UserError(f"{path}: is no file of W&B ({str(error)[:200]})") from None
+
+
+def records(data: bytes) -> Iterator[Any]:
+    """The records of a .wandb file, protobuf in LevelDB's log framing, up to the end or to a torn tail."""
+    from wandb.proto import wandb_internal_pb2 as pb
+
+    at, parts = HEADER, b""
+    while at + HEADER <= len(data):
+        if (left := BLOCK - at % BLOCK) < HEADER:
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + HEADER])
+        chunk = data[at + HEADER : at + HEADER + length]
+        at += HEADER + length
+        if kind == 0 or len(chunk) < length:
+            return
+        parts = chunk if kind in (FULL, FIRST) else parts + chunk
+        if kind in (FULL, LAST):
+            yield pb.Record.FromString(parts)
+
+
+def items(entries: Iterable[Any]) -> dict[str, Any]:
+    """Key -> value of a record's entries."""
+    return {entry.key or ".".join(entry.nested_key): loads(entry.value_json) for entry in entries}
 
 
 def _add_history(row: Mapping[str, Any], curves: Curves) -> None:
@@ -162,3 +193,42 @@ def plain(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 def _check_installed(package: str, folder: Path) -> None:
     if find_spec(package) is None:
         raise UserError(f"{folder}: reading it takes the package {package}; pip install 'hqsweep[{package}]'")
+
+
+def sweep_source(folder: Path) -> Runs:
+    """The finished runs of a sweep as logs."""
+    return runs_source(runs_in(folder), str(folder))
+
+
+def runs_source(runs: Iterable[RunDir], where: str) -> Runs:
+    """The finished runs as logs; left_out has a sentence on each other one. UserError where none has finished."""
+    ours, strangers = known(runs)
+    read, left_out = [], [stranger(run).line for run in strangers]
+    for run in ours:
+        status = run.seen()
+        if status["state"] != "finished":
+            why = f" ({status['reason']})" if status["reason"] else ""
+            left_out.append(f"{run.name} is {status['state']}{why}.")
+        elif (logged := _logged(run)) is not None:
+            read.append(logged)
+    if not read:
+        raise UserError(f"{where}: no run has finished; {left_out[0] if left_out else 'there is none'}")
+    return Runs(where, read, "step", tuple(left_out))
+
+
+def _logged(run: RunDir) -> Run | None:
+    """A finished run; None for a trunk, which is of no arm."""
+    manifest, fork = run.manifest(), run.fork()
+    if fork is not None and fork.is_trunk:
+        return None
+    rows: dict[str, dict[float, float]] = {}
+    for row in run.rows("metrics"):
+        rows.setdefault(row["metric"], {})[row["step"]] = row["value"]
+    facts = {"arm": manifest["arm"], "seed": manifest["seed"]}
+    if fork is not None:
+        facts |= {"trunk": manifest["trunk"], "point": manifest["point"]}
+    return Run(facts=facts, metrics=list(rows), curve=partial(_curve, rows))
+
+
+def _curve(rows: Mapping[str, Mapping[float, float]], metric: str) -> Mapping[float, float]:
+    return rows.get(metric, {})

@@ -7,8 +7,8 @@ from typing import Any
 
 __all__ = [
     "MX", "NAMES", "NVFP4", "WHOLE", "Buffer", "Buffers", "ExactOperand", "Format", "Fp8Block", "Fp8Current",
-    "Fp8Delayed", "Fp8PerTensor", "Identity", "NVFP4Tensor", "RngKey", "RngKeys", "RngNumbers", "bases", "numbers_of",
-    "options", "parse", "spellings", "words_of",
+    "Fp8Delayed", "Fp8PerTensor", "Fp8Row", "Identity", "NVFP4Tensor", "RngKey", "RngKeys", "RngNumbers", "bases",
+    "numbers_of", "options", "parse", "spellings", "words_of",
 ]  # fmt: skip
 
 
@@ -16,7 +16,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'hqsweep.formats' has no attribute {name!r}")
     from hqsweep.formats.base import WHOLE, Buffer, Buffers, ExactOperand, Format, bases, parse, spellings
-    from hqsweep.formats.fp8 import Fp8Block, Fp8Current, Fp8Delayed, Fp8PerTensor
+    from hqsweep.formats.fp8 import Fp8Block, Fp8Current, Fp8Delayed, Fp8PerTensor, Fp8Row
     from hqsweep.formats.identity import Identity
     from hqsweep.formats.mx import MX
     from hqsweep.formats.nvfp4 import NVFP4
@@ -26,8 +26,8 @@ def __getattr__(name: str) -> Any:
 
     exports = (
         MX, NAMES, NVFP4, WHOLE, Buffer, Buffers, ExactOperand, Format, Fp8Block, Fp8Current, Fp8Delayed,
-        Fp8PerTensor, Identity, NVFP4Tensor, RngKey, RngKeys, RngNumbers, bases, numbers_of, options, parse, spellings,
-        words_of,
+        Fp8PerTensor, Fp8Row, Identity, NVFP4Tensor, RngKey, RngKeys, RngNumbers, bases, numbers_of, options, parse,
+        spellings, words_of,
     )  # fmt: skip
     globals().update(zip(__all__, exports, strict=True))
     return globals()[name]

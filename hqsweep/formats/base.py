@@ -66,7 +66,7 @@ class Format:
     high_precision: ClassVar[bool] = False
     """Whether the matrix is stored as values, without codes and scales."""
     scaling: ClassVar[str | None] = None
-    """How a tensor core scales the codes: "tensor", "block", "mx" or "nvfp4"; None in high precision."""
+    """How a product scales the codes, as "tensor", "row", "block", "mx" or "nvfp4"; None in high precision."""
     amax_name: ClassVar[str | None] = None
     """The grid entry that is an amax of the whole matrix, or of a row: the only one that kernels take."""
     delayed: ClassVar[bool] = False
@@ -77,12 +77,15 @@ class Format:
     """Rows and columns of the matrix that share a scale; WHOLE covers the axis."""
     two_d = False
     """Whether a tile has several rows, so that the scales of X.T are the transposed scales of X."""
-    rht = False
-    """Whether a random Hadamard transform along the contracted axis comes first; for columnwise operands only."""
+    rht = 0
+    """The size of a random Hadamard transform along the contracted axis that comes first; 0: none. One text for both
+    directions sets it for the columnwise operand."""
     rht_signed = True
     """Whether that transform has signs."""
     row_scaled = False
-    """Whether each row has its own amax; for rowwise operands only."""
+    """Whether each row of the operand has its own amax."""
+    rowwise_only = False
+    """Whether it is for rowwise operands only."""
     four_over_six = False
     """Whether each block chooses between two scales."""
     stochastic = False
@@ -94,7 +97,7 @@ class Format:
 
     @property
     def rowwise_form(self) -> "Format":
-        """The format without options of columnwise operands (rht)."""
+        """The format without the options that one text for both directions sets columnwise (rht)."""
         return self
 
     @property
@@ -148,7 +151,7 @@ class Format:
 
         Float32 scales are 1 then, so inf decodes to the element's largest number.
         """
-        return self.scaling not in ("tensor", "block")
+        return self.scaling in (None, "mx", "nvfp4")
 
     def shapes(self, rows: int, cols: int) -> dict[str, tuple[int, int]]:
         """Return the shape of each buffer for a matrix [rows, cols]. UserError if the format cannot hold that shape."""

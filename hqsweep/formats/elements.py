@@ -1,9 +1,11 @@
-"""Element types: the 4, 6 and 8 bit floating-point codes, and the E8M0 scale, in integer bit work on FP32.
+"""Element types: the 4, 6 and 8 bit codes, and the scales E8M0 and UE5M3, in integer bit work on FP32.
 
-One formula serves every element. Write |x| = k * 2^(e - m), where e is the exponent of x, at least the smallest normal
-exponent, and m the element's mantissa bits. k is exact in FP32. Its round-half-even is an integer r, and the code is
-((e - e_min) << m) + r. Subnormals are the case e = e_min. A carry out of the mantissa increments the exponent by
-itself. Rounding is RNE, overflow saturates, and the sign of zero is kept, as in the hardware's cvt.rn.satfinite.
+One formula serves every element. Write |x| = k * 2^(e - m), where e is the exponent of x, at least the smallest
+normal exponent, and m the element's mantissa bits. k is exact in FP32. Its round-half-even is an integer r, and the
+code is ((e - e_min) << m) + r. Subnormals are the case e = e_min. A carry out of the mantissa increments the exponent
+by itself. Rounding is RNE, overflow saturates, and the sign of zero is kept, as in the hardware's cvt.rn.satfinite.
+INT8 and E1M2 have two binades of equal steps, which are a uniform grid. E1M2 is INT4 from -7 to 7, halved. Their
+codes are sign and magnitude, too.
 """
 
 import math
@@ -22,9 +24,11 @@ class Element:
     exponent_bits: int
     mantissa_bits: int
     max: float
-    """Largest finite magnitude that encode produces (E4M3 448, E5M2 57344, E2M1 6, E2M3 7.5, E3M2 28)."""
+    """Largest finite magnitude that encode produces (E4M3 448, E5M2 57344, E2M1 6, E2M3 7.5, E3M2 28, E1M2 3.5)."""
     nan_code: int
     """The code of NaN with either sign. Elements without a NaN use their largest positive code."""
+    first_normal: int | None = None
+    """Exponent of the smallest normal number; None: that of IEEE 754 for these exponent bits."""
 
     @property
     def bits(self) -> int:
@@ -33,7 +37,7 @@ class Element:
     @property
     def min_exponent(self) -> int:
         """Exponent of the smallest normal number; subnormals have steps of 2^(min_exponent - mantissa_bits)."""
-        return 2 - 2 ** (self.exponent_bits - 1)
+        return 2 - 2 ** (self.exponent_bits - 1) if self.first_normal is None else self.first_normal
 
     @property
     def max_exponent(self) -> int:
@@ -85,6 +89,8 @@ class Element:
         none."""
         if self.name == "e4m3":
             value = torch.where(magnitude == 0x7F, torch.nan, value)
+        if self.name == "e5m3":
+            value = torch.where(magnitude == 0xFF, torch.nan, value)
         if self.name == "e5m2":
             value = torch.where(magnitude == 0x7C, torch.inf, value)
             value = torch.where(magnitude > 0x7C, torch.nan, value)
@@ -101,7 +107,11 @@ E5M2 = Element(name="e5m2", exponent_bits=5, mantissa_bits=2, max=57344.0, nan_c
 E2M1 = Element(name="e2m1", exponent_bits=2, mantissa_bits=1, max=6.0, nan_code=0x07)
 E2M3 = Element(name="e2m3", exponent_bits=2, mantissa_bits=3, max=7.5, nan_code=0x1F)
 E3M2 = Element(name="e3m2", exponent_bits=3, mantissa_bits=2, max=28.0, nan_code=0x1F)
-ELEMENTS = {e.name: e for e in (E4M3, E5M2, E2M1, E2M3, E3M2)}
+E1M2 = Element(name="e1m2", exponent_bits=1, mantissa_bits=2, max=3.5, nan_code=0x07)
+INT8 = Element(name="int8", exponent_bits=1, mantissa_bits=6, max=127.0, nan_code=0x7F, first_normal=6)
+ELEMENTS = {e.name: e for e in (E4M3, E5M2, E2M1, E2M3, E3M2, E1M2, INT8)}
+UE5M3 = Element(name="e5m3", exponent_bits=5, mantissa_bits=3, max=114688.0, nan_code=0xFF)
+"""A scale of 8 bits without sign; its codes of numbers >= 0 fit a byte."""
 
 
 def e8m0_up(x: Tensor) -> Tensor:
@@ -115,15 +125,15 @@ def e8m0_up(x: Tensor) -> Tensor:
     return torch.where(bits > 0x7F800000, 0xFF, code).to(torch.uint8)
 
 
-def e8m0_floor(amax: Tensor, element: Element, *, even: bool = False) -> Tensor:
+def e8m0_floor(amax: Tensor, element: Element, rounding: str = "floor") -> Tensor:
     """Return uint8 E8M0 of 2^(floor(log2(amax)) - emax), at least 2^-127, for float32 block amaxes; NaN -> 0xFF.
 
-    even: first round amax to the element's mantissa bits, ties up (a carry raises the exponent). An infinite amax
-    counts as 2^128.
+    rounding "even": first round amax to the element's mantissa bits, ties up (a carry raises the exponent); "ceil":
+    first round it up to a power of two. An infinite amax counts as 2^128.
     """
     bits = amax.contiguous().view(torch.int32)
-    half_ulp = 1 << (22 - element.mantissa_bits) if even else 0
-    code = ((bits + half_ulp >> 23) - element.max_exponent).clamp(min=0)
+    added = {"floor": 0, "even": 1 << (22 - element.mantissa_bits), "ceil": (1 << 23) - 1}[rounding]
+    code = ((bits + added >> 23) - element.max_exponent).clamp(min=0)
     return torch.where(bits > 0x7F800000, 0xFF, code).to(torch.uint8)
 
 

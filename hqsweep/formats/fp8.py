@@ -1,10 +1,10 @@
-"""FP8 with float32 scales: one scale per tensor (current or delayed scaling), per 1x128 block, or per 128x128 tile.
+"""FP8 with float32 scales: one per tensor (current or delayed scaling), per row, per 1x128 block, or per 128x128 tile.
 
 scale = S(amax), computed by fp8_scale(); code = RNE(fl(x * scale)), saturating; scale_inv = fl(1 / scale);
 value = fl(code * scale_inv). scale_inv is stored. S = fl(max / amax), with max 448 (E4M3) or 57344 (E5M2). It is
 truncated to a power of two if scales are powers of two, and 1 for an amax of 0 or inf. The arithmetic is
 TransformerEngine's (common/recipe/recipe_common.cuh, current_scaling.cu,
-transpose/quantize_transpose_{vector,square}_blockwise.cu at d0067d0da6cb).
+transpose/quantize_transpose_{vector,square}_blockwise.cu at d0067d0da6cb). fp8_row is torchao's rowwise scaling.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from hqsweep.formats.base import (
 )
 from hqsweep.formats.elements import ELEMENTS, Element
 from hqsweep.formats.random import RngKey
-from hqsweep.formats.spec import FP8_BLOCK, FP8_CURRENT, FP8_DELAYED
+from hqsweep.formats.spec import FP8_BLOCK, FP8_CURRENT, FP8_DELAYED, FP8_ROW
 from hqsweep.memo import cached_property
 
 
@@ -155,6 +155,39 @@ class Fp8Block(_ScaledFp8):
     def operand(self, buffers: Buffers, shape: tuple[int, int]) -> ExactOperand:
         matrix = self.decode(buffers, shape)
         return ExactOperand(matrix.bfloat16() if self.fits_bf16 else matrix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Row(_ScaledFp8):
+    """One scale per row of the operand: per token for a rowwise operand, per column of the tensor for a columnwise one.
+
+    The arithmetic is torchao's rowwise scaling (float8/float8_utils.py, amax_to_scale, torchao 0.18): the least amax is
+    1e-12, and overflow saturates. With +pow2 it is the recipe `rowwise` of torchao. Two cases differ. torchao makes a
+    row with a NaN or an inf NaN; here a NaN does not count in amax, and an amax of inf has scale 1. torchao truncates
+    by a float32 log2, which rounds scales just below a power of two up to it.
+    operand(): matrix = codes (always exact), factor = scale_inv of each row.
+    """
+
+    name = "fp8_row"
+    family, scaling = FP8_ROW, FP8_ROW.scaling
+    amax_name = "s"
+    tile = (1, WHOLE)
+    row_scaled = True
+
+    pow2: bool = False
+    """Whether scales are truncated to powers of two."""
+    amax_epsilon: float = 1e-12
+    """The least amax: smaller ones are raised to it."""
+
+    @property
+    def kernel_fields(self) -> dict[str, object]:
+        return super().kernel_fields | {"row_scaled": True}
+
+    def _inf_value(self, dtype: torch.dtype) -> float:
+        return FLT_MAX
+
+    def operand(self, buffers: Buffers, shape: tuple[int, int]) -> ExactOperand:
+        return ExactOperand(self.element.decode(buffers["q"]).bfloat16(), buffers["s"])
 
 
 @dataclass(frozen=True, kw_only=True)

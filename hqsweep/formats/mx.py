@@ -6,6 +6,7 @@ element with largest value max = 1.f * 2^emax and m mantissa bits:
              (cast/mxfp8/quantize_mxfp8.cuh at d0067d0da6cb), and torchao's RCEIL but for its inexact log2.
   +floor     2^(floor(log2(amax)) - emax): OCP MX v1.0 section 6.3, torchao's FLOOR. Values above max saturate.
   +even      the same with amax first rounded to m bits, ties up: torchao 0.18 ScaleCalculationMode.EVEN.
+  +ceil      2^(ceil(log2(amax)) - emax): torchao 0.18 ScaleCalculationMode.CEIL. Saturates less than +floor.
 Exponents below the range become 0. An infinite amax gives 0xFE by default, and counts as 2^128 otherwise.
 """
 
@@ -32,11 +33,11 @@ from hqsweep.memo import cached_property
 
 @dataclass(frozen=True, kw_only=True)
 class MX(Format):
-    """mxfp8 (E4M3 or E5M2), mxfp6_e2m3, mxfp6_e3m2, mxfp4, in blocks of 1x32, or in 32x32 tiles with two_d.
+    """mxfp8 (E4M3 or E5M2), mxfp6_e2m3 and mxfp6_e3m2, in blocks of 1x32, or in 32x32 tiles with two_d.
 
-    Partial blocks at the edges use the existing elements; mxfp4 needs an even number of columns. MXFP6 stores one code
-    per byte. operand(): code * 2^(e - 127) in bfloat16. It is exact if the scale lies in the element's
-    exact_scale_range (for E4M3: block amax from about 2^-116 to 2^127); outside it is rounded to bfloat16.
+    Partial blocks at the edges use the existing elements. MXFP6 stores one code per byte. operand():
+    code * 2^(e - 127) in bfloat16. It is exact if the scale lies in the element's exact_scale_range (for E4M3: block
+    amax from about 2^-116 to 2^127); outside it is rounded to bfloat16.
     """
 
     family, scaling = SPEC, SPEC.scaling
@@ -47,7 +48,7 @@ class MX(Format):
     two_d: bool = False
     """Whether scales cover 32x32 tiles."""
     scale_rounding: str = "up"
-    """How amax / max becomes a power of two: up, floor or even."""
+    """How amax / max becomes a power of two: up, floor, even or ceil."""
 
     @property
     def element(self) -> Element:
@@ -77,25 +78,25 @@ class MX(Format):
     def layout(self) -> dict[str, Buffer]:
         return {"q": Buffer(1, 2 if self.packed else 1, torch.uint8), "s": Buffer(*self.tile, torch.uint8)}
 
-    @property
-    def column_multiple(self) -> int:
-        return 2 if self.packed else 1
-
     def grid(self, x: Tensor) -> dict[str, Tensor]:
-        return {"s": tile_amax(x, *self.tile)}
+        return {"s": tile_amax(self.basis(x), *self.tile)}
 
     def encode(self, x: Tensor, grid: Buffers | None = None, key: RngKey | None = None) -> dict[str, Tensor]:
         self.check_shape(*x.shape)
         amax = (self.grid(x) if grid is None else grid)["s"]
         exponents = self._exponents(amax)
         scale = expand_tiles(e8m0_reciprocal(exponents), x.shape, *self.tile)
-        codes = self.element.encode(x.float() * scale)
+        codes = self._codes(self.basis(x) * scale, key)
         return {"q": pack_nibbles(codes) if self.packed else codes, "s": exponents}
+
+    def _codes(self, scaled: Tensor, key: RngKey | None) -> Tensor:
+        """Return the code of every scaled element, one per byte."""
+        return self.element.encode(scaled)
 
     def _exponents(self, amax: Tensor) -> Tensor:
         if self.scale_rounding == "up":
             return e8m0_up(amax * torch.full_like(amax, 1.0 / self.element.max))
-        return e8m0_floor(amax, self.element, even=self.scale_rounding == "even")
+        return e8m0_floor(amax, self.element, self.scale_rounding)
 
     def decode(self, buffers: Buffers, shape: tuple[int, int]) -> Tensor:
         return self.element.decode(self.codes(buffers)) * expand_tiles(self.scales(buffers), shape, *self.tile)

@@ -10,10 +10,7 @@ common/cast/nvfp4/quantize_4over6_nvfp4.cuh: both candidates are encoded, their 
 order, and 4 wins only if it is strictly better. With 16x16 tiles the 16 row sums are added as a tree with offsets 8, 4,
 2, 1. Rows and columns are those that encode sees, so a near tie can fall differently for the transpose.
 
-+rht is the 16-point random Hadamard transform of columnwise operands: y = v * diag(d) * H16 / 4 over groups of 16 along
-the contracted axis, in float32, rounded to bfloat16. Both operands of wgrad have the same d, so the transform cancels:
-(dY' R)(R' X) = dY' X. The sums run as a butterfly with strides 1, 2, 4, 8 on CPU and CUDA. TransformerEngine's
-tensor-core order is undocumented; it agrees if the float32 sum is exact. Source of d: pytorch/tensor/nvfp4_tensor.py.
++rht is the random Hadamard transform of groups of 16 elements along the contracted axis (formats/hadamard.py).
 """
 
 from dataclasses import dataclass, replace
@@ -33,14 +30,13 @@ from hqsweep.formats.base import (
     expand_tiles,
     tile_amax,
 )
-from hqsweep.formats.elements import E2M1, E4M3, Element, pack_nibbles, unpack_nibbles
+from hqsweep.formats.elements import E1M2, E2M1, E4M3, ELEMENTS, Element, pack_nibbles, unpack_nibbles
+from hqsweep.formats.hadamard import check_signs, transformed
 from hqsweep.formats.random import RngKey, random_bytes
 from hqsweep.formats.spec import NVFP4 as SPEC
 from hqsweep.memo import cached_property
 
 BLOCK = 16
-SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""d of the random Hadamard transform."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +86,16 @@ class NVFP4(Format):
     name = "nvfp4"
     family, scaling = SPEC, SPEC.scaling
     amax_name = "g"
-    element_name = "e2m1"
 
+    element_name: str = "e2m1"
+    """The element of the codes: e2m1, or the uniform grid e1m2, whose largest number 3.5 takes the place of 6."""
     two_d: bool = False
     """Whether scales cover 16x16 tiles: the transposed codes are then the codes of the transpose."""
-    rht: bool = False
-    """Whether a random Hadamard transform along the contracted axis comes first; only columnwise, on both wgrad
-    operands."""
+    rht: int = 0
+    """The size of the random Hadamard transform along the contracted axis that comes first; 0: none. Both operands of a
+    product take the same."""
     rht_signed: bool = True
-    """Whether the transform has TransformerEngine's signs, or none."""
+    """Whether the transform has signs, or none."""
     sr: bool = False
     """Whether elements are rounded stochastically, by a key; scales stay RNE."""
     row_scaled: bool = False
@@ -118,10 +115,11 @@ class NVFP4(Format):
             raise UserError(f"nvfp4: row_scaled cannot be combined with {', '.join(random) or '2d'}")
         if self.four_over_six and random:
             raise UserError(f"nvfp4: 4over6 cannot be combined with {', '.join(random)}")
+        if self.four_over_six and self.element_name != "e2m1":
+            raise UserError("nvfp4: 4over6 chooses between two numbers of E2M1; drop it or e1m2")
         if not self.four_over_six and (self.error_mode != "mae" or self.fast_error or self.e4m3_max):
             raise UserError("nvfp4: mse, fast_error and max448 choose how 4over6 decides; add +4over6 or drop them")
-        if not self.rht and not self.rht_signed:
-            raise UserError("nvfp4: nosign describes the transform of +rht; add +rht or drop it")
+        check_signs(self)
 
     @property
     def element_bits(self) -> int:
@@ -129,7 +127,7 @@ class NVFP4(Format):
 
     @property
     def element(self) -> Element:
-        return E2M1
+        return ELEMENTS[self.element_name]
 
     @property
     def scale_max(self) -> int:
@@ -144,12 +142,16 @@ class NVFP4(Format):
         return self.sr
 
     @property
+    def rowwise_only(self) -> bool:
+        return self.row_scaled
+
+    @property
     def divisor(self) -> float:
-        return 6.0 * self.scale_max
+        return self.element.max * self.scale_max
 
     @property
     def rowwise_form(self) -> "NVFP4":
-        return replace(self, rht=False, rht_signed=True)
+        return replace(self, rht=0, rht_signed=True)
 
     @property
     def columnwise_form(self) -> "NVFP4":
@@ -184,24 +186,24 @@ class NVFP4(Format):
 
     @property
     def column_multiple(self) -> int:
-        return BLOCK
+        return max(BLOCK, self.rht)
 
     def grid(self, x: Tensor) -> dict[str, Tensor]:
-        x = self._transform(x)
+        x = transformed(self, x)
         return {"s": tile_amax(x, *self.tile), "g": tile_amax(x, 1 if self.row_scaled else WHOLE, WHOLE)}
 
     def encode(self, x: Tensor, grid: Buffers | None = None, key: RngKey | None = None) -> dict[str, Tensor]:
         self.check_shape(*x.shape)
         grid = self.grid(x) if grid is None else grid
-        x = self._transform(x).float()
+        x = self.basis(x)
         encode_scale = self.global_scale(grid["g"])
         if self.four_over_six:
             codes, scales = self.scale_choice.choose(x, grid["s"], grid["g"], encode_scale)
             return {"q": pack_nibbles(codes), "s": scales, "g": grid["g"]}
-        sixth = encode_scale * torch.full_like(encode_scale, 1.0 / 6.0)
+        sixth = encode_scale * torch.full_like(encode_scale, 1.0 / self.element.max)
         scales = E4M3.encode((grid["s"] * sixth).clamp(max=FLT_MAX))
         scaled = x * expand_tiles(block_encode_scale(scales, encode_scale), x.shape, *self.tile)
-        codes = round_e2m1(scaled, sr=self.sr, key=key, name=self.text)
+        codes = round_four(scaled, self.element, sr=self.sr, key=key, name=self.text)
         return {"q": pack_nibbles(codes), "s": scales, "g": grid["g"]}
 
     def global_scale(self, amax: Tensor) -> Tensor:
@@ -211,10 +213,10 @@ class NVFP4(Format):
 
     def decode(self, buffers: Buffers, shape: tuple[int, int]) -> Tensor:
         """Return values in the basis of the codes: with +rht they stay transformed, as the GEMM takes them."""
-        return E2M1.decode(self.codes(buffers)) * expand_tiles(self.value_scales(buffers), shape, *self.tile)
+        return self.element.decode(self.codes(buffers)) * expand_tiles(self.value_scales(buffers), shape, *self.tile)
 
     def operand(self, buffers: Buffers, shape: tuple[int, int]) -> ExactOperand:
-        matrix = E2M1.decode(self.codes(buffers)) * expand_tiles(self.scales(buffers), shape, *self.tile)
+        matrix = self.element.decode(self.codes(buffers)) * expand_tiles(self.scales(buffers), shape, *self.tile)
         return ExactOperand(matrix.bfloat16(), buffers["g"], self.divisor)
 
     def scales(self, buffers: Buffers) -> Tensor:
@@ -226,16 +228,10 @@ class NVFP4(Format):
         return self.scales(buffers) * amax * torch.full_like(amax, 1.0 / self.divisor)
 
     def basis(self, x: Tensor) -> Tensor:
-        return self._transform(x).float()
+        return transformed(self, x).float()
 
     def codes(self, buffers: Buffers) -> Tensor:
         return unpack_nibbles(buffers["q"])
-
-    def _transform(self, x: Tensor) -> Tensor:
-        if not self.rht:
-            return x
-        self.check_shape(*x.shape)
-        return hadamard(x, signed=self.rht_signed).bfloat16()
 
 
 def block_encode_scale(scales: Tensor, encode_scale: Tensor) -> Tensor:
@@ -259,28 +255,24 @@ def _sum_tiles(error: Tensor, *, two_d: bool) -> Tensor:
     return tiles[:, 0]
 
 
-def hadamard(x: Tensor, *, signed: bool = True) -> Tensor:
-    """Return the unrounded float32 transform of x [rows, cols], cols a multiple of 16. signed=False takes d = 1."""
-    groups = x.float().reshape(-1, BLOCK) * 0.25
-    if signed:
-        groups = groups * torch.tensor(SIGNS, dtype=torch.float32, device=x.device)
-    for stride in (1, 2, 4, 8):
-        pairs = groups.view(-1, BLOCK // (2 * stride), 2, stride)
-        a, b = pairs[:, :, 0], pairs[:, :, 1]
-        groups = torch.stack((a + b, a - b), dim=2).view(-1, BLOCK)
-    return groups.view(x.shape)
-
-
-def round_e2m1(scaled: Tensor, *, sr: bool, key: RngKey | None, name: str) -> Tensor:
-    """Return uint8 E2M1 codes of scaled float32 [rows, cols]: RNE, or with sr stochastic_e2m1 under the key's bytes.
+def round_four(scaled: Tensor, element: Element, *, sr: bool, key: RngKey | None, name: str) -> Tensor:
+    """Return uint8 codes of 4 bits of scaled float32 [rows, cols]: RNE, or with sr stochastic under the key's bytes.
 
     ValueError, which names the format, for sr without a key.
     """
     if not sr:
-        return E2M1.encode(scaled)
+        return element.encode(scaled)
     if key is None:
         raise ValueError(f"{name}: encode needs an RngKey")
-    return stochastic_e2m1(scaled, random_bytes(key, *scaled.shape, scaled.device))
+    bits = random_bytes(key, *scaled.shape, scaled.device)
+    return stochastic_e2m1(scaled, bits) if element == E2M1 else stochastic_e1m2(scaled, bits)
+
+
+def stochastic_e1m2(x: Tensor, random: Tensor) -> Tensor:
+    """Return E1M2 codes of float32 x: stochastic_e2m1 on the grid whose steps are all 0.5, saturating at 3.5."""
+    t = x.abs() + random.float() * (0.5 / 256)
+    rounded = (torch.floor(t * 2) / 2).clamp(max=3.5)
+    return E1M2.encode(torch.where(torch.isnan(x), 3.5, torch.copysign(rounded, x)))
 
 
 def stochastic_e2m1(x: Tensor, random: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hqsweep.errors import UserError
 from hqsweep.formats.base import FLT_MAX, WHOLE, Buffer, Buffers, ExactOperand, Format, divide, fp8_scale, tile_amax
 from hqsweep.formats.elements import E2M1, Element, pack_nibbles, unpack_nibbles
-from hqsweep.formats.nvfp4 import hadamard, round_e2m1
+from hqsweep.formats.hadamard import check_signs, transformed
+from hqsweep.formats.nvfp4 import round_four
 from hqsweep.formats.random import RngKey
 from hqsweep.formats.spec import NVFP4_TENSOR
 from hqsweep.memo import cached_property
@@ -32,21 +32,23 @@ class NVFP4Tensor(Format):
     amax_name = "s"
     element_name = "e2m1"
     tile = (WHOLE, WHOLE)
-    column_multiple = 16
 
-    rht: bool = False
-    """Whether a random Hadamard transform along the contracted axis comes first; only columnwise, on both wgrad
-    operands."""
+    rht: int = 0
+    """The size of the random Hadamard transform along the contracted axis that comes first; 0: none. Both operands of a
+    product take the same."""
     rht_signed: bool = True
-    """Whether the transform has TransformerEngine's signs, or none."""
+    """Whether the transform has signs, or none."""
     sr: bool = False
     """Whether elements are rounded stochastically, by a key."""
     pow2: bool = False
     """Whether the scale is truncated to a power of two."""
 
     def __post_init__(self) -> None:
-        if not self.rht and not self.rht_signed:
-            raise UserError(f"{self.name}: nosign describes the transform of +rht; add +rht or drop it")
+        check_signs(self)
+
+    @property
+    def column_multiple(self) -> int:
+        return max(16, self.rht)
 
     @property
     def element_bits(self) -> int:
@@ -62,7 +64,7 @@ class NVFP4Tensor(Format):
 
     @property
     def rowwise_form(self) -> "NVFP4Tensor":
-        return replace(self, rht=False, rht_signed=True)
+        return replace(self, rht=0, rht_signed=True)
 
     @property
     def kernel_fields(self) -> dict[str, object]:
@@ -80,13 +82,13 @@ class NVFP4Tensor(Format):
         return {"q": Buffer(1, 2, torch.uint8), "s": Buffer(*self.tile, torch.float32)}
 
     def grid(self, x: Tensor) -> dict[str, Tensor]:
-        return {"s": tile_amax(self._transform(x), *self.tile)}
+        return {"s": tile_amax(transformed(self, x), *self.tile)}
 
     def encode(self, x: Tensor, grid: Buffers | None = None, key: RngKey | None = None) -> dict[str, Tensor]:
         self.check_shape(*x.shape)
         amax = (self.grid(x) if grid is None else grid)["s"]
         scale = fp8_scale(amax, fp8_max=E2M1.max, epsilon=0.0, pow2=self.pow2, inf_value=FLT_MAX)
-        codes = round_e2m1(self.basis(x) * scale, sr=self.sr, key=key, name=self.text)
+        codes = round_four(self.basis(x) * scale, E2M1, sr=self.sr, key=key, name=self.text)
         return {"q": pack_nibbles(codes), "s": divide(1.0, scale)}
 
     def decode(self, buffers: Buffers, shape: tuple[int, int]) -> Tensor:
@@ -97,16 +99,10 @@ class NVFP4Tensor(Format):
         return ExactOperand(E2M1.decode(self.codes(buffers)).bfloat16(), buffers["s"])
 
     def basis(self, x: Tensor) -> Tensor:
-        return self._transform(x).float()
+        return transformed(self, x).float()
 
     def scales(self, buffers: Buffers) -> Tensor:
         return buffers["s"]
 
     def codes(self, buffers: Buffers) -> Tensor:
         return unpack_nibbles(buffers["q"])
-
-    def _transform(self, x: Tensor) -> Tensor:
-        if not self.rht:
-            return x
-        self.check_shape(*x.shape)
-        return hadamard(x, signed=self.rht_signed).bfloat16()

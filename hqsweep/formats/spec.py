@@ -25,7 +25,7 @@ class Family:
     cls: str
     """The name of the class."""
     scaling: str | None
-    """How a tensor core scales the codes: "tensor", "block", "mx" or "nvfp4"; None in high precision."""
+    """How a product scales the codes, as "tensor", "row", "block", "mx" or "nvfp4"; None in high precision."""
     names: Mapping[str, Fields]
     """Name -> the fields of the class that it fixes. A second word, as in "nvfp4+tensor", stands among the options."""
     options: Mapping[str, Fields] = field(default_factory=dict)
@@ -35,6 +35,16 @@ class Family:
     fingerprint: tuple[str, ...] = ()
     """Texts in the fingerprint of a build (hqsweep.ops.fingerprint); FINGERPRINT changes with them."""
 
+
+_RHT: dict[str, Fields] = {
+    "rht": {"rht": 16},
+    "rht32": {"rht": 32},
+    "rht64": {"rht": 64},
+    "rht128": {"rht": 128},
+    "nosign": {"rht_signed": False},
+}
+_FOUR: dict[str, Fields] = _RHT | {"sr": {"sr": True}, "e1m2": {"element_name": "e1m2"}}
+_MX_SCALES: dict[str, Fields] = {name: {"scale_rounding": name} for name in ("floor", "even", "ceil")}
 
 IDENTITY = Family(
     module="identity", cls="Identity", scaling=None, names={name: {"name": name} for name in ("bf16", "fp16", "fp32")}
@@ -66,29 +76,29 @@ FP8_BLOCK = Family(
     numbered={"eps": ("amax_epsilon", float)},
     fingerprint=("fp8_block", "fp8_block+2d+fp32_scale"),
 )  # fmt: skip
+FP8_ROW = Family(
+    module="fp8", cls="Fp8Row", scaling="row", names={"fp8_row": {}},
+    options={"pow2": {"pow2": True}},
+    numbered={"eps": ("amax_epsilon", float)},
+)  # fmt: skip
 MX = Family(
     module="mx", cls="MX", scaling="mx",
     names={
         "mxfp8": {"name": "mxfp8"},
         "mxfp6_e2m3": {"name": "mxfp6_e2m3", "element_name": "e2m3"},
         "mxfp6_e3m2": {"name": "mxfp6_e3m2", "element_name": "e3m2"},
-        "mxfp4": {"name": "mxfp4", "element_name": "e2m1"},
     },
-    options={
-        "e5m2": {"element_name": "e5m2"},
-        "2d": {"two_d": True},
-        "floor": {"scale_rounding": "floor"},
-        "even": {"scale_rounding": "even"},
-    },
-    fingerprint=("mxfp8", "mxfp8+e5m2+2d", "mxfp8+floor", "mxfp6_e2m3", "mxfp6_e3m2+even", "mxfp4"),
+    options={"e5m2": {"element_name": "e5m2"}, "2d": {"two_d": True}} | _MX_SCALES,
+    fingerprint=("mxfp8", "mxfp8+e5m2+2d", "mxfp8+floor", "mxfp6_e2m3", "mxfp6_e3m2+even"),
+)  # fmt: skip
+MXFP4 = Family(
+    module="mxfp4", cls="MXFP4", scaling="mx", names={"mxfp4": {}},
+    options={"2d": {"two_d": True}} | _MX_SCALES | _FOUR,
+    fingerprint=("mxfp4",),
 )  # fmt: skip
 NVFP4 = Family(
     module="nvfp4", cls="NVFP4", scaling="nvfp4", names={"nvfp4": {}},
-    options={
-        "2d": {"two_d": True},
-        "rht": {"rht": True},
-        "nosign": {"rht_signed": False},
-        "sr": {"sr": True},
+    options={"2d": {"two_d": True}} | _FOUR | {
         "row_scaled": {"row_scaled": True},
         "4over6": {"four_over_six": True},
         "mse": {"error_mode": "mse"},
@@ -101,17 +111,35 @@ NVFP4 = Family(
 )  # fmt: skip
 NVFP4_TENSOR = Family(
     module="nvfp4_tensor", cls="NVFP4Tensor", scaling="tensor", names={"nvfp4+tensor": {}},
-    options={"rht": {"rht": True}, "nosign": {"rht_signed": False}, "sr": {"sr": True}, "pow2": {"pow2": True}},
+    options=_RHT | {"sr": {"sr": True}, "pow2": {"pow2": True}},
     fingerprint=("nvfp4+tensor", "nvfp4+tensor+rht+sr"),
 )  # fmt: skip
 
-FAMILIES = (IDENTITY, FP8_CURRENT, FP8_DELAYED, FP8_BLOCK, MX, NVFP4, NVFP4_TENSOR)
+INT8_ROW = Family(
+    module="int8", cls="Int8Row", scaling="int_row", names={"int8_row": {}},
+    options={"pow2": {"pow2": True}},
+    numbered={"eps": ("amax_epsilon", float)},
+)  # fmt: skip
+INT8_BLOCK = Family(
+    module="int8", cls="Int8Block", scaling="int_block", names={"int8_block": {}},
+    options={"2d": {"two_d": True}, "pow2": {"pow2": True}},
+    numbered={"eps": ("amax_epsilon", float)},
+)  # fmt: skip
+NVFP4_UE5M3 = Family(
+    module="nvfp4_ue5m3", cls="NVFP4UE5M3", scaling="ue5m3", names={"nvfp4+ue5m3": {}},
+    options={"2d": {"two_d": True}} | _FOUR,
+)  # fmt: skip
+
+FAMILIES = (
+    IDENTITY, FP8_CURRENT, FP8_DELAYED, FP8_BLOCK, FP8_ROW, INT8_ROW, INT8_BLOCK, NVFP4_UE5M3, MX, MXFP4, NVFP4,
+    NVFP4_TENSOR,
+)  # fmt: skip
 NAMES: dict[str, Family] = {name: family for family in FAMILIES for name in family.names}
 """Name -> its family."""
 FINGERPRINT = "efe9481fa9da443f263ba55e89ae7d3fb70d8af9334c5095af96a6e9980a1110"
 """The hash of the reference over the fingerprint texts. Every correct kernel has the same."""
-COLUMNWISE_ONLY = ("rht", "rht_signed")
-"""Fields of columnwise operands only. One text for both directions sets them for the columnwise operand."""
+SET_COLUMNWISE = ("rht", "rht_signed")
+"""Fields that one text for both directions sets for the columnwise operand only."""
 QUANTIZER_FIELDS = ("rowwise", "columnwise", "columnwise_source")
 SOURCES = ("original", "rowwise_dequantized")
 
@@ -123,14 +151,14 @@ class FormatText:
     text: str
     scaling: str | None
     two_d: bool
-    rht: bool
+    rht: int
     rht_signed: bool
 
     @classmethod
     def parse(cls, text: str) -> "FormatText":
         """Return the facts of a text. UserError as for fields_of()."""
         name, fields = fields_of(text)
-        said = {"two_d": False, "rht": False, "rht_signed": True} | fields
+        said = {"two_d": False, "rht": 0, "rht_signed": True} | fields
         return cls(text.strip(), NAMES[name].scaling, said["two_d"], said["rht"], said["rht_signed"])
 
     @property
@@ -220,7 +248,7 @@ def quantizer_texts(value: Any) -> tuple[str, str | None, str]:
 def directions(value: Any) -> tuple[str, str, str]:
     """Return the texts of rowwise and columnwise format, and the source, of a quantizer (see quantizer_texts).
 
-    If one text is for both, options of columnwise operands only are left out of the rowwise text.
+    If one text is for both, the options of SET_COLUMNWISE are left out of the rowwise text.
 
     Raises:
         UserError: as quantizer_texts() and fields_of() do.
@@ -231,7 +259,7 @@ def directions(value: Any) -> tuple[str, str, str]:
     fields_of(row)
     name, words = words_of(row)
     said = NAMES[name].options
-    rowwise = [word for word in words if word not in said or not said[word].keys() <= set(COLUMNWISE_ONLY)]
+    rowwise = [word for word in words if word not in said or not said[word].keys() <= set(SET_COLUMNWISE)]
     return "+".join([name, *rowwise]), row.strip(), source
 
 

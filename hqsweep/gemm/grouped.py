@@ -11,8 +11,8 @@ accumulates in float32 and stores float32, or bfloat16 before factors are applie
 `torch._grouped_mm` is one kernel for any splits. It stores only bfloat16, so a result with factors, or in float32, is
 rounded once more. Hence wgrad into float32 is a loop while the host knows the splits, and float32 operands always take
 a loop. Operands with a ragged contracted axis are passed with that axis outermost, so that splits need no alignment.
-`torch._scaled_grouped_mm` is gemm=native's kernel on sm_90, for rows of E4M3 codes with one scale per expert's tensor.
-All other native products are loops.
+`torch._scaled_grouped_mm` is gemm=native's kernel on sm_90, for rows of E4M3 codes with one scale per row, or per
+expert's tensor. All other native products are loops.
 """
 
 from collections.abc import Sequence
@@ -98,8 +98,8 @@ def tokens_by_native_kernel(a: Operand, b: Operand) -> Tensor:
     """Run mm_t_tokens() on E4M3 codes by torch._scaled_grouped_mm, without fast accumulation, to bfloat16."""
     splits, experts, (n, k) = a.layout.splits, b.layout.splits.count, b.layout.one_shape
     left, right = (group.buffers["q"].view(torch.float8_e4m3fn) for group in (a, b))
-    rows = splits.spread(a.buffers["s"])
-    columns = b.buffers["s"].view(experts, 1).expand(experts, n).contiguous()
+    rows = a.buffers["s"] if a.format.row_scaled else splits.spread(a.buffers["s"])
+    columns = b.buffers["s"].view(experts, -1).expand(experts, n).contiguous()
     return scaled_grouped_mm(
         left.view(splits.rows, k), right.view(experts, n, k).transpose(1, 2), rows, columns,
         offs=splits.ends(left.device), out_dtype=torch.bfloat16, use_fast_accum=False,
@@ -116,11 +116,18 @@ def weights_by_kernel(a: PackedExact, b: PackedExact, out_dtype: torch.dtype, *,
 
 
 def _by_experts(product: Tensor, a: PackedExact, b: PackedExact, out_dtype: torch.dtype) -> Tensor:
-    """Return apply_factors() of a product [experts, m, n] whose sides have at most one factor per expert."""
-    factors = [(group.factor.view(-1, 1), False) for group in (a, b) if group.factor is not None]
-    if not factors and a.divisor == b.divisor == 1.0:
+    """Return apply_factors() of a product [experts, m, n] whose sides have factors of experts, or of their rows."""
+    groups = [group for group in (a, b) if group.factor is not None]
+    if not groups and a.divisor == b.divisor == 1.0:
         return in_dtype(product, out_dtype)
-    return apply_factors(product.flatten(1), factors, a.divisor * b.divisor, out_dtype).view_as(product)
+    if not any(group.per_row for group in groups):
+        factors = [(group.factor.view(-1, 1), False) for group in groups]
+        return apply_factors(product.flatten(1), factors, a.divisor * b.divisor, out_dtype).view_as(product)
+    (experts, m, _), factors = product.shape, []
+    for group in groups:
+        factor = group.factor.view(experts, -1, 1) if group is a else group.factor.view(experts, 1, -1)
+        factors.append((factor.expand(experts, m, -1).flatten(0, 1), group.per_row))
+    return apply_factors(product.flatten(0, 1), factors, a.divisor * b.divisor, out_dtype).view_as(product)
 
 
 def _as_rows(product: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ to gemm=exact, except some products of experts, whose plan says so (gemm_plan). 
 sm_100 follows the documented layouts and has not run yet.
 
     sm_89          per-tensor FP8 with per-tensor FP8
-    sm_90          the same, and block FP8: 1x128 with 1x128 or 128x128
-    sm_100, sm_103 per-tensor FP8, MXFP8 and NVFP4, each with its own kind
+    sm_90          the same, FP8 with a scale per row, also with per-tensor FP8, and block FP8: 1x128 with 1x128 or
+                   128x128
+    sm_100, sm_103 per-tensor FP8, FP8 with a scale per row, MXFP8 and NVFP4, each with its own kind
     all            two equal high-precision dtypes
 E5M2 never meets E5M2.
 
@@ -26,7 +27,7 @@ from hqsweep.formats import NAMES, ExactOperand, Format, parse
 from hqsweep.gemm.exact import epilogue, mm_t
 from hqsweep.ops.library import operator
 from hqsweep.quant.operand import Operand
-from hqsweep.recipe.pairs import same_scaling
+from hqsweep.recipe.pairs import OUTSIDE, same_scaling
 from hqsweep.torch_private import scaled_mm
 
 Capability = tuple[int, int] | None
@@ -138,7 +139,7 @@ def _kernel(a: Format, b: Format, capability: Capability, group: GroupGemm) -> s
 
 def _native_kernel(a: Format, b: Format, capability: Capability, group: GroupGemm) -> str | None:
     rows_of_codes = group.gemm != "wgrad" and group.out_dtype == torch.bfloat16
-    rows_of_codes = rows_of_codes and all(f.scaling == "tensor" and f.element_name == "e4m3" for f in (a, b))
+    rows_of_codes = rows_of_codes and all(f.scaling in OUTSIDE and f.element_name == "e4m3" for f in (a, b))
     fits = rows_of_codes and all(size % (2 * STEP) == 0 for size in group.sizes)
     return "torch._scaled_grouped_mm" if fits and _is_among(capability, NATIVE_MAJORS) else None
 
@@ -149,8 +150,8 @@ def _is_among(capability: Capability, majors: Sequence[int]) -> bool:
 
 CUDA_KINDS: dict[int, tuple[str, ...]] = {
     8: ("tensor",),
-    9: ("tensor", "block"),
-    10: ("tensor", "mx", "nvfp4"),
+    9: ("tensor", "row", "block"),
+    10: ("tensor", "row", "mx", "nvfp4"),
 }
 """Major compute capability -> scalings (Format.scaling) with a native product; of 8 only 8.9."""
 ALIGNMENT = 16
@@ -242,6 +243,8 @@ def mm_t_native(a: Operand, b: Operand, *, out_dtype: torch.dtype) -> Tensor:
     if a.format.high_precision:
         return mm_t(a, b, out_dtype=out_dtype)
     (left, left_scale), (right, right_scale) = map(_operand, (a, b))
+    if "row" in (a.format.scaling, b.format.scaling):
+        left_scale, right_scale = (_of_rows(s, operand) for s, operand in ((left_scale, a), (right_scale, b)))
     kinds = [operand.format.two_d for operand in (a, b)] if _has_uneven_tiles(a.format, b.format, k) else []
     factors = a.format.scaling == "nvfp4"
     dtype = torch.float32 if factors else out_dtype
@@ -308,6 +311,15 @@ def _per_tensor(operand: Operand) -> tuple[Tensor, Tensor]:
     return _float8(operand), operand.buffers["s"].view(())
 
 
+def _per_row(operand: Operand) -> tuple[Tensor, Tensor]:
+    return _float8(operand), operand.buffers["s"]
+
+
+def _of_rows(scale: Tensor, operand: Operand) -> Tensor:
+    """Return float32 [rows, 1]: a scale of each row. The scale of a tensor is repeated, as torchao does."""
+    return scale if scale.dim() == 2 else scale.expand(operand.shape[0], 1).contiguous()
+
+
 def _block(operand: Operand) -> tuple[Tensor, Tensor]:
     scales = operand.buffers["s"]
     if not operand.format.two_d:
@@ -338,6 +350,7 @@ def _factor(operand: Operand) -> ExactOperand:
 
 _ARRANGED: dict[str, Callable[[Operand], tuple[Tensor, Tensor]]] = {
     "tensor": _per_tensor,
+    "row": _per_row,
     "block": _block,
     "mx": _mx,
     "nvfp4": _nvfp4,

@@ -1,6 +1,6 @@
 """The job command: runs a program of the user's own, and takes the rows that it logs.
 
-Rows are JSON lines, {"step": 10, "val_loss": 2.31}: those that the program prints, or those of the file that `log`
+Rows are JSON lines, {"step": 10, "val_loss": 2.31}: the program prints them, or writes them to the file that `log`
 names. A program that calls hqsweep.track writes them into a file of the run, by the environment that it gets:
 
     HQSWEEP_ROWS   the file of rows       HQSWEEP_RUN_DIR   the run's folder, for its checkpoints
@@ -71,7 +71,7 @@ class Rows:
 
 def parsed(text: str) -> tuple[int, dict[str, float]] | None:
     """(step, metric -> value) of a line of JSON; None for any other line. "NaN" and "Infinity" as text are numbers,
-    and what is none is left out."""
+    and other lines are left out."""
     text = text.strip()
     if not text.startswith("{"):
         return None
@@ -147,7 +147,7 @@ class Follower:
         self._path, self._take, self._at, self._rest = path, take, 0, ""
 
     def look(self) -> None:
-        """Hand over what is new. A file that became shorter was begun again."""
+        """Hand over new rows. A file that became shorter was begun again."""
         if not self._path.is_file():
             return
         with self._path.open(encoding="utf-8", errors="replace", newline="\n") as file:

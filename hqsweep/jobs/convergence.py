@@ -19,10 +19,10 @@ from hqsweep.jobs.training_report import Report, trainer_fields
 from hqsweep.ops.fingerprint import kernel_digest
 from hqsweep.ops.model.attention import frontend_version
 from hqsweep.parallel.mesh import join
-from hqsweep.parallel.wire.objects import by_first
+from hqsweep.parallel.wire.collectives import by_first
 from hqsweep.train import data
 from hqsweep.train.build import check_native, pick_device
-from hqsweep.train.checkpoint import go_on_from, newest, read_state, save_checkpoint, step_of
+from hqsweep.train.checkpoint import Saver, go_on_from, newest, read_state, save_checkpoint, step_of
 from hqsweep.train.corpus import SHOWN_DIGITS, check_planned, stamp_of
 from hqsweep.train.data import Dataset
 from hqsweep.train.fork import begin_source
@@ -93,18 +93,19 @@ def _train(trainer: Trainer, report: Report, sink: Sink, folder: Path, check_dat
     check_data: raises if the data have changed; called before each checkpoint and at the end.
     """
     config, train, dataset = trainer.config, trainer.config.train, trainer.dataset
-    for done in trainer.steps():
-        report.step(done)
-        due = (done.step - config.start) % train.checkpoint_every == 0 and done.step < train.steps
-        if due or done.step in trainer.kept:
-            check_data()
-            save_checkpoint(trainer, folder, rows=sink.mark(), run=sink.run_id, data=dataset.hash)
-    check_data()
-    report.end()
+    with Saver(trainer, folder, run=sink.run_id, data=dataset.hash) as saver:
+        for done in trainer.steps():
+            report.step(done)
+            due = (done.step - config.start) % train.checkpoint_every == 0 and done.step < train.steps
+            if due or done.step in trainer.kept:
+                check_data()
+                saver.save(sink.mark())
+        check_data()
+        report.end()
+        if not config.start and trainer.step not in trainer.kept:
+            saver.save(sink.mark())
     if config.start:
         by_first(lambda: shutil.rmtree(folder, ignore_errors=True))  # a finished fork needs no checkpoint
-    elif trainer.step not in trainer.kept:
-        save_checkpoint(trainer, folder, rows=sink.mark(), run=sink.run_id, data=dataset.hash)
 
 
 def seen_before(workspace: Path) -> str | None:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hqsweep.errors import UserError
-from hqsweep.models.first_step import note_call, watched
+from hqsweep.models.conversion import note_call, watched
 from hqsweep.models.kinds import Kind, parts_of
 from hqsweep.nn.attention.attention import AttentionCall, DotProductAttention, quantized_attention
 from hqsweep.nn.attention.sdpa import attend, way_back

@@ -20,7 +20,7 @@ Batch = Any
 """A tensor [B, ...], or a mapping, list or tuple of batches."""
 Loss = tuple[Tensor, Tensor | None]
 ATTRIBUTE = "_hqsweep_loss"
-TAKES = (
+BATCHES = (
     "it must have a method loss(batch), take the batch's fields and give a loss (Hugging Face's with labels), or give"
     " logits [B, ..., classes] for a batch (inputs, int64 targets [B, ...]); else name a function of model and batch by"
     " model.loss"
@@ -167,12 +167,12 @@ def batch_loss(model: nn.Module, batch: Batch, function: Callable[[nn.Module, Ba
         out = model(**batch)
         loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
         if not isinstance(loss, Tensor):
-            raise UserError(f"model: {type(model).__name__} gave no loss for a batch of {', '.join(batch)}; {TAKES}")
+            raise UserError(f"model: {type(model).__name__} gave no loss for a batch of {', '.join(batch)}; {BATCHES}")
         return checked(loss, f"model: {type(model).__name__}")
     if isinstance(batch, list | tuple) and len(batch) == 2 and not _is_index(batch[1]):
-        raise UserError(f"model: {type(model).__name__} has no loss for targets that are no int64 classes; {TAKES}")
+        raise UserError(f"model: {type(model).__name__} has no loss for targets that are no int64 classes; {BATCHES}")
     if not isinstance(batch, list | tuple) or len(batch) != 2:
-        raise UserError(f"model: {type(model).__name__} has no loss for a batch of {type(batch).__name__}; {TAKES}")
+        raise UserError(f"model: {type(model).__name__} has no loss for a batch of {type(batch).__name__}; {BATCHES}")
     return _classes(model, *batch), None
 
 
@@ -185,7 +185,7 @@ def _classes(model: nn.Module, inputs: Batch, targets: Tensor) -> Tensor:
     logits = getattr(out, "logits", out[0] if isinstance(out, tuple | list) and out else out)
     if not isinstance(logits, Tensor) or logits.shape[:-1] != targets.shape:
         came = f"{tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-        raise UserError(f"model: {type(model).__name__} gave {came} for targets {tuple(targets.shape)}; {TAKES}")
+        raise UserError(f"model: {type(model).__name__} gave {came} for targets {tuple(targets.shape)}; {BATCHES}")
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 

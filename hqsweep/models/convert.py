@@ -10,14 +10,20 @@ from torch import Tensor, nn
 
 from hqsweep.errors import UserError
 from hqsweep.models.attention import AttentionKind
-from hqsweep.models.conversion import Conversion, Part, Skipped
+from hqsweep.models.conversion import Conversion, FirstStep, Part, Skipped
 from hqsweep.models.experts import EXPERT_KINDS
-from hqsweep.models.first_step import FirstStep
 from hqsweep.models.held import candidates_of, check_release, held_weights, release_weights
-from hqsweep.models.kinds import Kind, parts_of
+from hqsweep.models.kinds import (
+    Kind,
+    bypassed,
+    check_model,
+    experts_per_row,
+    instance_fault,
+    multiply_adds,
+    parts_of,
+    why_left,
+)
 from hqsweep.models.linear import Conv1DKind, LinearKind, output_projection
-from hqsweep.models.names import clean_name
-from hqsweep.models.refusals import bypassed, check_model, experts_per_row, instance_fault, multiply_adds, why_left
 from hqsweep.nn.core.call_marks import refuse_second_runs
 from hqsweep.nn.core.model_init import holds_weights
 from hqsweep.nn.core.module import PARTS, QuantizedModule, set_recipe_of
@@ -25,7 +31,7 @@ from hqsweep.ops.quantize.kernels import DTYPES
 from hqsweep.recipe.argument import RecipeArgument, whole_recipe
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.products import GemmModule
-from hqsweep.recipe.roles import HEAD
+from hqsweep.recipe.roles import HEAD, clean_name
 from hqsweep.recipe.sectioned import layers_of
 from hqsweep.recipe.validate import recipe_faults
 
@@ -308,7 +314,7 @@ def _weight_shape(module: nn.Module) -> tuple[int, ...]:
 
 
 def _multiply_adds(gemm: GemmModule, part: QuantizedModule, chosen: int) -> int:
-    """The multiply-adds of a part for one row of its module's input; see models.refusals."""
+    """The multiply-adds of a part for one row of its module's input; see models.kinds."""
     each = math.prod(_shape(gemm)) if _shape(gemm) else 0
     return each * min(chosen, part.num_experts) if gemm.module_type == "grouped_linear" else each
 

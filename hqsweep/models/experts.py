@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hqsweep.models.first_step import note_call, watched
+from hqsweep.models.conversion import note_call, watched
 from hqsweep.models.kinds import SwapKind, parts_of
 from hqsweep.models.linear import call_dtype, check_dtype
 from hqsweep.nn.core.context import current

@@ -7,6 +7,7 @@ only where nothing lies between the projection and the standard loss, and nothin
 tries that beforehand.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -18,10 +19,10 @@ from torch import Tensor, nn
 
 from hqsweep.errors import UserError
 from hqsweep.models.batches import ATTRIBUTE, checked
-from hqsweep.models.first_step import note_call, watched
+from hqsweep.models.conversion import note_call, watched
 from hqsweep.models.hf import Around, causal_lm_loss, unpacked
+from hqsweep.models.kinds import is_sharded
 from hqsweep.models.linear import ConvertedLinear, LinearPart, call_dtype, output_projection
-from hqsweep.models.refusals import is_sharded
 from hqsweep.nn.core.call import LinearCall
 from hqsweep.nn.core.context import current, use_kernels
 from hqsweep.nn.core.module import PARTS
@@ -268,7 +269,8 @@ def check_causal(model: nn.Module, vocab_size: int) -> None:
 @torch.no_grad()
 def _repeated_logits(model: nn.Module, tokens: Tensor) -> Tensor:
     """The logits of a forward whose random numbers, if it draws any, are always the same."""
-    with torch.random.fork_rng(devices=[]), unpacked():
+    around = unpacked() if "transformers" in sys.modules else nullcontext()  # whose import takes seconds
+    with torch.random.fork_rng(devices=[]), around:
         torch.manual_seed(0)
         options = {"input_ids": tokens, "use_cache": False} if is_hugging_face(model) else {}
         return model(**options).logits if options else logits_of(model, tokens)

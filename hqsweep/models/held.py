@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from hqsweep.errors import UserError
 from hqsweep.models.kinds import Kind, parts_of
 from hqsweep.models.linear import call_dtype
-from hqsweep.models.names import clean_name
 from hqsweep.nn.core.model_init import gemm_weight
 from hqsweep.nn.linear.linear import LinearBase
 from hqsweep.parallel.wire.local import local
 from hqsweep.quant.grouped import GroupedTensor
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.tensor import HybridQuantizedTensor
-from hqsweep.recipe.roles import QuantizerRole
+from hqsweep.recipe.roles import QuantizerRole, clean_name
 from hqsweep.torch_private import storage_id
 
 

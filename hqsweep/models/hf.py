@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hqsweep.errors import UserError
-from hqsweep.models.hf_config import HFConfig, read_hf_config
-from hqsweep.models.library import one_line, quietly, transformers
+from hqsweep.models.hf_folder import HFConfig, one_line, quietly, read_hf_config, transformers
 from hqsweep.quant.serialize import load_safetensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -41,8 +40,8 @@ def load_model(
     architecture: "own" gives the class that config.json names instead, such as an image classifier's.
 
     path_or_config: a folder with config.json and safetensors, a .safetensors file with config.json beside it, or a
-    .gguf file, which is read once and kept (models.gguf). With pretrained=False it may be a config.json; the seed then
-    makes random weights, and the caller's random state is restored.
+    .gguf file, which is read once and kept (models.hf_folder). With pretrained=False it may be a config.json; the
+    seed then makes random weights, and the caller's random state is restored.
 
     Raises:
         UserError: there is no such model; transformers is not installed or does not know it; weights are missing, or
@@ -69,7 +68,7 @@ def load_model(
 
 
 def model_class(config: HFConfig, architecture: str = "causal") -> Any:
-    """transformers' class of the model: that of causal language models, or with "own" the first of `architectures` in
+    """transformers' class of the model: the causal language model's, or with "own" the first of `architectures` in
     config.json. UserError for an architecture that transformers does not have."""
     if architecture == "causal":
         return transformers().AutoModelForCausalLM

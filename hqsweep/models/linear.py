@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from hqsweep.errors import UserError
-from hqsweep.models.first_step import note_call, watched
+from hqsweep.models.conversion import note_call, watched
 from hqsweep.models.kinds import PLAIN, SwapKind
 from hqsweep.nn.core.call import LinearCall
 from hqsweep.nn.core.context import current

@@ -7,6 +7,9 @@ amax           largest |x|; a NaN does not count
 underflow_pct  share of non-zero x with Qx = 0, in percent
 saturation_pct share of x more than 2^-8 beyond the largest value its block can hold, in percent
 scale_min/max  smallest non-zero and largest decode scale of a block, global factor included
+scale_bias     b in Qx = (1 + b) x + noise over the elements that are not lost, by least squares; below 0: Qx is shrunk
+*_error_pct    parts of the squared error in percent, 100 together: lost elements (dead zone, x^2), the scale bias
+               (b^2 sum x^2 over the other elements), and the rest (grid noise)
 row_sqnr_db_*  median and 5th percentile of the SQNR of single rows, rows of zeros left out
 
 All of them follow from sums, minima and maxima, and row_sqnr_db_* from the sums over each operand row. So the sums of
@@ -39,7 +42,7 @@ class Statistics:
 
     sums: Tensor
     """[tiles of X in row-major order, or operand rows, 8]: x^2, error^2, q^2, amax; counts of non-zero, lost and
-    saturated elements; one unused column."""
+    saturated elements; x^2 of the lost ones."""
     row_errors: Tensor
     """[operand rows, tiles across, or 1]: sums of (x - Qx)^2 over 128 elements of a row, or over the row."""
     elements: int
@@ -106,13 +109,14 @@ class Sums:
 
     def row(self) -> dict[str, float]:
         """Return all statistics."""
-        x2, error2, q2, amax, nonzero, lost, saturated, _ = self.totals.tolist()
+        x2, error2, q2, amax, nonzero, lost, saturated, lost2 = self.totals.tolist()
         return {
             **_ratios(x2, error2, q2, (x2 + q2 - error2) / 2, amax),
             "underflow_pct": 100.0 * lost / max(nonzero, 1),
             "saturation_pct": 100.0 * saturated / max(self.elements, 1),
             **dict(zip(("scale_min", "scale_max"), self.scales, strict=True)),
             **_row_quantiles(self.row_power, self.row_error),
+            **_parts(x2, error2, q2, lost2),
         }
 
 
@@ -175,10 +179,12 @@ def gather(
         limit = expand_tiles(scale, shape, *format.tile) * (format.element.max * SATURATION_MARGIN)
     error2 = (basis.double() - decoded.double()).square()
     summed = (basis.double().square(), error2, decoded.double().square())
-    counted = (nonzero, nonzero & (decoded == 0), magnitude > limit)
+    lost = nonzero & (decoded == 0)
+    counted = (nonzero, lost, magnitude > limit)
     parts = [_by_tile(t).sum(dim=(1, 3)) for t in summed] + [_by_tile(magnitude.double()).amax(dim=(1, 3))]
     parts += [_by_tile(t.double()).sum(dim=(1, 3)) for t in counted]
-    sums = torch.stack([*parts, torch.zeros_like(parts[0])], dim=-1)
+    lost2 = _by_tile(torch.where(lost, summed[0], 0.0)).sum(dim=(1, 3))
+    sums = torch.stack([*parts, lost2], dim=-1)
     if columns:
         sums = sums.transpose(0, 1)
     return Statistics(
@@ -199,19 +205,20 @@ def gather_by_row(x: Tensor, format: Format, buffers: Buffers, *, keep_x: bool =
     shape, scale = tuple(x.shape), format.value_scales(buffers)
     none = torch.zeros(shape[0], dtype=torch.float64, device=x.device)
     if format.high_precision and torch.promote_types(x.dtype, buffers["q"].dtype) == buffers["q"].dtype:
-        basis, lost = x, none
+        basis, lost, lost2 = x, none, none
         power = q2 = _by_row_squared(x)
         error2 = power - power
     else:
         basis, decoded = format.basis(x), format.decode(buffers, shape)
         power, error2, q2 = (_by_row_squared(each) for each in (basis, basis - decoded, decoded))
-        lost = _count_by_row((basis != 0) & (decoded == 0))
+        is_lost = (basis != 0) & (decoded == 0)
+        lost, lost2 = _count_by_row(is_lost), _by_row_squared(torch.where(is_lost, basis, 0.0))
     magnitude, saturated = _magnitude(basis), none
     if scale is not None:
         limit = format.element.max * SATURATION_MARGIN
         saturated = _count_by_row(magnitude > expand_tiles(scale, shape, *format.tile) * limit)
     largest = magnitude.amax(dim=1).double() if shape[1] else none
-    sums = (power, error2, q2, largest, _count_by_row(basis != 0), lost, saturated, none)
+    sums = (power, error2, q2, largest, _count_by_row(basis != 0), lost, saturated, lost2)
     return Statistics(
         sums=torch.stack(sums, dim=1), row_errors=error2[:, None], elements=x.numel(), x=x if keep_x else None,
         format=format, buffers=buffers,
@@ -231,6 +238,21 @@ def _ratios(x2: float, error2: float, q2: float, dot: float, amax: float) -> dic
         "cosine": dot / norms if norms else math.nan,
         "amax": amax,
     }
+
+
+def _parts(x2: float, error2: float, q2: float, lost2: float) -> dict[str, float]:
+    """Return scale_bias and the parts of the squared error; NaN without such elements, or without an error.
+
+    With L = sum x^2 and E = sum (x - Qx)^2 over the elements that are not lost, sum x Qx = (L + q2 - E) / 2 there. So
+    b = (q2 - L - E) / (2 L), and the error splits exactly into lost2 + b^2 L + (E - b^2 L), as x and the noise are
+    orthogonal (the split of arXiv 2605.20402, by least squares over a whole tensor).
+    """
+    others, error = x2 - lost2, error2 - lost2
+    bias = (q2 - others - error) / (2 * others) if others > 0 else math.nan
+    of = error2 if error2 > 0 else math.nan
+    parts = {"dead_zone": lost2, "scale": 0.0 if math.isnan(bias) else min(bias * bias * others, max(error, 0.0))}
+    parts["grid"] = max(error2 - sum(parts.values()), 0.0)
+    return {"scale_bias": bias, **{f"{name}_error_pct": 100.0 * part / of for name, part in parts.items()}}
 
 
 def _decibel(power: float, error: float) -> float:

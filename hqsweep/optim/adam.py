@@ -1,6 +1,6 @@
 """FusedAdam: AdamW on FP32 masters. Its results are written back to bf16 or quantized parameters.
 
-The arithmetic is torch's own (torch.optim.adamw), so that masters equal those of torch.optim.AdamW to the byte. On CUDA
+The arithmetic is torch's own (torch.optim.adamw), so that masters equal torch.optim.AdamW's to the byte. On CUDA
 one kernel (hqsweep.ops.model.adam) reads and writes each array once, with the arithmetic of torch on a CPU.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from hqsweep.errors import UserError
-from hqsweep.nn.core.workspace import note_update
+from hqsweep.nn.core.parameter import note_update
 from hqsweep.ops.library import has_kernels
 from hqsweep.ops.model.adam import adamw_
 from hqsweep.optim.gradients import clip_, clip_factor, gradient, norm_of
@@ -32,7 +32,7 @@ OWN_MASTERS = (torch.float32, torch.float64)
 
 
 class FusedAdam(torch.optim.AdamW):
-    """AdamW with FP32 masters. Arguments and state are those of torch.optim.AdamW.
+    """AdamW with FP32 masters. Arguments and state are as in torch.optim.AdamW.
 
     Plain FP32 and FP64 parameters are updated directly. For every other parameter state["master_param"] holds an FP32
     master. The parameter's first step makes it from the preserved initial value of a quantized parameter, which is then

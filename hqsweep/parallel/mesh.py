@@ -2,10 +2,14 @@
 
 A training asks its Ranks for everything that needs other processes. `Ranks.alone` answers for a training in one
 process, so that the training loop has one path for both. Axes of the mesh have the names of torchtitan.
+
+Rank 0 joins the error statistics of a sampled step from the probes of all ranks, in order of ranks. Parts of a matrix
+are joined to the whole first. Then tokens of data-parallel ranks follow each other, like tokens of microbatches, and
+the layers and experts of other ranks are added. One gather serves all rows of a step.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -18,9 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hqsweep.config.train import ONE_RANK, ParallelConfig, sharing_gpus
 from hqsweep.errors import UserError
+from hqsweep.nn.core.probe import Key, Probe, Sample, is_of_step, rows_of
 from hqsweep.parallel.wire import collectives
+from hqsweep.parallel.wire.collectives import agree, gather_to_first
 from hqsweep.parallel.wire.local import spread_out, whole_tensor
-from hqsweep.parallel.wire.objects import agree, gather_to_first
 from hqsweep.parallel.wire.spawn import begin_process_group, ranks_of_gpu, stand_apart, take_gpu
 from hqsweep.torch_private import flattened, tree_map_only
 
@@ -290,3 +295,60 @@ def peers(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
     place = axis_of(mesh, name, "mesh").get_local_rank()
     axis = 0 if mesh.ndim == 1 else mesh.mesh_dim_names.index(name)
     return dist.new_group(mesh.mesh.select(axis, place).flatten().tolist(), use_local_synchronization=True)
+
+
+Samples = Mapping[Key, Sample]
+
+
+def rows_of_all(probe: Probe, ranks: Ranks) -> list[dict[str, object]]:
+    """The rows of the probes of all ranks, on rank 0; [] on others. A collective, also for ranks without a sample."""
+    every = ranks.gather_to_first(probe.samples)
+    if every is None:
+        return []
+    total = joined(every, ranks.dims.tp)
+    return rows_of(probe.step, {key: sample.to(ranks.device) for key, sample in total.items()})
+
+
+def captured_of_all(probe: Probe, ranks: Ranks) -> dict[str, Tensor]:
+    """The whole operands that the probes of all ranks have captured, on rank 0; {} on others. A collective."""
+    every, whole = ranks.gather_to_first(probe.operands) or [], {}
+    for first in range(0, len(every), ranks.dims.tp):
+        sharing = every[first : first + ranks.dims.tp]
+        for name, (matrix, part) in sharing[0].items():
+            if name not in whole:
+                whole[name] = matrix if part is None else _put_together([own[name].matrix for own in sharing], *part)
+    return whole
+
+
+def _put_together(parts: Sequence[Tensor], axis: int, runs: int) -> Tensor:
+    """The matrix that the ranks' parts form. runs: the number of pieces of each part, which alternate with other
+    ranks'."""
+    pieces = zip(*(part.chunk(runs, axis) for part in parts), strict=True)
+    return torch.cat([piece for run in pieces for piece in run], axis)
+
+
+def joined(samples: Sequence[Samples], tp: int) -> Samples:
+    """One sample for each row, from the samples of all ranks. tp: how many neighbours share matrices and have the same
+    tokens.
+
+    Samples of weights are equal on all ranks that have one, and count once.
+    """
+    total: dict[Key, Sample] = {}
+    for first in range(0, len(samples), tp):
+        for key, sample in _joined_parts(samples[first : first + tp]):
+            _, name, direction = key
+            if key not in total:
+                total[key] = sample
+            elif not is_of_step(name):
+                total[key] = total[key].joined(sample, direction)
+    return total
+
+
+def _joined_parts(samples: Sequence[Samples]) -> Iterable[tuple[Key, Sample]]:
+    """The samples of ranks that share matrices. Parts are joined; samples that each rank has whole count once."""
+    for key in dict.fromkeys(key for own in samples for key in own):
+        whole, *others = (own[key] for own in samples if key in own)
+        for part in others:
+            if whole.cut is not None:
+                whole = whole.joined(part, key[2], whole.cut)
+        yield key, whole

@@ -25,7 +25,7 @@ from hqsweep.ops.model.activation import INPUTS
 from hqsweep.parallel.shards.held_part import hold_part
 from hqsweep.parallel.shards.shard_part import Part
 from hqsweep.parallel.shared.attention import share_attention
-from hqsweep.parallel.shared.exchange import LinearShare
+from hqsweep.parallel.shared.call import LinearShare
 from hqsweep.parallel.shared.experts import share_features
 from hqsweep.parallel.shared.linear import TensorParallel
 from hqsweep.parallel.shared.tokens import SharedWeight, SplitTokens

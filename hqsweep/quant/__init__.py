@@ -4,8 +4,8 @@ from typing import Any
 
 from hqsweep.parallel.shards.masters import quantize_master_weights
 from hqsweep.parallel.shards.raw_data import RawSizes, post_all_gather_processing, raw_data_sizes, replace_raw_data
+from hqsweep.parallel.shards.shard import Place
 from hqsweep.parallel.shards.shard_agree import quantize_shards_
-from hqsweep.parallel.shards.shard_place import Place
 from hqsweep.quant import tensor_ops  # noqa: F401 (registers its handlers)
 from hqsweep.quant.grouped import GroupedTensor
 from hqsweep.quant.hybrid import HybridQuantizer, IdentityQuantizer

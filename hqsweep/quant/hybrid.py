@@ -1,8 +1,8 @@
 """HybridQuantizer: one format per direction, and the source of the columnwise operand.
 
 Vanilla quantization is the case of equal formats. The text form is ROW|COL@SOURCE: "nvfp4|mxfp8@rowwise_dequantized",
-"nvfp4|mxfp8" (source original), or "mxfp8" for both directions. The random Hadamard transform acts on columnwise
-operands only, so "nvfp4+rht" for both directions means "nvfp4|nvfp4+rht".
+"nvfp4|mxfp8" (source original), or "mxfp8" for both directions. One text sets the random Hadamard transform for the
+columnwise operand, so "nvfp4+rht" for both directions means "nvfp4|nvfp4+rht"; "nvfp4+rht|nvfp4+rht" transforms both.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,13 +21,13 @@ from hqsweep.ops.quantize.fused import Normed, quantize_activated, quantize_norm
 from hqsweep.ops.quantize.quantize import Pair, Quantized, quantize, quantize_plain, quantized_of
 from hqsweep.ops.quantize.request import Output, Request, Target, request_of, text_of
 from hqsweep.ops.stats import Sums, gather_by_row
-from hqsweep.parallel.shards.shard_place import Place
+from hqsweep.parallel.shards.shard import Place
 from hqsweep.quant.delayed import SlotStates, grids_of, note
 from hqsweep.quant.operand import HybridOperand, operands_of
 from hqsweep.quant.targets import (
     found_under,
     signs_of,
-    takes_amax_of_matrix,
+    takes_amax_of_x,
     targets_of,
     under,
     with_amaxes,
@@ -51,9 +51,12 @@ class HybridQuantizer:
 
     def __post_init__(self) -> None:
         check_source(self.columnwise_source)
-        if self.rowwise.rht:
-            raise UserError(f"rowwise format {self.rowwise}: +rht acts on columnwise operands only; drop it here")
-        if self.columnwise.row_scaled:
+        if self.rowwise.rht and self.columnwise_source == "rowwise_dequantized":
+            raise UserError(
+                f"rowwise format {self.rowwise}: with +rht its decoded values are transformed, and no columnwise"
+                " operand can be made from them; take source original"
+            )
+        if self.columnwise.rowwise_only:
             raise UserError(
                 f"columnwise format {self.columnwise}: +row_scaled is for rowwise operands only; drop it here"
             )
@@ -117,14 +120,12 @@ class HybridQuantizer:
     @property
     def takes_amax(self) -> bool:
         """Whether quantize_under() can use the amax."""
-        return takes_amax_of_matrix(self.rowwise) or self._column_takes_amax_of_x
+        return takes_amax_of_x(self.rowwise) or self._column_takes_amax_of_x
 
     @property
     def _column_takes_amax_of_x(self) -> bool:
         """Whether the columnwise operand's amax is x's own, not that of transformed or decoded values."""
-        return (
-            takes_amax_of_matrix(self.columnwise) and not self.columnwise.rht and self.columnwise_source == "original"
-        )
+        return takes_amax_of_x(self.columnwise) and self.columnwise_source == "original"
 
     def quantize(
         self,
@@ -312,7 +313,7 @@ class HybridQuantizer:
             return False, None
         of_x = column.format if self.columnwise_source == "original" else None
         signs = signs_of(of_x)
-        return takes_amax_of_matrix(row.format) or takes_amax_of_matrix(of_x), signs
+        return takes_amax_of_x(row.format) or takes_amax_of_x(of_x) or signs is not None, signs
 
     def statistics(
         self, x: Tensor, key: RngKey | None = None, states: SlotStates | None = None
@@ -391,3 +392,10 @@ class HybridQuantizer:
 def IdentityQuantizer(name: str = "bf16") -> HybridQuantizer:
     """Return a quantizer in high precision in both directions: "bf16", "fp16" or "fp32"."""
     return HybridQuantizer(Identity(name=name), Identity(name=name))
+
+
+def is_low(quantizer: HybridQuantizer) -> bool:
+    """Return whether a direction is in low precision. A user's quantizer class counts as low."""
+    return type(quantizer) is not HybridQuantizer or not all(
+        format.high_precision for format in (quantizer.rowwise, quantizer.columnwise)
+    )

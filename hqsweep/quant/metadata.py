@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
-from hqsweep.parallel.shards.shard_place import Place
+from hqsweep.parallel.shards.shard import Place
 from hqsweep.parallel.wire.exchange import Area
 from hqsweep.quant.content import Content, parse_content
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer

@@ -24,9 +24,14 @@ def takes_amax_of_matrix(format: Format | None) -> bool:
     return format is not None and format.amax_name is not None and not (format.delayed or format.row_scaled)
 
 
+def takes_amax_of_x(format: Format | None) -> bool:
+    """Return whether the format's only amax belongs to the matrix as it is."""
+    return takes_amax_of_matrix(format) and not format.rht
+
+
 def signs_of(format: Format | None) -> bool | None:
-    """Return the transform's signs for a columnwise format whose amax belongs to transformed columns; else None."""
-    return format.rht_signed if takes_amax_of_matrix(format) and format.rht else None
+    """Return the transform's signs for a columnwise format whose amax belongs to columns in groups of 16; else None."""
+    return format.rht_signed if takes_amax_of_matrix(format) and format.rht == 16 else None
 
 
 def with_amaxes(
@@ -34,21 +39,25 @@ def with_amaxes(
 ) -> tuple[Target, Target]:
     """Return the targets with the known amaxes of each direction, or of every member."""
     row_amax, column_amax = amaxes["rowwise"], amaxes["columnwise"]
-    row = row if row_amax is None else row._replace(grid=_grid(row.format, row_amax, splits))
-    return row, column if column_amax is None else column._replace(grid=_grid(column.format, column_amax, splits))
+    row = row if row_amax is None else row._replace(grid=_grid(row.format, row_amax, splits, False))
+    column = column if column_amax is None else column._replace(grid=_grid(column.format, column_amax, splits, True))
+    return row, column
 
 
-def _grid(format: Format, amaxes: Tensor, splits: Splits | None) -> Buffers | list[Buffers]:
+def _grid(format: Format, amaxes: Tensor, splits: Splits | None, columnwise: bool) -> Buffers | list[Buffers]:
     """Return the grid of one matrix, or a list with each member's grid."""
     if splits is None:
         return {format.amax_name: amaxes}
-    of_members = amaxes.view(-1, 1).split(list(splits.host) if format.row_scaled else 1)
+    sizes = 1
+    if format.row_scaled:
+        sizes = amaxes.numel() // max(splits.count, 1) if columnwise else list(splits.host)
+    of_members = amaxes.view(-1, 1).split(sizes)
     return [{format.amax_name: own} for own in of_members]
 
 
 def under(target: Target, amax: Tensor) -> Target:
     """Return the target with a grid of that amax, if its format takes one."""
-    return target._replace(grid={target.format.amax_name: amax}) if takes_amax_of_matrix(target.format) else target
+    return target._replace(grid={target.format.amax_name: amax}) if takes_amax_of_x(target.format) else target
 
 
 def found_under(row: Target, column: Target, amaxes: Sequence[Tensor], source: Source) -> tuple[Target, Target]:
@@ -56,6 +65,6 @@ def found_under(row: Target, column: Target, amaxes: Sequence[Tensor], source: S
     row = under(row, amaxes[0])
     if source != "original":
         return row, column
-    transformed = signs_of(column.format) is not None
-    place = 1 if transformed else 0  # no bool: a trace indexes with integers
-    return row, under(column, amaxes[place]) if len(amaxes) > place else column
+    if signs_of(column.format) is None:
+        return row, under(column, amaxes[0])
+    return row, column._replace(grid={column.format.amax_name: amaxes[1]}) if len(amaxes) > 1 else column

@@ -16,9 +16,9 @@ from torch.distributed import ProcessGroup
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.ops.quantize.nonfinite import for_slot
+from hqsweep.parallel.shards.shard import Place
 from hqsweep.parallel.shards.shard_agree import quantize_shards_
 from hqsweep.parallel.shards.shard_part import Part, quantize_part
-from hqsweep.parallel.shards.shard_place import Place
 from hqsweep.quant.content import Content, OneMatrix
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
@@ -351,6 +351,11 @@ class _Dequantize(torch.autograd.Function):
         if x.rowwise is None and x.quantizer.columnwise.rht:
             raise UserError(
                 f"dequantize: columnwise {x.quantizer.columnwise} holds transformed values; keep rowwise too"
+            )
+        if x.rowwise is not None and x.quantizer.rowwise.rht:
+            raise UserError(
+                f"dequantize: rowwise {x.quantizer.rowwise} holds transformed values; a tensor held as codes takes a"
+                " rowwise format without +rht"
             )
         return x.metadata.decode(x.rowwise, x.columnwise, dtype).view(x.shape)
 

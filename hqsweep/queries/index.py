@@ -133,7 +133,7 @@ class Tables:
         return plain, dotted
 
     def load(self, table: str, names: Sequence[str]) -> tuple[pa.Table, pa.Table | None]:
-        """(columns of the runs, columns of the rows): those of `names`, and PLACE; None for the table `runs`."""
+        """(columns of the runs, columns of the rows): the columns in `names`, and PLACE; None for the table `runs`."""
         plain, _ = self._named(table)
         own = {name: plain.get(name, ("runs", name)) for name in names}
         runs = self._columns("runs", {name: inner for name, (home, inner) in own.items() if home == "runs"})

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.quant.hybrid import HybridQuantizer, is_low
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.custom import CustomRecipe
 from hqsweep.recipe.listing import PARTS
@@ -45,13 +45,6 @@ def applied(recipe: AnyRecipe, steps: int, modules: Sequence[GemmModule]) -> App
         if not changes or changes[-1][1] != operands:
             changes.append((stage.first_step - 1, frozenset(operands)))
     return Applied(stages=tuple(changes), quantizes=low)
-
-
-def is_low(quantizer: HybridQuantizer) -> bool:
-    """Return whether a direction is in low precision. A user's quantizer class counts as low."""
-    return type(quantizer) is not HybridQuantizer or not all(
-        format.high_precision for format in (quantizer.rowwise, quantizer.columnwise)
-    )
 
 
 def _formats(module: GemmModule, quantizers: Mapping[QuantizerRole, HybridQuantizer]) -> Any:

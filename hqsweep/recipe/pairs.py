@@ -37,7 +37,7 @@ MODULE_GEMMS = {"linear": GEMMS, "grouped_linear": GEMMS, "dpa": DPA_GEMMS}
 class Scaled(Protocol):
     """A format as a product sees it: a formats.Format, or a torch-free FormatText."""
 
-    rht: bool
+    rht: int
     rht_signed: bool
     two_d: bool
     scaling: str | None
@@ -62,14 +62,22 @@ def cannot_meet(slots: Sequence[str], fault: str | None, gemm_mode: str = "") ->
     return f"{slots[0]} cannot meet {slots[1]}{mode}: {fault}" if fault else None
 
 
+OUTSIDE = ("tensor", "row")
+"""The scalings that multiply a finished product, by one factor or by a factor for each row and column."""
+
+
 def same_scaling(a: Scaled, b: Scaled) -> bool:
     """Return whether one product scales both operands alike."""
-    return a.scaling is not None and a.scaling == b.scaling
+    outside = a.scaling in OUTSIDE and b.scaling in OUTSIDE
+    return outside or (a.scaling is not None and a.scaling == b.scaling)
 
 
 def mathematical_fault(a: Scaled, b: Scaled) -> str | None:
     """Return why the product of the two would be wrong in any arithmetic, or None."""
     transform = [(f.rht, f.rht_signed) for f in (a, b)]
+    if transform[0] != transform[1] and a.rht and b.rht:
+        named = [f"of {size} {'with' if signed else 'without'} signs" for size, signed in transform]
+        return f"the Hadamard transforms differ ({named[0]}, {named[1]}), so they do not cancel"
     if transform[0] != transform[1]:
         return "the random Hadamard transform must be on both operands or on neither, or it does not cancel"
     return None
@@ -79,9 +87,9 @@ def hardware_fault(a: Scaled, b: Scaled) -> str | None:
     """Return why no hardware GEMM takes the two (gemm=strict), or None.
 
     Tensor cores scale both operands in one way: by a scalar for per-tensor FP8 and E2M1 (any mix of elements: PTX
-    tcgen05.mma.kind::f8f6f4), in blocks of 1x128 or 128x128 (not 128x128 on both sides, as TransformerEngine's cuBLAS
-    call), in 32-blocks with E8M0 scales for MX (any mix: kind::mxf8f6f4), or in 16-blocks with E4M3 scales for NVFP4.
-    High precision needs one dtype.
+    tcgen05.mma.kind::f8f6f4), also by a scalar per row of an operand, in blocks of 1x128 or 128x128 (not 128x128 on
+    both sides, as TransformerEngine's cuBLAS call), in 32-blocks with E8M0 scales for MX (any mix: kind::mxf8f6f4), or
+    in 16-blocks with E4M3 scales for NVFP4. High precision needs one dtype.
     """
     if a.high_precision and b.high_precision:
         return None if a == b else "a GEMM takes one dtype"

@@ -65,10 +65,12 @@ def attention_faults(quantizers: Mapping[str, HybridQuantizer], context: int) ->
     The matrices of all heads are folded into rows, so blocks along tokens must end where a matrix ends.
     """
     for tensor, quantizer in quantizers.items():
-        if quantizer.rowwise.row_scaled:
-            yield f"{tensor} {quantizer.rowwise}: attention takes one global amax a tensor"
+        by_rows = [format for format in (quantizer.rowwise, quantizer.columnwise) if format.row_scaled]
+        if by_rows:
+            yield f"{tensor} {by_rows[0]}: attention takes one global amax a tensor"
         for direction, format in (("rowwise", quantizer.rowwise), ("columnwise", quantizer.columnwise)):
-            along = max(format.tile) if direction == "columnwise" or tensor in ("s", "dp") else format.tile[0]
+            tokens = direction == "columnwise" or tensor in ("s", "dp")
+            along = max(*format.tile, format.rht) if tokens else format.tile[0]
             if along > 1 and context % along:
                 takes = f"its blocks take a multiple of {along}"
                 yield f"{tensor} {direction} {format}: the context has {context} positions; {takes}"

@@ -8,7 +8,7 @@ import numpy as np
 
 from hqsweep.config.safe import loads
 from hqsweep.errors import UserError, nearest
-from hqsweep.models.gguf import gguf_folder, is_gguf
+from hqsweep.models.hf_folder import gguf_folder, is_gguf
 
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
 """The usual separators, for a tokenizer whose eos_token no file beside it names."""

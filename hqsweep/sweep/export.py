@@ -14,7 +14,7 @@ from hqsweep.config.job import ConvergenceConfig, parse
 from hqsweep.config.model import FactoryModelConfig, HFModelConfig
 from hqsweep.errors import Damaged, UserError
 from hqsweep.models.hf import meta_model
-from hqsweep.models.hf_config import HFConfig, read_hf_config
+from hqsweep.models.hf_folder import HFConfig, read_hf_config
 from hqsweep.optim import MASTER
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.sweep.store.run_dir import RunDir

@@ -2,9 +2,11 @@
 measures (ops, nn), what writes (track) and what reads (report) can all have them from here.
 """
 
+PARTS = ("scale_bias", "dead_zone_error_pct", "scale_error_pct", "grid_error_pct")
+"""Columns of the parts of an error, and of its scale bias; ops/stats.py defines them."""
 ERRORS = (
     "sqnr_db", "rel_l2", "cosine", "amax", "underflow_pct", "saturation_pct", "scale_min", "scale_max",
-    "row_sqnr_db_median", "row_sqnr_db_p5",
+    "row_sqnr_db_median", "row_sqnr_db_p5", *PARTS,
 )  # fmt: skip
 """Columns of the error statistics of one tensor in one direction; ops/stats.py defines them."""
 LOADS = ("tokens", "load")
@@ -35,7 +37,7 @@ energy since the first row of the attempt."""
 
 NAMING = frozenset({"step", "metric", "layer", "tensor", "direction", *CHECKED})
 """Columns that name the subject of a row, and so are never null."""
-OPTIONAL = frozenset({*LOADS, "row_sqnr_db_median", "row_sqnr_db_p5"})
+OPTIONAL = frozenset({*LOADS, *PARTS, "row_sqnr_db_median", "row_sqnr_db_p5"})
 """Columns that rows of earlier versions do not have."""
 
 MIRRORED_TABLES = tuple(name for name in TABLES if name != "metrics")

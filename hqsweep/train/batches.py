@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 from hqsweep.config.train import FactoryDataConfig
 from hqsweep.errors import UserError
 from hqsweep.models.batches import Packing
-from hqsweep.models.code import code_of_modules
+from hqsweep.models.build import code_of_modules
 from hqsweep.shards.stream import sample_places, spread_starts
 from hqsweep.train.adapter import keyed_seed
 

@@ -8,17 +8,20 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from types import TracebackType
+from typing import Any, BinaryIO, Protocol, Self
 
 import torch
 
 from hqsweep.checkpoints.foreign.torch_file import Refused, load
 from hqsweep.errors import Damaged
-from hqsweep.host import sync_folder
+from hqsweep.host import Memory, sync_folder
 from hqsweep.parallel.mesh import Ranks
-from hqsweep.parallel.wire.objects import by_first, gathered, rank_in, together
+from hqsweep.parallel.wire.collectives import by_first, gathered, rank_in, together
 from hqsweep.train.record import (
     ANOTHER_FILE,
     Mark,
@@ -70,7 +73,7 @@ class _Hashed:
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.sha256, self.bytes = file, hashlib.sha256(), 0
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: bytes | memoryview) -> int:
         self.sha256.update(data)
         self.bytes += len(data)
         return self._file.write(data)
@@ -90,14 +93,25 @@ def save_checkpoint(
     rows: the marks of the rows before it, which are on the disk. run: the id of the run. data: the hash of its data.
     Raises Damaged where other bytes are read than were written; all earlier checkpoints are still there then.
     """
-    known = {"run": run, "data": data, "rows": dict(rows or {}), "point": trainer.step in trainer.kept}
     if trainer.ranks.size > 1:
-        _save_folder(trainer, folder, Record(file=f"step_{trainer.step}", sha256="", bytes=0, **known))
+        _save_folder(trainer, folder, _record(trainer, rows, run, data))
         return
+    state = trainer.state()
+    _save_file(_record(trainer, rows, run, data), folder, trainer.kept, lambda file: torch.save(state, file))
+
+
+def _record(trainer: Resumable, rows: Mapping[str, Mark] | None, run: str, data: str) -> Record:
+    """The record of a checkpoint before it is written."""
+    known = {"run": run, "data": data, "rows": dict(rows or {}), "point": trainer.step in trainer.kept}
+    return Record(file=f"step_{trainer.step}", sha256="", bytes=0, **known)
+
+
+def _save_file(record: Record, folder: Path, kept: Any, write: Callable[[BinaryIO], object]) -> None:
+    """Write one process's checkpoint and its record, read it back, and delete older ones but the steps `kept`."""
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"step_{trainer.step}.pt"
-    written = _write_state(trainer.state(), target)
-    record = Record(file=target.name, sha256=written.sha256.hexdigest(), bytes=written.bytes, **known)
+    target = folder / f"{record.file}.pt"
+    written = _write_state(write, target)
+    record = replace(record, file=target.name, sha256=written.sha256.hexdigest(), bytes=written.bytes)
     try:
         write_record(target, record)
         _read_back(target)
@@ -107,7 +121,57 @@ def save_checkpoint(
     except NotAsWritten as error:
         discard(target)
         raise Damaged(target, f"read back, {error.fault}", "is the disk sound? The one before it is there") from None
-    _drop_older(trainer, folder)
+    _drop_older(folder, step_of(target), kept)
+
+
+PART = 16
+"""The least number of times that a checkpoint must fit into the memory, to be written while the training goes on."""
+
+
+class Saver:
+    """Saves the checkpoints of a training. On a GPU the training goes on while a thread writes.
+
+    The training waits until its state is in the host's memory, as the bytes of the file, and for the checkpoint before.
+    It waits for the whole file where ranks save together, on a CPU, and where the file is larger than 1/PART of the
+    memory that the machine or the control group allows. At the end of the block all files are on the disk. A failed
+    write raises at the next save, or at the end of the block.
+    """
+
+    def __init__(self, trainer: Resumable, folder: Path, *, run: str, data: str) -> None:
+        self._trainer, self._folder, self._known = trainer, folder, (run, data)
+        self._writer, self._written = ThreadPoolExecutor(1, "checkpoint"), Future()
+        self._written.set_result(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Wait for the last file. The error of the block goes before an error of the write."""
+        self._writer.shutdown()
+        if not kind:
+            self._written.result()
+
+    def save(self, rows: Mapping[str, Mark]) -> None:
+        """Save the state of this step; as save_checkpoint."""
+        self._written.result()
+        trainer, (run, data) = self._trainer, self._known
+        if not self._in_background():
+            save_checkpoint(trainer, self._folder, rows=rows, run=run, data=data)
+            return
+        file = BytesIO()
+        torch.save(trainer.state(), file)
+        record = _record(trainer, rows, run, data)
+        self._written = self._writer.submit(
+            _save_file, record, self._folder, trainer.kept, lambda target: target.write(file.getbuffer())
+        )
+
+    def _in_background(self) -> bool:
+        trainer = self._trainer
+        if trainer.ranks.size > 1 or trainer.device.type != "cuda":
+            return False
+        state = 3 * sum(weight.nbytes for weight in trainer.model.parameters())  # with two moments
+        limit = Memory().limit()
+        return limit is not None and state * PART < limit[1]
 
 
 def _save_folder(trainer: Resumable, folder: Path, record: Record) -> None:
@@ -120,7 +184,7 @@ def _save_folder(trainer: Resumable, folder: Path, record: Record) -> None:
     own = together(lambda: digests_of(_files_of(target, rank_in())))
     sha256, size = digest_of_files({name: digest for part in gathered(own) for name, digest in part.items()})
     by_first(lambda: write_record(target, replace(record, sha256=sha256, bytes=size)))
-    by_first(lambda: _drop_older(trainer, folder))
+    by_first(lambda: _drop_older(folder, trainer.step, trainer.kept))
 
 
 def _files_of(folder: Path, rank: int) -> list[Path]:
@@ -129,19 +193,19 @@ def _files_of(folder: Path, rank: int) -> list[Path]:
     return [path for path, match in ranks.items() if (int(match[1]) if match else 0) == rank]
 
 
-def _drop_older(trainer: Resumable, folder: Path) -> None:
-    older = [path for step, path in checkpoints(folder).items() if step < trainer.step]
+def _drop_older(folder: Path, step: int, kept: Any) -> None:
+    older = [path for at, path in checkpoints(folder).items() if at < step]
     for path in older[:-1]:
-        if step_of(path) not in trainer.kept:
+        if step_of(path) not in kept:
             discard(path)
 
 
-def _write_state(state: dict, target: Path) -> _Hashed:
+def _write_state(write: Callable[[BinaryIO], object], target: Path) -> _Hashed:
     partial = target.with_suffix(".tmp")
     try:
         with partial.open("wb") as file:
             written = _Hashed(file)
-            torch.save(state, written)
+            write(written)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(target)

@@ -23,7 +23,7 @@ from hqsweep.config.train import ParallelConfig
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.nn.core.module import quantized_modules
-from hqsweep.nn.core.workspace import note_update
+from hqsweep.nn.core.parameter import note_update
 from hqsweep.optim import MASTER, FusedAdam
 from hqsweep.optim.adam import OWN_MASTERS
 from hqsweep.parallel.shared.held_experts import link_held

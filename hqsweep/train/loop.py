@@ -19,8 +19,7 @@ from hqsweep.checkpoints.foreign.load import Loaded, load_checkpoint
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.nn import Probe, set_recipe
 from hqsweep.ops.quantize.nonfinite import counted
-from hqsweep.parallel.mesh import Ranks, Trained
-from hqsweep.parallel.samples import captured_of_all, rows_of_all
+from hqsweep.parallel.mesh import Ranks, Trained, captured_of_all, rows_of_all
 from hqsweep.parallel.shared.expert_room import check_room
 from hqsweep.parallel.shared.held_experts import share_amaxes
 from hqsweep.recipe.base import AnyRecipe

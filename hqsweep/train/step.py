@@ -18,8 +18,8 @@ from hqsweep.config.train import TrainConfig
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.nn.core.module import quantized_modules
+from hqsweep.nn.core.parameter import WeightWorkspace, note_update
 from hqsweep.nn.core.probe import Probe
-from hqsweep.nn.core.workspace import WeightWorkspace, note_update
 from hqsweep.ops.library import key_tables
 from hqsweep.parallel.fsdp.fsdp_state import drop_pass
 from hqsweep.parallel.wire.local import local

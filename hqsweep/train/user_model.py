@@ -1,7 +1,7 @@
 """UserAdapter: a user's own model, from Hugging Face or a function, as the training loop's model.
 
 Its parameters keep their own dtypes (float32 from Hugging Face). Under train.dtype=bf16 it runs in torch.autocast, and
-linears that compute by the recipe take bf16, like those of the GPT.
+linears that compute by the recipe take bf16, like the GPT's linears.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,21 +23,20 @@ from hqsweep.config.train import FactoryDataConfig
 from hqsweep.errors import UserError
 from hqsweep.models.attention import take_fast_kernels
 from hqsweep.models.batches import ATTRIBUTE, BatchLoss
-from hqsweep.models.build import build, check_ranks, check_recompute, vocab_fault
-from hqsweep.models.code import check_code, code_of, code_of_modules
+from hqsweep.models.build import build, check_code, check_ranks, check_recompute, code_of, code_of_modules, vocab_fault
 from hqsweep.models.compiled import CompiledBlocks
 from hqsweep.models.conversion import Conversion
 from hqsweep.models.convert import convert
 from hqsweep.models.head_loss import HeadLoss, check_causal, is_hugging_face, model_loss, why_whole
 from hqsweep.models.held import held_parts, is_quantized
 from hqsweep.models.hf import load_model
-from hqsweep.models.hf_config import HFConfig, read_hf_config
+from hqsweep.models.hf_folder import HFConfig, read_hf_config
 from hqsweep.nn.core.context import quantization
 from hqsweep.nn.core.model_init import quantized_model_init
 from hqsweep.nn.layers.saved_memory import input_bytes
 from hqsweep.nn.linear.linear import LinearBase
+from hqsweep.parallel.wire.collectives import rank_in
 from hqsweep.parallel.wire.local import whole_tensor
-from hqsweep.parallel.wire.objects import rank_in
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.torch_private import DropoutNd
 from hqsweep.train.adapter import Balance, Losses, Saving, by_decay, keyed_seed
@@ -57,7 +56,7 @@ EVALUATION = 2**32
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The function that built a model, and its code (models.code.code_of)."""
+    """The function that built a model, and its code (models.build.code_of)."""
 
     target: str
     code: str
@@ -217,7 +216,7 @@ def user_adapter(
 ) -> UserAdapter:
     """The user's model of a config on the device, in a recipe.
 
-    UserError where the model is missing, differs from the plan, does not fit the data, or has nothing that the recipe
+    UserError where the model is missing, differs from the plan, does not fit the data, or has no module that the recipe
     can take.
     """
     section, train = config.model, config.train

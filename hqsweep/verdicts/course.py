@@ -9,9 +9,9 @@ least squares, with one tau for all trunks, by their mean curve:
     gap(s) = lasting + shock exp(-s / tau) [+ growth s where it grows],    s steps since the fork, at the constant rate
 
 tau is at most a quarter of the steps, and free where the gap closes. Intervals are over trunks, so that the noise
-within a curve, whose rows depend on each other, needs no model; the doubt of tau is in that of the lasting part, by the
-jackknife. The part at once is the gap of the first row. A family
-whose residuals, averaged over a third of the steps, are resolved from 0 does not fit, and gives no parts.
+within a curve, whose rows depend on each other, needs no model; the doubt of tau is part of the lasting part's doubt,
+by the jackknife. The part at once is the gap of the first row. A family whose residuals, averaged over a third of the
+steps, are resolved from 0 does not fit, and gives no parts.
 """
 
 import math
@@ -169,6 +169,6 @@ def _fits(residuals: np.ndarray) -> bool:
 
 def _more(shock: float, tau: float, length: float, margin: float) -> float:
     """Course.more."""
-    ends = length * np.linspace(1, 1 + FAR, 10 * FAR + 1)  # tenths of what is there
+    ends = length * np.linspace(1, 1 + FAR, 10 * FAR + 1)  # tenths of the known length
     enough = np.abs(shock) * (np.exp(-ends / 2 / tau) - np.exp(-ends / tau)) < margin / 2
     return float(ends[enough][0] - length) if enough.any() and tau < 0.99 * FAR * length else math.inf

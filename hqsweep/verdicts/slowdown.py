@@ -41,7 +41,7 @@ def slowdown(
                   baseline's loss. In one unit: nats, or % of the baseline's loss
     critical, equivalence  the standard errors between a gap and the ends of its 95 % and 90 % intervals
                   (verdicts.designs.Design); NaN for one replicate
-    error         the standard error of the mean gap, where it is not that of `gaps` alone (whole runs); NaN: it is
+    error         the standard error of the mean gap, where `gaps` alone do not give it (whole runs); NaN: it is
 
     Raises ValueError for arrays of other shapes, or values that are not finite.
     """
@@ -66,7 +66,7 @@ def in_percent(doublings: float) -> float:
 def ratio_interval(gap: np.ndarray, slope: np.ndarray, errors: float, error: float = math.nan) -> tuple[float, float]:
     """(low, high) of mean(gap) / mean(slope): every u at which mean(gap - u slope) lies within `errors` standard errors
     of 0. NaN for one replicate, and where slopes are so noisy that the interval has no ends. `error`: the standard
-    error of mean(gap), NaN for that of the replicates."""
+    error of mean(gap), NaN for the error over the replicates."""
     n = len(gap)
     if n < 2 or math.isnan(errors):
         return math.nan, math.nan

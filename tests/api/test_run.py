@@ -24,6 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_a_sweep_runs_once_and_is_read(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     where = folder / "its 'own' runs"
     sweep = hq.run("convergence", [*TINY, "recipe=bf16,mxfp8"], out=where)

@@ -8,7 +8,7 @@ from typer.testing import CliRunner, Result
 
 from hqsweep.cli.main import app
 from hqsweep.sweep.engine import launch
-from hqsweep.sweep.engine.until import Until
+from hqsweep.sweep.engine.task import Until
 from hqsweep.sweep.store.store import RunStore
 
 GROW = [
@@ -29,6 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_looks_and_verdicts_are_printed_and_the_noise_is_kept(folder: Path) -> None:
     grown = hqsweep(*GROW)
     assert grown.exit_code == 0, grown.stderr
@@ -49,6 +50,7 @@ def test_looks_and_verdicts_are_printed_and_the_noise_is_kept(folder: Path) -> N
     assert planned.exit_code == 2 and "no study of a comparable model" in planned.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [GROW, [word for word in GROW if not word.startswith("seeds.")]])
 def test_a_study_whose_time_is_over_says_what_is_done_and_compares_it(
     words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -73,6 +75,7 @@ SETTLE = [
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_a_study_goes_on_until_gaps_are_known_to_the_margin(folder: Path) -> None:
     words = [word for word in SETTLE if not word.startswith("train.steps")] + ["train.steps=4", "margin=50"]
     document = json.loads(hqsweep(*words, "--json").stdout)

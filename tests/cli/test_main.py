@@ -143,6 +143,7 @@ def test_wrong_input_is_one_sentence_and_exit_2(
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["run conf=quickstart train.stesp=3", "run --dryrun"])
 def test_wrong_input_of_a_real_process(words: str, folder: Path) -> None:
     done = process(*words.split(), cwd=folder)
@@ -151,6 +152,7 @@ def test_wrong_input_of_a_real_process(words: str, folder: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["run conf=ci --dry-run", "ls", "doctor"])
 def test_a_working_directory_that_was_deleted_is_said(words: str, folder: Path) -> None:
     gone = folder / "gone"
@@ -161,6 +163,7 @@ def test_a_working_directory_that_was_deleted_is_said(words: str, folder: Path) 
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["run conf=ci --dry-run", "recipe ls"])
 def test_a_machine_with_too_little_memory_is_no_regression(words: str, folder: Path) -> None:
     script = f"ulimit -v 400000; {sys.executable} -P -m hqsweep {words}"
@@ -249,6 +252,7 @@ def test_an_own_recipe_and_sweep_from_config_dir(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_a_sweep_from_start_to_report(folder: Path) -> None:
     words = ["run", *TINY, "recipe=bf16,mxfp8", "--json", "--junit", "out/junit.xml"]
     first = hqsweep(*words)

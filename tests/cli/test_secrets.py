@@ -23,6 +23,7 @@ def hqsweep(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_no_secret_is_in_any_file_or_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     mirrors = [kind for kind in ("wandb", "tensorboard") if importlib.util.find_spec(kind)]
     monkeypatch.chdir(tmp_path)

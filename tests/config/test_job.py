@@ -74,6 +74,8 @@ ZOO = {
     "mxfp6_e3m2": ("mxfp6_e3m2", "mxfp6_e3m2", "mxfp6_e3m2"),
     "mxfp8_e5m2_grad": ("mxfp8", "mxfp8", "mxfp8+e5m2"),
     "fp32": ("fp32", "fp32", "fp32"),
+    "fp8_row": ("fp8_row+pow2", "fp8_row+pow2", "fp8_row+pow2"),
+    "fp8_row_gw_hp": ("fp8_row+pow2|bf16", "fp8_row+pow2|fp8_current+pow2", "fp8_row+pow2|bf16"),
 }  # fmt: skip
 
 
@@ -276,7 +278,7 @@ def test_wrong_config(extra: dict, message: str) -> None:
     [
         ("parity.formats=[mxfp9]", r"parity.formats: format 'mxfp9': unknown name 'mxfp9' \(did you mean 'mxfp8'\?\)"),
         ("parity.shapes=[[1]]", r"parity.shapes.0: got \[1\]; must have at least 2"),
-        ("parity.shapes=[[32,33]]", r"parity.shapes: \[32, 33\] does not fit mxfp4"),
+        ("parity.shapes=[[32,33]]", r"parity.shapes: \[32, 33\] does not fit nvfp4[+]ue5m3"),
         ("parity.distributions=[normal,hevy]", r"parity.distributions: got 'hevy' \(did you mean 'heavy'\?\)"),
         ("parity.checks=[kernels]", r"parity.checks: got 'kernels' \(did you mean 'kernel'\?\); known are kernel, "),
         ("parity.checks=[]", r"parity.checks: got \[\]; must have at least 1"),

@@ -107,6 +107,12 @@ def test_what_is_within_bounds_is_read_as_by_pyyaml(tmp_path: Path):
     assert load_yaml(written(tmp_path, "")) is None
 
 
+def test_a_document_is_the_callers_own(tmp_path):
+    path = written(tmp_path, "a: [1, {b: 2}]\n")
+    load_yaml(path)["a"][1]["b"] = 3
+    assert load_yaml(path) == {"a": [1, {"b": 2}]}
+
+
 def test_a_pipe_or_a_folder_is_no_file(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe.yaml")
     for path in (tmp_path / "pipe.yaml", Path("/dev/zero")):

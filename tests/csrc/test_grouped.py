@@ -31,7 +31,7 @@ def buffers(fields: dict, rows: int, cols: int, device: str) -> dict[str, torch.
     tiles = [-(-n // fields[name]) if fields[name] else 1 for n, name in ((rows, "tile_rows"), (cols, "tile_cols"))]
     floats = fields["family"] in ("current", "block")
     sizes = {
-        "codes": (rows * cols // (2 if fields["element"] == "e2m1" else 1), torch.uint8),
+        "codes": (rows * cols // (2 if fields["element"] in ("e2m1", "e1m2") else 1), torch.uint8),
         "scales": (tiles[0] * tiles[1], torch.float32 if floats else torch.uint8),
         "global_": (rows if fields.get("row_scaled") else 1, torch.float32),
         "exact": (rows * cols, torch.float32),

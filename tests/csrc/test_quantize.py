@@ -13,6 +13,7 @@ from cases import COMBINED
 from support.csrc.kernel_calls import (
     BLOCK,
     CURRENT,
+    FOUR_BITS,
     ISAS,
     MX,
     NVFP4,
@@ -27,6 +28,7 @@ from support.csrc.kernel_calls import (
 
 from hqsweep import _C
 from hqsweep.formats import parse
+from hqsweep.formats.elements import UE5M3
 
 GOLDEN = Path(os.environ.get("HQSWEEP_GOLDEN", Path(__file__).parents[1] / "golden"))
 
@@ -49,7 +51,7 @@ def golden_spec(case: dict, direction: str) -> dict:
     spec = NVFP4 | {"tile_rows": case["block"][0]}
     match case["mode"]:
         case "rht" if direction == "columnwise":
-            spec |= {"rht": True, "rht_sign": case["with_random_sign_mask"]}
+            spec |= {"rht": 16, "rht_sign": case["with_random_sign_mask"]}
         case "row_scaled":
             spec |= {"row_scaled": True}
         case "4over6":
@@ -122,7 +124,7 @@ def test_golden_nonfinite(values, element):
 
 def decoded_codes(result: Result, element: str) -> np.ndarray:
     codes = result.q
-    if element == "e2m1":
+    if element in FOUR_BITS:
         codes = np.stack([codes & 0xF, codes >> 4], axis=-1).reshape(codes.shape[0], -1)
     values, codes = np.empty(codes.shape, np.float32), np.ascontiguousarray(codes)
     _C.decode_elements(element, codes.ctypes.data, values.ctypes.data, codes.size)
@@ -136,6 +138,8 @@ def tile_scales(result: Result, spec: dict) -> np.ndarray:
     scales = result.s
     if spec["family"] == "mx":
         scales = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
+    elif spec["family"] == "ue5m3":
+        scales = UE5M3.decode(torch.from_numpy(scales)).numpy()
     elif spec["family"] == "nvfp4":
         values = np.empty(scales.shape, np.float32)
         _C.decode_elements("e4m3", scales.ctypes.data, values.ctypes.data, scales.size)
@@ -202,12 +206,22 @@ def test_empty_matrix(spec):
 
 
 WRONG_SPECS = {
-    "family is 'fp8', must be one of current, block, mx, nvfp4": {"family": "fp8"},
-    "element is 'e3m4', must be one of e4m3, e5m2, e2m1, e2m3, e3m2": {"element": "e3m4"},
+    "family is 'fp8', must be one of current, block, mx, nvfp4, ue5m3": {"family": "fp8"},
+    "element is 'e3m4', must be one of e4m3, e5m2, e2m1, e2m3, e3m2, e1m2, int8": {"element": "e3m4"},
     "family mx has scale tile 1 x 32 or 32 x 32, got 1 x 16": {"tile_cols": 16},
-    "scale_rounding is 'down', must be one of up, floor, even": {"scale_rounding": "down"},
-    "row_scaled, four_over_six and fast_error belong to family nvfp4 only": {"row_scaled": True},
-    "rht and sr belong to family nvfp4, and to family current with element e2m1": {"rht": True},
+    "scale_rounding is 'down', must be one of up, floor, even, ceil": {"scale_rounding": "down"},
+    "four_over_six and fast_error belong to family nvfp4 only": {"fast_error": True},
+    "row_scaled belongs to family nvfp4, and to family current with elements of 8 bits": {"row_scaled": True},
+    "tile 0 x 0 .the whole tensor., and 1 x 0 .a row. with row_scaled, got 0 x 0": {
+        "family": "current",
+        "tile_rows": 0,
+        "tile_cols": 0,
+        "row_scaled": True,
+    },
+    "rht and sr belong to elements e2m1 and e1m2": {"rht": 16},
+    "rht is 24, must be 0, 16, 32, 64 or 128": NVFP4 | {"rht": 24},
+    "family mx takes elements of floating point": {"element": "int8"},
+    "four_over_six belongs to element e2m1": NVFP4 | {"element": "e1m2", "four_over_six": "mae"},
     "row_scaled needs scale tile 1 x 16, got 16 x 16": NVFP4 | {"row_scaled": True, "tile_rows": 16},
     "e4m3_max is 300.* must be 448 or 256": NVFP4 | {"e4m3_max": 300.0},
     "four_over_six cannot be combined with sr or rht": NVFP4 | {"four_over_six": "mae", "sr": True},
@@ -284,13 +298,20 @@ def layouts(rows: int, cols: int, dtype: str) -> dict[str, np.ndarray]:
     }
 
 
+def multiple(spec: dict) -> int:
+    """What the number of columns is a multiple of."""
+    segments = spec["family"] in ("nvfp4", "ue5m3") or (spec["family"], spec["element"]) == ("current", "e2m1")
+    least = 16 if segments or spec.get("sr") else 2 if spec["element"] in FOUR_BITS else 1
+    return max(least, spec.get("rht", 0))
+
+
 @gpu
 @specs
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("shape", [(64, 256), (33, 80), (1, 32), (300, 1040), (131, 16), (130, 6)])
 def test_cuda_equals_cpu(spec, dtype, shape):
-    if "rht" in spec and shape[1] % 16:
-        pytest.skip("nvfp4 has no partial block")
+    if shape[1] % multiple(spec):
+        pytest.skip("no partial segment of 16")
     for name, x in layouts(*shape, dtype).items():
         assert quantize_on_gpu(x, **spec).same_bytes(without_untouched(quantize(x, **spec), spec)), name
 

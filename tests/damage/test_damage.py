@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from support.damage import damages
 from support.damage.damages import Damage
+from support.sweep.forked_workers import ForkedWorker
 from typer.testing import CliRunner
 
 from hqsweep import worker
@@ -23,7 +24,7 @@ from hqsweep.cli.main import app
 from hqsweep.errors import Damaged
 from hqsweep.jobs.isolation import isolated
 from hqsweep.sweep.console import PlainDisplay
-from hqsweep.sweep.engine import launch
+from hqsweep.sweep.engine import launch, process
 from hqsweep.sweep.engine.local import Limits, run_local
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.track.rows import RowSink
@@ -100,6 +101,7 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Origin]:
     source = Origin(root)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
+        patch.setattr(process, "WorkerProcess", ForkedWorker)
         for name in SWEEPS:
             launch.start(launch.plan(words(name)), Quiet())
             source.rows[name] = all_rows(root / "runs" / name)
@@ -270,6 +272,7 @@ def end_of(run: RunDir) -> str | None:
 
 
 @pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.usefixtures("forked_workers")
 def test_no_damage_is_believed(part: int, origin: Origin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "hqsweep.report.pages.folder.write", lambda comparison, out: out / "report.html"

@@ -25,6 +25,7 @@ BLOCKS = re.findall(r"```(\w+) ?(\w*)\n(.*?)```", (DOCS / "tutorial.md").read_te
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_the_tutorial_from_start_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -39,7 +39,7 @@ def test_defaults_print_short():
     [
         ("mxfp9", "unknown name 'mxfp9' .did you mean 'mxfp8'.*known: bf16"),
         ("nvfp4+rth", r"unknown option '\+rth' .did you mean 'rht'.*nvfp4 takes \+2d"),
-        ("mxfp4+e5m2", r"unknown option '\+e5m2'; mxfp4 takes \+2d"),
+        ("mxfp4+e5m2", r"unknown option '\+e5m2' .did you mean 'e1m2'.*; mxfp4 takes \+2d"),
         ("bf16+sr", "bf16 takes no options"),
         ("mxfp8+eps3", r"unknown option '\+eps3'"),
         ("fp8_current+epsx", r"unknown option '\+epsx'"),

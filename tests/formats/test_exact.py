@@ -132,12 +132,12 @@ def test_nvfp4_over_all_codes_and_scales(text):
     buffers = {"q": q, "s": scales, "g": amax}
     operand = format.operand(buffers, (rows, 16))
 
-    e2m1, e4m3 = (ELEMENTS[name].values().double() for name in ("e2m1", "e4m3"))
-    true = e2m1 * e4m3[:127].repeat_interleave(format.tile[0])[:, None]
+    element, e4m3 = (ELEMENTS[name].values().double() for name in (format.element_name, "e4m3"))
+    true = element * e4m3[:127].repeat_interleave(format.tile[0])[:, None]
     assert operand.matrix.dtype == torch.bfloat16
     assert torch.equal(operand.matrix.double(), true)
     assert torch.equal(operand.factor, amax)
-    assert operand.divisor == 6 * (256 if format.four_over_six and "max448" not in text else 448)
+    assert operand.divisor == format.element.max * (256 if format.four_over_six and "max448" not in text else 448)
     # decode rounds fl(sf * A), fl(1 / divisor), their product and the product with the code
     value = operand.matrix.double() * operand.factor.double() / operand.divisor
     torch.testing.assert_close(format.decode(buffers, (rows, 16)).double(), value, rtol=4 * 2.0**-24, atol=0)

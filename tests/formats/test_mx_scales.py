@@ -1,8 +1,9 @@
-"""MX scale rounding (up, +floor, +even) against torchao's to_mx, whose three modes these are, and by hand.
+"""MX scale rounding (up, +floor, +even, +ceil) against torchao's to_mx, whose four modes these are, and by hand.
 
-tests/golden/torchao_mx.npz has one block a row. torchao differs from the rules of formats/mx.py in three known ways,
-each tested as such: a NaN makes its whole block NaN; scale byte 0 is applied as 2^-126 (RCEIL: as 1) instead of 2^-127;
-and RCEIL takes a float32 log2, which rounds quotients just above a power of two down to it. All else is equal.
+tests/golden/torchao_mx.npz has one block a row, torchao_mx_ceil.npz the same blocks under CEIL. torchao differs from
+the rules of formats/mx.py in three known ways, each tested as such: a NaN makes its whole block NaN; scale byte 0 is
+applied as 2^-126 (RCEIL: as 1) instead of 2^-127; and RCEIL takes a float32 log2, which rounds quotients just above a
+power of two down to it. All else is equal.
 """
 
 from pathlib import Path
@@ -15,8 +16,9 @@ from cases import ELEMENTS_OF_MX
 from hqsweep.formats import parse
 from hqsweep.formats.elements import ELEMENTS, e8m0_floor
 
-GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "torchao_mx.npz")
-CASES = sorted(key.removesuffix("/rowwise_scale") for key in GOLDEN.files if key.endswith("/rowwise_scale"))
+FILES = [np.load(Path(__file__).parents[1] / "golden" / name) for name in ("torchao_mx.npz", "torchao_mx_ceil.npz")]
+GOLDEN = {key: file[key] for file in FILES for key in file.files}
+CASES = sorted(key.removesuffix("/rowwise_scale") for key in GOLDEN if key.endswith("/rowwise_scale"))
 
 
 def load(case: str):
@@ -59,7 +61,7 @@ def test_torchao_applies_the_lowest_scale_as_another_power(case):
         assert torch.equal(codes[lowest], expected)
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if "+floor" not in c and "+even" not in c])
+@pytest.mark.parametrize("case", [c for c in CASES if parse(c.split("/")[1]).scale_rounding == "up"])
 def test_torchaos_log2_rounds_up_scales_down(case):
     format, x, scale, _ = load(case)
     _, _, inexact = disagreements(format, x, scale)
@@ -109,6 +111,9 @@ def block(*values: float) -> torch.Tensor:
         # E3M2: emax 4. 30 = 1.111b * 2^4.
         ("mxfp6_e3m2+even", (30.0,), 128, (32.0,)),
         ("mxfp6_e3m2+floor", (30.0,), 127, (28.0,)),
+        ("mxfp4+ceil", (6.0,), 128, (6.0,)),  # 6 lies above 4: the scale is 8 / 4 = 2, where up has 6 / 6 = 1
+        ("mxfp4+ceil", (4.0, 1.0), 127, (4.0, 1.0)),
+        ("mxfp8+ceil", (480.0,), 128, (480.0,)),
     ],
 )
 def test_block_by_hand(text, values, byte, decoded):
@@ -125,7 +130,7 @@ def test_ends_of_the_range(name, even):
     amax = torch.tensor([0.0, 2.0**-149, 2.0**-126, 2.0 ** (element.max_exponent - 127), 3.4e38, torch.inf, torch.nan])
     top = 254 - element.max_exponent + even  # 3.4e38 is 1.99...b * 2^127
     expected = [0, 0, max(0, 1 - element.max_exponent), 0, top, 255 - element.max_exponent, 255]
-    assert e8m0_floor(amax, element, even=even).tolist() == expected
+    assert e8m0_floor(amax, element, "even" if even else "floor").tolist() == expected
 
 
 @pytest.mark.parametrize("text", ELEMENTS_OF_MX)

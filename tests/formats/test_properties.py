@@ -6,8 +6,9 @@ from cases import ELEMENTS_OF_MX, EVERY_OPTION, HIGH, REPRESENTATIVE
 
 from hqsweep.formats import NAMES, RngKey, options, parse
 from hqsweep.formats.elements import E2M1
+from hqsweep.formats.hadamard import hadamard
 from hqsweep.formats.inputs import DISTRIBUTIONS, draw
-from hqsweep.formats.nvfp4 import hadamard, stochastic_e2m1
+from hqsweep.formats.nvfp4 import stochastic_e2m1
 from hqsweep.formats.random import philox, random_bytes
 
 KEY = RngKey(seed=0, slot="test", step=0)

@@ -2,7 +2,7 @@
 
 Hypothesis draws formats, dtype, distribution and a seed; each draw becomes many small matrices that differ in shape,
 strides, outputs and given amaxes (fuzz_cases.py). Nothing is excluded and nothing has a tolerance: the order of the
-sums in the Hadamard transform and in 4over6 is part of the formats here (formats/nvfp4.py, nvfp4_scales.py), so the
+sums in the Hadamard transform and in 4over6 is part of the formats here (formats/hadamard.py, nvfp4_scales.py), so the
 three implementations agree on them too; what other orders can change is bounded by tests/formats/test_golden.py.
 A failure prints the case: `check(Case(...))` is the same failure again. HQSWEEP_FUZZ_QUANTIZE=10000 makes that many
 cases a format on the CPU instead of the usual ones.

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import ALL
+from cases import ALL, WIDE
 from support.fuzz.fuzz_cases import differences
 from support.ops.calls import quantize
 
@@ -64,8 +64,12 @@ def matrix(device: str = "cpu") -> torch.Tensor:
     return x.to(device)
 
 
+STOCHASTIC = [text for text in ALL if parse(text).stochastic and parse(text).column_multiple == 16]
+"""Formats whose random bits and transforms come by 16 elements."""
+
+
 @backends
-@pytest.mark.parametrize("text", [text for text in ALL if parse(text).stochastic])
+@pytest.mark.parametrize("text", STOCHASTIC)
 def test_bits_depend_on_key_and_element_and_not_on_the_layout(text, backend, device):
     format, x = parse(text), matrix(device)
     call = {"columnwise_key": key(3), "backend": backend}
@@ -99,8 +103,11 @@ def test_another_key_or_position_gives_other_bits(backend, device):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("text", [text for text in ALL if parse(text).stochastic])
-@pytest.mark.parametrize("shape", [(16, 16), (48, 112), (144, 272), (16, 4096)])
+@pytest.mark.parametrize(
+    ("shape", "text"),
+    [(shape, text) for shape in [(16, 16), (48, 112), (144, 272), (16, 4096)] for text in STOCHASTIC]
+    + [((128, 256), text) for text in WIDE if parse(text).stochastic],
+)
 def test_kernels_draw_the_bits_of_the_reference(shape, text, device):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(shape[0]))
     key = RngKey(seed=2**31 + 5, slot="x", step=2**33 + 7)

@@ -79,10 +79,17 @@ def test_gpu_products_are_those_of_the_exact_operands(a, b):
 @pytest.mark.parametrize("b", WITH_FACTOR)
 @pytest.mark.parametrize("a", WITH_FACTOR)
 def test_fused_epilogue_has_the_bits_of_separate_passes(a, b, out_dtype):
+    """Scalars are multiplied with each other first; factors of rows come after the constant, rows before columns."""
     left, right = (rowwise(t, draw("heavy", 48, 128, i)).operand() for i, t in enumerate((a, b)))
     product = left.matrix.float() @ right.matrix.float().t()
-    alpha = left.factor * right.factor.t() * torch.tensor(1.0 / (left.divisor * right.divisor))
-    assert torch.equal(mm_t(left, right, out_dtype=out_dtype), (product * alpha).to(out_dtype))
+    constant, of_rows = torch.tensor(1.0 / (left.divisor * right.divisor)), [left.factor.numel(), right.factor.numel()]
+    if of_rows == [1, 1]:
+        expected = product * (left.factor * right.factor.t() * constant)
+    elif 1 in of_rows:
+        expected = product * constant * (left.factor * right.factor.t())
+    else:
+        expected = product * constant * left.factor * right.factor.t()
+    assert torch.equal(mm_t(left, right, out_dtype=out_dtype), expected.to(out_dtype))
 
 
 GPU_SHAPES = [(256, 128, 1024), (16, 16, 8192), (1, 64, 4096), (2048, 2048, 512), (512, 4096, 14336), (72, 40, 200)]
@@ -122,7 +129,7 @@ def test_gpu_large_gemms_round_the_same_accumulator(shape):
 @pytest.mark.parametrize("format", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("shape", [(16384, 3072, 2048), (16384, 2048, 2752), (32768, 768, 384), (32768, 2048, 768)])
 def test_gpu_rows_of_a_product_are_products_of_rows(format, shape):
-    """What hqsweep.parallel.overlap.rank_rows rests on."""
+    """What hqsweep.parallel.shared.call rests on."""
     m, n, k = shape
     generator = torch.Generator("cuda").manual_seed(0)
     a, b = (torch.randn(r, k, generator=generator, device="cuda").bfloat16() for r in (m, n))

@@ -24,6 +24,10 @@ PAIRS = [
     ("fp8_block+2d", "fp8_block"),
     ("fp8_block+e5m2", "fp8_block+2d"),
     ("fp8_block+fp32_scale", "fp8_block+fp32_scale+2d"),
+    ("fp8_row", "fp8_row"),
+    ("fp8_row+pow2", "fp8_row"),
+    ("fp8_row", "fp8_current"),
+    ("fp8_current+pow2", "fp8_row"),
     ("bf16", "bf16"),
 ]
 
@@ -109,7 +113,9 @@ def test_hopper_takes(a, b):
         ("fp8_current+e5m2", "fp8_current+e5m2", HOPPER, "E5M2 does not meet E5M2"),
         ("fp8_delayed+e5m2", "fp8_current+e5m2", HOPPER, "E5M2 does not meet E5M2"),
         ("bf16", "fp8_current", HOPPER, "one high-precision dtype"),
-        ("fp8_block", "fp8_block", BLACKWELL, "fp8_block; it has: fp8_current, fp8_delayed, mxfp8, nvfp4"),
+        ("fp8_block", "fp8_block", BLACKWELL, "fp8_block; it has: fp8_current, fp8_delayed, fp8_row, mxfp8, nvfp4"),
+        ("fp8_row", "fp8_block", HOPPER, "scaling modes differ"),
+        ("fp8_row", "fp8_row", (8, 9), "sm_89 has no product for fp8_row; it has: fp8_current, fp8_delayed"),
         ("mxfp6_e2m3", "mxfp6_e2m3", BLACKWELL, "sm_100 has no product for mxfp6_e2m3"),
         ("nvfp4", "mxfp8", BLACKWELL, "scaling modes differ"),
         ("mxfp8", "mxfp8", (7, 0), "8.9 or later"),

@@ -9,7 +9,7 @@ from support.parallel.parity_ranks import DAMAGES, checked
 from hqsweep.config.job import parse
 from hqsweep.errors import UserError
 from hqsweep.jobs.parity import job as parity
-from hqsweep.jobs.parity import rank_cases, rank_layers, rank_sums, ranks
+from hqsweep.jobs.parity import rank_cases, rank_layers, ranks
 from hqsweep.jobs.sink import ListSink
 from hqsweep.parallel.wire.spawn import stream_ranks
 
@@ -81,7 +81,7 @@ def test_ranks_are_one_process_to_the_byte(number, run):
     columns = [(column.name, case_of(number, column)) for column in ranks.COLUMNS]
     names = {*columns, *((name, f"{case}, operands") for name, case in columns)}
     assert {name for name, _ in names} == {"ddp", "fsdp2", "tp", "ep", "pp"}
-    sums = {(rank_sums.NAME, f"{number} ranks, {case}") for case in ("y by row", "dx by column")}
+    sums = {(rank_cases.NAME, f"{number} ranks, {case}") for case in ("y by row", "dx by column")}
     for subject in SUBJECTS[number]:
         assert {(row["check"], row["case"]) for row in rows if row["subject"] == subject} == names | sums
 
@@ -171,16 +171,18 @@ def test_the_order_of_sums_explains_what_split_sums_differ_by(subject, monkeypat
     problem = rank_cases.Problem(sections[subject], 0, 2)
 
     def rows():
-        return {row["case"]: row for row in rank_sums.order_of_sums(subject, problem, rank_layers.shared_sums(problem))}
+        return {
+            row["case"]: row for row in rank_cases.order_of_sums(subject, problem, rank_layers.shared_sums(problem))
+        }
 
     slices = {"mxfp8": {"2 ranks, wgrad of slices"}, "nvfp4": set()}[subject]
     assert rows().keys() == slices | {"2 ranks, y by row", "2 ranks, dx by column"}
     assert {row["status"] for row in rows().values()} == {"PASS"}
     with monkeypatch.context() as patch:
-        patch.setattr(rank_sums, "ROUNDING", 0.0)
-        patch.setattr(rank_sums, "TRAVEL", rank_sums.TRAVEL / 4)
+        patch.setattr(rank_cases, "ROUNDING", 0.0)
+        patch.setattr(rank_cases, "TRAVEL", rank_cases.TRAVEL / 4)
         assert {row["status"] for row in rows().values()} == {"FAIL"}
-    monkeypatch.setattr(rank_sums, "in_order", lambda parts: parts[0].float())
+    monkeypatch.setattr(rank_cases, "in_order", lambda parts: parts[0].float())
     lost = rows()
     assert {lost[case]["status"] for case in lost if case not in slices} == {"FAIL"}
 

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 import torch
-from cases import DELAYED, LOW_BASES, bare, fitting
+from cases import DELAYED, LOW_BASES, attended, bare
 from support.models.tiny import equal, furthest, step, tiny, tokens
 
 import hqsweep
@@ -57,7 +57,9 @@ def test_model(kind):
 
 
 @pytest.mark.feature("H42")
-@pytest.mark.parametrize("recipe", [*fitting(LOW_BASES, 32), DELAYED, {**ROUNDED_ONCE, "do": "nvfp4+sr|bf16"}], ids=str)
+@pytest.mark.parametrize(
+    "recipe", [*attended(LOW_BASES, 32), DELAYED, {**ROUNDED_ONCE, "do": "nvfp4+sr|bf16"}], ids=str
+)
 def test_bytes_are_those_of_our_attention(recipe):
     """Heads share keys and values in groups, and nothing is masked but what lies ahead."""
     q, k, v, do = (draw("normal", 2 * heads * 32, 16).float().view(2, heads, 32, 16) for heads in (4, 2, 2, 4))

@@ -9,7 +9,7 @@ from torch import nn
 
 import hqsweep
 from hqsweep.models import head_loss as module
-from hqsweep.models.first_step import _WAITING
+from hqsweep.models.conversion import _WAITING
 from hqsweep.models.head_loss import BETWEEN, HeadLoss, model_loss, why_whole
 from hqsweep.nn import Probe, quantization
 

@@ -14,7 +14,7 @@ from support.models.tiny import VOCABULARY, tiny, tokens
 import hqsweep
 from hqsweep.errors import UserError
 from hqsweep.models.hf import causal_lm_loss, load_model, meta_model
-from hqsweep.models.hf_config import read_hf_config
+from hqsweep.models.hf_folder import read_hf_config
 
 KINDS = ("llama", "gpt2", "mixtral", "qwen3_moe", "gpt_oss")
 
@@ -118,7 +118,7 @@ def test_what_cannot_be_loaded_is_refused(folders, monkeypatch):
 def test_configs_are_read_without_torch_and_models_are_loaded_lazily(folders):
     assert hqsweep.load_model is load_model
     code = (
-        "import sys; from hqsweep.models.hf_config import read_hf_config; read_hf_config(sys.argv[1]);"
+        "import sys; from hqsweep.models.hf_folder import read_hf_config; read_hf_config(sys.argv[1]);"
         "sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code, str(folders / "llama")], check=False).returncode == 0

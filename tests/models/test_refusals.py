@@ -8,8 +8,8 @@ from torch.nn.utils import parametrizations
 
 import hqsweep
 from hqsweep.errors import UserError
+from hqsweep.models.kinds import experts_per_row, multiply_adds
 from hqsweep.models.linear import ConvertedLinear
-from hqsweep.models.refusals import experts_per_row, multiply_adds
 from hqsweep.nn import Linear
 from hqsweep.nn.core.module import quantized_modules, set_recipe
 from hqsweep.recipe.sectioned import Recipe

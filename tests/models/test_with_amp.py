@@ -7,6 +7,7 @@ from support.models.llamas import differences, llama, loss_of, results
 from torch import nn
 
 import hqsweep
+from hqsweep.formats import parse
 from hqsweep.nn import Linear, quantization
 
 
@@ -54,9 +55,9 @@ def trained(recipe, scaler=None, *, steps=2):
     return dict(model.state_dict())
 
 
-@pytest.mark.parametrize("recipe", LOW_BASES)
+@pytest.mark.parametrize("recipe", [name for name in LOW_BASES if parse(name).scaling != "ue5m3"])
 def test_a_scale_of_the_loss_that_is_a_power_of_two_changes_no_bit(recipe):
-    """Scales of blocks and amaxes take it up."""
+    """Scales of blocks and amaxes take it up, but those of UE5M3, which begin at 2^-17."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=100)
     assert not differences(trained(recipe), trained(recipe, scaler))
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import BASES, RANDOM
+from cases import BF16_BASES, RANDOM
 from support.nn.experts import EXPERTS, FORMATS, GPU, ROWS, SECTIONS, SPLITS, K, N, gradients, hidden, ids, recipe_of
 from support.nn.experts import grouped as looped
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -202,7 +202,7 @@ def test_native_products_without_a_kernel_are_exact_where_the_host_knows_no_spli
 
 
 @pytest.mark.feature("T17")
-@pytest.mark.parametrize("quantizers", [*BASES, SECTIONS[1]], ids=ids)
+@pytest.mark.parametrize("quantizers", [*BF16_BASES, SECTIONS[1]], ids=ids)
 def test_forward_and_the_gradient_of_the_input_wait_for_no_splits(used, quantizers):
     """Whether they are computed on exact operands of the rows alone; the loop asks for the splits."""
     module, expected = grouped(quantizers, bias=True), run(grouped(quantizers, bias=True), SPLITS)
@@ -224,7 +224,7 @@ def test_splits_that_only_a_device_knows_give_the_same_bits(quantizers):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("quantizers", BASES)
+@pytest.mark.parametrize("quantizers", BF16_BASES)
 @pytest.mark.parametrize("splits", [EQUAL, SPLITS])
 def test_an_output_may_be_written_in_place(used, quantizers, splits):
     module, x = grouped(quantizers), draw("normal", ROWS, K).requires_grad_()
@@ -258,7 +258,7 @@ def operators_of_a_step(experts, quantizers, equal):
     return operators.seen
 
 
-@pytest.mark.parametrize("quantizers", [*BASES, RANDOM, *SECTIONS[:2]], ids=ids)
+@pytest.mark.parametrize("quantizers", [*BF16_BASES, RANDOM, *SECTIONS[:2]], ids=ids)
 @pytest.mark.parametrize("equal", [False, True])
 def test_the_host_does_nothing_for_single_experts(used, quantizers, equal):
     """Not so much as a view of its tensors."""
@@ -266,7 +266,7 @@ def test_the_host_does_nothing_for_single_experts(used, quantizers, equal):
     assert used == (["bmm"] * 3 if equal else [3, 3, 2]) * 4
 
 
-@pytest.mark.parametrize("quantizers", [*BASES, SECTIONS[1]], ids=ids)
+@pytest.mark.parametrize("quantizers", [*BF16_BASES, SECTIONS[1]], ids=ids)
 @pytest.mark.parametrize("splits", [SPLITS, EQUAL], ids=["ragged", "equal"])
 def test_operands_of_the_kernel_are_not_put_together_again(used, quantizers, splits, monkeypatch):
     """Every operand is made where torch._grouped_mm and torch.bmm take it."""

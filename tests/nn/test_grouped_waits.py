@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from cases import BASES, DELAYED
+from cases import BF16_BASES, DELAYED
 from support.nn.experts import GPU, SECTIONS, K, N, gradients, hidden, ids, recipe_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,7 +15,7 @@ from hqsweep.nn import GroupedLinear, GroupedLinearOptions, quantization, quanti
 BOTH_DELAYED = "fp8_delayed|fp8_delayed+e5m2@rowwise_dequantized"
 ROWS_DECODED = {"input": "nvfp4+row_scaled", "weight": "nvfp4", "grad_output": "nvfp4+sr"}
 DECODED = {name: f"{row}|fp8_delayed@rowwise_dequantized" for name, row in ROWS_DECODED.items()}
-QUANTIZERS = [*BASES, DELAYED, BOTH_DELAYED, DECODED, *SECTIONS]
+QUANTIZERS = [*BF16_BASES, DELAYED, BOTH_DELAYED, DECODED, *SECTIONS]
 OPTIONS = [{"single": True}, {"main_grad": True}, {"main_grad": True, "single": True}, {"held": True}]
 WAYS_TO_WAIT = ("tolist", "item", "cpu", "__bool__", "__int__", "__index__", "__float__")
 

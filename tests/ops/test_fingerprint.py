@@ -26,12 +26,17 @@ def test_gpu(backend):
     assert fingerprint("cuda", backend) == FINGERPRINT
 
 
+NEWER = {"fp8_row", "int8_row", "int8_block", "nvfp4+ue5m3"}
+NEWER_OPTIONS = {"ceil", "e1m2", "rht32", "rht64", "rht128"}
+"""What came after the hash, which the manifests of earlier runs have: tests of their bytes stand in its place."""
+
+
 def test_every_format_and_option_takes_part():
-    without = {"bf16", "fp16", "fp32", "fp8_delayed"}  # no kernel, or that of fp8_current
+    without = {"bf16", "fp16", "fp32", "fp8_delayed"} | NEWER  # no kernel, or the kernel of fp8_current
     assert {words_of(text)[0] for text in FORMATS} == set(NAMES) - without
     taken = {option for text in FORMATS for option in words_of(text)[1]}
     offered = {option for name in set(NAMES) - without for option in options(name)}
-    assert offered - taken == {"nosign", "max448"}, "an option takes no part"
+    assert offered - taken == {"nosign", "max448"} | NEWER_OPTIONS, "an option takes no part"
     assert all(str(parse(text)) == text for text in FORMATS)
 
 

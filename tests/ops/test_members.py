@@ -46,6 +46,10 @@ def one_by_one(x, sizes, case, **options):
     return packed
 
 
+def on_device(packed, device):
+    return {direction: {name: t.to(device) for name, t in buffers.items()} for direction, buffers in packed.items()}
+
+
 def tensors_of(result) -> dict[str, torch.Tensor]:
     if result is None or isinstance(result, dict):
         return result or {}
@@ -99,11 +103,19 @@ def test_one_call_gives_the_bytes_of_a_call_for_each_expert(case, width, device,
         for dtype in DTYPES[width]:
             for name, x in layouts(sum(sizes), width, device, dtype).items():
                 splits = Splits.of(sizes, sum(sizes))
-                expected = {
-                    direction: {buffer: tensor.to(device) for buffer, tensor in buffers.items()}
-                    for direction, buffers in one_by_one(x.cpu(), sizes, case).items()
-                }
+                expected = on_device(one_by_one(x.cpu(), sizes, case), device)
                 assert_same(at_once(x, splits, case, monkeypatch), expected, (name, dtype, sizes))
+
+
+@devices
+@pytest.mark.parametrize("pair", [("nvfp4", "nvfp4+rht"), ("nvfp4+tensor", "mxfp4+rht"), ("nvfp4", "nvfp4+ue5m3+rht")])
+def test_rows_with_an_amax_beside_transformed_columns(pair, device, monkeypatch):
+    """A matrix, and a single member: one pass finds both amaxes only where both formats have one."""
+    x, case, sizes = draw("normal", 128, 96, dtype=torch.bfloat16), (*pair, "original"), (128,)
+    expected = one_by_one(x, sizes, case, backend="reference")
+    assert_same(one_by_one(x.to(device), sizes, case), on_device(expected, device), "matrix")
+    got = at_once(x.to(device), Splits.of(sizes, 128), case, monkeypatch)
+    assert_same(got, on_device(expected, device), "member")
 
 
 @devices

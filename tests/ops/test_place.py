@@ -9,8 +9,8 @@ from hqsweep.formats.inputs import draw
 from hqsweep.ops.quantize.amax import Search, find_amax
 from hqsweep.ops.quantize.quantize import quantize
 from hqsweep.ops.quantize.request import Target
+from hqsweep.parallel.shards.shard import Place
 from hqsweep.parallel.shards.shard_agree import operand_of_area
-from hqsweep.parallel.shards.shard_place import Place
 from hqsweep.parallel.wire.exchange import Area
 from hqsweep.quant.operand import Operand
 
@@ -37,15 +37,16 @@ def both(x, area, pair, backend, grids, **options):
     }
 
 
-def grids_of(operands, x):
-    """The amaxes of the whole, by which parts are encoded."""
+def grids_of(operands, x, area):
+    """The amaxes of the whole, by which parts are encoded: one, or those of the part's rows."""
     grids = {}
     for direction, operand in operands.items():
-        name = operand.format.amax_name
-        if name:
-            amax = torch.zeros(1, 1, device=x.device)
-            find_amax(x if direction == "rowwise" else x.t(), Search(operand.format, amax))
-            grids[direction] = {name: amax}
+        format, view = operand.format, x if direction == "rowwise" else x.t()
+        if format.amax_name:
+            amax = torch.zeros(len(view) if format.row_scaled else 1, 1, device=x.device)
+            find_amax(view, Search(format, amax))
+            rows = area[:2] if direction == "rowwise" else area[2:]
+            grids[direction] = {format.amax_name: amax[slice(*rows)] if format.row_scaled else amax}
     return grids
 
 
@@ -65,7 +66,7 @@ def test_parts_draw_the_bits_of_the_whole(device, backend, dtype, pair, turned):
     for direction, operand in whole.items():
         assert all(torch.equal(t, getattr(plain, direction)[name]) for name, t in operand.buffers.items())
     for area in PARTS:
-        part = both(area.of(x, WHOLE), area, pair, backend, grids_of(whole, x))
+        part = both(area.of(x, WHOLE), area, pair, backend, grids_of(whole, x, area))
         for direction, operand in part.items():
             wanted = operand_of_area(whole[direction], direction, WHOLE, area)
             for name, buffer in operand.buffers.items():

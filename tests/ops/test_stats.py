@@ -10,6 +10,7 @@ from support.ops.calls import quantize
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.ops.stats import finite_or_none, gather, gather_by_row, output_error
+from hqsweep.track.tables import PARTS
 
 
 def test_output_error_by_hand():
@@ -54,6 +55,40 @@ def test_underflow_and_saturation_are_counted():
     assert gather(x, parse("fp8_current"), clipped).row()["saturation_pct"] == pytest.approx(100 / 32)
 
 
+def test_the_parts_of_an_error_by_hand():
+    """In blocks of scale 1: 0.2 and -0.2 are lost; 6, 2.4 and -2.4 become 6, 2 and -2, so that b = -1.92 / 47.52."""
+    x = torch.zeros(1, 32)
+    x[0, :5] = torch.tensor([6.0, 0.2, -0.2, 2.4, -2.4])
+    row = gather(x, parse("mxfp4"), parse("mxfp4").encode(x)).row()
+    others, error, lost = 36 + 2 * 2.4**2, 2 * 0.4**2, 2 * 0.2**2
+    bias = -2 * 2.4 * 0.4 / others
+    assert row["scale_bias"] == pytest.approx(bias, rel=1e-6)
+    parts = [lost, bias**2 * others, error - bias**2 * others]
+    measured = [row[f"{name}_error_pct"] for name in ("dead_zone", "scale", "grid")]
+    assert measured == pytest.approx([100 * part / (lost + error) for part in parts], rel=1e-5)
+    exact = gather(torch.ones(1, 32), parse("mxfp4"), parse("mxfp4").encode(torch.ones(1, 32))).row()
+    assert exact["scale_bias"] == 0 and math.isnan(exact["grid_error_pct"])
+
+
+@pytest.mark.parametrize("text", ["mxfp4", "nvfp4", "nvfp4+rht", "mxfp8", "fp8_current", "nvfp4+sr"])
+def test_the_parts_of_an_error_are_orthogonal(text):
+    """Against the elements themselves in float64: noise is Qx - (1 + b) x, orthogonal to x, where Qx is not 0."""
+    format, x = parse(text), draw("heavy", 96, 160)
+    key = RngKey(seed=1, slot="t", step=2)
+    buffers = format.encode(x, key=key)
+    basis, decoded = format.basis(x).double(), format.decode(buffers, tuple(x.shape)).double()
+    row, other = gather(x, format, buffers).row(), (decoded != 0) | (basis == 0)
+    bias = (basis * (decoded - basis))[other].sum() / basis[other].square().sum()
+    noise = (decoded - (1 + bias) * basis)[other]
+    assert row["scale_bias"] == pytest.approx(bias.item(), abs=1e-12) and abs((noise @ basis[other]).item()) < 1e-6
+    parts = {"dead_zone": basis[~other].square().sum(), "scale": bias**2 * basis[other].square().sum()}
+    parts["grid"] = noise.square().sum()
+    whole = (decoded - basis).square().sum()
+    for name, part in parts.items():
+        assert row[f"{name}_error_pct"] == pytest.approx((100 * part / whole).item(), rel=1e-6, abs=1e-9)
+    assert sum(row[f"{name}_error_pct"] for name in parts) == pytest.approx(100)
+
+
 def test_scales_include_the_global_factor():
     x = torch.zeros(1, 32)
     x[0, 0], x[0, 16] = 12.0, 3.0
@@ -83,7 +118,7 @@ def test_sums_by_row_are_those_by_tile(text, dtype, special):
     for matrix in (x, x.t(), x[:0]):
         buffers = format.encode(matrix)
         got, wanted = (f(matrix, format, buffers).read() for f in (gather_by_row, gather))
-        assert torch.equal(got.totals[3:], wanted.totals[3:]) and got.elements == wanted.elements
+        assert torch.equal(got.totals[3:7], wanted.totals[3:7]) and got.elements == wanted.elements
         for name in ("totals", "row_power", "row_error"):
             pair = getattr(got, name), getattr(wanted, name)
             torch.testing.assert_close(*pair, rtol=1e-6, atol=0, equal_nan=True)
@@ -120,9 +155,13 @@ def test_kernels_gather_what_the_reference_does(texts, output, source, device):
         got, wanted = (getattr(result, f"{direction}_statistics") for result in (ours, theirs))
         sums = got.sums.double()
         assert torch.equal(sums[:, 3:7], wanted.sums[:, 3:7])
-        torch.testing.assert_close(sums[:, :3], wanted.sums[:, :3], rtol=1e-5, atol=0)
+        for summed in (slice(3), slice(7, 8)):
+            torch.testing.assert_close(sums[:, summed], wanted.sums[:, summed], rtol=1e-5, atol=0)
         torch.testing.assert_close(got.row_errors.double(), wanted.row_errors, rtol=1e-5, atol=0)
         told, expected = got.row(), wanted.row()
+        parts = [{name: row.pop(name) for name in PARTS} for row in (told, expected)]
+        assert parts[0].pop("scale_bias") == pytest.approx(parts[1].pop("scale_bias"), abs=1e-5, nan_ok=True)
+        assert parts[0] == pytest.approx(parts[1], abs=0.1, nan_ok=True)
         decibels = 10 * math.log10(1 + 1e-5)  # that far sums may move them, also those near 0
         assert told == pytest.approx(expected, rel=1e-5, abs=decibels, nan_ok=True)
         assert math.isnan(told["scale_max"]) == (output == "exact")

@@ -13,7 +13,7 @@ import hqsweep
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
-from hqsweep.parallel.wire.objects import Disagreement
+from hqsweep.parallel.wire.collectives import Disagreement
 from hqsweep.train import data
 from hqsweep.train.model import GPTAdapter
 

@@ -9,7 +9,7 @@ from support.ranks import run_ranks
 from hqsweep.config.train import ParallelConfig
 from hqsweep.errors import UserError
 from hqsweep.parallel.mesh import Ranks, build_mesh, check_devices, join
-from hqsweep.parallel.wire.objects import Disagreement, agree
+from hqsweep.parallel.wire.collectives import Disagreement, agree
 from hqsweep.parallel.wire.spawn import stand_apart
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from hqsweep.formats import parse
 from hqsweep.formats.inputs import draw
 from hqsweep.nn.core.probe import Sample, Tokens, rows_of
 from hqsweep.ops.stats import gather, output_sums
-from hqsweep.parallel.samples import joined
+from hqsweep.parallel.mesh import joined
 
 FORMAT = parse("mxfp8")
 

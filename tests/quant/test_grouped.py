@@ -62,10 +62,10 @@ def test_in_place_operations_and_init_functions_return_self(text):
     assert isinstance(w, nn.Parameter) and isinstance(w, GroupedTensor)
     with torch.no_grad():
         for written, expected in (
-            (lambda: w.fill_(0.5), torch.full((E, N, K), 0.5)),
-            (lambda: w.mul_(2), torch.ones(E, N, K)),
+            (lambda: w.fill_(0.75), torch.full((E, N, K), 0.75)),
+            (lambda: w.mul_(2), torch.full((E, N, K), 1.5)),
             (lambda: w.copy_(torch.zeros(E, N, K)), torch.zeros(E, N, K)),
-            (lambda: nn.init.constant_(w, 0.25), torch.full((E, N, K), 0.25)),
+            (lambda: nn.init.constant_(w, 0.375), torch.full((E, N, K), 0.375)),
             (lambda: w.zero_(), torch.zeros(E, N, K)),
         ):
             assert written() is w and torch.equal(w.dequantize().float(), expected)

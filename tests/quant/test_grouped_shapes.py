@@ -94,7 +94,7 @@ def assert_exact(members, expected):
         assert own.factor is None or torch.equal(own.factor, wanted.factor)
 
 
-@pytest.mark.parametrize("text", SOME)
+@pytest.mark.parametrize("text", [text for text in SOME if not text.endswith("_row")])  # whose rows have other widths
 def test_rows_alone_are_one_call(text, monkeypatch):
     quantizer, x = HybridQuantizer.parse(text), tensors(SHAPES["wide"])
     expected, calls = alone(x, quantizer, columnwise=False), []

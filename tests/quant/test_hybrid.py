@@ -50,7 +50,7 @@ def test_dict_form():
     ("value", "message"),
     [
         ("mxfp8@orignal", "columnwise_source is 'orignal' .did you mean 'original'"),
-        ("nvfp4+rht|mxfp8", r"rowwise format nvfp4\+rht: \+rht acts on columnwise operands only"),
+        ("nvfp4+rht|mxfp8@rowwise_dequantized", r"rowwise format nvfp4\+rht: with \+rht its decoded values are"),
         ("mxfp8|nvfp4+row_scaled", r"columnwise format nvfp4\+row_scaled: \+row_scaled is for rowwise"),
         ("nvfp4+row_scaled", "columnwise format"),
         ({"rowwise": "mxfp8"}, "'columnwise' is missing"),

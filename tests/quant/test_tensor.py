@@ -123,7 +123,9 @@ def test_in_place_operations_compute_on_values_and_return_self(text):
         [done] = torch._foreach_mul([w], 2.0)
         assert type(done) is torch.Tensor
         torch._foreach_mul_([w], 2.0)
-        assert torch.equal(w.dequantize(), done)
+        torch.testing.assert_close(
+            w.dequantize(), done, rtol=2.0**-22, atol=0
+        )  # fp32 scales of rows are no powers of two
 
 
 def test_operations_read_values_and_gradients_reach_the_parameter():

@@ -91,7 +91,8 @@ def test_native_tells_all_that_the_device_has_no_product_for():
         "layers.0.attn.qkv fprop: input rowwise fp8_block cannot meet weight rowwise fp8_block+2d under gemm=native:"
         " tensor cores take multiples of 16, which rows of the first operand (72) is not (and in 2 more)",
         "wgrad: grad_output columnwise mxfp8 cannot meet input columnwise mxfp8 under gemm=native: sm_90 has no product"
-        " for mxfp8; it has: fp8_block, fp8_current, fp8_delayed (and in 2 more)",
+        " for mxfp8; it has: fp8_block, fp8_current, fp8_delayed, fp8_row"
+        " (and in 2 more)",
         "wgrad: grad_output columnwise fp8_block cannot meet input columnwise fp8_block under gemm=native: tensor cores"
         " take multiples of 16, which the contracted axis (72) is not (and in 2 more) (from step 51 on)",
     ):

@@ -130,6 +130,7 @@ def test_what_cannot_grow_is_refused_before_anything_starts(laboratory, words, m
     assert not laboratory.batches and not (laboratory.folder / "runs").exists()
 
 
+@pytest.mark.slow
 def test_fewer_seeds_than_are_there_are_refused(laboratory):
     laboratory.gaps = {"mxfp8": (0.02, 0.1)}
     words = ("recipe=bf16,mxfp8", "seeds.until=decided")
@@ -157,6 +158,7 @@ def test_a_fork_study_begins_with_three_trunks_and_grows_by_trunks(laboratory):
     assert "trunk" not in growth.looks[0].verdicts
 
 
+@pytest.mark.slow
 def test_a_trunk_that_is_given_cannot_grow(laboratory):
     laboratory.grow("recipe=bf16,mxfp8", "seeds.until=decided", "seeds.max=3", *FORKS, "seed=0,1,2")
     trunk = next(run for run in RunStore(laboratory.folder / "runs").runs("convergence") if run.name[:5] == "trunk")
@@ -189,6 +191,7 @@ def test_trunks_are_added_until_every_gap_is_known_to_the_margin(laboratory):
     assert row["maximum"] == 16 and row["half_pct"] == last.half_pct["nvfp4"]
 
 
+@pytest.mark.slow
 def test_the_steps_end_a_study_that_does_not_settle(laboratory):
     laboratory.gaps = {"mxfp8": (0.0, 0.05), "nvfp4": (0.1, 0.05)}
     growth = laboratory.grow(*SETTLE, f"fork.max_steps={5 * A_TRUNK - 1}")

@@ -84,6 +84,7 @@ def test_each_run_of_a_worker_has_its_own_run_of_wandb(tmp_path, monkeypatch):
         assert losses == [row["value"] for row in run.rows("metrics") if row["metric"] == "train_loss"]
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_users_factory_is_the_last_run_of_its_process(tmp_path):
     (tmp_path / "own_factory.py").write_text('def make(role):\n    return "mxfp8"\n')
     own = {"recipe": {"qfactory": "own_factory.make"}}

@@ -11,10 +11,11 @@ import torch
 from hqsweep.errors import Damaged
 from hqsweep.parallel.mesh import Ranks
 from hqsweep.train import checkpoint
-from hqsweep.train.checkpoint import load_checkpoint, newest, read_state, save_checkpoint
+from hqsweep.train.checkpoint import Saver, load_checkpoint, newest, read_state, save_checkpoint
 from hqsweep.train.record import NotAsWritten, check_recorded, checkpoints, mark_of, read_record
 
 CPU = torch.device("cpu")
+GPU = torch.device("cuda")
 ALONE = Ranks.alone(CPU)
 
 
@@ -125,3 +126,53 @@ def test_a_file_by_its_hash(tmp_path):
         read_state(path, CPU, "0" * 64)
     with pytest.raises(NotAsWritten, match=r"step_1\.pt: its record step_1\.json is not there"):
         read_state(path, CPU)
+
+
+@dataclass
+class OnGpu(Counter):
+    """One whose checkpoints a thread writes. Its weight changes in place, as a training's does."""
+
+    device: torch.device = GPU
+    weight: torch.Tensor = field(default_factory=lambda: torch.zeros(2_000_000))
+    model: torch.nn.Module = field(default_factory=lambda: torch.nn.Linear(2, 2))
+
+    def state(self) -> dict:
+        return {"step": self.step, "weight": self.weight}
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step += 1
+            self.weight.fill_(float(self.step))
+
+
+def test_the_training_goes_on_and_the_file_has_the_state_of_its_step(tmp_path):
+    trainer = OnGpu(kept=(2,))
+    with Saver(trainer, tmp_path, run="ab12", data="cd") as saver:
+        for _ in range(4):
+            trainer.train(steps=2)
+            saver.save({"metrics": mark_of(b"{}\n")})
+            trainer.weight.fill_(-1.0)
+    assert list(checkpoints(tmp_path)) == [2, 6, 8]
+    for step, path in checkpoints(tmp_path).items():
+        record = check_recorded(path)
+        assert (record.run, record.data, record.point, record.rows["metrics"]["rows"]) == ("ab12", "cd", step == 2, 1)
+        state = read_state(path, CPU)
+        assert state["step"] == step and bool((state["weight"] == step).all())
+    alone = OnGpu(step=8, weight=torch.full((2_000_000,), 8.0))
+    save_checkpoint(alone, tmp_path / "alone")
+    assert (tmp_path / "alone" / "step_8.pt").read_bytes() == (tmp_path / "step_8.pt").read_bytes()
+
+
+def test_a_write_that_fails_is_raised_by_the_next_save_and_by_the_end(tmp_path):
+    no_folder = tmp_path / "file"
+    no_folder.write_text("")
+    trainer = OnGpu()
+    with pytest.raises(OSError), Saver(trainer, no_folder, run="", data="") as saver:
+        saver.save({})
+        saver.save({})
+        pytest.fail("the second save knows of the first one's fault")
+    with pytest.raises(OSError), Saver(trainer, no_folder, run="", data="") as saver:
+        saver.save({})
+    with pytest.raises(KeyError), Saver(trainer, no_folder, run="", data="") as saver:
+        saver.save({})
+        raise KeyError("the training's own error")

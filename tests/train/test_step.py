@@ -64,6 +64,7 @@ def assert_same(one, other):
     assert all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.feature("H7")
 @devices
 @cases

@@ -14,7 +14,7 @@ from hqsweep.errors import UserError
 from hqsweep.models.held import held_parts
 from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.sweep.export import export_run
-from hqsweep.sweep.grid.user_models import check_recipes
+from hqsweep.sweep.grid.checks import check_recipes
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 from hqsweep.train.fork import start_from

@@ -18,7 +18,7 @@ from hqsweep.config.job import parse
 from hqsweep.errors import UserError
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
-from hqsweep.models.code import code_of
+from hqsweep.models.build import code_of
 from hqsweep.models.head_loss import HeadLoss, model_loss
 from hqsweep.models.linear import ConvertedLinear
 from hqsweep.recipe.factories import find_factory

@@ -11,7 +11,7 @@ from hqsweep.checkpoints.foreign.checkpoint import Checkpoint, first_names, step
 from hqsweep.checkpoints.foreign.dcp_metadata import METADATA, Chunk, Place, Stored, count_of, tensors_of
 from hqsweep.checkpoints.foreign.torch_file import load
 from hqsweep.errors import UserError
-from hqsweep.models.names import clean_name
+from hqsweep.recipe.roles import clean_name
 
 NOT_MODEL = (
     "optimizer",

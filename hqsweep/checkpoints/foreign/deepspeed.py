@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hqsweep.errors import UserError
-from hqsweep.models.names import clean_name
+from hqsweep.recipe.roles import clean_name
 
 LATEST = "latest"
 NAME = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")

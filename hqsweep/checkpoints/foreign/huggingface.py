@@ -16,7 +16,7 @@ from hqsweep.checkpoints.foreign.checkpoint import Checkpoint, Tensors, first_na
 from hqsweep.checkpoints.foreign.dcp_metadata import METADATA
 from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
-from hqsweep.models.names import clean_name
+from hqsweep.recipe.roles import clean_name
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"

@@ -14,7 +14,7 @@ from hqsweep.checkpoints.foreign.dcp_metadata import METADATA
 from hqsweep.checkpoints.foreign.huggingface import state_beside
 from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
-from hqsweep.models.gguf import gguf_folder, is_gguf
+from hqsweep.models.hf_folder import gguf_folder, is_gguf
 
 KINDS = (
     "a Hugging Face folder with safetensors, a .safetensors, .gguf or .pt file, or a folder of"
@@ -33,7 +33,7 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     path: a Hugging Face folder (config.json beside model.safetensors, pytorch_model.bin or their index; also
     accelerate's pytorch_model_fsdp*), a .safetensors file, or a folder of torch.distributed.checkpoint (.metadata
     beside *.distcp). It may also be a file of torch.save with a state_dict, bare or under "model", "state_dict" or
-    "module", or a GGUF file, of which the folder that is kept (models.gguf) is described.
+    "module", or a GGUF file, of which the folder that is kept (models.hf_folder) is described.
 
     A checkpoint that is half written, or cannot be loaded for another reason, says so in .problems; check() raises it.
     UserError for a path that is not a checkpoint at all.

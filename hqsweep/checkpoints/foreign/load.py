@@ -20,10 +20,10 @@ from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
 from hqsweep.checkpoints.foreign.moments import load_moments
 from hqsweep.checkpoints.foreign.names import Names, Pieces, joined, pieces_of, unused
 from hqsweep.errors import UserError, nearest
-from hqsweep.models.library import quietly
-from hqsweep.models.names import clean_name
+from hqsweep.models.hf_folder import quietly
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.recipe.roles import clean_name
 from hqsweep.torch_private import COMPILED_FROM
 
 READERS = {

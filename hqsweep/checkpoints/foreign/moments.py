@@ -16,8 +16,8 @@ from hqsweep.checkpoints.foreign import dcp, deepspeed, torch_file
 from hqsweep.checkpoints.foreign.checkpoint import Checkpoint, first_names
 from hqsweep.checkpoints.foreign.names import Piece, Pieces, joined
 from hqsweep.errors import UserError
-from hqsweep.models.names import clean_name
 from hqsweep.optim import MASTER, FusedAdam
+from hqsweep.recipe.roles import clean_name
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 OTHERS = ("step", MASTER)

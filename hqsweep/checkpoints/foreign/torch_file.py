@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from hqsweep.checkpoints.foreign.checkpoint import Checkpoint, Kind, Optimizer, step_in_name
 from hqsweep.errors import UserError
-from hqsweep.models.names import clean_name
+from hqsweep.recipe.roles import clean_name
 
 NO_SUCH = "it is no file of torch.save with tensors and plain containers alone; save the state_dict of the model"
 

@@ -10,8 +10,7 @@ from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
 from hqsweep.config.model import HFModelConfig
 from hqsweep.config.train import DataConfig, TrainConfig, data_kind
 from hqsweep.errors import UserError
-from hqsweep.models.gguf import gguf_digest, is_gguf
-from hqsweep.models.hf_config import HFConfig, read_hf_config
+from hqsweep.models.hf_folder import HFConfig, gguf_digest, is_gguf, read_hf_config
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 """The ends of embeddings' names, by families of models."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hqsweep.checkpoints.foreign.dcp import read_object, read_part
 from hqsweep.checkpoints.foreign.dcp_metadata import Place, Stored, objects_of
 from hqsweep.errors import UserError
-from hqsweep.models.names import clean_name
+from hqsweep.recipe.roles import clean_name
 
 Optimizer = torch.optim.Optimizer
 Params = Mapping[str, nn.Parameter]

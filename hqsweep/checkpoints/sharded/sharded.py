@@ -29,7 +29,7 @@ from torch.distributed import checkpoint as torch_dcp
 from hqsweep.checkpoints.sharded.sharded_state import collect, joined
 from hqsweep.errors import UserError
 from hqsweep.host import sync_folder
-from hqsweep.parallel.wire.objects import by_first, is_many, rank_in, together
+from hqsweep.parallel.wire.collectives import by_first, is_many, rank_in, together
 
 PROBE = bytes(1 << 20)
 """Bytes that are written to learn the disk's refusal: more than a failed write leaves free."""
@@ -52,7 +52,7 @@ class Saving:
         _OPEN.append(self)
 
     def done(self) -> bool:
-        """Whether this rank has nothing left to do."""
+        """Whether this rank is done."""
         return self._future.done()
 
     def result(self) -> Path:

@@ -38,13 +38,13 @@ from hqsweep.checkpoints.sharded.sharded_state import (
 from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
-from hqsweep.models.names import clean_name
-from hqsweep.nn.core.workspace import note_update
+from hqsweep.nn.core.parameter import note_update
 from hqsweep.optim.adam import MASTER, OWN_MASTERS, FusedAdam
 from hqsweep.parallel.shared.held_experts import link_held
+from hqsweep.parallel.wire.collectives import count_in, gathered, rank_in, together
 from hqsweep.parallel.wire.local import is_in_pieces, is_spread, local, spread_like, spread_out, write_held
-from hqsweep.parallel.wire.objects import count_in, gathered, rank_in, together
 from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.recipe.roles import clean_name
 from hqsweep.torch_private import local_box
 
 Optimizer = torch.optim.Optimizer | None

@@ -25,18 +25,18 @@ from hqsweep.checkpoints.sharded.options import flat_options, groups_of, one_gro
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.models.held import held_parts
-from hqsweep.models.names import clean_name
 from hqsweep.nn.core.delayed import DelayedStates, ExpertStates
 from hqsweep.nn.core.module import PARTS
 from hqsweep.nn.experts.grouped_linear import GroupedLinear
 from hqsweep.optim import MASTER
 from hqsweep.parallel.shards.shard import Cut, buffer_cuts
+from hqsweep.parallel.wire.collectives import gathered
 from hqsweep.parallel.wire.local import is_in_pieces, is_spread, local, spread_like, type_of_spread, whole_tensor
-from hqsweep.parallel.wire.objects import gathered
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.quant.grouped import GroupedTensor
 from hqsweep.quant.metadata import Metadata
 from hqsweep.quant.tensor import KINDS, HybridQuantizedTensor
+from hqsweep.recipe.roles import clean_name
 
 Optimizer = torch.optim.Optimizer
 

@@ -18,7 +18,7 @@ from hqsweep.nn.core.options import GroupedLinearOptions
 from hqsweep.nn.core.parameter import link_states
 from hqsweep.nn.experts.grouped import ExpertParameters
 from hqsweep.nn.experts.grouped_linear import GroupedLinear as _GroupedLinear
-from hqsweep.parallel.shared.exchange import LinearShare
+from hqsweep.parallel.shared.call import LinearShare
 from hqsweep.parallel.shared.experts import SharedExperts
 
 OPTIONS = (

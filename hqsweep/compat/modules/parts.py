@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hqsweep.errors import UserError
 from hqsweep.parallel.shards.held_part import become_part
-from hqsweep.parallel.shared.exchange import LinearShare
+from hqsweep.parallel.shared.call import LinearShare
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 

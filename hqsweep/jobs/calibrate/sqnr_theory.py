@@ -72,7 +72,8 @@ DENSITIES: dict[str, Density] = {
 
 
 ELEMENTS = {"e4m3": (3, -6, 448.0), "e5m2": (2, -14, 57344.0), "e2m3": (3, 0, 7.5), "e3m2": (2, -2, 28.0),
-            "e2m1": (1, 0, 6.0), "bf16": (7, -24, 2.0**16), "fp16": (10, -14, 65504.0)}  # fmt: skip
+            "e2m1": (1, 0, 6.0), "e1m2": (2, 1, 3.5), "int8": (6, 6, 127.0), "e5m3": (3, -14, 114688.0),
+            "bf16": (7, -24, 2.0**16), "fp16": (10, -14, 65504.0)}  # fmt: skip
 """Element -> (mantissa bits, exponent of the smallest normal value, largest value), from OCP OFP8, OCP MX v1.0 and IEEE
 754 binary16."""
 TAIL = np.append(np.linspace(1, 0.004, 1024), np.geomspace(0.004, 1e-8, 513)[1:])
@@ -124,21 +125,25 @@ def _scales(format: Format, density: Density, amax: Array, rows: int, cols: int)
             return np.ones_like(amax)
         case "nvfp4":
             count = cols if format.row_scaled else rows * cols
-            top = np.maximum(largest(density, count, np.array([0.5])), amax) / (6 * 448)
-            return _round(amax / (6 * top), _grid("e4m3")) * top
+            top = np.maximum(largest(density, count, np.array([0.5])), amax) / (format.element.max * 448)
+            return _round(amax / (format.element.max * top), _grid("e4m3")) * top
+        case "ue5m3":
+            return _round(amax / format.element.max, _grid("e5m3"))
         case "mx":
             return _mx_scale(format, amax)
-        case "tensor" | "block" if not format.delayed:
+        case "tensor" | "row" | "block" | "int_row" | "int_block" if not format.delayed:
             scale = amax / format.element.max
             return np.exp2(np.ceil(np.log2(scale))) if format.pow2 else scale
     raise TypeError(f"no closed form of the scales of {format}")
 
 
 def _mx_scale(format: MX, amax: Array) -> Array:
-    """Up: the smallest power of two that saturates nothing; floor, even: OCP MX v1.0 section 6.3, torchao's EVEN."""
+    """Up: the smallest power of two that saturates nothing; floor: OCP MX v1.0 section 6.3; even, ceil: torchao's."""
     mantissa, _, top = ELEMENTS[format.element_name]
     if format.scale_rounding == "up":
         return np.exp2(np.ceil(np.log2(amax / top)))
+    if format.scale_rounding == "ceil":
+        return np.exp2(np.ceil(np.log2(amax)) - math.floor(math.log2(top)))
     if format.scale_rounding == "even":
         step = np.exp2(np.floor(np.log2(amax)) - mantissa)
         amax = np.floor(amax / step + 0.5) * step

@@ -1,6 +1,6 @@
 """The check `grouped` of the parity job: a grouped linear, and the router of a mixture of experts, to the byte.
 
-list of Linears    y, dx, dw and db of every expert equal those of a Linear for that expert alone. It covers each format
+list of Linears    y, dx, dw and db of every expert equal a Linear for that expert alone. It covers each format
                    in all slots, all ordered pairs with both columnwise sources, and RECIPES. Splits are uneven, some
                    are zero. Delayed scaling is compared at the second step, whose scales come from the first
 permuted experts   other numbers for the experts give the same results under these numbers. Formats with stochastic

@@ -157,10 +157,10 @@ def vanilla_check(config: ParityConfig, device: torch.device) -> Rows:
 def routing_check(config: ParityConfig, device: torch.device) -> Rows:
     """Rows of all ordered pairs and triples (a, b, c) of formats that can stand in both directions; c is b for a pair.
 
-    y must equal that of a alone, dx that of b, dw that of c.
+    y must equal y of a alone, dx must equal dx of b, and dw must equal dw of c.
     """
     problem = _problem(config, device)
-    names = [str(f) for f in _formats(config) if not (f.rht or f.stochastic or f.row_scaled)]
+    names = [str(f) for f in _formats(config) if not (f.rht or f.stochastic or f.rowwise_only)]
     alone = {name: _linear(LinearQuantizers.parse(name, "parity"), *problem) for name in names}
     for a, b, c in (*((a, b, b) for a, b in permutations(names, 2)), *permutations(_families(names), 3)):
         quantizers = {"input": f"{a}|{c}", "weight": f"{a}|{b}", "grad_output": f"{b}|{c}"}
@@ -178,7 +178,7 @@ def pairs_check(config: ParityConfig, device: torch.device) -> Rows:
     """Rows of every ordered pair of formats with both sources, in one call, against the reference in two steps."""
     x, _, _ = _problem(config, device)
     rowwise = [f for f in _formats(config) if not f.rht]
-    columnwise = [f for f in _formats(config) if not f.row_scaled]
+    columnwise = [f for f in _formats(config) if not f.rowwise_only]
     for a in rowwise:
         for b in columnwise:
             for source in SOURCES:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hqsweep.config.model import ModelConfig
-from hqsweep.jobs.parity.rank_cases import FIRST, PREFIX, Column, Problem, Read, Results, named
-from hqsweep.jobs.parity.rank_sums import SplitSum
+from hqsweep.jobs.parity.rank_cases import FIRST, PREFIX, Column, Problem, Read, Results, SplitSum, named
 from hqsweep.nn import LayerNormMoE, Linear, MoEOptions, quantization
 from hqsweep.nn.core.call import LinearCall
 from hqsweep.parallel.expert import expert_parallel

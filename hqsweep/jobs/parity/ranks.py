@@ -4,10 +4,10 @@ For each number in parity.ranks that many processes start once. They exchange te
 share GPUs where there are fewer. They go through all formats, all ordered pairs of base formats with both columnwise
 sources, and recipes.
 
-Each rank's results are compared with those of one process (rank_cases.py, rank_layers.py): y and dx, sums over ranks
+Each rank's results are compared with one process (rank_cases.py, rank_layers.py): y and dx, sums over ranks
 against the sum of as many parts in the order of ranks, and masters and held weights after each update. Another row
 compares the operands of x, weight and dy that products read. Further rows compare sums over ranks with one process's
-sums, within bounds for the order of sums (rank_sums.py).
+sums, within bounds for the order of sums (rank_cases.py).
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,9 +25,8 @@ from hqsweep.formats.spec import SOURCES
 from hqsweep.jobs.isolation import make_deterministic
 from hqsweep.jobs.parity.compare_bytes import Rows, row
 from hqsweep.jobs.parity.grouped import RECIPES, everywhere
-from hqsweep.jobs.parity.rank_cases import DATA_COLUMNS, PREFIX, Column, Problem, Results
+from hqsweep.jobs.parity.rank_cases import DATA_COLUMNS, PREFIX, Column, Problem, Results, order_of_sums
 from hqsweep.jobs.parity.rank_layers import LAYER_COLUMNS, STAGE_COLUMNS, shared_sums
-from hqsweep.jobs.parity.rank_sums import order_of_sums
 from hqsweep.parallel.mesh import backend
 from hqsweep.parallel.wire.spawn import stream_ranks
 from hqsweep.recipe.sections import LinearQuantizers

@@ -156,14 +156,16 @@ def stream_statistics(
 def _global_amaxes(
     chunks: Callable[[], Iterable[Tensor]], formats: Mapping[str, Format]
 ) -> dict[str, dict[str, Tensor]]:
-    """Return direction -> {"g": ...} for the directions whose format has an amax of the whole matrix."""
-    names = {d: format.amax_name for d, format in formats.items() if format.amax_name and not format.row_scaled}
-    amaxes = {direction: torch.zeros(1, 1) for direction in names}
-    if amaxes:
-        searches = [Search(format, amaxes.get(d)) for d, format in formats.items()]
-        for x in chunks():
-            find_amax(x, *searches)
-    return {direction: {names[direction]: amax} for direction, amax in amaxes.items()}
+    """Return direction -> {"g": ...} for the directions whose format has amaxes that several chunks share."""
+    shared = {
+        d: format for d, format in formats.items() if format.amax_name and not (format.row_scaled and d == "rowwise")
+    }
+    amaxes: dict[str, Tensor] = {}
+    for x in chunks() if shared else ():
+        for d, format in shared.items():
+            amaxes.setdefault(d, torch.zeros(x.shape[1] if format.row_scaled else 1, 1))
+        find_amax(x, *(Search(format, amaxes.get(d)) for d, format in formats.items()))
+    return {direction: {shared[direction].amax_name: amax} for direction, amax in amaxes.items()}
 
 
 Row = dict[str, Any]

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from hqsweep.errors import UserError
 from hqsweep.models.convert import convert, revert
 from hqsweep.models.head_loss import model_loss
-from hqsweep.models.names import clean_name
 from hqsweep.nn import quantization, set_recipe
 from hqsweep.recipe.argument import parse_recipe, recipe_config, recipe_of
 from hqsweep.recipe.base import AnyRecipe
+from hqsweep.recipe.roles import clean_name
 from hqsweep.recipe.sectioned import Recipe
 
 PLAIN = {"input": "bf16", "weight": "bf16", "grad_output": "bf16"}
@@ -278,7 +278,7 @@ class _Seen:
 
 
 def _is_linear(module: nn.Module, channels: Tensor) -> bool:
-    """Whether the weight is [out, in], as nn.Linear has it, and not that of Conv1D."""
+    """Whether the weight is [out, in], as in nn.Linear, and not [in, out], as in Conv1D."""
     return module.weight.dim() == 2 and isinstance(module, nn.Linear) and module.weight.shape[1] == len(channels)
 
 

@@ -109,7 +109,7 @@ def _completion(texts: tuple[str, ...]) -> Completion:
     strict."""
     parsed = [HybridQuantizer.parse(text) for text in texts]
     formats = dict.fromkeys(getattr(quantizer, direction) for quantizer in parsed for direction in DIRECTIONS)
-    rows, columns = [f for f in formats if not f.rht], [f for f in formats if not f.row_scaled]
+    rows, columns = [f for f in formats if not f.rht], [f for f in formats if not f.rowwise_only]
     pairs = [HybridQuantizer(row, column) for row in rows for column in columns]
 
     @cache

@@ -22,6 +22,7 @@ from hqsweep.nn.core.delayed import DelayedStates, ExpertStates
 from hqsweep.nn.core.parameter import (
     AnyOperand,
     Weights,
+    WeightWorkspace,
     check_held,
     check_main_grad,
     expert_weights,
@@ -34,7 +35,6 @@ from hqsweep.nn.core.parameter import (
 from hqsweep.nn.core.probe import Site
 from hqsweep.nn.core.rounding import rounded_by
 from hqsweep.nn.core.wire import Part
-from hqsweep.nn.core.workspace import WeightWorkspace
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.fused import Normed
 from hqsweep.ops.quantize.nonfinite import for_its_slot

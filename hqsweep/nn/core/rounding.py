@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hqsweep.errors import UserError
 from hqsweep.formats import Identity, RngKey
 from hqsweep.nn.core.wire import Part
 from hqsweep.quant.delayed import SlotStates
@@ -48,4 +49,6 @@ def rounded(
 
 def rounded_by(x: Tensor, quantizer: HybridQuantizer, quantize: Callable[[Tensor], Operand]) -> Tensor:
     """Return rounded() with a given function that returns the rowwise operand of x, as a matrix or per expert."""
+    if quantizer.rowwise.rht:
+        raise UserError(f"{quantizer}: values are rounded without a transform; drop +rht of the rowwise format")
     return x if quantizer.rowwise == Identity(name="fp32") else _StraightThrough.apply(x, quantize)

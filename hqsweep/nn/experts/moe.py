@@ -6,12 +6,11 @@ from torch import Tensor, nn
 from hqsweep.nn.attention.multihead_attention import MultiheadAttention
 from hqsweep.nn.core.context import current
 from hqsweep.nn.core.options import GroupedLinearOptions, MoELayerOptions, MoEOptions
-from hqsweep.nn.core.residual import AddsBranch, Branch
+from hqsweep.nn.core.residual import AddsBranch, Branch, StreamLayer
 from hqsweep.nn.core.wire import MixtureRanks, SplitTokens
 from hqsweep.nn.experts.grouped_linear import GroupedLinear
 from hqsweep.nn.experts.router import Router, Routing, moves_by_kernels
 from hqsweep.nn.layers.norm import Norm
-from hqsweep.nn.layers.stream_layer import StreamLayer
 from hqsweep.nn.linear.linear import Linear
 from hqsweep.nn.linear.mlp import activate, joined, joins
 from hqsweep.ops.members.splits import PaddedSplits, Splits

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from hqsweep.nn.attention.multihead_attention import MultiheadAttention
 from hqsweep.nn.core.options import TransformerOptions
-from hqsweep.nn.core.residual import Branch, add_branch
-from hqsweep.nn.layers.stream_layer import StreamLayer, with_sum
+from hqsweep.nn.core.residual import Branch, StreamLayer, add_branch, with_sum
 from hqsweep.nn.linear.mlp import LayerNormMLP
 from hqsweep.recipe.argument import RecipeArgument, whole_recipe
 

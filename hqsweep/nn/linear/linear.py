@@ -22,6 +22,7 @@ from hqsweep.nn.core.options import LinearOptions
 from hqsweep.nn.core.parameter import (
     AnyOperand,
     Weights,
+    WeightWorkspace,
     are_filled_again,
     flatten_weights,
     is_held,
@@ -32,7 +33,6 @@ from hqsweep.nn.core.parameter import (
 from hqsweep.nn.core.products import once_differentiable, outside_autocast, returned, untraced
 from hqsweep.nn.core.residual import Branch
 from hqsweep.nn.core.wire import LinearRanks
-from hqsweep.nn.core.workspace import WeightWorkspace
 from hqsweep.ops.quantize.kernels import in_dtype, input_in
 from hqsweep.ops.quantize.request import Output
 from hqsweep.quant.operand import Skeleton, flatten

@@ -137,7 +137,7 @@ def packed_entries(x: Matrices, columnwise: bool, down: int, across: int) -> int
 
 
 def amax_count(spec: KernelSpec, x: Matrices, columnwise: bool) -> int:
-    """Return the number of global amaxes of a direction: one per matrix, or per operand row with +row_scaled."""
+    """Return the number of amaxes of a direction: one per matrix, or per operand row for a row_scaled format."""
     members = 1 if x.members is None else x.members
     if not spec.row_scaled:
         return members
@@ -173,7 +173,7 @@ def _outputs(x: Matrices, wanted: Wanted, on_gpu: bool) -> Outputs:
     names += ["exact"] * wanted.decoded + ["sums", "row_errors"] * wanted.statistics
     exact_dtype, scratch = DTYPES[shapes[names.index("exact")][1]] if "exact" in names else 0, 0
     if spec.amax_name == "s" and not wanted.amax_given:  # the scale overwrites its buffer last
-        shapes.append(((1 if x.members is None else x.members,), torch.float32))
+        shapes.append(((amax_count(spec, x, wanted.columnwise),), torch.float32))
         names.append("found")
         scratch = 1
     places = [(i, ADDRESSES.index(name)) for i, name in enumerate(names)]

@@ -13,10 +13,8 @@ from torch import Tensor
 from hqsweep.nn.core.call_marks import top_hooks
 from hqsweep.ops.model.activation import INPUTS, activation_into
 from hqsweep.ops.quantize.request import Output
-from hqsweep.parallel.overlap.rank_rows import OneOperand, RankRows, hides, span
 from hqsweep.parallel.shards.shard_part import Part, is_alone
-from hqsweep.parallel.shared.call import SharedCall
-from hqsweep.parallel.shared.exchange import Exchange
+from hqsweep.parallel.shared.call import Exchange, OneOperand, RankRows, SharedCall, hides, span
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.operand import HybridOperand, Operand, OperandParts
 
@@ -30,7 +28,7 @@ class Turns:
     write: Callable[[int], None] | None = None
     """Writes the rows of one rank."""
     by_halves: bool = False
-    """As in overlap.rank_rows.RankRows."""
+    """As in shared.call.RankRows."""
 
 
 @dataclass(kw_only=True, eq=False)

@@ -22,10 +22,9 @@ from hqsweep.nn.core.call import LinearCall
 from hqsweep.nn.core.parameter import AnyOperand, Weights, is_gathered, is_held
 from hqsweep.nn.linear.linear import rows_of
 from hqsweep.ops.quantize.request import Output
-from hqsweep.parallel.overlap.rank_rows import OneOperand, RankRows, decoded, hides, span
 from hqsweep.parallel.shards.gather_operands import Gathering, sent_bytes
 from hqsweep.parallel.shards.shard_part import Part, is_alone, is_part
-from hqsweep.parallel.shared.call import SharedCall
+from hqsweep.parallel.shared.call import OneOperand, RankRows, SharedCall, decoded, hides, span
 from hqsweep.parallel.wire import p2p_copy
 from hqsweep.parallel.wire.tokens import LentRows, Pending, start_lent_rows, start_sum_rows
 from hqsweep.quant.hybrid import Direction, HybridQuantizer

@@ -13,7 +13,7 @@ from hqsweep.formats import WHOLE, ExactOperand, Format
 from hqsweep.memo import cached_property
 from hqsweep.ops.quantize.dequantize import ExactParts
 from hqsweep.parallel.shards.shard_part import Part
-from hqsweep.parallel.wire import p2p_copy, wide_copy
+from hqsweep.parallel.wire import memory, p2p_copy
 from hqsweep.parallel.wire.collectives import begin_gather_bytes
 from hqsweep.quant.operand import Operand
 
@@ -193,5 +193,5 @@ def _whole(parts: Sequence[Tensor], axis: int, runs: int) -> Tensor:
     first = pieces[0]
     whole = first.new_empty((*first.shape[: axis + 1], len(pieces), *first.shape[axis + 1 :]))
     for piece, place in zip(pieces, whole.unbind(axis + 1), strict=True):
-        wide_copy.copy_(place, piece)
+        memory.copy_(place, piece)
     return whole.flatten(axis, axis + 2)

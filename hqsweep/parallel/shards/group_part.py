@@ -52,14 +52,16 @@ def _agreed(
     if has_amax(row):
         amaxes["rowwise"] = x.new_zeros(len(x) if row.row_scaled else splits.count, dtype=torch.float32)
     if has_amax(column):
-        amaxes["columnwise"] = x.new_zeros(splits.count, dtype=torch.float32)
+        columns = splits.count * (x.shape[1] if column.row_scaled else 1)
+        amaxes["columnwise"] = x.new_zeros(columns, dtype=torch.float32)
     rowwise = NO_SEARCH if amaxes["rowwise"] is None else Search(row, amaxes["rowwise"])
     columnwise = NO_SEARCH if amaxes["columnwise"] is None else Search(column, amaxes["columnwise"])
     decodes = decodes and columnwise is not NO_SEARCH
     find_amax(x, rowwise, NO_SEARCH if decodes else columnwise, splits=splits)
     whole_rows = row is not None and row.row_scaled and part.axis == 0
     of_row = [] if rowwise is NO_SEARCH or whole_rows else [amaxes["rowwise"]]
-    of_column = [] if columnwise is NO_SEARCH else [amaxes["columnwise"]]
+    whole_columns = column is not None and column.row_scaled and part.axis == 1
+    of_column = [] if columnwise is NO_SEARCH or whole_columns else [amaxes["columnwise"]]
     largest(of_row if decodes else of_row + of_column, part.group)
     if decodes:
         known = amaxes["rowwise"]

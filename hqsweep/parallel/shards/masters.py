@@ -12,8 +12,8 @@ from torch.distributed import ProcessGroup
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.parallel.shards.raw_data import follows_rowwise
+from hqsweep.parallel.shards.shard import Place
 from hqsweep.parallel.shards.shard_agree import gather_sources, is_group, own_area, source_area, write_shards_
-from hqsweep.parallel.shards.shard_place import Place
 from hqsweep.parallel.wire.collectives import largest_bytes_
 from hqsweep.parallel.wire.exchange import areas_of_interval
 from hqsweep.quant.operand import narrow

@@ -20,8 +20,8 @@ from hqsweep.formats import Buffers, Format, RngKey
 from hqsweep.ops.quantize.amax import NO_SEARCH, Search, find_amax
 from hqsweep.ops.quantize.nonfinite import for_slot
 from hqsweep.ops.quantize.request import Output, Target
-from hqsweep.parallel.shards.shard_place import Place
-from hqsweep.parallel.wire import wide_copy
+from hqsweep.parallel.shards.shard import Place
+from hqsweep.parallel.wire import memory
 from hqsweep.parallel.wire.collectives import maximum_
 from hqsweep.parallel.wire.exchange import Area, Exchange
 from hqsweep.quant.delayed import SlotStates, grids_of, note
@@ -112,7 +112,7 @@ class Part:
     """The process group of ranks with other parts of the same whole, beside the ranks that quantize this part together;
     None without such ranks."""
     grids: dict[str, Buffers] = field(default_factory=dict)
-    """Direction -> the amax of the whole, or the amaxes of all its rows, as far as they are known."""
+    """Direction -> the amax of the whole, or the amaxes of all its rows or columns, as far as they are known."""
 
     @property
     def dequantized(self) -> bool:
@@ -125,12 +125,22 @@ class Part:
         row = self.formats.get("rowwise")
         return self.cut_rows and row is not None and row.row_scaled
 
+    @property
+    def has_columns(self) -> bool:
+        """Whether the grids have, or get, amaxes of all columns of the whole."""
+        column = self.formats.get("columnwise")
+        return column is not None and column.row_scaled
+
     def grids_of(self, x: Tensor, place: Place) -> dict[str, Buffers]:
         """The grids of one piece."""
-        if not self.has_rows:
-            return self.grids
-        rows = {name: amaxes.narrow(0, place.first_row, len(x)) for name, amaxes in self.grids["rowwise"].items()}
-        return self.grids | {"rowwise": rows}
+        spans = {"rowwise": (place.first_row, x.shape[0])} if self.has_rows else {}
+        spans |= {"columnwise": (place.first_col, x.shape[1])} if self.has_columns else {}
+        return {
+            direction: {name: amaxes.narrow(0, *spans[direction]) for name, amaxes in grid.items()}
+            if direction in spans
+            else grid
+            for direction, grid in self.grids.items()
+        }
 
     @property
     def formats(self) -> dict[str, Format]:
@@ -189,34 +199,40 @@ def _find(part: Part) -> list[Tensor]:
     (first, place), amaxes = part.pieces[0], dict[str, Tensor]()
     for direction, format in (("rowwise", row), ("columnwise", column)):
         if _has_one_amax(format):
-            same = direction == "columnwise" and "rowwise" in amaxes and not format.rht
+            same = direction == "columnwise" and "rowwise" in amaxes and not (format.rht or row.rht)
             amaxes[direction] = amaxes["rowwise"] if same else first.new_zeros(1, 1, dtype=torch.float32)
             part.grids[direction] = {format.amax_name: amaxes[direction]}
     if part.has_rows:
         amaxes["rowwise"] = first.new_zeros(place.rows_of_whole, 1, dtype=torch.float32)
         part.grids["rowwise"] = {row.amax_name: amaxes["rowwise"]}
+    if part.has_columns and not part.dequantized:
+        amaxes["columnwise"] = first.new_zeros(place.cols_of_whole, 1, dtype=torch.float32)
+        part.grids["columnwise"] = {column.amax_name: amaxes["columnwise"]}
     if first.numel() and amaxes:
-        columnwise, same = amaxes.get("columnwise"), amaxes.get("columnwise") is amaxes.get("rowwise")
-        columns = NO_SEARCH if columnwise is None or same else Search(column, columnwise)
+        same = amaxes.get("columnwise") is amaxes.get("rowwise")
         for x, place in part.pieces:
-            rowwise = part.grids_of(x, place)["rowwise"][row.amax_name] if "rowwise" in amaxes else None
-            find_amax(x, NO_SEARCH if rowwise is None else Search(row, rowwise), columns)
+            grids = part.grids_of(x, place)
+            rowwise = Search(row, grids["rowwise"][row.amax_name]) if "rowwise" in amaxes else NO_SEARCH
+            columns = "columnwise" in amaxes and not same
+            find_amax(x, rowwise, Search(column, grids["columnwise"][column.amax_name]) if columns else NO_SEARCH)
     return list({id(amax): amax for amax in amaxes.values()}.values())
 
 
 def _find_decoded(part: Part) -> list[Tensor]:
     """The columnwise amax of decoded rows, where the columnwise operand is made from them."""
     row, column = part.formats.get("rowwise"), part.formats.get("columnwise")
-    if not (part.dequantized and _has_one_amax(column)):
+    if not (part.dequantized and (_has_one_amax(column) or part.has_columns)):
         return []
-    amax = part.pieces[0][0].new_zeros(1, 1, dtype=torch.float32)
-    part.grids["columnwise"] = {column.amax_name: amax}
-    for x, place in part.pieces if part.pieces[0][0].numel() else ():
-        known = part.grids_of(x, place).get("rowwise", {}).get(row.amax_name)
+    first, place = part.pieces[0]
+    found = first.new_zeros(place.cols_of_whole if part.has_columns else 1, 1, dtype=torch.float32)
+    part.grids["columnwise"] = {column.amax_name: found}
+    for x, place in part.pieces if first.numel() else ():
+        grids = part.grids_of(x, place)
+        known, amax = grids.get("rowwise", {}).get(row.amax_name), grids["columnwise"][column.amax_name]
         own = x.new_zeros(len(x), 1, dtype=torch.float32) if row.row_scaled and known is None else None
         rowwise = Search(row, own, known, part.quantizer.direction_keys(part.key, place)["rowwise"])
         find_amax(x, rowwise, Search(column, amax), columnwise_source="rowwise_dequantized")
-    return [amax]
+    return [found]
 
 
 def _note(part: Part) -> list[Tensor]:
@@ -329,7 +345,7 @@ def _copy_(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     kinds: dict[Any, list[Sequence[Tensor]]] = {}
     for target, source in pairs:
         if target.dtype == source.dtype:
-            target, source = wide_copy.as_words(target, source, most=WORD)
+            target, source = memory.as_words(target, source, most=WORD)
         kinds.setdefault((target.dtype, source.dtype, target.stride() == source.stride()), []).append((target, source))
     for alike in kinds.values():
         foreach_copy_(*map(list, zip(*alike, strict=True)))
@@ -344,7 +360,8 @@ def _part(tensor: Any, x: Tensor, cut_rows: bool, key: RngKey | None) -> Part:
     if shared is not None:  # its place is within the part of the ranks that share the matrix
         of_part = cut_rows and meta.quantizer.rowwise.row_scaled and shared.axis == 0  # each row is on one rank
         cut_rows, options = cut_rows or shared.axis == 1, options | {"axis": shared.axis, "group": shared.group}
-        if meta.quantizer.stochastic or of_part:
+        of_columns = meta.quantizer.columnwise.row_scaled and shared.axis == 1
+        if meta.quantizer.stochastic or of_part or of_columns:
             pieces = [(own.of(x, area), place) for own, place in shared.placed(area, meta.place.whole)]
     return Part(pieces=pieces, **wanted, states=states, layer=tensor.shared.layer, cut_rows=cut_rows, **options)
 
@@ -368,8 +385,11 @@ def _refuse_lonely(tensors: Sequence[Any], held: Sequence[Sequence[Area]], neede
     for tensor, own, area in zip(tensors, held, needed, strict=True):
         meta = tensor.metadata
         whole = meta.matrix if meta.place is None else meta.place.whole
-        formats = [getattr(meta.quantizer, direction) for direction in meta.directions]
-        shares = area.shape != whole and any(f.amax_name and not f.row_scaled for f in formats)
+        formats = [(direction, getattr(meta.quantizer, direction)) for direction in meta.directions]
+        of_rows = [f.row_scaled and direction == "rowwise" for direction, f in formats]
+        shares = area.shape != whole and any(
+            f.amax_name and not own for (_, f), own in zip(formats, of_rows, strict=True)
+        )
         if list(own) != [area] or shares:
             why = "shares an amax with the rest" if shares else "needs what it does not hold"
             raise UserError(

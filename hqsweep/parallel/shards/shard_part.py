@@ -18,7 +18,7 @@ from hqsweep.formats import WHOLE, Format, RngKey
 from hqsweep.ops.quantize.amax import NO_SEARCH, Search, find_amax
 from hqsweep.ops.quantize.request import Output
 from hqsweep.ops.stats import Sums, is_below
-from hqsweep.parallel.shards.shard_place import Place
+from hqsweep.parallel.shards.shard import Place
 from hqsweep.parallel.wire.collectives import maximum_
 from hqsweep.parallel.wire.exchange import Area
 from hqsweep.quant.delayed import SlotStates, grids_of
@@ -192,10 +192,10 @@ def _blocks(
 
 
 def _block(format: Format, axis: int) -> int:
-    """The most elements along an axis of the operand that share an entry of some buffer. Entries of the whole axis do
-    not count."""
+    """The most elements along an axis of the operand that share an entry of some buffer, or a transform. Entries of the
+    whole axis do not count."""
     sizes = [(buffer.rows, buffer.cols)[axis] for buffer in format.layout.values()]
-    return max(size if size != WHOLE else 1 for size in sizes)
+    return max(format.rht if axis else 1, *(size if size != WHOLE else 1 for size in sizes))
 
 
 def has_amax(format: Format | None) -> bool:
@@ -214,33 +214,41 @@ def _agreed(
 ) -> list[dict[str, Tensor | None]]:
     """For each piece: direction -> the amax of the whole, where its format has one.
 
-    All pieces share one amax, except for +row_scaled where rows are cut: each piece then has the amaxes of its own
-    rows.
+    All pieces share one amax. Amaxes of rows (of columns for a columnwise operand) are an exception where these are
+    cut: each piece then has the amaxes of its own.
     """
-    first, count = pieces[0][0], len(pieces)
-    has_own = row is not None and row.row_scaled and part.axis == 0  # a row is on one rank, and in one piece
-    row_amaxes: Sequence[Tensor | None] = [None] * count
-    if has_amax(row):
-        rows = (count if has_own else 1) * (len(first) if row.row_scaled else 1)
-        row_amax = first.new_zeros((rows, 1), dtype=torch.float32)
-        row_amaxes = row_amax.chunk(count) if has_own else [row_amax] * count
-    column_amax = first.new_zeros((1, 1), dtype=torch.float32) if has_amax(column) else None
-    of_row = [] if row_amaxes[0] is None or has_own else [row_amaxes[0]]
-    of_column = [] if column_amax is None else [column_amax]
-    columnwise = NO_SEARCH if column_amax is None else Search(column, column_amax)
-    decodes = column_amax is not None and quantizer.columnwise_source == "rowwise_dequantized"
-    for (x, _), row_amax in zip(pieces, row_amaxes, strict=True):
+    first = pieces[0][0]
+    row_amaxes, of_row = _zeros(row, first, 0, part.axis, len(pieces))
+    column_amaxes, of_column = _zeros(column, first, 1, part.axis, len(pieces))
+    decodes = column_amaxes[0] is not None and quantizer.columnwise_source == "rowwise_dequantized"
+    columns = [NO_SEARCH if amax is None else Search(column, amax) for amax in column_amaxes]
+    for (x, _), row_amax, columnwise in zip(pieces, row_amaxes, columns, strict=True):
         rowwise = NO_SEARCH if row_amax is None else Search(row, row_amax)
         find_amax(x, rowwise, NO_SEARCH if decodes else columnwise)
     largest(of_row if decodes else of_row + of_column, part.group)
     if decodes:
         delayed = grids_of([states], {"rowwise": row})["rowwise"][0]["s"] if row.delayed else None
-        for (x, place), row_amax in zip(pieces, row_amaxes, strict=True):
+        for (x, place), row_amax, columnwise in zip(pieces, row_amaxes, columns, strict=True):
             known = delayed if row.delayed else row_amax
             by = Search(row, None, known, quantizer.direction_keys(key, place)["rowwise"])
             find_amax(x, by, columnwise, columnwise_source="rowwise_dequantized")
         largest(of_column, part.group)
-    return [{"rowwise": row_amax, "columnwise": column_amax} for row_amax in row_amaxes]
+    pairs = zip(row_amaxes, column_amaxes, strict=True)
+    return [{"rowwise": row_amax, "columnwise": column_amax} for row_amax, column_amax in pairs]
+
+
+def _zeros(
+    format: Format | None, x: Tensor, axis: int, cut: int, pieces: int
+) -> tuple[Sequence[Tensor | None], list[Tensor]]:
+    """Return an amax of 0 for each piece, shaped as x, and those on which ranks must agree.
+
+    axis: the axis of x along which rows of the operand follow each other. cut: the axis that ranks share out.
+    """
+    if not has_amax(format):
+        return [None] * pieces, []
+    own = format.row_scaled and axis == cut  # a row is on one rank, and in one piece
+    amax = x.new_zeros(((pieces if own else 1) * (x.shape[axis] if format.row_scaled else 1), 1), dtype=torch.float32)
+    return (amax.chunk(pieces), []) if own else ([amax] * pieces, [amax])
 
 
 def largest(amaxes: list[Tensor], group: ProcessGroup) -> None:

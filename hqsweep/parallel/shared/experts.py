@@ -12,8 +12,7 @@ from hqsweep.nn.core.wire import Codes
 from hqsweep.nn.experts.grouped import ExpertParameters, GroupedBase
 from hqsweep.nn.experts.grouped_linear import GroupedLinear
 from hqsweep.ops.members.splits import Splits
-from hqsweep.parallel.shared.call import SharedCall
-from hqsweep.parallel.shared.exchange import LinearShare
+from hqsweep.parallel.shared.call import LinearShare, SharedCall
 from hqsweep.parallel.shared.linear_function import Handover, SharedLinearFunction
 from hqsweep.parallel.shared.tokens import local
 from hqsweep.parallel.wire.local import is_spread

@@ -30,11 +30,9 @@ from hqsweep.ops.quantize.request import Output
 from hqsweep.parallel.overlap.chunked_input import Turns, activated_in_turn
 from hqsweep.parallel.overlap.deferred_reduce import LeftGradient, LeftOutput
 from hqsweep.parallel.overlap.overlapped_gemm import LayerWeights, Outgoing, Prefetched, quantize_tokens, start_values
-from hqsweep.parallel.overlap.rank_rows import RankRows
 from hqsweep.parallel.shards.shard_part import is_alone
 from hqsweep.parallel.shared.attention import attend_in_turn
-from hqsweep.parallel.shared.call import SharedCall
-from hqsweep.parallel.shared.exchange import LinearShare
+from hqsweep.parallel.shared.call import LinearShare, RankRows, SharedCall
 from hqsweep.parallel.shared.linear_function import (
     Handover,
     NormedPart,
@@ -325,7 +323,7 @@ class SharedChunks(Chunks):
         return x if isinstance(x, RankRows) else super().rows(x, start, end)
 
     def finds_amax(self) -> bool:
-        return False  # which is that of all ranks' logits
+        return False  # an amax would be over the logits of all ranks
 
     def losses(self, logits: Tensor, targets: Tensor, *, gradient: bool) -> Tensor:
         boxes = meeting(self.group, logits.device, len(logits)) if gradient else None

@@ -41,8 +41,7 @@ from hqsweep.parallel.overlap.overlapped_gemm import (
     begin_summed_product,
     quantize_tokens,
 )
-from hqsweep.parallel.overlap.rank_rows import RankRows
-from hqsweep.parallel.shared.call import SharedCall
+from hqsweep.parallel.shared.call import RankRows, SharedCall
 from hqsweep.parallel.wire.tokens import Pending
 from hqsweep.quant.operand import HybridOperand
 from hqsweep.torch_private import foreach_div_

@@ -46,7 +46,7 @@ def sends_codes(quantizer: HybridQuantizer, columnwise: bool) -> bool:
     columnwise: whether a product reads the columnwise operand, too.
     """
     format = quantizer.rowwise
-    drawn = format.stochastic or format.delayed
+    drawn = format.stochastic or format.delayed or format.rht > 0
     if type(quantizer) is not HybridQuantizer or format.high_precision or drawn:
         return False
     if columnwise and quantizer.columnwise_source != "rowwise_dequantized":

@@ -23,8 +23,8 @@ from hqsweep.nn.linear.linear_loss import checked_targets, counted_rows
 from hqsweep.nn.linear.linear_loss import cross_entropy as whole_cross_entropy
 from hqsweep.ops.model.embedding import ROWS, by_entry, embed, rows_of_rank, table_gradient, takes
 from hqsweep.ops.model.loss import IGNORED, MOST_RANKS, NUMBERS, Boxes
-from hqsweep.parallel.wire import p2p_copy, wide_copy
-from hqsweep.parallel.wire.shared_memory import all_say, shared_memory
+from hqsweep.parallel.wire import memory, p2p_copy
+from hqsweep.parallel.wire.memory import all_say, shared_memory
 from hqsweep.parallel.wire.tokens import begin_lent_rows, sum_rows, sum_whole
 
 
@@ -119,7 +119,7 @@ class _SplitEmbedding(torch.autograd.Function):
             return _received_rows(tokens, table, group, sending).view(*shape, table.shape[1])
         own, here = _own_entries(tokens, group, len(table))
         rows = F.embedding(own.where(here, 0), table)
-        wide_copy.as_words(rows)[0].masked_fill_(~here[:, None], 0)
+        memory.as_words(rows)[0].masked_fill_(~here[:, None], 0)
         rows = sum_rows(rows, group, ctx.lead) if ctx.split else sum_whole(rows, group)
         return rows.view(*shape, table.shape[1])
 

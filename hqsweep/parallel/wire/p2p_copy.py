@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hqsweep.parallel.wire.shared_memory import shared_memory
+from hqsweep.parallel.wire.memory import shared_memory
 
 
 @dataclass(eq=False)
@@ -84,7 +84,7 @@ class Slots:
         self.last = [last if last is not None and stays(last) else None for last in self.last]
 
     def clear(self) -> None:
-        """Forget all exchanges, also those that no rank will wait for, such as those of a failed capture."""
+        """Forget all exchanges, also exchanges that no rank will wait for, as after a failed capture."""
         self.last = [None] * len(self.last)
         self.recent.clear()
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hqsweep.ops.sum_parts import sum_parts
-from hqsweep.parallel.wire import collectives, p2p_copy, wide_copy
+from hqsweep.parallel.wire import collectives, memory, p2p_copy
 
 Pending = Callable[[], Tensor]
 
@@ -104,7 +104,7 @@ def begin_gather_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Pending:
         wait()
         if lead == 1:
             return whole
-        return wide_copy.in_order(whole.view(world, lead, x.numel() // lead).transpose(0, 1)).view(whole.shape)
+        return memory.in_order(whole.view(world, lead, x.numel() // lead).transpose(0, 1)).view(whole.shape)
 
     return result
 
@@ -185,7 +185,7 @@ def begin_sum_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Pending:
     x = x.contiguous()
     parts = x.view(lead, world, x.numel() // (lead * world))  # the tokens of each rank in each sequence
     others = [other for other in range(world) if other != rank]
-    messages = {other: wide_copy.in_order(parts[:, other]) for other in others}
+    messages = {other: memory.in_order(parts[:, other]) for other in others}
     arriving = p2p_copy.begin({other: (message,) for other, message in messages.items()}, group)
     return _pending_sum(x, group, lead, arriving or _begin_all_to_all(messages, group))
 

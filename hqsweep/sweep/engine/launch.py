@@ -22,13 +22,13 @@ from hqsweep.recipe.factories import Importer, factory_name
 from hqsweep.sweep.console import Display
 from hqsweep.sweep.engine.local import Limits, run_local
 from hqsweep.sweep.engine.slurm import check_slurm, run_slurm
+from hqsweep.sweep.engine.task import Until
 from hqsweep.sweep.engine.trunks import check_twins, linked
-from hqsweep.sweep.engine.until import Until
-from hqsweep.sweep.grid import same_operands
+from hqsweep.sweep.grid import checks
+from hqsweep.sweep.grid.checks import check_recipes, check_vocabularies, hashed
 from hqsweep.sweep.grid.point import GridPoint
 from hqsweep.sweep.grid.run_words import Words, each, read
 from hqsweep.sweep.grid.study import check_stated
-from hqsweep.sweep.grid.user_models import check_recipes, check_vocabularies, hashed
 from hqsweep.sweep.store import seen_data
 from hqsweep.sweep.store.documents import met_lines
 from hqsweep.sweep.store.run_dir import RunDir, unusable
@@ -143,7 +143,7 @@ def plan_of(words: Words, importer: Importer | None = None) -> SweepPlan:
     fields = {
         "begun": begun,
         "data": data_of,
-        "same": same_operands.lines(typed, configs, grid.study.baseline),
+        "same": checks.repeat_lines(typed, configs, grid.study.baseline),
         "conf": words.conf,
         "words": words.overrides,
         "study": grid.study,

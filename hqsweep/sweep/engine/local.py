@@ -22,8 +22,7 @@ from hqsweep.errors import EXIT_BUSY, Damaged, Missing
 from hqsweep.host import NAMED_S, Busy, holder, usable_cpus
 from hqsweep.sweep.console import Display
 from hqsweep.sweep.engine.process import DELETED, Attempt, Slot, slots, thread_limits
-from hqsweep.sweep.engine.task import Task, end_without
-from hqsweep.sweep.engine.until import Until
+from hqsweep.sweep.engine.task import Task, Until, end_without
 from hqsweep.sweep.store.run_dir import CANCELLED, PENDING, RunDir
 from hqsweep.train.record import is_point
 
@@ -66,7 +65,7 @@ def run_local(
     runs: Sequence[RunDir], *, display: Display, limits: Limits = Limits(), force: bool = False
 ) -> list[dict[str, Any]]:
     """Bring every run to an end; returns their statuses (contents of status.json) in the order of `runs`. Runs start in
-    this order, but for forks whose trunk has not come to their point: runs after them go first.
+    this order, but for forks whose trunk is not yet at their point: runs after them go first.
 
     force: delete the output of runs and repeat them; without it finished runs are skipped.
 

@@ -29,9 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from hqsweep.errors import UserError
+from hqsweep.host import Memory
 from hqsweep.jobs.sink import Diverged
 from hqsweep.sweep.engine.process import die_with_parent, name_process, thread_limits, write_to
-from hqsweep.sweep.engine.reasons import Memory, RankFailed, killed_for_memory, reason_of
+from hqsweep.sweep.engine.reasons import RankFailed, killed_for_memory, reason_of
 from hqsweep.sweep.store.run_dir import RunDir
 
 LOOK_S = 0.5
@@ -186,7 +187,7 @@ def _launch(nodes: Nodes, key: str, run: RunDir, imports: Sequence[str]) -> None
             "signals_to_handle": "SIGTERM,SIGINT", "logs_specs": DefaultLogsSpecs(log_dir=folder),
             "shutdown_timeout": SHUTDOWN_S, "local_addr": "localhost" if nodes.endpoint.startswith(HERE) else None,
         }  # fmt: skip
-        known = {field.name for field in fields(LaunchConfig)}  # torch 2.11 has not all of them
+        known = {field.name for field in fields(LaunchConfig)}  # torch 2.11 lacks some of them
         config = LaunchConfig(**{name: value for name, value in options.items() if name in known})
         try:
             elastic_launch(config, _be_rank)(_Rank(run.path, tuple(imports), threads))

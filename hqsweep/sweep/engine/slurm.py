@@ -18,10 +18,9 @@ from typing import Any
 from hqsweep.errors import EXIT_FAILED, UserError
 from hqsweep.host import Busy
 from hqsweep.sweep.console import Display, PlainDisplay, SafeConsole
-from hqsweep.sweep.engine.follow import follow, job_ids
+from hqsweep.sweep.engine.follow import find_jobs, follow, job_ids, requeue_job
 from hqsweep.sweep.engine.local import Limits, run_local
 from hqsweep.sweep.engine.ranks import Meeting, help_out, nodes_arguments
-from hqsweep.sweep.engine.scheduler import find_jobs, requeue_job
 from hqsweep.sweep.store.files import write_json
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore

@@ -1,10 +1,92 @@
-"""A run to do, and what becomes of a fork whose trunk does not come to its point."""
+"""A run to do: whether it still starts, and what becomes of a fork whose trunk does not come to its point.
 
+`hqsweep run --until 20m` gives the time until which runs start. A run starts if it would be finished by then: if the
+last comparable run took no longer than the time left. Comparable is a run of as many steps in the same arm, else in
+another arm. A run without one starts as long as there is time. Runs at work end, so that none is cut.
+"""
+
+import math
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from hqsweep.errors import Damaged, UserError
 from hqsweep.sweep.store.run_dir import CANCELLED, RunDir
+
+UNITS = {"s": 1, "m": 60, "h": 3600}
+DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh])")
+
+
+def seconds_of(text: str, name: str) -> float:
+    """The seconds of 90s, 20m, 2h or 1h30m. UserError, which begins with `name`, for any other text and for none."""
+    parts = DURATION.findall(text) if isinstance(text, str) else []
+    seconds = sum(float(count) * UNITS[unit] for count, unit in parts)
+    if not parts or "".join(count + unit for count, unit in parts) != text or not 0 < seconds < math.inf:
+        raise UserError(f"{name}: got {text!r}; it takes a time above 0 with its unit, such as 90s, 20m, 2h or 1h30m")
+    return seconds
+
+
+class Until:
+    """The time until which runs start, which begins to pass when this is made, and what runs took."""
+
+    def __init__(self, text: str, name: str = "--until") -> None:
+        self.name = name
+        self._end = time.monotonic() + seconds_of(text, name)
+        self._took: dict[tuple[object, ...], float] = {}
+
+    @property
+    def left(self) -> float:
+        """The seconds that are left, 0 at least."""
+        return max(0.0, self._end - time.monotonic())
+
+    def learn(self, run: RunDir, seconds: float) -> None:
+        """Take note of the seconds that a whole run took."""
+        if seconds > 0 and (kind := _kind(run)) is not None:
+            self._took[kind] = self._took[kind[:2]] = seconds
+
+    def expected(self, run: RunDir) -> float | None:
+        """The seconds that a run still needs; None without a comparable one."""
+        kind = _kind(run)
+        whole = None if kind is None else self._took.get(kind, self._took.get(kind[:2]))
+        return None if whole is None else whole * (1 - _done(run))
+
+    def allows(self, run: RunDir) -> bool:
+        """Whether the run may start now."""
+        left = self.left
+        return left > 0 and (self.expected(run) or 0.0) <= left
+
+    def line(self, late: list[RunDir]) -> str:
+        """The sentence on runs that were not started."""
+        said = f"{self.name}: {len(late)} run{'s are' if len(late) > 1 else ' is'} not started"
+        needs = {run: seconds for run in late if (seconds := self.expected(run)) is not None}
+        if not self.left or not needs:
+            return f"{said}, as the time is over"
+        first = min(needs, key=needs.get)
+        return f"{said}: {first.name} would take about {needs[first]:.0f} s, and {self.left:.0f} s are left"
+
+
+def _kind(run: RunDir) -> tuple[object, ...] | None:
+    """(whether the run is a trunk, its own steps, its arm); None where its documents are damaged."""
+    try:
+        config, fork, arm = run.config(), run.fork(), run.manifest().get("arm")
+    except Damaged:
+        return None
+    steps = fork.last - fork.start if fork else (config.get("train") or {}).get("steps")
+    return bool(fork and fork.is_trunk), steps, arm
+
+
+def _done(run: RunDir) -> float:
+    """The part of the run's own steps that an interrupted attempt has done."""
+    try:
+        progress, fork = run.seen()["progress"], run.fork()
+    except Damaged:
+        return 0.0
+    if not progress:
+        return 0.0
+    start = fork.start if fork else 0
+    return min(1.0, max(0.0, (progress["step"] - start) / max(1, progress["steps"] - start)))
+
 
 LOOK_S = 0.25
 """Seconds between two looks at the status, the lock or the trunk of a run."""
@@ -47,7 +129,7 @@ class Task:
 
 
 def end_without(trunk: RunDir) -> tuple[str, str] | None:
-    """State and reason of a fork whose trunk has not come to the fork's point; None while somebody trains it."""
+    """State and reason of a fork whose trunk is not yet at the fork's point; None while a process trains the trunk."""
     status = trunk.seen()
     state, reason = status["state"], status["reason"]
     if state == "running":

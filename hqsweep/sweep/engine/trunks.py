@@ -180,7 +180,7 @@ def begin_from_sources(configs: Iterable[ConvergenceConfig], study: ForkStudy) -
     re-warm of its trunk; and a line that says so, "" where all trunks begin from random weights.
 
     Raises:
-        UserError: what is no checkpoint, or one of another model; a re-warm that does not fit.
+        UserError: no checkpoint, or a checkpoint of another model; a re-warm that does not fit.
     """
     known: dict[Path, Checkpoint] = {}
     begun, lines, checked = [], {}, set()

@@ -42,7 +42,6 @@ from hqsweep.config.safe import check_expansion, check_file
 from hqsweep.config.study import parse_study
 from hqsweep.errors import UserError, nearest
 from hqsweep.sweep.grid.arms import FACTORY_KEYS, Difference, check_arm, difference, labels, override_texts
-from hqsweep.sweep.grid.commands import name_recipe
 from hqsweep.sweep.grid.overrides import (
     DATA_TARGET,
     MODEL_TARGET,
@@ -60,7 +59,7 @@ from hqsweep.sweep.grid.overrides import (
     take_factory,
 )
 from hqsweep.sweep.grid.point import Grid, GridPoint, check_size
-from hqsweep.sweep.grid.study import with_study
+from hqsweep.sweep.grid.study import name_recipe, with_study
 from hqsweep.sweep.store.names import NOT_IN_ID
 
 ARMS, FACTORIAL = "arms", "factorial"
@@ -98,9 +97,16 @@ def known_recipes(config_dir: Path | None = None) -> list[str]:
     return options(_loader(_there([config_dir, Path("conf")])), "recipe")
 
 
-def load_recipe(name: str, config_dir: Path | None = None) -> Any:
+def recipe_composer(config_dir: Path | None = None) -> "Composer":
+    """The composer of recipes by their names. To make one takes longer than a recipe does."""
+    return Composer("convergence", [config_dir, Path("conf")])
+
+
+def load_recipe(name: str, config_dir: Path | None = None, composer: "Composer | None" = None) -> Any:
     """The `recipe` config of a name (packaged, in config_dir or in ./conf), of "format:QUANTIZER", or of a YAML file: a
     recipe, or a config that has one. Its fields are unchecked.
+
+    composer: recipe_composer(config_dir), for a caller that loads several of known_recipes(config_dir).
 
     Raises:
         UserError: there is no such recipe, its YAML cannot be composed, or gives no mapping.
@@ -109,7 +115,7 @@ def load_recipe(name: str, config_dir: Path | None = None) -> Any:
         text = name.removeprefix(FORMAT)
         check_texts("recipe.linear", text)
         return {"name": re.sub(r"[^A-Za-z0-9._+-]+", "-", name), "linear": text, "head": text}
-    config = _recipe_config(name, config_dir)
+    config = composer.compose([f"recipe={name}"]).get("recipe") if composer else _recipe_config(name, config_dir)
     if not isinstance(config, dict):
         raise UserError(
             f"recipe '{name}': its YAML gives no mapping as recipe; write name and linear at the top, without"
@@ -127,7 +133,7 @@ def _recipe_config(name: str, config_dir: Path | None) -> Any:
         if name not in known:
             hint = nearest(name, [*known, *FORMAT_TEXTS])
             raise UserError(f"recipe '{name}': no such recipe{hint}; known are {', '.join(known)}, or give PATH.yaml")
-        return Composer("convergence", [config_dir, Path("conf")]).compose([f"recipe={name}"]).get("recipe")
+        return recipe_composer(config_dir).compose([f"recipe={name}"]).get("recipe")
     if path.suffix != ".yaml" or not path.is_file():
         raise UserError(f"recipe '{name}': no such .yaml file{nearest(path.name, _yaml_names(path.parent))}")
     if path.resolve().parent.name == "recipe":  # a member of the group, which may build on others

@@ -1,5 +1,6 @@
 """The words of `hqsweep run` as a grid whose keys are checked without torch, so that a mistyped word is reported at
-once."""
+once.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

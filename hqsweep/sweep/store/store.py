@@ -23,8 +23,7 @@ from hqsweep.host import Busy, holder, locked
 from hqsweep.sweep.store import seal, sweep_file
 from hqsweep.sweep.store.files import write_text
 from hqsweep.sweep.store.names import fork_of, id_in, run_id, run_name, trunk_path
-from hqsweep.sweep.store.repair import repair
-from hqsweep.sweep.store.run_dir import PENDING, RunDir
+from hqsweep.sweep.store.run_dir import PENDING, RunDir, repair
 from hqsweep.train.record import discard, fault_of, is_point
 
 MOVE = "move it away, or run the sweep's `hqsweep run` command, which takes in what is a run of it"
@@ -259,7 +258,7 @@ def _arms(runs: Sequence[RunDir], points: Sequence[PlannedRun]) -> dict[str, str
     arms = {point.arm: point.arm for point in points}
     for run, point in zip(runs, points, strict=True):
         if arms[point.arm] == point.arm and run.path.name != run_name(point.config, point.arm):
-            with suppress(UserError):  # what is damaged is named by who reads it for a number
+            with suppress(UserError):  # damaged files are named where their numbers are read
                 arms[point.arm] = run.manifest().get("arm", point.arm) if run.has_finished() else point.arm
     return arms
 

@@ -1,9 +1,9 @@
 """`hqsweep verify`: every fault that the files of sweeps can show; it reads all of them.
 
-It checks the list of runs of each sweep. Of each run it checks every sealed file, whether its id is that of its config
-and its name, whether rows are in order and come once, whether Parquet copies hold the same, its checkpoints against
-their records, and whether a fork started from the state that its trunk has. Which data the runs have read, and whether
-these are still there, is no fault of their files, and is said beside.
+It checks the list of runs of each sweep. Of each run it checks every sealed file, whether its id follows from its
+config and its name, whether rows are in order and come once, whether Parquet copies hold the same, its checkpoints
+against their records, and whether a fork started from the state that its trunk has. Which data the runs have read, and
+whether these are still there, is no fault of their files, and is said beside.
 """
 
 from collections.abc import Callable, Iterator, Sequence

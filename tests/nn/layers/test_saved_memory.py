@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from cases import BASE_LINEARS, REPRESENTATIVE, SOME, fitting
+from cases import BASE_LINEARS, REPRESENTATIVE, SOME, attended
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -196,7 +196,7 @@ def test_gradients_are_the_same_bytes(name, held, window_bytes, device):
 
 
 @devices
-@pytest.mark.parametrize("text", fitting(SOME, 64))
+@pytest.mark.parametrize("text", attended(SOME, 64))
 def test_attention_is_the_same_bytes(text, device):
     module = DotProductAttention(name="dpa", recipe=DpaQuantizers(**{t: HybridQuantizer.parse(text) for t in TENSORS}))
     model = nn.Linear(1, 1, device=device)

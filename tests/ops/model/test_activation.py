@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
-from hqsweep.formats.nvfp4 import hadamard
+from hqsweep.formats.hadamard import hadamard
 from hqsweep.ops.model.activation import INPUTS, activation, activation_backward, takes
 
 KINDS = tuple(INPUTS)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hqsweep.formats.nvfp4 import hadamard
+from hqsweep.formats.hadamard import hadamard
 from hqsweep.ops.model import norm
 
 DEVICE = "cuda"

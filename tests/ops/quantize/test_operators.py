@@ -9,6 +9,7 @@ from support.ops.calls import find_amax, quantize
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
+from hqsweep.gemm.product import scale_product
 from hqsweep.ops.library import has_kernels
 from hqsweep.ops.quantize import operators
 from hqsweep.ops.quantize.amax import find_amax_
@@ -296,7 +297,7 @@ gpu = pytest.mark.gpu
 )
 def test_the_epilogue_refuses_what_it_cannot_read(message, product, factor, dtype):
     with pytest.raises(ValueError, match=message):
-        torch.ops.hqsweep.scale_product(product.cuda(), factor.cuda(), dtype, 1.0)
+        scale_product(product.cuda(), factor.cuda(), dtype, 1.0)
 
 
 @gpu

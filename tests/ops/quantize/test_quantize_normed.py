@@ -5,7 +5,9 @@ import torch
 
 from hqsweep.ops.model import norm
 from hqsweep.ops.quantize import operators
+from hqsweep.ops.quantize.fused import Normed, quantize_normed
 from hqsweep.ops.quantize.kernels import NO_KEY
+from hqsweep.ops.quantize.request import request_of
 
 EPSILON = 1e-5
 PAIRS = [
@@ -34,8 +36,9 @@ def test_bytes_are_those_of_the_norm_quantized(row, column, dequantized, centred
         (alone,) = norm.norm_statistics(total, None, gain, bias, EPSILON)
         assert torch.equal(alone.nan_to_num(), statistics.nan_to_num())
         expected = operators.quantize(h, row, column, dequantized, *exact, NO_KEY, NO_KEY, None, None, False)
-        of = (total, gain, bias, statistics, EPSILON)
-        operands = torch.ops.hqsweep.quantize_normed(*of, row, column, dequantized, exact)
+        source, outputs = ("original", "rowwise_dequantized")[dequantized], (("codes", "exact")[e] for e in exact)
+        request = request_of(row, column, source, *outputs)
+        operands = quantize_normed(request, Normed(total, gain, bias, statistics, EPSILON))
         assert [(t.shape, t.dtype) for t in operands] == [(t.shape, t.dtype) for t in expected]
         for a, b in zip(operands, expected, strict=True):
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from hqsweep.nn.layers.norm import Norm
-from hqsweep.nn.layers.stream_layer import StreamLayer
-from hqsweep.nn.layers.transformer_layer import through
+from hqsweep.nn.layers.transformer_layer import StreamLayer, through
 from hqsweep.parallel.shared import tokens
 from hqsweep.parallel.shared.tokens import SharedWeight, gains_summed_together
 

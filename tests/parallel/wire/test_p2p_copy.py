@@ -6,7 +6,7 @@ import pytest
 from support.parallel import peer_ranks
 from support.ranks import run_ranks
 
-from hqsweep.parallel.wire import shared_memory
+from hqsweep.parallel.wire import memory
 from hqsweep.parallel.wire.p2p_copy import Slots
 
 COUNT = 4
@@ -101,9 +101,9 @@ def test_what_nobody_waits_for_is_forgotten():
 
 def test_ranks_are_neighbours_on_one_machine_with_a_gpu_each():
     places = [("node", "gpu 0"), ("node", "gpu 1")]
-    assert shared_memory.are_neighbours(places)
-    assert not shared_memory.are_neighbours([*places, ("other", "gpu 2")])
-    assert not shared_memory.are_neighbours([*places, ("node", "gpu 1")])
+    assert memory.are_neighbours(places)
+    assert not memory.are_neighbours([*places, ("other", "gpu 2")])
+    assert not memory.are_neighbours([*places, ("node", "gpu 1")])
 
 
 def test_units_take_collectives_where_there_are_no_copies():

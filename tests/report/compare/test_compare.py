@@ -25,6 +25,7 @@ def test_report_folder(make_sweep, fake, tmp_path):
     assert len(pd.read_parquet(page.parent / "stats.parquet")) == len(comparison.frames.stats)
 
 
+@pytest.mark.slow
 def test_every_figure_has_its_rows_as_csv(make_sweep, fake, tmp_path):
     arms = (("bf16", 0, 0), ("x", 0.03, 0), ("null", 0.001, 0.01))
     runs = [fake.Run(arm=arm, gap=gap, seed=seed, init_noise=noise) for arm, gap, noise in arms for seed in (0, 1)]
@@ -45,6 +46,7 @@ def test_every_figure_has_its_rows_as_csv(make_sweep, fake, tmp_path):
     assert len(errors) == 3 * 8 * 6 and {"sqnr_db", "underflow_pct"} <= set(errors)  # the broken run was not sampled
 
 
+@pytest.mark.slow
 def test_a_sweep_that_has_only_begun_still_makes_a_report(make_sweep, fake, tmp_path):
     runs = make_sweep([fake.Run(state="running", steps=7), fake.Run(arm="nvfp4"), fake.Run(arm="mxfp8")])
     for run in runs[1:]:
@@ -55,6 +57,7 @@ def test_a_sweep_that_has_only_begun_still_makes_a_report(make_sweep, fake, tmp_
     assert "1 of 1 runs without a result" in write(comparison, tmp_path / "out").read_text()
 
 
+@pytest.mark.slow
 def test_the_markdown_page_shows_the_forest_plot_where_there_is_one(make_sweep, fake, tmp_path):
     page = write(compare(make_sweep(fake.three_arms()), "bf16"), tmp_path / "out")
     text, picture = (page.parent / name for name in ("report.md", "figures/forest.svg"))

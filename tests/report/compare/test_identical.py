@@ -43,6 +43,7 @@ def test_an_arm_that_quantized_nothing_has_its_own_verdict(nothing):
     assert (arm["verdict"], arm["identical"], arm["apart"]) == ("identical", NOTHING, None)
 
 
+@pytest.mark.slow
 def test_it_is_said_in_the_headline_the_pages_the_csv_and_the_terminal(nothing, tmp_path):
     assert headline(nothing).split("; ")[1] == f"mxfp8 is {SAID}"
     page = write(nothing, tmp_path / "report")
@@ -76,6 +77,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", DIFFERENT.values(), ids=DIFFERENT)
 def test_other_operands_or_other_losses_are_another_arm(make_sweep, fake, changes):
     fmt = {} if "gemm" in changes else {"overrides": ({"name": "x"},), "fmt": "fp32"}

@@ -16,6 +16,7 @@ def notes(make_sweep, runs, name):
     return " ".join(compare(make_sweep(runs, name)).notes)
 
 
+@pytest.mark.slow
 def test_forks_say_what_their_intervals_cover_and_what_they_do_not_see(make_sweep, fake):
     gaps = {"null": 1e-5, "mxfp8": lambda trunk, point: 0.001 + 0.0001 * trunk}
     four, two, one = (notes(make_sweep, fake.fork_study(gaps, trunks=n), f"s{n}") for n in (4, 2, 1))

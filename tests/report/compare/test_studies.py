@@ -168,6 +168,7 @@ def test_sweeps_on_two_data_are_told_apart_and_no_run_stands_for_another(make_sw
     assert set(comparison.arms["n"][comparison.arms["arm"] != comparison.arms["baseline"]]) == {3}
 
 
+@pytest.mark.slow
 def test_forks_on_other_data_and_those_of_a_trunk_on_other_data_are_left_out(make_sweep, fake):
     study = [replace(run, data=OLD) for run in fake.fork_study({"mxfp8": 0.001, "nvfp4": 0.02})]
 
@@ -211,6 +212,7 @@ def test_the_gate_leaves_out_an_arm_on_other_data_than_its_baseline_arm(make_swe
     assert verdicts.exit_code == EXIT_FAILED and len(verdicts.left_out) == 3
 
 
+@pytest.mark.slow
 def test_a_baseline_takes_neither_mixed_runs_nor_a_draw_on_other_data(make_sweep, fake, stored):
     before = stored.read_bytes()
     refused = update(make_sweep(mixed(fake, nvfp4=NEW), "mixed"), stored)

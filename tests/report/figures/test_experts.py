@@ -172,6 +172,7 @@ def trained(recipe, workspace):
     return sink
 
 
+@pytest.mark.slow
 @pytest.mark.feature("H34")
 def test_a_training_run_reaches_the_figures_and_the_pages(make_sweep, fake, tmp_path):
     """All that is known of every expert: SQNR, underflow, tokens, load; and the balance over steps."""

@@ -113,6 +113,7 @@ def test_the_svg_is_well_formed_without_scripts_or_links_and_says_everything():
     assert len([c for c in root.iter("{http://www.w3.org/2000/svg}circle")]) == 3 + 1  # dots, and the legend's
 
 
+@pytest.mark.slow
 def test_few_trunks_show_their_forks_and_what_these_say_alone(make_sweep, fake):
     gaps = {"mxfp8": lambda trunk, point: 0.004 + 0.001 * trunk + point / 1e5, "null": 0.0001}
     few = forest_of(compare(make_sweep(fake.fork_study(gaps, trunks=2))))

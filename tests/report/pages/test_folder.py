@@ -41,6 +41,7 @@ def test_no_cell_and_no_heading_is_a_formula_and_the_reader_gives_it_back(tmp_pa
     assert read["gap"].tolist()[0] == -1.0 and read[cell].tolist() == [-0.5, 0.001] and read["mixed"][1] == cell
 
 
+@pytest.mark.slow
 def test_the_null_arm_has_its_name_in_every_csv_of_a_report(make_sweep, fake, tmp_path):
     folder = write(compare(make_sweep(fake.fork_study({"null": 1e-5, "mxfp8": 1e-3}))), tmp_path / "out").parent
     files = {path.relative_to(folder).as_posix(): pd.read_csv(path) for path in folder.rglob("*.csv")}

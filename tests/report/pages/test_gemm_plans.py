@@ -35,6 +35,7 @@ def test_lines_count_modules_and_name_the_step_of_a_change():
     }
 
 
+@pytest.mark.slow
 def test_every_report_says_which_plans_computed_an_arm(runs, tmp_path):
     comparison = compare(runs, "bf16")
     expected = {"bf16": "exact fp32; other machine", "fp8": f"{NATIVE}; later"}

@@ -27,6 +27,9 @@ def spec_of(text: str) -> dict[str, object]:
 SPECS = {text: spec_of(text) for text in (*REPRESENTATIVE, *COMBINED) if text in KERNELS}
 
 
+FOUR_BITS = ("e2m1", "e1m2")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Result:
     q: np.ndarray
@@ -42,14 +45,18 @@ class Result:
 def outputs(shape: tuple[int, int], spec: dict, exact_dtype: type = np.float32) -> Result:
     """Arrays for all results of a call, full of garbage."""
     rows, cols = shape
-    packed = 2 if spec["element"] == "e2m1" else 1  # codes per byte
+    packed = 2 if spec["element"] in FOUR_BITS else 1  # codes per byte
     tiles = [-(-n // spec[name]) if spec[name] else 1 for n, name in ((rows, "tile_rows"), (cols, "tile_cols"))]
     return Result(
         q=np.full((rows, cols // packed), 0xAA, np.uint8),
         s=np.full(tiles, 77, np.float32 if spec["family"] in ("current", "block") else np.uint8),
-        g=np.full(rows if spec.get("row_scaled") else 1, np.nan, np.float32),
+        g=np.full(amaxes(shape, spec), np.nan, np.float32),
         exact=np.full((rows, cols), 0x7FC0 if exact_dtype is np.uint16 else np.nan, exact_dtype),
     )
+
+
+def amaxes(shape: tuple[int, int], spec: dict) -> int:
+    return shape[0] if spec.get("row_scaled") else 1
 
 
 DTYPES = {"float32": 0, "uint16": 1, "float16": 2}  # uint16 means bfloat16 bits
@@ -84,7 +91,7 @@ def quantize(
     **spec,
 ) -> Result:
     """Quantize a 2-D array of any strides along its rows on the CPU."""
-    result, amax_place = outputs(x.shape, spec, exact_dtype), np.zeros(1, np.float32)
+    result, amax_place = outputs(x.shape, spec, exact_dtype), np.zeros(amaxes(x.shape, spec), np.float32)
     pointers = {name: array.ctypes.data for name, array in vars(result).items()}
     address = 0 if amax is None else amax.ctypes.data
     to = direction(spec, pointers, exact_dtype, address, amax_place.ctypes.data)
@@ -99,7 +106,7 @@ def quantize_on_gpu(x: np.ndarray, *, amax: np.ndarray | None = None, exact_dtyp
     garbage = vars(outputs(x.shape, spec, exact_dtype))
     arrays = {name: to_gpu(array) for name, array in garbage.items()}
     amax_there = None if amax is None else to_gpu(amax)
-    amax_place = torch.zeros(1, device="cuda")
+    amax_place = torch.zeros(amaxes(x.shape, spec), device="cuda")
     pointers = {name: array.data_ptr() for name, array in arrays.items()}
     to = direction(
         spec, pointers, exact_dtype, 0 if amax_there is None else amax_there.data_ptr(), amax_place.data_ptr()

@@ -15,7 +15,7 @@ SPECS = (
     {"family": "mx", "element": "e2m1", "tile_rows": 32, "tile_cols": 32},
     {"family": "block", "element": "e5m2", "tile_rows": 128, "tile_cols": 128},
     {"family": "current", "element": "e4m3", "tile_rows": 0, "tile_cols": 0},
-    {"family": "nvfp4", "element": "e2m1", "tile_rows": 1, "tile_cols": 16, "sr": True, "rht": True},
+    {"family": "nvfp4", "element": "e2m1", "tile_rows": 1, "tile_cols": 16, "sr": True, "rht": 16},
     {"family": "nvfp4", "element": "e2m1", "tile_rows": 16, "tile_cols": 16, "four_over_six": "mse"},
 )
 NAMES = (

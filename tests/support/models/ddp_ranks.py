@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hqsweep
 from hqsweep.models.conversion import Conversion
-from hqsweep.models.names import clean_name
 from hqsweep.nn import quantization
+from hqsweep.recipe.roles import clean_name
 
 RANKS, ROWS, WIDTH = 2, 64, 32
 RECIPES = (RANDOM, DELAYED)

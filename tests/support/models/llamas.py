@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hqsweep.models.names import clean_name
+from hqsweep.recipe.roles import clean_name
 
 VOCABULARY, CONTEXT, BATCH = 64, 16, 2
 

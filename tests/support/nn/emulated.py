@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hqsweep.formats.nvfp4 import hadamard
+from hqsweep.formats.hadamard import hadamard
 from hqsweep.nn.layers.norm import EPSILON
 from hqsweep.nn.linear.mlp import ACTIVATIONS
 from hqsweep.ops.quantize import operators

@@ -11,7 +11,7 @@ from support.parallel.fsdp2_training import accumulate, batch, build, shard
 
 from hqsweep.nn import quantization
 from hqsweep.nn.core.call import LinearCall
-from hqsweep.parallel.wire.objects import by_first
+from hqsweep.parallel.wire.collectives import by_first
 from hqsweep.quant.operand import Operand
 
 SQUARE = ("nvfp4+2d", "mxfp8+2d", "fp8_block+2d", "fp8_current", "mxfp8+2d@rowwise_dequantized")

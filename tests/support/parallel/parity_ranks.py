@@ -12,7 +12,7 @@ from hqsweep.jobs.parity import ranks
 from hqsweep.jobs.parity.rank_cases import Column, Problem, Results
 from hqsweep.parallel.shards import shard_part
 from hqsweep.parallel.shards.gather_operands import Gathering
-from hqsweep.parallel.shards.shard_place import Place
+from hqsweep.parallel.shards.shard import Place
 from hqsweep.parallel.shared import token_route
 from hqsweep.parallel.shared.token_route import Messages
 from hqsweep.quant.operand import Operand

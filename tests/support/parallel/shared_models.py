@@ -29,11 +29,10 @@ from hqsweep.nn.layers import norm
 from hqsweep.nn.linear import mlp
 from hqsweep.parallel.data import gather_in_linear_dtype, residual_under_fsdp
 from hqsweep.parallel.expert import expert_parallel
-from hqsweep.parallel.mesh import Ranks
+from hqsweep.parallel.mesh import Ranks, captured_of_all, rows_of_all
 from hqsweep.parallel.overlap import chunked_input
 from hqsweep.parallel.overlap.chunked_input import OperandsInTurn
 from hqsweep.parallel.overlap.deferred_reduce import LeftGradient, LeftOutput
-from hqsweep.parallel.samples import captured_of_all, rows_of_all
 from hqsweep.parallel.shared import linear, linear_function
 from hqsweep.parallel.shared.vocabulary import cross_entropy, split_embedding, vocabulary_group
 from hqsweep.parallel.tensor import ColwiseLinear, fsdp_placement, tensor_parallel

@@ -3,7 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 
-from hqsweep.foreign_logs.wandb_files import items, records
+from hqsweep.foreign_logs.trackers import items, records
 
 
 def load(folder: Path) -> SimpleNamespace:

@@ -13,7 +13,7 @@ from support.sweep import fake_worker
 
 from hqsweep.host import holder_pid
 from hqsweep.sweep.engine import follow
-from hqsweep.sweep.engine.scheduler import Job, Unreachable
+from hqsweep.sweep.engine.follow import Job, Unreachable
 from hqsweep.sweep.store.files import write_json
 
 LONG_AGO = 1.0

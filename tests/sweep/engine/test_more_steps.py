@@ -127,6 +127,7 @@ def hqsweep(*words: str) -> Result:
     return CliRunner().invoke(app, ["run", *TINY, "recipe=nvfp4", "train.decay=0", *words])
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_rows_and_state_are_those_of_a_run_from_step_1(folder: Path) -> None:
     short = ("sweep=short", "train.steps=10", "train.warmup=0.1")
     assert hqsweep(*short).exit_code == 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hqsweep.sweep.engine.scheduler import Unreachable, find_jobs, parse_jobs
+from hqsweep.sweep.engine.follow import Unreachable, find_jobs, parse_jobs
 
 ARRAY = """\
 JobId=5 ArrayJobId=5 ArrayTaskId=2-3,7%2 JobName=hqsweep-a JobState=PENDING Reason=JobArrayTaskLimit ExitCode=0:0 EndTime=Unknown

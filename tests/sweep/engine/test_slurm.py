@@ -13,8 +13,8 @@ from support.sweep.shown import Shown
 
 from hqsweep.errors import UserError
 from hqsweep.sweep.engine import follow, launch, process, slurm
+from hqsweep.sweep.engine.follow import Job
 from hqsweep.sweep.engine.ranks import nodes_arguments
-from hqsweep.sweep.engine.scheduler import Job
 from hqsweep.sweep.engine.slurm import run_slurm, sbatch_parameters
 
 pytest.importorskip("submitit")

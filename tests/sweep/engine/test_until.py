@@ -7,7 +7,7 @@ from support.sweep.shown import Shown
 from hqsweep.errors import UserError
 from hqsweep.sweep.engine import process
 from hqsweep.sweep.engine.local import Limits, run_local
-from hqsweep.sweep.engine.until import Until, seconds_of
+from hqsweep.sweep.engine.task import Until, seconds_of
 
 
 @pytest.fixture(autouse=True)

@@ -45,6 +45,7 @@ def test_quickstart_forks_six_recipes_and_the_null_arm_from_four_trunks() -> Non
     assert {p.config["sweep"] for p in grid.points} == {"quickstart"} and len(grid.study.fork.at) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("conf", ["stdlib", "markov"])
 def test_larger_sweeps_have_the_arms_of_quickstart_and_the_null_arm_with_three_seeds(conf: str) -> None:
     points = expand(conf).points

@@ -19,6 +19,7 @@ def refusal(*words: str) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_grid_is_read_and_its_keys_are_checked_without_torch():
     code = (
         "import sys\n"

@@ -291,6 +291,7 @@ def check_two_runs(printed: str) -> None:
 TWO = ("recipe=bf16,mxfp8", "engine.workers=1", "engine.threads=1")
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_runs_of_a_hugging_face_model(llama, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     ran = CliRunner().invoke(app, ["run", *words(llama, *TWO), "--json"])
