@@ -38,6 +38,8 @@ _HOME: dict[str, str] = {
     "compare": "hqsweep.api.comparison",
     "Judgement": "hqsweep.api.judgement",
     "judge": "hqsweep.api.judgement",
+    "Ladder": "hqsweep.api.ladder",
+    "ladder": "hqsweep.api.ladder",
     "query": "hqsweep.api.comparison",
     "run": "hqsweep.api.sweep",
     "serve": "hqsweep.api.serve",

@@ -60,7 +60,9 @@ def _job(model: type[BaseModel], own: Iterable[str]) -> list[str]:
 
 def _study() -> list[str]:
     """The keys of a sweep as a whole, with the comments of the YAML files that have all of them."""
-    comments, rows = _comments(CONF / "fork.yaml") | _comments(CONF / "convergence.yaml"), []
+    comments, rows = {}, []
+    for conf in ("factorial", "fork", "convergence"):
+        comments |= _comments(CONF / f"{conf}.yaml")
     for name, field in StudyConfig.model_fields.items():
         found = _rows(name, _section(field), {}) if _section(field) else [_row(name, field, {})]
         rows += [(*row[:3], comments.get(row[0], "")) for row in found]

@@ -8,7 +8,19 @@ from hqsweep.nn.core import probe
 from hqsweep.ops import stats
 from hqsweep.report.compare import arms, curves, families, frames, verdict
 from hqsweep.report.gate import baseline, baseline_update, change, gate
-from hqsweep.verdicts import ages, course, estimate, forks, levels, plan, slowdown, whole_runs
+from hqsweep.verdicts import (
+    ages,
+    course,
+    effects,
+    estimate,
+    forks,
+    fractions,
+    ladder,
+    levels,
+    plan,
+    slowdown,
+    whole_runs,
+)
 
 CHAPTERS = {
     "Errors of quantized tensors and of GEMMs": (stats, ()),
@@ -21,6 +33,9 @@ CHAPTERS = {
     "Forks that end together": (ages, None),
     "The course of a gap": (course, (course.Course, course.course)),
     "Slowdown": (slowdown, (slowdown.Slowdown, slowdown.slowdown)),
+    "Designs of factorial studies": (fractions, (fractions.Fraction, fractions.fraction)),
+    "Effects of a factorial study": (effects, (effects.Effect, effects.judge)),
+    "Ladders of sizes": (ladder, (ladder.Rung, ladder.Prediction, ladder.predict, ladder.hold_out)),
     "Looks at a growing study": (levels, None),
     "Replicates": (plan, None),
     "What is said of an arm": (verdict, (verdict.sentence,)),

@@ -20,6 +20,7 @@ from hqsweep.queries.index import Tables
 from hqsweep.queries.sql import ask
 from hqsweep.report.compare import arms
 from hqsweep.report.compare.compare import compare as judge
+from hqsweep.report.compare.league import league
 from hqsweep.report.compare.left_out import LeftOut, rows
 from hqsweep.report.compare.notes import headline
 from hqsweep.report.figures.forest import forest_of
@@ -137,6 +138,19 @@ class Comparison:
         leading = ["arm", "verdict", "gap_pct", "ci_low_pct", "ci_high_pct", "n", "final_loss", "tokens_per_s"]
         rows = tables.by_gap(self._comparison)
         return rows[[*leading, *(name for name in rows if name not in leading)]]
+
+    @cached_property
+    def effects(self) -> pd.DataFrame:
+        """One row for every effect of a factorial study (conf=factorial), main effects first, in % of the baseline's
+        loss: effect, order, pct, low, high (95 %, joint), p, n, resolved, aliases. Empty for other studies."""
+        return self._comparison.effects.table.copy()
+
+    @cached_property
+    def league(self) -> pd.DataFrame:
+        """One row for every arm but the null arm, the smallest gap first: place, arm, verdict, gap_pct, ci_low_pct,
+        ci_high_pct, slowdown_pct, bits (mean of an element over the operands of linears), front (no other arm has
+        fewer bits and a smaller gap), tokens_per_s and speed (over the baseline's), NaN where formats are emulated."""
+        return league(self._comparison)
 
     @property
     def points(self) -> pd.DataFrame:

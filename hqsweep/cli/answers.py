@@ -190,7 +190,24 @@ class Arm(Open):
     """Why the arm is not judged with the others."""
 
 
+class Effect(Answer):
+    """An effect of a factorial study, in % of the baseline's loss: of one factor, or of two beyond the sum of each."""
+
+    effect: str
+    order: int
+    pct: Number
+    low: Number
+    high: Number
+    p: Number
+    n: int
+    resolved: bool
+    aliases: str
+    """Effects of one or two factors that no arm tells apart from this one."""
+
+
 class Compared(Answer):
+    effects: list[Effect] | None = None
+    """Of a factorial study."""
     arms: list[Arm]
     baselines: list[dict[str, Any]]
     unit: str
@@ -203,7 +220,26 @@ class Compared(Answer):
     left_out: list[Left]
 
 
+class Ranked(Answer):
+    """A row of the league: an arm, its bits of an element, and its speed where its formats run natively."""
+
+    place: Number
+    arm: str
+    verdict: str
+    gap_pct: Number
+    ci_low_pct: Number
+    ci_high_pct: Number
+    slowdown_pct: Number
+    bits: Number
+    front: bool
+    """Whether no other arm has fewer bits and a smaller gap."""
+    tokens_per_s: Number
+    speed: Number
+
+
 class Report(Compared):
+    league: list[Ranked] | None = None
+    """With --league."""
     report: str
     """The path of the page."""
     paper: list[str]
@@ -460,6 +496,69 @@ class Versions(Answer):
     kernel_build: dict[str, Any] | None
 
 
+class Span(Answer):
+    """Of one law, in % of the baseline's loss."""
+
+    gap_pct: Number
+    low: Number
+    high: Number
+
+
+class Check(Answer):
+    """The largest size, in %, and its prediction from the smaller ones."""
+
+    measured: Number
+    low: Number
+    high: Number
+    covered: bool
+
+
+class Predicted(Answer):
+    """An arm at the size that was asked for: gap and its interval in % of the baseline's loss."""
+
+    arm: str
+    verdict: Word
+    gap_pct: Number
+    low: Number
+    high: Number
+    laws: dict[str, Span]
+    disagree: bool
+    eff_n: Number
+    eff_n_low: Number
+    eff_n_high: Number
+    eff_d: Number
+    eff_d_low: Number
+    eff_d_high: Number
+    sizes: int
+    held_out: Check | None
+    sentence: str
+
+
+class Size(Answer):
+    """A measured gap of an arm at one size."""
+
+    design: str
+    arm: str
+    params: Number
+    tokens: Number
+    n: int
+    gap_pct: Number
+    se_pct: Number
+    loss: Number
+    """The baseline's, in nats."""
+
+
+class Laddered(Answer):
+    design: str
+    params: Number
+    tokens: Number
+    margin: Number
+    arms: list[Predicted]
+    measured: list[Size]
+    warnings: list[str]
+    report: str
+
+
 ANSWERS: Mapping[str, Any] = {
     "run": list[Result] | list[Planned] | Decided | Timed,
     "ls": list[ListedSweep],
@@ -467,6 +566,7 @@ ANSWERS: Mapping[str, Any] = {
     "status": list[StatusRow],
     "query": list[dict[str, Any]] | dict[str, list[str]],
     "compare": Report,
+    "ladder": Laddered,
     "judge": Judged | Gated,
     "plan": Plan | PlanOfLogs,
     "gate": Gated,

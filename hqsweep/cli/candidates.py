@@ -44,6 +44,10 @@ def run_or_sweep(beginning: str, runs_dir: Path) -> list[str]:
         return []
 
 
+SIZE = "size"
+"""The group whose files set keys of other sections."""
+
+
 def groups(folders: Sequence[Path]) -> list[str]:
     named = sorted(path.parent.name for folder in folders for path in folder.glob("*/*.yaml"))
     return list(dict.fromkeys(named))
@@ -51,9 +55,9 @@ def groups(folders: Sequence[Path]) -> list[str]:
 
 def keys(folders: Sequence[Path]) -> list[str]:
     """Dotted paths of all values of the jobs' configs and of the groups, sections left out."""
-    complete = (*JOBS, "fork")  # files with all keys of a job, and of a fork study
+    complete = (*JOBS, "fork", "factorial")  # files with all keys of a job, of a fork study, and of a design
     named = [key for name in complete for key in _leaves(_read(PACKAGED / f"{name}.yaml"))]
-    for group in groups(folders):
+    for group in (name for name in groups(folders) if name != SIZE):
         for folder in folders:
             for path in sorted((folder / group).glob("*.yaml")):
                 named += [f"{group}.{key}" for key in _leaves(_read(path))]

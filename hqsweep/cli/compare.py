@@ -43,6 +43,9 @@ def compare(
         typer.Option(metavar="svg|png", help="Also write every figure as a file of its own, into paper/ there."),
     ] = None,
     latex: Annotated[bool, typer.Option("--latex", help="Also write the tables as LaTeX, into paper/ there.")] = False,
+    as_league: Annotated[
+        bool, typer.Option("--league", help="Also rank the arms by gap, with bits and native speed, into league.csv.")
+    ] = False,
     junit_file: Junit = None,
     runs_dir: RunsDir = Path("runs"),
     as_json: AsJson = False,
@@ -57,11 +60,12 @@ def compare(
         from hqsweep.cli.judge import print_judgement
         from hqsweep.foreign_logs.logs import is_of_commands, judge_runs
         from hqsweep.report.compare.compare import document
+        from hqsweep.report.compare.league import league
         from hqsweep.report.compare.left_out import exit_code
         from hqsweep.report.gate.ci import checked, verdict_rows, write_junit
-        from hqsweep.report.pages.folder import write
+        from hqsweep.report.pages.folder import write, write_csv
         from hqsweep.report.pages.paper import check_kind, write_figures, write_latex
-        from hqsweep.report.pages.tables import rich_table
+        from hqsweep.report.pages.tables import rich_effects, rich_league, rich_table
         from hqsweep.sweep.store.store import RunStore
         from hqsweep.track.open import mirror_report
 
@@ -71,6 +75,7 @@ def compare(
         folder = out or Path("reports", "+".join(dict.fromkeys(run.sweep for run in selected)))
         if is_of_commands(selected):
             options = {"--check": check, "--track": track, "--figures": figures, "--latex": latex}
+            options["--league"] = as_league
             if given := next((name for name, value in options.items() if value), None):
                 raise UserError(
                     f"{given}: is for runs of hqsweep's own trainer, and these are of a command; leave it out"
@@ -84,10 +89,14 @@ def compare(
         page = write(comparison, folder)
         paper = write_figures(comparison, figures, page.parent / "paper") if figures else []
         paper += write_latex(comparison, page.parent / "paper") if latex else []
+        ranked = league(comparison) if as_league else None
+        if ranked is not None:
+            write_csv(ranked, page.parent / "league.csv")
     if junit_file:
         write_junit(junit_file, "compare", verdict_rows(comparison))
     good, line = checked(comparison) if check else (True, "")
     result = document(comparison) | {"report": str(page), "paper": [str(path) for path in paper], "check": line or None}
+    result |= {} if ranked is None else {"league": ranked.to_dict("records")}
     lines = [
         f"baseline: {comparison.baseline} ({comparison.baseline_why})",
         f"report: {page}",
@@ -99,7 +108,7 @@ def compare(
             "--track: no tracker has taken the report; the sweep's track.kind says whether W&B, TensorBoard or trackio"
             " should"
         )
-    print_result(as_json, result, rich_table(comparison), *lines)
+    print_result(as_json, result, rich_table(comparison), *rich_effects(comparison), *rich_league(ranked), *lines)
     raise typer.Exit(exit_code(comparison.left_out, partial) if good else EXIT_MISMATCH)
 
 

@@ -12,7 +12,7 @@ import typer
 from hqsweep import __version__
 from hqsweep.cli import compare as cli_compare
 from hqsweep.cli import completion as cli_completion
-from hqsweep.cli import files, judge, probe, recipe, runs
+from hqsweep.cli import files, judge, ladder, probe, recipe, runs
 from hqsweep.cli import query as cli_query
 from hqsweep.cli import run as cli_run
 from hqsweep.cli.output import AsJson, OneSentence, RunsDir, Sort, Where, choice, print_result
@@ -151,8 +151,8 @@ def schema(
 
 
 for _command in (
-    cli_compare.compare, judge.judge, cli_run.plan, cli_compare.gate, probe.probe, cli_query.query, cli_query.serve,
-    runs.verify, runs.status, runs.cancel, runs.sync, runs.note,
+    cli_compare.compare, ladder.ladder, judge.judge, cli_run.plan, cli_compare.gate, probe.probe, cli_query.query,
+    cli_query.serve, runs.verify, runs.status, runs.cancel, runs.sync, runs.note,
 ):  # fmt: skip
     app.command()(_command)
 app.command(context_settings={"ignore_unknown_options": True})(runs.tag)

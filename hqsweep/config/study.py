@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
+from hqsweep.config.factorial import FactorialStudy
 from hqsweep.config.section import Count, Index, Name, Section, sentence
 from hqsweep.errors import UserError
 from hqsweep.verdicts.estimate import MAXIMUM
@@ -270,6 +271,7 @@ class StudyConfig(Section):
     is what its name says.
     margin: the largest gap that counts as none, in % of the baseline's loss, or as "1% tokens": the most tokens more
     for the same loss that count as none.
+    factorial: factors of two levels each, whose combinations make the arms (conf=factorial has its keys).
     """
 
     arms: dict[Name, list[str] | dict[str, Any]] | None = None
@@ -278,6 +280,7 @@ class StudyConfig(Section):
     margin: Annotated[float | str, BeforeValidator(parse_margin)] = 0.25
     seeds: SeedsConfig = SeedsConfig()
     fork: ForkStudy | None = None
+    factorial: FactorialStudy | None = None
 
     @property
     def settles(self) -> bool:
@@ -288,6 +291,12 @@ class StudyConfig(Section):
     def maximum(self) -> int | None:
         """The most replicates of a study that is looked at after each; None for a study of a fixed size."""
         return self.seeds.max if self.settles or self.seeds.until == "decided" else None
+
+    @model_validator(mode="after")
+    def _one_source_of_arms(self) -> "StudyConfig":
+        if self.arms is not None and self.factorial is not None:
+            raise UserError("arms: given beside factorial, whose design makes the arms; leave one of them out")
+        return self
 
     @model_validator(mode="after")
     def _one_rule(self) -> "StudyConfig":

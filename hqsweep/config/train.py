@@ -284,8 +284,11 @@ Recompute = Literal["none", "layer", "attention"]
 
 
 class TrainConfig(Section):
-    """AdamW with warmup, a constant stretch and a linear decay; warmup and decay are fractions of the steps.
+    """Warmup, a constant stretch and a linear decay of the rate; warmup and decay are fractions of the steps.
 
+    optimizer: adamw; sgd with `momentum`; or muon with it for the matrices of layers, and AdamW for the rest. moments:
+    bf16 and fp8 (E4M3 in blocks of 128) round the optimizer's moments after each step. Other optimizers and moments
+    than the first take one rank.
     recompute: the part that backward computes again instead of keeping it. offload: the rest waits in CPU memory. A
     step runs its batch in `microbatches` equal parts, whose gradients add up. compile: auto and graph give the same
     bits; off is the reference, whose sums on a GPU are in another order. With auto and graph TorchInductor compiles the
@@ -305,6 +308,9 @@ class TrainConfig(Section):
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     clip: Positive = 1.0
+    optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    moments: Literal["fp32", "bf16", "fp8"] = "fp32"
     dtype: Literal["bf16", "fp32"] = "bf16"
     device: Device = "auto"
     recompute: Recompute = "none"
@@ -327,6 +333,11 @@ class TrainConfig(Section):
             raise UserError(f"train.microbatches: {self.batch} sequences do not divide into {self.microbatches} parts")
         self.parallel.check_batch(self.batch, self.microbatches)
         self.parallel.check_stages(self.microbatches)
+        if self.parallel.world > 1 and (self.optimizer, self.moments) != ("adamw", "fp32"):
+            raise UserError(
+                f"train.optimizer: {self.optimizer} with moments {self.moments} takes whole parameters, but"
+                f" train.parallel has {self.parallel.world} ranks; give adamw and fp32, or one rank"
+            )
         self.check_compile(on_gpu=self.device != "cpu")
         return self
 

@@ -239,7 +239,7 @@ class FusedAdam(torch.optim.AdamW):
         if own or fused:  # kernels do not change versions, by which old cached operands are found
             torch.autograd.graph.increment_version(masters)
         updated = dict(zip(grads, masters, strict=True))
-        _write_plain(updated)
+        write_plain(updated)
         return updated
 
     def _dtype(self, p: Tensor) -> torch.dtype:
@@ -322,7 +322,7 @@ def _norm(gradients: dict[Tensor, Tensor], norm: Norm | None) -> Tensor:
     return norm_of(every) if norm is None else norm(list(gradients), every)
 
 
-def _write_plain(masters: Mapping[Tensor, Tensor]) -> None:
+def write_plain(masters: Mapping[Tensor, Tensor]) -> None:
     """Copy masters into plain parameters. masters: parameter -> its master, or this rank's part of it."""
     plain = [(local(p), m) for p, m in masters.items() if not (local(p) is m or _is_held(p))]
     if plain:

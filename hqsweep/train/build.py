@@ -3,6 +3,7 @@
 from functools import partial
 
 import torch
+from torch import nn
 
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.model import ModelConfig
@@ -10,6 +11,7 @@ from hqsweep.config.train import TrainConfig
 from hqsweep.errors import UserError
 from hqsweep.gemm import native
 from hqsweep.optim import FusedAdam
+from hqsweep.optim.rules import RuledOptimizer
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.train.adapter import DTYPES, ModelAdapter, by_decay
 
@@ -33,10 +35,24 @@ def adapted(config: ConvergenceConfig, vocab_size: int, recipe: AnyRecipe, devic
 
 
 def make_optimizer(adapter: ModelAdapter, train: TrainConfig) -> FusedAdam:
-    """AdamW, with FP32 masters where weights are quantized. The adapter says which parameters decay."""
+    """train.optimizer, with FP32 masters where weights are quantized. The adapter says which parameters decay. Muon is
+    for matrices of layers; the embedding, the head, experts and gains take AdamW."""
     decayed, others = by_decay(adapter.model, adapter.decayed())
     groups = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return FusedAdam(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=1e-8)
+    options = {"lr": train.lr, "betas": (train.beta1, train.beta2), "eps": 1e-8}
+    if (train.optimizer, train.moments) == ("adamw", "fp32"):
+        return FusedAdam(groups, **options)
+    rule = train.optimizer
+    if rule == "muon":
+        if not isinstance(adapter.model, nn.Module) or not hasattr(adapter.model, "layers"):
+            raise UserError("train.optimizer: muon is for hqsweep's own GPT; give adamw or sgd for another model")
+        inner = {id(p) for p in adapter.model.layers.parameters()}
+        hidden = [p for p in decayed if id(p) in inner and p.ndim == 2]
+        rest = [p for p in decayed if not (id(p) in inner and p.ndim == 2)]
+        groups = [groups[0] | {"params": hidden}, groups[0] | {"params": rest}, groups[1]]
+    groups = [group | {"rule": rule if rule == "sgd" or not place else "adamw"} for place, group in enumerate(groups)]
+    groups = [group for group in groups if group["params"]]
+    return RuledOptimizer(groups, momentum=train.momentum, moments=train.moments, **options)
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:

@@ -31,7 +31,7 @@ def test_keys_are_those_of_the_typed_configs() -> None:
     of_runs |= {"fork.source", "fork.source_hash"}  # of fork.trunk
     of_runs |= {"model.target", "model.args", "data.target", "data.args"}  # _target_, and keys of the user's
     assert {key for key in values - offered if not key.startswith(free)} == of_runs
-    assert {key for key in offered - typed if not key.startswith(free)} <= {"fork", "model._target_"}
+    assert {key for key in offered - typed if not key.startswith(free)} <= {"fork", "factorial", "model._target_"}
     assert {"recipe.linear.input", "recipe.dpa.qkv", "recipe.gemm"} - offered <= {"recipe.gemm"}
 
 

@@ -51,6 +51,25 @@ ZOO = {
     "mxfp4": ("mxfp4", "mxfp4", "mxfp4"),
     "mxfp4_floor": ("mxfp4+floor", "mxfp4+floor", "mxfp4+floor"),
     "nvfp4_tensor": ("nvfp4+tensor", "nvfp4+tensor", "nvfp4+tensor"),
+    "deepseek_v3": (
+        "fp8_block+fp32_scale@rowwise_dequantized", "fp8_block+2d+fp32_scale",
+        "fp8_block+fp32_scale",
+    ),
+    "mxfp4_wgrad_bf16": ("mxfp4|bf16", "mxfp4", "mxfp4|bf16"),
+    "mxfp4_wgrad_nvfp4_rht": ("mxfp4|nvfp4+rht", "mxfp4", "mxfp4|nvfp4+rht"),
+    "quartet2_like": (
+        "nvfp4+4over6|nvfp4+rht+sr@rowwise_dequantized", "nvfp4+4over6|nvfp4+sr@rowwise_dequantized",
+        "nvfp4+rht+sr",
+    ),
+    "tetrajet_like": (*["mxfp4@rowwise_dequantized"] * 2, "mxfp4"),
+    "tetrajet2_like": (
+        "nvfp4|nvfp4+rht+sr@rowwise_dequantized", "nvfp4|nvfp4+sr@rowwise_dequantized", "nvfp4+rht+sr"
+    ),
+    "ufp4_like": ("nvfp4+rht", "nvfp4", "nvfp4+rht+sr"),
+    "nvfp4_ends_bf16": ("nvfp4+rht", "nvfp4+2d", "nvfp4+rht+sr"),  # and overrides
+    "nvfp4_healed": ("nvfp4+rht", "nvfp4+2d", "nvfp4+rht+sr"),  # and a schedule
+    "nvfp4_healed_fprop": ("nvfp4+rht", "nvfp4+2d", "nvfp4+rht+sr"),  # too
+    "nvfp4_fc2_mxfp8": ("nvfp4+rht", "nvfp4+2d", "nvfp4+rht+sr"),  # and overrides
     "mxfp6_e2m3": ("mxfp6_e2m3", "mxfp6_e2m3", "mxfp6_e2m3"),
     "mxfp6_e3m2": ("mxfp6_e3m2", "mxfp6_e3m2", "mxfp6_e3m2"),
     "mxfp8_e5m2_grad": ("mxfp8", "mxfp8", "mxfp8+e5m2"),

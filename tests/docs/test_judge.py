@@ -1,5 +1,5 @@
-"""docs/judge.md and docs/track.md are true: their files are written, their commands and their Python run, and print
-what the pages say.
+"""docs/judge.md, docs/track.md and docs/ladder.md are true: their files are written, their commands and their Python
+run, and print what the pages say.
 
 ```csv NAME, ```py NAME  are files
 ```text                  is the output of the block before it
@@ -39,7 +39,7 @@ def plain(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip("\n").splitlines()]
 
 
-@pytest.mark.parametrize(("page", "texts"), [("judge.md", 6), ("track.md", 2)])
+@pytest.mark.parametrize(("page", "texts"), [("judge.md", 6), ("track.md", 2), ("ladder.md", 1)])
 def test_the_page_prints_what_it_says(page: str, texts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")

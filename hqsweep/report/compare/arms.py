@@ -16,6 +16,7 @@ import pandas as pd
 
 from hqsweep.errors import UserError, nearest
 from hqsweep.report.compare.curves import intervals
+from hqsweep.report.compare.effects import Effects
 from hqsweep.report.compare.families import DECIDES, LOSSES, Family
 from hqsweep.report.compare.frames import DATA, ENERGY, FORK, REPLICATE, Frames, config_leaves
 from hqsweep.report.compare.left_out import LeftOut
@@ -73,6 +74,7 @@ class Comparison:
     trunks       the trunks' own rows, of forks
     left_out     runs without a result, and those that cannot be believed
     courses      arm -> steps since the fork, and its verdicts.course.Course
+    effects      of a factorial study
     """
 
     frames: Frames
@@ -92,6 +94,7 @@ class Comparison:
     left_out: tuple[LeftOut, ...] = field(default=())
     baseline_why: str = ""
     courses: dict[str, tuple[np.ndarray, Course]] = field(default_factory=dict)
+    effects: Effects = field(default_factory=Effects)
 
 
 def baselines(runs: pd.DataFrame, baseline: str) -> dict[str, str]:

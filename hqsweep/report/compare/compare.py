@@ -17,6 +17,7 @@ from hqsweep.report.compare.arms import Comparison, arm_row, baselines, null_arm
 from hqsweep.report.compare.courses import cells_of as course_cells
 from hqsweep.report.compare.courses import courses
 from hqsweep.report.compare.curves import measures
+from hqsweep.report.compare.effects import effects_of
 from hqsweep.report.compare.families import DECIDES, LOSSES, Family, Rule, judge, parts_of
 from hqsweep.report.compare.frames import Frames, common_end, load
 from hqsweep.report.compare.identical import identical_arms
@@ -100,17 +101,19 @@ def compare(
     }
     cells = {arm: own | course_cells(found[arm][1] if arm in found else None) for arm, own in cells.items()}
     arms = _arms(frames, finals, families, cells, perturbed(frames.runs, baseline_of))
+    points = pd.concat([family.points for family in families.values()], ignore_index=True)
+    effects = effects_of(study.factorial, finals, points, design)
     return Comparison(
         frames=frames, baseline=baseline, baseline_why=why, baseline_of=baseline_of, window=window, finals=finals,
         design=design, margin_pct=float(np.mean([*margins.values()])), maximum=study.maximum, trunks=trunks,
         margin_tokens=margin_in_tokens(study.margin),
         arms=arms,
         estimates={arm: own for family in families.values() for arm, own in family.estimates.items()},
-        points=pd.concat([family.points for family in families.values()], ignore_index=True),
+        points=points, effects=effects,
         notes=(
             *note(left_out), *inside_notes(arms), *alike_notes(alike),
             *study_notes(list(families.values()), frames, finals, study),
-            *rewarm, *slope_notes(study.margin, curves),
+            *rewarm, *slope_notes(study.margin, curves), *effects.notes,
         ),
         left_out=left_out, courses=found,
     )  # fmt: skip
@@ -183,7 +186,8 @@ def document(comparison: Comparison) -> dict[str, Any]:
         for row in rows
         if row["arm"] != row["baseline"]
     ]
-    return {
+    effects = json.loads(comparison.effects.table.to_json(orient="records", double_precision=15))
+    return ({"effects": effects} if effects else {}) | {
         "arms": arms,
         "baselines": [row for row in rows if row["arm"] == row["baseline"]],
         "unit": UNIT,

@@ -4,12 +4,13 @@ runs have read the same data; and the minutes of one more replicate.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
 
+from hqsweep.config.factorial import FactorialStudy
 from hqsweep.config.study import StudyConfig
 from hqsweep.errors import Damaged, UserError
 from hqsweep.report.compare.frames import DATA, FORK, Frames
@@ -22,11 +23,13 @@ from hqsweep.train.corpus import SHOWN_DIGITS
 @dataclass(frozen=True, kw_only=True)
 class Study:
     """The statements of a study. baseline: None where nothing states one. margin: in % of the baseline's loss. maximum:
-    the most replicates of a study that is looked at after each, None for one of a fixed size."""
+    the most replicates of a study that is looked at after each, None for one of a fixed size. factorial: the design of
+    the arms, where all sweeps state one."""
 
     baseline: str | None
     margin: float
     maximum: int | None
+    factorial: FactorialStudy | None = None
 
 
 def study_of(runs: Iterable[RunDir], baseline: str | None = None, margin: float | None = None) -> Study:
@@ -40,7 +43,14 @@ def study_of(runs: Iterable[RunDir], baseline: str | None = None, margin: float 
         baseline=chosen,
         margin=margin if margin is not None else _agreed(stated, "margin"),
         maximum=max(growing, default=None),
+        factorial=_design(list(stated.values())),
     )
+
+
+def _design(stated: Sequence[Mapping[str, Any]]) -> FactorialStudy | None:
+    """The design that all sweeps state; None where they state none, or several."""
+    first = stated[0].get("factorial") if stated else None
+    return FactorialStudy.model_validate(first) if first and all(s.get("factorial") == first for s in stated) else None
 
 
 def arms_of(runs: pd.DataFrame, baseline: str | None) -> dict[str, str]:

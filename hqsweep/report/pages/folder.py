@@ -68,6 +68,7 @@ def report_markdown(comparison: Comparison, pictures: Container[str] = ()) -> st
         "## Result\n\n",
         markdown(tables.arms_table(comparison)),
         "\n",
+        *_section("Effects of the factors", tables.effects_table(comparison)),
         *_section("Gap at each fork point", tables.points_table(comparison)),
         *_pictured("losses", pictures),
         *_section("Config: where the arms differ", tables.arm_by_key(comparison)),

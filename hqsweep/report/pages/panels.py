@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from hqsweep.report.compare.arms import Comparison
 from hqsweep.report.compare.frames import FORK
-from hqsweep.report.figures import ages, experts, heatmaps, lines, svg
+from hqsweep.report.figures import ages, effects, experts, heatmaps, lines, svg
 from hqsweep.report.figures.forest import Forest, Speed, forest_of, speed_of
 from hqsweep.report.figures.look import Panel
 from hqsweep.report.pages import tables
@@ -89,6 +89,16 @@ def _gap_note(comparison: Comparison) -> str:
 
 
 SECTIONS = (
+    Section(
+        name="effects", group="losses", heading="Effects of the factors", short="Effects of the factors",
+        draw=effects.effect_panels,
+        note=_always(
+            "In % of the baseline's loss, with 95&nbsp;% intervals that hold together for all effects; grey: the"
+            " interval holds 0. Main effect: mean over the levels of the other factors.\n"
+            "Interaction: what both together cost beyond the sum of each alone; below 0 the two overlap."
+        ),
+        after=(After(name="Effects of the factors", table=tables.effects_table),),
+    ),
     Section(
         name="ages", group="losses", heading="What a whole run costs", short="Gap against age",
         draw=ages.age_panels, key=True,

@@ -155,6 +155,7 @@ def paper_tables(comparison: Comparison) -> dict[str, TextTable]:
     frames = comparison.frames
     tables_by_name = {
         "arms": tables.arms_table(comparison),
+        "effects": tables.effects_table(comparison),
         "points": tables.points_table(comparison),
         "training": tables.training_table(comparison),
         "config": tables.arm_by_key(comparison),

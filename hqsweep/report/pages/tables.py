@@ -120,6 +120,21 @@ def _span(low: float, high: float, spec: str) -> str:
     return "-" if math.isnan(low) else f"{low:{spec}} to {high:{spec}}"
 
 
+def effects_table(comparison: Comparison) -> TextTable:
+    """The effects of a factorial study, main effects first, in % of the baseline's loss."""
+    table = comparison.effects.table
+    half = ((table["high"] - table["low"]) / 2).median() if len(table) else math.nan
+    places = f"+.{digits(half)}f"
+    rows = tuple(
+        (row.effect, f"{row.pct:{places}}", _span(row.low, row.high, places), number(row.p, ".2g"), str(row.n),
+         "yes" if row.resolved else "no", row.aliases or "-")
+        for row in table.itertuples()
+    )  # fmt: skip
+    header = ("effect", "cost %", "95 % interval", "p", "n", "resolved", "mixed with")
+    shown = TextTable(header=header, rows=rows, numeric=frozenset({1, 3, 4}))
+    return shown if shown.column("mixed with") - {"-"} else shown.without("mixed with")
+
+
 def points_table(comparison: Comparison) -> TextTable:
     """Two rows per arm, by gap: the gap in % of training loss over the decay, which decides, and of validation at the
     end. One column per fork point, and all together: mean over trunks, with its sd; of forks that end together the gap
@@ -349,6 +364,30 @@ def rich_table(comparison: Comparison) -> Fitted:
     sentences = [f"{row.arm}: {row.sentence}" for row in arms.itertuples()]
     table.caption = Text("\n".join([*sentences, *comparison.notes, *_computed_by(comparison.arms)]))
     return table
+
+
+def rich_effects(comparison: Comparison) -> list[Fitted]:
+    """The effects of a factorial study for a terminal; [] without one."""
+    table = effects_table(comparison)
+    colours = ["red" if row.pct > 0 else "green" for row in comparison.effects.table.itertuples()]
+    resolved = comparison.effects.table["resolved"].tolist()
+    shown = [colour if one else "" for colour, one in zip(colours, resolved, strict=True)]
+    return [to_rich(table, "effects of the factors", shown, ("p", "n", "mixed with"))] if table.rows else []
+
+
+def rich_league(ranked: pd.DataFrame | None) -> list[Fitted]:
+    """The league (report.compare.league) for a terminal; [] without one."""
+    if ranked is None:
+        return []
+    rows = tuple(
+        (number(row.place, ".0f"), row.arm, row.verdict, number(row.gap_pct, "+.3f"),
+         _span(row.ci_low_pct, row.ci_high_pct, "+.3f"), number(row.bits, ".2f"), "yes" if row.front else "",
+         number(row.tokens_per_s, ",.0f"), number(row.speed, ".2f"))
+        for row in ranked.itertuples()
+    )  # fmt: skip
+    header = ("", "arm", "verdict", "gap %", "95 % interval", "bits", "front", "tokens/s", "speed")
+    table = TextTable(header=header, rows=rows, numeric=frozenset({0, 3, 5, 7, 8}))
+    return [to_rich(table, "league", [COLOUR.get(verdict, "") for verdict in ranked["verdict"]], ("tokens/s",))]
 
 
 def _computed_by(arms: pd.DataFrame) -> list[str]:

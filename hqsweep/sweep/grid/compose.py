@@ -62,7 +62,7 @@ from hqsweep.sweep.grid.point import Grid, GridPoint, check_size
 from hqsweep.sweep.grid.study import name_recipe, with_study
 from hqsweep.sweep.store.names import NOT_IN_ID
 
-ARMS = "arms"
+ARMS, FACTORIAL = "arms", "factorial"
 Stamps = tuple[tuple[str, int, int], ...]
 """Path, time of the last change in ns, and size in bytes of each packaged config."""
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)")
@@ -276,7 +276,7 @@ class Composer:
                     differences[content] = difference(arm, config, choice, swept, self.compose)
                     points[content] = GridPoint(
                         config=config, arm="", changed=(*choice[: len(own)], *swept),
-                        overrides=(f"{ARMS}=null", *choice) if arm else choice,
+                        overrides=_of_one_arm(choice, keys) if arm else choice,
                         whole=not differences[content].fields and not any(key.startswith("recipe.") for key in own),
                     )  # fmt: skip
         return points, differences, keys
@@ -287,12 +287,19 @@ class Composer:
         return sum(counts) * math.prod(len(self.overrides.choices(o)) for o in outer)
 
     def _arms(self, base: DictConfig, common: dict[str, Override]) -> list[tuple[str, dict[str, Override]]]:
-        """Return the sweep's named arms, with their overrides by key; without names one nameless arm without
-        overrides."""
-        stated = common[ARMS].value() if ARMS in common else base.get(ARMS)
-        if stated is None:
+        """Return the sweep's named arms, or those of its factorial design, with their overrides by key; without any one
+        nameless arm without overrides."""
+        named = {}
+        for key in (ARMS, FACTORIAL):
+            stated = common[key].value() if key in common else base.get(key)
+            named[key] = OmegaConf.to_container(stated) if OmegaConf.is_config(stated) else stated
+        for key, override in common.items():
+            if key.startswith(f"{FACTORIAL}.") and isinstance(named[FACTORIAL], dict):
+                named[FACTORIAL] = named[FACTORIAL] | {key.partition(".")[2]: override.value()}
+        study = parse_study(named)
+        named = study.arms or (study.factorial and study.factorial.arms)
+        if named is None:
             return [("", {})]
-        named = parse_study({ARMS: OmegaConf.to_container(stated) if OmegaConf.is_config(stated) else stated}).arms
         return [(name, self._overrides_of(name, override_texts(keys), common)) for name, keys in named.items()]
 
     def _overrides_of(self, arm: str, texts: Sequence[str], common: dict[str, Override]) -> dict[str, Override]:
@@ -380,6 +387,13 @@ class Composer:
         """Return _composed() under the groups that are chosen for all points."""
         fixed = [o.input_line for o in overrides.values() if self.overrides.is_group(o) and not o.is_sweep_override()]
         return self._load(fixed, RunMode.MULTIRUN)
+
+
+def _of_one_arm(choice: Sequence[str], keys: dict[str, Any]) -> tuple[str, ...]:
+    """The overrides of a point of a named arm, for the sweep without its arms or its design; keys: of the study."""
+    if keys.get(FACTORIAL) is None:
+        return (f"{ARMS}=null", *choice)
+    return (f"{FACTORIAL}=null", *(text for text in choice if not text.startswith(f"{FACTORIAL}.")))
 
 
 def _composed(
