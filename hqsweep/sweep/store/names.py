@@ -15,7 +15,11 @@ NOT_IN_ID = ("sweep", "runs_dir", "engine", "track", "judge")
 ONE_RANK = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "ep": 1, "pp": 1, "stages_per_rank": 1}
 NOT_IN_ID_AT = {
     "train": {
-        "compile": "auto", "parallel": ONE_RANK, "optimizer": "adamw", "momentum": 0.95, "moments": "fp32",
+        "compile": "auto",
+        "parallel": ONE_RANK,
+        "optimizer": "adamw",
+        "momentum": 0.95,
+        "moments": "fp32",
     },
     "fork": {"source": None, "source_hash": None},
     "data": {"hash": None},
