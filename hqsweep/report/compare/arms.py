@@ -17,8 +17,8 @@ import pandas as pd
 from hqsweep.errors import UserError, nearest
 from hqsweep.report.compare.curves import intervals
 from hqsweep.report.compare.effects import Effects
-from hqsweep.report.compare.families import DECIDES, LOSSES, Family
-from hqsweep.report.compare.frames import DATA, ENERGY, FORK, REPLICATE, Frames, config_leaves
+from hqsweep.report.compare.families import Family
+from hqsweep.report.compare.frames import DATA, DECIDES, ENERGY, FORK, LOSSES, REPLICATE, Frames, config_leaves
 from hqsweep.report.compare.left_out import LeftOut
 from hqsweep.report.compare.verdict import FEWEST_TRUNKS, IDENTICAL, sentence, state_text
 from hqsweep.report.pages.gemm_plans import computed_by

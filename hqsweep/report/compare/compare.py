@@ -18,8 +18,8 @@ from hqsweep.report.compare.courses import cells_of as course_cells
 from hqsweep.report.compare.courses import courses
 from hqsweep.report.compare.curves import measures
 from hqsweep.report.compare.effects import effects_of
-from hqsweep.report.compare.families import DECIDES, LOSSES, Family, Rule, judge, parts_of
-from hqsweep.report.compare.frames import Frames, common_end, load
+from hqsweep.report.compare.families import Family, Rule, judge, parts_of
+from hqsweep.report.compare.frames import DECIDES, LOSSES, Frames, common_end, load
 from hqsweep.report.compare.identical import identical_arms
 from hqsweep.report.compare.left_out import note, without_result
 from hqsweep.report.compare.left_out import rows as rows_of

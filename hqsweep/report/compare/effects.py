@@ -6,8 +6,7 @@ import numpy as np
 import pandas as pd
 
 from hqsweep.config.factorial import BASELINE, FactorialStudy
-from hqsweep.report.compare.families import DECIDES, LOSSES
-from hqsweep.report.compare.frames import FORK
+from hqsweep.report.compare.frames import DECIDES, FORK, LOSSES
 from hqsweep.verdicts.effects import FIRST, contrasts, judge
 
 COLUMNS = ("effect", "order", "pct", "low", "high", "p", "n", "resolved", "aliases")

@@ -18,23 +18,18 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pandas as pd
 
-from hqsweep.report.compare.frames import FORK
+from hqsweep.report.compare.frames import DECIDES, FORK, LOSSES
 from hqsweep.report.compare.verdict import IDENTICAL
 from hqsweep.verdicts import forks, whole_runs
 from hqsweep.verdicts.ages import Weights, weights
 from hqsweep.verdicts.estimate import Estimate
 
-DECIDES = {"whole run": "val", "fork": "train"}
-"""Design -> the loss whose gap decides: final val_loss, or train_loss over the decay (the same fresh batches in every
-arm, and the quieter one)."""
 ENDED = ("diverged", IDENTICAL)
 """Why an arm is not judged, whatever its other runs do."""
 OPEN = ("pending", "running", "interrupted")
 """The states of runs that may yet finish."""
 NAMED = 3
 """The trunks without a result that a sentence names; of more it says the number alone."""
-LOSSES = {"val": "final_loss", "train": "train_loss"}
-"""Loss -> its column in the rows of curves.measures."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,11 @@ from hqsweep.track.tables import TABLES
 from hqsweep.train.corpus import SHOWN_DIGITS
 
 WHOLE, TRUNK, FORK = "whole run", "trunk", "fork"
+DECIDES = {"whole run": "val", "fork": "train"}
+"""Design -> the loss whose gap decides: final val_loss, or train_loss over the decay (the same fresh batches in every
+arm, and the quieter one)."""
+LOSSES = {"val": "final_loss", "train": "train_loss"}
+"""Loss -> its column in the rows of curves.measures."""
 REPLICATE = ("trunk", "seed", "point")
 """The columns that are equal in the runs of two arms that saw the same weights and batches."""
 PLACE = ("config.fork.at", "config.fork.trunk", "config.fork.trunk_hash")

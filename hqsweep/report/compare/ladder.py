@@ -12,8 +12,7 @@ from hqsweep.errors import UserError
 from hqsweep.report.compare.arms import Comparison
 from hqsweep.report.compare.compare import compare
 from hqsweep.report.compare.curves import tokens_per_step
-from hqsweep.report.compare.families import DECIDES, LOSSES
-from hqsweep.report.compare.frames import FORK, FORK_CONSTANT, FORK_DECAY, WHOLE
+from hqsweep.report.compare.frames import DECIDES, FORK, FORK_CONSTANT, FORK_DECAY, LOSSES, WHOLE
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.verdicts.ladder import FEWEST, HeldOut, Prediction, Rung, hold_out, predict, warnings
 
