@@ -16,7 +16,7 @@ def reported(monkeypatch, start, steps, at):
     parts = []
     sink = SimpleNamespace(rows=lambda *_: None, progress=lambda *_, part: parts.append(part))
     report = training_report.Report(SimpleNamespace(config=config, step=start), sink, None, [])
-    report.step(SimpleNamespace(step=at, loss=None, metrics=None, stats=[], captured=None))
+    report.step(SimpleNamespace(step=at, loss=None, metrics=None, stats=[], what_if=[], captured=None))
     return parts[0]
 
 

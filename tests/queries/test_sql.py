@@ -37,8 +37,8 @@ SAME = (
      "select arm, last(val_loss order by step) as final from metrics group by arm order by final desc limit 2"),
     ("with best as (select run, min(val_loss) as low from metrics) select count(*) from best",
      "select count(distinct run) from metrics"),
-    ("step, arm, avg(train_loss) over (partition by arm) as level where step < 3",
-     "select step, arm, avg(train_loss) over (partition by arm) as level from metrics where step < 3"),
+    ("step, arm, avg(train_loss) over (partition by arm) as level where step < 3 order by 2, 1",
+     "select step, arm, avg(train_loss) over (partition by arm) as level from metrics where step < 3 order by 2, 1"),
 )  # fmt: skip
 
 

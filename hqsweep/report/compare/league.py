@@ -1,6 +1,5 @@
 """The league of a study's recipes: what each costs in loss, in bits, and, where it runs natively, in time."""
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from hqsweep.config.safe import loads
 from hqsweep.formats import parse
 from hqsweep.memo import memo
 from hqsweep.recipe.roles import HEAD
@@ -54,7 +54,7 @@ def _is_front(arms: pd.DataFrame, row: Any) -> bool:
 
 def _plans(run: Mapping[str, Any]) -> list[tuple[float, dict[str, dict[str, str]]]]:
     """(share of the steps, module -> GEMM -> plan) of each stage of a run's recipe."""
-    plans, schedule = json.loads(run["manifest.gemm_plan"]), json.loads(run["manifest.recipe_schedule"])
+    plans, schedule = loads(run["manifest.gemm_plan"]), loads(run["manifest.recipe_schedule"])
     fork = run.get("point") or 0
     steps = run["config.train.steps"] - fork
     starts = [0, *(change["first_step"] - 1 - fork for change in schedule), steps]

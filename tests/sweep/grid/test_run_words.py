@@ -41,9 +41,9 @@ def test_faults_are_those_of_the_typed_config():
 
 
 def test_what_a_recipe_means_is_not_asked_here():
-    config = read([*QUIET, "recipe.linear=nvfp4+rht|nvfp4"]).grid.points[0].config
+    config = read([*QUIET, "recipe.linear=nvfp4+sr+4over6"]).grid.points[0].config
     check_keys(config)
-    with pytest.raises(UserError, match="columnwise operands only"):
+    with pytest.raises(UserError, match="4over6 cannot be combined with sr"):
         parse(config)
 
 
