@@ -169,7 +169,7 @@ def test_the_tracker_gets_the_tables_and_the_exit_code(run, job, monkeypatch):
 
     job(work)
     worker.main([str(run.path)])
-    assert calls == [("log", 1), ("stats", 0), ("parity", 0), ("calibrate", 0), ("finish", 3, "failed")]
+    assert calls == [("log", 1), ("stats", 0), ("what_if", 0), ("parity", 0), ("calibrate", 0), ("finish", 3, "failed")]
 
 
 @pytest.mark.parametrize("number", worker.STOP_SIGNALS)

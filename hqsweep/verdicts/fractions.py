@@ -12,8 +12,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from hqsweep.errors import UserError
 
 MOST_FACTORS = 12
@@ -24,11 +22,11 @@ FULL = "full"
 class Fraction:
     """A regular fraction.
 
-    runs   [arms, factors]: the level of each factor, 0 or 1; the first arm is all-low
+    runs   a row an arm, a column a factor: the level of each factor, 0 or 1; the first arm is all-low
     words  the defining relation: sets of factors, as sorted indices, whose levels have an even sum in every arm
     """
 
-    runs: np.ndarray
+    runs: tuple[tuple[int, ...], ...]
     words: tuple[tuple[int, ...], ...]
 
     @property
@@ -43,7 +41,7 @@ class Fraction:
 
     def effects(self) -> tuple[tuple[int, ...], ...]:
         """Every effect of one factor, then of two, without the aliases of an earlier one."""
-        count, kept, named = self.runs.shape[1], [], set()
+        count, kept, named = len(self.runs[0]), [], set()
         for order in (1, 2):
             for effect in itertools.combinations(range(count), order):
                 if effect not in named:
@@ -97,8 +95,7 @@ def _sums(columns: Sequence[int], most: float) -> set[int]:
 
 
 def _of_columns(columns: Sequence[int], basic: int) -> Fraction:
-    arms = np.arange(1 << basic)
-    runs = np.array([[(int(arm) & column).bit_count() % 2 for column in columns] for arm in arms])
+    runs = tuple(tuple((arm & column).bit_count() % 2 for column in columns) for arm in range(1 << basic))
     relations = [
         (place, *(index for index in range(basic) if columns[place] >> index & 1))
         for place in range(basic, len(columns))

@@ -56,7 +56,7 @@ def run(text):
 @pytest.mark.parametrize("name", EXPORTED)
 def test_an_exported_recipe_is_the_recipe(name):
     recipe = parse_recipe(load_recipe(name))
-    exported = run(to_transformer_engine(recipe, name))["recipe"]
+    exported = run(to_transformer_engine(recipe, name, LAYERS))["recipe"]
     assert isinstance(exported, CustomRecipe)
     assert exported.resolve(ROLES) == recipe.resolve(ROLES)
 

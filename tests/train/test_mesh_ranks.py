@@ -163,7 +163,7 @@ def test_later_steps_with_experts_over_two_ranks_stay_close(of_two, case, on_gpu
     for step, expected in zip(of_two[0][0][len(OF_TWO) + case][0], metrics, strict=True):
         if on_gpus:
             step, expected = ({"train_loss": own["train_loss"]} for own in (step, expected))
-        assert step == pytest.approx(expected, rel=2e-3)
+        assert step == pytest.approx(expected, rel=1e-2)  # steps in 4 bits turn small differences into codes
 
 
 @pytest.mark.feature("H18", "H19")

@@ -21,23 +21,25 @@ def test_a_fraction_gives_the_effects_that_made_the_gaps():
     design, rng = fraction(6, 5), np.random.default_rng(0)
     main, pairs = rng.normal(size=6), rng.normal(size=15)
     effects = design.effects()
-    signs = [design.runs @ main]
+    signs = [np.array(design.runs) @ main]
     for (i, j), value in zip(effects[6:], pairs, strict=True):
-        high = design.runs[:, i] * design.runs[:, j]
-        signs.append(value * (high - 0.5 * (design.runs[:, i] + design.runs[:, j])))  # an interaction alone
+        high = np.array(design.runs)[:, i] * np.array(design.runs)[:, j]
+        signs.append(
+            value * (high - 0.5 * (np.array(design.runs)[:, i] + np.array(design.runs)[:, j]))
+        )  # an interaction alone
     gaps = np.tile(sum(signs), (3, 1))
-    found = [effect.value for effect in judge(gaps, design.runs, effects)]
+    found = [effect.value for effect in judge(gaps, np.array(design.runs), effects)]
     assert found == pytest.approx([*main, *pairs])
 
 
 def test_least_squares_goes_on_without_an_arm_and_refuses_too_few():
     design = fraction(6, 5)
     effects = design.effects()
-    gaps = np.tile(design.runs @ np.arange(1.0, 7), (4, 1))
-    without = judge(gaps[:, 1:], design.runs[1:], effects)
+    gaps = np.tile(np.array(design.runs) @ np.arange(1.0, 7), (4, 1))
+    without = judge(gaps[:, 1:], np.array(design.runs)[1:], effects)
     assert [effect.value for effect in without[:6]] == pytest.approx([1, 2, 3, 4, 5, 6])
     with pytest.raises(ValueError, match="do not tell"):
-        contrasts(design.runs[:20], effects)
+        contrasts(np.array(design.runs)[:20], effects)
     with pytest.raises(ValueError, match="finite"):
         judge([[0.0, np.nan]], [[0], [1]], [(0,)])
 
@@ -51,21 +53,21 @@ def test_two_replicates_claim_nothing():
 
 def noise(name: str, design: Fraction, trunks: int) -> np.ndarray:
     """Gaps [STUDIES, trunks, arms] without any effect."""
-    rng = np.random.default_rng([sum(map(ord, name)), trunks, *design.runs.shape])
-    arms, factors = design.runs.shape
+    rng = np.random.default_rng([sum(map(ord, name)), trunks, *np.array(design.runs).shape])
+    arms, factors = np.array(design.runs).shape
     draws = rng.standard_t(5, (STUDIES, trunks, arms)) if name == "t5" else rng.normal(size=(STUDIES, trunks, arms))
     loud = np.zeros(factors)
     match name:
         case "loud arms 36":
-            draws *= np.where(design.runs[:, 0] == 1, 6, 1)
+            draws *= np.where(np.array(design.runs)[:, 0] == 1, 6, 1)
         case "louder with factors":
-            draws *= np.sqrt(1 + 3 * design.runs.sum(1))
+            draws *= np.sqrt(1 + 3 * np.array(design.runs).sum(1))
         case "one factor varies 36":
             loud[0] = 6
         case "half of the factors vary 36":
             loud[: (factors + 1) // 2] = 6
     slopes = rng.normal(size=(STUDIES, trunks, factors)) * loud * 2 / np.sqrt(arms)
-    return draws + slopes @ (2 * design.runs - 1).T + 3 * rng.normal(size=(STUDIES, trunks, 1))
+    return draws + slopes @ (2 * np.array(design.runs) - 1).T + 3 * rng.normal(size=(STUDIES, trunks, 1))
 
 
 CASES = ("equal", "t5", "loud arms 36", "louder with factors", "one factor varies 36", "half of the factors vary 36")
@@ -77,7 +79,7 @@ DESIGNS = {(2, "full"): 5.3, (3, "full"): 4.2, (4, "full"): 5.0, (6, 4): 4.0, (6
 def test_effects_are_claimed_as_rarely_as_stated(factors, resolution):
     design, stated = fraction(factors, resolution), DESIGNS[factors, resolution] / 100
     effects = design.effects()
-    weights, orders = contrasts(design.runs, effects), np.array([len(effect) for effect in effects])
+    weights, orders = contrasts(np.array(design.runs), effects), np.array([len(effect) for effect in effects])
     for name in CASES:
         for trunks in (3, 4, 5, 8):
             values, errors = fit(noise(name, design, trunks), weights, orders)
@@ -89,10 +91,10 @@ def test_effects_are_claimed_as_rarely_as_stated(factors, resolution):
 def test_intervals_cover_the_true_effects_together():
     design = fraction(6, 5)
     effects = design.effects()
-    weights, orders = contrasts(design.runs, effects), np.array([len(effect) for effect in effects])
-    true = weights @ (design.runs @ np.arange(6.0))
+    weights, orders = contrasts(np.array(design.runs), effects), np.array([len(effect) for effect in effects])
+    true = weights @ (np.array(design.runs) @ np.arange(6.0))
     assert true[:6] == pytest.approx(np.arange(6))
-    values, errors = fit(noise("equal", design, 4) + design.runs @ np.arange(6.0), weights, orders)
+    values, errors = fit(noise("equal", design, 4) + np.array(design.runs) @ np.arange(6.0), weights, orders)
     covered = (np.abs(values - true) <= critical(len(effects), 4) * errors).all(-1).mean()
     assert covered >= 0.95
 
@@ -101,8 +103,8 @@ def test_power_is_what_is_said():
     """A main effect of 3 of its own standard deviations over 4 trunks, in the design of conf=factorial."""
     design = fraction(6, 5)
     effects = design.effects()
-    weights, orders = contrasts(design.runs, effects), np.array([len(effect) for effect in effects])
+    weights, orders = contrasts(np.array(design.runs), effects), np.array([len(effect) for effect in effects])
     sd = np.sqrt((weights[0] ** 2).sum())
-    values, errors = fit(noise("equal", design, 4) + 3 * sd * design.runs[:, 0], weights, orders)
+    values, errors = fit(noise("equal", design, 4) + 3 * sd * np.array(design.runs)[:, 0], weights, orders)
     found = (np.abs(values[:, 0]) > critical(len(effects), 4) * errors[:, 0]).mean()
     assert found > 0.7

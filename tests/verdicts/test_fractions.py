@@ -18,9 +18,9 @@ TABLE = {
 @pytest.mark.parametrize(("factors", "resolution"), TABLE)
 def test_a_fraction_is_as_small_as_the_tables_say(factors, resolution):
     design = fraction(factors, resolution)
-    assert design.runs.shape == (TABLE[factors, resolution], factors) and design.resolution >= resolution
-    assert not design.runs[0].any() and len(np.unique(design.runs, axis=0)) == len(design.runs)
-    signs = 2 * design.runs - 1
+    assert np.array(design.runs).shape == (TABLE[factors, resolution], factors) and design.resolution >= resolution
+    assert not any(design.runs[0]) and len(set(design.runs)) == len(design.runs)
+    signs = 2 * np.array(design.runs) - 1
     for order in range(1, resolution):  # any columns of fewer factors are orthogonal to the mean
         for some in itertools.combinations(range(factors), order):
             assert signs[:, some].prod(1).sum() == 0
@@ -30,13 +30,13 @@ def test_a_fraction_is_as_small_as_the_tables_say(factors, resolution):
 def test_words_are_all_products_that_do_not_vary(factors, resolution):
     design = fraction(factors, resolution)
     sets = [some for n in range(1, factors + 1) for some in itertools.combinations(range(factors), n)]
-    constant = {some for some in sets if not (design.runs[:, some].sum(1) % 2).any()}
+    constant = {some for some in sets if not (np.array(design.runs)[:, some].sum(1) % 2).any()}
     assert set(design.words) == constant
 
 
 def test_aliases_have_columns_that_agree_up_to_a_sign():
     design = fraction(6, 4)
-    signs = 2 * design.runs - 1
+    signs = 2 * np.array(design.runs) - 1
     assert design.aliases((0,)) == ()
     for effect in design.effects():
         for other in design.aliases(effect):
@@ -47,7 +47,7 @@ def test_aliases_have_columns_that_agree_up_to_a_sign():
 
 def test_a_full_design_has_every_combination():
     design = fraction(3, "full")
-    assert sorted(map(tuple, design.runs.tolist())) == sorted(itertools.product((0, 1), repeat=3))
+    assert sorted(map(tuple, design.runs)) == sorted(itertools.product((0, 1), repeat=3))
     assert design.words == () and design.resolution == float("inf")
 
 

@@ -41,7 +41,7 @@ def effects_of(study: FactorialStudy | None, finals: pd.DataFrame, points: pd.Da
     gaps = _complete(_gaps(study, finals, points, design))
     arms = [arm for arm in study.arms if arm in gaps]
     lacking = [arm for arm in study.arms if arm not in arms]
-    levels = whole.runs[[[*study.arms].index(arm) for arm in arms]]
+    levels = np.array(whole.runs)[[[*study.arms].index(arm) for arm in arms]]
     wanted = whole.effects()
     said = [_design_note(study)]
     if lacking:

@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 
 from hqsweep.config.safe import loads
-from hqsweep.formats import parse
 from hqsweep.memo import memo
 from hqsweep.recipe.roles import HEAD
 from hqsweep.report.compare.arms import Comparison
@@ -86,6 +85,8 @@ def _of_gemm(text: str) -> list[float]:
 
 @memo
 def _bits_of(name: str) -> float:
+    from hqsweep.formats import parse  # with torch, which a comparison does without
+
     return parse(name).bits_per_element(SIDE, SIDE)
 
 
