@@ -48,7 +48,7 @@ def test_a_full_disk_stops_a_run_and_nothing_else(disk, tmp_path):
     folder, _ = disk
     run, other = kill_sweep.make_sweep(folder / "runs")[:2]
     free = shutil.disk_usage(folder).free
-    (folder / "filler").write_bytes(bytes(free - 60_000))  # too little for a checkpoint
+    (folder / "filler").write_bytes(bytes(free - 100_000))  # too little for a checkpoint
     (status,) = run_local([run], display=Quiet(), limits=Limits(threads=1))
     assert (status["state"], status["exit_code"]) == ("failed", 3), run.log.read_text()
     assert status["reason"] == "OSError: [Errno 28] No space left on device"
