@@ -26,7 +26,7 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONUTF8=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python 
 test: $(TEST_STAMP)  ## the whole suite: 28 minutes on 2 cores; writes build/durations.jsonl
 	$(PYTEST) --durations-file build/durations.jsonl
 
-test-fast: $(TEST_STAMP)  ## the suite without tests marked slow, or for a GPU: 5 minutes on 2 idle cores
+test-fast: $(TEST_STAMP)  ## the suite without tests marked slow, or for a GPU: 6 minutes on 2 idle cores
 	$(PYTEST) -m "not slow and not gpu and not gpu2"
 
 RANK_TESTS = $$(grep -rl --include='test_*.py' run_ranks tests) tests/benchmarks/test_ranks.py tests/checkpoints/foreign/test_dcp.py \
