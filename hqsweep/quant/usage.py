@@ -158,7 +158,7 @@ class Directions:
 
 
 def _codes(direction: Direction) -> Callable[[Directions], Any]:
-    """Return a function that reads the codes of a direction with the tensor's axes, or with those of its transpose
+    """Return a function that reads the codes of a direction with the tensor's axes, or with the axes of its transpose
     [cols, ...]; None where it is not held."""
 
     def read(tensor: Directions) -> Any:

@@ -195,7 +195,7 @@ class OperationFuser:
         stretch: Stretch | None = None,
         first: int = 0,
     ) -> list[Tensor | None]:
-        """The extra inputs of an operation: of the caller, or of channels. None for those of its own stretch."""
+        """The extra inputs of an operation: of the caller, or of channels. None for extra inputs of its own stretch."""
         op, found = self.ops[index], []
         for slot in range(op.num_extra_inputs):
             bound = op.channels.get(("input", slot))

@@ -29,7 +29,7 @@ def league(comparison: Comparison) -> pd.DataFrame:
     tokens_per_s, speed   tokens a second, and these over the baseline's, of arms whose quantized GEMMs all ran on
                  tensor cores of their formats; NaN for others, whose emulation says nothing of speed
 
-    Other columns are those of Comparison.arms. The null arm is left out.
+    Other columns are as in Comparison.arms. The null arm is left out.
     """
     arms = comparison.arms[~comparison.arms["null"]].copy()
     runs = {arm: rows for arm, rows in comparison.frames.runs.groupby("arm", sort=False)}

@@ -1,4 +1,4 @@
-"""The gap of every arm against the size of the model: what was measured, and what is to be expected."""
+"""The gap of every arm against the size of the model: the measured sizes, and the predictions."""
 
 import numpy as np
 import pandas as pd

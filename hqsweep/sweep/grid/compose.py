@@ -287,8 +287,8 @@ class Composer:
         return sum(counts) * math.prod(len(self.overrides.choices(o)) for o in outer)
 
     def _arms(self, base: DictConfig, common: dict[str, Override]) -> list[tuple[str, dict[str, Override]]]:
-        """Return the sweep's named arms, or those of its factorial design, with their overrides by key; without any one
-        nameless arm without overrides."""
+        """Return the sweep's named arms, or the arms of its factorial design, with their overrides by key. Without any,
+        return one nameless arm without overrides."""
         named = {}
         for key in (ARMS, FACTORIAL):
             stated = common[key].value() if key in common else base.get(key)
