@@ -65,7 +65,7 @@ class Study:
 
 GPU = ("recipe=bf16,nvfp4,mxfp4,mxfp8,nvfp4_fwd_mxfp8_bwd_dequantized", "null_arm=true", "data=site",
        "train.context=256", "train.lr=1e-3", "train.log_every=10", "train.eval_every=1000", "train.eval_batches=16",
-       "train.checkpoint_every=1000", "train.device=cuda", "engine.threads=null", "engine.workers=12")  # fmt: skip
+       "train.checkpoint_every=1000", "train.device=cuda", "engine.threads=null")  # fmt: skip
 STUDIES = {
     study.name: study
     for study in (
@@ -181,7 +181,8 @@ def main() -> None:
     options = parser.parse_args()
     study, until = STUDIES[options.params], Until(options.until) if options.until else None
     words = [f"runs_dir={options.runs_dir}", "track=none"]
-    words += [f"engine.workers={options.workers}"] if options.workers else []
+    workers = options.workers or (12 if "train.device=cuda" in study.words else None)
+    words += [f"engine.workers={workers}"] if workers else []
     if not options.page_only:
         train(study, words, until)
     print(report(study, RunStore(options.runs_dir)))
