@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from hqsweep.config.jobs import ERRORS, LOADS, PARTS
 from hqsweep.config.model import ModelConfig
 from hqsweep.config.train import ParallelConfig
 from hqsweep.errors import UserError
@@ -42,7 +43,6 @@ from hqsweep.parallel.wire.tokens import PendingSum, Summands
 from hqsweep.quant import hybrid
 from hqsweep.quant.operand import Operand
 from hqsweep.recipe import Recipe
-from hqsweep.track.tables import ERRORS, LOADS, PARTS
 from hqsweep.train import model as gpt
 from hqsweep.train.model import GPT
 

@@ -2,10 +2,10 @@
 
 import torch
 
+from hqsweep.config.jobs import ERRORS, TABLES
 from hqsweep.formats import parse
 from hqsweep.ops.quantize.quantize import quantize
 from hqsweep.ops.stats import gather, output_error
-from hqsweep.track.tables import ERRORS, TABLES
 
 
 def test_what_is_measured_has_the_columns_of_the_table():

@@ -9,11 +9,10 @@ import torch
 from hqsweep.config.job import parse as parse_config
 from hqsweep.errors import UserError
 from hqsweep.formats import parse, spellings
-from hqsweep.jobs.calibrate import job as calibrate
-from hqsweep.jobs.calibrate import job as calibrate_teacher
-from hqsweep.jobs.calibrate.sqnr import EMULATED, draw, published_db, sqnr_rows
-from hqsweep.jobs.calibrate.sqnr_theory import DENSITIES, theoretical_sqnr_db
+from hqsweep.jobs import calibration
+from hqsweep.jobs.calibration import EMULATED, draw, published_db, sqnr_rows
 from hqsweep.jobs.sink import ListSink
+from hqsweep.jobs.sqnr_theory import DENSITIES, theoretical_sqnr_db
 from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import LinearQuantizers
 
@@ -70,7 +69,7 @@ def config(**section):
 
 def run(tmp_path, **section):
     sink = ListSink()
-    calibrate.run(config(**section), sink, tmp_path)
+    calibration.run(config(**section), sink, tmp_path)
     return sink.tables["calibrate"]
 
 
@@ -98,7 +97,7 @@ def test_the_product_of_wrong_operands_is_found(monkeypatch):
     section = LinearQuantizers.parse("mxfp8|mxfp4", "s").texts()
 
     def status():
-        rows = calibrate_teacher.gemm_rows("s", section, 0, torch.device("cpu"))
+        rows = calibration.gemm_rows("s", section, 0, torch.device("cpu"))
         return {row["case"]: row["status"] for row in rows}
 
     assert set(status().values()) == {"PASS"}
@@ -112,7 +111,7 @@ def test_a_student_on_coarser_operands_is_found(monkeypatch):
     coarse = HybridQuantizer.parse("mxfp4")
     monkeypatch.setattr(HybridQuantizer, "quantize", lambda self, x, **options: right(coarse, x, **options))
     section = LinearQuantizers.parse("nvfp4", "s").texts()
-    row = calibrate_teacher.teacher_row("s", section, 300, 0, torch.device("cpu"))
+    row = calibration.teacher_row("s", section, 300, 0, torch.device("cpu"))
     assert row["status"] == "FAIL" and "which allows" in row["note"]
 
 

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
+from hqsweep.config.factorial import fraction
 from hqsweep.errors import UserError
-from hqsweep.verdicts.fractions import fraction
 
 TABLE = {
     (3, 3): 4, (4, 4): 8, (5, 3): 8, (5, 5): 16, (6, 3): 8, (6, 4): 16, (6, 5): 32, (7, 3): 8, (7, 4): 16, (8, 4): 16,
