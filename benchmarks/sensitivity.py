@@ -25,7 +25,7 @@ import torch
 from benchmarks import forking
 from benchmarks.rows import Row, Writer
 from hqsweep.config.job import parse
-from hqsweep.nn.linear.linear import Linear
+from hqsweep.nn.linears import Linear
 from hqsweep.train import data
 from hqsweep.train.model import GPT
 from hqsweep.verdicts import judging, plan

@@ -25,7 +25,7 @@ from hqsweep.gemm import native
 from hqsweep.gemm.native import gemm_plan
 from hqsweep.jobs.sink import Diverged, Sink
 from hqsweep.nn.core.module import QuantizedModule, quantized_modules, roles_of
-from hqsweep.nn.experts.grouped import GroupedBase
+from hqsweep.nn.grouped import GroupedBase
 from hqsweep.ops.fingerprint import kernel_digest
 from hqsweep.recipe.pairs import MODULE_GEMMS
 from hqsweep.recipe.stages import Stage

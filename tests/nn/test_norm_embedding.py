@@ -5,13 +5,12 @@ import torch
 import torch.nn.functional as F
 from support.nn import emulated
 
-from hqsweep.nn import LayerNormLinear, LayerNormMLP
+from hqsweep.nn import LayerNormLinear, LayerNormMLP, layernorm_linears
+from hqsweep.nn import norm_embedding as norm_module
 from hqsweep.nn.core.context import current, quantization
 from hqsweep.nn.core.options import LayerNormLinearOptions as LinearOptions
 from hqsweep.nn.core.options import MLPOptions
-from hqsweep.nn.layers import norm as norm_module
-from hqsweep.nn.layers.norm import EPSILON, Norm
-from hqsweep.nn.linear import layernorm_linear
+from hqsweep.nn.norm_embedding import EPSILON, Norm
 from hqsweep.ops.quantize import operators
 from hqsweep.ops.quantize.kernels import NO_KEY
 from hqsweep.quant import hybrid
@@ -115,7 +114,7 @@ def results(module, x, branch):
 def test_the_amaxes_that_the_norm_finds_are_those_that_the_quantizer_would(text, kind, device, monkeypatch):
     """To the byte; and what it finds is what the quantizer takes. On a CPU the kernels are replaced by torch."""
     if device == "cpu":
-        for module in (norm_module, layernorm_linear):
+        for module in (norm_module, layernorm_linears):
             monkeypatch.setattr(module, "use_kernels", lambda x: True)
         monkeypatch.setattr(norm_module.norm, "norm", emulated.norm)
         monkeypatch.setattr(norm_module.norm, "norm_backward", emulated.norm_backward)
@@ -153,7 +152,7 @@ def torchs_quantize_normed(request, of):
 def test_a_norm_quantized_as_it_is_computed_gives_the_same_bytes(text, kind, normalization, device, monkeypatch):
     """With a stream of bfloat16 the norm itself is never made. On a CPU the kernels are replaced by torch."""
     if device == "cpu":
-        for module in (norm_module, layernorm_linear):
+        for module in (norm_module, layernorm_linears):
             monkeypatch.setattr(module, "use_kernels", lambda x: True)
         for name, function in (("norm", emulated.norm), ("norm_backward", emulated.norm_backward)):
             monkeypatch.setattr(norm_module.norm, name, function)
@@ -178,7 +177,7 @@ def test_a_norm_quantized_as_it_is_computed_gives_the_same_bytes(text, kind, nor
 
 
 def test_a_norm_of_another_dtype_than_the_quantizer_reads_is_made(monkeypatch):
-    for module in (norm_module, layernorm_linear):
+    for module in (norm_module, layernorm_linears):
         monkeypatch.setattr(module, "use_kernels", lambda x: True)
     monkeypatch.setattr(norm_module.norm, "norm", emulated.norm)
     module = LayerNormLinear(128, 96, name="m", recipe=MXFP8, dtype=torch.float32)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from hqsweep.formats import ExactOperand
 from hqsweep.gemm.exact import add_mm_t
 from hqsweep.nn.core.call import NOTHING, KnownInput, LinearCall
-from hqsweep.nn.core.model_init import gemm_weight
+from hqsweep.nn.core.guards import once_differentiable, outside_autocast, returned, untraced
 from hqsweep.nn.core.module import BOUNDARIES, Boundary, QuantizedModule
-from hqsweep.nn.core.options import LinearOptions
+from hqsweep.nn.core.options import LinearOptions, gemm_weight
 from hqsweep.nn.core.parameter import (
     AnyOperand,
     Weights,
@@ -30,7 +30,6 @@ from hqsweep.nn.core.parameter import (
     summed_main_grad,
     unflatten_weights,
 )
-from hqsweep.nn.core.products import once_differentiable, outside_autocast, returned, untraced
 from hqsweep.nn.core.residual import Branch
 from hqsweep.nn.core.wire import LinearRanks
 from hqsweep.ops.quantize.kernels import in_dtype, input_in

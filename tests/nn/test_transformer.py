@@ -6,10 +6,9 @@ import torch.nn.functional as F
 from cases import bare
 
 from hqsweep.formats.inputs import draw
-from hqsweep.nn import LayerNormMoE, MoEOptions, Probe, quantization
-from hqsweep.nn.experts import grouped, moe, router
-from hqsweep.nn.experts.router import Router
-from hqsweep.nn.linear.mlp import swiglu
+from hqsweep.nn import LayerNormMoE, MoEOptions, Probe, grouped, quantization, router, transformer
+from hqsweep.nn.layernorm_linears import swiglu
+from hqsweep.nn.router import Router
 from hqsweep.ops.members.splits import Splits
 
 DIM, FFN, EXPERTS, TOKENS = 32, 32, 4, 96
@@ -222,12 +221,12 @@ def test_experts_that_only_a_device_knows_are_filled_up_as_by_each_linear(kernel
         splits_of_device = {"rows": rows, "count": EXPERTS, "sizes": None, "device_sizes": splits}
         return splits if isinstance(splits, Splits) else Splits(**splits_of_device)
 
-    monkeypatch.setattr(moe.Splits, "of", of_a_device)
+    monkeypatch.setattr(transformer.Splits, "of", of_a_device)
     runs, calls = [], []
     right = grouped.place_rows
     monkeypatch.setattr(grouped, "place_rows", lambda *a: (calls.append(a), right(*a))[1])
-    for moves in (moe.moves_by_kernels, lambda h, dtype: False):
-        monkeypatch.setattr(moe, "moves_by_kernels", moves)
+    for moves in (transformer.moves_by_kernels, lambda h, dtype: False):
+        monkeypatch.setattr(transformer, "moves_by_kernels", moves)
         runs.append((results(module), len(calls)))
     (ours, none), (expected, four) = runs  # fc1 and fc2 each place rows in forward, and again in backward
     assert all(map(torch.equal, ours, expected))

@@ -1,4 +1,8 @@
-"""Norm: LayerNorm or RMSNorm in float32, whose gain is rounded by the recipe's `norm` quantizer."""
+"""Modules whose weight is not a GEMM operand: norms and embeddings.
+
+Norm is LayerNorm or RMSNorm in float32, whose gain is rounded by the recipe's `norm` quantizer. An embedding gives rows
+of a table by tokens.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,12 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from hqsweep.errors import UserError
 from hqsweep.nn.core.context import use_kernels
 from hqsweep.nn.core.module import QuantizedWeight
 from hqsweep.nn.core.options import EPSILON
 from hqsweep.nn.core.residual import Branch, add_branch, is_observed, whole
 from hqsweep.nn.core.wire import DeferredGradient, GradientReader, Summands
 from hqsweep.ops.model import norm
+from hqsweep.ops.model.embedding import embed, embedding_gradient, takes
 from hqsweep.ops.quantize.fused import Normed, takes_normed
 from hqsweep.ops.quantize.kernels import in_dtype, input_in
 from hqsweep.recipe.argument import RecipeArgument, module_quantizers
@@ -227,3 +233,34 @@ class Norm(QuantizedWeight):
         nn.init.ones_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+
+def check_tokens(shape: Sequence[int], axis: int, ranks: int, where: str = "") -> None:
+    """Raise UserError for tokens [B, T] that ranks do not divide along an axis."""
+    if shape[axis] % ranks:
+        what = f"a sequence of {shape[1]} tokens" if axis else f"a batch of {shape[0]} sequences"
+        raise UserError(f"{where}{what} does not divide by tp={ranks}")
+
+
+def embedding(tokens: Tensor, table: Tensor) -> Tensor:
+    """Return rows [..., D] of a table [V, D] for tokens int64 [...]. On CUDA, own kernels compute the table's
+    gradient."""
+    if not (use_kernels(table) and takes(table, tokens)):
+        return F.embedding(tokens, table)
+    return _Embedding.apply(tokens, table)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens: Tensor, table: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.entries = len(table)
+        if torch.compiler.is_compiling():
+            return F.embedding(tokens, table)
+        return embed(tokens.reshape(-1), table).view(*tokens.shape, table.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[None, Tensor]:
+        (tokens,) = ctx.saved_tensors
+        return None, embedding_gradient(gradient.flatten(0, -2), tokens.reshape(-1), ctx.entries)

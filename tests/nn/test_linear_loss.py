@@ -17,8 +17,8 @@ from hqsweep.nn import (
     quantized_model_init,
     set_recipe,
 )
-from hqsweep.nn.linear import linear_loss as module
-from hqsweep.nn.linear.linear_loss import chunk_rows, forms_loss, is_by_rows
+from hqsweep.nn import linear_loss as module
+from hqsweep.nn.linear_loss import chunk_rows, forms_loss, is_by_rows
 from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import QuantizerRole, Recipe
 from hqsweep.recipe.sections import LinearQuantizers

@@ -22,11 +22,11 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand
 from hqsweep.gemm.exact import mm_t
-from hqsweep.nn.attention.sdpa import attend
 from hqsweep.nn.core.call import Call
+from hqsweep.nn.core.guards import once_differentiable, outside_autocast, returned
 from hqsweep.nn.core.module import BOUNDARIES, Boundary, QuantizedModule
-from hqsweep.nn.core.products import once_differentiable, outside_autocast, returned
 from hqsweep.nn.core.wire import AttentionRanks
+from hqsweep.nn.sdpa import attend
 from hqsweep.ops.quantize.kernels import input_in
 from hqsweep.ops.quantize.request import Output
 from hqsweep.quant.operand import HybridOperand, Operand, flatten, unflatten

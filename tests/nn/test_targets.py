@@ -11,9 +11,8 @@ from support.models.tiny import tiny, tokens
 from hqsweep.errors import UserError
 from hqsweep.models.head_loss import HeadLoss
 from hqsweep.models.hf import causal_lm_loss
-from hqsweep.nn import Linear, linear_cross_entropy
-from hqsweep.nn.linear import linear_loss
-from hqsweep.nn.linear.linear_loss import cross_entropy
+from hqsweep.nn import Linear, linear_cross_entropy, linear_loss
+from hqsweep.nn.linear_loss import cross_entropy
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 ROWS, WIDTH, VOCABULARY = 384, 64, 96

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, LinearOptions, TransformerLayer, quantization, quantized_model_init
-from hqsweep.nn.attention.attention import TENSORS, DotProductAttention
-from hqsweep.nn.layers.saved_memory import ActivationOffload, SavedBytes, _Lane, saved_input_bytes
+from hqsweep.nn.dot_product_attention import TENSORS, DotProductAttention
+from hqsweep.nn.saved_memory import ActivationOffload, SavedBytes, _Lane, saved_input_bytes
 from hqsweep.quant import HybridQuantizer, flatten, unflatten
 from hqsweep.recipe import DpaQuantizers, LinearQuantizers, Recipe
 

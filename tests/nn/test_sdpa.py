@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hqsweep.nn import quantization
-from hqsweep.nn.attention import sdpa
-from hqsweep.nn.attention.sdpa import CUDNN, FLASH, attend
+from hqsweep.nn import quantization, sdpa
+from hqsweep.nn.sdpa import CUDNN, FLASH, attend
 from hqsweep.ops.model import attention
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

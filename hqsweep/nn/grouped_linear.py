@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from hqsweep.errors import UserError
 from hqsweep.nn.core.delayed import ExpertStates
-from hqsweep.nn.core.model_init import gemm_weight
-from hqsweep.nn.core.options import GroupedLinearOptions
+from hqsweep.nn.core.options import GroupedLinearOptions, gemm_weight
 from hqsweep.nn.core.parameter import expert_weights, link_states
 from hqsweep.nn.core.wire import Codes
-from hqsweep.nn.experts.grouped import ExpertParameters, ExpertSizes, GroupedBase
+from hqsweep.nn.grouped import ExpertParameters, ExpertSizes, GroupedBase
 from hqsweep.ops.members.splits import Splits
 from hqsweep.quant.grouped import GroupedTensor
 from hqsweep.quant.hybrid import HybridQuantizer

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hqsweep.nn.attention.sdpa import CUDNN, cudnn_forward, way_back
 from hqsweep.nn.core.context import current, use_kernels
 from hqsweep.nn.core.residual import is_observed
+from hqsweep.nn.sdpa import CUDNN, cudnn_forward, way_back
 from hqsweep.ops.library import direct
 from hqsweep.ops.model.attention import attention_back
 from hqsweep.ops.model.rope import fits, frequencies, join_heads, readable, rope, rope_

@@ -22,8 +22,8 @@ from hqsweep.nn import (
     set_recipe,
 )
 from hqsweep.nn.core.module import quantized_modules
-from hqsweep.nn.layers.norm import EPSILON
-from hqsweep.nn.linear.mlp import ACTIVATIONS
+from hqsweep.nn.layernorm_linears import ACTIVATIONS
+from hqsweep.nn.norm_embedding import EPSILON
 from hqsweep.recipe import Recipe
 
 FP32 = Recipe.from_config({"linear": "fp32", "dpa": "fp32"})

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hqsweep.nn.experts.grouped import place_rows, take_rows
+from hqsweep.nn.grouped import place_rows, take_rows
 
 PLACES = torch.tensor([3, 0, 4])
 

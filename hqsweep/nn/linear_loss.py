@@ -22,9 +22,9 @@ from hqsweep.formats import WHOLE, ExactOperand, Format
 from hqsweep.gemm.exact import add_mm_t, mm_t
 from hqsweep.nn.core.call import LinearCall
 from hqsweep.nn.core.context import use_kernels
+from hqsweep.nn.core.guards import once_differentiable, outside_autocast
 from hqsweep.nn.core.parameter import AnyOperand, Weights, is_gathered, is_held, summed_main_grad, weight_matrix
-from hqsweep.nn.core.products import once_differentiable, outside_autocast
-from hqsweep.nn.linear.linear import Gradient, Linear, as_rows, rows_of
+from hqsweep.nn.linears import Gradient, Linear, as_rows, rows_of
 from hqsweep.ops.model.loss import IGNORED, cross_entropy_, scale_
 from hqsweep.ops.quantize.kernels import in_dtype, input_in
 from hqsweep.ops.quantize.request import Output

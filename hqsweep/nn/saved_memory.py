@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from hqsweep.nn.linear.linear import Linear, LinearBase
+from hqsweep.nn.linears import Linear, LinearBase
 from hqsweep.quant.gathered_weight import GatheredWeight
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.torch_private import fsdp_parameters, fsdp_storages, local_tensor, storage_id

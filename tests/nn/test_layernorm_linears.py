@@ -6,10 +6,17 @@ from cases import bare
 from support.nn import emulated
 
 from hqsweep.errors import UserError
-from hqsweep.nn import LayerNormMLP, Linear, MLPOptions, Probe, quantization, quantized_model_init, set_recipe
-from hqsweep.nn.linear import mlp
-from hqsweep.nn.linear import mlp as of_modules
-from hqsweep.nn.linear.mlp import ACTIVATIONS, activate, joined, joins
+from hqsweep.nn import (
+    LayerNormMLP,
+    Linear,
+    MLPOptions,
+    Probe,
+    layernorm_linears,
+    quantization,
+    quantized_model_init,
+    set_recipe,
+)
+from hqsweep.nn.layernorm_linears import ACTIVATIONS, activate, joined, joins
 from hqsweep.ops.model.activation import INPUTS
 from hqsweep.optim import use_main_grads
 from hqsweep.quant import hybrid
@@ -37,9 +44,9 @@ def calls(monkeypatch):
             ACTIVATIONS[kind](leaf).backward(dh.float())
         return [leaf.grad.bfloat16()]
 
-    monkeypatch.setattr(of_modules, "activation", forward)
-    monkeypatch.setattr(of_modules, "activation_backward", backward)
-    monkeypatch.setattr(of_modules, "use_kernels", lambda x: True)
+    monkeypatch.setattr(layernorm_linears, "activation", forward)
+    monkeypatch.setattr(layernorm_linears, "activation_backward", backward)
+    monkeypatch.setattr(layernorm_linears, "use_kernels", lambda x: True)
     return shapes
 
 
@@ -104,7 +111,7 @@ gpu = pytest.mark.gpu
 def kernels(monkeypatch):
     """The kernels that run, emulated."""
     names = []
-    emulated.install(monkeypatch, (mlp, mlp), hybrid, note=names.append)
+    emulated.install(monkeypatch, (layernorm_linears, layernorm_linears), hybrid, note=names.append)
     return names
 
 
@@ -116,7 +123,7 @@ def build(text, device="cpu", **options):
 def trained(mlp, *, join, monkeypatch, device="cpu", rows=128, steps=2):
     """y, and the gradients of x and of all parameters after steps of forward and backward."""
     if not join:
-        monkeypatch.setattr("hqsweep.nn.linear.mlp.joins", lambda *_: False)
+        monkeypatch.setattr("hqsweep.nn.layernorm_linears.joins", lambda *_: False)
     generator, results = torch.Generator().manual_seed(1), []
     for step in range(steps):
         x = torch.randn(2, rows // 2, DIM, generator=generator).to(device).requires_grad_()
@@ -162,7 +169,7 @@ def test_what_is_not_needed_is_not_made(kernels, monkeypatch):
             )
             with monkeypatch.context() as patch:
                 if not join:
-                    patch.setattr("hqsweep.nn.linear.mlp.joins", lambda *_: False)
+                    patch.setattr("hqsweep.nn.layernorm_linears.joins", lambda *_: False)
                 y = mlp(x)
                 y.float().square().sum().backward()
             results.append([y, x.grad, *(p.grad for p in mlp.parameters())])
@@ -225,7 +232,7 @@ def test_linears_without_a_norm(kernels):
     x = torch.randn(32, DIM).bfloat16()
     y = joined(fc1, x, fc2, "swiglu")
     assert kernels == ["quantize_activated"]
-    assert torch.equal(y, fc2(mlp.activate(fc1(x), "swiglu")))
+    assert torch.equal(y, fc2(layernorm_linears.activate(fc1(x), "swiglu")))
 
 
 def test_gradients_of_gradients_are_refused(kernels):

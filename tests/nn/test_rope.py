@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hqsweep.nn import AttentionOptions, MultiheadAttention, quantization
-from hqsweep.nn.attention import multihead_attention
-from hqsweep.nn.attention import rope as nn_rope
-from hqsweep.nn.attention.rope import rotate, split_heads
+from hqsweep.nn import AttentionOptions, MultiheadAttention, quantization, transformer
+from hqsweep.nn import rope as nn_rope
+from hqsweep.nn.rope import rotate, split_heads
 
 B, T, H, E = 2, 9, 3, 16
 BASE = 10000.0
@@ -159,8 +158,8 @@ def test_gradients_that_are_written_joined_are_those_of_three(base, monkeypatch)
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper")
     pytest.importorskip("cudnn")
-    calls, attend = [], multihead_attention.attend_joined
-    monkeypatch.setattr(multihead_attention, "attend_joined", lambda *args: calls.append(args) or attend(*args))
+    calls, attend = [], transformer.attend_joined
+    monkeypatch.setattr(transformer, "attend_joined", lambda *args: calls.append(args) or attend(*args))
     module = attention("cuda", base)
     ours = results(module, kernels=True)
     assert len(calls) == 1

@@ -17,11 +17,11 @@ from hqsweep.formats import Format
 from hqsweep.gemm.native import GemmPlan, GroupGemm, capability_of, gemm_plan
 from hqsweep.nn.core.call import NOTHING, LinearCall
 from hqsweep.nn.core.delayed import ExpertStates
+from hqsweep.nn.core.guards import outside_autocast, returned, untraced
 from hqsweep.nn.core.options import GroupedLinearOptions
 from hqsweep.nn.core.parameter import is_held
-from hqsweep.nn.core.products import outside_autocast, returned, untraced
 from hqsweep.nn.core.wire import Codes, ExpertRanks
-from hqsweep.nn.linear.linear import LinearBase, LinearFunction, as_rows
+from hqsweep.nn.linears import LinearBase, LinearFunction, as_rows
 from hqsweep.ops.members.splits import PaddedSplits, Splits
 from hqsweep.ops.quantize.kernels import input_in
 from hqsweep.quant.group import homogeneous

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 
 from hqsweep.errors import UserError
 from hqsweep.formats import parse
-from hqsweep.nn.attention.attention import TENSORS, AttentionCall, DotProductAttention, quantized_attention
 from hqsweep.nn.core.context import quantization
 from hqsweep.nn.core.module import set_recipe
 from hqsweep.nn.core.probe import Probe
+from hqsweep.nn.dot_product_attention import TENSORS, AttentionCall, DotProductAttention, quantized_attention
 from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import QuantizerRole, Recipe
 
