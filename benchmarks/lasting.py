@@ -26,7 +26,7 @@ from hqsweep.report.compare.frames import Frames, load
 from hqsweep.report.pages.folder import write
 from hqsweep.sweep.engine.task import Until
 from hqsweep.sweep.store.store import RunStore
-from hqsweep.verdicts.ages import weights
+from hqsweep.verdicts.judging import weights
 
 WARMUP = 30
 FOLDER = Path("reports/lasting")
