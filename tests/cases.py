@@ -190,7 +190,7 @@ PACKAGED = tuple(file.stem for file in _RECIPES)
 
 
 def _few_packaged() -> tuple[str, ...]:
-    """The first recipe of each set of scalings, delayed or not, and all that say more than how linears are quantized."""
+    """The first recipe of each set of scalings, and all recipes that say more than how linears are quantized."""
     chosen = {}
     for file in _RECIPES:
         recipe = yaml.safe_load(file.read_text())
