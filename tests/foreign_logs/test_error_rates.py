@@ -13,9 +13,8 @@ import pytest
 
 from hqsweep.foreign_logs.judge import Question
 from hqsweep.foreign_logs.logs import Reading, frame_of, judge_frame
-from hqsweep.verdicts import whole_runs
 from hqsweep.verdicts.designs import WholeRuns
-from hqsweep.verdicts.looks import flags
+from hqsweep.verdicts.judging import fit_whole_runs, flags
 
 ARMS = ("bf16", "a", "b")
 STUDIES, SEEDS, SD, MARGIN = 3000, 4, 0.004, 0.02
@@ -35,7 +34,7 @@ def verdicts(values: np.ndarray, margin: float | str = MARGIN) -> np.ndarray:
     scale = 100 / np.abs(values[:, :1].mean(-1, keepdims=True)) if relative else 1
     size = float(margin.rstrip("%")) if relative else margin
     design = WholeRuns(arms=2, controls=1, maximum=None)
-    worse, better, within = flags(partial(whole_runs.fit, -values * scale, 1), design, SEEDS, size)
+    worse, better, within = flags(partial(fit_whole_runs, -values * scale, 1), design, SEEDS, size)
     found = np.select([worse, better, within], ["worse", "better", "equivalent"], "undecided")
     for study, expected in zip(values[:8], found, strict=False):
         frame = frame_of(dict(zip(ARMS, study, strict=True)), "accuracy")
