@@ -26,7 +26,7 @@ from hqsweep.nn.core.module import quantized_modules
 from hqsweep.nn.core.parameter import note_update
 from hqsweep.optim import MASTER, FusedAdam
 from hqsweep.optim.adam import OWN_MASTERS
-from hqsweep.parallel.shared.held_experts import link_held
+from hqsweep.parallel.shared.held import link_held
 from hqsweep.parallel.wire.local import is_spread, local, spread_out, write_held
 from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.recipe.sections import slots

@@ -9,9 +9,9 @@ from cases import FEW, HIGH, SAME, STATELESS
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.members.layout import GroupLayout
-from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.layout import GroupLayout
 from hqsweep.ops.quantize.operators import Matrices, Wanted, allocations
+from hqsweep.ops.splits import Splits
 from hqsweep.quant import HybridQuantizer, Operand
 from hqsweep.quant.group import homogeneous, quantize_group
 from hqsweep.quant.operand import flatten, unflatten

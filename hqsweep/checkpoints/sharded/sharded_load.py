@@ -40,7 +40,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.nn.core.parameter import note_update
 from hqsweep.optim.adam import MASTER, OWN_MASTERS, FusedAdam
-from hqsweep.parallel.shared.held_experts import link_held
+from hqsweep.parallel.shared.held import link_held
 from hqsweep.parallel.wire.collectives import count_in, gathered, rank_in, together
 from hqsweep.parallel.wire.local import is_in_pieces, is_spread, local, spread_like, spread_out, write_held
 from hqsweep.quant.tensor import HybridQuantizedTensor

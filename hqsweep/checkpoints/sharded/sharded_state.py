@@ -34,8 +34,8 @@ from hqsweep.parallel.wire.collectives import gathered
 from hqsweep.parallel.wire.local import is_in_pieces, is_spread, local, spread_like, type_of_spread, whole_tensor
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.quant.grouped import GroupedTensor
-from hqsweep.quant.metadata import Metadata
 from hqsweep.quant.tensor import KINDS, HybridQuantizedTensor
+from hqsweep.quant.usage import Metadata
 from hqsweep.recipe.roles import clean_name
 
 Optimizer = torch.optim.Optimizer

@@ -10,8 +10,8 @@ from support.ops.calls import find_amax, quantize
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, RngKeys, parse
 from hqsweep.formats.inputs import DISTRIBUTIONS, draw
-from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.kernels import spec_named
+from hqsweep.ops.splits import Splits
 
 SIXTEENS, ANY = (0, 128, 48, 0, 16, 160, 256, 0), (37, 0, 1, 128, 131, 300)
 KEYS = RngKeys(seed=7, slots=tuple(map(str, range(8))), step=2**33 + 5)

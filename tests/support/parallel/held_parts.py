@@ -22,8 +22,8 @@ from hqsweep.formats.inputs import draw
 from hqsweep.nn import autocast, quantization, quantized_model_init
 from hqsweep.optim import FusedAdam
 from hqsweep.parallel.data import reshard, units
-from hqsweep.parallel.shards.held_part import hold_part
 from hqsweep.parallel.shards.shard_part import Part
+from hqsweep.parallel.shared.held import hold_part
 from hqsweep.parallel.tensor import distribute, fsdp_placement, tensor_parallel
 from hqsweep.parallel.wire.local import group_of_shards, local, spread_out, whole_tensor
 from hqsweep.quant import HybridQuantizedTensor, quantize_shards_
