@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hqsweep.checkpoints.foreign.checkpoint import Checkpoint
-from hqsweep.checkpoints.foreign.load import Loaded, load_checkpoint
+from hqsweep.checkpoints.checkpoint import Checkpoint
+from hqsweep.checkpoints.weights import Loaded, load_checkpoint
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.nn import Probe, set_recipe
 from hqsweep.ops.quantize.nonfinite import counted

@@ -15,8 +15,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hqsweep import compat
-from hqsweep.checkpoints.sharded.sharded import save_sharded
-from hqsweep.checkpoints.sharded.sharded_load import load_sharded
+from hqsweep.checkpoints.sharded_load import load_sharded
+from hqsweep.checkpoints.sharded_save import save_sharded
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import autocast, quantization, quantized_model_init

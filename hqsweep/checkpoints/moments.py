@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hqsweep.checkpoints.foreign import dcp, deepspeed, torch_file
-from hqsweep.checkpoints.foreign.checkpoint import Checkpoint, first_names
-from hqsweep.checkpoints.foreign.names import Piece, Pieces, joined
+from hqsweep.checkpoints import dcp, deepspeed, torch_file
+from hqsweep.checkpoints.checkpoint import Checkpoint, first_names
+from hqsweep.checkpoints.names import Piece, Pieces, joined
 from hqsweep.errors import UserError
 from hqsweep.optim import MASTER, FusedAdam
 from hqsweep.recipe.roles import clean_name

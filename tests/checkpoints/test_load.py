@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints.tiny_models import equal, tiny
 
-from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
-from hqsweep.checkpoints.foreign.load import load_checkpoint
+from hqsweep.checkpoints.inspect import inspect_checkpoint
+from hqsweep.checkpoints.weights import load_checkpoint
 from hqsweep.errors import UserError
 
 MODELS = ["llama", "qwen3", "gpt2", "mixtral", "qwen3_moe", "gpt_oss"]

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hqsweep.checkpoints.foreign.dcp import TIED
-from hqsweep.checkpoints.sharded.options import flat_options, groups_of, one_group
+from hqsweep.checkpoints.dcp import TIED
+from hqsweep.checkpoints.sharded_options import flat_options, groups_of, one_group
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.models.held import held_parts

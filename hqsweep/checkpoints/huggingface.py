@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hqsweep.checkpoints.foreign import deepspeed
-from hqsweep.checkpoints.foreign.checkpoint import Checkpoint, Tensors, first_names, step_in_name
-from hqsweep.checkpoints.foreign.dcp_metadata import METADATA
+from hqsweep.checkpoints import deepspeed
+from hqsweep.checkpoints.checkpoint import Checkpoint, Tensors, first_names, step_in_name
+from hqsweep.checkpoints.dcp_metadata import METADATA
 from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
 from hqsweep.recipe.roles import clean_name

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hqsweep.checkpoints.foreign.checkpoint import Checkpoint, first_names, step_in_name
-from hqsweep.checkpoints.foreign.dcp_metadata import METADATA, Chunk, Place, Stored, count_of, tensors_of
-from hqsweep.checkpoints.foreign.torch_file import load
+from hqsweep.checkpoints.checkpoint import Checkpoint, first_names, step_in_name
+from hqsweep.checkpoints.dcp_metadata import METADATA, Chunk, Place, Stored, count_of, tensors_of
+from hqsweep.checkpoints.torch_file import load
 from hqsweep.errors import UserError
 from hqsweep.recipe.roles import clean_name
 

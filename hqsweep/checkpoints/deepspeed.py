@@ -135,7 +135,7 @@ def _state(file: Path) -> Mapping[str, Any]:
 def _load(file: Path) -> Mapping[str, Any]:
     from torch import serialization
 
-    from hqsweep.checkpoints.foreign import torch_file
+    from hqsweep.checkpoints import torch_file
 
     try:
         names = serialization.get_unsafe_globals_in_checkpoint(file)

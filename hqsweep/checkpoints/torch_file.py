@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from hqsweep.checkpoints.foreign.checkpoint import Checkpoint, Kind, Optimizer, step_in_name
+from hqsweep.checkpoints.checkpoint import Checkpoint, Kind, Optimizer, step_in_name
 from hqsweep.errors import UserError
 from hqsweep.recipe.roles import clean_name
 

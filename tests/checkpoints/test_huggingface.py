@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from support.checkpoints.tiny_models import tiny
 
-from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
-from hqsweep.checkpoints.foreign.load import load_checkpoint
+from hqsweep.checkpoints.inspect import inspect_checkpoint
+from hqsweep.checkpoints.weights import load_checkpoint
 from hqsweep.errors import UserError
 
 INDEX = "model.safetensors.index.json"

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hqsweep.checkpoints.foreign.checkpoint import Checkpoint, first_names
-from hqsweep.checkpoints.foreign.dcp import Box, inspect_tensors, read_part
-from hqsweep.checkpoints.foreign.dcp_metadata import Stored
-from hqsweep.checkpoints.foreign.load import refuse_shape, refuse_strange
-from hqsweep.checkpoints.sharded.options import load_options, saved_groups
-from hqsweep.checkpoints.sharded.sharded_state import (
+from hqsweep.checkpoints.checkpoint import Checkpoint, first_names
+from hqsweep.checkpoints.dcp import Box, inspect_tensors, read_part
+from hqsweep.checkpoints.dcp_metadata import Stored
+from hqsweep.checkpoints.sharded_options import load_options, saved_groups
+from hqsweep.checkpoints.sharded_state import (
     DELAYED,
     EXTRA,
     FACTS,
@@ -35,6 +34,7 @@ from hqsweep.checkpoints.sharded.sharded_state import (
     tied_names,
     whole_of,
 )
+from hqsweep.checkpoints.weights import refuse_shape, refuse_strange
 from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey

@@ -8,10 +8,10 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from hqsweep.checkpoints.foreign import dcp, deepspeed, huggingface, torch_file
-from hqsweep.checkpoints.foreign.checkpoint import Checkpoint, first_names, step_in_name
-from hqsweep.checkpoints.foreign.dcp_metadata import METADATA
-from hqsweep.checkpoints.foreign.huggingface import state_beside
+from hqsweep.checkpoints import dcp, deepspeed, huggingface, torch_file
+from hqsweep.checkpoints.checkpoint import Checkpoint, first_names, step_in_name
+from hqsweep.checkpoints.dcp_metadata import METADATA
+from hqsweep.checkpoints.huggingface import state_beside
 from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
 from hqsweep.models.hf_folder import gguf_folder, is_gguf

@@ -16,9 +16,9 @@ from support.parallel.sharded_training import Training, assert_same
 from torch import nn
 
 from hqsweep import load_checkpoint
-from hqsweep.checkpoints.sharded.sharded import disk_fault, save_sharded, save_sharded_async, words_of
-from hqsweep.checkpoints.sharded.sharded_load import load_sharded
-from hqsweep.checkpoints.sharded.sharded_state import whole_of
+from hqsweep.checkpoints.sharded_load import load_sharded
+from hqsweep.checkpoints.sharded_save import disk_fault, save_sharded, save_sharded_async, words_of
+from hqsweep.checkpoints.sharded_state import whole_of
 from hqsweep.errors import UserError
 from hqsweep.optim import FusedAdam
 from hqsweep.parallel.shards.shard import buffer_cuts

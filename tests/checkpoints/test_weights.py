@@ -8,8 +8,7 @@ from safetensors.torch import load_file
 from support.checkpoints.tiny_models import equal, tiny
 from torch import nn
 
-from hqsweep.checkpoints.foreign.load import load_checkpoint
-from hqsweep.checkpoints.save import save_model
+from hqsweep.checkpoints.weights import load_checkpoint, save_model
 from hqsweep.errors import UserError
 from hqsweep.models.convert import convert, revert
 

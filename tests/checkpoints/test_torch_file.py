@@ -10,8 +10,8 @@ import pytest
 import torch
 from support.checkpoints.tiny_models import tiny
 
-from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
-from hqsweep.checkpoints.foreign.load import load_checkpoint
+from hqsweep.checkpoints.inspect import inspect_checkpoint
+from hqsweep.checkpoints.weights import load_checkpoint
 from hqsweep.errors import UserError
 from hqsweep.train.checkpoint import read_state
 from hqsweep.train.record import NotAsWritten

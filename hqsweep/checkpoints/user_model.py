@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from hqsweep.checkpoints.foreign.checkpoint import Checkpoint, first_names
-from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
+from hqsweep.checkpoints.checkpoint import Checkpoint, first_names
+from hqsweep.checkpoints.inspect import inspect_checkpoint
 from hqsweep.config.model import HFModelConfig
 from hqsweep.config.train import DataConfig, TrainConfig, data_kind
 from hqsweep.errors import UserError

@@ -3,7 +3,7 @@
 import torch
 from support.checkpoints.titan import pairs_of_halves
 
-from hqsweep.checkpoints.foreign.names import halves_of_pairs
+from hqsweep.checkpoints.names import halves_of_pairs
 
 HEADS, D, K, T = 3, 8, 16, 5
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hqsweep.checkpoints.foreign.dcp import read_object, read_part
-from hqsweep.checkpoints.foreign.dcp_metadata import Place, Stored, objects_of
+from hqsweep.checkpoints.dcp import read_object, read_part
+from hqsweep.checkpoints.dcp_metadata import Place, Stored, objects_of
 from hqsweep.errors import UserError
 from hqsweep.recipe.roles import clean_name
 

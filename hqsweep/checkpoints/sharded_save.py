@@ -26,7 +26,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as torch_dcp
 
-from hqsweep.checkpoints.sharded.sharded_state import collect, joined
+from hqsweep.checkpoints.sharded_state import collect, joined
 from hqsweep.errors import UserError
 from hqsweep.host import sync_folder
 from hqsweep.parallel.wire.collectives import by_first, is_many, rank_in, together

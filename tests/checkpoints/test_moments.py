@@ -8,11 +8,11 @@ import torch
 from support.checkpoints.tiny_models import equal, tiny, trained
 from support.checkpoints.titan import titan
 
-from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
-from hqsweep.checkpoints.foreign.load import load_checkpoint
+from hqsweep.checkpoints.inspect import inspect_checkpoint
+from hqsweep.checkpoints.weights import load_checkpoint
 from hqsweep.errors import UserError
 from hqsweep.optim import FusedAdam
-from tests.checkpoints.foreign.test_dcp import adam, same_moments
+from tests.checkpoints.test_dcp import adam, same_moments
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,9 @@ from support.checkpoints.tiny_models import equal, tiny, trained
 from support.checkpoints.titan import titan, write, write_titan
 from torch.distributed.checkpoint.metadata import Metadata
 
-from hqsweep.checkpoints.foreign import dcp
-from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
-from hqsweep.checkpoints.foreign.load import load_checkpoint
+from hqsweep.checkpoints import dcp
+from hqsweep.checkpoints.inspect import inspect_checkpoint
+from hqsweep.checkpoints.weights import load_checkpoint
 from hqsweep.errors import UserError
 
 
