@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from cases import SOME, STATELESS, bare
+from cases import SOME, STATELESS, bare, crossed
 from support.nn.experts import EXPERTS, GPU, ROWS, SPLITS, K, N, grouped
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -88,10 +88,10 @@ def test_both_directions_at_once_have_the_bytes_of_each_alone(text):
 
 
 @pytest.mark.feature("F70")
-@pytest.mark.parametrize("splits", [SPLITS, (ROWS // EXPERTS,) * EXPERTS], ids=["ragged", "equal"])
-@pytest.mark.parametrize("kernels", [False, True])
-@pytest.mark.parametrize("single", [False, True])
-@pytest.mark.parametrize("text", SOME)
+@pytest.mark.parametrize(
+    ("text", "single", "kernels", "splits"),
+    crossed(SOME, [False, True], [False, True], [SPLITS, (ROWS // EXPERTS,) * EXPERTS], whole=("mxfp8", "nvfp4")),
+)
 def test_groups_are_made_at_once_as_the_products_take_them(text, single, kernels, splits, monkeypatch):
     """One call a step, with the bytes of a call for each direction."""
     calls, real = [], LinearCall.quantize
@@ -235,9 +235,10 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("when", ["between calls", "before backward"])
-@pytest.mark.parametrize("kind", ["linear", "converted", "grouped"])
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize(
+    ("write", "kind", "when"),
+    crossed(WRITES, ["linear", "converted", "grouped"], ["between calls", "before backward"], whole=list(WRITES)[:2]),
+)
 def test_any_write_within_a_step_is_seen(write, kind, when):
     """Also those that torch's version counter does not count."""
     cached, plain = (written_within_a_step(write, kind, when, cache_weights=cached) for cached in (True, False))
