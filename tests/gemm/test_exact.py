@@ -8,7 +8,7 @@ from hqsweep.formats import ExactOperand, RngKey, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.gemm.exact import matrix_product, mm_t
 from hqsweep.gemm.native import gemm_plan
-from hqsweep.nn.linear.linear import rows_of
+from hqsweep.nn.linears import rows_of
 from hqsweep.quant import HybridQuantizer
 
 KEY = RngKey(seed=0, slot="t", step=0)

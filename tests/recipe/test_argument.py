@@ -25,7 +25,7 @@ from hqsweep.nn import (
     set_recipe,
 )
 from hqsweep.nn.core.module import quantized_modules
-from hqsweep.nn.layers.norm import Norm
+from hqsweep.nn.norm_embedding import Norm
 from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import CustomRecipe, DpaQuantizers, LinearQuantizers, Recipe
 

@@ -16,7 +16,7 @@ from hqsweep.checkpoints.save import save_model
 from hqsweep.checkpoints.sharded.sharded import save_sharded, save_sharded_async
 from hqsweep.checkpoints.sharded.sharded_load import load_sharded
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, quantization, quantized_model_init
-from hqsweep.nn.linear.linear import Linear
+from hqsweep.nn.linears import Linear
 from hqsweep.optim import FusedAdam
 from hqsweep.parallel.wire.local import local, whole_tensor
 from hqsweep.quant import GroupedTensor, HybridQuantizedTensor
