@@ -18,6 +18,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from hqsweep.sweep.store.documents import Trained, check_document
 from hqsweep.sweep.store.files import REPAIRED
 from hqsweep.sweep.store.names import NOT_IN_ID, data_seen, run_id, without_data_hash
 from hqsweep.sweep.store.run_dir import RunDir
-from hqsweep.sweep.store.seal import Files
+from hqsweep.sweep.store.seal import SMALL, Files
 from hqsweep.sweep.store.store import known as listed
 from hqsweep.track.tables import TABLES
 from hqsweep.train.corpus import SHOWN_DIGITS
@@ -161,7 +162,8 @@ def _begun(read: Mapping[tuple[str, str | None], Any]) -> dict[tuple[str, str | 
 
 
 class SealedOnce(RunDir):
-    """A run whose seal is read once, and then holds for all of its files."""
+    """A run whose seal is read once, and then holds for all of its files; so are the documents of one that has
+    ended."""
 
     def sealed(self) -> Files | None:
         return self._files
@@ -169,6 +171,18 @@ class SealedOnce(RunDir):
     @cached_property
     def _files(self) -> Files | None:
         return super().sealed()
+
+    @cached_property
+    def _documents(self) -> dict[str, bytes | None]:
+        return {}
+
+    def _bytes(self, path: Path) -> bytes | None:
+        name, goes_on = path.name, self.__dict__.get("_files", ...) is None
+        if goes_on or name not in SMALL:
+            return super()._bytes(path)
+        if name not in self._documents:
+            self._documents[name] = super()._bytes(path)
+        return self._documents[name]
 
 
 def _read(folder: RunDir) -> tuple[dict, list[dict], list[dict], list[dict]]:
