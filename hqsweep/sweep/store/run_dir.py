@@ -42,7 +42,7 @@ PENDING: dict[str, Any] = {
 """status.json of a run that was never started. `started` and `ended` of the last attempt are in seconds since 1970,
 `seconds` is the time of all attempts together. `phase` is the run's work outside of training steps, such as "loading
 data", and `progress` is {"step", "steps", "part", "loss", "tokens_per_s", "eta_s"}, part being how much of the work is
-done, from 0 to 1."""
+done, from 0 to 1. A fork also has "first", the step at which it leaves its trunk."""
 
 PLANNED = ("run_id", "sweep", "arm", "seed", "job", "overrides")
 """The keys that the manifest of every run has from the beginning."""
