@@ -118,7 +118,7 @@ def test_a_long_name_ends_a_line_at_its_joints_alone(make_sweep, fake, tmp_path)
     dom, console = browse(Path(shutil.copy(HARNESS.with_name("words.html"), page.parent)), tmp_path / "profile")
     observed = json.loads(html.unescape(re.search(r'<pre id="facts">(.+?)</pre>', dom)[1]))
     assert console == [] and len(observed) == 4
-    assert observed == dict.fromkeys(observed, {"split": [], "wide": False})
+    assert observed == {key: {"split": [], "wide": False} for key in observed}
 
 
 @pytest.mark.slow
