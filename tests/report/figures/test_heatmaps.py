@@ -12,6 +12,7 @@ from hqsweep.report.pages.folder import write
 from hqsweep.sweep.store.store import runs_in
 from tests.report.conftest import three_arms, write_sweep
 
+
 @pytest.fixture
 def comparison(tmp_path: Path):
     """Three arms; the sampled tensors of the arm mxfp8 also in two other formats."""
@@ -44,7 +45,7 @@ def test_rows_are_medians_beside_the_own_format(comparison) -> None:
 def test_an_arm_has_a_column_for_each_format_and_its_own_comes_first(comparison, tmp_path) -> None:
     (panel,) = what_if_heatmaps(comparison)
     (trace,) = panel.figure.data
-    assert panel.heading == "mxfp8" and list(trace.x)[0] == OWN and len(trace.x) == 3
+    assert panel.heading == "mxfp8" and next(iter(trace.x)) == OWN and len(trace.x) == 3
     assert "mxfp6_e3m2" in panel.says
     page = write(comparison, tmp_path / "out").read_text()
     assert "Quantization error in other formats" in page
