@@ -58,8 +58,8 @@ def what_if_heatmaps(comparison: Comparison) -> Iterator[Panel]:
 
 
 def what_if_rows(comparison: Comparison) -> pd.DataFrame:
-    """arm, tensor, direction, own, format, sqnr_db: medians over layers, sampled steps and seeds. own is the arm's format
-    there; format is that one, or one of stats.what_if."""
+    """arm, tensor, direction, own, format, sqnr_db: medians over layers, sampled steps and seeds. own is the arm's
+    format there; format is that one, or one of stats.what_if."""
     others, key = comparison.frames.what_if, ["arm", "tensor", "direction", "own", "format"]
     if others.empty:
         return pd.DataFrame(columns=[*key, "sqnr_db"]).astype({"sqnr_db": float})
