@@ -264,7 +264,8 @@ def _short(
     alike = {p.a: p for p in pairs if p.a == p.b}
     native = [text for text in formats.NAMES if text in alike and alike[text].mode == "native"]
     high = [text for text in native if parse(text).high_precision]
-    untried = [text for text in native if text not in high and capability and sm_name(capability) in alike[text].untried]
+    here = capability and sm_name(capability)
+    untried = [text for text in native if text not in high and here in alike[text].untried]
     lines = [_as_line(name, capability)] if name else _parts_lines(machine)
     lines += [f"{'native':<13}{', '.join(native)}"]
     lines += [f"{'':<13}from documents, not yet run there: {', '.join(untried)}"] if untried else []
