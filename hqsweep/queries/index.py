@@ -24,12 +24,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hqsweep.config.jobs import SYSTEM, TABLES
 from hqsweep.errors import Damaged, UserError
 from hqsweep.queries.held import OF_TYPE, Built, Held, Shape, merged, opened, shape_of, write
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.seal import FILE as SEAL
 from hqsweep.sweep.store.store import known
-from hqsweep.track.tables import SYSTEM, TABLES
 
 FACTS = (
     "sweep", "run", "arm", "recipe", "seed", "job", "design", "trunk", "point", "state", "reason", "step", "steps",
