@@ -99,6 +99,7 @@ MXFP4 = Family(
 NVFP4 = Family(
     module="nvfp4", cls="NVFP4", scaling="nvfp4", names={"nvfp4": {}},
     options={"2d": {"two_d": True}} | _FOUR | {
+        "eden": {"eden": True},
         "row_scaled": {"row_scaled": True},
         "4over6": {"four_over_six": True},
         "mse": {"error_mode": "mse"},
@@ -153,13 +154,16 @@ class FormatText:
     two_d: bool
     rht: int
     rht_signed: bool
+    rht_drawn: bool
 
     @classmethod
     def parse(cls, text: str) -> "FormatText":
         """Return the facts of a text. UserError as for fields_of()."""
         name, fields = fields_of(text)
-        said = {"two_d": False, "rht": 0, "rht_signed": True} | fields
-        return cls(text.strip(), NAMES[name].scaling, said["two_d"], said["rht"], said["rht_signed"])
+        said = {"two_d": False, "rht": 0, "rht_signed": True, "eden": False} | fields
+        return cls(
+            text.strip(), NAMES[name].scaling, said["two_d"], said["rht"], said["rht_signed"], rht_drawn=said["eden"]
+        )
 
     @property
     def high_precision(self) -> bool:
@@ -248,7 +252,7 @@ def quantizer_texts(value: Any) -> tuple[str, str | None, str]:
 def directions(value: Any) -> tuple[str, str, str]:
     """Return the texts of rowwise and columnwise format, and the source, of a quantizer (see quantizer_texts).
 
-    If one text is for both, the options of SET_COLUMNWISE are left out of the rowwise text.
+    If one text is for both, the options of SET_COLUMNWISE are left out of the rowwise text, but with +eden.
 
     Raises:
         UserError: as quantizer_texts() and fields_of() do.
@@ -259,6 +263,8 @@ def directions(value: Any) -> tuple[str, str, str]:
     fields_of(row)
     name, words = words_of(row)
     said = NAMES[name].options
+    if "eden" in words:
+        return row.strip(), row.strip(), source
     rowwise = [word for word in words if word not in said or not said[word].keys() <= set(SET_COLUMNWISE)]
     return "+".join([name, *rowwise]), row.strip(), source
 
