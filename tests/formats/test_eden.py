@@ -1,5 +1,7 @@
 """MS-EDEN (+eden): the paper's formulas in float64, its statistics over seeds, and products whose signs cancel."""
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -13,6 +15,10 @@ from hqsweep.formats.elements import E2M1, E4M3
 from hqsweep.formats.hadamard import drawn_signs, hadamard
 from hqsweep.formats.inputs import draw
 from hqsweep.formats.random import PlacedKey, segment_words
+from hqsweep.nn import Linear, quantization, quantized_model_init
+from hqsweep.quant import HybridQuantizer
+from hqsweep.recipe.argument import recipe_of
+from hqsweep.recipe.sections import LinearQuantizers
 
 SIZES = {16: "rht", 32: "rht32", 64: "rht64", 128: "rht128"}
 V = 6 / (17 / 16 * 0.93)
@@ -156,3 +162,55 @@ def test_options_that_it_does_not_take(text, message):
         parse(text)
     with pytest.raises(ValueError, match="signs need an RngKey"):
         parse("nvfp4+rht+eden").encode(torch.ones(2, 16))
+
+
+def gradients(layer: Linear, x: torch.Tensor, dy: torch.Tensor, seed: int) -> list[torch.Tensor]:
+    leaf, layer.weight.grad = x.clone().requires_grad_(), None
+    with quantization(seed=seed, step=3):
+        layer(leaf).backward(dy)
+    return [leaf.grad.double(), layer.weight.grad.double()]
+
+
+def test_gradients_of_the_packaged_recipe_have_no_bias():
+    """Both operands of dgrad and wgrad are unbiased, and independent but for the signs, which cancel."""
+    x, dy, w = (draw("normal", 128, 128, seed).float() for seed in (1, 2, 3))
+    name, stored = "nvfp4+4over6", "nvfp4+4over6|fp32@rowwise_dequantized"
+    exact = LinearQuantizers.parse({"input": stored, "weight": stored, "grad_output": "fp32"}, "m")
+    chosen = recipe_of("quartet2_like").linear
+    assert [str(chosen.input.rowwise), str(chosen.weight.rowwise)] == [name, name]
+    layers = [Linear(128, 128, bias=False, name="m", recipe=own, dtype=torch.float32) for own in (chosen, exact)]
+    for layer in layers:
+        with torch.no_grad():
+            layer.weight.copy_(w)
+    true, count, means, errors = gradients(layers[1], x, dy, 0), 64, [0.0, 0.0], [0.0, 0.0]
+    for seed in range(count):
+        for i, (own, whole) in enumerate(zip(gradients(layers[0], x, dy, seed), true, strict=True)):
+            means[i] = means[i] + own / count
+            errors[i] += ((own - whole).norm() / whole.norm()).square().item() / count
+    for mean, whole, error in zip(means, true, errors, strict=True):
+        assert 0.005 < error < 0.03
+        assert ((mean - whole).norm() / whole.norm()).square() < 1.5 * error / count
+
+
+def test_both_operands_of_a_product_draw_the_same_signs():
+    text, fixed = "nvfp4+rht32+eden", "nvfp4+rht32+sr"
+    both = HybridQuantizer.parse(text)
+    assert (str(both), str(both.rowwise), str(both.columnwise)) == (text, text, text)
+    for other, message in (
+        ("nvfp4+rht128+eden", r"\(of 128 with drawn signs, of 32 with drawn signs\), so they do not cancel"),
+        (f"{fixed}|{fixed}", r"\(of 32 with signs, of 32 with drawn signs\), so they do not cancel"),
+        ("mxfp8", "must be on both operands or on neither"),
+    ):
+        section = {"input": f"nvfp4|{text}", "weight": f"nvfp4|{text}", "grad_output": other}
+        with pytest.raises(UserError, match=message):
+            Linear(128, 128, name="m", recipe=LinearQuantizers.parse(section, "m"))
+
+
+def test_a_held_weight_has_the_signs_of_another_step():
+    section = LinearQuantizers.parse(dict.fromkeys(("input", "weight", "grad_output"), "nvfp4|nvfp4+rht32+eden"), "m")
+    section = replace(section, grad_output=HybridQuantizer.parse("nvfp4+rht32+eden"))
+    with quantized_model_init(), quantization(seed=1, step=1):
+        layer = Linear(32, 32, bias=False, name="m", recipe=section)
+    layer(torch.ones(32, 32).bfloat16())  # fprop reads rows, which have no transform
+    with pytest.raises(UserError, match=r"m: the weight is held in .*\+eden draws new ones in every step"):
+        layer(torch.ones(32, 32).bfloat16().requires_grad_())
