@@ -99,7 +99,7 @@ class Format:
 
     @property
     def rowwise_form(self) -> "Format":
-        """The format without the options that one text for both directions sets columnwise (rht)."""
+        """The format without the options that one text for both directions sets columnwise (rht, eden)."""
         return self
 
     @property

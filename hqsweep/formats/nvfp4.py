@@ -179,7 +179,7 @@ class NVFP4(Format):
 
     @property
     def rowwise_form(self) -> "NVFP4":
-        return self if self.eden else replace(self, rht=0, rht_signed=True)
+        return replace(self, rht=0, rht_signed=True, eden=False)
 
     @property
     def columnwise_form(self) -> "NVFP4":

@@ -139,7 +139,7 @@ NAMES: dict[str, Family] = {name: family for family in FAMILIES for name in fami
 """Name -> its family."""
 FINGERPRINT = "efe9481fa9da443f263ba55e89ae7d3fb70d8af9334c5095af96a6e9980a1110"
 """The hash of the reference over the fingerprint texts. Every correct kernel has the same."""
-SET_COLUMNWISE = ("rht", "rht_signed")
+SET_COLUMNWISE = ("rht", "rht_signed", "eden")
 """Fields that one text for both directions sets for the columnwise operand only."""
 QUANTIZER_FIELDS = ("rowwise", "columnwise", "columnwise_source")
 SOURCES = ("original", "rowwise_dequantized")
@@ -252,7 +252,7 @@ def quantizer_texts(value: Any) -> tuple[str, str | None, str]:
 def directions(value: Any) -> tuple[str, str, str]:
     """Return the texts of rowwise and columnwise format, and the source, of a quantizer (see quantizer_texts).
 
-    If one text is for both, the options of SET_COLUMNWISE are left out of the rowwise text, but with +eden.
+    If one text is for both, the options of SET_COLUMNWISE are left out of the rowwise text.
 
     Raises:
         UserError: as quantizer_texts() and fields_of() do.
@@ -263,8 +263,6 @@ def directions(value: Any) -> tuple[str, str, str]:
     fields_of(row)
     name, words = words_of(row)
     said = NAMES[name].options
-    if "eden" in words:
-        return row.strip(), row.strip(), source
     rowwise = [word for word in words if word not in said or not said[word].keys() <= set(SET_COLUMNWISE)]
     return "+".join([name, *rowwise]), row.strip(), source
 

@@ -194,10 +194,13 @@ def test_gradients_of_the_packaged_recipe_have_no_bias():
 
 def test_both_operands_of_a_product_draw_the_same_signs():
     text, fixed = "nvfp4+rht32+eden", "nvfp4+rht32+sr"
-    both = HybridQuantizer.parse(text)
-    assert (str(both), str(both.rowwise), str(both.columnwise)) == (text, text, text)
+    one = HybridQuantizer.parse(text)  # as +rht: one text for both directions transforms columns
+    assert (str(one), str(one.rowwise), str(one.columnwise)) == (text, "nvfp4", text)
     for other, message in (
-        ("nvfp4+rht128+eden", r"\(of 128 with drawn signs, of 32 with drawn signs\), so they do not cancel"),
+        (
+            "nvfp4+rht128+eden|nvfp4+rht128+eden",
+            r"\(of 128 with drawn signs, of 32 with drawn signs\), so they do not cancel",
+        ),
         (f"{fixed}|{fixed}", r"\(of 32 with signs, of 32 with drawn signs\), so they do not cancel"),
         ("mxfp8", "must be on both operands or on neither"),
     ):
@@ -208,7 +211,7 @@ def test_both_operands_of_a_product_draw_the_same_signs():
 
 def test_a_held_weight_has_the_signs_of_another_step():
     section = LinearQuantizers.parse(dict.fromkeys(("input", "weight", "grad_output"), "nvfp4|nvfp4+rht32+eden"), "m")
-    section = replace(section, grad_output=HybridQuantizer.parse("nvfp4+rht32+eden"))
+    section = replace(section, grad_output=HybridQuantizer.parse("nvfp4+rht32+eden|nvfp4+rht32+eden"))
     with quantized_model_init(), quantization(seed=1, step=1):
         layer = Linear(32, 32, bias=False, name="m", recipe=section)
     layer(torch.ones(32, 32).bfloat16())  # fprop reads rows, which have no transform
