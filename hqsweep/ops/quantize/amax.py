@@ -132,13 +132,17 @@ def _members(
 ) -> None:
     keys, (random, drawn) = rowwise.key, _reads_keys(request)
     known = not random or (keys is not None and (isinstance(keys, RngKeys) or None not in keys))
-    if known and not drawn and use_kernel(request, x, backend) and kernel_takes(request, x, splits):
-        table, key, step = None, NO_KEY, None
+    known &= not drawn or isinstance(columnwise.key, RngKeys)  # which share a seed, and so the signs
+    if known and use_kernel(request, x, backend) and kernel_takes(request, x, splits):
+        table, key, step, column_key = None, NO_KEY, None, None
+        if drawn:
+            own = columnwise.key
+            column_key, step = [own.words[0], 0, own.step], own.counter
         if random:
             table, key, step = key_table(keys, x.device), [0, 0, keys[0].step], keys[0].counter
         texts, amaxes = (request.row_text, request.column_text), (rowwise.amax, rowwise.out, columnwise.out)
         offsets = splits.offsets(x.device)
-        find_amax_(x, *texts, request.dequantized, key, *amaxes, offsets, table, step, current())
+        find_amax_(x, *texts, request.dequantized, key, *amaxes, offsets, table, step, current(), column_key)
         return
     source = "rowwise_dequantized" if request.dequantized else "original"
     for member, span in enumerate(splits.spans):
