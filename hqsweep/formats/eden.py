@@ -11,10 +11,11 @@ the norm of a group is put right by the factor of EDEN (Vargaftik et al., arXiv 
   stored scale = SR(fl(sf * S));   value = q * stored scale * A / m.
 SR(z) is E4M3 and rounds up with probability distance / step. It adds 20 random bits, the low bits of the first word of
 the block's Philox draw (formats/random.py), below the last kept bit, and truncates; it saturates at 448. Below 2^-6 the
-step is 2^-9, and bits of z below 2^-29 are cut off. Since E[S Q(x)] = x over the signs, the operand is unbiased.
+step is 2^-9, and bits of z below 2^-29 are cut off. Under a uniformly random rotation the mean of S Q(x) is x. Random
+signs before a Hadamard transform come near: a group with few outliers keeps a bias, of about 1 % of the squared error.
 
-Quartet II's kernels leave out sf^2 in both sums, as if all blocks of a group had one scale. There they are equal up to
-noise after the transform; here S is the ratio of the paper's formula.
+Quartet II's kernels (IST-DASLab/Quartet-II) leave out sf^2 in both sums, as if all blocks of a group had one scale.
+After the transform their scales are nearly equal; here S is the ratio of the values.
 """
 
 import torch
