@@ -342,7 +342,8 @@ class HybridQuantizer:
         results = self._quantize(x, row, column, key, states, place=place, statistics=True)
         of_columns = results.columnwise_statistics
         if self.columnwise_source == "rowwise_dequantized":
-            of_columns = gather_by_row(x.t(), self.columnwise, results.columnwise)
+            own = self.direction_keys(key, place)["columnwise"]
+            of_columns = gather_by_row(x.t(), self.columnwise, results.columnwise, key=own)
         return {"rowwise": results.rowwise_statistics.read(), "columnwise": of_columns.read()}
 
     def _quantize(

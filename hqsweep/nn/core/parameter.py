@@ -157,6 +157,11 @@ def check_held(weight: TensorProtocol, direction: Direction, quantizer: HybridQu
             f"the weight is held in {held}, but the recipe asks for {quantizer}; build the model anew, or"
             " give the recipe it was built with"
         )
+    if getattr(held, direction).rht_drawn:
+        raise UserError(
+            f"the weight is held in {held}, and its {direction} operand has the signs of the step that wrote it, while"
+            " +eden draws new ones in every step; do not hold the weight, or give it +sr in place of +eden"
+        )
     if getattr(weight, direction) is None:
         raise UserError(f"the {direction} operand of the weight is not held; quantize it with directions={DIRECTIONS}")
     weight.check_complete()

@@ -59,7 +59,7 @@ def by_reference(request: Request, x: Tensor, row: Target, column: Target, stati
         if spec is None:
             continue
         format, source = target.format, x.t() if i else x  # torch.compile cannot call spec.format's methods
-        buffers = format.encode(source, _full_grid(format, source, target.grid), target.key)
+        buffers = format.encode(source, _full_grid(format, source, target), target.key)
         shape = tuple(source.shape)
         results[i] = format.operand(buffers, shape) if exact else buffers
         if statistics:
@@ -67,15 +67,16 @@ def by_reference(request: Request, x: Tensor, row: Target, column: Target, stati
             if format.high_precision:
                 sums[i] = gather_by_row(source, format, buffers, keep_x=keep_x)
             else:
-                sums[i] = gather(source, format, buffers, columns=i == 1, keep_buffers=not exact, keep_x=keep_x)
+                options = {"keep_buffers": not exact, "keep_x": keep_x, "key": target.key}
+                sums[i] = gather(source, format, buffers, columns=i == 1, **options)
         if i == 0 and request.dequantized:
             x = format.decode(buffers, shape).to(x.dtype)
     return *results, *sums
 
 
-def _full_grid(format: Format, x: Tensor, grid: Buffers | None) -> Mapping[str, Tensor] | None:
+def _full_grid(format: Format, x: Tensor, target: Target) -> Mapping[str, Tensor] | None:
     """Return a given grid, completed by the amaxes that it lacks."""
-    return grid if grid is None else format.grid(x) | dict(grid)
+    return target.grid if target.grid is None else format.grid(x, target.key) | dict(target.grid)
 
 
 class Quantized(NamedTuple):
