@@ -37,6 +37,7 @@ class LayerNormMLP(OverRanks, _LayerNormMLP):
         "fc1_weight": "fc1.weight", "fc1_bias": "fc1.bias", "fc2_weight": "fc2.weight", "fc2_bias": "fc2.bias",
     }  # fmt: skip
 
+    @LAYERNORM_MLP.builds
     def __init__(self, hidden_size: int, ffn_hidden_size: int, *positional: Any, **arguments: Any) -> None:
         nn.Module.__init__(self)
         given = LAYERNORM_MLP.given(positional, arguments)

@@ -95,6 +95,7 @@ class MultiheadAttention(OverRanks, _MultiheadAttention):
 
     has_extra_state = False
 
+    @MULTIHEAD_ATTENTION.builds
     def __init__(self, hidden_size: int, num_attention_heads: int, *positional: Any, **arguments: Any) -> None:
         nn.Module.__init__(self)
         kind, heads, given = "MultiheadAttention", num_attention_heads, MULTIHEAD_ATTENTION.given(positional, arguments)

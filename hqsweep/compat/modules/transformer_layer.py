@@ -49,6 +49,7 @@ class TransformerLayer(OverRanks, _TransformerLayer):
     KEYS: ClassVar[Mapping[str, str]] = {"self_attention.": "attn.", "layernorm_mlp.": "mlp."}
     has_extra_state = False
 
+    @TRANSFORMER_LAYER.builds
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int, *positional: Any, **arguments: Any
     ) -> None:
