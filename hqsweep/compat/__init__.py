@@ -52,6 +52,7 @@ from hqsweep.compat.factories import (
     nvfp4_1d_weight_factory,
     nvfp4_factory,
     nvfp4_linear_fp8_dpa_factory,
+    nvfp4_ref_rht_2d_factory,
     nvfp4_row_scaled_fwd_high_precision_bwd_factory,
     nvfp4_row_scaled_fwd_mxfp8_bwd_factory,
 )
@@ -192,6 +193,7 @@ __all__ = [
     "nvfp4_1d_weight_factory",
     "nvfp4_factory",
     "nvfp4_linear_fp8_dpa_factory",
+    "nvfp4_ref_rht_2d_factory",
     "nvfp4_row_scaled_fwd_high_precision_bwd_factory",
     "nvfp4_row_scaled_fwd_mxfp8_bwd_factory",
     "ops",

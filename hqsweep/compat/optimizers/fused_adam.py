@@ -20,6 +20,10 @@ UNCORRECTED = 2.0**40
 """A count of steps after which no bias is left to correct: powers of betas below 0.99999999 are 0."""
 
 
+class NeedsMasters(UserError, RuntimeError):
+    """Held weights come without masters. It is a RuntimeError, as in TransformerEngine."""
+
+
 class FusedAdam(optim.FusedAdam):
     """AdamW without weight decay and without masters by default.
 
@@ -60,6 +64,8 @@ class FusedAdam(optim.FusedAdam):
         self.adam_w_mode = flag("FusedAdam", "adam_w_mode", adam_w_mode)
         self.bias_correction = flag("FusedAdam", "bias_correction", bias_correction)
         self.use_decoupled_grad = flag("FusedAdam", "use_decoupled_grad", use_decoupled_grad)
+        if isinstance(master_weights, list | tuple):  # of masters, which TransformerEngine makes itself, too
+            master_weights = bool(master_weights)
         self.keeps_masters = flag("FusedAdam", "master_weights", master_weights)
         self.dtypes = dict(zip(STATES, (exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype), strict=True))
         super().__init__(params, lr, betas, eps, weight_decay, master_weights=True)
@@ -73,7 +79,7 @@ class FusedAdam(optim.FusedAdam):
         super().add_param_group(param_group)
         held = [p for p in self.param_groups[-1]["params"] if isinstance(local(p), HybridQuantizedTensor)]
         if held and not self.keeps_masters:
-            raise UserError(
+            raise NeedsMasters(
                 f"FusedAdam: {len(held)} parameters are quantized, such as one in {local(held[0]).quantizer}; they"
                 " cannot be updated without masters, so give master_weights=True"
             )

@@ -178,3 +178,6 @@ def test_held_weights_need_masters():
         weight = compat.Linear(32, 64, bias=False).weight
     with pytest.raises(UserError, match=r"1 parameters are quantized, such as one in mxfp8.* give master_weights=True"):
         FusedAdam([weight])
+    with pytest.raises(RuntimeError, match="give master_weights=True"):  # as in TransformerEngine
+        FusedAdam([weight], master_weights=[])
+    assert FusedAdam([weight], master_weights=[weight]).keeps_masters
