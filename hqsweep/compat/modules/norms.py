@@ -11,7 +11,7 @@ from hqsweep.compat.arguments import built_on, flag, refuse, taken
 from hqsweep.compat.modules.activation_dtype import params_dtype as dtype_of
 from hqsweep.compat.modules.parts import materialize
 from hqsweep.errors import UserError
-from hqsweep.nn.core.products import in_autocast
+from hqsweep.nn.core.guards import in_autocast
 
 
 class _Norm(nn.Module):
