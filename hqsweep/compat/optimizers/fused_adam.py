@@ -91,8 +91,9 @@ class FusedAdam(optim.FusedAdam):
     def step(self, closure: Callable[[], Tensor] | None = None, **options: Any) -> Tensor | None:
         """Update every parameter that has a gradient. Returns the closure's loss.
 
-        Under GradScaler.step(optimizer) a capturable optimizer divides gradients itself by the scale (grad_scale), and
-        changes nothing where one is not finite (found_inf). UserError for grad_scaler: call GradScaler.step(optimizer).
+        Under GradScaler.step(optimizer) a capturable optimizer divides gradients itself, in place, by the scale
+        (grad_scale), and changes nothing where one is not finite (found_inf). UserError for grad_scaler: call
+        GradScaler.step(optimizer).
         """
         refuse("FusedAdam.step", options)
         loss = None
@@ -163,7 +164,12 @@ class FusedAdam(optim.FusedAdam):
         groups = (group["params"] for group in self.param_groups)
         found = [{p: part_as(p, g).to(self._dtype(p)) for p in own if (g := read(p)) is not None} for own in groups]
         scale = getattr(self, "grad_scale", None)
-        return found if scale is None else [{p: g / scale.to(g.device) for p, g in own.items()} for own in found]
+        if scale is None:
+            return found
+        unscaled = [{p: g / scale.to(g.device) for p, g in own.items()} for own in found]
+        for p in (p for own in found for p in own):
+            read(p).div_(scale.to(p.device))
+        return unscaled
 
     def _renew_masters(self, params: Iterable[Tensor] | None = None) -> None:
         if self.dtypes["master_param"] is torch.float32:  # others are rounded, and differ from what was written

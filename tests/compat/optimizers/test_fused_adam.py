@@ -195,6 +195,7 @@ def test_a_scaler_leaves_float16_gradients_to_a_capturable_optimizer():
     scaler.update()
     plain.step()
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], start)
+    assert torch.equal(weights[0].grad, weights[1].grad)
     weights[0].grad[0, 0] = torch.inf
     scaler.step(scaled)
     scaler.update()
