@@ -13,7 +13,7 @@ from hqsweep.compat.signatures import LAYERNORM_MLP, OF_MLP_CALL
 from hqsweep.nn.core.residual import Branch
 from hqsweep.nn.layernorm_linears import LayerNormMLP as _LayerNormMLP
 from hqsweep.nn.layernorm_linears import joins
-from hqsweep.ops.model.activation import INPUTS
+from hqsweep.ops.elementwise import INPUTS
 from hqsweep.ops.quantize.kernels import in_dtype
 from hqsweep.recipe.roles import QuantizerRole
 

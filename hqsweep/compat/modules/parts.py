@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from hqsweep.compat.quantizer import te_device_type
 from hqsweep.errors import UserError
-from hqsweep.parallel.shards.held_part import become_part
 from hqsweep.parallel.shared.call import LinearShare
+from hqsweep.parallel.shared.held import become_part
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 

@@ -18,7 +18,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand, Identity, RngKey
 from hqsweep.nn.core.delayed import DelayedStates, ExpertStates
 from hqsweep.nn.core.wire import Part
-from hqsweep.ops.members.layout import PackedExact
+from hqsweep.ops.layout import PackedExact
 from hqsweep.ops.quantize.kernels import in_dtype
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.gathered_weight import GatheredWeight

@@ -41,7 +41,17 @@ from hqsweep.config.recipe_files import FORMAT, FORMAT_TEXTS, PACKAGED, read_rec
 from hqsweep.config.safe import check_expansion, check_file
 from hqsweep.config.study import parse_study
 from hqsweep.errors import UserError, nearest
-from hqsweep.sweep.grid.arms import FACTORY_KEYS, Difference, check_arm, difference, labels, override_texts
+from hqsweep.sweep.grid.arms import (
+    FACTORY_KEYS,
+    Difference,
+    Grid,
+    GridPoint,
+    check_arm,
+    check_size,
+    difference,
+    labels,
+    override_texts,
+)
 from hqsweep.sweep.grid.overrides import (
     DATA_TARGET,
     MODEL_TARGET,
@@ -58,7 +68,6 @@ from hqsweep.sweep.grid.overrides import (
     set_number,
     take_factory,
 )
-from hqsweep.sweep.grid.point import Grid, GridPoint, check_size
 from hqsweep.sweep.grid.study import name_recipe, with_study
 from hqsweep.sweep.store.names import NOT_IN_ID
 
