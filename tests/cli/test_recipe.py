@@ -103,7 +103,7 @@ def test_ls_breaks_no_word_at_any_width(listed: Listed):
     for width, listed in texts.items():
         same = [w for row in rows if row["same_as"] for w in row["parts"].values()]
         assert set(words) - set(same) <= set(listed.replace(",", " ").replace(":", " ").split())
-        assert max(map(len, listed.splitlines())) <= max(width, 52)
+        assert max(map(len, listed.splitlines())) <= max(width, 56)  # of the longest word
         assert ("nvfp4  " in listed) == (width == 200), "beside the names where there is room"
 
 
@@ -132,6 +132,17 @@ def test_slots_that_are_alike_are_one_line_unless_all_are_asked_for():
     assert short.count("\n") == 8 and whole.count("\n") == 19 and "wgrad" in whole
     short, whole = (recipe("diff", "nvfp4", "mxfp8", *words).stdout for words in ((), ("--all",)))
     assert "weight of linear, grouped_linear" in short and "grouped_linear.weight" in whole
+
+
+def test_show_writes_a_recipe_by_its_products_where_it_can():
+    text = "nvfp4*mxfp8/mxfp8/bf16"
+    shown = json.loads(recipe("show", text, "--json").stdout)
+    assert shown["gemms"] == {"linear": text, "head": text} and shown["slots"][0]["columnwise"] == "bf16"
+    assert "\nlinear.gemms: mxfp8/mxfp8/mxfp8\n" in recipe("show", "mxfp8").stdout
+    other = recipe("show", "nvfp4_fwd_mxfp8_bwd_dequantized")  # decoded rows are a source that products do not tell
+    assert "gemms" not in other.stdout
+    wrong = recipe("show", "format:mxfp4/nvfp5/mxfp8")
+    assert wrong.exit_code == 2 and "recipe.linear.gemms: dgrad: format 'nvfp5'" in wrong.stderr
 
 
 def test_show_of_a_factory_gives_its_name():
