@@ -28,7 +28,8 @@ def _is_there(name):
     """Whether a packaged recipe takes only formats that TransformerEngine has."""
     recipe = read_recipe(recipe_file(name))  # without Hydra, which would take seconds of each collection
     quantizers = [slot.quantizer for slot in slots(parse_recipe(recipe))]
-    return {format.name for q in quantizers for format in (q.rowwise, q.columnwise)} <= THERE
+    formats = {format for q in quantizers for format in (q.rowwise, q.columnwise)}
+    return {format.name for format in formats} <= THERE and not any(format.rht_drawn for format in formats)
 
 
 EXPORTED = [name for name in known_recipes() if _is_there(name)]

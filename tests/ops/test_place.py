@@ -44,7 +44,7 @@ def grids_of(operands, x, area):
         format, view = operand.format, x if direction == "rowwise" else x.t()
         if format.amax_name:
             amax = torch.zeros(len(view) if format.row_scaled else 1, 1, device=x.device)
-            find_amax(view, Search(format, amax))
+            find_amax(view, Search(format, amax, key=KEY))
             rows = area[:2] if direction == "rowwise" else area[2:]
             grids[direction] = {format.amax_name: amax[slice(*rows)] if format.row_scaled else amax}
     return grids

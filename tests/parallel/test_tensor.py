@@ -6,7 +6,7 @@ from cases import HYBRID, QUANTIZERS, SOME, first
 from support.parallel import compat_held, shared_linears, shared_models
 from support.ranks import BACKENDS, run_ranks
 
-from hqsweep.ops.model.attention import has_cudnn
+from hqsweep.ops.attention import has_cudnn
 
 REFUSALS = [
     "l: 97 output features do not divide by tp=2",

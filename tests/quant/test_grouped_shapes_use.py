@@ -16,7 +16,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.gemm.grouped import mm_t_tokens, mm_t_weights
 from hqsweep.gemm.native import GroupGemm, gemm_plan
-from hqsweep.ops.members.layout import Shapes
+from hqsweep.ops.layout import Shapes
 from hqsweep.optim import FusedAdam
 from hqsweep.quant import GroupedTensor, HybridQuantizedTensor, HybridQuantizer
 from hqsweep.quant.group import quantize_group

@@ -10,8 +10,8 @@ from support.ops.calls import device_splits, find_amax, quantize
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, RngKeys, parse
 from hqsweep.formats.inputs import DISTRIBUTIONS, draw
-from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.kernels import spec_named
+from hqsweep.ops.splits import Splits
 
 SIXTEENS, ANY = (0, 128, 48, 0, 16, 160, 256, 0), (37, 0, 1, 128, 131, 300)
 KEYS = RngKeys(seed=7, slots=tuple(map(str, range(8))), step=2**33 + 5)
@@ -43,6 +43,10 @@ def arguments(case, sizes, width, device):
     return (row, column), {"columnwise_source": source}, amaxes
 
 
+def keys_of(own):
+    return {f"{direction}_key": own.under(direction) for direction in ("rowwise", "columnwise")}
+
+
 def one_by_one(x, sizes, formats, options, places):
     start, width = 0, x.shape[1]
     for e, size in enumerate(sizes):
@@ -52,7 +56,7 @@ def one_by_one(x, sizes, formats, options, places):
             part = amaxes[e : e + 1] if len(amaxes) == len(sizes) else amaxes[slice(*lines)]
             own[name] = part
         if size:
-            find_amax(x[start : start + size], *formats, **options, rowwise_key=KEYS[e], **own)
+            find_amax(x[start : start + size], *formats, **options, **keys_of(KEYS[e]), **own)
         start += size
 
 
@@ -71,7 +75,7 @@ def test_one_call_finds_what_a_call_for_each_expert_finds(case, way, device, mon
         one_by_one(x, sizes, formats, options, theirs)
         if backend == "auto":
             monkeypatch.setattr("hqsweep.ops.quantize.amax._own", lambda *_, **__: pytest.fail("a call for one expert"))
-        find_amax(x, *formats, splits=splits, **options, rowwise_key=KEYS, **ours, backend=backend)
+        find_amax(x, *formats, splits=splits, **options, **keys_of(KEYS), **ours, backend=backend)
         monkeypatch.undo()
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         assert splits.sizes or "host" not in vars(splits) or backend == "reference"

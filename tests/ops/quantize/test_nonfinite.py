@@ -9,11 +9,11 @@ from cases import KERNELS, REPRESENTATIVE, crossed
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize import nonfinite as module
 from hqsweep.ops.quantize.nonfinite import Seen, counted, for_slot, nonfinite
 from hqsweep.ops.quantize.quantize import quantize
 from hqsweep.ops.quantize.request import Target
+from hqsweep.ops.splits import Splits
 from hqsweep.quant import HybridQuantizer
 
 INF, NAN = math.inf, math.nan

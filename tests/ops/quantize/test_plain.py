@@ -9,10 +9,10 @@ from cases import FEW, LOW_BASES, STATELESS, crossed
 
 from hqsweep.formats import ExactOperand
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.dequantize import exact_operand_of
 from hqsweep.ops.quantize.quantize import Pair, quantize, quantize_plain
 from hqsweep.ops.quantize.request import NO_TARGET, Target
+from hqsweep.ops.splits import Splits
 from hqsweep.quant import HybridQuantizer
 
 SPLITS = (48, 0, 16, 176)
