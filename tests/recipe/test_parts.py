@@ -6,7 +6,7 @@ from hqsweep.config.job import gemm_modules, parse
 from hqsweep.config.model import ModelConfig
 from hqsweep.errors import UserError
 from hqsweep.recipe import Recipe
-from hqsweep.recipe.parts import check_parts
+from hqsweep.recipe.validate import check_parts
 
 WHOLE = {"dim": 128, "layers": 2, "heads": 2, "ffn": 128}
 

@@ -181,7 +181,9 @@ def unflatten_weights(tensors: Sequence[Tensor], skeletons: Sequence[Skeleton]) 
 
 
 SUMS: list[Callable[[Tensor], Tensor | None]] = []
-"""Functions that find the sum of a weight's gradients without a main_grad; they return None for unknown weights."""
+"""Functions that find the sum of a weight's gradients without a main_grad; they return None for unknown weights.
+
+nn knows nothing of fully_shard. So optim.use_main_grads adds the function that finds FSDP's sum, once a process."""
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
