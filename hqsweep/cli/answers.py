@@ -163,6 +163,7 @@ class Recipe(Answer):
     name: str
     recipe: dict[str, Any]
     slots: list[Slot]
+    gemms: dict[str, str]
 
 
 class Difference(Answer):

@@ -24,9 +24,9 @@ from hqsweep.errors import UserError, nearest
 from hqsweep.formats import parse
 from hqsweep.formats.spec import FINGERPRINT
 from hqsweep.gemm.pairs import FORMATS, Product, capability_here, products, reasons, sm_name
+from hqsweep.ops.attention import CUDNN_FRONTEND, frontend_version
 from hqsweep.ops.fingerprint import fingerprint
 from hqsweep.ops.library import extension
-from hqsweep.ops.model.attention import CUDNN_FRONTEND, frontend_version
 from hqsweep.report.pages.text import TextTable, to_rich
 from hqsweep.track.machine import cpu_isa
 

@@ -15,7 +15,7 @@ from hqsweep.config.study import ForkConfig
 from hqsweep.report.pages.checks import job_tables
 from hqsweep.report.pages.gemm_plans import plan_lines
 from hqsweep.report.pages.text import Fitted, TextTable, number, sparkline, text, to_rich
-from hqsweep.sweep.store import notes
+from hqsweep.sweep.store import edits
 from hqsweep.sweep.store.documents import met_lines
 from hqsweep.sweep.store.run_dir import RunDir
 
@@ -43,10 +43,10 @@ def show_run(run: RunDir, *, every: bool = False) -> tuple[RenderableType, dict[
         "worst_sqnr": worst,
         "what_if": (what_if := _what_if(run)),
     }
-    said = notes.of_run(run)
+    said = edits.of_run(run)
     page["note"], page["tags"] = said.note, list(said.tags)
     parts: list[RenderableType] = [Text(f"{run.sweep}/{run.name}", style="bold"), Text(_status_line(status))]
-    parts += [Text(line) for line in (notes.line(said),) if line]
+    parts += [Text(line) for line in (edits.line(said),) if line]
     parts += [Text(line) for line in (*_place_lines(run.fork()), *recipe_lines(config.get("recipe")))]
     parts += [
         Text(f"warning: {line}", style="yellow") for line in [*manifest.get("warnings", []), *met_lines(manifest)]

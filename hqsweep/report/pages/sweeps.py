@@ -12,7 +12,7 @@ from rich.text import Text
 from hqsweep.errors import Damaged, UserError, nearest
 from hqsweep.report.compare.left_out import stranger
 from hqsweep.report.pages.text import TextTable, number, text, to_rich
-from hqsweep.sweep.store import notes
+from hqsweep.sweep.store import edits
 from hqsweep.sweep.store.run_dir import UNUSABLE, RunDir, unusable
 from hqsweep.sweep.store.store import RunStore, foreign
 
@@ -136,10 +136,10 @@ def _seen(run: RunDir) -> dict[str, Any]:
 def _notes(folder: Path) -> dict[str, dict[str, Any]]:
     """Name of a run ("" for the sweep) -> {"note", "tags"}; for a damaged file its fault, as the note."""
     try:
-        said = notes.read(folder)
+        said = edits.read(folder)
     except Damaged as fault:
-        said = {"": notes.Note(note=str(fault))}
-    return {name: {"note": own.note, "tags": list(own.tags)} for name, own in said.items() if own != notes.Note()}
+        said = {"": edits.Note(note=str(fault))}
+    return {name: {"note": own.note, "tags": list(own.tags)} for name, own in said.items() if own != edits.Note()}
 
 
 HEADER = ("run", "arm", "seed", "point", "state", "step", "loss", "reason")
@@ -159,7 +159,7 @@ def show_sweep(folder: Path) -> tuple[RenderableType, dict[str, Any]]:
     lines = [
         f"{_states(Counter(entry['states']))}; conf={entry['conf']} {' '.join(entry['overrides'])}".rstrip(),
         f"made {entry['created'][:16].replace('T', ' ')} UTC in {folder}",
-        notes.line(notes.Note(note=said["note"], tags=tuple(said["tags"]))),
+        edits.line(edits.Note(note=said["note"], tags=tuple(said["tags"]))),
     ]
     parts: list[RenderableType] = [Text(folder.name, style="bold"), *(Text(line) for line in lines if line)]
     parts += [_arms_table(rows), Text(), _runs_table(rows)] if rows else []
