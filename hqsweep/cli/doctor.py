@@ -29,9 +29,9 @@ from hqsweep.errors import UserError, nearest
 from hqsweep.formats import parse
 from hqsweep.formats.spec import FINGERPRINT
 from hqsweep.gemm.native import CUDA_KINDS, UNTRIED, fault, gemm_plan, plan_text
+from hqsweep.ops.attention import CUDNN_FRONTEND, frontend_version
 from hqsweep.ops.fingerprint import fingerprint
 from hqsweep.ops.library import extension
-from hqsweep.ops.model.attention import CUDNN_FRONTEND, frontend_version
 from hqsweep.recipe.pairs import hardware_fault, mathematical_fault
 from hqsweep.report.pages.text import TextTable, to_rich
 from hqsweep.track.machine import cpu_isa
@@ -148,7 +148,7 @@ def _cudnn_frontend() -> Answer:
 def _wandb() -> Answer:
     if importlib.util.find_spec("wandb") is None:
         return False, "not installed, so track=none; pip install wandb"
-    from hqsweep.track.destination import logged_in
+    from hqsweep.track.tracker import logged_in
 
     there = logged_in(os.environ)
     return True, f"{version('wandb')}, " + ("logged in: online" if there else "not logged in: offline (wandb login)")

@@ -20,8 +20,8 @@ from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.quant import HybridQuantizer as Frozen
 from hqsweep.quant.content import OneMatrix
 from hqsweep.quant.hybrid import DIRECTIONS
-from hqsweep.quant.metadata import Metadata
 from hqsweep.quant.operand import HybridOperand, Operand
+from hqsweep.quant.usage import Metadata
 
 
 class DType(Enum):

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from hqsweep.formats import Buffers, Format
-from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.request import NO_TARGET, Output, Source, Target
+from hqsweep.ops.splits import Splits
 
 
 def targets_of(

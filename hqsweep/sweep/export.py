@@ -5,11 +5,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hqsweep.checkpoints.foreign import dcp
-from hqsweep.checkpoints.foreign.load import as_plain
-from hqsweep.checkpoints.foreign.user_model import check_same
-from hqsweep.checkpoints.save import save_model, save_pretrained, save_state
-from hqsweep.checkpoints.sharded.sharded_load import load_sharded
+from hqsweep.checkpoints import dcp
+from hqsweep.checkpoints.sharded_load import load_sharded
+from hqsweep.checkpoints.user_model import check_same
+from hqsweep.checkpoints.weights import as_plain, save_model, save_pretrained, save_state
 from hqsweep.config.job import ConvergenceConfig, parse
 from hqsweep.config.model import FactoryModelConfig, HFModelConfig
 from hqsweep.errors import Damaged, UserError
@@ -39,7 +38,7 @@ def export_run(run: RunDir, out: Path, step: int | None = None) -> tuple[Path, i
     Raises UserError for a run that trains no model, has no such checkpoint, whose config.json is missing or another, or
     where something lies at `out`; Damaged for a checkpoint that is not what the run wrote.
     """
-    config = parse(run.config())
+    config = parse(run.config(), recorded=True)
     if not isinstance(config, ConvergenceConfig):
         raise UserError(f"{run.path}: it is a run of the job {config.job}, which trains no model to export")
     path = _state_file(run, config, step)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hqsweep.errors import UserError
-from hqsweep.parallel.shards.held_part import become_part
 from hqsweep.parallel.shared.call import LinearShare
+from hqsweep.parallel.shared.held import become_part
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.formats import Format, RngKey, RngKeys
 from hqsweep.ops.library import check_keys, check_offsets, extension, key_table, operator, step_address, where
-from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.kernels import NO_KEY, KernelSpec, kernel_of, matrix_dtype
 from hqsweep.ops.quantize.nonfinite import address_of, current, look_at_trace
 from hqsweep.ops.quantize.operators import NO_STREAM, Matrices, amax_count, check_amax, finder, stream_of
@@ -24,6 +23,7 @@ from hqsweep.ops.quantize.request import (
     text_of,
     use_kernel,
 )
+from hqsweep.ops.splits import Splits
 
 
 class Search(NamedTuple):

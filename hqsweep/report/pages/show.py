@@ -19,7 +19,7 @@ from hqsweep.report.compare.left_out import stranger
 from hqsweep.report.pages.checks import job_tables
 from hqsweep.report.pages.gemm_plans import plan_lines
 from hqsweep.report.pages.text import Fitted, TextTable, number, sparkline, text, to_rich
-from hqsweep.sweep.store import notes
+from hqsweep.sweep.store import edits
 from hqsweep.sweep.store.documents import met_lines
 from hqsweep.sweep.store.run_dir import UNUSABLE, RunDir, unusable
 from hqsweep.sweep.store.store import RunStore, foreign
@@ -144,10 +144,10 @@ def _seen(run: RunDir) -> dict[str, Any]:
 def _notes(folder: Path) -> dict[str, dict[str, Any]]:
     """Name of a run ("" for the sweep) -> {"note", "tags"}; for a damaged file its fault, as the note."""
     try:
-        said = notes.read(folder)
+        said = edits.read(folder)
     except Damaged as fault:
-        said = {"": notes.Note(note=str(fault))}
-    return {name: {"note": own.note, "tags": list(own.tags)} for name, own in said.items() if own != notes.Note()}
+        said = {"": edits.Note(note=str(fault))}
+    return {name: {"note": own.note, "tags": list(own.tags)} for name, own in said.items() if own != edits.Note()}
 
 
 WORST = 5
@@ -174,10 +174,10 @@ def show_run(run: RunDir, *, every: bool = False) -> tuple[RenderableType, dict[
         "worst_sqnr": worst,
         "what_if": (what_if := _what_if(run)),
     }
-    said = notes.of_run(run)
+    said = edits.of_run(run)
     page["note"], page["tags"] = said.note, list(said.tags)
     parts: list[RenderableType] = [Text(f"{run.sweep}/{run.name}", style="bold"), Text(_status_line(status))]
-    parts += [Text(line) for line in (notes.line(said),) if line]
+    parts += [Text(line) for line in (edits.line(said),) if line]
     parts += [Text(line) for line in (*_place_lines(run.fork()), *recipe_lines(config.get("recipe")))]
     parts += [
         Text(f"warning: {line}", style="yellow") for line in [*manifest.get("warnings", []), *met_lines(manifest)]
@@ -411,7 +411,7 @@ def show_sweep(folder: Path) -> tuple[RenderableType, dict[str, Any]]:
     lines = [
         f"{_states(Counter(entry['states']))}; conf={entry['conf']} {' '.join(entry['overrides'])}".rstrip(),
         f"made {entry['created'][:16].replace('T', ' ')} UTC in {folder}",
-        notes.line(notes.Note(note=said["note"], tags=tuple(said["tags"]))),
+        edits.line(edits.Note(note=said["note"], tags=tuple(said["tags"]))),
     ]
     parts: list[RenderableType] = [Text(folder.name, style="bold"), *(Text(line) for line in lines if line)]
     parts += [_arms_table(rows), Text(), _runs_table(rows)] if rows else []

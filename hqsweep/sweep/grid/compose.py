@@ -43,7 +43,17 @@ from hqsweep.config.study import parse_study
 from hqsweep.errors import UserError, nearest
 from hqsweep.recipe.gemms import KEY as GEMMS_KEY
 from hqsweep.recipe.gemms import is_gemms_text
-from hqsweep.sweep.grid.arms import FACTORY_KEYS, Difference, check_arm, difference, labels, override_texts
+from hqsweep.sweep.grid.arms import (
+    FACTORY_KEYS,
+    Difference,
+    Grid,
+    GridPoint,
+    check_arm,
+    check_size,
+    difference,
+    labels,
+    override_texts,
+)
 from hqsweep.sweep.grid.overrides import (
     DATA_TARGET,
     MODEL_TARGET,
@@ -61,7 +71,6 @@ from hqsweep.sweep.grid.overrides import (
     set_number,
     take_factory,
 )
-from hqsweep.sweep.grid.point import Grid, GridPoint, check_size
 from hqsweep.sweep.grid.study import name_recipe, with_study
 from hqsweep.sweep.store.names import NOT_IN_ID
 
@@ -427,7 +436,13 @@ def _packaged(
     name: str, groups: tuple[str, ...], mode: RunMode, folders: tuple[Path, ...], stamps: Stamps
 ) -> tuple[DictConfig, list[str]]:
     """_composed() of packaged configs alone. stamps: of their files, which are read again after a change."""
-    return _composed(_loader(folders), name, groups, mode)
+    return _composed(_packaged_loader(folders, stamps), name, groups, mode)
+
+
+@functools.lru_cache(maxsize=4)
+def _packaged_loader(folders: tuple[Path, ...], stamps: Stamps) -> ConfigLoaderImpl:
+    """Return a loader of packaged configs. It keeps the files that it reads: to read them is half of a composition."""
+    return _loader(folders)
 
 
 def _stamps() -> Stamps:

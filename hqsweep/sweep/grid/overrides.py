@@ -27,7 +27,7 @@ from hqsweep.errors import UserError, nearest
 from hqsweep.formats.spec import QUANTIZER_FIELDS, directions
 from hqsweep.recipe.gemms import KEY as GEMMS_KEY
 from hqsweep.recipe.roles import HEAD, IN_HIGH_PRECISION, TENSOR_TYPES
-from hqsweep.sweep.grid.point import check_size
+from hqsweep.sweep.grid.arms import check_size
 from hqsweep.sweep.store.names import NOT_IN_ID
 
 STUDY_KEYS = tuple(StudyConfig.model_fields)
