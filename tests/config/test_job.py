@@ -230,7 +230,7 @@ def test_every_leaf_refuses_a_wrong_type_and_names_itself(path: str, kind: str) 
          r"recipe.schedule: from step 101 on layers.0.attn.qkv/linear/weight is bf16\|mxfp8, but model.quantized_w"),
         ({"recipe": {"name": "r", "linear": {"gemms": "nvfp4/nvfp4+rht32+eden/nvfp4+rht32+eden"}},
           "model": {"quantized_weights": True}},
-         r"recipe: model.quantized_weights holds layers.0.attn.qkv/linear/weight in nvfp4\+rht32\+eden, and \+eden draws"),
+         r"recipe: model.quantized_weights holds layers.0.attn.qkv/linear/weight in .*, and \+eden draws"),
         ({"recipe": {"name": "r", "linear": "bf16", "dpa": "mxfp8"}, "train": {"context": 48}},
          r"recipe: layers.0.attn.dpa qkv columnwise mxfp8: the context has 48 positions; .* \(and in 1 more\)"),
         ({"recipe": {"name": "r", "qfactory": "no such.module"}}, "recipe.qfactory: 'no such.module' is no pa"),
