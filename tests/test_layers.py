@@ -198,7 +198,7 @@ def test_a_run_in_one_process_waits_for_no_module_of_ranks():
 MANY_ARGUMENTS = {
     "ops.quantize.operators", "ops.quantize.amax.find_amax_", "ops.quantize.dequantize.decode",
     "ops.quantize.dequantize._decode_fake", "ops.elementwise", "ops.norm", "ops.library", "compat",
-    "cli.run", "cli.compare", "cli.ladder", "cli.judge", "cli.runs", "cli.files", "cli.probe", "cli.recipe",
+    "cli.run", "cli.compare", "cli.judge", "cli.runs", "cli.files", "cli.probe", "cli.recipe",
 }  # fmt: skip
 """Modules and functions whose signatures are not ours to choose: operators, TransformerEngine's names, and options of
 commands."""

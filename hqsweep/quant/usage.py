@@ -263,6 +263,12 @@ class Directions:
         self.hold(dict(zip(names, tensors, strict=False)))
         return list(tensors[len(names) :])
 
+    @classmethod
+    def make_like(cls, tensor: Self, *, dtype: Any = None, requires_grad: bool = False) -> Self:
+        """Return another tensor of the same memory, in dtype (default: the tensor's)."""
+        buffers = {name: buffer for direction in DIRECTIONS for name, buffer in tensor._buffers_of(direction).items()}
+        return tensor.view_of(buffers, tensor.shape, dtype=dtype or tensor.dtype).requires_grad_(requires_grad)
+
     def held(self, direction: Direction) -> Any:
         """Return the operand of a direction. UserError for a tensor without operands."""
         operand = getattr(self, direction)
@@ -339,6 +345,13 @@ def _codes(direction: Direction) -> Callable[[Directions], Any]:
     return read
 
 
+def _values(tensor: Directions) -> Any:
+    """Return the codes of the rowwise direction, or of the columnwise one with the tensor's axes."""
+    if tensor.rowwise is not None or tensor.columnwise is None:
+        return _codes("rowwise")(tensor)
+    return tensor.columnwise.buffers["q"].t().reshape(tensor.shape)
+
+
 def _scales(direction: Direction, name: str) -> Callable[[Directions], Any]:
     """Return a function that reads scales or amaxes of a direction: [1] for a whole matrix, [rows] for rows; None where
     it has none."""
@@ -368,7 +381,7 @@ FIELDS: dict[str, Callable[[Directions], Any]] = {
     "_is_2D_scaled": lambda tensor: _option(tensor, "two_d"),
     "_with_gemm_swizzled_scales": lambda tensor: False,
     "_data": _codes("rowwise"),
-    "_hp_data": _codes("rowwise"),
+    "_hp_data": _values,
     "_transpose": _codes("columnwise"),
     "_transpose_invalid": lambda tensor: tensor.columnwise is None,
     "_scale_inv": lambda tensor: next((s for s in map(tensor.__getattr__, SCALES) if s is not None), None),
