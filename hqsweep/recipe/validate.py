@@ -59,7 +59,7 @@ def check_held_weights(recipe: AnyRecipe, steps: int, modules: Sequence[GemmModu
         if quantizer.rowwise.rht_drawn or quantizer.columnwise.rht_drawn:
             raise UserError(
                 f"recipe: model.quantized_weights holds {role} in {quantizer}, and +eden draws new signs in every step;"
-                " set model.quantized_weights=false, or give the weight +sr in place of +eden"
+                " set model.quantized_weights=false, or give all operands +sr in place of +eden"
             )
     for stage in later:
         for role, quantizer in stage.recipe.resolve(roles).items():
