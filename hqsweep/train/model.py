@@ -183,6 +183,11 @@ class GPTAdapter:
         table = getattr(self.model.embedding, "weight", None)  # later stages of a pipeline have none
         return [weight for weight in self.model.matrices() if weight is not table]
 
+    def hidden(self) -> list[Tensor]:
+        """The matrices of layers, without stacked experts."""
+        of_layers = {id(p) for p in self.model.layers.parameters()}
+        return [p for p in self.decayed() if id(p) in of_layers and p.ndim == 2]
+
     def saved_inputs(self, tokens: int) -> Iterator[tuple[str, float]]:
         for linear in self.model.linears():
             yield linear.name, saved_input_bytes(linear, tokens)
