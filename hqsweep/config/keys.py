@@ -159,6 +159,7 @@ class RecipeKeys(Section):
     qfactory: str | None = None
     fp8_dpa: bool | None = None
     gemm: str
+    comm: dict[str, Any] | None = None
     schedule: list[dict[str, Any]]
 
 

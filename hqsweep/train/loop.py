@@ -140,6 +140,7 @@ class Trainer:
         if stage is not self.stage:
             set_recipe(self.model, stage.recipe)
             self.stage = stage
+            self.microbatches.comm = getattr(stage.recipe, "comm", None)
             if self.adapter.compiled is not None:
                 self.adapter.compiled.begin()
             self.runner.forget()

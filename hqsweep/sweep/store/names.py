@@ -26,6 +26,7 @@ NOT_IN_ID_AT = {
     "model": {"architecture": "causal", "loss": None},
     "parity": {"ranks": []},
     "stats": {"what_if": []},
+    "recipe": {"comm": None},
 }
 """Section -> key -> the value with which it does not count for the id: runs from before the key existed keep their
 ids."""
