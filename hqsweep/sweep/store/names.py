@@ -23,7 +23,7 @@ NOT_IN_ID_AT = {
     },
     "fork": {"source": None, "source_hash": None},
     "data": {"hash": None},
-    "model": {"architecture": "causal", "loss": None},
+    "model": {"architecture": "causal", "loss": None, "router": "free"},
     "parity": {"ranks": []},
     "stats": {"what_if": []},
     "recipe": {"comm": None},
