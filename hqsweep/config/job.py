@@ -145,7 +145,7 @@ Shape = Annotated[list[Count], Field(min_length=2, max_length=2)]
 Names = Annotated[list[str], Field(min_length=1)]
 PARITY_CHECKS = (
     "kernel", "statistics", "vanilla", "routing", "pairs", "causality", "grouped", "modules", "switch", "export",
-    "repeat", "resume", "weights", "recompute", "offload",
+    "repeat", "resume", "weights", "recompute", "offload", "roundtrip",
 )  # fmt: skip
 """Names of the checks of the parity job, whose functions are in jobs/parity."""
 CALIBRATE_DISTRIBUTIONS = ("normal", "laplace", "t5", "t3", "outlier_channels", "token_scale_2", "token_scale_4")
