@@ -17,7 +17,7 @@ import hqsweep
 
 PACKAGE = Path(hqsweep.__file__).parent
 LAYERS = [
-    ("errors", "memo", "torch_private", "track.tables", "config.jobs"),
+    ("errors", "memo", "torch_private", "config.jobs", "config.jobs"),
     ("host", "verdicts", "formats.spec", "config.safe"), ("config.recipe_files",), ("formats",),
     ("ops",), ("parallel.wire",), ("quant + parallel.shards + parallel.fsdp",), ("recipe",),
     ("config", "gemm"), ("nn",), ("optim",), ("models",), ("parallel", "shards"),

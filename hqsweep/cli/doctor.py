@@ -148,7 +148,7 @@ def _cudnn_frontend() -> Answer:
 def _wandb() -> Answer:
     if importlib.util.find_spec("wandb") is None:
         return False, "not installed, so track=none; pip install wandb"
-    from hqsweep.track.destination import logged_in
+    from hqsweep.track.tracker import logged_in
 
     there = logged_in(os.environ)
     return True, f"{version('wandb')}, " + ("logged in: online" if there else "not logged in: offline (wandb login)")

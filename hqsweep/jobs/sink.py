@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from itertools import takewhile
 from typing import Protocol
 
-from hqsweep.track.tables import TABLES
+from hqsweep.config.jobs import TABLES
 from hqsweep.train.record import Mark, mark_of, misfit
 
 

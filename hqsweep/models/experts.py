@@ -17,10 +17,10 @@ from hqsweep.models.conversion import note_call, watched
 from hqsweep.models.kinds import SwapKind, parts_of
 from hqsweep.models.linear import call_dtype, check_dtype
 from hqsweep.nn.core.context import current
+from hqsweep.nn.core.guards import untraced
 from hqsweep.nn.core.options import GroupedLinearOptions
 from hqsweep.nn.core.parameter import is_held
-from hqsweep.nn.core.products import untraced
-from hqsweep.nn.experts.grouped import ExpertParameters, ExpertSizes, GroupedBase
+from hqsweep.nn.grouped import ExpertParameters, ExpertSizes, GroupedBase
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.kernels import DTYPES
 from hqsweep.recipe.base import AnyRecipe

@@ -17,8 +17,7 @@ from hqsweep.errors import UserError
 from hqsweep.nn.core.parameter import note_update
 from hqsweep.ops.library import has_kernels
 from hqsweep.ops.model.adam import adamw_
-from hqsweep.optim.gradients import clip_, clip_factor, gradient, norm_of
-from hqsweep.optim.rounded import Rounded, values_of
+from hqsweep.optim.parameters import Rounded, clip_, clip_factor, gradient, norm_of, values_of
 from hqsweep.parallel.shards.shard_agree import quantize_shards_
 from hqsweep.parallel.wire.local import group_of_shards, is_spread, local, part_as, spread_like
 from hqsweep.quant.tensor import HybridQuantizedTensor

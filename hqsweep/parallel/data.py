@@ -15,7 +15,7 @@ from torch import nn
 
 from hqsweep.nn.core.module import PARTS
 from hqsweep.nn.core.residual import KNOWN_HOOKS, RESIDUAL
-from hqsweep.nn.linear.linear import LinearBase
+from hqsweep.nn.linears import LinearBase
 from hqsweep.parallel.fsdp.fsdp_state import groups_of, hook_ids
 from hqsweep.parallel.mesh import Ranks
 from hqsweep.torch_private import fsdp_owners, fsdp_whole

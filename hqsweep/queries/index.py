@@ -27,6 +27,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from hqsweep import __version__
+from hqsweep.config.jobs import SYSTEM, TABLES
 from hqsweep.config.safe import loads
 from hqsweep.errors import Damaged, UserError
 from hqsweep.host import write_whole
@@ -35,7 +36,6 @@ from hqsweep.report.compare.left_out import LeftOut, damaged, stranger
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.seal import FILE as SEAL
 from hqsweep.sweep.store.store import INDEX, known
-from hqsweep.track.tables import SYSTEM, TABLES
 
 FACTS = (
     "sweep", "run", "arm", "recipe", "seed", "job", "design", "trunk", "point", "state", "reason", "step", "steps",

@@ -1,6 +1,6 @@
 """Local rows, the source of truth: what a job puts out, appended to the run's folder as it comes.
 
-Rows are long and tidy; track/tables.py fixes the columns of each table, and a row with other columns is refused. A row
+Rows are long and tidy; config/jobs.py fixes the columns of each table, and a row with other columns is refused. A row
 is on its way to the disk when the call returns (one write per call), so a killed worker loses only what it had not yet
 reported. A checkpoint has the marks of the rows before it (`mark`); a run that goes on from there checks that these are
 unchanged (`fits`), and drops what came after (`rewind`). Finished runs get a Parquet copy of each table.
@@ -20,13 +20,13 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from hqsweep.config.jobs import TABLES
 from hqsweep.errors import Damaged
 from hqsweep.host import sync_folder
 from hqsweep.jobs.sink import rows_until
 from hqsweep.sweep.store.files import drop_torn_tail, encode_rows, read_rows
 from hqsweep.sweep.store.names import run_id
 from hqsweep.sweep.store.run_dir import RunDir
-from hqsweep.track.tables import TABLES
 from hqsweep.track.tracker import Tracker
 from hqsweep.train.record import Mark, mark_of, misfit
 

@@ -33,9 +33,9 @@ from hqsweep.models.hf import load_model
 from hqsweep.models.hf_folder import HFConfig, read_hf_config
 from hqsweep.models.linear import output_projection
 from hqsweep.nn.core.context import quantization
-from hqsweep.nn.core.model_init import quantized_model_init
-from hqsweep.nn.layers.saved_memory import input_bytes
-from hqsweep.nn.linear.linear import LinearBase
+from hqsweep.nn.core.options import quantized_model_init
+from hqsweep.nn.linears import LinearBase
+from hqsweep.nn.saved_memory import input_bytes
 from hqsweep.parallel.wire.collectives import rank_in
 from hqsweep.parallel.wire.local import whole_tensor
 from hqsweep.recipe.base import AnyRecipe

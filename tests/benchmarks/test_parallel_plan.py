@@ -15,7 +15,7 @@ from benchmarks.rows import markdown
 from benchmarks.step_cases import SIZES
 from hqsweep.config.job import parse
 from hqsweep.config.model import ffn_width
-from hqsweep.nn.linear.linear_loss import CHUNK_BYTES
+from hqsweep.nn.linear_loss import CHUNK_BYTES
 from hqsweep.parallel.data import units
 from hqsweep.parallel.fsdp.exchanges import GATHERS, SUMS
 from hqsweep.parallel.fsdp.fsdp_state import groups_of

@@ -17,7 +17,7 @@ from hqsweep.formats.inputs import draw
 from hqsweep.models.experts import ExpertsPart, Stack
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, Probe, autocast, quantization, set_recipe
 from hqsweep.nn.core.module import quantized_modules
-from hqsweep.nn.experts.grouped import ExpertSizes
+from hqsweep.nn.grouped import ExpertSizes
 from hqsweep.ops.members.splits import Splits
 from hqsweep.recipe import Recipe
 from tests.models.test_convert import RECIPES

@@ -14,7 +14,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, Linear, quantization, quantized_model_init
 from hqsweep.nn.core.call import LinearCall
-from hqsweep.nn.layers.saved_memory import ActivationOffload
+from hqsweep.nn.saved_memory import ActivationOffload
 from hqsweep.optim import FusedAdam
 from hqsweep.parallel.data import gather_in_linear_dtype
 from hqsweep.parallel.tensor import ColwiseLinear, fsdp_placement, shard_placement

@@ -20,7 +20,7 @@ from hqsweep.nn import (
     quantized_model_init,
     set_recipe,
 )
-from hqsweep.nn.layers.norm import Norm
+from hqsweep.nn.norm_embedding import Norm
 from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

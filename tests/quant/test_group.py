@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from cases import FEW, HIGH, SAME, STATELESS
+from cases import FEW, HIGH, SAME, STATELESS, crossed
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
@@ -45,8 +45,7 @@ def assert_same(group, members):
 
 
 @pytest.mark.feature("F73", "F85")
-@pytest.mark.parametrize("output", ["codes", "exact"])
-@pytest.mark.parametrize("text", STATELESS)
+@pytest.mark.parametrize(("text", "output"), crossed(STATELESS, ["codes", "exact"]))
 def test_members_are_those_of_single_calls(text, output):
     quantizer, x = HybridQuantizer.parse(text), draw("heavy", ROWS, WIDTH)
     group = quantize_group(x, Splits.of(SPLITS, ROWS), quantizer, rowwise=output, columnwise=output, keys=KEYS)
@@ -149,8 +148,7 @@ def test_keys_are_those_of_the_experts():
     assert not torch.equal(other[0].buffers["q"], other[1].buffers["q"])
 
 
-@pytest.mark.parametrize("splits", [SPLITS, (64, 64, 64, 64), (24, 24, 24, 24)], ids=str)
-@pytest.mark.parametrize("text", STATELESS)
+@pytest.mark.parametrize(("text", "splits"), crossed(STATELESS, [SPLITS, (64, 64, 64, 64), (24, 24, 24, 24)]), ids=str)
 def test_exact_operands_of_codes_are_those_of_the_members(text, splits):
     """In one memory; of rows, and of members of equal rows, without a call for each expert."""
     rows, quantizer = sum(splits), HybridQuantizer.parse(text)

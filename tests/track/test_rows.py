@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
+from hqsweep.config.jobs import TABLES
 from hqsweep.sweep.store.files import read_json
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.track.rows import RowSink
-from hqsweep.track.tables import TABLES
 from hqsweep.track.tracker import NullTracker
 from hqsweep.train.record import mark_of
 

@@ -8,7 +8,7 @@ import torch
 from hqsweep.config.job import parse
 from hqsweep.errors import UserError
 from hqsweep.nn import autocast
-from hqsweep.nn.experts.router import Router
+from hqsweep.nn.router import Router
 from hqsweep.sweep.store.names import run_id
 from hqsweep.train import data
 from hqsweep.train.loop import Trainer

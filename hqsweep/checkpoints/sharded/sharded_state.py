@@ -27,7 +27,7 @@ from hqsweep.formats import RngKey
 from hqsweep.models.held import held_parts
 from hqsweep.nn.core.delayed import DelayedStates, ExpertStates
 from hqsweep.nn.core.module import PARTS
-from hqsweep.nn.experts.grouped_linear import GroupedLinear
+from hqsweep.nn.grouped_linear import GroupedLinear
 from hqsweep.optim import MASTER
 from hqsweep.parallel.shards.shard import Cut, buffer_cuts
 from hqsweep.parallel.wire.collectives import gathered

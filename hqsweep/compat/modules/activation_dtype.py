@@ -16,10 +16,10 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.formats import Format, Identity
 from hqsweep.nn.core.context import Context
-from hqsweep.nn.core.model_init import held_in
+from hqsweep.nn.core.guards import in_autocast
+from hqsweep.nn.core.options import held_in
 from hqsweep.nn.core.parameter import link_states
-from hqsweep.nn.core.products import in_autocast
-from hqsweep.nn.linear.linear import LinearBase
+from hqsweep.nn.linears import LinearBase
 from hqsweep.ops.quantize.kernels import in_dtype
 from hqsweep.parallel.wire.local import local as stored
 from hqsweep.quant.delayed import FIRST_TURN

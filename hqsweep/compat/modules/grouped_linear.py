@@ -15,8 +15,8 @@ from hqsweep.compat.signatures import GROUPED_LINEAR, OF_GROUPED_CALL
 from hqsweep.errors import UserError
 from hqsweep.nn.core.context import high_precision
 from hqsweep.nn.core.options import GroupedLinearOptions
-from hqsweep.nn.experts.grouped import ExpertParameters
-from hqsweep.nn.experts.grouped_linear import GroupedLinear as _GroupedLinear
+from hqsweep.nn.grouped import ExpertParameters
+from hqsweep.nn.grouped_linear import GroupedLinear as _GroupedLinear
 from hqsweep.parallel.shared.call import LinearShare
 from hqsweep.parallel.shared.experts import SharedExperts
 

@@ -10,8 +10,8 @@ from hqsweep.compat.modules.linear import LayerNormLinear, Linear
 from hqsweep.compat.modules.over_ranks import OverRanks, shared
 from hqsweep.compat.signatures import LAYERNORM_MLP, OF_MLP_CALL
 from hqsweep.nn.core.residual import Branch
-from hqsweep.nn.linear.mlp import LayerNormMLP as _LayerNormMLP
-from hqsweep.nn.linear.mlp import joins
+from hqsweep.nn.layernorm_linears import LayerNormMLP as _LayerNormMLP
+from hqsweep.nn.layernorm_linears import joins
 from hqsweep.ops.model.activation import INPUTS
 from hqsweep.ops.quantize.kernels import in_dtype
 

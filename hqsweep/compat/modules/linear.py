@@ -17,10 +17,10 @@ from hqsweep.nn.core.call import NOTHING, KnownInput, LinearCall
 from hqsweep.nn.core.context import high_precision
 from hqsweep.nn.core.options import LayerNormLinearOptions, LinearOptions
 from hqsweep.nn.core.residual import Branch
-from hqsweep.nn.layers.norm import Norm
-from hqsweep.nn.linear.layernorm_linear import LayerNormLinear as _LayerNormLinear
-from hqsweep.nn.linear.linear import Linear as _Linear
-from hqsweep.nn.linear.linear import linear_product
+from hqsweep.nn.layernorm_linears import LayerNormLinear as _LayerNormLinear
+from hqsweep.nn.linears import Linear as _Linear
+from hqsweep.nn.linears import linear_product
+from hqsweep.nn.norm_embedding import Norm
 from hqsweep.ops.quantize.kernels import in_dtype
 from hqsweep.parallel.shared.linear import TensorParallel
 

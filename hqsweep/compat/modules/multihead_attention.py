@@ -14,10 +14,10 @@ from hqsweep.compat.modules.over_ranks import OverRanks, shared
 from hqsweep.compat.modules.rope import rotated
 from hqsweep.compat.signatures import MULTIHEAD_ATTENTION, OF_ATTENTION_CALL
 from hqsweep.errors import UserError
-from hqsweep.nn.attention.multihead_attention import MultiheadAttention as _MultiheadAttention
-from hqsweep.nn.attention.multihead_attention import attend_joined
 from hqsweep.nn.core.context import recomputed
 from hqsweep.nn.core.residual import Branch, add_branch
+from hqsweep.nn.transformer import MultiheadAttention as _MultiheadAttention
+from hqsweep.nn.transformer import attend_joined
 from hqsweep.ops.quantize.kernels import in_dtype
 
 OF_CORE = (

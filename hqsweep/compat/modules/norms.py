@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hqsweep.compat.arguments import flag, refuse, taken
 from hqsweep.compat.modules.activation_dtype import params_dtype as dtype_of
 from hqsweep.errors import UserError
-from hqsweep.nn.core.products import in_autocast
+from hqsweep.nn.core.guards import in_autocast
 
 
 class _Norm(nn.Module):

@@ -13,7 +13,7 @@ from hqsweep.compat.modules.norms import LayerNorm, RMSNorm
 from hqsweep.compat.modules.over_ranks import SHARED, OverRanks
 from hqsweep.compat.signatures import OF_ATTENTION_CALL, OF_LAYER_CALL, TRANSFORMER_LAYER
 from hqsweep.nn.core.residual import Branch
-from hqsweep.nn.layers.transformer_layer import TransformerLayer as _TransformerLayer
+from hqsweep.nn.transformer import TransformerLayer as _TransformerLayer
 
 OF_BOTH = (
     "init_method", "output_layer_init_method", "set_parallel_mode", "normalization", "zero_centered_gamma", *SHARED

@@ -11,7 +11,7 @@ from hqsweep import optim
 from hqsweep.compat.arguments import flag, one_of, refuse
 from hqsweep.compat.optimizers.packed import packed, unpacked
 from hqsweep.errors import UserError
-from hqsweep.optim.gradients import gradient
+from hqsweep.optim.parameters import gradient
 from hqsweep.parallel.wire.local import local, part_as
 from hqsweep.quant.tensor import HybridQuantizedTensor
 

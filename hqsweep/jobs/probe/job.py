@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hqsweep.config.jobs import ERRORS
 from hqsweep.config.recipe_files import FORMAT, recipe_file
 from hqsweep.errors import UserError, nearest
 from hqsweep.formats import Format, RngKey
@@ -31,7 +32,6 @@ from hqsweep.ops.stats import Sums, finite_or_none
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.argument import recipe_of
 from hqsweep.recipe.listing import slots
-from hqsweep.track.tables import ERRORS
 
 DTYPES = {"F64": torch.float32, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """dtype in a file -> the dtype in which its values are quantized. Other dtypes are not read."""

@@ -30,10 +30,10 @@ from hqsweep.nn.core.parameter import (
     is_gathered,
     is_held,
     link_states,
+    rounded_by,
     weight_matrix,
 )
 from hqsweep.nn.core.probe import Site
-from hqsweep.nn.core.rounding import rounded_by
 from hqsweep.nn.core.wire import Part
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.fused import Normed

@@ -2,7 +2,7 @@
 
 In a head of E elements the pair (2i, 2i + 1) turns by t * base^(-2i/E) at position t (Su et al., arXiv 2104.09864):
   (a, b) -> (fl(fl(a c) - fl(b s)), fl(fl(a s) + fl(b c))), c and s being cos and sin of the angle,
-in float32, rounded once to bfloat16. nn.attention.rope.rotate is the reference, and computes other devices. Bits do not
+in float32, rounded once to bfloat16. nn.rope.rotate is the reference, and computes other devices. Bits do not
 depend on other work on the GPU, nor on CUDA graphs.
 """
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hqsweep.nn.core.call_marks import top_hooks
+from hqsweep.nn.core.guards import top_hooks
 from hqsweep.ops.model.activation import INPUTS, activation_into
 from hqsweep.ops.quantize.request import Output
 from hqsweep.parallel.shards.shard_part import Part, is_alone

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hqsweep.nn.core.products import once_differentiable
+from hqsweep.nn.core.guards import once_differentiable
 from hqsweep.parallel.wire.p2p_copy import Sending
 from hqsweep.parallel.wire.tokens import Pending, Summands, left_by
 from hqsweep.quant.operand import HybridOperand

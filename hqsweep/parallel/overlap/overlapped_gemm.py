@@ -20,7 +20,7 @@ from hqsweep.gemm.exact import mm_t
 from hqsweep.memo import cached_property
 from hqsweep.nn.core.call import LinearCall
 from hqsweep.nn.core.parameter import AnyOperand, Weights, is_gathered, is_held
-from hqsweep.nn.linear.linear import rows_of
+from hqsweep.nn.linears import rows_of
 from hqsweep.ops.quantize.request import Output
 from hqsweep.parallel.shards.gather_operands import Gathering, sent_bytes
 from hqsweep.parallel.shards.shard_part import Part, is_alone, is_part

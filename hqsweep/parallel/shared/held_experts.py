@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hqsweep.nn.core.delayed import DelayedStates, ExpertStates
 from hqsweep.nn.core.module import PARTS, quantized_modules
 from hqsweep.nn.core.parameter import link_states
-from hqsweep.nn.linear.linear import Linear
+from hqsweep.nn.linears import Linear
 from hqsweep.parallel.wire.collectives import maximum_
 from hqsweep.parallel.wire.local import group_of_shards, is_spread
 from hqsweep.parallel.wire.local import local as stored

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from hqsweep.errors import UserError
 from hqsweep.nn.core.call import NOTHING, KnownInput
 from hqsweep.nn.core.context import current, use_kernels
+from hqsweep.nn.core.guards import once_differentiable, outside_autocast
 from hqsweep.nn.core.parameter import AnyOperand, link_states
-from hqsweep.nn.core.products import once_differentiable, outside_autocast
 from hqsweep.nn.core.residual import Branch, is_observed
-from hqsweep.nn.linear.layernorm_linear import LayerNormLinear
-from hqsweep.nn.linear.linear import Gradient, Linear, as_rows, check_weights, input_column, keep
-from hqsweep.nn.linear.linear_loss import Chunks, Input, as_taken, check_head, forms_loss, product_cross_entropy
+from hqsweep.nn.layernorm_linears import LayerNormLinear
+from hqsweep.nn.linear_loss import Chunks, Input, as_taken, check_head, forms_loss, product_cross_entropy
+from hqsweep.nn.linears import Gradient, Linear, as_rows, check_weights, input_column, keep
 from hqsweep.ops.model.activation import INPUTS
 from hqsweep.ops.model.loss import joint_cross_entropy_, loss_parts, shared_cross_entropy_
 from hqsweep.ops.quantize.kernels import in_dtype, input_in

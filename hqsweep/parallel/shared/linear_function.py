@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from hqsweep.nn.core.call import NOTHING, KnownInput
+from hqsweep.nn.core.guards import once_differentiable, returned
 from hqsweep.nn.core.parameter import AnyOperand, Weights
-from hqsweep.nn.core.products import once_differentiable, returned
 from hqsweep.nn.core.wire import Codes
-from hqsweep.nn.linear.linear import (
+from hqsweep.nn.linears import (
     BackwardState,
     Gradient,
     add_biases,

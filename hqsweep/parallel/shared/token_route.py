@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from hqsweep.formats import WHOLE, Format
 from hqsweep.memo import memo
 from hqsweep.nn.core.context import OUTSIDE, current, within
-from hqsweep.nn.experts.router import Routing
+from hqsweep.nn.router import Routing
 from hqsweep.ops.members.layout import GroupLayout
 from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.amax import Search, find_amax

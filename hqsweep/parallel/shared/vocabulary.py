@@ -17,10 +17,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from hqsweep.nn.core.context import use_kernels
-from hqsweep.nn.layers.embedding import check_tokens
-from hqsweep.nn.linear.linear import Linear
-from hqsweep.nn.linear.linear_loss import checked_targets, counted_rows
-from hqsweep.nn.linear.linear_loss import cross_entropy as whole_cross_entropy
+from hqsweep.nn.linear_loss import checked_targets, counted_rows
+from hqsweep.nn.linear_loss import cross_entropy as whole_cross_entropy
+from hqsweep.nn.linears import Linear
+from hqsweep.nn.norm_embedding import check_tokens
 from hqsweep.ops.model.embedding import ROWS, by_entry, embed, rows_of_rank, table_gradient, takes
 from hqsweep.ops.model.loss import IGNORED, MOST_RANKS, NUMBERS, Boxes
 from hqsweep.parallel.wire import memory, p2p_copy

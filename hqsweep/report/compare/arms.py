@@ -54,8 +54,8 @@ class Comparison:
                  val_low_pct, val_high_pct, train_gap_pct, train_low_pct, train_high_pct (of both losses; one of them
                  decides), these_low_pct, these_high_pct (these forks alone), correlation (of the arm's losses with the
                  baseline's, over seeds), slowdown_pct, slowdown_low, slowdown_high (95 %, joint), slowdown_eq_low,
-                 slowdown_eq_high (90 %) (verdicts.slowdown: the % of tokens more for the baseline's loss), steps (of a
-                 run, or of a fork since its trunk; NaN where these differ), end (the step at which forks of several
+                 slowdown_eq_high (90 %) (verdicts.course.slowdown: % of tokens more for the baseline's loss), steps (of
+                 a run, or of a fork since its trunk; NaN where these differ), end (the step at which forks of several
                  ages end together, NaN elsewhere: gap and slowdown are then those of a whole run of as many steps, and
                  at_once_pct, at_once_low, at_once_high, growth_pct, growth_low, growth_high the parts of the gap, see
                  families.Family.parts), course (of other forks: flat, closing, growing, open, or "" where it is not
@@ -68,7 +68,7 @@ class Comparison:
                  diverged (runs), diverged_at (tokens, of the first), tokens_per_s, joules_per_token (of GPUs; NaN where
                  not measured), gemm (the plans that computed its GEMMs), pairs and paired_gap (runs paired with the
                  baseline's, and the mean gap in nats of them all),
-                 null_in_doubt (whether the null arm is not shown equal)
+                 null_in_doubt (whether the null arm is not shown equal, and can be as far off as the gap)
     finals       one row per run: the columns of curves.measures, and gap (of the loss that decides) to the baseline's
                  run of the same replicate (NaN without one)
     trunks       the trunks' own rows, of forks
@@ -236,6 +236,12 @@ def arm_row(
     return row
 
 
+def _beyond(estimate: Estimate, null: Estimate) -> bool:
+    """Whether the interval of a gap lies farther from 0 than any value of the null arm's interval."""
+    far = max(abs(null.ci_low), abs(null.ci_high))
+    return estimate.ci_low > far or estimate.ci_high < -far
+
+
 def estimated(arm: str, family: Family) -> dict[str, Any]:
     """The cells that come from an arm's estimate, NaN where it has none."""
     estimate, points = family.estimates.get(arm), family.points[family.points["arm"] == arm]
@@ -246,7 +252,7 @@ def estimated(arm: str, family: Family) -> dict[str, Any]:
         needed = float(least)
     if arm == family.null and tested:
         needed = math.nan
-    doubt = tested and family.null not in (None, arm) and not (null and null.within_margin)
+    doubt = tested and family.null not in (None, arm) and not (null and (null.within_margin or _beyond(estimate, null)))
     cells = {
         "verdict": "baseline" if arm == family.baseline else family.apart.get(arm) or estimate.verdict,
         "n": estimate.n if estimate else 0,

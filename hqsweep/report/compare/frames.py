@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from hqsweep.config.jobs import TABLES
 from hqsweep.errors import Damaged, UserError
 from hqsweep.report.compare.left_out import LeftOut, damaged, stranger
 from hqsweep.sweep.store.documents import Trained, check_document
@@ -31,7 +32,6 @@ from hqsweep.sweep.store.names import NOT_IN_ID, data_seen, run_id, without_data
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.seal import Files
 from hqsweep.sweep.store.store import known as listed
-from hqsweep.track.tables import TABLES
 from hqsweep.train.corpus import SHOWN_DIGITS
 
 WHOLE, TRUNK, FORK = "whole run", "trunk", "fork"

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from hqsweep.errors import UserError
-from hqsweep.jobs.calibrate.gaussian import expected_gaps, gaussian_error
+from hqsweep.jobs.gaussian import expected_gaps, gaussian_error
 from hqsweep.report.compare.arms import Comparison
 from hqsweep.report.compare.compare import compare
 from hqsweep.report.compare.curves import tokens_per_step

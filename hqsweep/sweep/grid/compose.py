@@ -424,7 +424,13 @@ def _packaged(
     name: str, groups: tuple[str, ...], mode: RunMode, folders: tuple[Path, ...], stamps: Stamps
 ) -> tuple[DictConfig, list[str]]:
     """_composed() of packaged configs alone. stamps: of their files, which are read again after a change."""
-    return _composed(_loader(folders), name, groups, mode)
+    return _composed(_packaged_loader(folders, stamps), name, groups, mode)
+
+
+@functools.lru_cache(maxsize=4)
+def _packaged_loader(folders: tuple[Path, ...], stamps: Stamps) -> ConfigLoaderImpl:
+    """Return a loader of packaged configs. It keeps the files that it reads: to read them is half of a composition."""
+    return _loader(folders)
 
 
 def _stamps() -> Stamps:

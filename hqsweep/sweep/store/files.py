@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hqsweep.config.jobs import NAMING, OPTIONAL
 from hqsweep.config.safe import loads
 from hqsweep.errors import Damaged
 from hqsweep.host import write_whole
-from hqsweep.track.tables import NAMING, OPTIONAL
 
 REPEAT = "repeat the run with --force"
 REPAIRED = "the sweep's `hqsweep run` command writes it again, and repeats the run where it has to"

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hqsweep.config.jobs import SYSTEM, TABLES
 from hqsweep.config.safe import parse_yaml
 from hqsweep.errors import Damaged, Missing, UserError
 from hqsweep.host import Busy, is_locked, locked, write_whole
@@ -31,7 +32,6 @@ from hqsweep.sweep.store.files import (
     write_json,
 )
 from hqsweep.sweep.store.names import fork_of, trunk_path
-from hqsweep.track.tables import SYSTEM, TABLES
 from hqsweep.train.record import NotAsWritten, checkpoints, misfit, read_record
 
 PENDING: dict[str, Any] = {

@@ -6,8 +6,8 @@ Saves in the background fail in processes whose files may be 1 MiB. tests/parall
 import errno
 import subprocess
 import sys
-import textwrap
 import warnings
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -172,13 +172,24 @@ def test_codes_of_columns_are_those_of_the_whole(named, other):
         whole_of(described | other, planes, torch.device("cpu"))
 
 
-PROGRAM = """
-import resource, torch, hqsweep as hq
+FORKS = """
+import os, resource, sys, torch, torch.distributed.checkpoint, hqsweep as hq
 m = torch.nn.Linear(1024, 1024)
 o = torch.optim.AdamW(m.parameters())
 m(torch.randn(2, 1024)).sum().backward()
 o.step()
-_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+for folder, program in eval(sys.argv[1]).items():
+    if os.fork() == 0:
+        os.chdir(folder)
+        for descriptor, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(f"../{folder}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
+        exec(program)
+        break
+    _, status = os.wait()
+    print(os.waitstatus_to_exitcode(status), flush=True)
+"""
+"""Each program is the rest of a fork of one process, as imports take seconds."""
+PROGRAM = """_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 def limit(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
 def refused(call):
@@ -193,39 +204,57 @@ WHY = "a file is larger than the file system or `ulimit -f` allows"
 SAID = f"save_sharded_async: 'last' was not saved: {WHY}"
 
 
-def ended(program, folder):
-    command = [sys.executable, "-c", PROGRAM + textwrap.dedent(program)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+ENDS = {
+    "ends": "import atexit; atexit.register(print, 'called')",
+    "exits": "import atexit; atexit.register(print, 'called')\nraise SystemExit(3)",
+    "asks": """
+refused(saving.result)
+refused(lambda: hq.save_sharded(m, o, "whole"))
+saving = hq.save_sharded_async(m, o, "last")
+while not saving.done():
+    pass
+limit(hard)
+refused(lambda: hq.save_sharded(m, o, "next"))
+print(*os.listdir())
+hq.save_sharded_async(m, o, "next").result()
+hq.save_sharded_async(m, o, "more")
+""",
+}
+
+
+class Ended(NamedTuple):
+    """How a program ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+    saved: list[str]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Name -> how that program of ENDS ended."""
+    folder = tmp_path_factory.mktemp("ends")
+    for name in ENDS:
+        (folder / name).mkdir()
+    programs = {name: PROGRAM + end for name, end in ENDS.items()}
+    run = subprocess.run([sys.executable, "-c", FORKS, repr(programs)], cwd=folder, capture_output=True, text=True)
+    said = [[(folder / f"{name}.{kind}").read_text() for kind in ("stdout", "stderr")] for name in ENDS]
+    saved = [sorted(path.name for path in (folder / name).iterdir()) for name in ENDS]
+    return dict(zip(ENDS, map(Ended, map(int, run.stdout.split()), *zip(*said, strict=True), saved), strict=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["", "raise SystemExit(3)"])
-def test_a_failure_that_nobody_asked_for_is_said_at_the_end(tmp_path, end):
-    result = ended(f"import atexit; atexit.register(print, 'called')\n{end}", tmp_path)
-    assert (result.returncode, result.stderr, result.stdout) == (120, f"hqsweep: {SAID}\n", "called\n")
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("name", ["ends", "exits"])
+def test_a_failure_that_nobody_asked_for_is_said_at_the_end(name, ended):
+    assert ended[name] == Ended(120, "called\n", f"hqsweep: {SAID}\n", [])
 
 
 @pytest.mark.slow
-def test_result_raises_the_reason_and_the_next_save_what_nobody_asked_for(tmp_path):
-    program = """
-        refused(saving.result)
-        refused(lambda: hq.save_sharded(m, o, "whole"))
-        saving = hq.save_sharded_async(m, o, "last")
-        while not saving.done():
-            pass
-        limit(hard)
-        refused(lambda: hq.save_sharded(m, o, "next"))
-        print(*__import__("os").listdir())
-        hq.save_sharded_async(m, o, "next").result()
-        hq.save_sharded_async(m, o, "more")
-    """
-    result = ended(program, tmp_path)
-    assert (result.returncode, result.stderr) == (0, "")
-    names = ("last", "whole")
-    refused = [f"OSError [Errno {errno.EFBIG}] {WHY}: '{name}'" for name in names]
-    assert result.stdout.splitlines() == [*refused, f"RuntimeError {SAID}", ""]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["more", "next"]
+def test_result_raises_the_reason_and_the_next_save_what_nobody_asked_for(ended):
+    refused = [f"OSError [Errno {errno.EFBIG}] {WHY}: '{name}'" for name in ("last", "whole")]
+    said = [*refused, f"RuntimeError {SAID}", ""]
+    assert ended["asks"] == Ended(0, "\n".join([*said, ""]), "", ["more", "next"])
 
 
 def test_what_the_disk_refuses_is_told_in_plain_words(tmp_path, monkeypatch):

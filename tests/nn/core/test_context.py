@@ -15,9 +15,9 @@ from hqsweep.config.job import parse as parse_config
 from hqsweep.errors import UserError
 from hqsweep.formats import parse
 from hqsweep.nn import GroupedLinear, Linear, Probe, TransformerOptions, autocast, quantization, quantized_model_init
-from hqsweep.nn.attention.attention import DotProductAttention
 from hqsweep.nn.core.context import autocast_recipe, current, recomputed, within
-from hqsweep.nn.layers.transformer_layer import TransformerLayer
+from hqsweep.nn.dot_product_attention import DotProductAttention
+from hqsweep.nn.transformer import TransformerLayer
 from hqsweep.recipe import DpaQuantizers, LinearQuantizers, Recipe
 from hqsweep.recipe.pairs import GEMMS
 from hqsweep.train.model import build_model

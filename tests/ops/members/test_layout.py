@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from cases import REPRESENTATIVE
+from cases import REPRESENTATIVE, crossed
 from support.golden.golden_cases import (
     DIRECTIONS,
-    QUANTIZER_CASES,
+    FEW_QUANTIZER_CASES,
     Arrays,
     as_matrix,
     check_encoded,
@@ -22,9 +22,7 @@ from hqsweep.ops.members.splits import Splits
 
 
 @pytest.mark.feature("F140")
-@pytest.mark.parametrize("text", REPRESENTATIVE)
-@pytest.mark.parametrize("columnwise", [False, True])
-@pytest.mark.parametrize("kernel", [False, True])
+@pytest.mark.parametrize(("text", "columnwise", "kernel"), crossed(REPRESENTATIVE, [False, True], [False, True]))
 def test_starts_are_where_the_members_buffers_begin(text, columnwise, kernel, monkeypatch):
     if not kernel:
         monkeypatch.setattr("hqsweep.ops.members.splits.has_kernels", lambda _: False)
@@ -51,7 +49,7 @@ devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 
 @pytest.mark.feature("F73", "F85", "A28")
 @devices
-@pytest.mark.parametrize("case", QUANTIZER_CASES, ids=lambda case: case["id"])
+@pytest.mark.parametrize("case", FEW_QUANTIZER_CASES, ids=lambda case: case["id"])
 def test_an_expert_among_others_has_the_golden_bytes(case, device):
     """Louder experts before it and after, and empty ones; the splits known to the host, or to the device alone."""
     arrays = Arrays(case)
