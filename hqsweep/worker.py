@@ -34,7 +34,7 @@ from hqsweep.jobs.sink import QuietSink
 from hqsweep.recipe.factories import FindFactory, Importer
 from hqsweep.sweep.engine.process import serve, stop_with_parent
 from hqsweep.sweep.engine.ranks import Machines, Nodes, Signaled, launch_run, tell
-from hqsweep.sweep.engine.reasons import reason_of
+from hqsweep.sweep.engine.task import reason_of
 from hqsweep.sweep.store.names import ranks_of, run_id
 from hqsweep.sweep.store.run_dir import CANCELLED, RunDir
 from hqsweep.track.machine import facts, sampled

@@ -9,6 +9,7 @@ from hqsweep.nn.core import probe
 from hqsweep.ops import stats
 from hqsweep.report.compare import arms, curves, families, frames, verdict
 from hqsweep.report.gate import baseline, baseline_update, change, gate
+from hqsweep.report.gate import verdict as gate_verdict
 from hqsweep.verdicts import course, designs, effects, estimate, judging, ladder, plan
 
 CHAPTERS = {
@@ -29,7 +30,7 @@ CHAPTERS = {
     "Replicates": (plan, None),
     "What is said of an arm": (verdict, (verdict.sentence,)),
     "Curves": (curves, None),
-    "The gate": (gate, (gate.gate, gate.Verdict, gate.Verdicts)),
+    "The gate": (gate, (gate.gate, gate_verdict.Verdict, gate_verdict.Verdicts)),
     "Changes since the baseline": (change, (change.changes, change.judge)),
     "Baselines": (baseline, (baseline.Baseline, baseline_update.update)),
     "Rows and frames": (frames, ()),

@@ -172,7 +172,7 @@ def _probe_loss(
     from hqsweep.jobs.probe.sensitivity import allocations, judged, sensitive_rows
     from hqsweep.jobs.probe.treatments import converted_shapes, treatments, write_study
     from hqsweep.models.hf import load_model
-    from hqsweep.report.pages.probe_loss import causes_tables, sentences
+    from hqsweep.report.pages.probe import causes_tables, loss_sentences
     from hqsweep.sweep.console import SafeConsole
     from hqsweep.train.build import pick_device
 
@@ -209,7 +209,7 @@ def _probe_loss(
         | ({"judged": said[0]} if said else {})
     )
     tables = causes_tables(causes, arms, losses, SHOWN)
-    print_result(as_json, document, *tables, *said, *sentences(causes), *([f"wrote {study}"] if study else []))
+    print_result(as_json, document, *tables, *said, *loss_sentences(causes), *([f"wrote {study}"] if study else []))
     if study:
         say(f"{NEXT}hqsweep run conf={study}", err=as_json)
 

@@ -13,8 +13,7 @@ import numpy as np
 import pandas as pd
 
 from hqsweep.errors import UserError, nearest
-from hqsweep.foreign_logs.columns import lower_is_better
-from hqsweep.foreign_logs.values import Values, several
+from hqsweep.foreign_logs.values import Values, lower_is_better, several
 from hqsweep.report.compare.arms import estimated
 from hqsweep.report.compare.families import Family, balanced, listed
 from hqsweep.report.compare.frames import FORK, WHOLE

@@ -15,8 +15,8 @@ from hqsweep.errors import Damaged, UserError
 from hqsweep.jobs.isolation import make_deterministic
 from hqsweep.jobs.sink import Sink
 from hqsweep.jobs.training_report import Report, captured_file, go_back, refusal, trainer_fields
+from hqsweep.ops.attention import frontend_version
 from hqsweep.ops.fingerprint import kernel_digest
-from hqsweep.ops.model.attention import frontend_version
 from hqsweep.parallel.mesh import join
 from hqsweep.parallel.wire.collectives import by_first
 from hqsweep.train import data

@@ -86,14 +86,14 @@ def theoretical_sqnr_db(
 ) -> float | None:
     """The SQNR in dB of a matrix [rows, cols]; None for a density or a format without a closed form.
 
-    4over6 has none, as it chooses by block. The Hadamard transform keeps only the normal density, and fp32 has no error
-    worth the name.
+    4over6 has none, as it chooses by block, and +eden has none, as it corrects by group. The Hadamard transform keeps
+    only the normal density, and fp32 has no error worth the name.
 
     amax: the matrix's own, after the transform, where it is known. Under one scale for all, a single value decides the
     error of 4-bit codes.
     """
     density = DENSITIES.get(distribution)
-    if density is None or str(format) == "fp32" or format.four_over_six:
+    if density is None or str(format) == "fp32" or format.four_over_six or format.rht_drawn:
         return None
     if format.rht and distribution != "normal":
         return None

@@ -149,8 +149,7 @@ class Report:
         config, speed = self.trainer.config, self._throughput.at(done.step)
         train = config.train
         self.loss = self.loss if done.loss is None else done.loss
-        own = (done.step - config.start) / config.own_steps  # a fork begins with nothing done
-        self.sink.progress(done.step, train.steps, self.loss, speed, part=own)
+        self.sink.progress(done.step, train.steps, self.loss, speed, first=config.start)
         if done.loss is None:
             return
         rate = "" if speed is None else f", {speed:,.0f} tokens/s"

@@ -21,8 +21,8 @@ from hqsweep.nn.core.guards import untraced
 from hqsweep.nn.core.options import GroupedLinearOptions
 from hqsweep.nn.core.parameter import is_held
 from hqsweep.nn.grouped import ExpertParameters, ExpertSizes, GroupedBase
-from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.kernels import DTYPES
+from hqsweep.ops.splits import Splits
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.products import GemmModule, grouped_linear_module
 

@@ -22,8 +22,8 @@ from hqsweep.nn.core.options import GroupedLinearOptions
 from hqsweep.nn.core.parameter import is_held
 from hqsweep.nn.core.wire import Codes, ExpertRanks
 from hqsweep.nn.linears import LinearBase, LinearFunction, as_rows
-from hqsweep.ops.members.splits import PaddedSplits, Splits
 from hqsweep.ops.quantize.kernels import input_in
+from hqsweep.ops.splits import PaddedSplits, Splits
 from hqsweep.quant.group import homogeneous
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.argument import RecipeArgument, recipe_or_section

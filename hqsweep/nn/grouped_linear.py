@@ -13,7 +13,7 @@ from hqsweep.nn.core.options import GroupedLinearOptions, gemm_weight
 from hqsweep.nn.core.parameter import expert_weights, link_states
 from hqsweep.nn.core.wire import Codes
 from hqsweep.nn.grouped import ExpertParameters, ExpertSizes, GroupedBase
-from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.splits import Splits
 from hqsweep.quant.grouped import GroupedTensor
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.tensor import HybridQuantizedTensor

@@ -33,7 +33,7 @@ from hqsweep.nn.linears import (
     wgrad,
 )
 from hqsweep.nn.norm_embedding import Norm
-from hqsweep.ops.model.activation import INPUTS, activation, activation_backward, takes
+from hqsweep.ops.elementwise import INPUTS, activation, activation_backward, takes_activation
 from hqsweep.ops.quantize.kernels import in_dtype, input_in
 from hqsweep.recipe.argument import RecipeArgument, whole_recipe
 from hqsweep.recipe.roles import QuantizerRole
@@ -136,7 +136,7 @@ def activate(z: Tensor, kind: str, end: Tensor | None = None) -> Tensor:
     use_kernels chooses the kernels and they take z, else float32 by torch's operators. A linear that rounds it to
     bfloat16 reads the same values either way, except for the kernels' exponential.
     """
-    if use_kernels(z) and takes(z, kind):
+    if use_kernels(z) and takes_activation(z, kind):
         return ActivationFunction.apply(z, kind, end)
     return ACTIVATIONS[kind](z.float())
 
@@ -178,8 +178,11 @@ class MLPFunction(torch.autograd.Function):
         needs_dx, *_, needs_dw1, needs_dw2 = ctx.needs_input_grad
         needs_dz, saved = needs_dx or needs_dw1, tensors[ctx.count :]
         dx = dw1 = dw2 = None
-        takes = second.product_takes
-        outputs = {"rowwise": takes if needs_dz else None, "columnwise": takes if needs_dw2 else None}
+        takes_activation = second.product_takes
+        outputs = {
+            "rowwise": takes_activation if needs_dz else None,
+            "columnwise": takes_activation if needs_dw2 else None,
+        }
         operands = second.quantize("grad_output", in_dtype(dy, second.dtype), **outputs)
         if needs_dz:
             dh = second.product("dgrad", operands.rowwise, weight_column(ctx.second, saved), second.dtype)
@@ -189,8 +192,11 @@ class MLPFunction(torch.autograd.Function):
             del h_column
         if not needs_dz:
             return None, None, None, None, None, None, dw2
-        takes = first.product_takes
-        outputs = {"rowwise": takes if needs_dx else None, "columnwise": takes if needs_dw1 else None}
+        takes_activation = first.product_takes
+        outputs = {
+            "rowwise": takes_activation if needs_dx else None,
+            "columnwise": takes_activation if needs_dw1 else None,
+        }
         operands = first.quantize_activated("grad_output", tensors[-1], dh, ctx.kind, **outputs)
         if needs_dx:
             dx = first.product("dgrad", operands.rowwise, weight_column(ctx.first, tensors), first.dtype)

@@ -25,9 +25,9 @@ from hqsweep.nn.core.context import use_kernels
 from hqsweep.nn.core.guards import once_differentiable, outside_autocast
 from hqsweep.nn.core.parameter import AnyOperand, Weights, is_gathered, is_held, summed_main_grad, weight_matrix
 from hqsweep.nn.linears import Gradient, Linear, as_rows, rows_of
-from hqsweep.ops.model.loss import IGNORED, cross_entropy_, scale_
 from hqsweep.ops.quantize.kernels import in_dtype, input_in
 from hqsweep.ops.quantize.request import Output
+from hqsweep.ops.vocabulary import IGNORED, cross_entropy_, scale_
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.operand import HybridOperand, Operand
 from hqsweep.recipe.sections import LinearQuantizers

@@ -20,10 +20,10 @@ from hqsweep.nn.core.module import QuantizedWeight
 from hqsweep.nn.core.options import EPSILON
 from hqsweep.nn.core.residual import Branch, add_branch, is_observed, whole
 from hqsweep.nn.core.wire import DeferredGradient, GradientReader, Summands
-from hqsweep.ops.model import norm
-from hqsweep.ops.model.embedding import embed, embedding_gradient, takes
+from hqsweep.ops import norm
 from hqsweep.ops.quantize.fused import Normed, takes_normed
 from hqsweep.ops.quantize.kernels import in_dtype, input_in
+from hqsweep.ops.vocabulary import embed, embedding_gradient, takes_table
 from hqsweep.recipe.argument import RecipeArgument, module_quantizers
 
 NORMALIZATIONS = ("RMSNorm", "LayerNorm")
@@ -245,7 +245,7 @@ def check_tokens(shape: Sequence[int], axis: int, ranks: int, where: str = "") -
 def embedding(tokens: Tensor, table: Tensor) -> Tensor:
     """Return rows [..., D] of a table [V, D] for tokens int64 [...]. On CUDA, own kernels compute the table's
     gradient."""
-    if not (use_kernels(table) and takes(table, tokens)):
+    if not (use_kernels(table) and takes_table(table, tokens)):
         return F.embedding(tokens, table)
     return _Embedding.apply(tokens, table)
 

@@ -1,6 +1,6 @@
 """Attention of a joined qkv projection: rotary positions, heads, and both with the attention in one autograd function.
 
-On a GPU, splitting and rotating a projection is one pass in each direction (ops.model.rope): v is never copied, and the
+On a GPU, splitting and rotating a projection is one pass in each direction (ops.attention): v is never copied, and the
 gradients of q, k and v are joined without a concatenation. torch's operators are the reference and serve other devices.
 They may fuse a product and a sum into one rounding, so a GPU's result can differ in an element's last bit.
 
@@ -17,9 +17,8 @@ from torch.autograd.function import once_differentiable
 from hqsweep.nn.core.context import current, use_kernels
 from hqsweep.nn.core.residual import is_observed
 from hqsweep.nn.sdpa import CUDNN, cudnn_forward, way_back
+from hqsweep.ops.attention import attention_back, fits, frequencies, join_heads, readable, rope, rope_
 from hqsweep.ops.library import direct
-from hqsweep.ops.model.attention import attention_back
-from hqsweep.ops.model.rope import fits, frequencies, join_heads, readable, rope, rope_
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """q, k and v, [B, H, T, E] each."""

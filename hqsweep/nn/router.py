@@ -14,8 +14,7 @@ from torch.autograd.function import once_differentiable
 from hqsweep.memo import cached_property
 from hqsweep.nn.core.context import use_kernels
 from hqsweep.nn.core.wire import WeightRanks
-from hqsweep.ops.members.splits import PaddedSplits, Splits
-from hqsweep.ops.model.experts import (
+from hqsweep.ops.experts import (
     combine_rows,
     combine_rows_backward,
     dispatch_rows,
@@ -26,6 +25,7 @@ from hqsweep.ops.model.experts import (
     takes,
 )
 from hqsweep.ops.quantize.kernels import in_dtype
+from hqsweep.ops.splits import PaddedSplits, Splits
 
 ROUTER_STD = 0.02
 """Standard deviation of the initial weights: small, so that a training starts with nearly equal loads."""

@@ -3,7 +3,7 @@
 cuDNN's attention is the faster one on Hopper, and its forward pass repeats. Its backward, as torch calls it, adds up
 the gradient of q in the order in which thread blocks finish. So torch does not use cuDNN at all under
 torch.use_deterministic_algorithms. Here forward is then cuDNN's, and backward is cuDNN's deterministic one
-(ops.model.attention). Without nvidia-cudnn-frontend, backward is flash attention's deterministic one. It takes the
+(ops.attention). Without nvidia-cudnn-frontend, backward is flash attention's deterministic one. It takes the
 tensors that cuDNN's forward saves: the output, and the logarithm of each row's sum of exponentials.
 
 torch guarantees nothing for its private operators. So each is tried once per head width, at several lengths. If one
@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from hqsweep.memo import constant_result, memo
 from hqsweep.nn.core.context import use_kernels
-from hqsweep.ops.model.attention import (
+from hqsweep.ops.attention import (
     attention_back,
     attention_forward,
     attention_on_cpu,

@@ -35,7 +35,7 @@ from hqsweep.nn.linears import Linear
 from hqsweep.nn.norm_embedding import Norm
 from hqsweep.nn.rope import attend_joined, split_heads, takes_joined
 from hqsweep.nn.router import Router, Routing, moves_by_kernels
-from hqsweep.ops.members.splits import PaddedSplits, Splits
+from hqsweep.ops.splits import PaddedSplits, Splits
 from hqsweep.recipe.argument import RecipeArgument, whole_recipe
 from hqsweep.recipe.roles import QuantizerRole
 

@@ -21,7 +21,7 @@ from torch.nn.utils import get_total_norm
 
 from hqsweep.errors import UserError
 from hqsweep.nn.core.parameter import SUMS
-from hqsweep.parallel.fsdp.fsdp_state import sum_in_fp32, unsharded_sum
+from hqsweep.parallel.shards.fsdp_state import sum_in_fp32, unsharded_sum
 from hqsweep.parallel.wire.local import is_spread, local, spread_like, total_norm
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.torch_private import foreach_copy_, foreach_mul_, fsdp_parameters, queue_callback

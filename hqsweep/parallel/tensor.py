@@ -19,12 +19,12 @@ from hqsweep.nn.linears import Linear, LinearBase
 from hqsweep.nn.norm_embedding import Norm
 from hqsweep.nn.router import Router
 from hqsweep.nn.transformer import LayerNormMoE, MultiheadAttention
-from hqsweep.ops.model.activation import INPUTS
-from hqsweep.parallel.shards.held_part import hold_part
+from hqsweep.ops.elementwise import INPUTS
 from hqsweep.parallel.shards.shard_part import Part
 from hqsweep.parallel.shared.attention import share_attention
 from hqsweep.parallel.shared.call import LinearShare
 from hqsweep.parallel.shared.experts import share_features
+from hqsweep.parallel.shared.held import hold_part
 from hqsweep.parallel.shared.linear import TensorParallel
 from hqsweep.parallel.shared.tokens import SharedWeight, SplitTokens
 from hqsweep.parallel.wire.local import local

@@ -22,7 +22,7 @@ from hqsweep.config.job import Config
 from hqsweep.config.study import StudyConfig
 from hqsweep.errors import Damaged, UserError
 from hqsweep.report.compare.compare import compare
-from hqsweep.sweep.grid.point import GridPoint, is_trunk
+from hqsweep.sweep.grid.arms import GridPoint, is_trunk
 from hqsweep.sweep.store.names import id_in, run_id
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore

@@ -146,22 +146,28 @@ class RowSink:
         self._run.write_status(phase=phase)
 
     def progress(
-        self, step: int, steps: int, loss: float | None, tokens_per_s: float | None, *, part: float | None = None
+        self,
+        step: int,
+        steps: int,
+        loss: float | None,
+        tokens_per_s: float | None,
+        *,
+        part: float | None = None,
+        first: int = 0,
     ) -> None:
         """Note how far the job is, for the display: written now and then, and at the last step. The time left is the
         average time of this attempt's work, times the work to go."""
-        now, part = time.monotonic(), step / steps if part is None else part
+        now, part = time.monotonic(), (step - first) / (steps - first) if part is None else part
         first_part, first_s = self._first = self._first or (part, now)
         if now - self._said_s < PROGRESS_EVERY_S and step < steps:
             return
         self._said_s = now
         eta_s = (now - first_s) / (part - first_part) * (1 - part) if part > first_part else None
-        self._run.write_status(
-            progress={
-                "step": step, "steps": steps, "part": part, "loss": loss, "tokens_per_s": tokens_per_s, "eta_s": eta_s,
-            },
-            seconds=round(self._seconds_before + now - self._opened_s, 3),
-        )  # fmt: skip
+        progress = {
+            "step": step, "steps": steps, "part": part, "loss": loss, "tokens_per_s": tokens_per_s, "eta_s": eta_s,
+        }  # fmt: skip
+        seconds = round(self._seconds_before + now - self._opened_s, 3)
+        self._run.write_status(progress=progress | ({"first": first} if first else {}), seconds=seconds)
 
     def mark(self, step: int | None = None) -> dict[str, Mark]:
         """Table -> Mark of its rows, or of those up to a step; the rows are on the disk when the call returns."""

@@ -25,7 +25,7 @@ import hqsweep.nn.grouped
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, autocast, quantization, set_recipe
-from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.splits import Splits
 
 
 @pytest.mark.feature("A15")

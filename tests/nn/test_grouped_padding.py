@@ -8,7 +8,7 @@ from support.nn.experts import EXPERTS, GPU, SECTIONS, K, N, gradients, grouped,
 from hqsweep.formats import parse
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, quantization
-from hqsweep.ops.members.splits import PaddedSplits
+from hqsweep.ops.splits import PaddedSplits
 from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import CustomRecipe
 

@@ -17,7 +17,7 @@ from hqsweep.nn import (
     set_recipe,
 )
 from hqsweep.nn.layernorm_linears import ACTIVATIONS, activate, joined, joins
-from hqsweep.ops.model.activation import INPUTS
+from hqsweep.ops.elementwise import INPUTS
 from hqsweep.optim import use_main_grads
 from hqsweep.quant import hybrid
 from hqsweep.recipe import Recipe

@@ -114,8 +114,7 @@ def results(module, x, branch):
 def test_the_amaxes_that_the_norm_finds_are_those_that_the_quantizer_would(text, kind, device, monkeypatch):
     """To the byte; and what it finds is what the quantizer takes. On a CPU the kernels are replaced by torch."""
     if device == "cpu":
-        for module in (norm_module, layernorm_linears):
-            monkeypatch.setattr(module, "use_kernels", lambda x: True)
+        emulated.install(monkeypatch, (norm_module, layernorm_linears), hybrid)
         monkeypatch.setattr(norm_module.norm, "norm", emulated.norm)
         monkeypatch.setattr(norm_module.norm, "norm_backward", emulated.norm_backward)
     asked, kernel = [], norm_module.norm.norm
@@ -152,8 +151,7 @@ def torchs_quantize_normed(request, of):
 def test_a_norm_quantized_as_it_is_computed_gives_the_same_bytes(text, kind, normalization, device, monkeypatch):
     """With a stream of bfloat16 the norm itself is never made. On a CPU the kernels are replaced by torch."""
     if device == "cpu":
-        for module in (norm_module, layernorm_linears):
-            monkeypatch.setattr(module, "use_kernels", lambda x: True)
+        emulated.install(monkeypatch, (norm_module, layernorm_linears), hybrid)
         for name, function in (("norm", emulated.norm), ("norm_backward", emulated.norm_backward)):
             monkeypatch.setattr(norm_module.norm, name, function)
         monkeypatch.setattr(norm_module.norm, "norm_statistics", torchs_statistics)

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from cases import BASE_LINEARS, REPRESENTATIVE, SOME, attended
+from cases import BASE_LINEARS, REPRESENTATIVE, SOME, attended, crossed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -135,11 +135,14 @@ def matrix(device):
 
 @pytest.mark.feature("F122", "F160")
 @devices
-@pytest.mark.parametrize("source", ["original", "rowwise_dequantized"])
-@pytest.mark.parametrize(("rowwise", "columnwise"), list(zip(ROWWISE, OPERANDS, strict=True)))
-def test_both_operands_come_back_to_the_byte(rowwise, columnwise, source, device):
+@pytest.mark.parametrize(
+    ("formats", "source"),
+    crossed(zip(ROWWISE, OPERANDS, strict=True), ["original", "rowwise_dequantized"], whole=()),
+    ids=lambda value: value if isinstance(value, str) else "|".join(value),
+)
+def test_both_operands_come_back_to_the_byte(formats, source, device):
     """Each format in both directions, beside another one: buffers travel one by one, whatever they mean."""
-    quantizer = HybridQuantizer.parse(f"{rowwise}|{columnwise}@{source}")
+    quantizer = HybridQuantizer.parse("|".join(formats) + f"@{source}")
     operands = quantizer.quantize(matrix(device), key=KEY)
     assert_comes_back([operands.rowwise, operands.columnwise], device)
 
@@ -183,9 +186,10 @@ def test_what_would_not_be_freed_stays():
 
 @pytest.mark.feature("F123", "F161")
 @devices
-@pytest.mark.parametrize("window_bytes", [0, 20_000, 2**30])
-@pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize("name", BASE_LINEARS)
+@pytest.mark.parametrize(
+    ("name", "held", "window_bytes"),
+    crossed(BASE_LINEARS, [False, True], [0, 20_000, 2**30], whole=("nvfp4", "hybrid")),
+)
 def test_gradients_are_the_same_bytes(name, held, window_bytes, device):
     """With no window, one of some tensors, and one that takes all."""
     model, x = stack(BASE_LINEARS[name], device, held=held), torch.randn(32, 64, device=device)

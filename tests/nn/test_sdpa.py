@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from hqsweep.nn import quantization, sdpa
 from hqsweep.nn.sdpa import CUDNN, FLASH, attend
-from hqsweep.ops.model import attention
+from hqsweep.ops import attention
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper")

@@ -9,7 +9,7 @@ from hqsweep.formats.inputs import draw
 from hqsweep.nn import LayerNormMoE, MoEOptions, Probe, grouped, quantization, router, transformer
 from hqsweep.nn.layernorm_linears import swiglu
 from hqsweep.nn.router import Router
-from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.splits import Splits
 
 DIM, FFN, EXPERTS, TOKENS = 32, 32, 4, 96
 

@@ -8,7 +8,7 @@ from support.ops.calls import quantize
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.splits import Splits
 
 SIXTEENS = (0, 128, 48, 0, 16, 160, 256, 0)
 ANY = (37, 0, 1, 128, 131, 300)

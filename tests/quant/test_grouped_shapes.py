@@ -18,7 +18,7 @@ from support.golden.golden_cases import (
 from support.quant.shape_groups import KEY, SHAPES, alone, assert_members, group, slot_states, tensors
 
 from hqsweep.formats import Identity
-from hqsweep.ops.members.layout import Shapes
+from hqsweep.ops.layout import Shapes
 from hqsweep.quant import GroupedTensor, HybridQuantizer, hybrid
 from hqsweep.quant.group import quantize_group
 from hqsweep.quant.operand import flatten, unflatten

@@ -207,6 +207,13 @@ def test_progress_is_written_now_and_then_and_at_the_end(run, sink, monkeypatch)
     assert run.written_status()["seconds"] == pytest.approx(2.0)
 
 
+def test_a_fork_counts_the_steps_after_its_point(run, sink):
+    sink.progress(400, 460, None, None, first=400)
+    assert (said := run.written_status()["progress"])["part"] == 0.0 and said["first"] == 400
+    sink.progress(460, 460, 2.0, None, first=400)
+    assert run.written_status()["progress"]["part"] == 1.0
+
+
 def test_where_steps_take_unequal_times_the_time_left_follows_the_part_that_is_done(run, sink, monkeypatch):
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(time, "monotonic", lambda: clock.now)

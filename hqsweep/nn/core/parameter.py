@@ -18,7 +18,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand, Identity, RngKey
 from hqsweep.nn.core.delayed import DelayedStates, ExpertStates
 from hqsweep.nn.core.wire import Part
-from hqsweep.ops.members.layout import PackedExact
+from hqsweep.ops.layout import PackedExact
 from hqsweep.ops.quantize.kernels import in_dtype
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.gathered_weight import GatheredWeight
@@ -156,6 +156,11 @@ def check_held(weight: TensorProtocol, direction: Direction, quantizer: HybridQu
         raise UserError(
             f"the weight is held in {held}, but the recipe asks for {quantizer}; build the model anew, or"
             " give the recipe it was built with"
+        )
+    if getattr(held, direction).rht_drawn:
+        raise UserError(
+            f"the weight is held in {held}, and its {direction} operand has the signs of the step that wrote it, while"
+            " +eden draws new ones in every step; do not hold the weight, or give it +sr in place of +eden"
         )
     if getattr(weight, direction) is None:
         raise UserError(f"the {direction} operand of the weight is not held; quantize it with directions={DIRECTIONS}")

@@ -17,11 +17,10 @@ from hqsweep.nn.dot_product_attention import AttentionCall, DotProductAttention
 from hqsweep.nn.linears import Linear
 from hqsweep.nn.rope import AttendJoined, heads_of
 from hqsweep.nn.sdpa import cudnn_forward, repeats_in_parts
-from hqsweep.ops.model.attention import attention_forward
-from hqsweep.ops.model.rope import rope_
-from hqsweep.parallel.overlap.chunked_input import Turns, is_hooked, part_in_turn
+from hqsweep.ops.attention import attention_forward, rope_
 from hqsweep.parallel.shards.shard_part import Part
 from hqsweep.parallel.shared.call import PartCall
+from hqsweep.parallel.shared.overlap import Turns, is_hooked, part_in_turn
 from hqsweep.parallel.wire.tokens import gather_rows, sum_rows
 
 

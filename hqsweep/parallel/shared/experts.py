@@ -11,7 +11,7 @@ from hqsweep.nn.core.parameter import link_states
 from hqsweep.nn.core.wire import Codes
 from hqsweep.nn.grouped import ExpertParameters, GroupedBase
 from hqsweep.nn.grouped_linear import GroupedLinear
-from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.splits import Splits
 from hqsweep.parallel.shared.call import LinearShare, SharedCall
 from hqsweep.parallel.shared.linear_function import Handover, SharedLinearFunction
 from hqsweep.parallel.shared.tokens import local

@@ -41,13 +41,26 @@ from hqsweep.config.recipe_files import FORMAT, FORMAT_TEXTS, PACKAGED, read_rec
 from hqsweep.config.safe import check_expansion, check_file
 from hqsweep.config.study import parse_study
 from hqsweep.errors import UserError, nearest
-from hqsweep.sweep.grid.arms import FACTORY_KEYS, Difference, check_arm, difference, labels, override_texts
+from hqsweep.recipe.gemms import KEY as GEMMS_KEY
+from hqsweep.recipe.gemms import is_gemms_text
+from hqsweep.sweep.grid.arms import (
+    FACTORY_KEYS,
+    Difference,
+    Grid,
+    GridPoint,
+    check_arm,
+    check_size,
+    difference,
+    labels,
+    override_texts,
+)
 from hqsweep.sweep.grid.overrides import (
     DATA_TARGET,
     MODEL_TARGET,
     OPTIMIZER_KEYS,
     STUDY_KEYS,
     Overrides,
+    check_gemms,
     drop_gpt,
     explain,
     is_text,
@@ -59,7 +72,6 @@ from hqsweep.sweep.grid.overrides import (
     set_number,
     take_factory,
 )
-from hqsweep.sweep.grid.point import Grid, GridPoint, check_size
 from hqsweep.sweep.grid.study import name_recipe, with_study
 from hqsweep.sweep.store.names import NOT_IN_ID
 
@@ -107,15 +119,18 @@ def load_recipe(name: str, config_dir: Path | None = None, composer: "Composer |
     """The `recipe` config of a name (packaged, in config_dir or in ./conf), of "format:QUANTIZER", or of a YAML file: a
     recipe, or a config that has one. Its fields are unchecked.
 
+    "format:F/D/W" stands for the formats of the products (hqsweep.recipe.gemms), also without "format:".
+
     composer: recipe_composer(config_dir), for a caller that loads several of known_recipes(config_dir).
 
     Raises:
         UserError: there is no such recipe, its YAML cannot be composed, or gives no mapping.
     """
-    if name.startswith(FORMAT):
+    if name.startswith(FORMAT) or is_gemms_text(name):
         text = name.removeprefix(FORMAT)
-        check_texts("recipe.linear", text)
-        return {"name": re.sub(r"[^A-Za-z0-9._+-]+", "-", name), "linear": text, "head": text}
+        section = {GEMMS_KEY: text} if "/" in text else text
+        check_texts("recipe.linear", section)
+        return {"name": re.sub(r"[^A-Za-z0-9._+-]+", "-", name), "linear": section, "head": section}
     config = composer.compose([f"recipe={name}"]).get("recipe") if composer else _recipe_config(name, config_dir)
     if not isinstance(config, dict):
         raise UserError(
@@ -359,6 +374,7 @@ class Composer:
                 if takes_recipe and is_text(override):
                     path = str(override.value())
                     config["recipe"] = {"name": Path(path).stem} | load_recipe(path)
+            check_gemms(parsed)
             # fields of grouped_linear come after linear, whose quantizers it has where the recipe does not spell it out
             for override in sorted(parsed, key=lambda o: o.key_or_group.startswith("recipe.grouped_linear.")):
                 own_text = takes_recipe and is_text(override)

@@ -51,10 +51,11 @@ def read_bytes(path: Path) -> bytes | None:
     except OSError as error:
         raise Damaged(path, f"cannot be read ({error.strerror})", RESTORE) from None
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):
             raise Damaged(path, "is no file", RESTORE)
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read()
+        parts = iter(lambda: os.read(descriptor, facts.st_size + 1), b"")
+        return b"".join(parts)
     except OSError as error:
         raise Damaged(path, f"cannot be read ({error.strerror})", RESTORE) from None
     finally:

@@ -7,8 +7,7 @@ from support.ops.calls import quantize
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.members.layout import GroupLayout, member_buffers
-from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.layout import GroupLayout, member_buffers
 from hqsweep.ops.quantize.dequantize import (
     decode,
     decode_into,
@@ -16,6 +15,7 @@ from hqsweep.ops.quantize.dequantize import (
     exact_operand_of,
     exact_operand_of_parts,
 )
+from hqsweep.ops.splits import Splits
 from hqsweep.quant.operand import Operand, narrow
 
 SIXTEENS = (0, 128, 48, 0, 16, 160, 256, 0)

@@ -7,9 +7,9 @@ from cases import WIDE, crossed
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.jobs.parity.job import gathered, outcomes
-from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.quantize import quantize
 from hqsweep.ops.quantize.request import Target
+from hqsweep.ops.splits import Splits
 
 KEY = RngKey(seed=5, slot="wide", step=2**33 + 1)
 DISTRIBUTIONS = ("normal", "heavy", "tiny", "zeros", "spike", "nonfinite")

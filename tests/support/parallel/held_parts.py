@@ -15,15 +15,15 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hqsweep import compat
-from hqsweep.checkpoints.sharded.sharded import save_sharded
-from hqsweep.checkpoints.sharded.sharded_load import load_sharded
+from hqsweep.checkpoints.sharded_load import load_sharded
+from hqsweep.checkpoints.sharded_save import save_sharded
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import autocast, quantization, quantized_model_init
 from hqsweep.optim import FusedAdam
 from hqsweep.parallel.data import reshard, units
-from hqsweep.parallel.shards.held_part import hold_part
 from hqsweep.parallel.shards.shard_part import Part
+from hqsweep.parallel.shared.held import hold_part
 from hqsweep.parallel.tensor import distribute, fsdp_placement, tensor_parallel
 from hqsweep.parallel.wire.local import group_of_shards, local, spread_out, whole_tensor
 from hqsweep.quant import HybridQuantizedTensor, quantize_shards_

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from hqsweep.checkpoints.save import save_model
-from hqsweep.checkpoints.sharded.sharded import save_sharded, save_sharded_async
-from hqsweep.checkpoints.sharded.sharded_load import load_sharded
+from hqsweep.checkpoints.sharded_load import load_sharded
+from hqsweep.checkpoints.sharded_save import save_sharded, save_sharded_async
+from hqsweep.checkpoints.weights import save_model
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, quantization, quantized_model_init
 from hqsweep.nn.linears import Linear
 from hqsweep.optim import FusedAdam

@@ -22,7 +22,7 @@ from hqsweep.gemm.exact import mm_t
 from hqsweep.nn import LayerNormLinear, Linear, LinearOptions, quantization, quantized_model_init
 from hqsweep.nn.core.call import LinearCall
 from hqsweep.optim import FusedAdam
-from hqsweep.parallel.overlap import overlapped_gemm
+from hqsweep.parallel.shared import overlapped_gemm
 from hqsweep.parallel.tensor import ColwiseLinear, RowwiseLinear
 from hqsweep.parallel.wire import collectives
 from hqsweep.parallel.wire.local import local

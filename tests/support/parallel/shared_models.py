@@ -35,14 +35,11 @@ from hqsweep.nn import (
     quantized_model_init,
 )
 from hqsweep.nn.core.call import LinearCall
-from hqsweep.parallel.data import gather_in_linear_dtype, residual_under_fsdp
+from hqsweep.parallel.data import captured_of_all, gather_in_linear_dtype, residual_under_fsdp, rows_of_all
 from hqsweep.parallel.expert import expert_parallel
 from hqsweep.parallel.mesh import Ranks
-from hqsweep.parallel.overlap import chunked_input
-from hqsweep.parallel.overlap.chunked_input import OperandsInTurn
-from hqsweep.parallel.overlap.deferred_reduce import LeftGradient, LeftOutput
-from hqsweep.parallel.samples import captured_of_all, rows_of_all
-from hqsweep.parallel.shared import linear, linear_function
+from hqsweep.parallel.shared import linear, linear_function, overlap
+from hqsweep.parallel.shared.overlap import LeftGradient, LeftOutput, OperandsInTurn
 from hqsweep.parallel.shared.vocabulary import cross_entropy, split_embedding, vocabulary_group
 from hqsweep.parallel.tensor import ColwiseLinear, fsdp_placement, tensor_parallel
 from hqsweep.parallel.wire.local import spread_out, whole_tensor
@@ -285,11 +282,11 @@ def _joined_mlp(mesh: DeviceMesh, recipe: str, device: torch.device, axis: int) 
     joins, of_rank = layernorm_linears.joins, OperandsInTurn._of_rank
     for join in (True, False):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(chunked_input, "hides", lambda x: True)
+            patch.setattr(overlap, "hides", lambda x: True)
             patch.setattr(OperandsInTurn, "_of_rank", lambda *call: turned.append(call) or of_rank(*call))
             if device.type == "cpu":
                 emulated.install(patch, (layernorm_linears, layernorm_linears), hybrid)
-                patch.setattr(chunked_input, "activation_into", emulated.activation_into)
+                patch.setattr(overlap, "activation_into", emulated.activation_into)
             patch.setattr(
                 layernorm_linears, "joins", lambda *call, join=join: asked.append(joins(*call)) or (join and asked[-1])
             )
@@ -385,7 +382,7 @@ def turned(rank: int, world: int, recipes: list[str]) -> list[tuple[list[int], l
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(OperandsInTurn, "_of_rank", lambda *call, of=count: of.append(call) or of_rank(*call))
                 if not in_turn:
-                    patch.setattr(chunked_input, "hides", lambda x: False)
+                    patch.setattr(overlap, "hides", lambda x: False)
                 torch.use_deterministic_algorithms(True)
                 model = tensor_parallel(build({"linear": recipe}, layers=2, dim=256).cuda(), mesh, axis=0)
                 with quantization(seed=1, step=1):
