@@ -73,7 +73,9 @@ def _rows(prefix: str, section: type[BaseModel], comments: dict[str, str]) -> li
     rows = []
     for name, inner in section.model_fields.items():
         key = f"{prefix}.{name}"
-        rows += _rows(key, _section(inner), comments) if _section(inner) else [_row(key, inner, comments)]
+        named = any(typing.get_origin(held) is typing.Literal for held in _held(inner))  # a name, or a section
+        rows += [_row(key, inner, comments)] if named or not _section(inner) else []
+        rows += _rows(key, _section(inner), comments) if _section(inner) else []
     return rows
 
 
@@ -118,6 +120,12 @@ def _type(annotation: typing.Any) -> str:
     if typing.get_origin(annotation) is list:
         return f"list of {_type(typing.get_args(annotation)[0])}"
     return TYPES.get(annotation, "mapping")
+
+
+def _held(field: FieldInfo) -> list[object]:
+    """What a union holds, without marks."""
+    options = [getattr(option, "__origin__", option) for option in typing.get_args(field.annotation)]
+    return options if _section(field) else []
 
 
 def _section(field: FieldInfo) -> type[BaseModel] | None:

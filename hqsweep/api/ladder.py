@@ -49,7 +49,7 @@ class Ladder:
     @property
     def predictions(self) -> pd.DataFrame:
         """One row an arm at the size asked for: arm, verdict, gap_pct, low, high (95 %, over both laws), disagree,
-        eff_n, eff_d with their intervals, sizes, sentence."""
+        eff_n, eff_d with their intervals, gaussian_pct, sizes, sentence."""
         rows = [{k: v for k, v in row.items() if k not in ("laws", "held_out")} for row in self.document["arms"]]
         return pd.DataFrame(rows)
 
@@ -79,7 +79,8 @@ class Ladder:
         return ladder_panel(self._found).figure
 
     def report(self, folder: str | Path) -> Path:
-        """Write ladder.md, ladder.svg, ladder.csv and measured.csv into a folder; returns the path of ladder.md."""
+        """Write ladder.html, ladder.md, ladder.svg, ladder.csv and measured.csv into a folder; returns the path of
+        ladder.md."""
         return write_ladder(self._found, Path(folder))
 
     def __repr__(self) -> str:

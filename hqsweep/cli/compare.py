@@ -138,7 +138,7 @@ def ladder(
     """Predict gaps at a larger size, from a sweep for each size of a model.
 
     Two laws are fitted, and the interval holds both. From three sizes on the largest is also predicted from the
-    others. The report folder gets ladder.md, ladder.svg, ladder.csv and measured.csv.
+    others. The report folder gets ladder.html, ladder.md, ladder.svg, ladder.csv and measured.csv.
     """
     with waiting("fitting the laws"):
         from hqsweep.api.ladder import ladder as fitted

@@ -1,6 +1,7 @@
 """`hqsweep probe`: errors of the tensors in a file by format, or the causes of a model's loss in a recipe."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,7 +21,8 @@ def probe(
         str, typer.Option(metavar="F1,F2,...", help="Formats (not recipes), also as ROW|COL.")
     ] = "mxfp8,nvfp4",
     bits: Annotated[
-        float | None, typer.Option(min=1, help="Suggest the recipe of least error with this mean of bits an element.")
+        float | None,
+        typer.Option(min=1, help="Suggest the recipe of least error, or damage, with this mean of bits an element."),
     ] = None,
     pairs: Annotated[
         Literal["strict", "any"],
@@ -45,11 +47,13 @@ def probe(
     """Which layers can take nvfp4? Errors of every tensor of a file, or causes of a model's loss.
 
     Every matrix is quantized in every format and in both directions. Files may be larger than memory. With --data the
-    loss of a Hugging Face model is measured instead, layer by layer: what a recipe costs at once, and where.
+    loss of a Hugging Face model is measured instead, layer by layer: what a recipe costs at once, and where. With
+    --bits, too, errors are weighed by squared gradients, and random allocations of the same bits stand beside.
     """
     if data is not None:
-        _check_loss_options({"--bits": bits, "--out": out, "--html": html}, csv, study)
-        _probe_loss(path, data, recipe, tokens, study, as_json=as_json)
+        _check_loss_options({"--out": out, "--html": html}, csv, study)
+        budget = None if bits is None else Budget(bits=bits, formats=formats, pairs=pairs)
+        _probe_loss(path, _batches(data, tokens), recipe, study, budget, as_json=as_json)
         return
     if study:
         raise UserError("--study: treatments need the loss of a model; give --data SHARDS, of hqsweep data prepare")
@@ -148,18 +152,31 @@ def _check_loss_options(others: Mapping[str, Any], csv: Path | None, study: Path
         raise UserError(f"--study {study}: a study's file must end in .yaml or .yml, or conf=PATH does not take it")
 
 
-def _probe_loss(path: Path, data: Path, recipe: str, count: int, study: Path | None, *, as_json: bool) -> None:
-    """Measure, print and write the causes of a model's loss."""
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The options of a suggestion beside --data."""
+
+    bits: float
+    formats: str
+    pairs: Literal["strict", "any"]
+
+
+def _probe_loss(
+    path: Path, batches: "Batches", recipe: str, study: Path | None, budget: Budget | None, *, as_json: bool
+) -> None:
+    """Measure, print and write the causes of a model's loss, and the allocations of a budget."""
     from rich.progress import Progress, TimeElapsedColumn, TimeRemainingColumn
 
+    from hqsweep.jobs.probe.job import parse_quantizers
     from hqsweep.jobs.probe.loss import losses_at_once, probe_loss
+    from hqsweep.jobs.probe.sensitivity import allocations, judged, sensitive_rows
     from hqsweep.jobs.probe.treatments import converted_shapes, treatments, write_study
     from hqsweep.models.hf import load_model
     from hqsweep.report.pages.probe import causes_tables, loss_sentences
     from hqsweep.sweep.console import SafeConsole
     from hqsweep.train.build import pick_device
 
-    batch = _batch(data, count)
+    quantizers = parse_quantizers(budget.formats.split(",")) if budget else {}
     model = load_model(path).to(pick_device("auto"))
     console = SafeConsole(stderr=True)
     with Progress(
@@ -170,25 +187,44 @@ def _probe_loss(path: Path, data: Path, recipe: str, count: int, study: Path | N
         def progress(what: str, done: int, of: int) -> None:
             bar.update(task, description=what[-40:], completed=done, total=of, refresh=True)
 
-        causes = probe_loss(model, batch, recipe, progress=progress)
-        arms = treatments(causes, converted_shapes(model))
-        losses = losses_at_once(model, batch, {arm.name: arm.whole(recipe) for arm in arms}, progress=progress)
+        causes = probe_loss(model, batches.judged, recipe, progress=progress)
+        arms, own = treatments(causes, converted_shapes(model)), []
+        if budget:
+            rows = sensitive_rows(model, batches.other, quantizers, progress=progress)
+            own = allocations(rows, budget.bits, budget.pairs)
+        every = {arm.name: arm.whole() for arm in (*arms, *own)}
+        losses = losses_at_once(model, batches.judged, every, progress=progress)
+    said = [judged(own, losses, causes.reference)] if own else []
+    arms += own
     if study:
-        write_study(study, causes, arms, model=str(path.resolve()), data=str(data.resolve()), losses=losses)
-    document = causes.document() | {
-        "treatments": [
-            {"arm": arm.name, "overrides": dict(arm.overrides), "why": arm.why, "loss": losses[arm.name]}
-            for arm in arms
-        ]
-    }
+        write_study(study, causes, arms, model=str(path.resolve()), data=str(batches.path.resolve()), losses=losses)
+    document = (
+        causes.document()
+        | {
+            "treatments": [
+                {"arm": arm.name, "overrides": dict(arm.overrides), "why": arm.why, "loss": losses[arm.name]}
+                for arm in arms
+            ]
+        }
+        | ({"judged": said[0]} if said else {})
+    )
     tables = causes_tables(causes, arms, losses, SHOWN)
-    print_result(as_json, document, *tables, *loss_sentences(causes), *([f"wrote {study}"] if study else []))
+    print_result(as_json, document, *tables, *said, *loss_sentences(causes), *([f"wrote {study}"] if study else []))
     if study:
         say(f"{NEXT}hqsweep run conf={study}", err=as_json)
 
 
-def _batch(data: Path, count: int) -> Any:
-    """int64 [B, T + 1]: about `count` tokens of the val split, in rows of at most 512."""
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """Tokens int64 [B, T + 1] of a folder of shards: of the val split, by which losses are judged, and of train."""
+
+    path: Path
+    judged: Any
+    other: Any
+
+
+def _batches(data: Path, count: int) -> Batches:
+    """About `count` tokens of each split, in rows of at most 512."""
     from hqsweep.config.train import DataConfig
     from hqsweep.train.data import load
 
@@ -196,7 +232,10 @@ def _batch(data: Path, count: int) -> Any:
         raise UserError(f"--data: '{data}' does not exist; give shards, which hqsweep data prepare makes")
     context = min(512, count)
     tokens = load(DataConfig(source="shards", path=str(data)))
-    inputs, targets = tokens.batch("val", 0, 0, max(1, count // context), context)
     import torch
 
-    return torch.cat([inputs, targets[:, -1:]], dim=1)
+    def batch(split: str) -> Any:
+        inputs, targets = tokens.batch(split, 0, 0, max(1, count // context), context)
+        return torch.cat([inputs, targets[:, -1:]], dim=1)
+
+    return Batches(path=data, judged=batch("val"), other=batch("train"))

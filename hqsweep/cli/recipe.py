@@ -83,6 +83,7 @@ def show(name: Name, every: All = False, config_dir: ConfigDir = None, as_json: 
     config, rows, gemms = recipe_config(recipe), [slot.row() for slot in slots(recipe)], by_gemms(recipe)
     notes = [f"{part}.gemms: {text}" for part, text in gemms.items()]
     notes += [f"gemm: {recipe.gemm}"]
+    notes += [f"comm: {comm}"] if (comm := getattr(recipe, "comm", None)) else []
     notes += [f"overrides[{i}] is for {o}" for i, o in enumerate(getattr(recipe, "overrides", ()))]
     notes += [f"schedule[{i}] comes {change.when}" for i, change in enumerate(recipe.schedule)]
     if "qfactory" in config:

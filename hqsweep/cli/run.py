@@ -115,8 +115,9 @@ def run(
 
 
 def functions_in(words: Sequence[str]) -> list[str]:
-    """The Python functions of models, losses and data that the words themselves name. A dry run imports these alone."""
-    keys = ("model._target_", "model.loss", "data._target_")
+    """The Python functions of models, losses, data and optimizers that the words themselves name. A dry run imports
+    these alone."""
+    keys = ("model._target_", "model.loss", "data._target_", "train.optimizer._target_")
     pairs = [word.lstrip("+").partition("=") for word in words]
     return [path for key, _, value in pairs if key in keys for path in value.split(",")]
 

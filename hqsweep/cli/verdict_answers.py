@@ -299,6 +299,7 @@ class Predicted(Answer):
     eff_n: Number
     eff_n_low: Number
     eff_n_high: Number
+    gaussian_pct: Number
     eff_d: Number
     eff_d_low: Number
     eff_d_high: Number

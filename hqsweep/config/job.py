@@ -126,8 +126,17 @@ class RecipeConfig(RecipeKeys):
     @property
     def has_names(self) -> bool:
         """Whether one of its Python factories is a name alone, so that its quantizers are unknown."""
-        stages = (self._recipe, *(change.recipe for change in self._recipe.schedule))
-        return any(isinstance(stage, CustomRecipe) and stage.is_name for stage in stages)
+        return any(isinstance(stage, CustomRecipe) and stage.is_name for stage in self._stages)
+
+    @property
+    def comm_ranks(self) -> int:
+        """The most ranks between which a stage of it exchanges gradients, emulated; 0 without an exchange."""
+        comms = [comm for stage in self._stages if (comm := getattr(stage, "comm", None))]
+        return max((comm.ranks for comm in comms), default=0)
+
+    @property
+    def _stages(self) -> list[AnyRecipe]:
+        return [self._recipe, *(change.recipe for change in self._recipe.schedule)]
 
 
 Shape = Annotated[list[Count], Field(min_length=2, max_length=2)]
@@ -135,7 +144,7 @@ Shape = Annotated[list[Count], Field(min_length=2, max_length=2)]
 Names = Annotated[list[str], Field(min_length=1)]
 PARITY_CHECKS = (
     "kernel", "statistics", "vanilla", "routing", "pairs", "causality", "grouped", "modules", "switch", "export",
-    "repeat", "resume", "weights", "recompute", "offload",
+    "repeat", "resume", "weights", "recompute", "offload", "roundtrip",
 )  # fmt: skip
 """Names of the checks of the parity job, whose functions are in jobs/parity."""
 CALIBRATE_DISTRIBUTIONS = ("normal", "laplace", "t5", "t3", "outlier_channels", "token_scale_2", "token_scale_4")
@@ -234,6 +243,21 @@ class ConvergenceConfig(Training):
         return self
 
     @model_validator(mode="after")
+    def _exchanged(self) -> "ConvergenceConfig":
+        ranks, train = self.recipe.comm_ranks, self.train
+        if ranks and train.parallel.world > 1:
+            raise UserError(
+                f"recipe.comm: emulates {ranks} ranks in one process, but train.parallel has {train.parallel.world}"
+                " ranks; leave one of them out"
+            )
+        if ranks and train.batch % (ranks * train.microbatches):
+            raise UserError(
+                f"recipe.comm.ranks: {train.batch} sequences (train.batch) do not divide into {ranks} ranks of"
+                f" {train.microbatches} microbatches; give a multiple of {ranks * train.microbatches}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _captured(self) -> "ConvergenceConfig":
         if self.stats.capture_at is not None and self.stats.capture_at > self.train.steps:
             raise UserError(
@@ -255,7 +279,7 @@ class ConvergenceConfig(Training):
     @property
     def microbatch(self) -> int:
         """Sequences of a microbatch."""
-        return self.train.batch // self.train.microbatches
+        return self.train.batch // (self.train.microbatches * max(1, self.recipe.comm_ranks))
 
     def gemm_modules(self, vocab_size: int) -> list[GemmModule] | None:
         """The modules of the GPT with matrix products; None for a model of a user's own, which has to be built for

@@ -165,6 +165,7 @@ class RecipeKeys(Section):
     qfactory: str | None = None
     fp8_dpa: bool | None = None
     gemm: str
+    comm: dict[str, Any] | None = None
     schedule: list[dict[str, Any]]
 
 
@@ -184,9 +185,21 @@ class Training(Job):
         if isinstance(self.model, ModelConfig):
             self.train.parallel.check_model(self.model)
         check_machines(self.train.parallel, self.engine)
+        if getattr(self.model, "router", "free") == "replay":
+            check_replay(self.train)
         if self.train.parallel.world > 1:
             check_possible(self)
         return self
+
+
+def check_replay(train: TrainConfig) -> None:
+    """UserError for trainings that replay no choices of the router."""
+    if train.parallel.world > 1:
+        raise UserError(
+            f"model.router: replay runs in one process, but train.parallel has {train.parallel.world} ranks; give free"
+        )
+    if train.compile == "graph":
+        raise UserError("train.compile: graph, but model.router=replay runs steps eagerly; give auto")
 
 
 def check_machines(dims: ParallelConfig, engine: EngineConfig) -> None:

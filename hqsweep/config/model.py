@@ -17,7 +17,9 @@ class ModelConfig(Section):
     """A GPT: RMSNorm, RoPE, SwiGLU; ffn is the hidden width of the SwiGLU, None for 8/3 of dim. With quantized_weights
     linears hold operands only, and masters live in the optimizer. init_noise: train.model.perturb, for a null arm.
 
-    With experts, the MLPs from layer first_moe_layer on are mixtures, in which each token takes top_k of them."""
+    With experts, the MLPs from layer first_moe_layer on are mixtures, in which each token takes top_k of them. router:
+    free, or replay. With replay each forward takes the choices of a forward in train.dtype on the same weights, which
+    comes before it. So quantization changes no choice."""
 
     dim: Count = 128
     layers: Count = 2
@@ -33,6 +35,7 @@ class ModelConfig(Section):
     shared_expert: bool = False
     first_moe_layer: Index = 0
     load_balance: Annotated[float, Field(ge=0)] = 0.01
+    router: Literal["free", "replay"] = "free"
 
     @model_validator(mode="after")
     def _heads(self) -> "ModelConfig":
@@ -52,6 +55,9 @@ class ModelConfig(Section):
                 f"model.first_moe_layer: {self.first_moe_layer}, but the last layer is {self.layers - 1}; no layer"
                 " would have experts (model.experts=0 says so)"
             )
+        if self.router == "replay" and (not self.experts or self.quantized_weights):
+            why = "model.quantized_weights leaves no values for it" if self.experts else "model.experts is 0"
+            raise UserError(f"model.router: replay takes choices of a forward in high precision, but {why}; give free")
         return self
 
 

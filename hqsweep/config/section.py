@@ -90,7 +90,7 @@ def _placed(location: Sequence[typing.Any], model: type[BaseModel]) -> tuple[str
         if not held:
             break
         model = held[ahead.pop(0)] if ahead and ahead[0] in held else next(iter(held.values()))
-    return ".".join([*parts, *ahead]), model
+    return ".".join(part for part in [*parts, *ahead] if part), model  # plain values have the tag ""
 
 
 def _unknown(path: str, within: type[BaseModel], model: type[BaseModel]) -> str:

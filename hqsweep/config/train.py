@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationInfo, field_validator, model_validator
 
 from hqsweep.config.model import TARGET, ModelConfig, check_path, expert_width, ffn_width, with_arguments
+from hqsweep.config.optimizer import WHERE, Optimizer, OptimizerConfig
 from hqsweep.config.safe import loads
 from hqsweep.config.section import Count, Device, Fraction, Index, Positive, Section
 from hqsweep.errors import UserError
@@ -286,9 +287,9 @@ Recompute = Literal["none", "layer", "attention"]
 class TrainConfig(Section):
     """Warmup, a constant stretch and a linear decay of the rate; warmup and decay are fractions of the steps.
 
-    optimizer: adamw; sgd with `momentum`; or muon with it for the matrices of layers, and AdamW for the rest. moments:
-    bf16 and fp8 (E4M3 in blocks of 128) round the optimizer's moments after each step. Other optimizers and moments
-    than the first take one rank.
+    optimizer: adamw; sgd with `momentum`; muon with it for the matrices of layers, and AdamW for the rest; or a class
+    (OptimizerConfig), which does not read beta1 and beta2. moments: bf16 and fp8 (E4M3 in blocks of 128) round the
+    moments of a named optimizer after each step. Other optimizers and moments than the first take one rank.
     recompute: the part that backward computes again instead of keeping it. offload: the rest waits in CPU memory. A
     step runs its batch in `microbatches` equal parts, whose gradients add up. compile: auto and graph give the same
     bits; off is the reference, whose sums on a GPU are in another order. With auto and graph TorchInductor compiles the
@@ -308,7 +309,7 @@ class TrainConfig(Section):
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     clip: Positive = 1.0
-    optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
+    optimizer: Optimizer = "adamw"
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
     moments: Literal["fp32", "bf16", "fp8"] = "fp32"
     dtype: Literal["bf16", "fp32"] = "bf16"
@@ -338,6 +339,11 @@ class TrainConfig(Section):
                 f"train.optimizer: {self.optimizer} with moments {self.moments} takes whole parameters, but"
                 f" train.parallel has {self.parallel.world} ranks; give adamw and fp32, or one rank"
             )
+        if isinstance(self.optimizer, OptimizerConfig) and self.moments != "fp32":
+            raise UserError(
+                f"train.moments: {self.moments} rounds the moments of adamw, sgd and muon, and train.optimizer is"
+                f" {self.optimizer.target}; give fp32"
+            )
         self.check_compile(on_gpu=self.device != "cpu")
         return self
 
@@ -347,6 +353,11 @@ class TrainConfig(Section):
             raise UserError(
                 "train.compile: graph is a CUDA graph, and this training is on the CPU; give auto, which is a graph"
                 " where there can be one"
+            )
+        if self.compile == "graph" and isinstance(self.optimizer, OptimizerConfig):
+            raise UserError(
+                f"train.compile: graph holds no step of a class ({WHERE}), which may do something else in each; give"
+                " auto"
             )
         if self.compile == "graph" and self.offload:
             raise UserError(

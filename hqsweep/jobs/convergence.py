@@ -61,7 +61,7 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
         make_up(build, config, sink, path, dataset.hash)
     sink.phase("building the model")
     trainer = build()
-    ranks.agree(lambda: {"the code of the model": dict(trainer.adapter.facts)})
+    ranks.agree(lambda: {"the code of the model": dict(trainer.facts)})
     known = trainer_fields(trainer)
     sink.manifest(**known)
     for line in known.get("warnings", []):

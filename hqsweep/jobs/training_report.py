@@ -198,7 +198,7 @@ def trainer_fields(trainer: Trainer) -> dict[str, object]:
         "epochs": dataset.epochs(tokens),
         "gemm_plan": stage_plans(trainer, trainer.stages[0]),
         "recipe_schedule": schedule_fields(trainer),
-        **trainer.adapter.facts,
+        **trainer.facts,
         **trainer.adapter.taken,
         **({"warnings": warnings} if warnings else {}),
     }

@@ -215,14 +215,15 @@ def code_of_modules(names: set[str]) -> str:
     return ", ".join(sorted({said for name in names for said in _said(name)}))
 
 
-def check_code(target: str, before: str | None, now: str) -> None:
-    """Raise UserError if a run would continue from a state that other code made. before: None without such a state."""
+def check_code(target: str, before: str | None, now: str, where: str = f"model.{TARGET}") -> None:
+    """Raise UserError if a run would continue from a state that other code made. before: None without such a state.
+    where: the key of the code, which begins the error."""
     if before is None or before == now:
         return
     known = before.split(", ")
     other = ", ".join(entry.partition(" ")[0] for entry in now.split(", ") if entry not in known) or "a module of it"
     raise UserError(
-        f"model._target_: {target} is other code than this state was trained with ({other} differs); put that back, or"
+        f"{where}: {target} is other code than this state was trained with ({other} differs); put that back, or"
         " begin again (hqsweep rm)"
     )
 

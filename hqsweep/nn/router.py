@@ -111,11 +111,14 @@ def moves_by_kernels(x: Tensor, dtype: torch.dtype) -> bool:
 class Router(nn.Module):
     """x [M, D] -> Routing: softmax over x @ weight [E, D].T in float32, then the k largest. Ties go to the lower index.
 
-    No recipe quantizes it: a rounding error that sends a token to other experts would change the model.
+    No recipe quantizes it: a rounding error that sends a token to other experts would change the model. `given`
+    replaces the choice; the weights are still the probabilities of these experts, divided by their sum.
     """
 
     parallel: WeightRanks | None = None
     """How ranks share the weight; None: this rank has all of it."""
+    given: Tensor | None = None
+    """int64 [M, top_k]: the experts of each token, whatever its logits are; None: the most probable ones."""
 
     def __init__(self, dim: int, experts: int, top_k: int) -> None:
         super().__init__()
@@ -125,12 +128,14 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routing:
         weight = self.weight if self.parallel is None else self.parallel.own(self.weight)
         logits = _Logits.apply(x.float(), weight.float())
-        if use_kernels(logits) and routes(logits, self.top_k):
+        if self.given is None and use_kernels(logits) and routes(logits, self.top_k):
             weights, balance, chosen, order, places, tokens = _Route.apply(logits, self.top_k)
             return Routing(chosen=chosen, weights=weights, tokens=tokens, balance=balance, placed=(order, places))
         probabilities = F.softmax(logits, dim=-1)
-        order = torch.sort(probabilities.detach(), dim=-1, descending=True, stable=True).indices
-        chosen = order[:, : self.top_k].contiguous()
+        chosen = self.given
+        if chosen is None:
+            order = torch.sort(probabilities.detach(), dim=-1, descending=True, stable=True).indices
+            chosen = order[:, : self.top_k].contiguous()
         hits = chosen.unsqueeze(-1) == torch.arange(self.experts, device=x.device)
         top = (probabilities.unsqueeze(1) * hits).sum(dim=-1)
         tokens = hits.sum(dim=(0, 1))

@@ -152,13 +152,18 @@ class FusedAdam(torch.optim.AdamW):
     def _update_all(self, gradients: list[dict[Tensor, Tensor]], factor: Tensor | None = None) -> None:
         """Update all groups once. factor: multiplies the gradients of groups that adamw_ updates."""
         self._rounded.check_loaded(self._masters_of(p for grads in gradients for p in grads))
+        written = self._written(gradients, factor)
+        _quantize({p: master for p, master in written.items() if _is_held(p)})
+        for p, master in self._masters_of(written).items():
+            self._rounded.note(p, master)
+
+    def _written(self, gradients: list[dict[Tensor, Tensor]], factor: Tensor | None) -> dict[Tensor, Tensor]:
+        """Update all parameters once, except held ones. Returns parameter -> master, or this rank's part of it."""
         written: dict[Tensor, Tensor] = {}
         for index, grads in enumerate(gradients):
             if grads:
                 written |= self._update(index, grads, factor)
-        _quantize({p: master for p, master in written.items() if _is_held(p)})
-        for p, master in self._masters_of(written).items():
-            self._rounded.note(p, master)
+        return written
 
     def _masters_of(self, params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
         """Parameter -> its master, for parameters that have one."""
@@ -255,11 +260,20 @@ class FusedAdam(torch.optim.AdamW):
             state |= {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
         elif state["step"].device != device:  # another kernel wrote the checkpoint
             state["step"] = state["step"].to(device)
-        if master is not p and MASTER not in state:
-            state[MASTER] = master
+        self._keep_master(p, master)
+        return state
+
+    def _keep_master(self, p: Tensor, master: Tensor) -> None:
+        """Have the state keep master_param(p) from now on."""
+        if master is not p and MASTER not in self.state[p]:
+            self.state[p][MASTER] = master
             if _is_held(p):
                 local(p).clear_high_precision_init_val()
-        return state
+
+    def drop_moments(self) -> None:
+        """Forget everything that the state has beside masters, as before a first step."""
+        for p, state in self.state.items():
+            self.state[p] = {name: value for name, value in state.items() if name == MASTER}
 
     @torch.no_grad()
     def master_param(self, p: Tensor) -> Tensor:

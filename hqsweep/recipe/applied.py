@@ -21,8 +21,8 @@ TABLES = tuple(GemmModule(module_type=kind, name=kind, shapes={}) for kind in ("
 class Applied:
     """A recipe on a model's modules. Equal values compute the same.
 
-    stages: (updates before it, operands) for each change. operands: the formats of every module, and the GEMM mode if a
-    module is quantized.
+    stages: (updates before it, operands) for each change. operands: the formats of every module, the GEMM mode if a
+    module is quantized, and the exchange of gradients if there is one.
     """
 
     stages: tuple[tuple[int, frozenset[Any]], ...]
@@ -42,6 +42,8 @@ def applied(recipe: AnyRecipe, steps: int, modules: Sequence[GemmModule]) -> App
         if any(map(is_low, quantizers.values())):
             low = True
             operands.add(("native" if stage.recipe.gemm == "native" else "exact",))
+        if comm := getattr(stage.recipe, "comm", None):
+            operands.add(("comm", comm))
         if not changes or changes[-1][1] != operands:
             changes.append((stage.first_step - 1, frozenset(operands)))
     return Applied(stages=tuple(changes), quantizes=low)

@@ -102,6 +102,7 @@ def parts(recipe: AnyRecipe) -> dict[str, str]:
             text = "; ".join(f"{part} {_short(section)}" for part, section in sections.items() if section)
             told[f"overrides {override}"] = text
     told |= {"gemm": recipe.gemm} if recipe.gemm != "exact" else {}
+    told |= {"comm": str(comm)} if (comm := getattr(recipe, "comm", None)) else {}
     before = recipe
     for change in recipe.schedule:
         old, new = parts(replace(before, schedule=())), parts(change.recipe)
@@ -173,6 +174,7 @@ def _settings(recipe: AnyRecipe) -> dict[str, Any]:
         settings[f"{where}gemm"] = variant.gemm
         if isinstance(variant, Recipe):
             settings |= {f"{where}overrides[{i}]": str(override) for i, override in enumerate(variant.overrides)}
+            settings |= {f"{where}comm": str(variant.comm)} if variant.comm else {}
         else:
             settings |= {f"{where}qfactory": variant.path, f"{where}fp8_dpa": variant.fp8_dpa}
     return settings

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from hqsweep.errors import UserError, nearest
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import AnyRecipe, Change
+from hqsweep.recipe.comm import Comm
 from hqsweep.recipe.pairs import MODULE_GEMMS
 from hqsweep.recipe.roles import HEAD, TENSOR_TYPES, QuantizerRole
 from hqsweep.recipe.sections import (
@@ -90,7 +91,7 @@ def _count(text: str) -> Fraction | None:
 
 GEMM_MODES = ("exact", "strict", "native")
 SECTIONS = {"linear": LinearQuantizers, "grouped_linear": LinearQuantizers, "dpa": DpaQuantizers}
-KEYS = ("name", "linear", "grouped_linear", "dpa", "head", "embedding", "norm", "overrides", "gemm")
+KEYS = ("name", "linear", "grouped_linear", "dpa", "head", "embedding", "norm", "overrides", "gemm", "comm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +156,8 @@ class Recipe:
     gemm: str = "exact"
     """exact: any two formats may meet, emulated on exact operands. strict: the same, but only pairs that hardware
     takes. native: such pairs on the machine's tensor cores, or an error."""
+    comm: Comm | None = None
+    """The format in which partial gradients are exchanged, emulated; None: without rounding."""
     schedule: tuple[Change, ...] = ()
     """Later recipes of a training, in order. The fields above apply until the first of them."""
 
@@ -185,6 +188,8 @@ class Recipe:
         overrides = enumerate(fields.get("overrides") or ())
         parsed["overrides"] = tuple([faults.take(Override.parse, o, f"{where}.overrides[{i}]") for i, o in overrides])
         parsed["gemm"] = faults.take(parse_gemm, fields.get("gemm", "exact"), where)
+        if "comm" in fields:
+            parsed["comm"] = faults.take(Comm.parse, fields["comm"], f"{where}.comm")
         faults.raise_any()
         return cls(**parsed)
 
@@ -197,6 +202,7 @@ class Recipe:
             "norm": str(self.norm),
             "overrides": [override.to_config() for override in self.overrides],
             "gemm": self.gemm,
+            **({} if self.comm is None else {"comm": self.comm.to_config()}),
         }
 
     def for_layers(self, layers: Sequence[int]) -> "Recipe":

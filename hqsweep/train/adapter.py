@@ -107,6 +107,9 @@ class ModelAdapter(Protocol):
     def decayed(self) -> list[Tensor]:
         """The parameters with weight decay."""
 
+    def hidden(self) -> list[Tensor]:
+        """The 2D weights of hidden layers, a part of decayed(), which Muon takes."""
+
     def saved_inputs(self, tokens: int) -> Iterable[tuple[str, float]]:
         """Yield (name, bytes) of each linear: the bytes per element that it keeps of its input.
 

@@ -26,7 +26,7 @@ from hqsweep.parallel.shared.held import share_amaxes
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.stages import Stage, stages
 from hqsweep.train.adapter import Balance
-from hqsweep.train.build import adapted, learning_rate, make_optimizer
+from hqsweep.train.build import adapted, check_optimizer_code, learning_rate, make_optimizer, optimizer_facts
 from hqsweep.train.data import Dataset
 from hqsweep.train.fork import check_layers, shapes_of, start_from, start_from_folder, take_parts
 from hqsweep.train.fork import perturb as perturb_state
@@ -77,6 +77,8 @@ class Trainer:
         self.shapes = shapes_of(self.model)
         self.microbatches = share_out(config, self.adapter, self.ranks)
         self.optimizer = make_optimizer(self.adapter, config.train)
+        self.facts = {**self.adapter.facts, **optimizer_facts(self.optimizer)}
+        """Entries of the manifest and of checkpoints."""
         self.runner = StepRunner(config.train, self.model, device, self.microbatches.why_eager)
         self.nonfinite = Nonfinite(device, self.ranks)
         self.step = 0
@@ -138,6 +140,7 @@ class Trainer:
         if stage is not self.stage:
             set_recipe(self.model, stage.recipe)
             self.stage = stage
+            self.microbatches.comm = getattr(stage.recipe, "comm", None)
             if self.adapter.compiled is not None:
                 self.adapter.compiled.begin()
             self.runner.forget()
@@ -224,12 +227,15 @@ class Trainer:
         return self.ranks.whole(state)
 
     def load_weights(self, checkpoint: Checkpoint) -> Loaded:
-        """Take the weights of another program's checkpoint, and its moments if it has any.
+        """Take the weights of another program's checkpoint, and for AdamW its moments if it has any.
 
         Each rank reads the whole checkpoint and takes its part.
         """
         model, optimizer = self.ranks.whole_model((self.model, self.optimizer), self._on_cpu)
         loaded = load_checkpoint(checkpoint, model, optimizer)
+        if self.config.train.optimizer != "adamw":
+            optimizer.drop_moments()
+            loaded = replace(loaded, moments=0)
         take_parts(self.model, self.optimizer, model, optimizer)
         self.runner.forget()
         return loaded
@@ -247,10 +253,11 @@ class Trainer:
         fork, seed = self.config.fork, self.config.seed
         if isinstance(trunk, Path):
             state = start_from_folder(self.model, self.optimizer, trunk)
-            self.adapter.check(state)
+            self._check_code(state)
         else:
             check_layers(self.config.train.parallel)
             state = self.ranks.parts_of(trunk, self.model, self.optimizer)
+            self._check_code(state)
             self.adapter.load_state(state)
             start_from(self.model, self.optimizer, state)
         if fork.noise:
@@ -258,6 +265,11 @@ class Trainer:
         self.step = state["step"]
         self.trunk = {"trunk_val_loss": state.get("val_loss")}
         self.runner.forget()
+
+    def _check_code(self, state: Mapping[str, Any]) -> None:
+        """UserError for a state that a model or an optimizer with other code has saved."""
+        self.adapter.check(state)
+        check_optimizer_code(self.config.train, self.facts, state)
 
     def load_state(self, state: dict) -> None:
         state = self.ranks.parts_of(state, self.model, self.optimizer)
@@ -272,11 +284,11 @@ class Trainer:
         measured = {"val_loss": self.val_loss} if self.step in self.kept else {}
         losses = {"loss_sum": self.loss_sum.clone(), "loss_count": self.loss_count, "last_val_loss": self.val_loss}
         met = self.nonfinite.state()
-        return {"trunk": self.trunk, "step": self.step, **losses, **measured, **met, **self.adapter.facts}
+        return {"trunk": self.trunk, "step": self.step, **losses, **measured, **met, **self.facts}
 
     def load_position(self, state: Mapping[str, Any]) -> None:
         """Load this position, after model and optimizer are loaded."""
-        self.adapter.check(state)
+        self._check_code(state)
         self.step, self.loss_count, self.trunk = state["step"], state["loss_count"], state["trunk"]
         self.loss_sum, self.val_loss = state["loss_sum"].to(self.device), state.get("last_val_loss")
         self.nonfinite.load(state)

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.train import ParallelConfig
+from hqsweep.formats import RngKey
 from hqsweep.nn import quantization
 from hqsweep.nn.core.context import unwritten
 from hqsweep.nn.core.module import roles_of
 from hqsweep.nn.saved_memory import SavedBytes
 from hqsweep.optim.adam import Norm
+from hqsweep.optim.partial_sums import PartialSums
 from hqsweep.parallel.data import reshard, synchronized
 from hqsweep.parallel.mesh import Ranks
 from hqsweep.train.adapter import Balance, Losses, ModelAdapter, Saving
@@ -40,17 +42,20 @@ class Microbatches:
         self._countable = not train.offload and train.recompute == "none" and ranks.size == 1
         self._first = ranks.data_rank * train.microbatches
         # A single microbatch keeps operands of weights only as codes, which are half the size of exact operands.
-        keeps_operands = train.microbatches > 1 or config.recipe.gemm == "native"
+        keeps_operands = train.microbatches * config.recipe.comm_ranks > 1 or config.recipe.gemm == "native"
         self._training = {"cache_weights": keeps_operands}
+        self.comm = getattr(config.recipe.build(), "comm", None)
+        """The exchange of gradients that steps emulate now."""
 
     def step(self, inputs: Tensor, targets: Tensor, at: At) -> tuple[Tensor, Balance]:
         """(loss, balance): the loss that a step minimizes, float32 [], and the use of its experts.
 
         inputs, targets: int64 [B, T]. The loss is the mean over the batches of all ranks. Its gradients are added to
-        the parameters' gradients.
+        the parameters' gradients. With recipe.comm parameters have no gradients before.
         """
-        parts, period = self.config.train.microbatches, object()
-        losses_of, balances = [], []
+        own, period = self.config.train.microbatches, object()
+        parts = own * (self.comm.ranks if self.comm else 1)
+        losses_of, balances, sums = [], [], self._partial_sums(at)
         for index, part in enumerate(zip(inputs.chunk(parts), targets.chunk(parts), strict=True)):
             number = self._first + index
             with (
@@ -64,7 +69,18 @@ class Microbatches:
                 loss.backward()
             losses_of.append(loss.detach())
             balances.append(losses.balance)
+            if sums and (index + 1) % own == 0:
+                sums.take(index // own)
+        if sums:
+            sums.finish()
         return self._total(losses_of), Balance.of(balances, self.ranks.in_order)
+
+    def _partial_sums(self, at: At) -> PartialSums | None:
+        """The sums of a step in which ranks exchange gradients in a format; None without recipe.comm."""
+        if self.comm is None:
+            return None
+        key = RngKey(seed=self.config.seed, slot="comm", step=at.step, counter=at.counter)
+        return PartialSums(self.model.named_parameters(), self.comm, key)
 
     def evaluate(self, inputs: Tensor, targets: Tensor, at: At) -> Tensor:
         """float64 [batches]: the mean cross entropy of each batch. inputs, targets: int64 [batches, B, T]."""

@@ -8,6 +8,7 @@ vocabulary.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,13 +18,15 @@ from torch import Tensor, nn
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.model import ModelConfig, expert_width, ffn_width, has_experts
 from hqsweep.config.train import Recompute
-from hqsweep.nn import quantization, quantized_model_init
+from hqsweep.nn import autocast, quantization, quantized_model_init
+from hqsweep.nn.core.context import current, within
 from hqsweep.nn.core.module import QuantizedWeight
 from hqsweep.nn.core.options import MoELayerOptions, TransformerOptions
 from hqsweep.nn.grouped_linear import GroupedLinear
 from hqsweep.nn.linear_loss import forms_loss, linear_cross_entropy
 from hqsweep.nn.linears import Linear
 from hqsweep.nn.norm_embedding import Norm, embedding
+from hqsweep.nn.router import Routing
 from hqsweep.nn.saved_memory import saved_input_bytes
 from hqsweep.nn.transformer import LayerNormMoE, MoELayer, TransformerLayer, through
 from hqsweep.parallel.shared.tokens import gains_summed_together, whole_features
@@ -153,21 +156,40 @@ class GPT(nn.Module):
 class GPTAdapter:
     """The ModelAdapter of hqsweep's own GPT."""
 
-    autocast = why_eager = compiled = None
+    autocast = compiled = None
     facts: Mapping[str, Any] = MappingProxyType({})
     taken = facts
     methods = ("loss",)
 
     def __init__(self, model: GPT, config: ModelConfig) -> None:
         self.model, self.load_balance, self.top_k = model, config.load_balance, config.top_k
-        self.has_aux = any(isinstance(module, LayerNormMoE) for module in model.modules())
+        routers = [module.router for module in model.modules() if isinstance(module, LayerNormMoE)]
+        self.has_aux = bool(routers)
+        self.replaying = routers if config.router == "replay" else []
+        self.why_eager = "the router's choices are replayed" if self.replaying else None
 
     def losses(self, inputs: Tensor, targets: Tensor, saving: Saving = nullcontext) -> Losses:
         """Return the losses. The minimized loss is the cross entropy plus load_balance times the loss of the
         balance."""
+        if self.replaying:
+            self._choose(inputs)
         loss, balance = self.model.loss(inputs, targets, saving)
         minimized = loss + self.load_balance * balance.loss if balance.tokens else loss
         return Losses(cross_entropy=loss, minimized=minimized, balance=balance)
+
+    @torch.no_grad()
+    def _choose(self, tokens: Tensor) -> None:
+        """Give every router the choices of a forward in the linears' dtype, without statistics."""
+        for router in self.replaying:
+            router.given = None
+        hooks = [router.register_forward_hook(_keep_choices) for router in self.replaying]
+        plain = "format:bf16" if self.model.head.dtype is torch.bfloat16 else "format:fp32"
+        try:
+            with within(replace(current(), probe=None)), autocast(recipe=plain):
+                self.model.hidden(tokens)
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def begin(self, key: tuple[int, int, int]) -> None:
         """Do nothing: the model draws no numbers from torch's generator."""
@@ -180,6 +202,11 @@ class GPTAdapter:
         """The matrices. Gains and embeddings do not decay."""
         table = getattr(self.model.embedding, "weight", None)  # later stages of a pipeline have none
         return [weight for weight in self.model.matrices() if weight is not table]
+
+    def hidden(self) -> list[Tensor]:
+        """The matrices of layers, without stacked experts."""
+        of_layers = {id(p) for p in self.model.layers.parameters()}
+        return [p for p in self.decayed() if id(p) in of_layers and p.ndim == 2]
 
     def saved_inputs(self, tokens: int) -> Iterator[tuple[str, float]]:
         for linear in self.model.linears():
@@ -206,6 +233,10 @@ class GPTAdapter:
     def unused(self) -> list[str]:
         """[]: each module computes in every step."""
         return []
+
+
+def _keep_choices(router: nn.Module, _: tuple[Tensor], routing: Routing) -> None:
+    router.given = routing.chosen
 
 
 def _is_held(weight: Tensor) -> bool:

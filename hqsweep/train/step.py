@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from hqsweep.config.optimizer import OptimizerConfig
 from hqsweep.config.train import TrainConfig
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
@@ -200,6 +201,8 @@ def _reason(train: TrainConfig, device: torch.device) -> str | None:
         return "there are no graphs on the CPU"
     if train.compile == "off":
         return "train.compile is off"
+    if isinstance(train.optimizer, OptimizerConfig):
+        return "a class of optimizers may do something else in each step"
     return "train.offload copies on streams of its own" if train.offload else None
 
 

@@ -39,6 +39,7 @@ from hqsweep.models.head_loss import HeadLoss, check_causal, is_hugging_face, mo
 from hqsweep.models.held import held_parts, is_quantized
 from hqsweep.models.hf import load_model
 from hqsweep.models.hf_folder import HFConfig, read_hf_config
+from hqsweep.models.linear import output_projection
 from hqsweep.nn.core.context import quantization
 from hqsweep.nn.core.options import quantized_model_init
 from hqsweep.nn.linears import LinearBase
@@ -151,6 +152,14 @@ class UserAdapter:
         stacked = {id(p) for p in self.model.parameters() if p.dim() > 1}
         biases = {id(p) for name, p in self.model.named_parameters() if name.endswith("bias")}
         return [p for p in self.model.parameters() if id(p) in stacked - tables - biases]
+
+    def hidden(self) -> list[Tensor]:
+        """The 2D tensors named weight that decay, but the output projection's, or else the last linear's."""
+        linears = [module for module in self.model.modules() if isinstance(module, nn.Linear)]
+        head = output_projection(self.model) or next(reversed(linears), None)
+        weights = {id(p) for name, p in self.model.named_parameters() if "weight" in name.rpartition(".")[2]}
+        weights.discard(id(getattr(head, "weight", None)))
+        return [p for p in self.decayed() if id(p) in weights and p.dim() == 2]
 
     def saved_inputs(self, tokens: int) -> Iterator[tuple[str, float]]:
         """The saved inputs of linears. Experts are left out, because their numbers of tokens are not known here."""

@@ -29,7 +29,8 @@ def test_keys_are_those_of_the_typed_configs() -> None:
     values = {key for key in typed if not any(other.startswith(f"{key}.") for other in typed)}
     of_runs = {"sweep", "fork.trunk_hash", "fork.noise", "model.hash"}  # which the command sets
     of_runs |= {"fork.source", "fork.source_hash"}  # of fork.trunk
-    of_runs |= {"model.target", "model.args", "data.target", "data.args"}  # _target_, and keys of the user's
+    of_runs |= {"model.target", "model.args", "data.target", "data.args"}
+    of_runs |= {"train.optimizer.target", "train.optimizer.args"}  # _target_, and keys of the user's
     assert {key for key in values - offered if not key.startswith(free)} == of_runs
     assert {key for key in offered - typed if not key.startswith(free)} <= {"fork", "factorial", "model._target_"}
     assert {"recipe.linear.input", "recipe.dpa.qkv", "recipe.gemm"} - offered <= {"recipe.gemm"}

@@ -184,7 +184,7 @@ def test_all_faults_in_one_line() -> None:
         assert part in text
 
 
-FREE = ("job", "recipe", "model.kind", "model.args", "data.args")
+FREE = ("job", "recipe", "model.kind", "model.args", "data.args", "train.optimizer.args")
 """What these hold is told of elsewhere, or may be a mapping."""
 
 

@@ -128,6 +128,11 @@ def test_the_command_names_causes_and_writes_a_study_that_runs(outlying, tmp_pat
     assert document["channels"][0]["channel"] == 5 and len(document["layers"]) == 3
     arms = {each["arm"]: each["loss"] for each in document["treatments"]}
     assert "nvfp4_fc2_8bit" in arms and yaml.safe_load(Path("treat.yaml").read_text())["fork"]
+    ran = CliRunner().invoke(app, [*words, "--bits", "6", "--formats", "mxfp8,mxfp4"])
+    assert ran.exit_code == 0, ran.output
+    document = json.loads(ran.stdout)
+    arms = {each["arm"]: each["loss"] for each in document["treatments"]}
+    assert {"bits6", "bits6_unweighted", "bits6_random0"} < set(arms) and "random allocations" in document["judged"]
     small = ["train.steps=20", "fork.at=[10,20]", "fork.steps=4", "fork.decay=4", "train.batch=2", "train.context=32"]
     ready = plan(["conf=treat.yaml", *small, "seed=0"])
     assert {point.arm for point in ready.points if "trunk" not in point.arm} >= {"bf16", *arms}
@@ -138,7 +143,7 @@ def test_the_command_names_causes_and_writes_a_study_that_runs(outlying, tmp_pat
     ("words", "sentence"),
     [
         (["model", "--study", "a.yaml"], "--study: treatments need the loss of a model; give --data SHARDS"),
-        (["model", "--data", "s", "--bits", "6"], "--bits: is of a probe of tensors, and --data probes the loss"),
+        (["model", "--data", "s", "--csv", "a.csv"], "--csv: is of a probe of tensors, and --data probes the loss"),
         (["model", "--data", "s", "--study", "a.txt"], "a study's file must end in .yaml or .yml"),
         (["model", "--data", "s"], "--data: 's' does not exist"),
     ],

@@ -10,7 +10,7 @@ from support.ops.statistics import assert_same_row
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.stats import finite_or_none, gather, gather_by_row, output_error
+from hqsweep.ops.stats import finite_or_none, gather, gather_by_row, output_error, output_sums
 
 
 def test_output_error_by_hand():
@@ -159,3 +159,14 @@ def test_kernels_gather_what_the_reference_does(texts, output, source, device):
         told, expected = got.row(), wanted.row()
         assert_same_row(told, expected, abs=10 * math.log10(1 + 1e-5))
         assert math.isnan(told["scale_max"]) == (output == "exact")
+
+
+@pytest.mark.parametrize("shape", [(300, 257), (0, 16)])
+def test_sums_over_an_output_are_those_in_float64(shape):
+    expected = torch.randn(shape) * 100
+    actual = expected.bfloat16()
+    x, q = expected.double(), actual.double()
+    sums = output_sums(expected, actual)
+    wanted = ((x * x).sum(), ((x - q) ** 2).sum(), (q * q).sum(), (x * q).sum())
+    assert (sums.x2, sums.error2, sums.q2, sums.dot) == pytest.approx([w.item() for w in wanted], rel=1e-6)
+    assert sums.amax == (x.abs().max().item() if x.numel() else 0.0)

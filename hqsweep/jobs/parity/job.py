@@ -9,8 +9,9 @@ vanilla     Linear with one format in both directions against its composition fr
 routing     Linear with a|b: forward equals the run with a alone, gradients equal the run with b alone; likewise with
             three formats
 
-More checks are in modules.py (whole modules, and the effect of a later token on earlier ones), grouped.py (experts)
-and training.py (a small GPT). With parity.ranks, ranks.py compares several processes with one.
+More checks are in modules.py (whole modules, and the effect of a later token on earlier ones), grouped.py (experts),
+training.py (a small GPT) and roundtrip.py (which formats are idempotent). With parity.ranks, ranks.py compares several
+processes with one.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from hqsweep.formats.spec import SOURCES
 from hqsweep.jobs.parity.compare_bytes import Check, Rows, named_pairs, row, skip
 from hqsweep.jobs.parity.grouped import GROUPED_CHECKS, everywhere
 from hqsweep.jobs.parity.modules import CAUSALITY_CHECKS, MODULE_CHECKS, composed
+from hqsweep.jobs.parity.roundtrip import ROUNDTRIP_CHECKS
 from hqsweep.jobs.parity.training import TRAINING_CHECKS
 from hqsweep.jobs.sink import Sink
 from hqsweep.nn import Linear
@@ -230,6 +232,7 @@ CHECKS: dict[str, Check] = {
     **GROUPED_CHECKS,
     **MODULE_CHECKS,
     **TRAINING_CHECKS,
+    **ROUNDTRIP_CHECKS,
 }
 assert tuple(CHECKS) == PARITY_CHECKS, "the names of the checks stand in config/job.py, in this order"
 

@@ -1,7 +1,8 @@
 """The recipe with the least error under a budget of bits, from the rows of a probe.
 
-error(tensor, quantizer) is the relative error power sum (x - Qx)^2 / sum x^2, averaged over both directions. The total
-error and the total bits are means over all elements.
+error(tensor, quantizer) is the relative error power sum (x - Qx)^2 / sum x^2, averaged over both directions. Rows with
+`damage` (sensitivity.py) have that instead, for one element. The total error and the total bits are means over all
+elements.
 
 A choice is for a linear with all of its tensors, so that hardware has its three GEMMs (strict pairs), or
 for one tensor. Under a budget, only choices on the lower convex hull of (bits, error) can be optimal (Lagrange). The
@@ -16,6 +17,7 @@ one that does.
 import glob
 import heapq
 import math
+import random
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -168,11 +170,19 @@ class Suggestion:
         error = sum(c.error * c.elements for c in self.choices) / sum(c.elements for c in self.choices)
         return -10 * math.log10(error) if error else math.inf
 
+    @property
+    def damage(self) -> float:
+        """The sum of all errors: the predicted rise of the loss in nats, where rows have `damage`."""
+        return sum(c.error * c.elements for c in self.choices)
 
-def suggest(rows: Sequence[Mapping[str, Any]], bits: float, pairs: Pairs = "strict") -> Suggestion:
+
+def suggest(
+    rows: Sequence[Mapping[str, Any]], bits: float, pairs: Pairs = "strict", *, seed: int | None = None
+) -> Suggestion:
     """The choices with the least error whose mean bits are at most `bits`.
 
     pairs "strict": hardware multiplies the operands of every linear, which share one kind of scaling in each GEMM.
+    seed: spend the bits at random instead, on the same choices.
 
     Raises:
         UserError: even the cheapest choices take more bits, or nothing can be chosen.
@@ -183,7 +193,7 @@ def suggest(rows: Sequence[Mapping[str, Any]], bits: float, pairs: Pairs = "stri
     names = [name for name in dict.fromkeys(row["tensor"] for row in rows) if not NO_LINEAR.search(name)]
     grouped = frozenset(row["tensor"] for row in rows if len(row["shape"]) > 2)
     if pairs == "any":
-        chosen = tuple(choose(options, bits).values())
+        chosen = tuple(choose(options, bits, seed).values())
         return Suggestion(choices=chosen, left_out=tuple([n for n in names if n not in options]), grouped=grouped)
     joint = together(options, names)
     if not joint:
@@ -191,7 +201,7 @@ def suggest(rows: Sequence[Mapping[str, Any]], bits: float, pairs: Pairs = "stri
             "--bits: no linear has formats in which hardware multiplies all of its tensors; add a format to --formats,"
             " or give --pairs any for what gemm=exact can emulate"
         )
-    best = choose(joint, bits)
+    best = choose(joint, bits, seed)
     parts = tuple(part for choice in best.values() for part in choice.parts)
     taken = {part.tensor for part in parts}
     return Suggestion(
@@ -202,8 +212,8 @@ def suggest(rows: Sequence[Mapping[str, Any]], bits: float, pairs: Pairs = "stri
     )
 
 
-def choose(options: Mapping[str, Sequence[Option]], bits: float) -> dict[str, Option]:
-    """Name -> choice. At most one name differs from the optimum of the relaxed problem."""
+def choose(options: Mapping[str, Sequence[Option]], bits: float, seed: int | None = None) -> dict[str, Option]:
+    """Name -> choice. At most one name differs from the optimum of the relaxed problem. seed: take steps at random."""
     hulls = {name: _hull(choices) for name, choices in options.items()}
     chosen = {name: hull[0] for name, hull in hulls.items()}
     left = sum((bits - choice.bits) * choice.elements for choice in chosen.values())
@@ -211,6 +221,8 @@ def choose(options: Mapping[str, Sequence[Option]], bits: float) -> dict[str, Op
         elements = sum(choice.elements for choice in chosen.values())
         raise UserError(f"--bits {bits:g}: the cheapest formats take {bits - left / elements:.2f} bits an element; give"
                         " more bits, or add a smaller format to --formats")  # fmt: skip
+    if seed is not None:
+        return _at_random(hulls, chosen, left, random.Random(seed))
     steps = [
         (-(a.error - b.error) / (b.bits - a.bits), name, rank)
         for name, hull in hulls.items()
@@ -223,6 +235,22 @@ def choose(options: Mapping[str, Sequence[Option]], bits: float) -> dict[str, Op
         cost = (after.bits - before.bits) * after.elements
         if chosen[name] is before and cost <= left:
             chosen[name], left = after, left - cost
+    return chosen
+
+
+def _at_random(
+    hulls: Mapping[str, Sequence[Option]], chosen: dict[str, Option], left: float, draw: random.Random
+) -> dict[str, Option]:
+    """Take steps along the hulls of names drawn at random, until no step is within the bits that are left."""
+    rank, open_names = dict.fromkeys(hulls, 0), sorted(hulls)
+    while open_names:
+        name = draw.choice(open_names)
+        before, after = chosen[name], next(iter(hulls[name][rank[name] + 1 :]), None)
+        cost = math.inf if after is None else (after.bits - before.bits) * after.elements
+        if cost > left:
+            open_names.remove(name)
+        else:
+            chosen[name], left, rank[name] = after, left - cost, rank[name] + 1
     return chosen
 
 
@@ -248,7 +276,9 @@ def _options(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Choice]]:
 
 
 def _error(row: Mapping[str, Any]) -> float | None:
-    """rel_l2 squared; 0 for a matrix of zeros, None without a measurement."""
+    """damage for one element, or rel_l2 squared; 0 for a matrix of zeros, None without a measurement."""
+    if row.get("damage") is not None:
+        return row["damage"] / math.prod(row["shape"])
     if row["rel_l2"] is not None:
         return row["rel_l2"] ** 2
     return 0.0 if row["note"] is None and row["amax"] == 0 else None

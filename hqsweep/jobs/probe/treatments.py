@@ -39,9 +39,9 @@ class Treatment:
     overrides: Overrides
     why: str
 
-    def whole(self, name: str) -> dict[str, Any]:
-        """The whole recipe, of the name of the probed one."""
-        return self.recipe(recipe_config(recipe_of(name)))
+    def whole(self) -> dict[str, Any]:
+        """The whole recipe."""
+        return self.recipe(recipe_config(recipe_of(self.overrides["recipe"])))
 
     def recipe(self, base: Mapping[str, Any]) -> dict[str, Any]:
         """The whole recipe, of the config of the probed one."""

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from hqsweep.errors import UserError
+from hqsweep.jobs.gaussian import expected_gaps, gaussian_error
 from hqsweep.report.compare.arms import Comparison
 from hqsweep.report.compare.compare import compare
 from hqsweep.report.compare.curves import tokens_per_step
@@ -35,6 +36,8 @@ class Ladder:
                      replicate), loss (the baseline's, nats)
     predictions      arm -> its gap at that size
     held             arm -> its gap at the largest size against its prediction from the smaller ones
+    gaussian         arm -> the gap in % at the largest size that its formats' error on Gaussian numbers predicts from
+                     the gaps of the other arms (gaussian.py); NaN where it is not known
     curves           arm, params, gap_pct, low, high: predictions from the smallest size to the one asked for
     warnings         sentences that stand with every verdict
     """
@@ -46,6 +49,7 @@ class Ladder:
     measured: pd.DataFrame
     predictions: Mapping[str, Prediction]
     held: Mapping[str, HeldOut]
+    gaussian: Mapping[str, float]
     curves: pd.DataFrame
     warnings: tuple[str, ...]
 
@@ -90,7 +94,9 @@ def ladder(
     UserError for a sweep with several sizes, fewer than two sizes, and another design.
     """
     found: dict[str, list[Rung]] = {}
+    errors: dict[str, float | None] = {}
     for runs in sweeps:
+        errors |= _errors(runs)
         comparison = compare(runs)
         found.setdefault(comparison.design, []).append(rung_of(comparison))
     if design is not None and design not in DESIGNS:
@@ -110,8 +116,19 @@ def ladder(
         design=chosen, params=params, tokens=tokens, margin=margin,
         measured=pd.DataFrame([row for name, own in found.items() for rung in own for row in _rows(name, rung)]),
         predictions=predict(rungs, params, tokens), held=hold_out(rungs),
+        gaussian=expected_gaps({arm: _percent(largest, arm) for arm in largest.gaps}, errors),
         curves=_curves(rungs, params, tokens / params), warnings=tuple(warnings(rungs, params, tokens)),
     )  # fmt: skip
+
+
+def _errors(runs: Sequence[RunDir]) -> dict[str, float | None]:
+    """Arm -> the Gaussian error of its recipe."""
+    recipes = {str(run.manifest().get("arm")): run.config().get("recipe") for run in runs}
+    return {arm: gaussian_error(recipe) for arm, recipe in recipes.items()}
+
+
+def _percent(rung: Rung, arm: str) -> float:
+    return float(rung.gaps[arm].mean() * 100 / rung.losses.mean())
 
 
 def rung_of(comparison: Comparison) -> Rung:
@@ -167,6 +184,7 @@ def document(found: Ladder) -> dict[str, Any]:
             "arm": arm, "verdict": found.verdict(arm), "gap_pct": one.gap, "low": one.low, "high": one.high,
             "laws": {law: {"gap_pct": mid, "low": low, "high": high} for law, (mid, low, high) in one.laws.items()},
             "disagree": one.disagree, "eff_n": one.eff_n[0], "eff_n_low": one.eff_n[1], "eff_n_high": one.eff_n[2],
+            "gaussian_pct": None if math.isnan(error := found.gaussian.get(arm, math.nan)) else error,
             "eff_d": one.eff_d[0], "eff_d_low": one.eff_d[1], "eff_d_high": one.eff_d[2], "sizes": one.sizes,
             "held_out": None if (held := found.held.get(arm)) is None else {
                 "measured": held.measured, "low": held.prediction.low, "high": held.prediction.high,

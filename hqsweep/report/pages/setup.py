@@ -125,7 +125,7 @@ def _training(runs: pd.DataFrame) -> str:
     a_step = f"{int(batch[0]) * int(context[0]):,} tokens a step" if len(batch) == len(context) == 1 else ""
     size = _joined([_said(runs, f"{train}batch", "batch {}"), _said(runs, f"{train}context", "context {}")])
     parts = [
-        _said(runs, f"{train}optimizer") or _said(runs, f"{train}optimizer.name"),
+        _said(runs, f"{train}optimizer") or _said(runs, f"{train}optimizer.target"),
         _counted(runs, f"{train}steps", "{} steps"),
         f"{size} ({a_step})" if a_step else size,
         _counted(runs, "manifest.tokens", "{} tokens"),

@@ -26,7 +26,7 @@ from hqsweep.sweep.engine.task import Until
 from hqsweep.sweep.engine.trunks import check_twins, linked
 from hqsweep.sweep.grid import checks
 from hqsweep.sweep.grid.arms import GridPoint
-from hqsweep.sweep.grid.checks import check_recipes, check_vocabularies, hashed
+from hqsweep.sweep.grid.checks import check_optimizers, check_recipes, check_vocabularies, hashed
 from hqsweep.sweep.grid.run_words import Words, each, read
 from hqsweep.sweep.grid.study import check_stated
 from hqsweep.sweep.store import seen_data
@@ -129,6 +129,7 @@ def plan_of(words: Words, importer: Importer | None = None) -> SweepPlan:
     if importer is not None:
         importer.folders = words.folders
     configs = [hashed(config) for config in each(grid.points, partial(parse, find=importer or factory_name))]
+    check_optimizers(configs)
     check_recipes(grid.points, configs)
     configs = seen_data.hashed(configs)
     there, data_of = RunStore(Path(configs[0].runs_dir)).ids(configs[0].sweep), tuple(configs)

@@ -225,7 +225,8 @@ def rewarm_steps(beta2: float) -> int:
 def _rewarm(config: ConvergenceConfig, study: ForkStudy, checkpoint: Checkpoint) -> tuple[int, str]:
     """Return the re-warm steps of a run's trunk, and a sentence about its starting point."""
     first, wanted = min(study.at), rewarm_steps(config.train.beta2)
-    bare = checkpoint.optimizer == "none"
+    bare = checkpoint.optimizer == "none" or config.train.optimizer != "adamw"
+    moments = "an optimizer" if checkpoint.optimizer == "none" else f"train.optimizer={config.train.optimizer}"
     steps, why = study.rewarm, ""
     if steps is None:
         steps = min(wanted, max(1, first // 2)) if bare else 0
@@ -237,11 +238,11 @@ def _rewarm(config: ConvergenceConfig, study: ForkStudy, checkpoint: Checkpoint)
         )
     if bare and steps == 0:
         raise UserError(
-            "fork.rewarm: 0, but the checkpoint has no moments of an optimizer, and the first steps of one without them"
+            f"fork.rewarm: 0, but the checkpoint has no moments of {moments}, and the first steps of one without them"
             f" must be small; leave it out, which is {wanted} steps"
         )
     at = "" if checkpoint.step is None else f" of step {checkpoint.step}"
-    moments = "without moments of an optimizer" if bare else "with the moments of its optimizer"
+    moments = f"without moments of {moments}" if bare else "with the moments of its optimizer"
     return steps, f"trunks begin from {_shown(checkpoint.path)}{at}, {moments}; the rate rises over {steps} steps{why}"
 
 

@@ -92,6 +92,7 @@ Pair = tuple[str, str]
 """The key and the value of an override, as text."""
 FACTORY_KEYS = ("recipe._target_", "recipe.qfactory")
 """The keys of a Python factory, which stands for the whole recipe, and is its name where recipe.name gives no other."""
+CLASS_KEY = "train.optimizer._target_"
 LEAST = 16
 """The least number of characters for changed fields after a recipe's name, however long that is."""
 _FIELD = re.compile(r"^recipe\.(linear\.)?")
@@ -171,12 +172,14 @@ def _key(key: str, last: Mapping[str, int]) -> str:
 
 
 def _last(key: str) -> str:
-    return key.rpartition(".")[2]
+    return "optimizer" if key == CLASS_KEY else key.rpartition(".")[2]
 
 
 def _named(key: str, value: str) -> str:
-    """A value: of a model's path the folder's name alone. Another model of that name gets another label
-    (_told_apart)."""
+    """A value: of a model's path the folder's name alone, of an optimizer's class its last part. Another of that name
+    gets another label (_told_apart)."""
+    if key == CLASS_KEY:
+        return value.rpartition(".")[2]
     if key != "model.path":
         return value
     path = Path(value.strip("'\""))

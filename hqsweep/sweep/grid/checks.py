@@ -15,13 +15,14 @@ from typing import Any
 from hqsweep.checkpoints.user_model import KNOWN_VOCABULARY, check_weights, model_digest
 from hqsweep.config.job import Config, ConvergenceConfig
 from hqsweep.config.model import TARGET, HFModelConfig, ModelConfig, UserModel
+from hqsweep.config.optimizer import OptimizerConfig
 from hqsweep.config.train import FactoryDataConfig
 from hqsweep.errors import UserError
 from hqsweep.recipe.applied import TABLES, Applied, applied, asks, why_nothing
 from hqsweep.recipe.products import GemmModule
 from hqsweep.sweep.grid.arms import GridPoint, is_trunk, section
 from hqsweep.sweep.store.names import NOT_IN_ID
-from hqsweep.train.build import pick_device
+from hqsweep.train.build import check_class, pick_device
 
 OTHERS = ("megatron", "llm.c")
 """The layouts of shards that state no vocabulary."""
@@ -33,6 +34,20 @@ def hashed(config: Config) -> Config:
         return config
     model = config.model.model_copy(update={"hash": model_digest(config.model)})
     return config.model_copy(update={"model": model})
+
+
+def check_optimizers(configs: Iterable[Config]) -> None:
+    """UserError for classes of optimizers that refuse their arguments, or that are no optimizers. A class may need a
+    GPU, so that its other errors count where the run is known to be on the CPU alone."""
+    trainings = [config for config in configs if isinstance(config, ConvergenceConfig)]
+    for optimizer, on_cpu in {(config.train.optimizer, _on_cpu(config)): None for config in trainings}:
+        if not isinstance(optimizer, OptimizerConfig) or not optimizer.is_imported:
+            continue
+        try:
+            check_class(optimizer)
+        except UserError as error:
+            if on_cpu or error.__cause__ is None or isinstance(error.__cause__, TypeError):
+                raise
 
 
 def check_recipes(points: Sequence[GridPoint], configs: Sequence[Config]) -> None:

@@ -57,6 +57,7 @@ from hqsweep.sweep.grid.arms import (
 from hqsweep.sweep.grid.overrides import (
     DATA_TARGET,
     MODEL_TARGET,
+    OPTIMIZER_KEYS,
     STUDY_KEYS,
     Overrides,
     check_gemms,
@@ -363,6 +364,9 @@ class Composer:
                 take_factory(config)
             if any(o.key_or_group == DATA_TARGET for o in parsed):
                 config["data"] = {"source": "factory"}
+            named = not isinstance(OmegaConf.select(config, "train.optimizer"), DictConfig)
+            if named and any(o.key_or_group.startswith(OPTIMIZER_KEYS) for o in parsed):
+                OmegaConf.update(config, "train.optimizer", {})
             for override in factories:
                 path = str(override.value())
                 config["recipe"] = {"name": path.rpartition(".")[2], "qfactory": path}

@@ -154,6 +154,9 @@ MODEL_TARGET = f"model.{TARGET}"
 DATA_TARGET = f"data.{TARGET}"
 """The function that gives samples; it stands for the whole section, whose other keys are its arguments."""
 
+OPTIMIZER_KEYS = "train.optimizer."
+"""The beginning of the keys of an optimizer class, whose section stands in place of a name."""
+
 
 def take_factory(config: DictConfig) -> None:
     """Have a section for a Python function, without the keys of another kind of model."""

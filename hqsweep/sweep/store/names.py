@@ -23,9 +23,10 @@ NOT_IN_ID_AT = {
     },
     "fork": {"source": None, "source_hash": None},
     "data": {"hash": None},
-    "model": {"architecture": "causal", "loss": None},
+    "model": {"architecture": "causal", "loss": None, "router": "free"},
     "parity": {"ranks": []},
     "stats": {"what_if": []},
+    "recipe": {"comm": None},
 }
 """Section -> key -> the value with which it does not count for the id: runs from before the key existed keep their
 ids."""

@@ -89,9 +89,14 @@ def test_the_document_and_the_files(found, tmp_path):
     assert [arm["arm"] for arm in page["arms"]] == ["nvfp4", "mxfp8"] and page["arms"][0]["held_out"]["covered"]
     assert page["arms"][0]["laws"].keys() == {"parts", "power"}
     path = write_ladder(found, tmp_path / "report")
-    assert {"ladder.md", "ladder.svg", "ladder.csv", "measured.csv"} == {file.name for file in path.parent.iterdir()}
+    assert page["arms"][0]["gaussian_pct"] == pytest.approx(found.gaussian["nvfp4"])
+    assert {"ladder.html", "ladder.md", "ladder.svg", "ladder.csv", "measured.csv"} == {
+        file.name for file in path.parent.iterdir()
+    }
     assert "- **nvfp4**: worse at 30M parameters" in path.read_text()
-    assert predicted_table(found).rows[0][-1] == "covered" and measured_table(found).header[2:] == ("1M", "3M", "9M")
+    html = (path.parent / "ladder.html").read_text()
+    assert "<svg" in html and "worse at 30M parameters" in html and "Gaussian %" in html and "http-equiv" in html
+    assert predicted_table(found).rows[0][-2] == "covered" and measured_table(found).header[2:] == ("1M", "3M", "9M")
     assert len(rich_tables(found)) == 2
 
 
