@@ -1,7 +1,7 @@
 """Which values the six products of attention multiply: cuDNN's operands of MXFP8, and NVFP4, by numpy and ml_dtypes.
 
 cuDNN's rule (cudnn-frontend, test/python/sdpa/mxfp8_ref.py) quantizes V twice from the original values: along the
-tokens for S V, and along the width of a head for do V^T. Q, K, do and the gradient of the scores have two operands each,
+tokens for S V, and along the width of a head for do V^T. Q, K, do and the gradient of the scores have two operands,
 too. S is E4M3 under one power of two, 256 in backward.
 """
 
