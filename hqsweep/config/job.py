@@ -347,9 +347,9 @@ class CalibrateConfig(Job):
 Config = ConvergenceConfig | CommandConfig | ParityConfig | CalibrateConfig
 
 
-def parse(config: Mapping[str, Any], find: FindFactory = factory_name) -> Config:
+def parse(config: Mapping[str, Any], find: FindFactory = factory_name, *, recorded: bool = False) -> Config:
     """The typed config of a run. find: resolves the Python factory of a recipe; by default the factory stays a name,
-    and its quantizers are not checked.
+    and its quantizers are not checked. recorded: the run is trained, and its data may be gone.
 
     Raises:
         UserError: all faults in one line, each with its key path, the value, and the allowed values.
@@ -362,7 +362,7 @@ def parse(config: Mapping[str, Any], find: FindFactory = factory_name) -> Config
         )
     model = config_class(job)
     try:
-        return model.model_validate(dict(config), context={"find": find})
+        return model.model_validate(dict(config), context={"find": find, "recorded": recorded})
     except ValidationError as error:
         raise UserError(sentence(error, model)) from None
 

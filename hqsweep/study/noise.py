@@ -120,7 +120,7 @@ def _shared(points: pd.DataFrame, arms: Iterable[str]) -> pd.DataFrame:
 def _row(comparison: Comparison, baseline: str, noise: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     frames, points = comparison.frames.runs, _shared(comparison.points, noise)
     runs = frames[(frames["arm"] == baseline) & (frames["state"] == "finished")]
-    config = parse(RunDir(Path(runs["path"].iloc[0])).config())
+    config = parse(RunDir(Path(runs["path"].iloc[0])).config(), recorded=True)
     forks = points["draw"].nunique() if comparison.design == FORK else 1
     tested = [arm for arm in noise.values() if not arm["null"]] or list(noise.values())
     trunks, step = comparison.trunks.runs, config.train.batch * config.train.context

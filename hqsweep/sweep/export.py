@@ -39,7 +39,7 @@ def export_run(run: RunDir, out: Path, step: int | None = None) -> tuple[Path, i
     Raises UserError for a run that trains no model, has no such checkpoint, whose config.json is missing or another, or
     where something lies at `out`; Damaged for a checkpoint that is not what the run wrote.
     """
-    config = parse(run.config())
+    config = parse(run.config(), recorded=True)
     if not isinstance(config, ConvergenceConfig):
         raise UserError(f"{run.path}: it is a run of the job {config.job}, which trains no model to export")
     path = _state_file(run, config, step)

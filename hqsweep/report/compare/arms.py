@@ -68,7 +68,7 @@ class Comparison:
                  diverged (runs), diverged_at (tokens, of the first), tokens_per_s, joules_per_token (of GPUs; NaN where
                  not measured), gemm (the plans that computed its GEMMs), pairs and paired_gap (runs paired with the
                  baseline's, and the mean gap in nats of them all),
-                 null_in_doubt (whether the null arm is not shown equal)
+                 null_in_doubt (whether the null arm is not shown equal, and can be as far off as the gap)
     finals       one row per run: the columns of curves.measures, and gap (of the loss that decides) to the baseline's
                  run of the same replicate (NaN without one)
     trunks       the trunks' own rows, of forks
@@ -236,6 +236,12 @@ def arm_row(
     return row
 
 
+def _beyond(estimate: Estimate, null: Estimate) -> bool:
+    """Whether the interval of a gap lies farther from 0 than any value of the null arm's interval."""
+    far = max(abs(null.ci_low), abs(null.ci_high))
+    return estimate.ci_low > far or estimate.ci_high < -far
+
+
 def estimated(arm: str, family: Family) -> dict[str, Any]:
     """The cells that come from an arm's estimate, NaN where it has none."""
     estimate, points = family.estimates.get(arm), family.points[family.points["arm"] == arm]
@@ -246,7 +252,7 @@ def estimated(arm: str, family: Family) -> dict[str, Any]:
         needed = float(least)
     if arm == family.null and tested:
         needed = math.nan
-    doubt = tested and family.null not in (None, arm) and not (null and null.within_margin)
+    doubt = tested and family.null not in (None, arm) and not (null and (null.within_margin or _beyond(estimate, null)))
     cells = {
         "verdict": "baseline" if arm == family.baseline else family.apart.get(arm) or estimate.verdict,
         "n": estimate.n if estimate else 0,

@@ -19,7 +19,16 @@ from hqsweep.report.compare.curves import ENTROPY
 from hqsweep.report.compare.families import Family
 from hqsweep.report.compare.frames import DATA, FORK, Frames, common_end
 from hqsweep.report.compare.studies import Study
-from hqsweep.report.compare.verdict import BLIND, FEWEST_TRUNKS, IDENTICAL, TENTHS, digits, identity, margin_text
+from hqsweep.report.compare.verdict import (
+    BLIND,
+    FEWEST_TRUNKS,
+    IDENTICAL,
+    TENTHS,
+    at_least,
+    digits,
+    identity,
+    margin_text,
+)
 from hqsweep.verdicts.estimate import VERDICTS
 
 NAMED = 4
@@ -50,6 +59,9 @@ def headline(comparison: Comparison) -> str:
         parts.append(_clause(rows, f"has no verdict ({why})", f"have no verdict ({why})"))
     if arms["null_in_doubt"].any():
         parts.append("the null arm is not shown equivalent, so that the machinery is in doubt")
+    elif len(null) and not null["within_margin"].all() and tested["n"].ge(FEWEST_TRUNKS).any():
+        far = null[["ci_low_pct", "ci_high_pct"]].abs().to_numpy().max()
+        parts.append(f"the null arm is shown within {far:.2g} % alone, so that smaller gaps would be in doubt")
     elif len(null) and null["within_margin"].all():
         parts.append("the null arm is equivalent, as it must be")
     if count := len(comparison.left_out):
@@ -70,7 +82,9 @@ def _with_gap(row: Any) -> str:
     if pd.isna(row.gap_pct) or row.verdict == IDENTICAL:
         return row.arm
     tokens = f"{row.slowdown_pct:+.{1 if abs(row.slowdown_pct) < TENTHS else 0}f} % tokens, "
-    tokens = tokens if math.isfinite(row.slowdown_pct) else ""
+    if not math.isfinite(row.slowdown_pct):
+        least = at_least(row.slowdown_low, row.slowdown_high)
+        tokens = f"at least {least:+.0f} % tokens, " if least else ""
     return f"{row.arm} ({tokens}{row.gap_pct:+.{digits(row.half_pct)}f} %)"
 
 

@@ -21,6 +21,8 @@ BLIND = (
     "A fork does not see damage that builds up from the start of training, early instability, or late divergence; whole"
     " runs do."
 )
+NO_TOKENS = -100.0
+"""The slowdown in % of an arm that needs no tokens at all: the end of an interval without a lower end."""
 FINE, TENTHS = 0.1, 5.0
 """Half-widths in % below which a third decimal of a gap is shown, and a first one of a slowdown."""
 FEWEST_TRUNKS = 3
@@ -118,13 +120,24 @@ def margin_text(row: Row) -> str:
 
 
 def tokens(row: Row) -> str:
-    """ "22 % more tokens for the same loss (17 to 28 %); ", "" where there is no slowdown."""
+    """ "22 % more tokens for the same loss (17 to 28 %); ", "at least 45 % more tokens for the same loss; " where the
+    interval has one end, "" where there is no slowdown."""
     pct, low, high = row["slowdown_pct"], row["slowdown_low"], row["slowdown_high"]
     if math.isnan(pct):
-        return ""
+        least = at_least(low, high)
+        return (
+            f"at least {abs(least):.0f} % {'more' if least > 0 else 'fewer'} tokens for the same loss; "
+            if least
+            else ""
+        )
     known = "" if math.isnan(low) else f" ({slowdown_span(low, high)})"
     size = f"{abs(pct):.{_places(pct, low, high)}f} % {'fewer' if pct < 0 else 'more'} tokens"
     return f"{size} for the same loss{known}; "
+
+
+def at_least(low: float, high: float) -> float:
+    """The end of a slowdown's interval that has no other end, 0 where it has both or none."""
+    return low if low > 0 and math.isinf(high) else high if high < 0 and low == NO_TOKENS else 0.0
 
 
 def slowdown_span(low: float, high: float) -> str:

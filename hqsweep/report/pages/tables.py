@@ -9,7 +9,7 @@ from rich.text import Text
 
 from hqsweep.report.compare.arms import Comparison
 from hqsweep.report.compare.frames import ENERGY, FORK, config_leaves
-from hqsweep.report.compare.verdict import IDENTICAL, digits, fault, identity
+from hqsweep.report.compare.verdict import IDENTICAL, at_least, digits, fault, identity
 from hqsweep.report.pages.gemm_plans import arm_lines
 from hqsweep.report.pages.text import Fitted, TextTable, number, text, to_rich
 
@@ -103,6 +103,8 @@ def _verdict(row: Any, brief: bool) -> str:
 
 def _token_cells(row: Any) -> tuple[str, str]:
     """The slowdown and its interval."""
+    if least := at_least(row.slowdown_low, row.slowdown_high):
+        return "-", f"{'over' if least > 0 else 'under'} {least:+.0f}"
     if math.isnan(row.slowdown_pct):
         return "-", "-"
     return number(row.slowdown_pct, "+.1f"), _span(row.slowdown_low, row.slowdown_high, "+.1f")

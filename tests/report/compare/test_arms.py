@@ -10,6 +10,7 @@ from scipy import stats
 from hqsweep.errors import UserError
 from hqsweep.report.compare.arms import baselines, gap_curve
 from hqsweep.report.compare.compare import compare
+from hqsweep.report.compare.notes import headline
 
 GPU_STUDY = {
     "mxfp8": (0.026678, 0.004854, 0.049917),
@@ -67,6 +68,36 @@ def test_gpu_study_is_judged_as_it_was_analysed_anew(make_sweep, fake):
     assert math.isnan(null["needed"]) and null["sentence"].endswith("over 3 seeds.")
     assert arms.drop(["bf16", "null"])["null_in_doubt"].all()
     assert "The null arm is not shown equal to 'bf16'" in arms.at["nvfp4", "sentence"]
+
+
+def test_a_gap_beyond_all_that_the_null_arm_may_be_is_not_in_doubt(make_sweep, fake):
+    study = fake.fork_study(
+        {
+            "far": lambda trunk, point: 0.2 + 1e-3 * trunk,
+            "near": lambda trunk, point: 0.01 + 1e-3 * trunk,
+            "null": lambda trunk, point: 0.012 * (trunk - 1.5),
+        }
+    )
+    comparison = compare(make_sweep(study), "bf16")
+    arms = arms_of(comparison)
+    assert not arms.at["null", "within_margin"] and arms.at["null", "verdict"] == "undecided"
+    assert not arms.at["far", "null_in_doubt"] and arms.at["near", "null_in_doubt"]
+    alone = compare(
+        make_sweep(
+            fake.fork_study(
+                {
+                    "far": lambda trunk, point: 0.2 + 1e-3 * trunk,
+                    "null": lambda trunk, point: 0.012 * (trunk - 1.5),
+                }
+            ),
+            name="far",
+        ),
+        "bf16",
+    )
+    said = headline(alone)
+    assert "the null arm is shown within " in said and said.endswith(
+        " % alone, so that smaller gaps would be in doubt."
+    )
 
 
 def by_trunk(*gaps):

@@ -95,6 +95,10 @@ def test_the_tokens_lead_and_the_gap_names_its_steps():
     )
     one = near | {"slowdown_pct": 30.0, "slowdown_low": NAN, "slowdown_high": NAN}
     assert said(**one).startswith("undecided against 'bf16': 30 % more tokens for the same loss; +0.20 %")
+    least = near | {"slowdown_pct": NAN, "slowdown_low": 44.6, "slowdown_high": math.inf}
+    assert said(**least).startswith("undecided against 'bf16': at least 45 % more tokens for the same loss; +0.20 %")
+    fewer = near | {"slowdown_pct": NAN, "slowdown_low": -100.0, "slowdown_high": -12.0}
+    assert said(**fewer).startswith("undecided against 'bf16': at least 12 % fewer tokens for the same loss; ")
 
 
 def test_what_has_no_verdict_says_why():
