@@ -402,6 +402,7 @@ class Slot(Answer):
     columnwise_source: str
     rowwise_reads: list[str]
     columnwise_reads: list[str]
+    projection: str | None
 
 
 class Recipe(Answer):

@@ -20,6 +20,7 @@ from hqsweep.config.section import Name, Section, sentence
 from hqsweep.config.study import ForkConfig
 from hqsweep.config.train import Data, DataConfig, ParallelConfig, StatsConfig, TrainConfig, sharing_gpus
 from hqsweep.errors import UserError
+from hqsweep.formats.projection import FIELD, check_projection, split
 from hqsweep.formats.spec import (
     QUANTIZER_FIELDS,
     FormatText,
@@ -57,6 +58,8 @@ def _texts(path: list[str], value: Any) -> Iterator[tuple[str, Any, Any]]:
         return
     if path[-1] in QUANTIZER_FIELDS and isinstance(value, str):
         yield where, check_source if path[-1] == QUANTIZER_FIELDS[2] else fields_of, value
+    elif path[-1] == FIELD and isinstance(value, str):
+        yield where, fields_of, value
     elif len(path) > 1 and isinstance(value, str):
         yield where, _check_quantizer, value
     elif isinstance(value, Mapping):
@@ -65,10 +68,13 @@ def _texts(path: list[str], value: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _check_quantizer(text: str) -> None:
-    row, column, _ = quantizer_texts(text)
+    grid, host = split(text)
+    row, column, _ = quantizer_texts(host)
     fields_of(row)
     if column is not None:
         fields_of(column)
+    if grid is not None:
+        check_projection(grid, (row, row if column is None else column))
 
 
 def check_pairs(recipe: Any, parts: Sequence[str]) -> None:
@@ -126,7 +132,7 @@ def _pair_faults(slots: Mapping[str, Any], gemms: Mapping[str, Any], mode: str) 
 
 def _formats(value: Any) -> dict[str, FormatText]:
     """Direction -> format of a quantizer. UserError where the value is none; quant.hybrid says more of it."""
-    row, column = map(FormatText.parse, directions(value)[:2])
+    row, column = map(FormatText.parse, directions(split(value)[1])[:2])
     return {"rowwise": row, "columnwise": column}
 
 

@@ -73,6 +73,8 @@ ZOO = {
     "nvfp4_fc2_mxfp8": ("nvfp4+rht", "nvfp4+2d", "nvfp4+rht+sr"),  # and overrides
     "mxfp6_e2m3": ("mxfp6_e2m3", "mxfp6_e2m3", "mxfp6_e2m3"),
     "mxfp6_e3m2": ("mxfp6_e3m2", "mxfp6_e3m2", "mxfp6_e3m2"),
+    "mxfp8_weight_mxfp4": ("mxfp8", "project(mxfp4) > mxfp8", "mxfp8"),
+    "float8_block_weight_mxfp4": ("fp8_block", "project(mxfp4) > fp8_block+2d", "fp8_block"),
     "mxfp8_dpa": ("mxfp8", "mxfp8", "mxfp8"),  # and sections for attention
     "nvfp4_dpa": ("nvfp4+rht", "nvfp4+2d", "nvfp4+rht+sr"),  # too
     "mxfp8_e5m2_grad": ("mxfp8", "mxfp8", "mxfp8+e5m2"),

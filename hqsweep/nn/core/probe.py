@@ -18,7 +18,7 @@ from hqsweep.ops.stats import OutputSums, Sums, finite_or_none, is_below, output
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.roles import TENSOR_TYPES
-from hqsweep.track.tables import ERRORS, LOADS
+from hqsweep.track.tables import ERRORS, LOADS, PROJECTED
 
 SLOTS = TENSOR_TYPES["linear"]
 ROUTED = "routed"
@@ -197,7 +197,7 @@ def is_of_step(name: str) -> bool:
 def rows_of(step: int, samples: Mapping[Key, Sample]) -> list[dict[str, object]]:
     """Return one row per sample, with the columns of the table "stats"."""
     own = ((key, sample) for key, sample in samples.items() if key.what_if is None)
-    return [_row(step, *each, (*ERRORS, *LOADS)) for each in own]
+    return [_row(step, *each, (*ERRORS, *LOADS, *PROJECTED)) for each in own]
 
 
 def what_if_rows_of(step: int, samples: Mapping[Key, Sample]) -> list[dict[str, object]]:
