@@ -133,6 +133,7 @@ class Shown(Answer):
     loss: Curve
     worst_sqnr: list[dict[str, Any]]
     what_if: list[dict[str, Any]]
+    exact_tiles: list[dict[str, Any]]
     note: str
     tags: list[str]
 

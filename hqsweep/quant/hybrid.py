@@ -413,18 +413,19 @@ class ProjectedQuantizer(HybridQuantizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_projection(self.projection.text, (self.rowwise.text, self.columnwise.text))
-        _ = self._on_grid
+        _ = self.on_grid
 
     def __str__(self) -> str:
         return joined(self.projection.text, super().__str__())
 
     @cached_property
-    def _on_grid(self) -> HybridQuantizer:
+    def on_grid(self) -> HybridQuantizer:
+        """The quantizer of the grid itself."""
         return HybridQuantizer(self.projection, self.projection)
 
     def codes(self, x: Tensor) -> Operand:
         """Return x [rows, cols] in the grid's format, with blocks along cols."""
-        return self._on_grid.quantize(x, columnwise=None).rowwise
+        return self.on_grid.quantize(x, columnwise=None).rowwise
 
     def project(self, x: Tensor) -> Tensor:
         """Return x [rows, cols] rounded to the grid, in x's dtype.
