@@ -29,7 +29,7 @@ test: $(TEST_STAMP)  ## the whole suite: 28 minutes on 2 cores; writes build/dur
 test-fast: $(TEST_STAMP)  ## the suite without tests marked slow, or for a GPU: 6 minutes on 2 idle cores
 	$(PYTEST) -m "not slow and not gpu and not gpu2"
 
-RANK_TESTS = $$(grep -rl --include='test_*.py' run_ranks tests) tests/benchmarks/test_ranks.py tests/checkpoints/foreign/test_dcp.py \
+RANK_TESTS = $$(grep -rl --include='test_*.py' run_ranks tests) tests/benchmarks/test_ranks.py tests/checkpoints/test_dcp.py \
   tests/sweep/engine/test_ranks.py tests/sweep/test_rank_faults.py tests/sweep/engine/test_ranks.py
 test-ranks: $(TEST_STAMP)  ## the tests over 2 and 4 ranks, which exchange by gloo: under 4 minutes on 2 idle cores
 	$(PYTEST) -m "not gpu and not gpu2" $(RANK_TESTS)

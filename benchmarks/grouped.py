@@ -33,10 +33,10 @@ from benchmarks.cases import Case
 from benchmarks.grouped_linear import GroupedStep, cases
 from benchmarks.timing import Cuda, copy_call, cpu_medians
 from hqsweep.formats import Format, RngKey, parse
-from hqsweep.ops.members.splits import Splits, splits_to_offsets
 from hqsweep.ops.quantize.operators import Matrices, Wanted, allocations
 from hqsweep.ops.quantize.quantize import Quantized, quantize
 from hqsweep.ops.quantize.request import Target
+from hqsweep.ops.splits import Splits, splits_to_offsets
 
 SECTIONS = ("quantize", "offsets", "linear")
 GOAL = 0.85

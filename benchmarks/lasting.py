@@ -1,19 +1,20 @@
 """Do forks of several ages say what a whole run costs? Forks that end together, held against runs from scratch.
 
-python -m benchmarks.lasting [--params 1e5 | 3e6] [--until 8m] [--workers N] [--runs-dir DIR] [--page-only]
+python -m benchmarks.lasting [--params 1e5 | 1e6 | 3e6] [--rate R] [--until 8m] [--workers N] [--runs-dir DIR]
+                             [--page-only]
 
 Trains two sweeps of one model: forks that leave their trunks at several steps and end together, and runs from scratch
-of as many steps on the same schedule. 1e5 is conf=fork's model, an hour on two cores; 3e6 is a GPU's, 20 tokens a
-parameter. What is there is not trained again, so the same command goes on after a stop; --until ends it whole, and
-seeds come one after another, so that what is there can be read. Writes reports/lasting: the study's rows as CSV, its
-figure, and its table in lasting.md. Gaps are of train_loss over the decay, in % of bf16's.
+of as many steps on the same schedule. 1e5 is conf=fork's model, an hour on two cores; 1e6 and 3e6 are for a GPU, with
+20 tokens a parameter. What is there is not trained again, so the same command goes on after a stop; --until ends it
+whole, and seeds come one after another, so that what is there can be read. Writes reports/lasting: the study's rows as
+CSV, its figure, and its table in lasting.md. Gaps are of train_loss over the decay, in % of bf16's.
 """
 
 import argparse
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from hqsweep.report.compare.frames import Frames, load
 from hqsweep.report.pages.folder import write
 from hqsweep.sweep.engine.task import Until
 from hqsweep.sweep.store.store import RunStore
-from hqsweep.verdicts.ages import weights
+from hqsweep.verdicts.judging import weights
 
 WARMUP = 30
 FOLDER = Path("reports/lasting")
@@ -42,6 +43,7 @@ class Study:
     trunks: int
     seeds: int
     words: tuple[str, ...]
+    rate: str = ""
 
     def commands(self, options: list[str]) -> dict[str, list[str]]:
         """Sweep -> the words of `hqsweep run` that train it; seeds come first, so that runs start seed by seed."""
@@ -53,19 +55,35 @@ class Study:
                  f"seed=range({self.seeds})"]  # fmt: skip
         names = self.sweeps
         return {
-            name: ["conf=fork", *own, *self.words, *options, f"sweep={name}"]
+            name: ["conf=fork", *own, *self.words, *self._rate, *options, f"sweep={name}"]
             for name, own in zip(names, (forks, whole), strict=True)
         }
 
     @property
+    def _rate(self) -> list[str]:
+        stated = self.rate or ("1e-3" if "train.device=cuda" in self.words else "")
+        return [f"train.lr={stated}"] if stated else []
+
+    @property
+    def key(self) -> str:
+        """The study in names of files and sweeps: its parameters, and its rate where that is not the usual one."""
+        return f"{self.name}_lr{self.rate}" if self.rate else self.name
+
+    @property
+    def title(self) -> str:
+        """The heading of its section."""
+        rate = f", rate {self.rate}" if self.rate else ""
+        return f"{float(self.name):,.0f} parameters, {self.end:,} steps{rate}"
+
+    @property
     def sweeps(self) -> tuple[str, str]:
         """The names of the sweeps: forks, whole runs."""
-        return f"lasting_{self.name}", f"lasting_{self.name}_whole"
+        return f"lasting_{self.key}", f"lasting_{self.key}_whole"
 
 
-GPU = ("model.dim=256", "model.layers=4", "model.heads=4", "data=site", "data.max_bytes=null", "train.batch=128",
-       "train.context=256", "train.lr=1e-3", "train.log_every=10", "train.eval_every=1000", "train.eval_batches=16",
-       "train.checkpoint_every=1000", "train.device=cuda", "engine.threads=null", "engine.workers=12")  # fmt: skip
+GPU = ("recipe=bf16,nvfp4,mxfp4,mxfp8,nvfp4_fwd_mxfp8_bwd_dequantized", "null_arm=true", "data=site",
+       "train.context=256", "train.log_every=10", "train.eval_every=1000", "train.eval_batches=16",
+       "train.checkpoint_every=1000", "train.device=cuda", "engine.threads=null")  # fmt: skip
 STUDIES = {
     study.name: study
     for study in (
@@ -74,8 +92,13 @@ STUDIES = {
             words=("recipe=bf16,nvfp4,mxfp4", "null_arm=false"),
         ),
         Study(
+            name="1e6", end=1240, decay=120, ages=(240, 440, 920), trunks=4, seeds=6,
+            words=("model.dim=160", "model.layers=3", "model.heads=5", "data.max_bytes=40000000", "train.batch=64",
+                   *GPU),
+        ),
+        Study(
             name="3e6", end=2000, decay=200, ages=(400, 1200), trunks=4, seeds=6,
-            words=("recipe=bf16,nvfp4,mxfp4,mxfp8,nvfp4_fwd_mxfp8_bwd_dequantized", "null_arm=true", *GPU),
+            words=("model.dim=256", "model.layers=4", "model.heads=4", "data.max_bytes=null", "train.batch=128", *GPU),
         ),
     )
 }  # fmt: skip
@@ -136,9 +159,9 @@ def table(found: pd.DataFrame, study: Study) -> list[str]:
 
 def placed(page: str, study: Study, body: str) -> str:
     """The page with the study's table between its marks, or with a section of its own at the end."""
-    start, end = f"<!-- table {study.name} -->", f"<!-- end {study.name} -->"
+    start, end = f"<!-- table {study.key} -->", f"<!-- end {study.key} -->"
     if start not in page:
-        page = f"{page.rstrip()}\n\n## {float(study.name):,.0f} parameters, {study.end:,} steps\n\n{start}\n{end}\n"
+        page = f"{page.rstrip()}\n\n## {study.title}\n\n{start}\n{end}\n"
     head, tail = page.partition(start)[0], page.partition(end)[2]
     return f"{head}{start}\n{body}\n{end}{tail}"
 
@@ -153,12 +176,12 @@ def report(study: Study, store: RunStore) -> str:
     forks = compare(store.resolve([study.sweeps[0]]), "bf16")
     said = [f"- **{row.arm}**: {row.sentence}" for row in forks.arms.itertuples() if row.arm != row.baseline]
     FOLDER.mkdir(parents=True, exist_ok=True)
-    found.round(4).to_csv(FOLDER / f"gaps_{study.name}.csv", index=False)
+    found.round(4).to_csv(FOLDER / f"gaps_{study.key}.csv", index=False)
     with tempfile.TemporaryDirectory() as folder:
         write(forks, Path(folder))
         picture = Path(folder) / "figures/ages.svg"
         if picture.is_file():
-            (FOLDER / f"ages_{study.name}.svg").write_bytes(picture.read_bytes())
+            (FOLDER / f"ages_{study.key}.svg").write_bytes(picture.read_bytes())
     body = "\n".join([*table(found, study), "", *said])
     page = FOLDER / "lasting.md"
     page.write_text(placed(page.read_text() if page.is_file() else "# What of a gap lasts\n", study, body))
@@ -169,14 +192,16 @@ def main() -> None:
     """Train what is missing, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", choices=[*STUDIES], default="1e5")
+    parser.add_argument("--rate", default="", help="peak learning rate, as 3e-3; default: the study's")
     parser.add_argument("--until", help="start no run that would end later than this: 8m")
     parser.add_argument("--workers", type=int, help="runs at a time; default: 2 on a CPU, 12 on a GPU")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
     parser.add_argument("--page-only", action="store_true", help="train nothing")
     options = parser.parse_args()
-    study, until = STUDIES[options.params], Until(options.until) if options.until else None
+    study, until = replace(STUDIES[options.params], rate=options.rate), Until(options.until) if options.until else None
     words = [f"runs_dir={options.runs_dir}", "track=none"]
-    words += [f"engine.workers={options.workers}"] if options.workers else []
+    workers = options.workers or (12 if "train.device=cuda" in study.words else None)
+    words += [f"engine.workers={workers}"] if workers else []
     if not options.page_only:
         train(study, words, until)
     print(report(study, RunStore(options.runs_dir)))

@@ -25,7 +25,7 @@ from benchmarks import forking
 from benchmarks.rows import Row, Writer
 from hqsweep.config.job import parse
 from hqsweep.train import data
-from hqsweep.verdicts import forks, whole_runs
+from hqsweep.verdicts import judging
 from hqsweep.verdicts.estimate import LEVEL, Estimate
 
 ARM, NULL = "noise 1 %", "noise 0.5 %"
@@ -85,9 +85,9 @@ def judge(row: Row, shift: float = 0.0) -> Estimate:
     baseline = losses["baseline"]
     if row["section"] == "sweep":
         percent = {arm: 100 * values / baseline.mean() + shift * (arm == ARM) for arm, values in losses.items()}
-        return whole_runs.judge(percent, baseline="baseline", null=NULL, margin=MARGIN)[ARM]
+        return judging.judge_whole_runs(percent, baseline="baseline", null=NULL, margin=MARGIN)[ARM]
     gaps = {arm: forking.percent(losses[arm], baseline) + shift * (arm == ARM) for arm in (ARM, NULL)}
-    return forks.judge(gaps, null=NULL, margin=MARGIN)[ARM]
+    return judging.judge_forks(gaps, null=NULL, margin=MARGIN)[ARM]
 
 
 def rates(sweeps: list[Row]) -> list[Row]:

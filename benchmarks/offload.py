@@ -29,7 +29,7 @@ from benchmarks.linear import RECIPES
 from benchmarks.timing import Call, Cuda
 from hqsweep.config.job import linear_shapes
 from hqsweep.config.model import ModelConfig
-from hqsweep.nn.layers.saved_memory import ActivationOffload
+from hqsweep.nn.saved_memory import ActivationOffload
 from hqsweep.recipe import Recipe
 from hqsweep.train.model import GPT
 

@@ -3,7 +3,7 @@ and with torch's own exchanges in its place.
 
     python -m benchmarks.overlap [--size M L] [--recipes bf16 mxfp8] [--engines ours no_prefetch ... nccl torch fused]
 
-ours        parallel/overlap, and messages by copy engines (p2p_copy)
+ours        parallel/shared/overlap, and messages by copy engines (p2p_copy)
 no_X        ours without one part: chunked_input, prefetch, deferred_reduce, overlapped_gemm, loss_mailbox
 nccl        none of them: the product, then a collective, then the next
 torch       as nccl, with torch.ops.symm_mem's _low_contention_all_gather and _low_contention_reduce_scatter
@@ -33,10 +33,9 @@ from benchmarks.step import Data, Prepared, alternated
 from benchmarks.step_cases import SIZES
 from hqsweep.config.train import ParallelConfig
 from hqsweep.parallel.mesh import backend
-from hqsweep.parallel.overlap import chunked_input, deferred_reduce, overlapped_gemm
-from hqsweep.parallel.overlap.overlapped_gemm import LayerWeights, hides
-from hqsweep.parallel.shared import vocabulary
+from hqsweep.parallel.shared import overlap, overlapped_gemm, vocabulary
 from hqsweep.parallel.shared.call import RankRows, decoded
+from hqsweep.parallel.shared.overlapped_gemm import LayerWeights, hides
 from hqsweep.parallel.wire import collectives, p2p_copy, tokens
 from hqsweep.parallel.wire.spawn import spawn_ranks
 from hqsweep.quant.operand import HybridOperand
@@ -140,12 +139,12 @@ def fused() -> list[Patch]:
 
 ENGINES: dict[str, Callable[[], list[Patch]]] = {
     "ours": lambda: [],
-    "no_chunked_input": lambda: everywhere(chunked_input.part_in_turn, lambda *_: None),
+    "no_chunked_input": lambda: everywhere(overlap.part_in_turn, lambda *_: None),
     "no_prefetch": lambda: [
         (LayerWeights, "owe", lambda *_: None),
         (LayerWeights, "made_in_backward", lambda *makers: []),
     ],
-    "no_deferred_reduce": lambda: everywhere(deferred_reduce.left_by, lambda pending: None),
+    "no_deferred_reduce": lambda: everywhere(overlap.left_by, lambda pending: None),
     "no_overlapped_gemm": lambda: everywhere(hides, lambda x: False),
     "no_loss_mailbox": lambda: everywhere(vocabulary.meeting, lambda *_: None),
     "nccl": no_overlap,

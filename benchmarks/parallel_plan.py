@@ -17,7 +17,7 @@ memory of a GPU as torch's allocator counts it, at the beginning of backward or,
     state       P_all / W (4 + 4 + 4) + P / W (b_row + b_column if held)    weights or masters, moments, codes
     layers      2 P / layers (b_column + 4)   two layers gathered, and their gradients in float32
     ends        10 V D + 2^30   embedding in float32 and head in bfloat16, kept from forward on, the head's gradient in
-                float32, and a chunk of logits (hqsweep.nn.linear.linear_loss)
+                float32, and a chunk of logits (hqsweep.nn.linear_loss)
     saved       tokens layers s, with s = b_x (3 D + F) + 2 (2 D + 2 D_kv + 2 F) + 8 D: inputs of linears as codes; q,
                 k, v, attention's output, gate and up in bfloat16, the residual stream twice in float32. In bf16
                 attention's output is an input: 2 D less. Or, if more, gradients of shards, P_all / W 4

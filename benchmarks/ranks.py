@@ -46,7 +46,7 @@ from benchmarks.step_floors import Size
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.model import ModelConfig, ffn_width
 from hqsweep.config.train import ParallelConfig, TrainConfig
-from hqsweep.parallel.fsdp.exchanges import GATHERS, SUMS
+from hqsweep.parallel.fsdp_exchanges import GATHERS, SUMS
 from hqsweep.parallel.mesh import Ranks, backend, build_mesh
 from hqsweep.parallel.shared import expert_room
 from hqsweep.parallel.wire import collectives, p2p_copy

@@ -25,10 +25,10 @@ import torch
 from benchmarks import forking
 from benchmarks.rows import Row, Writer
 from hqsweep.config.job import parse
-from hqsweep.nn.linear.linear import Linear
+from hqsweep.nn.linears import Linear
 from hqsweep.train import data
 from hqsweep.train.model import GPT
-from hqsweep.verdicts import forks, plan
+from hqsweep.verdicts import judging, plan
 
 LAYER = "layers.1.mlp.fc2"
 FORWARD = "nvfp4|mxfp8@rowwise_dequantized"
@@ -97,7 +97,7 @@ def study() -> list[Row]:
 def judged(gaps: Row) -> list[Row]:
     """The row of every arm, from its gaps [trunks, points] in %."""
     rows = []
-    for arm, estimate in forks.judge(gaps, null="null arm", margin=MARGIN).items():
+    for arm, estimate in judging.judge_forks(gaps, null="null arm", margin=MARGIN).items():
         arms = 1 if arm == "null arm" else len(gaps) - 1
         findable = plan.smallest_gap("forks", estimate.se * estimate.n**0.5, arms, estimate.n)
         numbers = {"gap": estimate.gap, "low": estimate.ci_low, "high": estimate.ci_high, "findable": findable}

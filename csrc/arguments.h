@@ -115,6 +115,9 @@ inline void check_spec(const Spec& spec) {
   HQ_REQUIRE(is_four(spec.element) || !(spec.rht || spec.sr), "rht and sr belong to elements e2m1 and e1m2");
   HQ_REQUIRE(spec.rht == 0 || spec.rht == 16 || spec.rht == 32 || spec.rht == 64 || spec.rht == 128,
           "rht is " + text(spec.rht) + ", must be 0, 16, 32, 64 or 128");
+  const bool alone = rows == 1 && !spec.sr && !adaptive && !spec.row_scaled && spec.element == Element::e2m1;
+  HQ_REQUIRE(!spec.eden || (spec.family == Family::nvfp4 && spec.rht && alone),
+          "eden belongs to family nvfp4 with rht, scale tile 1 x 16 and element e2m1, without sr and four_over_six");
   HQ_REQUIRE(!(adaptive && (spec.sr || spec.rht)), "four_over_six cannot be combined with sr or rht");
   HQ_REQUIRE(!adaptive || spec.element == Element::e2m1, "four_over_six belongs to element e2m1");
 }
@@ -125,12 +128,12 @@ T* pointer(uintptr_t address) { return reinterpret_cast<T*>(address); }
 inline std::unique_ptr<Spec> make_spec(const std::string& family, const std::string& element, int tile_rows,
                                        int tile_cols, bool pow2, float amax_epsilon, const std::string& scale_rounding,
                                        bool row_scaled, int rht, bool rht_sign, bool sr,
-                                       const std::string& four_over_six, float e4m3_max, bool fast_error) {
+                                       const std::string& four_over_six, float e4m3_max, bool fast_error, bool eden) {
   Spec spec{lookup(kFamilies, "family", family), lookup(kElements, "element", element), tile_rows, tile_cols, pow2,
-                  amax_epsilon, lookup(kRoundings, "scale_rounding", scale_rounding), row_scaled, rht, rht_sign, sr,
+                  amax_epsilon, lookup(kRoundings, "scale_rounding", scale_rounding), row_scaled, rht, rht_sign, sr, eden,
                   lookup(kFourOverSix, "four_over_six", four_over_six), e4m3_max, fast_error, 0.0f, 0.0f, 0.0f};
   check_spec(spec);
-  const float most = spec.element == Element::e1m2 ? 3.5f : 6.0f;
+  const float most = eden ? kEdenMost : (spec.element == Element::e1m2 ? 3.5f : 6.0f);
   spec.inverse_max = 1.0f / most, spec.full_range = most * e4m3_max, spec.inverse_range = 1.0f / spec.full_range;
   if (spec.family == Family::current) spec.tile_rows = 0;  // the loops go by row_scaled
   return std::make_unique<Spec>(spec);

@@ -179,7 +179,7 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init(&make_spec), py::kw_only(), "family"_a, "element"_a, "tile_rows"_a, "tile_cols"_a, "pow2"_a = false,
            "amax_epsilon"_a = 0.0f, "scale_rounding"_a = "up", "row_scaled"_a = false, "rht"_a = 0,
            "rht_sign"_a = true, "sr"_a = false, "four_over_six"_a = "none", "e4m3_max"_a = 448.0f,
-           "fast_error"_a = false);
+           "fast_error"_a = false, "eden"_a = false);
   py::class_<hq::Direction>(m, "Direction", "What is made of a matrix in one direction, and the addresses it goes to.")
       .def(py::init(&make_direction), "spec"_a, "key0"_a = 0, "key1"_a = 0, "step"_a = 0, "amax"_a = 0, "found"_a = 0,
            "codes"_a = 0, "scales"_a = 0, "global_"_a = 0, "exact"_a = 0, "exact_dtype"_a = 0, "sums"_a = 0,

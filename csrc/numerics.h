@@ -274,8 +274,8 @@ HQ_HD void butterfly16(V v[16]) {
     }
 }
 
-// What input element i of a group of 16 is multiplied by before the butterflies.
-HQ_HD float rht_factor(int i, bool with_signs) { return with_signs && ((kRhtSignMask >> i) & 1u) ? -0.25f : 0.25f; }
+constexpr uint32_t kDrawnSigns = 0x29DE3891u;  // second word of the Philox key of drawn signs
+constexpr float kEdenMost = 0x1.849d64p2f;     // MS-EDEN: what the amax of a block maps to, fl(6 / (0.93 * 17 / 16))
 
 // Stochastic E2M1 code: |value| + byte/256 of its step, truncated. The sum is what one fma gives: byte/256 * step is
 // exact.
@@ -317,6 +317,26 @@ HQ_HD void philox(uint32_t key0, uint32_t key1, uint32_t counter[4]) {
     key1 += 0xBB67AE85u;
   }
   counter[0] = c0, counter[1] = c1, counter[2] = c2, counter[3] = c3;
+}
+
+// Signs of a transform that draws them: bit i % 32 of word i / 32 negates element i of each group.
+HQ_HD void drawn_signs(uint32_t key0, uint64_t step, uint32_t words[4]) {
+  words[0] = 0, words[1] = 0, words[2] = static_cast<uint32_t>(step), words[3] = static_cast<uint32_t>(step >> 32);
+  philox(key0, kDrawnSigns, words);
+}
+
+// MS-EDEN: <x, x> / <x, Q(x)> of a group from its sums, or 1 where that is no positive finite number.
+HQ_HD float eden_factor(float own, float with_codes) {
+  const float factor = own / with_codes;
+  return factor > 0.0f && to_bits(factor) < kInfBits ? factor : 1.0f;
+}
+
+// Stochastic E4M3 code of value >= 0: the low 20 bits of `word` are added below the last kept bit.
+HQ_HD uint32_t encode_e4m3_stochastic(float value, uint32_t word) {
+  const uint32_t drawn = word & 0xFFFFFu;
+  const uint32_t code = value < 0x1p-6f ? (static_cast<uint32_t>(static_cast<int32_t>(value * 0x1p29f)) + drawn) >> 20
+                                        : ((to_bits(value) + drawn) >> 20) - (120u << 3);
+  return code < 0x7Eu ? code : 0x7Eu;
 }
 
 }  // namespace hq

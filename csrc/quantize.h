@@ -23,6 +23,7 @@ struct Spec {
   int rht;                      // 4 bits: random Hadamard transform of so many elements each, 16 to 128; 0: none
   bool rht_sign;                // with the fixed signs or without
   bool sr;                      // 4 bits: stochastic rounding of the elements
+  bool eden;                    // nvfp4: MS-EDEN, the transform draws its signs and block scales are corrected
   FourOverSix four_over_six;
   float e4m3_max;               // nvfp4: largest block scale, 448 or 256
   bool fast_error;              // nvfp4 4over6: error measured in the scaled domain
@@ -31,7 +32,7 @@ struct Spec {
   float inverse_range;          // nvfp4: fl(1 / full_range)
 };
 
-// Stream of stochastic rounding: Philox key, and the upper half of its counter: `step`, or, where `step_at` is not null,
+// Stream of random bits: Philox key, and the upper half of its counter: `step`, or, where `step_at` is not null,
 // what stands there when the loops run, so that one captured CUDA graph draws the bits of every step. The lower half is
 // the number of a segment of 16 elements: `first`, where the operand is a part of a whole, plus `across` for each row.
 struct Key {

@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any
 
 from hqsweep.config.job import parse
-from hqsweep.config.jobs import JOBS
+from hqsweep.config.jobs import JOBS, MIRRORED_TABLES
 from hqsweep.errors import EXIT_BUSY, EXIT_FAILED, EXIT_STORAGE, Damaged
 from hqsweep.host import Busy
 from hqsweep.jobs.isolation import isolated
@@ -34,14 +34,12 @@ from hqsweep.jobs.sink import QuietSink
 from hqsweep.recipe.factories import FindFactory, Importer
 from hqsweep.sweep.engine.process import serve, stop_with_parent
 from hqsweep.sweep.engine.ranks import Machines, Nodes, Signaled, launch_run, tell
-from hqsweep.sweep.engine.reasons import reason_of
+from hqsweep.sweep.engine.task import reason_of
 from hqsweep.sweep.store.names import ranks_of, run_id
 from hqsweep.sweep.store.run_dir import CANCELLED, RunDir
-from hqsweep.track.machine import facts
+from hqsweep.track.machine import facts, sampled
 from hqsweep.track.open import open_tracker
 from hqsweep.track.rows import RowSink
-from hqsweep.track.system import sampled
-from hqsweep.track.tables import MIRRORED_TABLES
 from hqsweep.track.tracker import NullTracker, Tracker
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -4,7 +4,8 @@ from the recipes of conf/recipe.
 A new format, or a new option of one, is in all of them without another line.
 """
 
-from itertools import pairwise
+from collections.abc import Callable, Iterable
+from itertools import cycle, pairwise, product
 from pathlib import Path
 
 import yaml
@@ -63,7 +64,7 @@ def _representative() -> tuple[str, ...]:
 
 
 WIDE = tuple(text for text in EVERY_OPTION if parse(text).rht > 16)
-"""Transforms of more than 16 elements, which tests/ops/quantize/test_wide.py takes through the kernels."""
+"""Transforms of more than 16 elements, some of which tests/ops/quantize/test_wide.py takes through the kernels."""
 REPRESENTATIVE = _representative()
 """Every name, and one text for each other treatment: for tests of whole tensors and modules."""
 
@@ -98,11 +99,35 @@ def _pairs(texts: tuple[str, ...], distance: int) -> tuple[str, ...]:
     return tuple(pair(row, column, index) for index, (row, column) in enumerate(pairwise(order)))
 
 
+def _covering(pairs: tuple, kinds: Callable[[object], set]) -> tuple:
+    """So few of the pairs that they have all kinds that there are."""
+    missing, chosen = set().union(*map(kinds, pairs)), []
+    while missing:
+        chosen.append(max(pairs, key=lambda pair: len(kinds(pair) & missing)))
+        missing -= kinds(chosen[-1])
+    return tuple(chosen)
+
+
+def _kinds(pair: tuple[str, str]) -> set[object]:
+    """Each scaling, random bits, and amaxes of rows."""
+    return {answer for f in map(parse, pair) for answer in (f.scaling, (f.stochastic, f.row_scaled))}
+
+
+def _kinds_by_direction(text: str) -> set[object]:
+    """Each scaling, and each treatment, of each direction; and the source."""
+    q = HybridQuantizer.parse(text)
+    directions = {"rowwise": q.rowwise, "columnwise": q.columnwise}
+    answers = {(d, each) for d, f in directions.items() for each in (f.scaling, _treatment(str(f))[1:6])}
+    return {*answers, q.columnwise_source}
+
+
 SAME = tuple(map(both_directions, REPRESENTATIVE))
 """Quantizers with one format in both directions."""
 HIGH = tuple(name for name in NAMES if name not in LOW)
-PAIRS = _pairs(REPRESENTATIVE, 13) + tuple(f"{row}|{column}@rowwise_dequantized" for row, column in pairwise(HIGH))
-"""Quantizers with two formats."""
+PAIRS = _covering(_pairs(REPRESENTATIVE, 13), _kinds_by_direction) + tuple(
+    f"{row}|{column}@rowwise_dequantized" for row, column in pairwise(HIGH)
+)
+"""Quantizers with two formats, which have each scaling rowwise and each scaling columnwise."""
 QUANTIZERS = SAME + PAIRS
 BASES = bases()
 BF16_BASES = tuple(name for name in BASES if parse(name).fits_bf16)
@@ -121,25 +146,12 @@ KERNELS = tuple(
 """Formats that the compiled extension quantizes without a history, in blocks of any size but WIDE's."""
 
 
-def _covering(pairs: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    """So few of the pairs that they have each scaling, random bits, and amaxes of rows."""
-    missing, chosen = set().union(*map(_kinds, pairs)), []
-    while missing:
-        chosen.append(max(pairs, key=lambda pair: len(_kinds(pair) & missing)))
-        missing -= _kinds(chosen[-1])
-    return tuple(chosen)
-
-
-def _kinds(pair: tuple[str, str]) -> set[object]:
-    return {answer for f in map(parse, pair) for answer in (f.scaling, (f.stochastic, f.row_scaled))}
-
-
 KERNEL_PAIRS = tuple(
     tuple(text.partition("@")[0].split("|"))
     for text in _pairs(tuple(text for text in REPRESENTATIVE if text in KERNELS), 5)
 )
 """Two formats, rowwise and columnwise, both of KERNELS."""
-FEW_KERNEL_PAIRS = _covering(KERNEL_PAIRS)
+FEW_KERNEL_PAIRS = _covering(KERNEL_PAIRS, _kinds)
 """A few of them: for tests of seconds."""
 STOCHASTIC_PAIRS = tuple(
     (str(format.rowwise_form), str(format.columnwise_form))
@@ -177,6 +189,25 @@ PACKAGED = tuple(file.stem for file in _RECIPES)
 """The names of the packaged recipes."""
 
 
+def _few_packaged() -> tuple[str, ...]:
+    """The first recipe of each set of scalings, and all recipes that say more than how linears are quantized."""
+    chosen = {}
+    for file in _RECIPES:
+        recipe = yaml.safe_load(file.read_text())
+        key = file.stem
+        if recipe.keys() == {"name", "linear"}:
+            quantizers = map(HybridQuantizer.parse, recipe["linear"].values())
+            key = frozenset(
+                (format.scaling, format.delayed) for q in quantizers for format in (q.rowwise, q.columnwise)
+            )
+        chosen.setdefault(key, file.stem)
+    return tuple(chosen.values())
+
+
+FEW_PACKAGED = _few_packaged()
+"""Some of the packaged recipes: for tests of whole models."""
+
+
 def _recipe_section(name: str) -> dict[str, str] | str:
     """How the first recipe of conf/recipe whose formats all have this name quantizes a linear; or the name alone."""
     for file in _RECIPES:
@@ -196,6 +227,13 @@ DELAYED_IN_PARTS = {
     tensor: f"{PLAIN}|{text}" if tensor == "weight" else f"{text}|{PLAIN}" for tensor, text in LINEARS[DELAYED].items()
 }
 """Delayed scaling in one direction of each tensor, and a plain format in the other."""
+
+
+def crossed(texts: Iterable[str], *axes: Iterable, whole: Iterable[str] = SOME) -> list[tuple]:
+    """Rows (text, a value of each axis): the texts of `whole` with all values, every other text with one, in turn."""
+    every = list(product(*axes))
+    in_turn = cycle(every)
+    return [(text, *values) for text in texts for values in (every if text in whole else [next(in_turn)])]
 
 
 def fitting(texts: tuple[str, ...], length: int) -> list[str]:

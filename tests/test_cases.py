@@ -1,6 +1,19 @@
 """tests/cases.py leaves no format, option or direction out."""
 
-from cases import ALL, DELAYED, EVERY_OPTION, FEW_KERNEL_PAIRS, KERNEL_PAIRS, LINEARS, PAIRS, REPRESENTATIVE
+from itertools import product
+
+from cases import (
+    ALL,
+    DELAYED,
+    EVERY_OPTION,
+    FEW_KERNEL_PAIRS,
+    KERNEL_PAIRS,
+    LINEARS,
+    PAIRS,
+    REPRESENTATIVE,
+    SOME,
+    crossed,
+)
 
 from hqsweep.formats import NAMES, options, parse, words_of
 from hqsweep.quant import HybridQuantizer
@@ -16,11 +29,18 @@ def test_every_name_and_option_is_there() -> None:
             assert {word for words in own for word in words} >= changing and name in REPRESENTATIVE
 
 
-def test_every_format_meets_another_in_both_directions() -> None:
+def test_every_scaling_meets_another_in_both_directions() -> None:
     pairs = [HybridQuantizer.parse(text) for text in PAIRS]
-    assert {str(parse(text).rowwise_form) for text in REPRESENTATIVE} == {str(pair.rowwise) for pair in pairs}
-    assert {str(parse(text).columnwise_form) for text in REPRESENTATIVE} == {str(pair.columnwise) for pair in pairs}
+    scalings = {parse(text).scaling for text in REPRESENTATIVE}
+    assert {pair.rowwise.scaling for pair in pairs} == scalings
+    assert {pair.columnwise.scaling for pair in pairs} == scalings
     assert {pair.columnwise_source for pair in pairs} == {"original", "rowwise_dequantized"}
+
+
+def test_every_text_and_every_value_is_there_and_those_of_few_texts_meet_all() -> None:
+    rows = crossed(ALL, "abc", (1, 2))
+    assert {text for text, *_ in rows} == set(ALL) and {row[1:] for row in rows} == set(product("abc", (1, 2)))
+    assert len(rows) == len(ALL) + 5 * sum(text in SOME for text in ALL)
 
 
 def test_few_pairs_of_kernels_have_each_scaling_and_random_bits() -> None:

@@ -16,13 +16,41 @@ void draw_random(const Work& work, Tile& tile, int64_t row) {
   const Key& key = work.to.key;
   const uint64_t across = key.across ? key.across : static_cast<uint64_t>(work.cols) / 16;
   const uint64_t first = key.first + static_cast<uint64_t>(row) * across + static_cast<uint64_t>(tile.col0) / 16;
-  const uint64_t step = key.step_at ? *key.step_at : key.step;
+  const uint64_t step = step_of(key);
   const uint32_t step0 = static_cast<uint32_t>(step), step1 = static_cast<uint32_t>(step >> 32);
   for (int b = 0; b < kBlocks; ++b) {
     const uint64_t block = first + static_cast<uint64_t>(b);
     uint32_t counter[4] = {static_cast<uint32_t>(block), static_cast<uint32_t>(block >> 32), step0, step1};
     philox(key.key0, key.key1, counter);
     for (int w = 0; w < 4; ++w) tile.random[b][w] = counter[w];
+  }
+}
+
+// MS-EDEN: row r's scales, corrected group by group and rounded stochastically. Elements keep their encode scales.
+void eden_scales(const Work& work, Tile& tile, int r) {
+  const int per_group = work.to.spec.rht / 16;
+  float own[kBlocks] = {}, with_codes[kBlocks] = {};
+  for (int b = 0; b < kBlocks; ++b) {
+    const float* __restrict x = tile.x + r * kWidth + b * 16;
+    for (int i = 0; i < 16; ++i) {
+      const float t = x[i] * tile.encode_scale[r][b], q = decode<E2M1>(encode<E2M1>(t));
+      own[b] += t * t, with_codes[b] += t * q;
+    }
+    const float scale = tile.decode_scale[r][b], weight = scale * scale;
+    own[b] = scale == 0.0f ? 0.0f : weight * own[b];
+    with_codes[b] = scale == 0.0f ? 0.0f : weight * with_codes[b];
+  }
+  draw_random(work, tile, tile.row0 + r);
+  for (int first = 0; first < kBlocks; first += per_group) {
+    for (int distance = 1; distance < per_group; distance *= 2)
+      for (int b = first; b < first + per_group; b += 2 * distance)
+        own[b] += own[b + distance], with_codes[b] += with_codes[b + distance];
+    const float factor = eden_factor(own[first], with_codes[first]);
+    for (int b = first; b < first + per_group; ++b) {
+      const uint32_t code = encode_e4m3_stochastic(tile.decode_scale[r][b] * factor, tile.random[b][0]);
+      tile.scale_codes[r][b] = static_cast<uint8_t>(code);
+      tile.decode_scale[r][b] = decode<E4M3>(code);
+    }
   }
 }
 
@@ -171,6 +199,7 @@ void quantize_tile_as(const Work& work, Tile& tile, int64_t index, const Dtype* 
         block_scales<E, kBlock>(work, tile, t);
       else
         four_over_six_scales(work, tile, t);
+      if (spec.eden) eden_scales(work, tile, t);
       write_scales<kBlock>(work, tile, t, first, per_row);
     }
   }

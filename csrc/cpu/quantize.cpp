@@ -46,7 +46,8 @@ Work work_of(const Source& source, const Direction& to, bool columns, bool find)
   const int whole = is_current_four(to.spec) ? 16 : kWidth;  // random bits come by 16
   const int block = to.spec.tile_cols ? to.spec.tile_cols : whole;
   Work work{to, columns ? source.cols : source.rows, columns ? source.rows : source.cols, block, max_of(to.spec.element),
-            max_of(source.dtype), 1.0f, to.amax ? to.amax : to.found};
+            max_of(source.dtype), 1.0f, to.amax ? to.amax : to.found, {}};
+  signs_of(to.spec, to.key, work.signs);
   if (to.spec.family == Family::current && !to.spec.row_scaled && work.amax && !find)
     work.whole_scale = current_scale(work, 0);
   return work;
@@ -169,12 +170,12 @@ void run_tile(const Pass& pass, int64_t index, Tile& x, Tile& turned) {
     Tile& tile = keep ? turned : x;
     if (keep) memcpy(turned.x, x.x, sizeof(x.x));
     place(*pass.row, row0, col0, tile);
-    transform(pass.row->to.spec, false, tile.x);
+    transform(*pass.row, false, tile.x);
     run_direction(*pass.row, tile, index, pass.find_row,
                   pass.column && pass.dequantized ? &pass.source.dtype : nullptr);
   }
   if (!pass.column) return;
-  transform(pass.column->to.spec, true, x.x);
+  transform(*pass.column, true, x.x);
   transpose(x.x, turned.x);
   place(*pass.column, col0, row0, turned);
   run_direction(*pass.column, turned, index, pass.find_column, nullptr);

@@ -22,6 +22,7 @@ struct Work {
   float input_max;     // largest finite value of X's dtype
   float whole_scale;   // current: the encode scale, but of rows
   const float* amax;   // nvfp4: the global amax, or one per row
+  uint32_t signs[4];   // of the transform: bit i % 32 of word i / 32 negates element i of each group
 };
 
 // 128 x 128 elements of an operand, zero outside the matrix, and what is found for them.
@@ -192,29 +193,31 @@ void load(const Source& source, float* scratch, Tile& tile) {
   if (lines == scratch) transpose(scratch, tile.x);
 }
 
-// Random Hadamard transform of spec.rht elements along rows, or (down) along columns, of a [kWidth][kWidth] array.
-void transform_wide(const Spec& spec, bool down, float* x) {
-  float factors[kWidth];
-  const float scale = rht_scale(spec.rht);
-  for (int i = 0; i < spec.rht; ++i)
-    factors[i] = spec.rht_sign && ((rht_signs(i / 16 * 16) >> (i % 16)) & 1u) ? -scale : scale;
-  if (down)
-    for (int r = 0; r < kWidth; r += spec.rht)
-      for (int c = 0; c < kWidth; c += 8) hadamard_wide<Eight>(x + r * kWidth + c, kWidth, spec.rht, factors);
-  else
-    for (int i = 0; i < kWidth * kWidth; i += spec.rht) hadamard_wide<float>(x + i, 1, spec.rht, factors);
+uint64_t step_of(const Key& key) { return key.step_at ? *key.step_at : key.step; }
+
+void signs_of(const Spec& spec, const Key& key, uint32_t signs[4]) {
+  if (!spec.rht) return;
+  if (spec.eden) return drawn_signs(key.key0, step_of(key), signs);
+  for (int i = 0; i < 4; ++i) signs[i] = spec.rht_sign ? rht_signs(32 * i) | rht_signs(32 * i + 16) << 16 : 0;
 }
 
-void transform(const Spec& spec, bool down, float* x) {
-  if (!spec.rht) return;
-  if (spec.rht > 16) return transform_wide(spec, down, x);
-  float factors[16];
-  for (int i = 0; i < 16; ++i) factors[i] = rht_factor(i, spec.rht_sign);
-  if (down)
+// Random Hadamard transform of spec.rht elements along rows, or (down) along columns, of a [kWidth][kWidth] array.
+void transform(const Work& work, bool down, float* x) {
+  const int size = work.to.spec.rht;
+  if (!size) return;
+  float factors[kWidth];
+  const float scale = rht_scale(size);
+  for (int i = 0; i < size; ++i) factors[i] = (work.signs[i / 32] >> (i % 32)) & 1u ? -scale : scale;
+  if (size == 16 && down)
     for (int r = 0; r < kWidth; r += 16)
       for (int c = 0; c < kWidth; c += 8) hadamard16<Eight>(x + r * kWidth + c, kWidth, factors);
-  else
+  else if (size == 16)
     for (int i = 0; i < kWidth * kWidth; i += 16) hadamard16<float>(x + i, 1, factors);
+  else if (down)
+    for (int r = 0; r < kWidth; r += size)
+      for (int c = 0; c < kWidth; c += 8) hadamard_wide<Eight>(x + r * kWidth + c, kWidth, size, factors);
+  else
+    for (int i = 0; i < kWidth * kWidth; i += size) hadamard_wide<float>(x + i, 1, size, factors);
 }
 
 // ---- amax ----------------------------------------------------------------------------------------------------------

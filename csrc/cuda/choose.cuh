@@ -29,12 +29,12 @@ inline bool is_mxfp8(const Direction& to) {
 inline bool wants_other_than_codes(const Direction& to) { return to.exact || !to.codes || !to.scales; }
 
 // What training needs: no uniform grid, no UE5M3 scales, no transform of more than 16, and none nor random bits in MX; no
-// NVFP4 with an amax per row, no 4over6 by the fast error, no E2M1 under one scale, MX scales rounded up, no transform of
-// scale tiles of several rows, decoded values in bf16. segments: see stores_segments.
+// NVFP4 with an amax per row, no 4over6 by the fast error, no MS-EDEN, no E2M1 under one scale, MX scales rounded up, no
+// transform of scale tiles of several rows, decoded values in bf16. segments: see stores_segments.
 inline bool is_usual(const Direction& to, bool segments) {
   const Spec& spec = to.spec;
   const bool known = spec.family != Family::ue5m3 && spec.element != Element::e1m2 && spec.element != Element::int8;
-  const bool as_is = known && spec.rht <= 16 && !(spec.family == Family::mx && (spec.rht || spec.sr));
+  const bool as_is = known && !spec.eden && spec.rht <= 16 && !(spec.family == Family::mx && (spec.rht || spec.sr));
   return segments && as_is && !(spec.row_scaled && spec.family == Family::nvfp4) && !spec.fast_error &&
          !is_current_four(spec) && spec.scale_rounding == ScaleRounding::up && !(spec.rht && spec.tile_rows > 1) &&
          (!to.exact || to.exact_dtype == Dtype::bf16);
@@ -101,7 +101,8 @@ inline bool find_flat_takes(const Source& x) {
 // find_transformed: columns of bf16 under the Hadamard transform, in units of 16 rows and 4 columns.
 inline bool find_transformed_takes(const QuantizeJob& job) {
   const Source& x = job.source;
-  return job.has_column && !job.dequantized && job.column.spec.rht == 16 && !job.column.spec.row_scaled &&
+  return job.has_column && !job.dequantized && job.column.spec.rht == 16 && !job.column.spec.eden &&
+         !job.column.spec.row_scaled &&
          x.dtype == Dtype::bf16 && x.col_stride == 1 && x.row_stride % 4 == 0 && x.row_stride >= x.cols &&
          x.rows % kSegment == 0 && x.cols % 4 == 0 && x.rows > 0 && x.cols > 0 && x.rows < (int64_t{1} << 36) / x.cols &&
          reinterpret_cast<uintptr_t>(x.data) % 8 == 0;

@@ -66,10 +66,10 @@ struct GroupWords {
 
 // The same over up to 128 elements: lanes that hold neighbouring segments of a line trade their sums. All lanes of the
 // warp. Not inlined: few formats need it.
+// mask: see signs_of.
 template <class Order, class W>
-__device__ __noinline__ GroupWords<Order, W> transform_wide(GroupWords<Order, W> group, int size, bool signs) {
+__device__ __noinline__ GroupWords<Order, W> transform_wide(GroupWords<Order, W> group, int size, uint32_t mask) {
   const int first = Order::col(0) & (size - 1);
-  const uint32_t mask = signs ? rht_signs(first) : 0;
   const float factor = rht_scale(size);
   float x[kGroupSegments<Order, W>][kSegment];
 #pragma unroll
@@ -99,17 +99,38 @@ __device__ __noinline__ GroupWords<Order, W> transform_wide(GroupWords<Order, W>
   return group;
 }
 
+// The key with its step, which is read where it stands: once for all that a thread draws.
+__device__ __forceinline__ Key with_step(Key key) {
+  if (key.step_at) key.step = __ldg(reinterpret_cast<const unsigned long long*>(key.step_at));
+  return key;
+}
+
+static __device__ __noinline__ uint32_t drawn_mask(Key key, int first) {
+  uint32_t words[4];
+  drawn_signs(key.key0, with_step(key).step, words);
+  const uint32_t two = first < 32 ? words[0] : (first < 64 ? words[1] : (first < 96 ? words[2] : words[3]));
+  return (two >> (first % 32)) & 0xFFFFu;
+}
+
+// Bit i: element i of the thread's segments, which stand at one place of their groups, is negated by transform_wide.
+template <class Order>
+__device__ __forceinline__ uint32_t signs_of(const Spec& spec, const Key& key) {
+  const int first = Order::col(0) & (spec.rht - 1);
+  if (spec.eden) return drawn_mask(key, first);
+  return spec.rht > kSegment && spec.rht_sign ? rht_signs(first) : 0;
+}
+
 // The group's words in the basis that the format approximates.
 template <class Order, class W>
-__device__ __forceinline__ void get_basis(const uint32_t* tile, const Spec& spec, int h,
+__device__ __forceinline__ void get_basis(const uint32_t* tile, const Spec& spec, const Key& key, int h,
                                           uint32_t words[kGroupWords<Order, W>]) {
   get_group<Order, W>(tile, h, words);
-  if (spec.rht == kSegment) transform_group<Order, W>(spec, words);
-  if (spec.rht > kSegment) {
+  if (spec.rht == kSegment && !spec.eden) transform_group<Order, W>(spec, words);
+  if (spec.rht > kSegment || spec.eden) {
     GroupWords<Order, W> group;
 #pragma unroll
     for (int i = 0; i < kGroupWords<Order, W>; ++i) group.words[i] = words[i];
-    group = transform_wide<Order, W>(group, spec.rht, spec.rht_sign);
+    group = transform_wide<Order, W>(group, spec.rht, signs_of<Order>(spec, key));
 #pragma unroll
     for (int i = 0; i < kGroupWords<Order, W>; ++i) words[i] = group.words[i];
   }
@@ -129,12 +150,13 @@ __device__ __forceinline__ bool group_amax(const uint32_t words[kGroupWords<Orde
 
 // amax of every segment of the thread, joined over `cols` elements of a row.
 template <class Order, class W>
-__device__ __forceinline__ void all_amax(const uint32_t* tile, const Spec& spec, int cols, float amax[kSegments]) {
+__device__ __forceinline__ void all_amax(const uint32_t* tile, const Spec& spec, const Key& key, int cols,
+                                         float amax[kSegments]) {
 #pragma unroll
   for (int h = 0; h < kGroups<Order, W>; ++h) {
     constexpr int per_group = kGroupSegments<Order, W>;
     uint32_t words[kGroupWords<Order, W>];
-    get_basis<Order, W>(tile, spec, h, words);
+    get_basis<Order, W>(tile, spec, key, h, words);
     group_amax<Order, W>(words, amax + h * per_group);
 #pragma unroll
     for (int k = 0; k < per_group; ++k)
@@ -204,7 +226,7 @@ template <class Order, class W>
 __device__ __forceinline__ void find_direction(const Direction& to, const Frame& frame, const uint32_t* tile) {
   float amax[kSegments];
   float* found = to.found + frame.starts.amax;
-  all_amax<Order, W>(tile, to.spec, kTile, amax);
+  all_amax<Order, W>(tile, to.spec, frame.key, kTile, amax);
   if (to.spec.row_scaled) {
 #pragma unroll
     for (int q = 0; q < kSegments; ++q) {
@@ -258,7 +280,7 @@ __device__ __forceinline__ void choose_in_tiles(const Spec& spec, const Frame& f
 #pragma unroll
   for (int q = 0; q < kSegments; ++q) {
     uint32_t words[kGroupWords<Order, W>];
-    get_basis<Order, W>(tile, spec, q / kGroupSegments<Order, W>, words);
+    get_basis<Order, W>(tile, spec, frame.key, q / kGroupSegments<Order, W>, words);
     const Place place = place_of<Order>(frame, q);
     // Rows outside the matrix add 0, also when the global amax is infinite.
     const float2 found = errors_of<Order, W>(words, q % kGroupSegments<Order, W>, amax[q],
@@ -267,12 +289,6 @@ __device__ __forceinline__ void choose_in_tiles(const Spec& spec, const Frame& f
     errors[1][q] = place.count > 0 ? found.y : 0.0f;
   }
   for (int k = 0; k < 2; ++k) Order::join_rows(errors[k], Sum());
-}
-
-// The key with its step, which is read where it stands: once for all that a thread draws.
-__device__ __forceinline__ Key with_step(Key key) {
-  if (key.step_at) key.step = __ldg(reinterpret_cast<const unsigned long long*>(key.step_at));
-  return key;
 }
 
 // The key of an operand of so many columns, with the number of its first segment and of those between rows; in the fast
@@ -290,6 +306,30 @@ __device__ __forceinline__ void draw(const Key& key, uint64_t segment, uint32_t 
   philox(key.key0, key.key1, random);
 }
 
+// MS-EDEN: the scale of a segment, corrected with those of its group and rounded stochastically. Elements are rounded
+// under scale.encode as it is. All lanes of the warp. Not inlined: one format needs it.
+template <class Order>
+__device__ __noinline__ BlockScale eden_scale(float4 a, float4 b, float4 c, float4 d, BlockScale scale, int size,
+                                              Key key, Place place, int64_t cols, float amax, float inverse_range) {
+  const float x[kSegment] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w, c.x, c.y, c.z, c.w, d.x, d.y, d.z, d.w};
+  float own = 0.0f, with_codes = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kSegment; ++i) {
+    const float t = x[i] * scale.encode, q = decode<E2M1>(encode<E2M1>(t));
+    own += t * t, with_codes += t * q;
+  }
+  const float weight = scale.exact * scale.exact;
+  own = scale.exact == 0.0f ? 0.0f : weight * own;
+  with_codes = scale.exact == 0.0f ? 0.0f : weight * with_codes;
+  own = Order::join_near(own, size, Sum()), with_codes = Order::join_near(with_codes, size, Sum());
+  uint32_t random[4];
+  key = with_segments(with_step(key), static_cast<uint64_t>(cols));
+  draw(key, key.first + static_cast<uint64_t>(place.row) * key.across + static_cast<uint64_t>(place.col) / kSegment, random);
+  scale.code = encode_e4m3_stochastic(scale.exact * eden_factor(own, with_codes), random[0]);
+  scale.exact = e4m3_value(scale.code), scale.value = scale.exact * amax * inverse_range;
+  return scale;
+}
+
 // replace: where decoded values, rounded to `rounded`, take the place of the elements they came from; or null. kPlaced: the
 // operand may be a part of a whole, which the members of a group are not.
 template <class Order, class W, bool kFour, bool kSums, bool kPlaced>
@@ -303,7 +343,7 @@ __device__ __forceinline__ void encode_direction(const Direction& to, const Fram
   const bool uniform = kFour && spec.element == Element::e1m2;
   float amax_of_tile[kSegments] = {}, errors[2][kSegments] = {};
   if (ahead) {
-    all_amax<Order, W>(tile, spec, spec.tile_cols, amax_of_tile);
+    all_amax<Order, W>(tile, spec, frame.key, spec.tile_cols, amax_of_tile);
     join_tile<Order>(spec, amax_of_tile);
     if (chooses) choose_in_tiles<Order, W>(spec, frame, tile, amax_of_tile, errors);
   }
@@ -316,7 +356,7 @@ __device__ __forceinline__ void encode_direction(const Direction& to, const Fram
 #pragma unroll 1
   for (int h = 0; h < kGroups<Order, W>; ++h) {
     uint32_t words[kGroupWords<Order, W>];
-    get_basis<Order, W>(tile, spec, h, words);
+    get_basis<Order, W>(tile, spec, frame.key, h, words);
     float amax[per_group];
     const bool nan = group_amax<Order, W>(words, amax);
 #pragma unroll
@@ -352,6 +392,10 @@ __device__ __forceinline__ void encode_direction(const Direction& to, const Fram
           uniform ? encode_uniform(x, scale.encode, nullptr, codes) : encode_four(x, scale.encode, nullptr, codes);
         }
         if (nan) mark_nan(x, codes);
+        if (spec.eden)
+          scale = eden_scale<Order>({x[0], x[1], x[2], x[3]}, {x[4], x[5], x[6], x[7]}, {x[8], x[9], x[10], x[11]},
+                                    {x[12], x[13], x[14], x[15]}, scale, spec.rht, frame.key, place, frame.cols,
+                                    global.amax, spec.inverse_range);
       } else {
         encode_eight(x, scale.encode, spec.element, facts, codes);
       }

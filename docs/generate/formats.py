@@ -5,7 +5,7 @@ import inspect
 import sys
 
 from docs.generate.source import docstring, field_texts, table
-from hqsweep.formats import NAMES, WHOLE, Buffer, Format, Identity, options, parse
+from hqsweep.formats import NAMES, WHOLE, Buffer, Format, Identity, eden, hadamard, options, parse
 from hqsweep.formats.elements import ELEMENTS, Element
 
 INTRO = """\
@@ -35,6 +35,8 @@ def page() -> str:
     ]
     for cls in dict.fromkeys(type(parse(name)) for name in NAMES):
         parts += _format(cls)
+    for module, options_ in ((hadamard, "+rht"), (eden, "+eden")):
+        parts += [f"### {options_}\n", docstring(module)]
     return "\n".join(parts)
 
 

@@ -4,23 +4,13 @@ import inspect
 from types import ModuleType
 
 from docs.generate.source import docstring
+from hqsweep.config import factorial
 from hqsweep.nn.core import probe
 from hqsweep.ops import stats
 from hqsweep.report.compare import arms, curves, families, frames, verdict
 from hqsweep.report.gate import baseline, baseline_update, change, gate
-from hqsweep.verdicts import (
-    ages,
-    course,
-    effects,
-    estimate,
-    forks,
-    fractions,
-    ladder,
-    levels,
-    plan,
-    slowdown,
-    whole_runs,
-)
+from hqsweep.report.gate import verdict as gate_verdict
+from hqsweep.verdicts import course, designs, effects, estimate, judging, ladder, plan
 
 CHAPTERS = {
     "Errors of quantized tensors and of GEMMs": (stats, ()),
@@ -28,19 +18,19 @@ CHAPTERS = {
     "Gaps": (arms, (arms.Comparison, arms.baselines)),
     "Which runs enter": (families, (families.Family, families.judge)),
     "Verdicts": (estimate, (estimate.Estimate,)),
-    "Whole runs": (whole_runs, (whole_runs.judge,)),
-    "Forks": (forks, (forks.judge, forks.these_forks)),
-    "Forks that end together": (ages, None),
-    "The course of a gap": (course, (course.Course, course.course)),
-    "Slowdown": (slowdown, (slowdown.Slowdown, slowdown.slowdown)),
-    "Designs of factorial studies": (fractions, (fractions.Fraction, fractions.fraction)),
-    "Effects of a factorial study": (effects, (effects.Effect, effects.judge)),
+    "Verdicts from gaps": (
+        judging,
+        (judging.judge_whole_runs, judging.judge_forks, judging.these_forks, judging.Weights, judging.weights),
+    ),
+    "Gaps over tokens": (course, (course.Course, course.course, course.Slowdown, course.slowdown)),
+    "Designs of factorial studies": (factorial, (factorial.Fraction, factorial.fraction)),
+    "Effects of a factorial study": (effects, (effects.Effect, effects.judge_effects)),
     "Ladders of sizes": (ladder, (ladder.Rung, ladder.Prediction, ladder.predict, ladder.hold_out)),
-    "Looks at a growing study": (levels, None),
+    "Designs, and looks at a growing study": (designs, (designs.two_sided, designs.one_sided, designs.check)),
     "Replicates": (plan, None),
     "What is said of an arm": (verdict, (verdict.sentence,)),
     "Curves": (curves, None),
-    "The gate": (gate, (gate.gate, gate.Verdict, gate.Verdicts)),
+    "The gate": (gate, (gate.gate, gate_verdict.Verdict, gate_verdict.Verdicts)),
     "Changes since the baseline": (change, (change.changes, change.judge)),
     "Baselines": (baseline, (baseline.Baseline, baseline_update.update)),
     "Rows and frames": (frames, ()),

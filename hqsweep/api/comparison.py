@@ -219,7 +219,7 @@ def query(question: str, *words: str | Path | OfRuns, runs_dir: str | Path = "ru
     if not isinstance(question, str):
         raise UserError(f"query: takes a text of SQL, and got a {type(question).__name__}")
     folders = folders_of("query", words, runs_dir) if words else RunStore(Path(runs_dir)).all_runs()
-    tables = Tables(folders)
+    tables = Tables(folders, root=Path(runs_dir))
     answer = ask(question, tables).to_pandas()
     answer.attrs["left_out"] = [dict(row) for row in rows(tables.left_out)]
     return answer

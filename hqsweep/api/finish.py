@@ -51,7 +51,7 @@ def finish(
     Raises UserError for a missing part of this machine, as launch.check, before anything starts.
     """
     from hqsweep.sweep.engine import launch
-    from hqsweep.track.destination import upload_line
+    from hqsweep.track.tracker import upload_line
 
     launch.check(plan)
     for line in (*plan.lines, upload_line(plan.first.track.model_dump())):

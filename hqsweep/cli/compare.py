@@ -1,4 +1,5 @@
-"""`hqsweep compare` judges recipes, `hqsweep gate` a sweep by a stored baseline, and `hqsweep baseline` stores one."""
+"""`hqsweep compare` judges recipes, `hqsweep ladder` predicts their gaps at a larger size, `hqsweep gate` judges a
+sweep by a stored baseline, and `hqsweep baseline` stores one."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -116,6 +117,39 @@ baseline_app = typer.Typer(cls=OneSentence, no_args_is_help=True, help="Keep the
 Baseline = Annotated[Path, typer.Option(metavar="FILE", help="The stored baseline, a JSON file to keep in git.")]
 
 
+def ladder(
+    sweeps: Runs,
+    at: Annotated[
+        str | None, typer.Option(help="Parameters to predict for, such as 124M; default: 3 times the largest.")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Tokens of that training; default: as many a parameter as at the largest size.")
+    ] = None,
+    design: Annotated[
+        str | None, typer.Option(metavar="fork|whole", help="The sweeps that laws are fitted to; default: forks.")
+    ] = None,
+    margin: Annotated[
+        str, typer.Option(metavar="PERCENT", help="Largest gap that counts as none, in % of the baseline's loss.")
+    ] = "0.25%",
+    out: Annotated[Path | None, typer.Option(help="Report folder; default reports/ladder.")] = None,
+    runs_dir: RunsDir = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Predict gaps at a larger size, from a sweep for each size of a model.
+
+    Two laws are fitted, and the interval holds both. From three sizes on the largest is also predicted from the
+    others. The report folder gets ladder.md, ladder.svg, ladder.csv and measured.csv.
+    """
+    with waiting("fitting the laws"):
+        from hqsweep.api.ladder import ladder as fitted
+        from hqsweep.report.pages.ladder import rich_tables
+
+        found = fitted(*sweeps, at=at, tokens=tokens, design=design, margin=margin, runs_dir=runs_dir)
+        page = found.report(out or Path("reports/ladder"))
+    lines = repr(found).splitlines()
+    print_result(as_json, found.document | {"report": str(page)}, *rich_tables(found._found), *lines, f"report: {page}")
+
+
 def gate(
     runs: Runs,
     baseline: Baseline,
@@ -145,7 +179,8 @@ def gate(
 
         raise typer.Exit(print_gate(places(runs, runs_dir), baseline, margin, junit_file, summary, as_json=as_json))
     from hqsweep.report.gate.ci import write_junit
-    from hqsweep.report.gate.gate import UNIT, append, gate, gate_markdown
+    from hqsweep.report.gate.gate import gate
+    from hqsweep.report.gate.verdict import UNIT, append, gate_markdown
     from hqsweep.sweep.store.store import RunStore
 
     verdicts = gate(RunStore(runs_dir).resolve(runs), baseline, margin)

@@ -1,14 +1,9 @@
-"""`hqsweep doctor`: a page of this machine's parts, and of the product of each pair of formats here.
+"""`hqsweep doctor`: a page of this machine's parts, and of the product of each pair of formats here (gemm/pairs.py).
 
 A probe of a part that fails is a row, never an error.
-
-exact   gemm=exact: any two formats on any device, except products that no arithmetic gets right.
-strict  gemm=strict: as exact, for pairs that some hardware GEMM takes.
-native  gemm=native: on the tensor cores of this machine.
 """
 
 import importlib.util
-import itertools
 import os
 import platform
 import shutil
@@ -28,11 +23,10 @@ from hqsweep import formats
 from hqsweep.errors import UserError, nearest
 from hqsweep.formats import parse
 from hqsweep.formats.spec import FINGERPRINT
-from hqsweep.gemm.native import CUDA_KINDS, UNTRIED, fault, gemm_plan, plan_text
+from hqsweep.gemm.pairs import FORMATS, Product, capability_here, products, reasons, sm_name
+from hqsweep.ops.attention import CUDNN_FRONTEND, frontend_version
 from hqsweep.ops.fingerprint import fingerprint
 from hqsweep.ops.library import extension
-from hqsweep.ops.model.attention import CUDNN_FRONTEND, frontend_version
-from hqsweep.recipe.pairs import hardware_fault, mathematical_fault
 from hqsweep.report.pages.text import TextTable, to_rich
 from hqsweep.track.machine import cpu_isa
 
@@ -148,7 +142,7 @@ def _cudnn_frontend() -> Answer:
 def _wandb() -> Answer:
     if importlib.util.find_spec("wandb") is None:
         return False, "not installed, so track=none; pip install wandb"
-    from hqsweep.track.destination import logged_in
+    from hqsweep.track.tracker import logged_in
 
     there = logged_in(os.environ)
     return True, f"{version('wandb')}, " + ("logged in: online" if there else "not logged in: offline (wandb login)")
@@ -202,95 +196,8 @@ PROBES: dict[str, Callable[[], Answer]] = {
 }
 
 
-def _pairing_unlike(name: str) -> list[str]:
-    """The name, and its first spelling for each other answer to the questions that decide a product."""
-    answers: dict[tuple, str] = {}
-    for text in formats.spellings(name):
-        f = parse(text)
-        two_d = f.two_d and f.scaling == "block"
-        answers.setdefault((f.element_name, two_d, f.fits_bf16, f.rht, f.rht_signed), text)
-    return [text for text in answers.values() if len(formats.words_of(text)[1]) < 2]
-
-
-FORMATS = tuple(text for name in formats.NAMES for text in _pairing_unlike(name))
-"""Every name, and the options that decide which operands may meet."""
 MARKS = {"native": "N", "strict": "S", "exact": "x", "none": "-"}
 """The best mode of a pair -> its mark in the table."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Product:
-    """One pair; `exact`, `strict` and `native` are plans or, where the name ends in `_fault`, why there is none."""
-
-    a: str
-    b: str
-    exact: str | None
-    exact_fault: str | None
-    strict_fault: str | None
-    native: str | None
-    native_fault: str | None
-    native_on: tuple[str, ...]
-    """Compute capabilities whose tensor cores take the pair, as "sm_90"."""
-    untried: tuple[str, ...]
-    """The capabilities in native_on that follow documents and were not run."""
-
-    @property
-    def mode(self) -> str:
-        """The best one that runs here: native, strict, exact or none."""
-        if self.exact_fault:
-            return "none"
-        return "native" if self.native else "exact" if self.strict_fault else "strict"
-
-
-def products(capability: tuple[int, int] | None) -> list[Product]:
-    """All unordered pairs of FORMATS, for a device with that compute capability; None: a CPU."""
-    return [_product(a, b, capability) for a, b in itertools.combinations_with_replacement(FORMATS, 2)]
-
-
-def capability_here() -> tuple[int, int] | None:
-    """Compute capability of the first GPU that torch sees; None where it sees none."""
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-
-
-def reasons(pairs: list[Product]) -> list[dict[str, object]]:
-    """mode, reason, pairs (how many), example: why pairs go no further than the mode before; most pairs first."""
-    rows, left = [], pairs
-    for mode in ("exact", "strict", "native"):
-        faults = {(p.a, p.b): fault for p in left if (fault := getattr(p, f"{mode}_fault"))}
-        for reason, count in Counter(faults.values()).most_common():
-            example = next(pair for pair, fault in faults.items() if fault == reason)
-            rows.append({"mode": mode, "reason": reason, "pairs": count, "example": " x ".join(example)})
-        left = [p for p in left if (p.a, p.b) not in faults]
-    return rows
-
-
-def _product(a_text: str, b_text: str, capability: tuple[int, int] | None) -> Product:
-    a, b = parse(a_text), parse(b_text)
-    wrong = mathematical_fault(a, b)
-    strict = wrong or hardware_fault(a, b)
-    native = strict or fault(a, b, capability)
-    with_product = [c for c in _capabilities() if not (strict or fault(a, b, c))]
-    exact = None if wrong else str(gemm_plan(a, b, capability))
-    return Product(
-        a=a_text,
-        b=b_text,
-        exact=exact,
-        exact_fault=wrong,
-        strict_fault=strict,
-        native_fault=native,
-        native=None if native else plan_text(capability) if capability else exact,
-        native_on=tuple(map(_sm, with_product)),
-        untried=tuple(_sm(c) for c in with_product if c[0] in UNTRIED),
-    )
-
-
-def _capabilities() -> list[tuple[int, int]]:
-    """The first capability of each major that has products: 8.9 for major 8."""
-    return [(major, 9 if major == 8 else 0) for major in CUDA_KINDS]
-
-
-def _sm(capability: tuple[int, int]) -> str:
-    return f"sm_{capability[0]}{capability[1]}"
 
 
 FOUND = {True: "yes", False: "no", None: "broken"}
@@ -347,7 +254,7 @@ def _card(card: str) -> str:
 
 
 def _as_line(name: str, capability: tuple[int, int] | None) -> str:
-    return f"as on {name}{'' if capability is None else f' ({_sm(capability)})'}, which need not be here"
+    return f"as on {name}{'' if capability is None else f' ({sm_name(capability)})'}, which need not be here"
 
 
 def _short(
@@ -357,7 +264,8 @@ def _short(
     alike = {p.a: p for p in pairs if p.a == p.b}
     native = [text for text in formats.NAMES if text in alike and alike[text].mode == "native"]
     high = [text for text in native if parse(text).high_precision]
-    untried = [text for text in native if text not in high and capability and _sm(capability) in alike[text].untried]
+    here = capability and sm_name(capability)
+    untried = [text for text in native if text not in high and here in alike[text].untried]
     lines = [_as_line(name, capability)] if name else _parts_lines(machine)
     lines += [f"{'native':<13}{', '.join(native)}"]
     lines += [f"{'':<13}from documents, not yet run there: {', '.join(untried)}"] if untried else []

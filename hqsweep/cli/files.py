@@ -33,7 +33,7 @@ def show_checkpoint(
 
     Of a run it is the last one. Exit code 2 for half a checkpoint, and for what is none.
     """
-    from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
+    from hqsweep.checkpoints.inspect import inspect_checkpoint
 
     checkpoint = inspect_checkpoint(path if path.exists() else _of_run(path, runs_dir))
     document = {"path": str(checkpoint.path), "kind": checkpoint.kind, "step": checkpoint.step}

@@ -136,7 +136,7 @@ def print_gate(
         from hqsweep.foreign_logs.gate import gate, read_stored, unit_of
         from hqsweep.foreign_logs.logs import judge_files
         from hqsweep.report.gate.ci import write_junit
-        from hqsweep.report.gate.gate import append, gate_markdown
+        from hqsweep.report.gate.verdict import append, gate_markdown
 
         stored = read_stored(baseline)
         if margin is not None:

@@ -12,7 +12,7 @@ import typer
 from hqsweep import __version__
 from hqsweep.cli import compare as cli_compare
 from hqsweep.cli import completion as cli_completion
-from hqsweep.cli import files, judge, ladder, probe, recipe, runs
+from hqsweep.cli import files, judge, probe, recipe, runs
 from hqsweep.cli import query as cli_query
 from hqsweep.cli import run as cli_run
 from hqsweep.cli.output import AsJson, OneSentence, RunsDir, Sort, Where, choice, print_result
@@ -70,7 +70,7 @@ def ls(
     --where and --sort take sweep, conf, created, tags and note, and arms, runs, trunks, forks and each state as
     numbers. Exit code 3 where something of them is damaged, missing or foreign.
     """
-    from hqsweep.report.pages.show import list_sweeps
+    from hqsweep.report.pages.sweeps import list_sweeps
     from hqsweep.sweep.store.store import RunStore
 
     page, document = list_sweeps(RunStore(runs_dir), tag, choice(where, sort))
@@ -97,7 +97,8 @@ def show(
     Of a run: state, recipe, loss, largest quantization errors, where its files are. Of a sweep: its command, states,
     arms and runs; exit code 3 where something of it is damaged, missing or foreign.
     """
-    from hqsweep.report.pages.show import show_run, show_sweep
+    from hqsweep.report.pages.show import show_run
+    from hqsweep.report.pages.sweeps import show_sweep
     from hqsweep.sweep.store.store import RunStore
 
     store = RunStore(runs_dir)
@@ -151,7 +152,7 @@ def schema(
 
 
 for _command in (
-    cli_compare.compare, ladder.ladder, judge.judge, cli_run.plan, cli_compare.gate, probe.probe, cli_query.query,
+    cli_compare.compare, cli_compare.ladder, judge.judge, cli_run.plan, cli_compare.gate, probe.probe, cli_query.query,
     cli_query.serve, runs.verify, runs.status, runs.cancel, runs.sync, runs.note,
 ):  # fmt: skip
     app.command()(_command)

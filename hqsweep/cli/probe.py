@@ -155,7 +155,7 @@ def _probe_loss(path: Path, data: Path, recipe: str, count: int, study: Path | N
     from hqsweep.jobs.probe.loss import losses_at_once, probe_loss
     from hqsweep.jobs.probe.treatments import converted_shapes, treatments, write_study
     from hqsweep.models.hf import load_model
-    from hqsweep.report.pages.probe_loss import causes_tables, sentences
+    from hqsweep.report.pages.probe import causes_tables, loss_sentences
     from hqsweep.sweep.console import SafeConsole
     from hqsweep.train.build import pick_device
 
@@ -182,7 +182,7 @@ def _probe_loss(path: Path, data: Path, recipe: str, count: int, study: Path | N
         ]
     }
     tables = causes_tables(causes, arms, losses, SHOWN)
-    print_result(as_json, document, *tables, *sentences(causes), *([f"wrote {study}"] if study else []))
+    print_result(as_json, document, *tables, *loss_sentences(causes), *([f"wrote {study}"] if study else []))
     if study:
         say(f"{NEXT}hqsweep run conf={study}", err=as_json)
 

@@ -41,7 +41,7 @@ def query(
         raise UserError("--csv and --json: one answer has one form; give one of them")
     store = RunStore(runs_dir)
     with counting("runs read") as done:
-        tables = Tables(store.resolve(runs) if runs else store.all_runs(), done)
+        tables = Tables(store.resolve(runs) if runs else store.all_runs(), done, root=store.root)
         if question is None:
             answer = {name: [column for part in tables.columns(name) for column in part] for name in NAMES}
         else:

@@ -72,14 +72,16 @@ def ls(config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
 def show(name: Name, every: All = False, config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
     """Show what a recipe does to each tensor, in both directions.
 
-    Overrides and schedule included; with --all also which GEMM reads it.
+    Overrides and schedule included; with --all also which GEMM reads it. gemms is the same by products, where every
+    columnwise operand is made from the original tensor: formats of fprop/dgrad/wgrad, as recipe.linear.gemms takes.
     """
     from hqsweep.recipe.argument import recipe_config
-    from hqsweep.recipe.listing import ALL_FIELDS, PROJECTION, folded, slots
+    from hqsweep.recipe.listing import ALL_FIELDS, PROJECTION, by_gemms, folded, slots
 
     recipe = _load(name, config_dir)
-    config, rows = recipe_config(recipe), [slot.row() for slot in slots(recipe)]
-    notes = [f"gemm: {recipe.gemm}"]
+    config, rows, gemms = recipe_config(recipe), [slot.row() for slot in slots(recipe)], by_gemms(recipe)
+    notes = [f"{part}.gemms: {text}" for part, text in gemms.items()]
+    notes += [f"gemm: {recipe.gemm}"]
     notes += [f"overrides[{i}] is for {o}" for i, o in enumerate(getattr(recipe, "overrides", ()))]
     notes += [f"schedule[{i}] comes {change.when}" for i, change in enumerate(recipe.schedule)]
     if "qfactory" in config:
@@ -89,7 +91,7 @@ def show(name: Name, every: All = False, config_dir: ConfigDir = None, as_json: 
         table = _table(name, rows, SLOT_COLUMNS | projected)
     else:
         table = _table(name, folded(rows, ALL_FIELDS, [row["slot"] for row in rows]), FOLDED_COLUMNS | projected)
-    print_result(as_json, {"name": name, "recipe": config, "slots": rows}, table, *notes)
+    print_result(as_json, {"name": name, "recipe": config, "slots": rows, "gemms": gemms}, table, *notes)
 
 
 @app.command()

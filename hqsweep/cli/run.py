@@ -161,7 +161,7 @@ def _print_ended(
 
 def _compared(plan: Any, runs: Sequence[Any]) -> Any:
     """The comparison of the runs that are there; None where no two arms could have one."""
-    from hqsweep.sweep.grid.point import is_trunk
+    from hqsweep.sweep.grid.arms import is_trunk
 
     arms = {point.arm for point in plan.points if not is_trunk(point)}
     if plan.first.job not in COMPARED or len(arms) < 2:

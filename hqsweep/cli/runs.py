@@ -135,12 +135,12 @@ def note(
     as_json: AsJson = False,
 ) -> None:
     """Write a note on a sweep or a run, which ls and show print."""
-    from hqsweep.sweep.store import notes
+    from hqsweep.sweep.store import edits
     from hqsweep.sweep.store.store import RunStore
 
-    asked = notes.targets(RunStore(runs_dir), target)
+    asked = edits.targets(RunStore(runs_dir), target)
     if text is not None:
-        notes.note(asked, text)
+        edits.note(asked, text)
     _print_notes(as_json, asked)
 
 
@@ -153,22 +153,22 @@ def tag(
     as_json: AsJson = False,
 ) -> None:
     """Tag a sweep or runs, as in: hqsweep tag stdlib +good -draft. `ls --tag good` finds them."""
-    from hqsweep.sweep.store import notes
+    from hqsweep.sweep.store import edits
     from hqsweep.sweep.store.store import RunStore
 
-    asked = notes.targets(RunStore(runs_dir), target)
+    asked = edits.targets(RunStore(runs_dir), target)
     if changes:
-        notes.tag(asked, changes)
+        edits.tag(asked, changes)
     _print_notes(as_json, asked)
 
 
 def _print_notes(as_json: bool, asked: list[Any]) -> None:
     """Print the note and the tags of each target."""
-    from hqsweep.sweep.store import notes
+    from hqsweep.sweep.store import edits
 
-    said = {target.name: notes.read(target.folder).get(target.run, notes.Note()) for target in asked}
+    said = {target.name: edits.read(target.folder).get(target.run, edits.Note()) for target in asked}
     document = {name: {"note": own.note, "tags": list(own.tags)} for name, own in said.items()}
-    lines = [f"{name}: {notes.line(own) or 'no note, no tag'}" for name, own in said.items()]
+    lines = [f"{name}: {edits.line(own) or 'no note, no tag'}" for name, own in said.items()]
     print_result(as_json, document, *lines)
 
 
@@ -179,7 +179,7 @@ def rm(
     as_json: AsJson = False,
 ) -> None:
     """Delete runs, or whole sweeps: never one that runs or waits, nor a trunk without its forks."""
-    from hqsweep.sweep.store.removal import delete, removals
+    from hqsweep.sweep.store.edits import delete, removals
     from hqsweep.sweep.store.store import RunStore
 
     doomed = removals(RunStore(runs_dir), runs)

@@ -52,10 +52,10 @@ from hqsweep.compat.factories import (
     nvfp4_1d_weight_factory,
     nvfp4_factory,
     nvfp4_linear_fp8_dpa_factory,
+    nvfp4_ref_rht_2d_factory,
     nvfp4_row_scaled_fwd_high_precision_bwd_factory,
     nvfp4_row_scaled_fwd_mxfp8_bwd_factory,
 )
-from hqsweep.compat.grouped_tensor import GroupedTensor
 from hqsweep.compat.modules.dot_product_attention import DotProductAttention
 from hqsweep.compat.modules.grouped_linear import GroupedLinear
 from hqsweep.compat.modules.layernorm_mlp import LayerNormMLP
@@ -65,23 +65,7 @@ from hqsweep.compat.modules.norms import LayerNorm, RMSNorm
 from hqsweep.compat.modules.rope import RotaryPositionEmbedding
 from hqsweep.compat.modules.transformer_layer import TransformerLayer
 from hqsweep.compat.optimizers import FusedAdam, FusedSGD
-from hqsweep.compat.quantizer import (
-    Float8BlockwiseQTensor,
-    Float8BlockwiseQTensorStorage,
-    Float8Tensor,
-    Float8TensorStorage,
-    HybridQuantizedTensorStorage,
-    IdentityTensor,
-    IdentityTensorStorage,
-    MXFP8Tensor,
-    MXFP8TensorStorage,
-    NVFP4Tensor,
-    NVFP4TensorStorage,
-    QuantizedTensor,
-    QuantizedTensorStorage,
-    Quantizer,
-    te_device_type,
-)
+from hqsweep.compat.quantizer import Quantizer, te_device_type
 from hqsweep.compat.quantizers import (
     DType,
     Float8BlockQuantizer,
@@ -109,6 +93,22 @@ from hqsweep.compat.recipes import (
     Recipe,
     get_align_size_for_quantization,
     quantizer_factory,
+)
+from hqsweep.compat.tensors.grouped_tensor import GroupedTensor
+from hqsweep.compat.tensors.named import (
+    Float8BlockwiseQTensor,
+    Float8BlockwiseQTensorStorage,
+    Float8Tensor,
+    Float8TensorStorage,
+    HybridQuantizedTensorStorage,
+    IdentityTensor,
+    IdentityTensorStorage,
+    MXFP8Tensor,
+    MXFP8TensorStorage,
+    NVFP4Tensor,
+    NVFP4TensorStorage,
+    QuantizedTensor,
+    QuantizedTensorStorage,
 )
 from hqsweep.quant import HybridQuantizedTensor, replace_raw_data
 from hqsweep.recipe.roles import QuantizerRole
@@ -193,6 +193,7 @@ __all__ = [
     "nvfp4_1d_weight_factory",
     "nvfp4_factory",
     "nvfp4_linear_fp8_dpa_factory",
+    "nvfp4_ref_rht_2d_factory",
     "nvfp4_row_scaled_fwd_high_precision_bwd_factory",
     "nvfp4_row_scaled_fwd_mxfp8_bwd_factory",
     "ops",

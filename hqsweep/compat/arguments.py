@@ -5,8 +5,10 @@ An argument that would change a number, and has no counterpart here, is refused.
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from functools import wraps
 from typing import Any
 
 import torch
@@ -148,6 +150,23 @@ class Signature:
         refuse(kind, {n: every[n] for n in self.refused}, self.defaults)
         taking = {n: v for n, v in every.items() if n not in self.refused and n not in self.hints}
         return {n: taken(kind, n, v, self.defaults[n]) for n, v in taking.items()}
+
+    def builds(self, init: Callable[..., None]) -> Callable[..., None]:
+        """A constructor with these optional arguments, which builds where `device` says so (built_on)."""
+        needed = init.__code__.co_argcount - 1
+
+        @wraps(init)
+        def build(module: Any, *positional: Any, **named: Any) -> None:
+            given = dict(zip(self.defaults, positional[needed:], strict=False)) | named
+            with built_on(given.get("device")):
+                init(module, *positional, **named)
+
+        return build
+
+
+def built_on(device: Any) -> AbstractContextManager[Any]:
+    """A context that builds modules without memory for device="meta"; other devices have no effect."""
+    return torch.device("meta") if str(device) == "meta" else nullcontext()
 
 
 def taken(kind: str, name: str, value: Any, default: Any) -> Any:

@@ -101,9 +101,15 @@ def quantize_master_weights(
     manual_post_all_gather_processing: bool = False,
 ) -> None:
     """hqsweep.quant.quantize_master_weights, which takes all formats and hybrids. A shard is written in place of its
-    weight."""
+    weight. UserError for a weight without operands."""
     shards = fsdp_shard_model_weights or [None] * len(model_weights)
     own = [weight if shard is None else shard for weight, shard in zip(model_weights, shards, strict=True)]
+    for weight in own:
+        if isinstance(weight, quant.HybridQuantizedTensor) and not any(weight.get_usages().values()):
+            raise UserError(
+                f"quantize_master_weights: a weight {list(weight.shape)} in {weight.quantizer} has dropped both rowwise"
+                " and columnwise operands; quantize its values again"
+            )
     options = {"manual_post_all_gather_processing": manual_post_all_gather_processing}
     quant.quantize_master_weights(own, master_weights, start_offsets, group, **options)
 

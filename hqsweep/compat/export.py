@@ -202,7 +202,7 @@ def _quantizer_call(format: Format) -> str | None:
             )
         case MX() if format == MX(name="mxfp8", element_name=format.element_name, two_d=format.two_d):
             return f"MXFP8Quantizer({_fp8(format)}{', with_2d_quantization=True' if format.two_d else ''})"
-        case NVFP4() if not format.fast_error and format.rht in (0, 16):
+        case NVFP4() if not (format.fast_error or format.eden) and format.rht in (0, 16):
             return _nvfp4_call(format)
     return None
 

@@ -73,6 +73,13 @@ def nvfp4_1d_weight_factory(role: Role) -> Quantizer:
     return _twice(NVFP4Quantizer(), NVFP4Quantizer()) if _linear(role) == "weight" else nvfp4_factory(role)
 
 
+def nvfp4_ref_rht_2d_factory(role: Role) -> Quantizer:
+    """NVFP4 without stochastic rounding: tiles for weights of linears, the Hadamard transform for all else."""
+    if _linear(role) == "weight":
+        return NVFP4Quantizer(with_2d_quantization=True)
+    return NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
+
+
 def mxfp8_fwd_high_precision_bwd_factory(role: Role) -> Quantizer:
     """MXFP8 in fprop; backward in high precision, from the values of fprop."""
     if _linear(role) in ("input", "weight"):

@@ -3,16 +3,12 @@
 A quantizer's `frozen` is the HybridQuantizer of hqsweep.quant with its options; all numbers come from that. Attributes
 may be assigned, and the next use follows them. A factory's answer is read once, when the slot is made; the GEMM then
 decides which directions are made.
-
-All quantized tensors are HybridQuantizedTensor here, whatever made them. TransformerEngine's names of formats are asked
-by isinstance only: Float8Tensor is a tensor whose held directions are all FP8 with one scale, and so on. Storages are
-tensors, too.
 """
 
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -20,8 +16,7 @@ from torch import Tensor
 from hqsweep.compat.arguments import shown
 from hqsweep.compat.modules.activation_dtype import quantizer_in
 from hqsweep.errors import UserError
-from hqsweep.formats import MX, NVFP4, Format, Fp8Block, Fp8Current, Identity, RngKey
-from hqsweep.formats.fp8 import Fp8PerTensor
+from hqsweep.formats import Format, Fp8Current, RngKey
 from hqsweep.quant import HybridOperand, HybridQuantizedTensor, Operand
 from hqsweep.quant import HybridQuantizer as Frozen
 from hqsweep.quant.hybrid import DIRECTIONS
@@ -300,51 +295,3 @@ class _Quantize(torch.autograd.Function):
 def drawn_key(frozen: Frozen) -> RngKey | None:
     """A key from torch's CPU generator, for a quantizer that draws random bits outside of modules."""
     return RngKey(seed=int(torch.randint(2**31, ())), slot="quantizer", step=0) if frozen.stochastic else None
-
-
-class _OfFormat(type):
-    formats: ClassVar[type[Format]]
-
-    def __instancecheck__(cls, tensor: Any) -> bool:
-        if not isinstance(tensor, HybridQuantizedTensor):
-            return False
-        formats = [getattr(tensor.quantizer, direction) for direction in tensor.metadata.directions]
-        return all(isinstance(format, cls.formats) and format.name in (cls.named or format.name) for format in formats)
-
-    def __call__(cls, *_: Any, **__: Any) -> None:
-        raise UserError(f"{cls.__name__} is asked by isinstance only; make a tensor by calling a quantizer")
-
-
-class Float8Tensor(metaclass=_OfFormat):
-    """FP8 with one scale for the tensor."""
-
-    formats, named = Fp8PerTensor, ()
-
-
-class Float8BlockwiseQTensor(metaclass=_OfFormat):
-    """FP8 with a scale for each block or tile."""
-
-    formats, named = Fp8Block, ()
-
-
-class MXFP8Tensor(metaclass=_OfFormat):
-    """MXFP8."""
-
-    formats, named = MX, ("mxfp8",)
-
-
-class NVFP4Tensor(metaclass=_OfFormat):
-    """NVFP4."""
-
-    formats, named = NVFP4, ()
-
-
-class IdentityTensor(metaclass=_OfFormat):
-    """High precision."""
-
-    formats, named = Identity, ()
-
-
-QuantizedTensor = QuantizedTensorStorage = HybridQuantizedTensorStorage = HybridQuantizedTensor
-Float8TensorStorage, Float8BlockwiseQTensorStorage = Float8Tensor, Float8BlockwiseQTensor
-MXFP8TensorStorage, NVFP4TensorStorage, IdentityTensorStorage = MXFP8Tensor, NVFP4Tensor, IdentityTensor

@@ -20,8 +20,8 @@ from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.quant import HybridQuantizer as Frozen
 from hqsweep.quant.content import OneMatrix
 from hqsweep.quant.hybrid import DIRECTIONS
-from hqsweep.quant.metadata import Metadata
 from hqsweep.quant.operand import HybridOperand, Operand
+from hqsweep.quant.usage import Metadata
 
 
 class DType(Enum):
@@ -296,6 +296,10 @@ class NVFP4Quantizer(Quantizer):
         return {"four_over_six": True, "error_mode": mode.lower(), "e4m3_max": e4m3_max}
 
 
+class NoQuantizer(UserError, TypeError):
+    """A part of a HybridQuantizer is no quantizer. It is a TypeError, as in TransformerEngine."""
+
+
 class HybridQuantizer(Quantizer):
     """The rowwise format of the one and the columnwise format of the other, whose usages it sets. A part may also be a
     HybridQuantizer of hqsweep.quant."""
@@ -311,7 +315,7 @@ class HybridQuantizer(Quantizer):
         for name, quantizer in (("rowwise", rowwise_quantizer), ("columnwise", columnwise_quantizer)):
             if not isinstance(quantizer, Quantizer | Frozen):
                 what = f"{name}_quantizer is {quantizer!r}"
-                raise UserError(f"HybridQuantizer: {what}; it takes a quantizer (not a request)")
+                raise NoQuantizer(f"HybridQuantizer does not support nested QuantizerRequest: {what}; give a quantizer")
         if rowwise_quantizer is columnwise_quantizer and isinstance(rowwise_quantizer, Quantizer):
             raise UserError("HybridQuantizer: requires distinct rowwise and columnwise quantizers; give a copy()")
         self.rowwise_quantizer, self.columnwise_quantizer = (

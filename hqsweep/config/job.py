@@ -140,7 +140,7 @@ PARITY_CHECKS = (
 )  # fmt: skip
 """Names of the checks of the parity job, whose functions are in jobs/parity."""
 CALIBRATE_DISTRIBUTIONS = ("normal", "laplace", "t5", "t3", "outlier_channels", "token_scale_2", "token_scale_4")
-"""Names of the distributions of the calibrate job, whose functions are in jobs/calibrate/sqnr.py."""
+"""Names of the distributions of the calibrate job, whose functions are in jobs/calibration.py."""
 
 
 class ParitySection(Section):

@@ -29,6 +29,8 @@ from hqsweep.formats.spec import (
     fields_of,
     quantizer_texts,
 )
+from hqsweep.recipe.gemms import KEY as GEMMS_KEY
+from hqsweep.recipe.gemms import expanded, section_texts
 from hqsweep.recipe.pairs import GEMMS, MODULE_GEMMS, pair_fault
 from hqsweep.recipe.roles import IN_HIGH_PRECISION, TENSOR_TYPES
 
@@ -60,6 +62,8 @@ def _texts(path: list[str], value: Any) -> Iterator[tuple[str, Any, Any]]:
         yield where, check_source if path[-1] == QUANTIZER_FIELDS[2] else fields_of, value
     elif path[-1] == FIELD and isinstance(value, str):
         yield where, fields_of, value
+    elif len(path) > 2 and path[-1] == GEMMS_KEY and value is not None:
+        yield where, section_texts, value
     elif len(path) > 1 and isinstance(value, str):
         yield where, _check_quantizer, value
     elif isinstance(value, Mapping):
@@ -110,6 +114,8 @@ def part_quantizers(recipe: Mapping[str, Any], part: str) -> dict[str, Any]:
     elif part in IN_HIGH_PRECISION:
         default = dict.fromkeys(tensors, IN_HIGH_PRECISION[part])
     value = recipe.get(part)
+    if tensors == TENSOR_TYPES["linear"]:
+        value = expanded(value, f"recipe.{part}")
     if value is None:
         return default
     if isinstance(value, Mapping) and "rowwise" not in value:

@@ -21,7 +21,7 @@ from hqsweep.report.compare.frames import FORK
 from hqsweep.report.compare.verdict import PLAIN, spec
 from hqsweep.report.gate.baseline import sealed
 from hqsweep.report.gate.change import Family, changes_of, judge
-from hqsweep.report.gate.gate import Verdict, Verdicts
+from hqsweep.report.gate.verdict import Verdict, Verdicts
 from hqsweep.sweep.store.files import write_json
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.verdicts.estimate import Estimate

@@ -13,13 +13,12 @@ import numpy as np
 import pandas as pd
 
 from hqsweep.errors import UserError, nearest
-from hqsweep.foreign_logs.columns import lower_is_better
-from hqsweep.foreign_logs.values import Values, several
+from hqsweep.foreign_logs.values import Values, lower_is_better, several
 from hqsweep.report.compare.arms import estimated
 from hqsweep.report.compare.families import Family, balanced, listed
 from hqsweep.report.compare.frames import FORK, WHOLE
 from hqsweep.report.compare.verdict import PLAIN, sentence
-from hqsweep.verdicts import forks, whole_runs
+from hqsweep.verdicts import judging
 from hqsweep.verdicts.estimate import VERDICTS, Estimate
 
 MARGIN = "0.25%"
@@ -243,9 +242,9 @@ def _estimates(
 ) -> dict[str, Estimate]:
     arms = [arm for arm in table if arm != baseline]
     if design == FORK:
-        return forks.judge({arm: _by_trunk(table, arm, baseline, relative) for arm in arms}, **options)
+        return judging.judge_forks({arm: _by_trunk(table, arm, baseline, relative) for arm in arms}, **options)
     scaled = 100 * table / abs(table[baseline].mean()) if relative else table
-    return whole_runs.judge({arm: scaled[arm].to_numpy() for arm in scaled}, baseline=baseline, **options)
+    return judging.judge_whole_runs({arm: scaled[arm].to_numpy() for arm in scaled}, baseline=baseline, **options)
 
 
 def _by_trunk(table: pd.DataFrame, arm: str, baseline: str, relative: bool) -> np.ndarray:
@@ -258,7 +257,7 @@ def _by_trunk(table: pd.DataFrame, arm: str, baseline: str, relative: bool) -> n
 
 def _these(table: pd.DataFrame, baseline: str, null: str | None, relative: bool) -> dict[str, tuple[float, float]]:
     arms = [arm for arm in table if arm != baseline]
-    return forks.these_forks({arm: _by_trunk(table, arm, baseline, relative) for arm in arms}, null=null)
+    return judging.these_forks({arm: _by_trunk(table, arm, baseline, relative) for arm in arms}, null=null)
 
 
 def _gaps(table: pd.DataFrame, baseline: str, null: str | None, design: str) -> pd.DataFrame:

@@ -15,12 +15,11 @@ import pandas as pd
 from hqsweep.config.jobs import COMMAND
 from hqsweep.config.study import StudyConfig
 from hqsweep.errors import Damaged, UserError
-from hqsweep.foreign_logs.columns import FILE, Columns, find
 from hqsweep.foreign_logs.judge import Judgement, Question, judge
 from hqsweep.foreign_logs.stores import SQLITE, is_mlflow, read_mlflow, read_sqlite
 from hqsweep.foreign_logs.tables import Csv, Frame, JsonLines, Parquet, Source, WideCsv
 from hqsweep.foreign_logs.trackers import EVENTS, WANDB, Runs, read_tensorboard, read_wandb, runs_source, sweep_source
-from hqsweep.foreign_logs.values import Collector, Values
+from hqsweep.foreign_logs.values import FILE, Collector, Columns, Values, find
 from hqsweep.sweep.store import sweep_file
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore

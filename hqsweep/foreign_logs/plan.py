@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from hqsweep.errors import UserError
-from hqsweep.foreign_logs.columns import lower_is_better
 from hqsweep.foreign_logs.judge import Judgement, judge, parse_margin
 from hqsweep.foreign_logs.logs import Log
+from hqsweep.foreign_logs.values import lower_is_better
 from hqsweep.report.compare.frames import FORK
 from hqsweep.report.compare.verdict import PLAIN, spec
 from hqsweep.report.pages.text import TextTable, number

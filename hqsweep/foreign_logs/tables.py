@@ -22,7 +22,7 @@ from pyarrow import json as pa_json
 
 from hqsweep.config.safe import loads
 from hqsweep.errors import UserError, nearest
-from hqsweep.foreign_logs.columns import USUAL, Columns
+from hqsweep.foreign_logs.values import USUAL, Columns
 
 BLOCK = 16 << 20
 """The bytes of a piece of a CSV."""

@@ -18,7 +18,7 @@ import pandas as pd
 
 from hqsweep.config.safe import loads
 from hqsweep.errors import UserError
-from hqsweep.foreign_logs.columns import Columns
+from hqsweep.foreign_logs.values import Columns
 from hqsweep.report.compare.left_out import stranger
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import known, runs_in

@@ -1,4 +1,7 @@
-"""One value for each run of a log: the last value of the metric, or its mean over the trailing window.
+"""From the rows of a log to one value for each run: the last value of the metric, or its mean over the trailing window.
+
+The columns that say arm, seed, step, trunk and fork point are found by usual names, or named by the user. Without a
+column of seeds the names of runs are read, as bf16-s0.
 
 Rows come in pieces. Of each run only those stay that may be in its window, so that memory is bounded by windows and not
 by the log. A run that ends at another step than most is left out by name, because its loss belongs to another
@@ -10,16 +13,135 @@ the steps kept earlier include all steps kept later.
 """
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
-from hqsweep.errors import UserError
-from hqsweep.foreign_logs.columns import FILE, Columns, arm_and_seed
+from hqsweep.errors import UserError, nearest
 from hqsweep.report.compare.curves import trailing
 from hqsweep.report.compare.families import listed
+
+FILE = "file"
+"""The column that several files, or a folder of them, have in addition: the name of the row's file without its end."""
+USUAL = {
+    "arm": ("arm", "recipe", "variant", "config", "group", "name", "run", FILE),
+    "seed": ("seed",),
+    "step": ("step", "_step", "global_step", "iteration"),
+    "trunk": ("trunk",),
+    "point": ("point", "fork_point"),
+}
+"""What a column says -> its usual names, in any case; the first one that is there counts."""
+METRIC = "val_loss"
+"""The metric that is judged where none is asked for and the log has it."""
+SHOWN_NAMES = 12
+"""The number of columns that an error names."""
+_SEED = re.compile(
+    r"(?P<before>.*?)(?:^|(?<=[-_./\s]))s(?:eed)?[-_=:\s]?(?P<seed>\d+)(?=$|[-_./\s])(?P<after>.*)", re.I
+)
+_EDGES = "-_./ \t"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """The names of columns; None for one that the log lacks, and for arms that its reader knows otherwise.
+
+    Without `seed` and `trunk` the texts of `arm` are names of runs, which have the seed in them."""
+
+    arm: str | None
+    seed: str | None
+    step: str | None
+    trunk: str | None
+    point: str | None
+    metric: str
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """What tells runs apart, forks included: arm, replicate (seed or trunk) and draw (fork point) -> column."""
+        named = {"arm": self.arm, "replicate": self.trunk or self.seed, "draw": self.point if self.trunk else None}
+        return {what: name for what, name in named.items() if name}
+
+    @property
+    def read(self) -> list[str]:
+        """All columns that are read but the metric."""
+        return [*self.keys.values(), *([self.step] if self.step else [])]
+
+
+def find(
+    known: Mapping[str, bool], where: str, asked: Mapping[str, str | None], metric: str | None, *, open_ended: bool
+) -> Columns:
+    """The columns of a log.
+
+    known       its columns, and whether each holds numbers
+    asked       arm, seed, step, trunk or point -> the name that the user gives
+    open_ended  whether metrics are names within a column, and so not among `known`
+
+    Raises UserError, which begins with `where` and names the columns, if one is missing.
+    """
+    found = {what: _column(known, where, what, asked.get(what)) for what in USUAL}
+    if found["arm"] is None:
+        raise UserError(
+            f"{where}: no column of arms, by a usual name ({', '.join(USUAL['arm'][:-1])}); it has {_named(known)};"
+            " name one with --arm-column, or call it arm"
+        )
+    rest = [name for name, number in known.items() if number and name not in found.values()]
+    if metric is None and METRIC not in known and not open_ended:
+        if len(rest) != 1:
+            several = f"it has {_named(rest)}; give one with --metric" if rest else f"it has {_named(known)}"
+            raise UserError(f"{where}: no column '{METRIC}', and no other one that is the metric; {several}")
+        metric = rest[0]
+    metric = metric or METRIC
+    if metric not in known and not open_ended:
+        raise UserError(f"{where}: no column of the metric '{metric}'{nearest(metric, rest)}; it has {_named(known)}")
+    if taken := next((what for what, name in found.items() if name == metric), None):
+        raise UserError(f"{where}: '{metric}' is the column of the {taken}, and no metric")
+    return Columns(**found, metric=metric)
+
+
+def _column(known: Iterable[str], where: str, what: str, asked: str | None) -> str | None:
+    if asked is not None:
+        if asked not in known:
+            raise UserError(
+                f"{where}: --{what}-column: no column '{asked}'{nearest(asked, known)}; it has {_named(known)}"
+            )
+        return asked
+    by_name = {name.strip().casefold(): name for name in reversed(list(known))}
+    return next((by_name[usual] for usual in USUAL[what] if usual in by_name), None)
+
+
+def _named(names: Iterable[str]) -> str:
+    names = [f"'{name}'" for name in names]
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return ", ".join(names[:SHOWN_NAMES]) + more if names else "no column"
+
+
+def arm_and_seed(run: str) -> tuple[str, str] | None:
+    """("nvfp4", "1") of the name of a run, such as nvfp4-s1, nvfp4_seed1, seed=1/nvfp4; None without a seed."""
+    match = _SEED.fullmatch(run)
+    if match is None:
+        return None
+    before, after = match["before"].rstrip(_EDGES), match["after"].lstrip(_EDGES)
+    arm = f"{before}/{after}" if before and after else before or after
+    return (arm, str(int(match["seed"]))) if arm else None
+
+
+LOWER = {"loss", "nll", "ppl", "perplexity", "bpb", "bpc", "err", "error", "mse", "mae", "rmse", "wer", "cer", "fid"}
+HIGHER = {"acc", "accuracy", "reward", "return", "score", "f1", "bleu", "rouge", "auc", "psnr", "pass", "em"}
+"""Words in the names of metrics that say which direction is better."""
+
+
+def lower_is_better(metric: str) -> bool:
+    """Whether lower values of a metric are better, by the words of its name. Raises UserError if they do not say."""
+    words = set(re.findall(r"[a-z]+\d*", metric.casefold()))
+    if bool(words & LOWER) == bool(words & HIGHER):
+        raise UserError(
+            f"metric '{metric}': its name does not say which direction is better; give --lower-is-better or"
+            " --higher-is-better (in Python lower_is_better=True or False)"
+        )
+    return bool(words & LOWER)
+
 
 MOST_ROWS = 100_000
 """The rows that are kept of all runs together."""

@@ -82,6 +82,8 @@ class Format:
     directions sets it for the columnwise operand."""
     rht_signed = True
     """Whether that transform has signs."""
+    rht_drawn = False
+    """Whether these signs are drawn by the key, so that grid and basis need a key, too."""
     row_scaled = False
     """Whether each row of the operand has its own amax."""
     rowwise_only = False
@@ -97,7 +99,7 @@ class Format:
 
     @property
     def rowwise_form(self) -> "Format":
-        """The format without the options that one text for both directions sets columnwise (rht)."""
+        """The format without the options that one text for both directions sets columnwise (rht, eden)."""
         return self
 
     @property
@@ -181,16 +183,19 @@ class Format:
                 f"{self}: the contracted axis has {cols} elements; it takes a multiple of {self.column_multiple}"
             )
 
-    def grid(self, x: Tensor) -> dict[str, Tensor]:
+    def grid(self, x: Tensor, key: RngKey | None = None) -> dict[str, Tensor]:
         """Return all amaxes that encode needs, float32, with the names and shapes of the buffers they become. NaN is
         ignored.
 
-        Ranks that hold parts of one matrix all-reduce them with MAX before encode.
+        Ranks that hold parts of one matrix all-reduce them with MAX before encode. key: required by rht_drawn.
         """
         return {}
 
     def encode(self, x: Tensor, grid: Buffers | None = None, key: RngKey | None = None) -> dict[str, Tensor]:
-        """Return the buffers of x, bf16, fp16 or fp32 [rows, cols]. grid: defaults to grid(x). key: required by +sr."""
+        """Return the buffers of x, bf16, fp16 or fp32 [rows, cols].
+
+        grid: defaults to grid(x, key). key: required by +sr and +eden.
+        """
         raise NotImplementedError
 
     def decode(self, buffers: Buffers, shape: tuple[int, int]) -> Tensor:
@@ -201,8 +206,9 @@ class Format:
         """Return the ExactOperand that an emulated GEMM multiplies."""
         raise NotImplementedError
 
-    def basis(self, x: Tensor) -> Tensor:
-        """Return the float32 [rows, cols] that decode(encode(x)) approximates: x, or its transform."""
+    def basis(self, x: Tensor, key: RngKey | None = None) -> Tensor:
+        """Return the float32 [rows, cols] that decode(encode(x)) approximates: x, or its transform. key: required by
+        rht_drawn."""
         return x.float()
 
     def scales(self, buffers: Buffers) -> Tensor | None:

@@ -68,7 +68,7 @@ class _ScaledFp8(Format):
     def layout(self) -> dict[str, Buffer]:
         return {"q": Buffer(1, 1, torch.uint8), "s": Buffer(*self.tile, torch.float32)}
 
-    def grid(self, x: Tensor) -> dict[str, Tensor]:
+    def grid(self, x: Tensor, key: RngKey | None = None) -> dict[str, Tensor]:
         return {"s": tile_amax(x, *self.tile)}
 
     def encode(self, x: Tensor, grid: Buffers | None = None, key: RngKey | None = None) -> dict[str, Tensor]:

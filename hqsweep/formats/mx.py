@@ -78,7 +78,7 @@ class MX(Format):
     def layout(self) -> dict[str, Buffer]:
         return {"q": Buffer(1, 2 if self.packed else 1, torch.uint8), "s": Buffer(*self.tile, torch.uint8)}
 
-    def grid(self, x: Tensor) -> dict[str, Tensor]:
+    def grid(self, x: Tensor, key: RngKey | None = None) -> dict[str, Tensor]:
         return {"s": tile_amax(self.basis(x), *self.tile)}
 
     def encode(self, x: Tensor, grid: Buffers | None = None, key: RngKey | None = None) -> dict[str, Tensor]:

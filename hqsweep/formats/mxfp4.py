@@ -58,7 +58,7 @@ class MXFP4(MX):
     def column_multiple(self) -> int:
         return max(2, self.rht, SEGMENT if self.sr else 0)
 
-    def basis(self, x: Tensor) -> Tensor:
+    def basis(self, x: Tensor, key: RngKey | None = None) -> Tensor:
         return transformed(self, x).float()
 
     def _codes(self, scaled: Tensor, key: RngKey | None) -> Tensor:

@@ -10,7 +10,8 @@ common/cast/nvfp4/quantize_4over6_nvfp4.cuh: both candidates are encoded, their 
 order, and 4 wins only if it is strictly better. With 16x16 tiles the 16 row sums are added as a tree with offsets 8, 4,
 2, 1. Rows and columns are those that encode sees, so a near tie can fall differently for the transpose.
 
-+rht is the random Hadamard transform of groups of 16 elements along the contracted axis (formats/hadamard.py).
++rht is the random Hadamard transform of groups of 16 elements along the contracted axis (formats/hadamard.py). +eden
+is MS-EDEN: with it the transform draws its signs, and block scales are corrected and rounded (formats/eden.py).
 """
 
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
+from hqsweep.formats import eden
 from hqsweep.formats.base import (
     FLT_MAX,
     WHOLE,
@@ -32,7 +34,7 @@ from hqsweep.formats.base import (
 )
 from hqsweep.formats.elements import E1M2, E2M1, E4M3, ELEMENTS, Element, pack_nibbles, unpack_nibbles
 from hqsweep.formats.hadamard import check_signs, transformed
-from hqsweep.formats.random import RngKey, random_bytes
+from hqsweep.formats.random import RngKey, random_bytes, segment_words
 from hqsweep.formats.spec import NVFP4 as SPEC
 from hqsweep.memo import cached_property
 
@@ -98,6 +100,9 @@ class NVFP4(Format):
     """Whether the transform has signs, or none."""
     sr: bool = False
     """Whether elements are rounded stochastically, by a key; scales stay RNE."""
+    eden: bool = False
+    """Whether elements are rounded to nearest, and block scales stochastically, by a key, so that the operand is
+    unbiased (MS-EDEN). It takes a transform, whose signs it draws."""
     row_scaled: bool = False
     """Whether each row has its own amax instead of one for the tensor; only rowwise."""
     four_over_six: bool = False
@@ -110,7 +115,7 @@ class NVFP4(Format):
     """The largest block scale used with 4over6, 448 or 256. 0 is the default: 256 with 4over6, 448 without."""
 
     def __post_init__(self) -> None:
-        random = [o for o in ("rht", "sr") if getattr(self, o)]
+        random = [o for o in ("rht", "sr", "eden") if getattr(self, o)]
         if self.row_scaled and (random or self.two_d):
             raise UserError(f"nvfp4: row_scaled cannot be combined with {', '.join(random) or '2d'}")
         if self.four_over_six and random:
@@ -120,6 +125,20 @@ class NVFP4(Format):
         if not self.four_over_six and (self.error_mode != "mae" or self.fast_error or self.e4m3_max):
             raise UserError("nvfp4: mse, fast_error and max448 choose how 4over6 decides; add +4over6 or drop them")
         check_signs(self)
+        if self.eden:
+            self._check_eden()
+
+    def _check_eden(self) -> None:
+        """Raise UserError for options that +eden does not take."""
+        if not self.rht:
+            raise UserError("nvfp4: eden corrects what a transform spreads; add +rht128, or +rht64, +rht32, +rht")
+        others = {"nosign": not self.rht_signed, "sr": self.sr, "2d": self.two_d, "e1m2": self.element_name != "e2m1"}
+        refused = [option for option, given in others.items() if given]
+        if refused:
+            raise UserError(
+                f"nvfp4: eden cannot be combined with {', '.join(refused)}; it draws the signs, rounds elements to"
+                " nearest, and corrects the scales of 1x16 blocks of E2M1"
+            )
 
     @property
     def element_bits(self) -> int:
@@ -131,7 +150,12 @@ class NVFP4(Format):
 
     @property
     def scale_max(self) -> int:
-        return self.e4m3_max or (256 if self.four_over_six else 448)
+        return self.e4m3_max or (eden.SCALE_MAX if self.eden else 256 if self.four_over_six else 448)
+
+    @property
+    def most(self) -> float:
+        """The number that a block's amax maps to."""
+        return eden.MAX if self.eden else self.element.max
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -139,7 +163,11 @@ class NVFP4(Format):
 
     @property
     def stochastic(self) -> bool:
-        return self.sr
+        return self.sr or self.eden
+
+    @property
+    def rht_drawn(self) -> bool:
+        return self.eden
 
     @property
     def rowwise_only(self) -> bool:
@@ -147,11 +175,11 @@ class NVFP4(Format):
 
     @property
     def divisor(self) -> float:
-        return self.element.max * self.scale_max
+        return self.most * self.scale_max
 
     @property
     def rowwise_form(self) -> "NVFP4":
-        return replace(self, rht=0, rht_signed=True)
+        return replace(self, rht=0, rht_signed=True, eden=False)
 
     @property
     def columnwise_form(self) -> "NVFP4":
@@ -169,7 +197,7 @@ class NVFP4(Format):
             "rht_sign": self.rht_signed,
             "sr": self.sr,
             "e4m3_max": self.scale_max,
-        }
+        } | ({"eden": True} if self.eden else {})
 
     @cached_property
     def scale_choice(self) -> FourOverSix:
@@ -188,22 +216,25 @@ class NVFP4(Format):
     def column_multiple(self) -> int:
         return max(BLOCK, self.rht)
 
-    def grid(self, x: Tensor) -> dict[str, Tensor]:
-        x = transformed(self, x)
+    def grid(self, x: Tensor, key: RngKey | None = None) -> dict[str, Tensor]:
+        x = transformed(self, x, key)
         return {"s": tile_amax(x, *self.tile), "g": tile_amax(x, 1 if self.row_scaled else WHOLE, WHOLE)}
 
     def encode(self, x: Tensor, grid: Buffers | None = None, key: RngKey | None = None) -> dict[str, Tensor]:
         self.check_shape(*x.shape)
-        grid = self.grid(x) if grid is None else grid
-        x = self.basis(x)
+        grid = self.grid(x, key) if grid is None else grid
+        x = self.basis(x, key)
         encode_scale = self.global_scale(grid["g"])
         if self.four_over_six:
             codes, scales = self.scale_choice.choose(x, grid["s"], grid["g"], encode_scale)
             return {"q": pack_nibbles(codes), "s": scales, "g": grid["g"]}
-        sixth = encode_scale * torch.full_like(encode_scale, 1.0 / self.element.max)
+        sixth = encode_scale * torch.full_like(encode_scale, 1.0 / self.most)
         scales = E4M3.encode((grid["s"] * sixth).clamp(max=FLT_MAX))
         scaled = x * expand_tiles(block_encode_scale(scales, encode_scale), x.shape, *self.tile)
         codes = round_four(scaled, self.element, sr=self.sr, key=key, name=self.text)
+        if self.eden:
+            words = segment_words(key, *x.shape, x.device)
+            scales = eden.corrected(scaled, codes, scales, size=self.rht, words=words)
         return {"q": pack_nibbles(codes), "s": scales, "g": grid["g"]}
 
     def global_scale(self, amax: Tensor) -> Tensor:
@@ -227,8 +258,8 @@ class NVFP4(Format):
         amax = buffers["g"]
         return self.scales(buffers) * amax * torch.full_like(amax, 1.0 / self.divisor)
 
-    def basis(self, x: Tensor) -> Tensor:
-        return transformed(self, x).float()
+    def basis(self, x: Tensor, key: RngKey | None = None) -> Tensor:
+        return transformed(self, x, key).float()
 
     def codes(self, buffers: Buffers) -> Tensor:
         return unpack_nibbles(buffers["q"])

@@ -79,7 +79,7 @@ class NVFP4UE5M3(Format):
     def layout(self) -> dict[str, Buffer]:
         return {"q": Buffer(1, 2, torch.uint8), "s": Buffer(*self.tile, torch.uint8)}
 
-    def grid(self, x: Tensor) -> dict[str, Tensor]:
+    def grid(self, x: Tensor, key: RngKey | None = None) -> dict[str, Tensor]:
         return {"s": tile_amax(transformed(self, x), *self.tile)}
 
     def encode(self, x: Tensor, grid: Buffers | None = None, key: RngKey | None = None) -> dict[str, Tensor]:
@@ -98,7 +98,7 @@ class NVFP4UE5M3(Format):
     def operand(self, buffers: Buffers, shape: tuple[int, int]) -> ExactOperand:
         return ExactOperand(self.decode(buffers, shape).bfloat16())
 
-    def basis(self, x: Tensor) -> Tensor:
+    def basis(self, x: Tensor, key: RngKey | None = None) -> Tensor:
         return transformed(self, x).float()
 
     def scales(self, buffers: Buffers) -> Tensor:

@@ -41,7 +41,7 @@ class RngKey:
     @property
     def words(self) -> tuple[int, int]:
         """The two 32-bit words of the Philox key: the seed, and the first four bytes of SHA-256 of the slot's name."""
-        return self.seed & _MASK, _slot_word(self.slot)
+        return self.seed & _MASK, slot_word(self.slot)
 
     def under(self, name: str) -> "RngKey":
         """Return the stream of a part of the slot."""
@@ -152,7 +152,8 @@ def _hashed(slot: str) -> int:
     return int.from_bytes(hashlib.sha256(slot.encode()).digest()[:4], "little")
 
 
-_slot_word = memo(_hashed)
+slot_word = memo(_hashed)
+"""slot -> the first four bytes of SHA-256 of its name, little-endian: the second word of its Philox key."""
 
 
 def numbers_of(slot: str) -> list[int]:
@@ -164,7 +165,7 @@ def numbers_of(slot: str) -> list[int]:
 def _parts(slots: tuple[str, ...], name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return the part with this name of every slot ("": the slot itself), and the words of these parts."""
     parts = tuple(f"{slot}/{name}" for slot in slots) if name else slots
-    return parts, tuple(map(_slot_word, parts))
+    return parts, tuple(map(slot_word, parts))
 
 
 def philox(key: tuple[int, int], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[Tensor]:
@@ -206,10 +207,25 @@ def random_bytes(key: RngKey | PlacedKey, rows: int, cols: int, device: torch.de
     return _bytes_of(key, block).flatten()[:count].view(rows, cols)
 
 
-def _bytes_of(key: RngKey | PlacedKey, block: Tensor) -> Tensor:
-    """Return uint8 [blocks, 16]: the bytes of these segments."""
+def words_at(words: tuple[int, int], key: RngKey | PlacedKey, block: Tensor) -> Tensor:
+    """Return int64 [blocks, 4]: the 32-bit words of Philox under these key words, in the key's step, for the counters
+    `block` int64 [blocks]."""
     now = torch.full_like(block, _signed(key.step)) if key.counter is None else key.counter.expand_as(block)
     step = (now & _MASK, now >> 32 & _MASK)
-    words = torch.stack(philox(key.words, (block & _MASK, block >> 32, *step)), dim=-1)
+    return torch.stack(philox(words, (block & _MASK, block >> 32, *step)), dim=-1)
+
+
+def segment_words(key: RngKey | PlacedKey, rows: int, cols: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return int64 [rows, cols / 16]: the first word of the draw of each segment of an operand; cols is a multiple of
+    16."""
+    first, across = key.segments if isinstance(key, PlacedKey) else (0, cols // SEGMENT)
+    lines = torch.arange(rows, dtype=torch.int64, device=device)[:, None] * across
+    block = first + lines + torch.arange(cols // SEGMENT, dtype=torch.int64, device=device)
+    return words_at(key.words, key, block.flatten())[:, 0].view(block.shape)
+
+
+def _bytes_of(key: RngKey | PlacedKey, block: Tensor) -> Tensor:
+    """Return uint8 [blocks, 16]: the bytes of these segments."""
+    words = words_at(key.words, key, block)
     shifts = torch.arange(0, 32, 8, device=block.device)
     return (words[..., None] >> shifts & 0xFF).to(torch.uint8).flatten(1)

@@ -99,6 +99,7 @@ MXFP4 = Family(
 NVFP4 = Family(
     module="nvfp4", cls="NVFP4", scaling="nvfp4", names={"nvfp4": {}},
     options={"2d": {"two_d": True}} | _FOUR | {
+        "eden": {"eden": True},
         "row_scaled": {"row_scaled": True},
         "4over6": {"four_over_six": True},
         "mse": {"error_mode": "mse"},
@@ -138,7 +139,7 @@ NAMES: dict[str, Family] = {name: family for family in FAMILIES for name in fami
 """Name -> its family."""
 FINGERPRINT = "efe9481fa9da443f263ba55e89ae7d3fb70d8af9334c5095af96a6e9980a1110"
 """The hash of the reference over the fingerprint texts. Every correct kernel has the same."""
-SET_COLUMNWISE = ("rht", "rht_signed")
+SET_COLUMNWISE = ("rht", "rht_signed", "eden")
 """Fields that one text for both directions sets for the columnwise operand only."""
 QUANTIZER_FIELDS = ("rowwise", "columnwise", "columnwise_source")
 SOURCES = ("original", "rowwise_dequantized")
@@ -153,13 +154,16 @@ class FormatText:
     two_d: bool
     rht: int
     rht_signed: bool
+    rht_drawn: bool
 
     @classmethod
     def parse(cls, text: str) -> "FormatText":
         """Return the facts of a text. UserError as for fields_of()."""
         name, fields = fields_of(text)
-        said = {"two_d": False, "rht": 0, "rht_signed": True} | fields
-        return cls(text.strip(), NAMES[name].scaling, said["two_d"], said["rht"], said["rht_signed"])
+        said = {"two_d": False, "rht": 0, "rht_signed": True, "eden": False} | fields
+        return cls(
+            text.strip(), NAMES[name].scaling, said["two_d"], said["rht"], said["rht_signed"], rht_drawn=said["eden"]
+        )
 
     @property
     def high_precision(self) -> bool:

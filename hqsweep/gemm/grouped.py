@@ -22,9 +22,9 @@ from torch import Tensor
 
 from hqsweep.gemm.exact import apply_factors, plain_product
 from hqsweep.gemm.native import GemmPlan, multiply
-from hqsweep.ops.members.layout import GroupLayout, PackedExact, ShapesLayout, pack
-from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.layout import GroupLayout, PackedExact, ShapesLayout, pack
 from hqsweep.ops.quantize.kernels import in_dtype
+from hqsweep.ops.splits import Splits
 from hqsweep.quant.operand import Members, Operand
 from hqsweep.torch_private import grouped_mm, scaled_grouped_mm, unsafe_view
 

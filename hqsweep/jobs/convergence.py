@@ -13,11 +13,10 @@ from hqsweep.config.safe import loads
 from hqsweep.config.study import ForkConfig
 from hqsweep.errors import Damaged, UserError
 from hqsweep.jobs.isolation import make_deterministic
-from hqsweep.jobs.resume import captured_file, go_back, refusal
 from hqsweep.jobs.sink import Sink
-from hqsweep.jobs.training_report import Report, trainer_fields
+from hqsweep.jobs.training_report import Report, captured_file, go_back, refusal, trainer_fields
+from hqsweep.ops.attention import frontend_version
 from hqsweep.ops.fingerprint import kernel_digest
-from hqsweep.ops.model.attention import frontend_version
 from hqsweep.parallel.mesh import join
 from hqsweep.parallel.wire.collectives import by_first
 from hqsweep.train import data

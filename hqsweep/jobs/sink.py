@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from itertools import takewhile
 from typing import Protocol
 
-from hqsweep.track.tables import TABLES
+from hqsweep.config.jobs import TABLES
 from hqsweep.train.record import Mark, mark_of, misfit
 
 
@@ -37,11 +37,19 @@ class Sink(Protocol):
         """Take, for the display, the job's work outside of training steps; None at the first step."""
 
     def progress(
-        self, step: int, steps: int, loss: float | None, tokens_per_s: float | None, *, part: float | None = None
+        self,
+        step: int,
+        steps: int,
+        loss: float | None,
+        tokens_per_s: float | None,
+        *,
+        part: float | None = None,
+        first: int = 0,
     ) -> None:
         """Take the progress, for the display and the run's status.
 
-        part: the share of the work that is done, from 0 to 1, where steps take unequal times; None: step / steps.
+        part: the share of the work that is done, from 0 to 1, where steps take unequal times; None: the share of the
+        steps after `first`, the step at which a fork leaves its trunk.
         """
 
     def manifest(self, **fields: object) -> None:
@@ -78,7 +86,14 @@ class QuietSink:
         pass
 
     def progress(
-        self, step: int, steps: int, loss: float | None, tokens_per_s: float | None, *, part: float | None = None
+        self,
+        step: int,
+        steps: int,
+        loss: float | None,
+        tokens_per_s: float | None,
+        *,
+        part: float | None = None,
+        first: int = 0,
     ) -> None:
         pass
 

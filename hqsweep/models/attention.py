@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from hqsweep.errors import UserError
 from hqsweep.models.conversion import note_call, watched
 from hqsweep.models.kinds import Kind, parts_of
-from hqsweep.nn.attention.attention import AttentionCall, DotProductAttention, quantized_attention
-from hqsweep.nn.attention.sdpa import attend, way_back
-from hqsweep.nn.core.products import outside_autocast
+from hqsweep.nn.core.guards import outside_autocast
+from hqsweep.nn.dot_product_attention import AttentionCall, DotProductAttention, quantized_attention
+from hqsweep.nn.sdpa import attend, way_back
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.custom import CustomRecipe
 from hqsweep.recipe.products import GemmModule, attention_module
@@ -209,7 +209,7 @@ class AttentionKind(Kind):
 
 
 def take_fast_kernels(model: nn.Module) -> None:
-    """Have attention that is causal, in high precision and on a GPU take the kernels of nn.attention.sdpa, whose bits
+    """Have attention that is causal, in high precision and on a GPU take the kernels of nn.sdpa, whose bits
     repeat. In place; no other attention changes."""
     kind = AttentionKind()
     modules = [module for module in model.modules() if kind.matches(module)]

@@ -24,9 +24,9 @@ from hqsweep.models.kinds import (
     why_left,
 )
 from hqsweep.models.linear import Conv1DKind, LinearKind, output_projection
-from hqsweep.nn.core.call_marks import refuse_second_runs
-from hqsweep.nn.core.model_init import holds_weights
+from hqsweep.nn.core.guards import refuse_second_runs
 from hqsweep.nn.core.module import PARTS, QuantizedModule, set_recipe_of
+from hqsweep.nn.core.options import holds_weights
 from hqsweep.ops.quantize.kernels import DTYPES
 from hqsweep.recipe.argument import RecipeArgument, whole_recipe
 from hqsweep.recipe.base import AnyRecipe

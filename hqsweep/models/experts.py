@@ -17,12 +17,12 @@ from hqsweep.models.conversion import note_call, watched
 from hqsweep.models.kinds import SwapKind, parts_of
 from hqsweep.models.linear import call_dtype, check_dtype
 from hqsweep.nn.core.context import current
+from hqsweep.nn.core.guards import untraced
 from hqsweep.nn.core.options import GroupedLinearOptions
 from hqsweep.nn.core.parameter import is_held
-from hqsweep.nn.core.products import untraced
-from hqsweep.nn.experts.grouped import ExpertParameters, ExpertSizes, GroupedBase
-from hqsweep.ops.members.splits import Splits
+from hqsweep.nn.grouped import ExpertParameters, ExpertSizes, GroupedBase
 from hqsweep.ops.quantize.kernels import DTYPES
+from hqsweep.ops.splits import Splits
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.products import GemmModule, grouped_linear_module
 

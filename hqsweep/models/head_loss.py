@@ -27,7 +27,7 @@ from hqsweep.nn.core.call import LinearCall
 from hqsweep.nn.core.context import current, use_kernels
 from hqsweep.nn.core.module import PARTS
 from hqsweep.nn.core.options import LinearOptions
-from hqsweep.nn.linear.linear_loss import product_cross_entropy
+from hqsweep.nn.linear_loss import product_cross_entropy
 from hqsweep.parallel.wire.local import is_spread
 from hqsweep.recipe.argument import module_quantizers
 from hqsweep.recipe.sections import LinearQuantizers

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from hqsweep.errors import UserError
 from hqsweep.models.kinds import Kind, parts_of
 from hqsweep.models.linear import call_dtype
-from hqsweep.nn.core.model_init import gemm_weight
-from hqsweep.nn.linear.linear import LinearBase
+from hqsweep.nn.core.options import gemm_weight
+from hqsweep.nn.linears import LinearBase
 from hqsweep.parallel.wire.local import local
 from hqsweep.quant.grouped import GroupedTensor
 from hqsweep.quant.hybrid import HybridQuantizer

@@ -14,11 +14,11 @@ from hqsweep.models.conversion import note_call, watched
 from hqsweep.models.kinds import PLAIN, SwapKind
 from hqsweep.nn.core.call import LinearCall
 from hqsweep.nn.core.context import current
+from hqsweep.nn.core.guards import in_autocast, untraced
 from hqsweep.nn.core.module import PARTS, QuantizedModule
 from hqsweep.nn.core.options import LinearOptions
 from hqsweep.nn.core.parameter import is_held
-from hqsweep.nn.core.products import in_autocast, untraced
-from hqsweep.nn.linear.linear import LinearBase, as_rows, linear_product
+from hqsweep.nn.linears import LinearBase, as_rows, linear_product
 from hqsweep.ops.quantize.kernels import DTYPES, in_dtype
 from hqsweep.parallel.wire.local import is_spread
 from hqsweep.recipe.argument import module_quantizers

@@ -31,7 +31,7 @@ from dataclasses import astuple, dataclass, replace
 import torch
 from torch import Tensor
 
-from hqsweep.formats import Buffers, Format
+from hqsweep.formats import Buffers, Format, RngKey
 from hqsweep.formats.base import expand_tiles, tile_amax
 from hqsweep.ops.quantize.kernels import TILE
 
@@ -185,13 +185,14 @@ def gather(
     columns: bool = False,
     keep_buffers: bool = True,
     keep_x: bool = True,
+    key: RngKey | None = None,
 ) -> Statistics:
-    """Return the statistics for buffers = encode(x), computed by torch alone.
+    """Return the statistics for buffers = encode(x, key=key), computed by torch alone.
 
     columns: x is X.T, and tiles are numbered as in X. keep_buffers, keep_x: whether the result holds them.
     """
     shape = tuple(x.shape)
-    basis, decoded = format.basis(x), format.decode(buffers, shape)
+    basis, decoded = format.basis(x, key), format.decode(buffers, shape)
     magnitude, nonzero = _magnitude(basis), basis != 0
     scale = format.value_scales(buffers)
     limit = torch.inf
@@ -217,7 +218,9 @@ def gather(
     )
 
 
-def gather_by_row(x: Tensor, format: Format, buffers: Buffers, *, keep_x: bool = True) -> Statistics:
+def gather_by_row(
+    x: Tensor, format: Format, buffers: Buffers, *, keep_x: bool = True, key: RngKey | None = None
+) -> Statistics:
     """Return the same statistics as gather(), summed per operand row, with differences rounded to float32.
 
     A high-precision operand needs only one sum of squares. Its error is 0, or NaN if a value is not finite.
@@ -229,7 +232,7 @@ def gather_by_row(x: Tensor, format: Format, buffers: Buffers, *, keep_x: bool =
         power = q2 = _by_row_squared(x)
         error2 = power - power
     else:
-        basis, decoded = format.basis(x), format.decode(buffers, shape)
+        basis, decoded = format.basis(x, key), format.decode(buffers, shape)
         power, error2, q2 = (_by_row_squared(each) for each in (basis, basis - decoded, decoded))
         is_lost = (basis != 0) & (decoded == 0)
         lost, lost2 = _count_by_row(is_lost), _by_row_squared(torch.where(is_lost, basis, 0.0))

@@ -1,7 +1,7 @@
 """FusedAdam: AdamW on FP32 masters. Its results are written back to bf16 or quantized parameters.
 
 The arithmetic is torch's own (torch.optim.adamw), so that masters equal torch.optim.AdamW's to the byte. On CUDA
-one kernel (hqsweep.ops.model.adam) reads and writes each array once, with the arithmetic of torch on a CPU.
+one kernel (hqsweep.ops.elementwise) reads and writes each array once, with the arithmetic of torch on a CPU.
 """
 
 import sys
@@ -15,10 +15,9 @@ from torch.optim.adamw import adamw
 
 from hqsweep.errors import UserError
 from hqsweep.nn.core.parameter import note_update
+from hqsweep.ops.elementwise import adamw_
 from hqsweep.ops.library import has_kernels
-from hqsweep.ops.model.adam import adamw_
-from hqsweep.optim.gradients import clip_, clip_factor, gradient, norm_of
-from hqsweep.optim.rounded import Rounded, values_of
+from hqsweep.optim.parameters import Rounded, clip_, clip_factor, gradient, norm_of, values_of
 from hqsweep.parallel.shards.shard_agree import quantize_shards_
 from hqsweep.parallel.wire.local import group_of_shards, is_spread, local, part_as, spread_like
 from hqsweep.quant.tensor import HybridQuantizedTensor

@@ -4,7 +4,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hqsweep.errors import UserError
-from hqsweep.nn.attention.multihead_attention import MultiheadAttention
+from hqsweep.nn.transformer import MultiheadAttention
 from hqsweep.parallel.mesh import axis_of
 from hqsweep.parallel.shared.attention import share_attention
 

@@ -1,23 +1,29 @@
-"""Data parallelism: fully_shard over the blocks of a model, with gradients that are sums over ranks.
+"""Data parallelism: fully_shard over the blocks of a model, with gradients that are sums over ranks; and the error
+statistics of a step over all ranks.
 
 torch's modules of FSDP and DTensor import sympy and take half a second. They are imported inside functions, so that a
 run in one process does without them.
+
+For the statistics of a sampled step rank 0 joins the samples of all probes, in order of ranks. Parts of a matrix are
+joined to the whole first. Then tokens of data-parallel ranks follow each other, like tokens of microbatches, and the
+layers and experts of other ranks are added. One gather serves all rows of a step.
 """
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hqsweep.nn.core.module import PARTS
+from hqsweep.nn.core.probe import Key, Probe, Sample, is_of_step, rows_of, what_if_rows_of
 from hqsweep.nn.core.residual import KNOWN_HOOKS, RESIDUAL
-from hqsweep.nn.linear.linear import LinearBase
-from hqsweep.parallel.fsdp.fsdp_state import groups_of, hook_ids
+from hqsweep.nn.linears import LinearBase
 from hqsweep.parallel.mesh import Ranks
+from hqsweep.parallel.shards.fsdp_state import groups_of, hook_ids
 from hqsweep.torch_private import fsdp_owners, fsdp_whole
 
 
@@ -51,7 +57,7 @@ def shard(
     """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-    from hqsweep.parallel.fsdp.exchanges import exchange_by_copies
+    from hqsweep.parallel.fsdp_exchanges import exchange_by_copies
     from hqsweep.parallel.tensor import shard_placement
 
     # Layers and heads of hqsweep return views of their products, and nothing here changes these in place.
@@ -96,7 +102,7 @@ def gather_in_linear_dtype(model: nn.Module, autocast: torch.dtype | None = None
     These weights are gathered as before: weights that other modules share, weights in a dtype that is no wider, held
     weights, and weights whose linear has another dtype than the first linear of the unit.
     """
-    from hqsweep.parallel.fsdp.exchanges import gather_in
+    from hqsweep.parallel.fsdp_exchanges import gather_in
 
     for module in model.modules():
         for group in groups_of(module):
@@ -156,3 +162,61 @@ def synchronized(model: nn.Module, last: bool) -> Iterator[None]:
     if is_unit(model):
         model.set_requires_gradient_sync(last)
     yield
+
+
+Samples = Mapping[Key, Sample]
+
+
+def rows_of_all(probe: Probe, ranks: Ranks) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+    """The rows of the tables stats and what_if, of the probes of all ranks, on rank 0; [] on others. A collective, also
+    for ranks without a sample."""
+    every = ranks.gather_to_first(probe.samples)
+    if every is None:
+        return [], []
+    total = joined(every, ranks.dims.tp)
+    here = {key: sample.to(ranks.device) for key, sample in total.items()}
+    return rows_of(probe.step, here), what_if_rows_of(probe.step, here)
+
+
+def captured_of_all(probe: Probe, ranks: Ranks) -> dict[str, Tensor]:
+    """The whole operands that the probes of all ranks have captured, on rank 0; {} on others. A collective."""
+    every, whole = ranks.gather_to_first(probe.operands) or [], {}
+    for first in range(0, len(every), ranks.dims.tp):
+        sharing = every[first : first + ranks.dims.tp]
+        for name, (matrix, part) in sharing[0].items():
+            if name not in whole:
+                whole[name] = matrix if part is None else _put_together([own[name].matrix for own in sharing], *part)
+    return whole
+
+
+def _put_together(parts: Sequence[Tensor], axis: int, runs: int) -> Tensor:
+    """The matrix that the ranks' parts form. runs: the number of pieces of each part, which alternate with other
+    ranks'."""
+    pieces = zip(*(part.chunk(runs, axis) for part in parts), strict=True)
+    return torch.cat([piece for run in pieces for piece in run], axis)
+
+
+def joined(samples: Sequence[Samples], tp: int) -> Samples:
+    """One sample for each row, from the samples of all ranks. tp: how many neighbours share matrices and have the same
+    tokens.
+
+    Samples of weights are equal on all ranks that have one, and count once.
+    """
+    total: dict[Key, Sample] = {}
+    for first in range(0, len(samples), tp):
+        for key, sample in _joined_parts(samples[first : first + tp]):
+            if key not in total:
+                total[key] = sample
+            elif not is_of_step(key.name):
+                total[key] = total[key].joined(sample, key.direction)
+    return total
+
+
+def _joined_parts(samples: Sequence[Samples]) -> Iterable[tuple[Key, Sample]]:
+    """The samples of ranks that share matrices. Parts are joined; samples that each rank has whole count once."""
+    for key in dict.fromkeys(key for own in samples for key in own):
+        whole, *others = (own[key] for own in samples if key in own)
+        for part in others:
+            if whole.cut is not None:
+                whole = whole.joined(part, key.direction, whole.cut)
+        yield key, whole

@@ -19,10 +19,10 @@ from hqsweep.errors import UserError
 from hqsweep.formats import Format
 from hqsweep.nn.core.context import current
 from hqsweep.nn.core.parameter import link_states
-from hqsweep.nn.experts.grouped_linear import GroupedLinear
-from hqsweep.nn.experts.moe import LayerNormMoE
-from hqsweep.nn.experts.router import Routing
-from hqsweep.nn.linear.mlp import activate
+from hqsweep.nn.grouped_linear import GroupedLinear
+from hqsweep.nn.layernorm_linears import activate
+from hqsweep.nn.router import Routing
+from hqsweep.nn.transformer import LayerNormMoE
 from hqsweep.parallel.mesh import axis_of, peers
 from hqsweep.parallel.shared.expert_room import ExpertRoom, check_room
 from hqsweep.parallel.shared.experts import SharedExperts

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hqsweep.nn.experts.moe import LayerNormMoE
+from hqsweep.nn.transformer import LayerNormMoE
 from hqsweep.parallel.data import shard
 from hqsweep.parallel.mesh import Ranks
 

@@ -23,10 +23,9 @@ from hqsweep.errors import UserError
 from hqsweep.nn.core.context import current, within
 from hqsweep.nn.core.module import WHOLE_ROLES, roles_of
 from hqsweep.nn.core.residual import add_branch
-from hqsweep.nn.experts.moe import MoELayer
-from hqsweep.nn.layers.embedding import check_tokens
-from hqsweep.nn.layers.transformer_layer import through
-from hqsweep.nn.linear.linear_loss import forms_loss
+from hqsweep.nn.linear_loss import forms_loss
+from hqsweep.nn.norm_embedding import check_tokens
+from hqsweep.nn.transformer import MoELayer, through
 from hqsweep.parallel.data import reshard
 from hqsweep.parallel.mesh import axis_of, peers
 from hqsweep.parallel.shared.tokens import gains_summed_together

@@ -13,20 +13,18 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from hqsweep.errors import UserError
-from hqsweep.nn.attention.multihead_attention import MultiheadAttention
 from hqsweep.nn.core.module import QuantizedWeight
-from hqsweep.nn.experts.moe import LayerNormMoE
-from hqsweep.nn.experts.router import Router
-from hqsweep.nn.layers.norm import Norm
-from hqsweep.nn.linear.layernorm_linear import LayerNormLinear
-from hqsweep.nn.linear.linear import Linear, LinearBase
-from hqsweep.nn.linear.mlp import LayerNormMLP
-from hqsweep.ops.model.activation import INPUTS
-from hqsweep.parallel.shards.held_part import hold_part
+from hqsweep.nn.layernorm_linears import LayerNormLinear, LayerNormMLP
+from hqsweep.nn.linears import Linear, LinearBase
+from hqsweep.nn.norm_embedding import Norm
+from hqsweep.nn.router import Router
+from hqsweep.nn.transformer import LayerNormMoE, MultiheadAttention
+from hqsweep.ops.elementwise import INPUTS
 from hqsweep.parallel.shards.shard_part import Part
 from hqsweep.parallel.shared.attention import share_attention
 from hqsweep.parallel.shared.call import LinearShare
 from hqsweep.parallel.shared.experts import share_features
+from hqsweep.parallel.shared.held import hold_part
 from hqsweep.parallel.shared.linear import TensorParallel
 from hqsweep.parallel.shared.tokens import SharedWeight, SplitTokens
 from hqsweep.parallel.wire.local import local

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Format, RngKey, RngKeys
-from hqsweep.ops.members.layout import GroupLayout, Layout, Shapes, refuse_unlike
-from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.layout import GroupLayout, Layout, Shapes, refuse_unlike
+from hqsweep.ops.splits import Splits
 from hqsweep.quant.operand import Operand
 
 AXES = 3

@@ -21,9 +21,9 @@ from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, Format, Fp8Delayed
 from hqsweep.formats.fp8 import end_step
 from hqsweep.ops.library import in_backward
-from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.amax import Search, find_amax
 from hqsweep.ops.quantize.request import Target
+from hqsweep.ops.splits import Splits
 from hqsweep.torch_private import active_ddp_module, foreach_copy_, foreach_maximum_, foreach_zero_
 
 NO_STEP = -1

@@ -19,15 +19,14 @@ from torch.distributed import ProcessGroup
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
-from hqsweep.ops.members.layout import Shapes, refuse_unlike, stored_by_rows
+from hqsweep.ops.layout import Shapes, refuse_unlike, stored_by_rows
 from hqsweep.ops.quantize.nonfinite import for_slot
 from hqsweep.parallel.shards.fsdp2 import with_sharding
-from hqsweep.parallel.shards.group_part import quantize_group_part
 from hqsweep.parallel.shards.shard import Cut
 from hqsweep.parallel.shards.shard_part import Part, is_part
 from hqsweep.quant.content import AXES, ManyMatrices, MemberShapes, joined
 from hqsweep.quant.delayed import SlotStates
-from hqsweep.quant.group import Wanted, homogeneous, quantize_group
+from hqsweep.quant.group import Wanted, homogeneous, quantize_group, quantize_group_part
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 from hqsweep.quant.operand import HybridOperand, Operand
 from hqsweep.quant.tensor import INIT_VAL, HybridQuantizedTensor

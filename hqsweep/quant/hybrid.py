@@ -18,11 +18,11 @@ from hqsweep.formats import Buffers, Format, Identity, RngKey, RngKeys, parse
 from hqsweep.formats.projection import check_projection, joined, split
 from hqsweep.formats.spec import QUANTIZER_FIELDS, check_source, quantizer_texts
 from hqsweep.memo import cached_property
-from hqsweep.ops.members.splits import Splits
-from hqsweep.ops.model.activation import activation, activation_backward
+from hqsweep.ops.elementwise import activation, activation_backward
 from hqsweep.ops.quantize.fused import Normed, quantize_activated, quantize_normed, shape_of, takes_formats
 from hqsweep.ops.quantize.quantize import Pair, Quantized, quantize, quantize_plain, quantized_of
 from hqsweep.ops.quantize.request import Output, Request, Target, request_of, text_of
+from hqsweep.ops.splits import Splits
 from hqsweep.ops.stats import Sums, TileSums, exact_tiles, gather_by_row
 from hqsweep.parallel.shards.shard import Place
 from hqsweep.quant.delayed import SlotStates, grids_of, note
@@ -350,7 +350,8 @@ class HybridQuantizer:
         results = self._quantize(x, row, column, key, states, place=place, statistics=True)
         of_columns = results.columnwise_statistics
         if self.columnwise_source == "rowwise_dequantized":
-            of_columns = gather_by_row(x.t(), self.columnwise, results.columnwise)
+            own = self.direction_keys(key, place)["columnwise"]
+            of_columns = gather_by_row(x.t(), self.columnwise, results.columnwise, key=own)
         return {"rowwise": results.rowwise_statistics.read(), "columnwise": of_columns.read()}
 
     def _quantize(

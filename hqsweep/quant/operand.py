@@ -13,9 +13,9 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.formats import WHOLE, Buffers, ExactOperand, Format
 from hqsweep.memo import cached_property
-from hqsweep.ops.members.layout import GroupLayout, Layout, Result, member_buffers
-from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.layout import GroupLayout, Layout, Result, member_buffers
 from hqsweep.ops.quantize.dequantize import dequantize, exact_operand_of, exact_operand_of_parts
+from hqsweep.ops.splits import Splits
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

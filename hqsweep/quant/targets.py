@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from hqsweep.formats import Buffers, Format
-from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.request import NO_TARGET, Output, Source, Target
+from hqsweep.ops.splits import Splits
 
 
 def targets_of(
@@ -30,8 +30,11 @@ def takes_amax_of_x(format: Format | None) -> bool:
 
 
 def signs_of(format: Format | None) -> bool | None:
-    """Return the transform's signs for a columnwise format whose amax belongs to columns in groups of 16; else None."""
-    return format.rht_signed if takes_amax_of_matrix(format) and format.rht == 16 else None
+    """Return the transform's signs for a columnwise format whose amax belongs to columns in groups of 16; else None.
+
+    None too for signs that are drawn."""
+    fixed = takes_amax_of_matrix(format) and format.rht == 16 and not format.rht_drawn
+    return format.rht_signed if fixed else None
 
 
 def with_amaxes(

@@ -22,10 +22,9 @@ from hqsweep.parallel.shards.shard_part import Part, quantize_part
 from hqsweep.quant.content import Content, OneMatrix
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
-from hqsweep.quant.metadata import Metadata
 from hqsweep.quant.operand import HybridOperand, Operand
 from hqsweep.quant.tensor_protocol import Shared, TensorProtocol
-from hqsweep.quant.usage import Directions
+from hqsweep.quant.usage import Directions, Metadata
 from hqsweep.torch_private import make_wrapper_subclass, refuse_data_ptr
 
 INIT_VAL = "high_precision_init_val"

@@ -205,25 +205,45 @@ class TensorProtocol(torch.Tensor):
     def fsdp_pre_all_gather(self) -> Callable:
         """The hook by which torch's fully_shard learns how to gather a shard: as codes and scales.
 
-        UserError for a tensor that torch has not cut.
+        A tensor that torch has not cut is a whole: without a mesh the hook gives its buffers and their description.
+        UserError for such a tensor with a mesh.
         """
         if self.sharding is None:
-            raise UserError(
-                f"fully_shard: the weight held in {self.quantizer} is no part that torch has cut, so that it is not"
-                " known how ranks share it"
-            )
+            return self._whole_buffers
         gather = partial(self.sharding.pre, self)
         gather.__signature__ = ONE_ARGUMENT
         return gather
 
+    def _whole_buffers(
+        self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+        """The hook of a whole, with the five arguments of torch."""
+        if mesh is not None:
+            raise UserError(
+                f"fully_shard: the weight held in {self.quantizer} is no part that torch has cut, so that it is not"
+                " known how ranks share it"
+            )
+        names = [f"{direction}_{name}" for direction, name in self.metadata.stored]
+        return tuple(self.buffers[name] for name in names), (self.metadata, tuple(self.shape))
+
     def fsdp_post_all_gather(
         self, received: Sequence[Tensor], told: Any, dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[Self, list[Tensor]] | None:
+    ) -> tuple[Self, Sequence[Tensor]] | None:
         """Return the whole tensor from all ranks' data, in `dtype` (torch's fully_shard calls this hook).
 
         After the first time, `out` is the earlier whole, which is filled again.
         """
-        return self.sharding.post(self, told, dtype, is_first=out is None)
+        if self.sharding is not None:
+            return self.sharding.post(self, told, dtype, is_first=out is None)
+        metadata, shape = told
+        names = [f"{direction}_{name}" for direction, name in metadata.stored]
+        if out is None:
+            gathered = dict(zip(names, received, strict=True))
+            return type(self)(gathered, replace(metadata, dtype=dtype), shape), received
+        for name, buffer in zip(names, received, strict=True):
+            out.buffers[name].copy_(buffer)
+        out.note_write(metadata.key)
+        return out, received
 
     @classmethod
     def of_whole(cls, buffers: Mapping[str, Tensor], cut: Any, dtype: torch.dtype) -> Self:

@@ -18,7 +18,8 @@ import pyarrow as pa
 from hqsweep.config.safe import loads
 from hqsweep.errors import UserError, nearest
 from hqsweep.host import usable_cpus
-from hqsweep.queries.index import FACTS, NAMES, PLACE, Tables, table_of
+from hqsweep.queries.held import table_of
+from hqsweep.queries.index import FACTS, NAMES, PLACE, Tables
 
 EXAMPLE = "as in: arm, seed, min(val_loss) where step > 100"
 CONDITION = "write as in: --where \"state = 'failed'\" --sort=-loss"

@@ -9,6 +9,7 @@ A text means the same in every Python function and for recipe= on the command li
 "mine.yaml", "my/recipe"    the recipe of a YAML file: text that ends in .yaml or .yml or has a separator, or a Path
 "format:nvfp4"              the format, or the quantizer ("format:nvfp4|mxfp8"), for every tensor of every product
 "nvfp4|mxfp8", "fp8_block"  the same, for a text that is no recipe's name
+"nvfp4/mxfp8/bf16"          the formats of fprop, dgrad and wgrad (hqsweep.recipe.gemms), also behind "format:"
 """
 
 import os
@@ -27,6 +28,8 @@ from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import AnyRecipe, Change
 from hqsweep.recipe.custom import CustomRecipe
 from hqsweep.recipe.factories import FindFactory, factory_name
+from hqsweep.recipe.gemms import KEY as GEMMS_KEY
+from hqsweep.recipe.gemms import is_gemms_text
 from hqsweep.recipe.pairs import GEMMS
 from hqsweep.recipe.products import check_products
 from hqsweep.recipe.roles import module_roles
@@ -116,8 +119,11 @@ def meaning(text: str | os.PathLike[str], where: str) -> AnyRecipe | HybridQuant
     if not isinstance(text, str | os.PathLike):
         raise UserError(f"{where}: got {text!r}; it takes the name of a recipe, the path of a YAML file, or a format")
     plain = os.fsdecode(text).strip()
-    if isinstance(text, str) and plain.startswith(FORMAT):
+    if isinstance(text, str) and plain.startswith(FORMAT) and "/" not in plain:
         return parse_quantizer(plain.removeprefix(FORMAT), where)
+    if isinstance(text, str) and (plain.startswith(FORMAT) or is_gemms_text(plain)):
+        section = LinearQuantizers.parse({GEMMS_KEY: plain.removeprefix(FORMAT)}, where)
+        return Recipe(linear=section, head=section)
     if not isinstance(text, str) or plain.endswith((".yaml", ".yml")) or any(s in plain for s in {"/", os.sep}):
         return _read(Path(plain), where)
     path = recipe_file(plain)
@@ -222,7 +228,7 @@ def _changed(fields: dict[str, Any], before: AnyRecipe, where: str, find: FindFa
             {"fp8_dpa": getattr(before, "fp8_dpa", False)} if "qfactory" in fields else {}
         )
         return _parse_one(inherited | fields, where, find)
-    if isinstance(fields.get("linear"), Mapping) and "rowwise" not in fields["linear"]:
+    if isinstance(fields.get("linear"), Mapping) and not {"rowwise", GEMMS_KEY} & fields["linear"].keys():
         fields["linear"] = before.linear.texts() | dict(fields["linear"])
     inherited = before.to_config()
     if "linear" in fields and before.grouped_linear == before.linear:

@@ -176,7 +176,7 @@ class _Entered(CustomRecipe):
         return self
 
     def _asked(self, role: QuantizerRole | None) -> HybridQuantizer | None:
-        if role in self.answers:
+        if role is not None and role in self.answers:  # TransformerEngine asks with None for each boundary
             return self.answers[role]
         answer = super()._asked(role)
         if not torch.compiler.is_compiling():  # torch 2.11: a trace that writes to a dict reads no class attribute

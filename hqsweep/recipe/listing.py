@@ -7,6 +7,7 @@ from typing import Any
 from hqsweep.quant.hybrid import DIRECTIONS, FIELDS, HybridQuantizer
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.custom import CustomRecipe
+from hqsweep.recipe.gemms import gemms_text
 from hqsweep.recipe.pairs import GEMMS, MODULE_GEMMS
 from hqsweep.recipe.roles import HEAD, TENSOR_TYPES, QuantizerRole
 from hqsweep.recipe.sectioned import SECTIONS, Recipe
@@ -14,6 +15,7 @@ from hqsweep.recipe.sections import HIGH_PRECISION, Section
 
 PROJECTION = "projection"
 ALL_FIELDS = (*FIELDS, PROJECTION)
+LINEARS = ("linear", "grouped_linear")
 PARTS = (*SECTIONS, HEAD, "embedding", "norm")
 
 
@@ -53,6 +55,29 @@ def slots(recipe: AnyRecipe) -> Iterator[Slot]:
     yield from _one(recipe, 0)
     for stage, change in enumerate(recipe.schedule, start=1):
         yield from _one(change.recipe, stage)
+
+
+def by_gemms(recipe: AnyRecipe) -> dict[str, str]:
+    """Return part -> F/D/W (hqsweep.recipe.gemms) for each part that can be so written: linear, its overrides and
+    stages; grouped_linear and the head, where they differ from a recipe that mentions linear alone."""
+    sections: dict[str, dict[str, str]] = {}
+    for slot in slots(recipe):
+        part, _, tensor = slot.name.rpartition(".")
+        if tensor in TENSOR_TYPES["linear"] and slot.part.rpartition(".")[2] in (*LINEARS, HEAD):
+            sections.setdefault(part, {})[tensor] = str(slot.quantizer)
+    return {
+        part: text
+        for part, section in sections.items()
+        if section != _usual(part, sections) and (text := gemms_text(section)) is not None
+    }
+
+
+def _usual(part: str, sections: Mapping[str, dict[str, str]]) -> dict[str, str] | None:
+    """Return the texts of a part that a recipe does not mention; None for linear, which all recipes do."""
+    owner, _, name = part.rpartition(".")
+    if name == HEAD:
+        return HIGH_PRECISION[HEAD].texts()
+    return sections.get(f"{owner}.linear".lstrip(".")) if name == "grouped_linear" else None
 
 
 def described(recipe: AnyRecipe) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class Scaled(Protocol):
 
     rht: int
     rht_signed: bool
+    rht_drawn: bool
     two_d: bool
     scaling: str | None
     high_precision: bool
@@ -74,9 +75,10 @@ def same_scaling(a: Scaled, b: Scaled) -> bool:
 
 def mathematical_fault(a: Scaled, b: Scaled) -> str | None:
     """Return why the product of the two would be wrong in any arithmetic, or None."""
-    transform = [(f.rht, f.rht_signed) for f in (a, b)]
+    transform = [(f.rht, f.rht_signed, f.rht_drawn) for f in (a, b)]
     if transform[0] != transform[1] and a.rht and b.rht:
-        named = [f"of {size} {'with' if signed else 'without'} signs" for size, signed in transform]
+        kinds = ["with drawn" if drawn else "with" if signed else "without" for _, signed, drawn in transform]
+        named = [f"of {f.rht} {kind} signs" for f, kind in zip((a, b), kinds, strict=True)]
         return f"the Hadamard transforms differ ({named[0]}, {named[1]}), so they do not cancel"
     if transform[0] != transform[1]:
         return "the random Hadamard transform must be on both operands or on neither, or it does not cancel"

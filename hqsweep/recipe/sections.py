@@ -12,6 +12,7 @@ from hqsweep.errors import UserError, nearest
 from hqsweep.formats import Format
 from hqsweep.memo import cached_property
 from hqsweep.quant.hybrid import HybridQuantizer, IdentityQuantizer, ProjectedQuantizer
+from hqsweep.recipe.gemms import expanded
 from hqsweep.recipe.roles import IN_HIGH_PRECISION, TENSOR_TYPES
 
 WEIGHTS_ALONE = "a projection is for the weight of a linear; give another tensor its format alone"
@@ -111,8 +112,9 @@ class Section:
 class LinearQuantizers(Section):
     """The slots of a linear or grouped linear module.
 
-    A recipe gives the first three. output and grad_input are boundary slots. They are None unless the module knows who
-    reads its output, or the returned gradient (`output_quantizer_role`, `grad_input_quantizer_role`).
+    A recipe gives the first three, or `gemms` in their place (hqsweep.recipe.gemms). output and grad_input are boundary
+    slots. They are None unless the module knows who reads its output, or the returned gradient
+    (`output_quantizer_role`, `grad_input_quantizer_role`).
     """
 
     PROJECTED = ("weight",)
@@ -122,6 +124,10 @@ class LinearQuantizers(Section):
     grad_output: HybridQuantizer
     output: HybridQuantizer | None = None
     grad_input: HybridQuantizer | None = None
+
+    @classmethod
+    def parse(cls, value: object, where: str, default: Self | None = None) -> Self:
+        return super().parse(expanded(value, where), where, default)
 
     @classmethod
     def tensors(cls) -> tuple[str, ...]:

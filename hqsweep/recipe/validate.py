@@ -42,10 +42,17 @@ def recipe_faults(
 
 
 def check_held_weights(recipe: AnyRecipe, steps: int, modules: Sequence[GemmModule]) -> None:
-    """Raise UserError if a schedule would change the format of a module's quantized weight."""
+    """Raise UserError if a schedule would change the format of a module's quantized weight, or if that format draws the
+    signs of its transform, which change from step to step."""
     roles = [role for module in modules for role in module.roles if role.tensor_type == "weight"]
     first, *later = stages(recipe, steps)
     held = first.recipe.resolve(roles)
+    for role, quantizer in held.items():
+        if quantizer.rowwise.rht_drawn or quantizer.columnwise.rht_drawn:
+            raise UserError(
+                f"recipe: model.quantized_weights holds {role} in {quantizer}, and +eden draws new signs in every step;"
+                " set model.quantized_weights=false, or give the weight +sr in place of +eden"
+            )
     for stage in later:
         for role, quantizer in stage.recipe.resolve(roles).items():
             if quantizer != held[role]:

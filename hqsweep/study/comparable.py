@@ -13,7 +13,7 @@ from hqsweep.report.compare.frames import FORK, WHOLE
 from hqsweep.study.device import device_of
 from hqsweep.study.noise import model_of, parameters
 from hqsweep.study.sequential import Plan
-from hqsweep.sweep.grid.point import is_trunk
+from hqsweep.sweep.grid.arms import is_trunk
 
 DESIGNS = {FORK: "forks", WHOLE: "whole runs"}
 """Design of a comparison -> its name in hqsweep.verdicts.plan."""

@@ -2,7 +2,7 @@
 (fork.until=settled fork.max_steps=N).
 
 Every arm gets the same replicates (a seed; in a fork study a trunk with its forks). After each one all arms are judged
-by the levels of hqsweep.verdicts.levels, under which looking does not raise the rate of false verdicts. Another
+by the levels of hqsweep.verdicts.designs, under which looking does not raise the rate of false verdicts. Another
 replicate is added until every arm has a verdict or N are there; or until the interval of every arm's gap of a whole run
 reaches no further than the margin to either side, or no more trunks fit into the steps. More trunks are added, and no
 later end: a gap of longer runs is another gap, and varies more over trunks. An arm ends early only when it diverges:
@@ -22,7 +22,7 @@ from hqsweep.config.job import Config
 from hqsweep.config.study import StudyConfig
 from hqsweep.errors import Damaged, UserError
 from hqsweep.report.compare.compare import compare
-from hqsweep.sweep.grid.point import GridPoint, is_trunk
+from hqsweep.sweep.grid.arms import GridPoint, is_trunk
 from hqsweep.sweep.store.names import id_in, run_id
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore

@@ -89,12 +89,18 @@ def part_done(progress: Mapping[str, Any]) -> float:
     return progress["step"] / progress["steps"] if part is None else part
 
 
+def own_steps(progress: Mapping[str, Any]) -> str:
+    """The steps that are done, and all of them, such as 40/200; the steps of a fork begin where it leaves its trunk."""
+    first = progress.get("first") or 0
+    return f"{progress['step'] - first}/{progress['steps'] - first}"
+
+
 def how_far(status: Status) -> str:
     """A text such as "step 40/200"; for a job without steps its phase and the part that is done, such as "kernel, 37
     %"."""
     phase, progress = status.get("phase"), status["progress"]
     if phase is None:
-        return f"step {progress['step']}/{progress['steps']}"
+        return f"step {own_steps(progress)}"
     return f"{phase}, {100 * part_done(progress):.0f} %" if progress else phase
 
 
@@ -286,7 +292,7 @@ class LiveDisplay:
         if status["reason"]:
             middle = Text(status["reason"], style=STYLES[state])
         elif progress:
-            far = f"{progress['step']}/{progress['steps']}" if phase is None else how_far(status)
+            far = own_steps(progress) if phase is None else how_far(status)
             middle = Text(far)
             if with_bar:
                 middle = Table.grid(padding=(0, 1))

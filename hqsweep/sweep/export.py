@@ -5,11 +5,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hqsweep.checkpoints.foreign import dcp
-from hqsweep.checkpoints.foreign.load import as_plain
-from hqsweep.checkpoints.foreign.user_model import check_same
-from hqsweep.checkpoints.save import save_model, save_pretrained, save_state
-from hqsweep.checkpoints.sharded.sharded_load import load_sharded
+from hqsweep.checkpoints import dcp
+from hqsweep.checkpoints.sharded_load import load_sharded
+from hqsweep.checkpoints.user_model import check_same
+from hqsweep.checkpoints.weights import as_plain, save_model, save_pretrained, save_state
 from hqsweep.config.job import ConvergenceConfig, parse
 from hqsweep.config.model import FactoryModelConfig, HFModelConfig
 from hqsweep.errors import Damaged, UserError

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from hqsweep.config.engine import TrackConfig, check_installed
+from hqsweep.config.jobs import MIRRORED_TABLES
 from hqsweep.errors import UserError
 from hqsweep.host import Busy
 from hqsweep.sweep.store.run_dir import RunDir
-from hqsweep.track.tables import MIRRORED_TABLES
 from hqsweep.track.tracker import NullTracker, Tracker
 
 

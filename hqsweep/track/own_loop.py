@@ -30,7 +30,7 @@ from hqsweep.config.section import sentence
 from hqsweep.errors import EXIT_FAILED, Damaged, UserError
 from hqsweep.host import Busy, holder
 from hqsweep.jobs.command import ARM, ROWS, RUN_DIR, SEED, Rows, send
-from hqsweep.sweep.engine.reasons import reason_of
+from hqsweep.sweep.engine.task import reason_of
 from hqsweep.sweep.store.names import run_id
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore

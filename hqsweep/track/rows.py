@@ -1,6 +1,6 @@
 """Local rows, the source of truth: what a job puts out, appended to the run's folder as it comes.
 
-Rows are long and tidy; track/tables.py fixes the columns of each table, and a row with other columns is refused. A row
+Rows are long and tidy; config/jobs.py fixes the columns of each table, and a row with other columns is refused. A row
 is on its way to the disk when the call returns (one write per call), so a killed worker loses only what it had not yet
 reported. A checkpoint has the marks of the rows before it (`mark`); a run that goes on from there checks that these are
 unchanged (`fits`), and drops what came after (`rewind`). Finished runs get a Parquet copy of each table.
@@ -20,13 +20,13 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from hqsweep.config.jobs import TABLES
 from hqsweep.errors import Damaged
 from hqsweep.host import sync_folder
 from hqsweep.jobs.sink import rows_until
 from hqsweep.sweep.store.files import drop_torn_tail, encode_rows, read_rows
 from hqsweep.sweep.store.names import run_id
 from hqsweep.sweep.store.run_dir import RunDir
-from hqsweep.track.tables import TABLES
 from hqsweep.track.tracker import Tracker
 from hqsweep.train.record import Mark, mark_of, misfit
 
@@ -146,22 +146,28 @@ class RowSink:
         self._run.write_status(phase=phase)
 
     def progress(
-        self, step: int, steps: int, loss: float | None, tokens_per_s: float | None, *, part: float | None = None
+        self,
+        step: int,
+        steps: int,
+        loss: float | None,
+        tokens_per_s: float | None,
+        *,
+        part: float | None = None,
+        first: int = 0,
     ) -> None:
         """Note how far the job is, for the display: written now and then, and at the last step. The time left is the
         average time of this attempt's work, times the work to go."""
-        now, part = time.monotonic(), step / steps if part is None else part
+        now, part = time.monotonic(), (step - first) / (steps - first) if part is None else part
         first_part, first_s = self._first = self._first or (part, now)
         if now - self._said_s < PROGRESS_EVERY_S and step < steps:
             return
         self._said_s = now
         eta_s = (now - first_s) / (part - first_part) * (1 - part) if part > first_part else None
-        self._run.write_status(
-            progress={
-                "step": step, "steps": steps, "part": part, "loss": loss, "tokens_per_s": tokens_per_s, "eta_s": eta_s,
-            },
-            seconds=round(self._seconds_before + now - self._opened_s, 3),
-        )  # fmt: skip
+        progress = {
+            "step": step, "steps": steps, "part": part, "loss": loss, "tokens_per_s": tokens_per_s, "eta_s": eta_s,
+        }  # fmt: skip
+        seconds = round(self._seconds_before + now - self._opened_s, 3)
+        self._run.write_status(progress=progress | ({"first": first} if first else {}), seconds=seconds)
 
     def mark(self, step: int | None = None) -> dict[str, Mark]:
         """Table -> Mark of its rows, or of those up to a step; the rows are on the disk when the call returns."""

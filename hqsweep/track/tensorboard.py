@@ -14,9 +14,9 @@ import yaml
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
+from hqsweep.config.jobs import VERDICT_COLUMNS
 from hqsweep.errors import visible
 from hqsweep.sweep.store.run_dir import RunDir
-from hqsweep.track.tables import VERDICT_COLUMNS
 from hqsweep.track.tracker import HarmlessTracker, Tracker, curves, harmless, one_line, verdict_scalars
 
 FLUSH_S = 1

@@ -13,11 +13,10 @@ from typing import Any
 import pandas as pd
 import trackio
 
+from hqsweep.config.jobs import VERDICT_COLUMNS
 from hqsweep.errors import visible
 from hqsweep.sweep.store.run_dir import RunDir
-from hqsweep.track.destination import trackio_server
-from hqsweep.track.tables import VERDICT_COLUMNS
-from hqsweep.track.tracker import HarmlessTracker, curves, harmless, verdict_scalars
+from hqsweep.track.tracker import HarmlessTracker, curves, harmless, trackio_server, verdict_scalars
 
 TABLE_ROWS = 500
 """The rows of a table that are mirrored, the first ones."""

@@ -14,11 +14,10 @@ from typing import Any
 
 import wandb
 
+from hqsweep.config.jobs import VERDICT_COLUMNS
 from hqsweep.errors import visible
 from hqsweep.sweep.store.names import fork_of, id_in
 from hqsweep.sweep.store.run_dir import RunDir
-from hqsweep.track.destination import resolve_mode
-from hqsweep.track.tables import VERDICT_COLUMNS
 from hqsweep.track.tracker import (
     HarmlessTracker,
     NullTracker,
@@ -26,6 +25,7 @@ from hqsweep.track.tracker import (
     curves,
     harmless,
     one_line,
+    resolve_mode,
     verdict_scalars,
 )
 

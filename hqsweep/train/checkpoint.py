@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Protocol, Self
 
 import torch
 
-from hqsweep.checkpoints.foreign.torch_file import Refused, load
+from hqsweep.checkpoints.torch_file import Refused, load
 from hqsweep.errors import Damaged
 from hqsweep.host import Memory, sync_folder
 from hqsweep.parallel.mesh import Ranks
@@ -176,7 +176,7 @@ class Saver:
 
 def _save_folder(trainer: Resumable, folder: Path, record: Record) -> None:
     """Write this rank's part, read it back, and give the other ranks the hash of the bytes read."""
-    from hqsweep.checkpoints.sharded.sharded import save_sharded  # slow to import, because of torch
+    from hqsweep.checkpoints.sharded_save import save_sharded  # slow to import, because of torch
 
     target = folder / record.file
     by_first(lambda: discard(target))
@@ -263,7 +263,7 @@ def go_on_from(trainer: Resumable, path: Path) -> None:
     Raises NotAsWritten for a damaged file. A folder must have been compared with its record before.
     """
     if path.is_dir():
-        from hqsweep.checkpoints.sharded.sharded_load import load_sharded
+        from hqsweep.checkpoints.sharded_load import load_sharded
 
         trainer.load_position(load_sharded(trainer.model, trainer.optimizer, path))
     else:

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from hqsweep.checkpoints.foreign.checkpoint import Checkpoint
-from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
-from hqsweep.checkpoints.foreign.load import Loaded
+from hqsweep.checkpoints.checkpoint import Checkpoint
+from hqsweep.checkpoints.inspect import inspect_checkpoint
+from hqsweep.checkpoints.weights import Loaded
 from hqsweep.config.study import ForkConfig
 from hqsweep.config.train import ParallelConfig
 from hqsweep.errors import UserError
@@ -26,7 +26,7 @@ from hqsweep.nn.core.module import quantized_modules
 from hqsweep.nn.core.parameter import note_update
 from hqsweep.optim import MASTER, FusedAdam
 from hqsweep.optim.adam import OWN_MASTERS
-from hqsweep.parallel.shared.held_experts import link_held
+from hqsweep.parallel.shared.held import link_held
 from hqsweep.parallel.wire.local import is_spread, local, spread_out, write_held
 from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.recipe.sections import slots
@@ -65,7 +65,7 @@ def start_from_folder(model: nn.Module, optimizer: FusedAdam, folder: Path) -> d
 
     Returns the entries beside model and optimizer.
     """
-    from hqsweep.checkpoints.sharded.sharded_load import encode_again, load_but_codes
+    from hqsweep.checkpoints.sharded_load import encode_again, load_but_codes
 
     keys = _keys(model)
     position, held = load_but_codes(model, optimizer, folder)
@@ -96,7 +96,7 @@ def take_parts(model: nn.Module, optimizer: FusedAdam, whole: nn.Module, whole_o
     """
     if whole is model:
         return
-    from hqsweep.checkpoints.sharded.sharded_state import buffers_of, parameters_of
+    from hqsweep.checkpoints.sharded_state import buffers_of, parameters_of
 
     weights, buffers = parameters_of(whole), buffers_of(whole)
     for name, buffer in buffers_of(model).items():

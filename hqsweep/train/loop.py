@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hqsweep.checkpoints.foreign.checkpoint import Checkpoint
-from hqsweep.checkpoints.foreign.load import Loaded, load_checkpoint
+from hqsweep.checkpoints.checkpoint import Checkpoint
+from hqsweep.checkpoints.weights import Loaded, load_checkpoint
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.nn import Probe, set_recipe
 from hqsweep.ops.quantize.nonfinite import counted
+from hqsweep.parallel.data import captured_of_all, rows_of_all
 from hqsweep.parallel.mesh import Ranks, Trained
-from hqsweep.parallel.samples import captured_of_all, rows_of_all
 from hqsweep.parallel.shared.expert_room import check_room
-from hqsweep.parallel.shared.held_experts import share_amaxes
+from hqsweep.parallel.shared.held import share_amaxes
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.stages import Stage, stages
 from hqsweep.train.adapter import Balance

@@ -15,7 +15,7 @@ from hqsweep.config.train import ParallelConfig
 from hqsweep.nn import quantization
 from hqsweep.nn.core.context import unwritten
 from hqsweep.nn.core.module import roles_of
-from hqsweep.nn.layers.saved_memory import SavedBytes
+from hqsweep.nn.saved_memory import SavedBytes
 from hqsweep.optim.adam import Norm
 from hqsweep.parallel.data import reshard, synchronized
 from hqsweep.parallel.mesh import Ranks
@@ -148,7 +148,7 @@ def share_out(config: ConvergenceConfig, adapter: ModelAdapter, ranks: Ranks) ->
 
 def _offload(model: nn.Module) -> Saving:
     """The context of a forward whose saved tensors wait in CPU memory for backward."""
-    from hqsweep.nn.layers.saved_memory import ActivationOffload
+    from hqsweep.nn.saved_memory import ActivationOffload
 
     return ActivationOffload(model).saving
 

@@ -20,14 +20,12 @@ from hqsweep.config.train import Recompute
 from hqsweep.nn import quantization, quantized_model_init
 from hqsweep.nn.core.module import QuantizedWeight
 from hqsweep.nn.core.options import MoELayerOptions, TransformerOptions
-from hqsweep.nn.experts.grouped_linear import GroupedLinear
-from hqsweep.nn.experts.moe import LayerNormMoE, MoELayer
-from hqsweep.nn.layers.embedding import embedding
-from hqsweep.nn.layers.norm import Norm
-from hqsweep.nn.layers.saved_memory import saved_input_bytes
-from hqsweep.nn.layers.transformer_layer import TransformerLayer, through
-from hqsweep.nn.linear.linear import Linear
-from hqsweep.nn.linear.linear_loss import forms_loss, linear_cross_entropy
+from hqsweep.nn.grouped_linear import GroupedLinear
+from hqsweep.nn.linear_loss import forms_loss, linear_cross_entropy
+from hqsweep.nn.linears import Linear
+from hqsweep.nn.norm_embedding import Norm, embedding
+from hqsweep.nn.saved_memory import saved_input_bytes
+from hqsweep.nn.transformer import LayerNormMoE, MoELayer, TransformerLayer, through
 from hqsweep.parallel.shared.tokens import gains_summed_together, whole_features
 from hqsweep.parallel.shared.vocabulary import cross_entropy, split_embedding, vocabulary_group
 from hqsweep.parallel.wire.local import local, whole_tensor

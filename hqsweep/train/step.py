@@ -21,7 +21,7 @@ from hqsweep.nn.core.module import quantized_modules
 from hqsweep.nn.core.parameter import WeightWorkspace, note_update
 from hqsweep.nn.core.probe import Probe
 from hqsweep.ops.library import key_tables
-from hqsweep.parallel.fsdp.fsdp_state import drop_pass
+from hqsweep.parallel.shards.fsdp_state import drop_pass
 from hqsweep.parallel.wire.local import local
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.quant.tensor import HybridQuantizedTensor

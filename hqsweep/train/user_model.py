@@ -15,16 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hqsweep.checkpoints.foreign.load import load_checkpoint
-from hqsweep.checkpoints.foreign.user_model import check_same, weights_of
+from hqsweep.checkpoints.user_model import check_same, weights_of
+from hqsweep.checkpoints.weights import load_checkpoint
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.model import FactoryModelConfig, HFModelConfig, UserModel
 from hqsweep.config.train import FactoryDataConfig
 from hqsweep.errors import UserError
 from hqsweep.models.attention import take_fast_kernels
 from hqsweep.models.batches import ATTRIBUTE, BatchLoss
-from hqsweep.models.build import build, check_code, check_ranks, check_recompute, code_of, code_of_modules, vocab_fault
-from hqsweep.models.compiled import CompiledBlocks
+from hqsweep.models.build import (
+    CompiledBlocks,
+    build,
+    check_code,
+    check_ranks,
+    check_recompute,
+    code_of,
+    code_of_modules,
+    vocab_fault,
+)
 from hqsweep.models.conversion import Conversion
 from hqsweep.models.convert import convert
 from hqsweep.models.head_loss import HeadLoss, check_causal, is_hugging_face, model_loss, why_whole
@@ -32,9 +40,9 @@ from hqsweep.models.held import held_parts, is_quantized
 from hqsweep.models.hf import load_model
 from hqsweep.models.hf_folder import HFConfig, read_hf_config
 from hqsweep.nn.core.context import quantization
-from hqsweep.nn.core.model_init import quantized_model_init
-from hqsweep.nn.layers.saved_memory import input_bytes
-from hqsweep.nn.linear.linear import LinearBase
+from hqsweep.nn.core.options import quantized_model_init
+from hqsweep.nn.linears import LinearBase
+from hqsweep.nn.saved_memory import input_bytes
 from hqsweep.parallel.wire.collectives import rank_in
 from hqsweep.parallel.wire.local import whole_tensor
 from hqsweep.recipe.base import AnyRecipe

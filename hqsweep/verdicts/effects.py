@@ -2,7 +2,7 @@
 
 An effect is a weighted sum of a replicate's gaps, and the replicates (trunks, or seeds) give its standard error. With
 few of them an own variance is small by luck, so the variance pooled over the effects of the same order is a floor for
-it, as in hqsweep.verdicts.whole_runs; the own one is a floor where an effect varies more from trunk to trunk than the
+it, as in hqsweep.verdicts.judging; the own one is a floor where an effect varies more from trunk to trunk than the
 others. The intervals hold together for all effects.
 """
 
@@ -90,7 +90,7 @@ def critical(count: int, replicates: int) -> float:
     return critical_of_largest(LEVEL, count, 0.0, freedom(count, replicates))
 
 
-def judge(gaps: ArrayLike, levels: ArrayLike, effects: Sequence[tuple[int, ...]]) -> list[Effect]:
+def judge_effects(gaps: ArrayLike, levels: ArrayLike, effects: Sequence[tuple[int, ...]]) -> list[Effect]:
     """The effects of a factorial study.
 
     gaps     [replicates, arms]: arm minus any one reference of the same replicate, which cancels; all finite

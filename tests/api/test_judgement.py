@@ -6,14 +6,14 @@ import pytest
 
 import hqsweep as hq
 from hqsweep.errors import UserError
-from hqsweep.verdicts import whole_runs
+from hqsweep.verdicts import judging
 
 ACCURACY = {"adam": [0.71, 0.73, 0.72], "muon": [0.74, 0.761, 0.75]}
 
 
 def test_a_dict_of_arms():
     found = hq.judge(ACCURACY, baseline="adam", metric="accuracy", margin=0.005)
-    expected = whole_runs.judge(ACCURACY, baseline="adam", margin=0.005)["muon"]
+    expected = judging.judge_whole_runs(ACCURACY, baseline="adam", margin=0.005)["muon"]
     arm = found.verdicts.set_index("arm").loc["muon"]
     assert (arm["verdict"], arm["gap"], arm["p"], arm["n"]) == ("better", expected.gap, expected.p, 3)
     assert (found.baseline, found.unit, found.notes, found.left_out) == ("adam", "accuracy", (), ())

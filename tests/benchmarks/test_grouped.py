@@ -6,7 +6,7 @@ from support.benchmarks.host_clock import HostClock
 
 from benchmarks import grouped, grouped_linear
 from hqsweep.nn.core.call import LinearCall
-from hqsweep.ops.members.layout import PackedExact
+from hqsweep.ops.layout import PackedExact
 from hqsweep.quant.hybrid import DIRECTIONS
 
 SIZES = (0, 32, 64, 0, 16)

@@ -15,11 +15,11 @@ from benchmarks.rows import markdown
 from benchmarks.step_cases import SIZES
 from hqsweep.config.job import parse
 from hqsweep.config.model import ffn_width
-from hqsweep.nn.linear.linear_loss import CHUNK_BYTES
+from hqsweep.nn.linear_loss import CHUNK_BYTES
 from hqsweep.parallel.data import units
-from hqsweep.parallel.fsdp.exchanges import GATHERS, SUMS
-from hqsweep.parallel.fsdp.fsdp_state import groups_of
+from hqsweep.parallel.fsdp_exchanges import GATHERS, SUMS
 from hqsweep.parallel.mesh import Ranks, build_mesh
+from hqsweep.parallel.shards.fsdp_state import groups_of
 from hqsweep.parallel.wire.spawn import spawn_ranks
 from hqsweep.train import data
 from hqsweep.train.loop import Trainer

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from support.checkpoints.titan import write
 from torch import nn
 
-from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
-from hqsweep.checkpoints.foreign.load import load_checkpoint
+from hqsweep.checkpoints.inspect import inspect_checkpoint
+from hqsweep.checkpoints.weights import load_checkpoint
 from hqsweep.errors import UserError
 
 TRIES = 100

@@ -15,11 +15,11 @@ import torch.distributed.checkpoint as dist_cp
 from support.checkpoints.tiny_models import equal, tiny, trained
 from torch import Tensor
 
-from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
-from hqsweep.checkpoints.foreign.load import check_fits, load_checkpoint
+from hqsweep.checkpoints.inspect import inspect_checkpoint
+from hqsweep.checkpoints.weights import check_fits, load_checkpoint
 from hqsweep.errors import UserError
-from tests.checkpoints.foreign.test_dcp import adam, same_moments
-from tests.checkpoints.foreign.test_torch_file import Code
+from tests.checkpoints.test_dcp import adam, same_moments
+from tests.checkpoints.test_torch_file import Code
 
 
 @pytest.fixture

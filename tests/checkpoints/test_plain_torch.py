@@ -8,12 +8,12 @@ from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
-from hqsweep.checkpoints.foreign.load import load_checkpoint
-from hqsweep.checkpoints.sharded.sharded import save_sharded, save_sharded_async
-from hqsweep.checkpoints.sharded.sharded_load import load_sharded
+from hqsweep.checkpoints.inspect import inspect_checkpoint
+from hqsweep.checkpoints.sharded_load import load_sharded
+from hqsweep.checkpoints.sharded_save import save_sharded, save_sharded_async
+from hqsweep.checkpoints.weights import load_checkpoint
 from hqsweep.errors import UserError
-from tests.checkpoints.foreign.test_dcp import Code, change_metadata
+from tests.checkpoints.test_dcp import Code, change_metadata
 
 
 def trained(kind="fp32", steps=2):

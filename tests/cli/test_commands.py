@@ -8,6 +8,8 @@ from typer.testing import CliRunner
 
 from hqsweep.cli.main import app
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 SCRIPT = """
 import json, os, random, sys
 recipe, seed = sys.argv[1], int(sys.argv[2])

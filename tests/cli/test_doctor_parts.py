@@ -49,7 +49,7 @@ def test_slurm_without_a_configuration_is_no_cluster(monkeypatch: pytest.MonkeyP
 
 def test_the_daemon_of_mps_is_seen_by_its_pipes(monkeypatch: pytest.MonkeyPatch, tmp_path):
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    (before,) = (part for part in doctor.parts() if part.what == "mps")
+    (before,) = (part for part in parts() if part.what == "mps")
     (tmp_path / "control").touch()
-    (after,) = (part for part in doctor.parts() if part.what == "mps")
+    (after,) = (part for part in parts() if part.what == "mps")
     assert (before.present, after.present) == (False, True) and "take turns" in before.detail

@@ -97,12 +97,12 @@ def test_run_imports_what_the_own_configs_name_and_nothing_from_the_working_dire
 @pytest.mark.slow
 def test_a_factory_comes_from_the_folder_of_the_file_that_was_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    named = hqsweep("run", "conf=own", "recipe=foreign/other.yaml", "train.device=cuda", *TINY)
-    assert named.returncode == 2 and "train.device" in named.stderr, named.stderr
+    named = inside("run", "conf=own", "recipe=foreign/other.yaml", "train.device=cuda", *TINY)
+    assert named.exit_code == 2 and "train.device" in named.stderr, named.stderr
     assert "importing other_factory for recipe.qfactory=other_factory.make" in named.stderr
     assert (folder / "imported").read_text().split() == ["other_factory"]
-    lost = hqsweep("run", "conf=own", "recipe._target_=typer.make", *TINY)
-    assert lost.returncode == 2 and "typer has no function 'make'" in lost.stderr, lost.stderr
+    lost = inside("run", "conf=own", "recipe._target_=typer.make", *TINY)
+    assert lost.exit_code == 2 and "typer has no function 'make'" in lost.stderr, lost.stderr
     lost = inside("run", "conf=own", "recipe._target_=foreign.other_factory.make", *TINY)
     assert lost.exit_code == 2 and "cannot be imported" in lost.stderr and str(folder / "conf") in lost.stderr
     assert not (folder / "planted").exists()

@@ -29,10 +29,10 @@ def recipe(*words: str) -> Result:
 
 
 class Listed(NamedTuple):
-    """What `recipe ls` says, which reads every recipe: as rows, and in 80 columns."""
+    """What `recipe ls` says, which reads every recipe: as rows, and in 80 columns beside two that are wrong."""
 
     rows: list[dict[str, Any]]
-    text: str
+    beside_wrong: Result
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,10 @@ def listed(tmp_path_factory: pytest.TempPathFactory) -> Listed:
         write_folder(folder)
         patch.chdir(folder)
         patch.setenv("COLUMNS", "80")
-        listed = Listed(json.loads(recipe("ls", "--json").stdout), recipe("ls").stdout)
+        rows = json.loads(recipe("ls", "--json").stdout)
+        (folder / "conf/recipe/bad.yaml").write_text("name: bad\nlinear: ${oc.env:HOME}\n")
+        (folder / "conf/recipe/group.yaml").write_text("name: =cmd\nlinear: mxfp8\n")
+        listed = Listed(rows, recipe("ls"))
     sys.modules.pop("my_factories", None)
     return listed
 
@@ -73,7 +76,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_ls_lists_packaged_and_own_recipes(listed: Listed):
     rows = {row["name"]: row for row in listed.rows}
     assert rows["nvfp4"]["weight"] == "nvfp4+2d" and rows["mine"]["input"] == "mxfp8"
-    assert "nvfp4+rht+sr" in listed.text
+    assert "nvfp4+rht+sr" in listed.beside_wrong.stdout
 
 
 def test_ls_shows_what_tells_recipes_apart(listed: Listed):
@@ -96,19 +99,20 @@ def test_ls_breaks_no_word_at_any_width(listed: Listed):
     rows = listed.rows
     words = " ".join(w for row in rows for w in (row["name"], *row["parts"].values())).replace(",", " ").split()
     texts = {width: _listed(rows, width) for width in (200, 100, 80, 46, 30)}
-    assert texts[80] in listed.text
+    assert texts[80] in listed.beside_wrong.stdout
     for width, listed in texts.items():
         same = [w for row in rows if row["same_as"] for w in row["parts"].values()]
         assert set(words) - set(same) <= set(listed.replace(",", " ").replace(":", " ").split())
-        assert max(map(len, listed.splitlines())) <= max(width, 52)
+        assert max(map(len, listed.splitlines())) <= max(width, 56)  # of the longest word
         assert ("nvfp4  " in listed) == (width == 200), "beside the names where there is room"
 
 
-def test_ls_lists_the_others_beside_a_wrong_one(folder: Path):
-    (folder / "conf/recipe/bad.yaml").write_text("name: bad\nlinear: ${oc.env:HOME}\n")
-    listed = recipe("ls")
-    assert listed.exit_code == 3 and "mine" in listed.stdout and "nvfp4" in listed.stdout
-    assert "'bad'" in listed.stderr and str(Path.home()) not in listed.stderr
+def test_ls_lists_the_others_beside_wrong_ones(listed: Listed):
+    said = listed.beside_wrong
+    assert said.exit_code == 3
+    assert "mine" in said.stdout and "nvfp4" in said.stdout
+    assert "'bad'" in said.stderr and str(Path.home()) not in said.stderr
+    assert "recipe.name: got '=cmd'; must match the pattern" in said.stderr
 
 
 @pytest.mark.parametrize("name", ["mine", "conf/recipe/mine.yaml", "conf/sweep.yaml"])
@@ -128,6 +132,17 @@ def test_slots_that_are_alike_are_one_line_unless_all_are_asked_for():
     assert short.count("\n") == 8 and whole.count("\n") == 19 and "wgrad" in whole
     short, whole = (recipe("diff", "nvfp4", "mxfp8", *words).stdout for words in ((), ("--all",)))
     assert "weight of linear, grouped_linear" in short and "grouped_linear.weight" in whole
+
+
+def test_show_writes_a_recipe_by_its_products_where_it_can():
+    text = "nvfp4*mxfp8/mxfp8/bf16"
+    shown = json.loads(recipe("show", text, "--json").stdout)
+    assert shown["gemms"] == {"linear": text, "head": text} and shown["slots"][0]["columnwise"] == "bf16"
+    assert "\nlinear.gemms: mxfp8/mxfp8/mxfp8\n" in recipe("show", "mxfp8").stdout
+    other = recipe("show", "nvfp4_fwd_mxfp8_bwd_dequantized")  # decoded rows are a source that products do not tell
+    assert "gemms" not in other.stdout
+    wrong = recipe("show", "format:mxfp4/nvfp5/mxfp8")
+    assert wrong.exit_code == 2 and "recipe.linear.gemms: dgrad: format 'nvfp5'" in wrong.stderr
 
 
 def test_show_of_a_factory_gives_its_name():
@@ -221,9 +236,9 @@ def test_the_names_that_run_refuses_are_refused_in_its_words(name: str, folder: 
 def test_every_command_of_recipes_refuses_such_a_name(folder: Path):
     (folder / "named.yaml").write_text("name: =cmd\nlinear: mxfp8\n")
     (folder / "conf/recipe/group.yaml").write_text("name: =cmd\nlinear: mxfp8\n")
-    for words in (["diff", "mxfp8", "named.yaml"], ["export", "named.yaml", "--to", "json"], ["show", "group"], ["ls"]):
+    for words in (["diff", "mxfp8", "named.yaml"], ["export", "named.yaml", "--to", "json"], ["show", "group"]):
         result = recipe(*words)
-        assert result.exit_code == (3 if words == ["ls"] else 2)
+        assert result.exit_code == 2
         assert "recipe.name: got '=cmd'; must match the pattern" in result.stderr
 
 

@@ -192,3 +192,17 @@ def test_an_argument_that_is_not_theirs_or_comes_twice_is_refused():
         compat.Linear(64, 96, False, sequence_parallel=False)
     with pytest.raises(UserError, match="LayerNormMLP: 1 positional arguments too many"):
         compat.LayerNormMLP(64, 96)(*called("LayerNormMLP"), None, None)
+
+
+@pytest.mark.parametrize("name", sorted({*MODULES, "LayerNorm", "RMSNorm"} - {"DotProductAttention"}))
+def test_device_meta_builds_without_memory_and_reset_parameters_gives_it(name):
+    sizes = MODULES[name][0] if name in MODULES else (64,)
+    with compat.quantized_model_init(recipe="mxfp8"):
+        module = getattr(compat, name)(*sizes, device="meta", params_dtype=torch.bfloat16)
+    assert all(parameter.is_meta for parameter in module.parameters())
+    torch.manual_seed(0)
+    module.reset_parameters()
+    assert not any(parameter.is_meta for parameter in module.parameters())
+    for parameter in module.parameters():
+        value = parameter.to(torch.float64)
+        assert value.isfinite().all() and value.abs().max() < 2

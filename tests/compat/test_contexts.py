@@ -53,6 +53,14 @@ def test_masters_are_written_and_processed_by_their_arguments(recipe):
             compat.post_all_gather_processing([weight])
 
 
+def test_masters_of_a_weight_without_operands_are_refused():
+    with compat.quantized_model_init(recipe="mxfp8"):
+        weight = compat.Linear(64, 96).weight
+    weight.update_usage(rowwise_usage=False, columnwise_usage=False)
+    with pytest.raises(UserError, match=r"a weight \[96, 64\] in mxfp8 has dropped both rowwise and columnwise"):
+        compat.quantize_master_weights([weight], [torch.zeros(96 * 64)], [0], None)
+
+
 @pytest.mark.parametrize("name", AVAILABLE)
 def test_every_format_is_available(name):
     asked = getattr(compat, f"is_{name}_available")

@@ -14,7 +14,7 @@ from hqsweep.errors import UserError
 @pytest.fixture(scope="module")
 def every():
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-    return run_ranks(megatron_ranks.RANKS, megatron_ranks.run)
+    return run_ranks(megatron_ranks.RANKS, megatron_gpt.everything)
 
 
 @pytest.mark.feature("F132")
@@ -41,17 +41,15 @@ def test_a_buffer_of_values_for_held_weights_is_refused(every):
 
 @pytest.mark.feature("F132")
 @pytest.mark.slow
-def test_megatrons_own_gpt_trains_as_in_one_process():
+def test_megatrons_own_gpt_trains_as_in_one_process(every):
     """20 steps over two ranks, quantized and plain: losses and bytes of one process, and the loss falls alike."""
-    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-    every = run_ranks(megatron_gpt.RANKS, megatron_gpt.run)
-    ends = {}
+    ends, (_, alone) = {}, every[0]["gpt"]
     for recipe in megatron_gpt.RECIPES:
         for rank, of_rank in enumerate(every):
-            (losses, weights), (expected, whole) = of_rank[recipe]
+            (losses, weights), (expected, whole) = of_rank["gpt"][0][recipe], alone[recipe]
             assert torch.equal(torch.stack(losses), torch.stack([of_step[rank] for of_step in expected])), recipe
             assert [name for name in whole if not torch.equal(weights[name], whole[name])] == [], recipe
-        means = torch.stack([torch.stack(of_rank[recipe][0][0]) for of_rank in every]).mean(0)
+        means = torch.stack([torch.stack(of_rank["gpt"][0][recipe][0]) for of_rank in every]).mean(0)
         assert len(means) == 20 and means[-1] < 0.7 * means[0], recipe
         ends[recipe] = means[-1]
     plain = ends.pop(megatron_gpt.PLAIN)

@@ -59,8 +59,8 @@ ZOO = {
     "mxfp4_wgrad_bf16": ("mxfp4|bf16", "mxfp4", "mxfp4|bf16"),
     "mxfp4_wgrad_nvfp4_rht": ("mxfp4|nvfp4+rht", "mxfp4", "mxfp4|nvfp4+rht"),
     "quartet2_like": (
-        "nvfp4+4over6|nvfp4+rht+sr@rowwise_dequantized", "nvfp4+4over6|nvfp4+sr@rowwise_dequantized",
-        "nvfp4+rht+sr",
+        *["nvfp4+4over6|nvfp4+rht32+eden@rowwise_dequantized"] * 2,
+        "nvfp4+rht32+eden|nvfp4+rht32+eden",
     ),
     "tetrajet_like": (*["mxfp4@rowwise_dequantized"] * 2, "mxfp4"),
     "tetrajet2_like": (

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import KERNELS
+from cases import KERNELS, LOW_BASES, crossed
 
 from hqsweep.formats import parse
 from hqsweep.ops.quantize.quantize import dequantize, exact_operand_of
@@ -13,10 +13,8 @@ ODD_SHAPES = ((1, 1), (5, 7), (129, 131))
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 
 
-def cases():
-    for text in KERNELS:
-        odd = ODD_SHAPES if parse(text).column_multiple == 1 else ()
-        yield from ((text, shape) for shape in (*SHAPES, *odd))
+CUT_ANYWHERE = [text for text in KERNELS if parse(text).column_multiple == 1]
+CASES = crossed(KERNELS, SHAPES, whole=LOW_BASES) + crossed(CUT_ANYWHERE, ODD_SHAPES, whole=LOW_BASES)
 
 
 def any_buffers(format, shape):
@@ -42,7 +40,7 @@ def bits(x):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("text", "shape"), list(cases()), ids=lambda v: str(v))
+@pytest.mark.parametrize(("text", "shape"), CASES, ids=lambda v: str(v))
 def test_values_are_those_of_the_reference(text, shape, device):
     format = parse(text)
     buffers = any_buffers(format, shape)
@@ -57,7 +55,7 @@ def test_values_are_those_of_the_reference(text, shape, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("text", "shape"), list(cases()), ids=lambda v: str(v))
+@pytest.mark.parametrize(("text", "shape"), CASES, ids=lambda v: str(v))
 def test_exact_operands_are_those_of_the_reference(text, shape, device):
     format = parse(text)
     buffers = any_buffers(format, shape)

@@ -25,6 +25,17 @@ def test_every_class_on_the_page_is_there():
     assert len(classes) > 25 and sorted(name for name in classes if not hasattr(compat, name)) == []
 
 
+def test_the_examples_of_factories_run():
+    start, stop = "A factory returns a quantizer for each role.", "`hqsweep recipe export NAME"
+    section = PAGE[PAGE.index(start) : PAGE.index(stop)]
+    blocks = re.findall(r"(?:^ {4}.*\n|^\n(?= {4}))+", section, re.M)
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(textwrap.dedent(block), "transformer_engine.md", "exec"), names)
+    assert len(blocks) == 3 and names["layer"].mlp.fc1.weight.grad is not None
+    assert names["experts"].weight.grad.shape == (4, 64, 64)
+
+
 def test_the_examples_of_operations_run():
     """They are those of TransformerEngine's page on its operations, in smaller sizes."""
     section = PAGE[PAGE.index("## Operations") : PAGE.index("| operation |")]

@@ -3,7 +3,7 @@
 import pytest
 
 from hqsweep.errors import UserError
-from hqsweep.foreign_logs.columns import arm_and_seed, find, lower_is_better
+from hqsweep.foreign_logs.values import arm_and_seed, find, lower_is_better
 
 
 @pytest.mark.parametrize(

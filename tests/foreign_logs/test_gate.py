@@ -10,7 +10,7 @@ from hqsweep.errors import UserError
 from hqsweep.foreign_logs.gate import gate, is_stored, read_stored, store
 from hqsweep.foreign_logs.judge import Question
 from hqsweep.foreign_logs.logs import Reading, judge_frame
-from hqsweep.verdicts import forks, whole_runs
+from hqsweep.verdicts import judging
 
 READING = Reading(columns={}, window=None)
 
@@ -59,10 +59,10 @@ def test_the_change_is_judged_as_a_gap_is(rows, stored):
     )
     unit = 100 / old["bf16"].mean() if verdicts.SIGN else 1.0
     change = {arm: ((new - old)[arm] * unit).to_numpy() for arm in old}
-    expected = whole_runs.judge(change, baseline="bf16", margin=verdicts.margin)["mxfp8"]
+    expected = judging.judge_whole_runs(change, baseline="bf16", margin=verdicts.margin)["mxfp8"]
     arm = next(arm for arm in verdicts.arms if arm.arm == "mxfp8")
     assert (arm.gap, arm.ci_low) == pytest.approx((expected.gap, expected.ci_low), rel=1e-9)
-    own = forks.judge({"bf16": change["bf16"][:, None]}, margin=verdicts.margin)["bf16"]
+    own = judging.judge_forks({"bf16": change["bf16"][:, None]}, margin=verdicts.margin)["bf16"]
     assert verdicts.arms[0].gap == pytest.approx(own.gap, rel=1e-9)
 
 

@@ -11,9 +11,9 @@ from hqsweep.errors import UserError
 from hqsweep.foreign_logs.judge import Question, document
 from hqsweep.foreign_logs.logs import Reading, frame_of, judge_frame
 from hqsweep.report.compare.compare import compare
-from hqsweep.verdicts import forks, whole_runs
+from hqsweep.verdicts import judging
 from hqsweep.verdicts.designs import WholeRuns
-from hqsweep.verdicts.looks import flags
+from hqsweep.verdicts.judging import flags
 from tests.report.conftest import fork_study, three_arms, write_sweep
 
 BASELINE, NEAR, FAR = [2.31, 2.29, 2.30, 2.32], [2.3102, 2.2899, 2.3001, 2.3201], [2.34, 2.31, 2.33, 2.35]
@@ -35,7 +35,7 @@ def test_estimates_are_those_of_whole_runs(margin):
     judgement = judged(values, margin, null_arm="null")
     scale = 100 / np.mean(BASELINE) if margin == "0.25%" else 1.0
     scaled = {arm: 100 * np.array(own) / np.mean(BASELINE) if scale != 1 else own for arm, own in values.items()}
-    expected = whole_runs.judge(scaled, baseline="bf16", null="null", margin=0.25 if scale != 1 else margin)
+    expected = judging.judge_whole_runs(scaled, baseline="bf16", null="null", margin=0.25 if scale != 1 else margin)
     assert judgement.estimates == expected
     assert verdicts(judgement) == {
         "bf16": "baseline", "null": "equivalent", "near": "equivalent", "far": "worse",
@@ -151,7 +151,7 @@ def test_forks_without_points_and_unbalanced_ones():
     assert "says nothing about all trunks" in two.arms["sentence"].iloc[1]
     full = judged(pd.concat([frame, pd.DataFrame([("t2", "a", 2.1001)], columns=list(frame))]), 0.01)
     gaps = [[2.1 - 2.0], [2.2 - 2.1], [2.1001 - 2.0]]
-    assert full.estimates == forks.judge({"a": gaps}, margin=0.01) and verdicts(full)["a"] == "worse"
+    assert full.estimates == judging.judge_forks({"a": gaps}, margin=0.01) and verdicts(full)["a"] == "worse"
 
 
 STUDIES = 2000
@@ -165,10 +165,10 @@ def test_the_error_rate_of_an_accuracy():
     shares = np.broadcast_to(level, (STUDIES, 4, seeds))
     values = rng.binomial(500, shares) / 500
     design = WholeRuns(arms=3, controls=1)
-    worse, better, _ = flags(partial(whole_runs.fit, values, 1), design, seeds, margin)
+    worse, better, _ = flags(partial(judging.fit_whole_runs, values, 1), design, seeds, margin)
     assert (worse | better).any(-1).mean() <= 0.05 + 3 * (0.05 * 0.95 / STUDIES) ** 0.5
     shifted = values - np.array([0, margin, margin, margin])[:, None]
-    *_, within = flags(partial(whole_runs.fit, shifted, 1), design, seeds, margin)
+    *_, within = flags(partial(judging.fit_whole_runs, shifted, 1), design, seeds, margin)
     assert within.mean(0).max() <= 0.05 + 3 * (0.05 * 0.95 / STUDIES) ** 0.5
     for study in range(5):  # which are what users are shown: fewer correct answers are worse
         said = judged(dict(zip(("bf16", "a", "b", "c"), values[study], strict=True)), margin, metric="acc").estimates

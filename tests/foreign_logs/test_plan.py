@@ -11,8 +11,8 @@ from hqsweep.foreign_logs.judge import Question
 from hqsweep.foreign_logs.logs import Reading, read_sources
 from hqsweep.foreign_logs.plan import document, plan
 from hqsweep.foreign_logs.tables import Frame
+from hqsweep.verdicts import judging
 from hqsweep.verdicts import plan as power
-from hqsweep.verdicts import whole_runs
 from tests.foreign_logs.conftest import finals
 
 
@@ -25,7 +25,7 @@ def test_counts_are_those_of_the_noise_of_a_gap(rows):
     by_logs = planned(rows, "0.05%")
     values = {arm: 100 * np.array(own) / np.mean(finals(rows)["bf16"]) for arm, own in finals(rows).items()}
     for row in by_logs.rows:
-        estimate = whole_runs.judge(values, baseline="bf16", margin=1)[row.arm]
+        estimate = judging.judge_whole_runs(values, baseline="bf16", margin=1)[row.arm]
         assert row.sd == pytest.approx(2 * estimate.se, rel=1e-9)
         assert row.find == power.replicates("whole runs", row.sd, 2, gap=0.05, null=False)
         assert row.equal == power.replicates("whole runs", row.sd, 2, margin=0.05, null=False)

@@ -1,4 +1,4 @@
-"""The stores of MLflow and trackio give the verdict of whole_runs.judge on the same numbers; neither is installed."""
+"""The stores of MLflow and trackio give the verdict of judge_whole_runs on the same numbers; neither is installed."""
 
 import json
 import sqlite3

@@ -1,4 +1,4 @@
-"""Every kind of table gives the verdict that whole_runs.judge gives for the same numbers."""
+"""Every kind of table gives the verdict that judge_whole_runs gives for the same numbers."""
 
 import gzip
 import json
@@ -12,7 +12,7 @@ from hqsweep.errors import UserError
 from hqsweep.foreign_logs import tables
 from hqsweep.foreign_logs.judge import Judgement, Question
 from hqsweep.foreign_logs.logs import Reading, judge_files
-from hqsweep.verdicts import whole_runs
+from hqsweep.verdicts import judging
 from tests.foreign_logs.conftest import finals
 
 
@@ -22,7 +22,7 @@ def judged(*paths: str | Path, metric: str = "", **reading: object) -> Judgement
 
 
 def is_right(judgement: Judgement, rows: pd.DataFrame) -> bool:
-    expected = whole_runs.judge(finals(rows), baseline="bf16", margin=0.002)
+    expected = judging.judge_whole_runs(finals(rows), baseline="bf16", margin=0.002)
     return judgement.estimates == expected and not judgement.left_out
 
 

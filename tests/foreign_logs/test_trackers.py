@@ -1,4 +1,4 @@
-"""Folders of TensorBoard and W&B give the verdict of whole_runs.judge on the same numbers."""
+"""Folders of TensorBoard and W&B give the verdict of judge_whole_runs on the same numbers."""
 
 import math
 

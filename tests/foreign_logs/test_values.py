@@ -6,8 +6,7 @@ import pytest
 
 from hqsweep.errors import UserError
 from hqsweep.foreign_logs import values
-from hqsweep.foreign_logs.columns import Columns
-from hqsweep.foreign_logs.values import Collector
+from hqsweep.foreign_logs.values import Collector, Columns
 
 COLUMNS = Columns(arm="arm", seed="seed", step="step", trunk=None, point=None, metric="loss")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import ALL, EVERY_OPTION, HIGH
 
-from hqsweep.formats import parse
+from hqsweep.formats import eden, parse
 from hqsweep.formats.elements import ELEMENTS
 
 LOW = [parse(text) for text in EVERY_OPTION if text not in HIGH]
@@ -137,7 +137,8 @@ def test_nvfp4_over_all_codes_and_scales(text):
     assert operand.matrix.dtype == torch.bfloat16
     assert torch.equal(operand.matrix.double(), true)
     assert torch.equal(operand.factor, amax)
-    assert operand.divisor == format.element.max * (256 if format.four_over_six and "max448" not in text else 448)
+    scale_max = 256 if format.eden or (format.four_over_six and "max448" not in text) else 448
+    assert operand.divisor == (eden.MAX if format.eden else format.element.max) * scale_max
     # decode rounds fl(sf * A), fl(1 / divisor), their product and the product with the code
     value = operand.matrix.double() * operand.factor.double() / operand.divisor
     torch.testing.assert_close(format.decode(buffers, (rows, 16)).double(), value, rtol=4 * 2.0**-24, atol=0)

@@ -48,7 +48,7 @@ def test_quantizing_what_was_dequantized_changes_nothing(text):
 def test_a_given_grid_replaces_the_own_amax(text):
     format, x = parse(text), draw("normal", 64, 128)
     whole, half = format.encode(x, key=KEY), x[:32]
-    grid = {k: g[: (g.shape[0] + 1) // 2] if g.shape[0] > 1 else g for k, g in format.grid(x).items()}
+    grid = {k: g[: (g.shape[0] + 1) // 2] if g.shape[0] > 1 else g for k, g in format.grid(x, KEY).items()}
     part = format.encode(half, grid, KEY)
     assert torch.equal(format.codes(part), format.codes(whole)[:32])
 

@@ -19,7 +19,7 @@ from support.fuzz import instruction_sets
 from support.fuzz.fuzz_cases import DISTRIBUTIONS, DTYPES, NAMES, Case, differences, reference, tensor, texts, variants
 from support.ops.calls import quantize
 
-CPU_CASES = int(os.environ.get("HQSWEEP_FUZZ_QUANTIZE", 1_000))
+CPU_CASES = int(os.environ.get("HQSWEEP_FUZZ_QUANTIZE", 400))
 GPU_CASES, SHARDS, BATCH = 2_000, 4, 10
 PARTNERS = {name: texts(name) for name in (*NAMES, *HIGH)}
 

@@ -8,11 +8,13 @@ from hqsweep.formats import ExactOperand, RngKey, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.gemm.exact import matrix_product, mm_t
 from hqsweep.gemm.native import gemm_plan
-from hqsweep.nn.linear.linear import rows_of
+from hqsweep.nn.linears import rows_of
 from hqsweep.quant import HybridQuantizer
 
 KEY = RngKey(seed=0, slot="t", step=0)
 FORMATS = [text for text in REPRESENTATIVE if not (parse(text).delayed or parse(text).rht)]
+MEETING = [(a, FORMATS[(i + distance) % len(FORMATS)]) for i, a in enumerate(FORMATS) for distance in (0, 1, 5, 12)]
+"""Each format as either operand, with itself and others."""
 WITH_FACTOR = [text for text in FORMATS if text in NAMES and parse(text).amax_name]
 
 
@@ -20,8 +22,7 @@ def rowwise(text, x):
     return HybridQuantizer.parse(f"{text}|bf16").quantize(x, columnwise=None, key=KEY).rowwise
 
 
-@pytest.mark.parametrize("b", FORMATS)
-@pytest.mark.parametrize("a", FORMATS)
+@pytest.mark.parametrize(("a", "b"), MEETING)
 def test_any_two_formats_meet(a, b):
     left, right = (
         rowwise(a, draw("normal", 32, 128)),
@@ -64,8 +65,7 @@ def test_plans_say_what_runs():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("b", FORMATS)
-@pytest.mark.parametrize("a", FORMATS)
+@pytest.mark.parametrize(("a", "b"), MEETING)
 def test_gpu_products_are_those_of_the_exact_operands(a, b):
     """Against float64 on the CPU: float32 accumulation is all that differs."""
     x, w = draw("normal", 256, 1024), draw("normal", 128, 1024, 1)

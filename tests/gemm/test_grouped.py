@@ -19,7 +19,7 @@ from hqsweep.gemm.grouped import (
     weights_by_kernel,
 )
 from hqsweep.gemm.native import GroupGemm, capability_of, gemm_plan
-from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.splits import Splits
 from hqsweep.quant import HybridQuantizer
 from hqsweep.quant.group import quantize_group
 

@@ -11,7 +11,7 @@ from hqsweep.config.command import CommandConfig
 from hqsweep.errors import UserError
 from hqsweep.jobs import command
 from hqsweep.jobs.command import Follower, Rows, parsed, run
-from hqsweep.sweep.grid.point import GridPoint
+from hqsweep.sweep.grid.arms import GridPoint
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore
 from hqsweep.track.rows import RowSink

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from cases import PRODUCTS, bare
+from cases import PRODUCTS, bare, crossed
 from torch import nn
 
 import hqsweep
@@ -64,9 +64,11 @@ def same(a, b):
 
 
 @pytest.mark.feature("H37")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize(
+    ("recipe", "bias", "dtype"),
+    crossed(RECIPES, [True, False], [torch.float32, torch.bfloat16], whole=[*RECIPES[-2:], "mxfp8"]),
+    ids=str,
+)
 def test_bytes_are_those_of_our_linear(recipe, bias, dtype):
     torch.manual_seed(0)
     ours = Linear(64, 96, name="fc", recipe=bare(recipe), bias=bias, dtype=dtype).to(dtype)

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import bare
+from cases import bare, crossed
 from support.models.tiny import MIXTURES, equal, furthest, step, tiny, tokens
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -17,8 +17,8 @@ from hqsweep.formats.inputs import draw
 from hqsweep.models.experts import ExpertsPart, Stack
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, Probe, autocast, quantization, set_recipe
 from hqsweep.nn.core.module import quantized_modules
-from hqsweep.nn.experts.grouped import ExpertSizes
-from hqsweep.ops.members.splits import Splits
+from hqsweep.nn.grouped import ExpertSizes
+from hqsweep.ops.splits import Splits
 from hqsweep.recipe import Recipe
 from tests.models.test_convert import RECIPES
 
@@ -67,10 +67,11 @@ ROWS, COUNTS = draw("normal", 40, K).float(), torch.tensor([7, 0, 16, 17])
 
 
 @pytest.mark.feature("H36")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize(
+    ("recipe", "transposed", "bias", "dtype"),
+    crossed(RECIPES, [False, True], [False, True], [torch.float32, torch.bfloat16], whole=[*RECIPES[-2:], "mxfp8"]),
+    ids=str,
+)
 def test_bytes_are_those_of_grouped_linear(recipe, transposed, bias, dtype):
     """In the dtype of the call, of float32 weights; also where these lie as [E, in, out]: a transposed view is read."""
     options = GroupedLinearOptions(single_grouped_weight=True, single_grouped_bias=True, bias=bias)

@@ -18,7 +18,7 @@ from hqsweep.errors import UserError
 from hqsweep.models.held import held_parts
 from hqsweep.nn import autocast, quantization, quantized_model_init, set_recipe
 from hqsweep.optim import FusedAdam
-from hqsweep.parallel.shared.held_experts import link_held
+from hqsweep.parallel.shared.held import link_held
 from hqsweep.quant import GroupedTensor, HybridQuantizedTensor
 from hqsweep.recipe import Recipe
 from tests.models.test_convert import TOKENS, net, same, step

@@ -9,8 +9,8 @@ import torch
 from support.models.tiny import tiny
 from support.models.tiny_gguf import WORDS, write_gguf
 
-from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
-from hqsweep.checkpoints.foreign.user_model import check_files, model_digest
+from hqsweep.checkpoints.inspect import inspect_checkpoint
+from hqsweep.checkpoints.user_model import check_files, model_digest
 from hqsweep.config.model import HFModelConfig
 from hqsweep.errors import UserError
 from hqsweep.models.hf import load_model

@@ -14,7 +14,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, Linear, quantization, quantized_model_init
 from hqsweep.nn.core.call import LinearCall
-from hqsweep.nn.layers.saved_memory import ActivationOffload
+from hqsweep.nn.saved_memory import ActivationOffload
 from hqsweep.optim import FusedAdam
 from hqsweep.parallel.data import gather_in_linear_dtype
 from hqsweep.parallel.tensor import ColwiseLinear, fsdp_placement, shard_placement
@@ -70,7 +70,22 @@ def test_pieces_are_cut_along_columns_where_ranks_divide_them(mesh, held):
 def test_what_torch_has_not_cut_is_not_gathered():
     whole = HybridQuantizedTensor.quantize(torch.ones(4, 32), HybridQuantizer.parse("mxfp8"))
     with pytest.raises(UserError, match="the weight held in mxfp8 is no part that torch has cut"):
-        whole.fsdp_pre_all_gather  # noqa: B018
+        whole.fsdp_pre_all_gather(object(), whole.shape, whole.stride(), None, None)
+
+
+@pytest.mark.parametrize("text", ["nvfp4|mxfp8", "fp8_block+2d", "fp8_current", "bf16"])
+def test_without_a_mesh_the_hooks_give_a_whole_its_buffers_back(text):
+    whole = HybridQuantizedTensor.quantize(draw("heavy", 64, 128), HybridQuantizer.parse(text))
+    asked = dict.fromkeys(("mesh", "orig_size", "contiguous_orig_stride", "module", "mp_policy"))
+    buffers, told = whole.fsdp_pre_all_gather(**asked)
+    received = [buffer.clone() for buffer in buffers]
+    again, outputs = whole.fsdp_post_all_gather(received, told, torch.float32)
+    assert outputs is received and again.dtype is torch.float32
+    assert torch.equal(again.dequantize(), whole.dequantize(torch.float32))
+    whole.quantize_(3 * draw("normal", 64, 128))
+    buffers, told = whole.fsdp_pre_all_gather(**asked)
+    filled, _ = whole.fsdp_post_all_gather(buffers, told, torch.float32, out=again)
+    assert filled is again and torch.equal(again.dequantize(), whole.dequantize(torch.float32))
 
 
 def test_a_held_matrix_of_three_axes_is_not_cut_along_the_middle_one(mesh):

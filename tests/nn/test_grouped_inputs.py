@@ -21,11 +21,11 @@ from support.nn.experts import (
     train,
 )
 
-import hqsweep.nn.experts.grouped
+import hqsweep.nn.grouped
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, autocast, quantization, set_recipe
-from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.splits import Splits
 
 
 @pytest.mark.feature("A15")
@@ -153,7 +153,7 @@ def test_a_training_goes_on_after_an_evaluation_in_inference_mode(single):
 @pytest.mark.feature("F74", "F77", "F84")
 def test_experts_are_compared_once_for_a_recipe(monkeypatch):
     """When the module is built, when it takes a recipe, and at the first call under an autocast: never in a step."""
-    place, seen = hqsweep.nn.experts.grouped, []
+    place, seen = hqsweep.nn.grouped, []
     real = place.homogeneous
     monkeypatch.setattr(place, "homogeneous", lambda own, where: seen.append(where) or real(own, where))
     module, x, other = grouped("mxfp8"), draw("normal", ROWS, K), recipe_of("fp8_block")

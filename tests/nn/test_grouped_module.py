@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from cases import BY_STEP, LINEARS, LOW_BASES, WHOLE_BLOCKS
+from cases import BY_STEP, LINEARS, LOW_BASES, WHOLE_BLOCKS, crossed
 from support.nn.experts import (
     EXPERTS,
     GPU,
@@ -194,9 +194,16 @@ def bounded(reader, quantizers="mxfp8", slots=tuple(READERS), **options):
     return module
 
 
-@pytest.mark.parametrize("splits", [SPLITS, (ROWS // EXPERTS,) * EXPERTS, (7, 0, 33, ROWS - 40)], ids=str)
-@pytest.mark.parametrize("reader", [*LOW_BASES, *BY_STEP[1:], "bf16|mxfp8"])
-@pytest.mark.parametrize("quantizers", ["bf16", "nvfp4"])  # nvfp4 is filled up
+@pytest.mark.parametrize(
+    ("reader", "quantizers", "splits"),
+    crossed(
+        [*LOW_BASES, *BY_STEP[1:], "bf16|mxfp8"],
+        ["bf16", "nvfp4"],  # nvfp4 is filled up
+        [SPLITS, (ROWS // EXPERTS,) * EXPERTS, (7, 0, 33, ROWS - 40)],
+        whole=("mxfp8", "nvfp4"),
+    ),
+    ids=str,
+)
 def test_boundaries_are_rounded_as_those_of_each_experts_linear(quantizers, reader, splits):
     module = bounded(reader, quantizers, bias=True)
     if quantizers == "nvfp4":

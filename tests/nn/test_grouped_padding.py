@@ -8,7 +8,7 @@ from support.nn.experts import EXPERTS, GPU, SECTIONS, K, N, gradients, grouped,
 from hqsweep.formats import parse
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, quantization
-from hqsweep.ops.members.splits import PaddedSplits
+from hqsweep.ops.splits import PaddedSplits
 from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import CustomRecipe
 
@@ -92,7 +92,7 @@ def test_without_rows_nothing_is_filled_up():
 def test_a_forward_alone_fills_nothing_up(monkeypatch):
     module, x = grouped("nvfp4"), draw("normal", TOKENS, K)
     expected = module(x, hidden(UNEVEN))
-    monkeypatch.setattr("hqsweep.nn.experts.grouped.place_rows", lambda *_: pytest.fail("rows are copied"))
+    monkeypatch.setattr("hqsweep.nn.grouped.place_rows", lambda *_: pytest.fail("rows are copied"))
     with torch.no_grad():
         assert torch.equal(module(x, hidden(UNEVEN)), expected)
 

@@ -24,7 +24,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import Probe, quantization, quantized_model_init, set_recipe
-from hqsweep.nn.layers.saved_memory import SavedBytes, saved_input_bytes
+from hqsweep.nn.saved_memory import SavedBytes, saved_input_bytes
 from hqsweep.optim import FusedAdam
 from hqsweep.quant import GroupedTensor, HybridQuantizedTensor
 from hqsweep.quant.serialize import load_safetensors, save_safetensors

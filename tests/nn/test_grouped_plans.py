@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import BF16_BASES, RANDOM
+from cases import BF16_BASES, RANDOM, crossed
 from support.nn.experts import EXPERTS, FORMATS, GPU, ROWS, SECTIONS, SPLITS, K, N, gradients, hidden, ids, recipe_of
 from support.nn.experts import grouped as looped
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +21,11 @@ from hqsweep.nn import GroupedLinear, GroupedLinearOptions, autocast, quantizati
 grouped = partial(looped, plan_capability=GPU)
 EQUAL = (ROWS // EXPERTS,) * EXPERTS
 EXACT_IN_BF16 = [text for text in FORMATS if parse(text).fits_bf16]
+single_and_held = pytest.mark.parametrize(
+    ("quantizers", "single", "held"),
+    crossed(EXACT_IN_BF16 + SECTIONS, [False, True], [False, True], whole=["nvfp4", SECTIONS[1]]),
+    ids=str,
+)
 
 
 @pytest.fixture
@@ -74,9 +79,7 @@ def assert_close(ours, theirs, rtol):
         torch.testing.assert_close(ours[name], expected, rtol=rtol, atol=rtol * float(expected.abs().max() + 1e-30))
 
 
-@pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize("single", [False, True])
-@pytest.mark.parametrize("quantizers", EXACT_IN_BF16 + SECTIONS, ids=ids)
+@single_and_held
 def test_the_kernel_computes_what_the_loop_does(used, quantizers, single, held):
     """Up to the order of sums: matrices are float32 here, so that nothing else is rounded."""
     with quantized_model_init(enabled=held), quantization(seed=1, step=0):
@@ -108,9 +111,7 @@ def test_main_grad_adds_up_what_the_kernel_gives(used, single):
 
 
 @pytest.mark.feature("H31")
-@pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize("single", [False, True])
-@pytest.mark.parametrize("quantizers", EXACT_IN_BF16 + SECTIONS, ids=ids)
+@single_and_held
 def test_experts_of_equal_size_are_one_batch(used, quantizers, single, held):
     """Also gradients of float32 weights, and of main_grad. A device that alone knows the splits does not wait."""
     with quantized_model_init(enabled=held), quantization(seed=1, step=0):

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 import torch
-from cases import BF16_BASES, DELAYED
-from support.nn.experts import GPU, SECTIONS, K, N, gradients, hidden, ids, recipe_of
+from cases import BF16_BASES, DELAYED, crossed
+from support.nn.experts import GPU, SECTIONS, K, N, gradients, hidden, recipe_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hqsweep.formats.inputs import draw
@@ -17,6 +17,9 @@ ROWS_DECODED = {"input": "nvfp4+row_scaled", "weight": "nvfp4", "grad_output": "
 DECODED = {name: f"{row}|fp8_delayed@rowwise_dequantized" for name, row in ROWS_DECODED.items()}
 QUANTIZERS = [*BF16_BASES, DELAYED, BOTH_DELAYED, DECODED, *SECTIONS]
 OPTIONS = [{"single": True}, {"main_grad": True}, {"main_grad": True, "single": True}, {"held": True}]
+with_options = pytest.mark.parametrize(
+    ("quantizers", "options"), crossed(QUANTIZERS, OPTIONS, whole=["nvfp4", BOTH_DELAYED]), ids=str
+)
 WAYS_TO_WAIT = ("tolist", "item", "cpu", "__bool__", "__int__", "__index__", "__float__")
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -47,8 +50,7 @@ def step(module, sizes, number, *, on_device=True):
 
 
 @pytest.mark.feature("H28", "H29")
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: " ".join(o))
-@pytest.mark.parametrize("quantizers", QUANTIZERS, ids=ids)
+@with_options
 def test_nothing_waits_for_splits(quantizers, options, monkeypatch):
     """And all bytes are those of splits that the host is given: states, and sums of biases of whole numbers."""
     sizes = (7, 0, 16, 33)
@@ -81,8 +83,7 @@ class Launches(TorchDispatchMode):
 
 
 @pytest.mark.feature("H28", "H29")
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: " ".join(o))
-@pytest.mark.parametrize("quantizers", QUANTIZERS, ids=ids)
+@with_options
 def test_nothing_is_launched_for_each_expert(quantizers, options):
     counts = []
     for experts in (3, 9):

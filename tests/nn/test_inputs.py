@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import crossed
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -20,7 +21,7 @@ from hqsweep.nn import (
     quantized_model_init,
     set_recipe,
 )
-from hqsweep.nn.layers.norm import Norm
+from hqsweep.nn.norm_embedding import Norm
 from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -144,9 +145,9 @@ def of_dtype(dtype):
     return x > 0 if dtype == torch.bool else torch.complex(x, x).to(dtype) if dtype.is_complex else (3 * x).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", REFUSED)
-@pytest.mark.parametrize("recipe", ["bf16", "format:mxfp8"])
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    ("name", "recipe", "dtype"), crossed(MODULES, ["bf16", "format:mxfp8"], REFUSED, whole=MODULES[:1])
+)
 def test_dtypes_that_torchs_modules_refuse_are_refused(name, recipe, dtype):
     module, x = build(name, recipe, torch.float32), of_dtype(dtype)
     if name == "dpa" and recipe == "bf16":  # attention of torch's own, which takes float64 as it is

@@ -9,8 +9,8 @@ from support.ops.calls import find_amax, quantize
 
 from hqsweep.formats import RngKey, RngKeys, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize import operators
+from hqsweep.ops.splits import Splits
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 backends = pytest.mark.parametrize("backend", ["reference", "auto"])

@@ -5,11 +5,11 @@ import torch
 
 from hqsweep.formats import parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.members.layout import GroupLayout, member_buffers
-from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.layout import GroupLayout, member_buffers
 from hqsweep.ops.quantize.dequantize import dequantize, dequantize_members
 from hqsweep.ops.quantize.quantize import quantize
 from hqsweep.ops.quantize.request import Target
+from hqsweep.ops.splits import Splits
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 

@@ -2,22 +2,27 @@
 
 import pytest
 import torch
-from cases import KERNEL_PAIRS, KERNELS, PLAIN, REPRESENTATIVE
+from cases import KERNEL_PAIRS, KERNELS, LOW_BASES, PLAIN, REPRESENTATIVE, crossed
 from support.ops.calls import quantize
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.splits import Splits
 
 SIXTEENS = (0, 128, 48, 0, 16, 160, 256, 0)
 ANY = (37, 0, 1, 128, 131, 300)
 CASES = [(text, text, "original") for text in KERNELS] + [(None, PLAIN, "original"), (PLAIN, None, "original")]
+PLAIN_CASES = [(text, text, "original") for text in LOW_BASES]
+"""Cases of which tests take each width; other cases have one of them."""
 CASES += [(*pair, ("original", "rowwise_dequantized")[index % 2]) for index, pair in enumerate(KERNEL_PAIRS)]
 DTYPES = {256: (torch.bfloat16, torch.float32), 96: (torch.float16,), 48: (torch.bfloat16,)}
 """Width -> the dtypes of its matrices."""
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 cases = pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}|{c[1]}{'@' * (c[2] != 'original')}")
+with_widths = pytest.mark.parametrize(
+    ("case", "width"), crossed(CASES, DTYPES, whole=PLAIN_CASES), ids=lambda c: str(c).replace("'", "")
+)
 
 
 def keys(count: int, direction: str) -> list[RngKey]:
@@ -95,8 +100,7 @@ def layouts(rows, cols, device, dtype):
 
 @pytest.mark.feature("F137")
 @devices
-@cases
-@pytest.mark.parametrize("width", DTYPES)
+@with_widths
 def test_one_call_gives_the_bytes_of_a_call_for_each_expert(case, width, device, monkeypatch):
     """On the CPU, where the kernel is another one than that of a GPU."""
     for sizes in {SIXTEENS, sizes_of(case)}:
@@ -131,8 +135,7 @@ def test_exact_operands(case, device, monkeypatch):
 
 
 @devices
-@cases
-@pytest.mark.parametrize("width", [256, 96, 48])
+@with_widths
 def test_exact_columns_by_rows(case, width, device, monkeypatch):
     """What a call for each expert gives, turned, whether the kernel stores whole tiles or not."""
     for sizes in {SIXTEENS, sizes_of(case)} if case[1] else ():

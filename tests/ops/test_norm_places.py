@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hqsweep.ops.model import norm as module
+from hqsweep.ops import norm as module
 
 ROWS, COLS = 3, 8
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import RANDOM, STOCHASTIC_PAIRS
+from cases import RANDOM, STOCHASTIC_PAIRS, crossed
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
@@ -44,7 +44,7 @@ def grids_of(operands, x, area):
         format, view = operand.format, x if direction == "rowwise" else x.t()
         if format.amax_name:
             amax = torch.zeros(len(view) if format.row_scaled else 1, 1, device=x.device)
-            find_amax(view, Search(format, amax))
+            find_amax(view, Search(format, amax, key=KEY))
             rows = area[:2] if direction == "rowwise" else area[2:]
             grids[direction] = {format.amax_name: amax[slice(*rows)] if format.row_scaled else amax}
     return grids
@@ -52,10 +52,11 @@ def grids_of(operands, x, area):
 
 @pytest.mark.feature("F109", "F113")
 @devices
-@backends
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("pair", PAIRS, ids="|".join)
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("pair", "backend", "dtype", "turned"),
+    crossed(PAIRS, ["reference", "auto"], [torch.bfloat16, torch.float32], [False, True], whole=PAIRS[:1] + PAIRS[-1:]),
+    ids=str,
+)
 def test_parts_draw_the_bits_of_the_whole(device, backend, dtype, pair, turned):
     x = draw("normal", *WHOLE.shape, dtype=dtype).to(device)
     x = x.t().contiguous().t() if turned else x

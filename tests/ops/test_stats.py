@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import KERNEL_PAIRS
+from cases import FEW_KERNEL_PAIRS, KERNEL_PAIRS, crossed
 from support.ops.calls import quantize
 from support.ops.statistics import assert_same_row
 
@@ -138,12 +138,10 @@ DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 
 @pytest.mark.feature("T32")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("source", ["original", "rowwise_dequantized"])
-@pytest.mark.parametrize("output", ["codes", "exact"])
 @pytest.mark.parametrize(
-    "texts",
-    KERNEL_PAIRS,
-    ids="|".join,
+    ("texts", "output", "source"),
+    crossed(KERNEL_PAIRS, ["codes", "exact"], ["original", "rowwise_dequantized"], whole=FEW_KERNEL_PAIRS),
+    ids=lambda value: value if isinstance(value, str) else "|".join(value),
 )
 def test_kernels_gather_what_the_reference_does(texts, output, source, device):
     """Tile by tile: sums up to float32, the largest magnitude and the counts exactly."""

@@ -5,7 +5,10 @@ import torch
 from support.parallel.expert_ranks import CODES, EQUAL, HELD, RECIPES, ROOMY, TOKENS, WORLD, mixture, run, tokens, train
 from support.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +30,6 @@ def assert_same(parts, whole, counts=TOKENS):
     assert sum(len(part) for part in parts) > len(whole)
 
 
-@pytest.mark.slow
 @pytest.mark.feature("F79")
 @pytest.mark.parametrize("name", [*RECIPES, "held"])
 def test_experts_over_ranks_are_those_of_one_process(spread, name):

@@ -10,6 +10,7 @@ from support.parallel.fsdp2_training import (
     HELD_MESH_CASES,
     HYBRID_CASES,
     MESH_CASES,
+    PLAIN_CASES,
     offloaded,
     plainly_trained,
     trained,
@@ -61,14 +62,14 @@ def test_shards_on_the_cpu_are_gathered_on_gpus():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_plain_weights_train_as_in_one_process(backend):
     """Though they travel in the dtype of their linear, and are given up as soon as they are quantized."""
-    names = [name for name in CASES if backend == "gloo" or name != "offloads"]
+    names = [name for name in PLAIN_CASES if backend == "gloo" or name != "offloads"]
     assert run_ranks(2, plainly_trained, names, backend=backend) == [{}, {}]
 
 
 @pytest.mark.feature("F110", "F111")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_formats_train_as_in_one_process(backend):
-    texts = ["mxfp8", "fp8_current", "fp8_delayed", "nvfp4+sr", "nvfp4+2d|fp8_block+2d"]
+    texts = ["fp8_current", "fp8_delayed", "nvfp4+sr", "nvfp4+2d|fp8_block+2d"]
     assert run_ranks(2, trained, texts, ["reshards", "by columns"], backend=backend) == [{}, {}]
 
 
@@ -76,8 +77,9 @@ def test_formats_train_as_in_one_process(backend):
 def test_hybrid_shards_train_as_one_process():
     """Shards of one rank, too: nothing is gathered there. Also with a number of ranks, over which weights lie between
     forward and backward: forward gathers both directions of held ones, and backward its own from these ranks."""
-    names = ["reshards", *HYBRID_CASES, *MESH_CASES]
-    for held, of_plain, gathers in run_ranks(4, trained_on_four, "nvfp4|mxfp8", names, list(HELD_MESH_CASES)):
+    held_names = [*HYBRID_CASES, *MESH_CASES, *(name for name in HELD_MESH_CASES if name != "by columns")]
+    names = ["shards of two ranks", *MESH_CASES]
+    for held, of_plain, gathers in run_ranks(4, trained_on_four, "nvfp4|mxfp8", held_names, names):
         assert held == of_plain == {}
         row, column = PLANES["nvfp4|mxfp8"]
         both = row + column
@@ -85,7 +87,6 @@ def test_hybrid_shards_train_as_one_process():
 
 
 PLANES = {
-    "mxfp8": (1.0312, 1.0312),
     "nvfp4|mxfp8": (0.5626, 1.0312),
     "mxfp8|nvfp4": (1.0312, 0.5626),
     "bf16": (2.0, 2.0),
@@ -150,12 +151,15 @@ QUANTIZATIONS = {
 
 
 @pytest.mark.feature("H12")
-@pytest.mark.parametrize("texts", [["nvfp4+2d", "mxfp8"], [*SQUARE[1:], "nvfp4+2d+sr"]])
-def test_plain_weights_are_quantized_once_of_each_gather(texts):
+@pytest.mark.parametrize(
+    ("texts", "cases"),
+    [(["nvfp4+2d", "mxfp8"], list(QUANTIZATIONS)), ([*SQUARE[1:], "nvfp4+2d+sr"], ["keeps", "reshards"])],
+)
+def test_plain_weights_are_quantized_once_of_each_gather(texts, cases):
     """In both directions where backward follows in that gather, and their values are free once forward has run. What
     products read, outputs and gradients are those of one process."""
-    for counts, faults in run_ranks(2, once, texts):
-        assert counts == {(text, case): [{n} for n in each] for text in texts for case, each in QUANTIZATIONS.items()}
+    for counts, faults in run_ranks(2, once, texts, cases):
+        assert counts == {(text, case): [{n} for n in QUANTIZATIONS[case]] for text in texts for case in cases}
         assert faults == []
 
 
@@ -187,5 +191,5 @@ def test_compiled_blocks_train_as_eager_ones():
     """Products of held weights stand between graphs; blocks of plain ones are one graph, which both share."""
     results = run_ranks(2, compiled)
     assert all(same and differing == [] for cases in results for same, differing, *_ in cases)
-    (*_, graphs, _), _, (*_, of_plain, breaks) = results[0]
+    (*_, graphs, _), (*_, of_plain, breaks) = results[0]
     assert graphs > 0 and (of_plain, breaks) == (1, 0)

@@ -11,12 +11,12 @@ from support.parallel import held_parts
 from support.parallel.fsdp2_ranks import differing
 from support.ranks import run_ranks
 
-from hqsweep.checkpoints.sharded.sharded import save_sharded
-from hqsweep.checkpoints.sharded.sharded_load import load_sharded
-from hqsweep.checkpoints.sharded.sharded_state import delayed_tensors
+from hqsweep.checkpoints.sharded_load import load_sharded
+from hqsweep.checkpoints.sharded_save import save_sharded
+from hqsweep.checkpoints.sharded_state import delayed_tensors
 from hqsweep.optim import FusedAdam
-from hqsweep.parallel.shards.held_part import hold_part
 from hqsweep.parallel.shards.shard_part import Part
+from hqsweep.parallel.shared.held import hold_part
 from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.train.model import GPT
 

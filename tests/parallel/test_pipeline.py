@@ -5,7 +5,10 @@ import torch
 from support.parallel.pipeline_ranks import CASES, LAYERS, STEPS, WORLD, in_one_process, run
 from support.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo"),
+]
 LINEARS = 4
 """Linears of a layer."""
 
@@ -16,7 +19,6 @@ def staged():
 
 
 @pytest.mark.feature("H22")
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_stages_compute_what_one_process_does(staged, name):
     whole, parts = in_one_process(name), [rank[name] for rank in staged]

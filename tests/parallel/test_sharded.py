@@ -5,7 +5,7 @@ from support.parallel.sharded_training import RESHARDED, RESUMED, Training, asse
 from support.ranks import run_ranks
 from torch.multiprocessing import ProcessExitedException
 
-from hqsweep.checkpoints.save import save_model
+from hqsweep.checkpoints.weights import save_model
 
 
 @pytest.mark.feature("H13")

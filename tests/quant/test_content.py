@@ -7,7 +7,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
 from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
 from hqsweep.quant.content import ManyMatrices, OneMatrix
-from hqsweep.quant.metadata import Metadata
+from hqsweep.quant.usage import Metadata
 
 KEY = RngKey(seed=1, slot="w", step=2)
 ALIKE, UNLIKE = (3, 32, 64), [(32, 64), (64, 32)]

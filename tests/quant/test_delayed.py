@@ -9,7 +9,7 @@ from cases import REPRESENTATIVE
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.splits import Splits
 from hqsweep.quant import HybridQuantizer
 from hqsweep.quant.delayed import DelayedState, SlotStates, begin, grids_of
 

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from cases import STATELESS
+from cases import STATELESS, crossed
 from torch import nn
 
 from hqsweep.errors import UserError
@@ -25,9 +25,9 @@ def quantized(text, kind, **options):
 
 
 @pytest.mark.feature("F31", "F37")
-@pytest.mark.parametrize("kind", [HybridQuantizedTensor, GroupedTensor])
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("text", STATELESS)
+@pytest.mark.parametrize(
+    ("text", "direction", "kind"), crossed(STATELESS, DIRECTIONS, [HybridQuantizedTensor, GroupedTensor])
+)
 def test_what_is_left_is_the_tensor_of_the_other_direction(text, direction, kind):
     """Its bytes now, after it is written again, and in its parts; the Parameter stays the one that it was."""
     [other] = set(DIRECTIONS) - {direction}

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import DELAYED, NAMES, QUANTIZERS, SOME, WHOLE_BLOCKS
+from cases import DELAYED, NAMES, QUANTIZERS, SOME, WHOLE_BLOCKS, crossed
 from support.golden.golden_cases import (
-    QUANTIZER_CASES,
+    FEW_QUANTIZER_CASES,
     Arrays,
     as_matrix,
     check_encoded,
@@ -18,21 +18,19 @@ from support.golden.golden_cases import (
 from support.quant.shape_groups import KEY, SHAPES, alone, assert_members, group, slot_states, tensors
 
 from hqsweep.formats import Identity
-from hqsweep.ops.members.layout import Shapes
+from hqsweep.ops.layout import Shapes
 from hqsweep.quant import GroupedTensor, HybridQuantizer, hybrid
 from hqsweep.quant.group import quantize_group
 from hqsweep.quant.operand import flatten, unflatten
 
 UNEVEN = [name for name, shapes in SHAPES.items() if len({k for _, k in shapes}) > 1]
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-cases = pytest.mark.parametrize("name", SHAPES)
-formats = pytest.mark.parametrize("text", [*QUANTIZERS, "mxfp8|fp8_delayed@rowwise_dequantized"])
+TEXTS = [*QUANTIZERS, "mxfp8|fp8_delayed@rowwise_dequantized"]
 
 
 @pytest.mark.feature("A28")
 @devices
-@formats
-@cases
+@pytest.mark.parametrize(("text", "name"), crossed(TEXTS, SHAPES))
 def test_members_have_the_bytes_of_ops_quantize_of_them_alone(name, text, device):
     """Given as tensors, and as a flat buffer with room to spare."""
     quantizer, x = HybridQuantizer.parse(text), tensors(SHAPES[name])
@@ -59,7 +57,7 @@ def test_members_have_the_bytes_of_ops_quantize_of_them_alone(name, text, device
 
 @pytest.mark.feature("A28")
 @devices
-@formats
+@pytest.mark.parametrize("text", TEXTS)
 def test_one_direction_alone_is_that_of_both(text, device):
     """Rows alone are one call wherever their blocks fill them. Exact operands are those of the members' codes."""
     quantizer = HybridQuantizer.parse(text)
@@ -114,18 +112,9 @@ def _counted(function, calls):
     return counted
 
 
-def golden_cases():
-    """The first two of every pair of formats."""
-    by_format = {}
-    for case in QUANTIZER_CASES:
-        formats = tuple(str(format_of(case, d)) for d in directions(Arrays(case)))
-        by_format.setdefault(formats, []).append(case)
-    return [case for cases in by_format.values() for case in cases[:2]]
-
-
 @pytest.mark.feature("A28")
 @devices
-@pytest.mark.parametrize("case", golden_cases(), ids=lambda case: case["id"])
+@pytest.mark.parametrize("case", FEW_QUANTIZER_CASES, ids=lambda case: case["id"])
 def test_a_member_among_others_of_unlike_shapes_has_the_golden_bytes(case, device):
     """TransformerEngine's, in both directions and, of rows, without the other one, which is another path."""
     arrays = Arrays(case)

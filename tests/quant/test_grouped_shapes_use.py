@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import SOME
+from cases import SOME, crossed
 from support.quant.group_tensors import assert_same_bytes
 from support.quant.shape_groups import KEY, SHAPES, group, tensors
 from torch import nn
@@ -16,7 +16,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.gemm.grouped import mm_t_tokens, mm_t_weights
 from hqsweep.gemm.native import GroupGemm, gemm_plan
-from hqsweep.ops.members.layout import Shapes
+from hqsweep.ops.layout import Shapes
 from hqsweep.optim import FusedAdam
 from hqsweep.quant import GroupedTensor, HybridQuantizedTensor, HybridQuantizer
 from hqsweep.quant.group import quantize_group
@@ -27,8 +27,7 @@ some = pytest.mark.parametrize("text", SOME)
 
 
 @pytest.mark.feature("A28")
-@some
-@cases
+@pytest.mark.parametrize(("text", "name"), crossed(SOME, SHAPES, whole=("nvfp4", "fp8_current")))
 def test_it_is_written_in_place(name, text):
     """It is written as a whole, from tensors and member by member, and addresses stay."""
     w = group(text, name)

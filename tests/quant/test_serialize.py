@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from cases import STATELESS
+from cases import STATELESS, crossed
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -53,9 +53,10 @@ def model(texts=STATELESS):
 
 
 @pytest.mark.feature("F50", "F107")
-@pytest.mark.parametrize("copy", [by_pickle, by_torch_save])
-@pytest.mark.parametrize("text", STATELESS)
-@pytest.mark.parametrize("directions", [("rowwise", "columnwise"), ("columnwise",)], ids=len)
+@pytest.mark.parametrize(
+    ("text", "copy", "directions"),
+    crossed(STATELESS, [by_pickle, by_torch_save], [("rowwise", "columnwise"), ("columnwise",)]),
+)
 def test_round_trip(copy, text, directions):
     w = quantized(text, directions=directions, preserve_high_precision_init_val=True)
     again = copy(w.view(2, 32, 96))

@@ -153,3 +153,18 @@ def test_parts_of_one_row_are_rows():
     assert first.shape == (32,) and torch.equal(torch.cat([first.dequantize(), last.dequantize()]), tensor.dequantize())
     with pytest.raises(UserError, match="cuts a block"):
         tensor.chunk(4)
+
+
+@pytest.mark.parametrize("text", ["nvfp4|mxfp8", "bf16"])
+def test_make_like_is_another_tensor_of_the_same_memory(text):
+    tensor = quantized(text)
+    other = HybridQuantizedTensor.make_like(tensor, dtype=torch.float32, requires_grad=True)
+    assert other is not tensor and other.dtype is torch.float32 and other.requires_grad
+    assert other.get_data_tensors()[0] is tensor.get_data_tensors()[0]
+    assert torch.equal(other.dequantize(), tensor.dequantize(torch.float32))
+
+
+def test_high_precision_values_keep_their_axes_in_the_columnwise_direction():
+    tensor = quantized("mxfp8|bf16")
+    column = tensor.columnwise_sub_storage
+    assert column._hp_data.shape == tensor.shape and torch.equal(column._hp_data, column.dequantize())

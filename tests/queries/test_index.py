@@ -2,15 +2,16 @@
 
 import json
 import os
+import shutil
 import socket
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
 from hqsweep.errors import Damaged, UserError
-from hqsweep.queries import index
-from hqsweep.queries.index import Tables, joined, table_of
+from hqsweep.queries import held, index
+from hqsweep.queries.held import MANY, table_of
+from hqsweep.queries.index import Tables
 from hqsweep.queries.sql import ask
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore
@@ -27,15 +28,15 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunStore:
 
 
 def answer(store: RunStore, question: str) -> list[dict]:
-    return ask(question, Tables(store.all_runs())).to_pylist()
+    return ask(question, Tables(store.all_runs(), root=store.root)).to_pylist()
 
 
 def reads(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the runs whose folders a query reads."""
-    names, read = [], index.run_row
-    monkeypatch.setattr(index, "run_row", lambda run: names.append(run.name) or read(run))
+    names, read = [], index._rows
+    monkeypatch.setattr(index, "_rows", lambda path, table: names.append(Path(path).name) or read(path, table))
     answer(store, LOSS)
-    monkeypatch.setattr(index, "run_row", read)
+    monkeypatch.setattr(index, "_rows", read)
     return names
 
 
@@ -59,8 +60,8 @@ def test_values_are_the_ones_in_the_files(store: RunStore) -> None:
 def test_the_index_answers_as_the_files_do(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
     questions = (LOSS, "arm, seed, step, val_loss", "arm, layer, max(sqnr_db)", "select * from metrics")
     cold = [answer(store, question) for question in questions]
-    assert {path.name for path in (store.root / "study/.query").iterdir()} == {
-        "runs.parquet", "metrics.parquet", "stats.parquet",
+    assert {path.name for path in (store.root / ".query").iterdir()} == {
+        "runs.0.parquet", "metrics.0.parquet", "stats.0.parquet",
     }  # fmt: skip
     assert json.dumps([answer(store, question) for question in questions]) == json.dumps(cold)  # NaN equals NaN so
     assert reads(store, monkeypatch) == []
@@ -86,7 +87,7 @@ def test_a_file_of_the_old_size_and_time_is_not_the_old_file(store: RunStore) ->
     path.write_bytes(path.read_bytes().replace(b'"value": 1', b'"value": 9').replace(b'"value": 2', b'"value": 9'))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert path.stat().st_size == before.st_size
-    tables = Tables(store.all_runs())
+    tables = Tables(store.all_runs(), root=store.root)
     assert run.name not in {row["run"] for row in ask(LOSS, tables).to_pylist()}  # its seal says that it was changed
     assert [(entry.run, entry.state) for entry in tables.left_out] == [(f"study/{run.name}", "damaged")]
 
@@ -99,7 +100,7 @@ def test_a_run_at_work_is_never_in_the_index(tmp_path: Path, monkeypatch: pytest
     held.write_status(host=socket.gethostname())
     states = {row["arm"]: row["state"] for row in answer(store, "arm, state from runs")}
     assert states == {"bf16": "finished", "mxfp8": "interrupted"}  # no process holds its lock
-    assert set(index._marks(tmp_path / "study", "runs")) == {store.runs("study")[0].name}
+    assert keys_of(tmp_path, "runs") == {f"study/{store.runs('study')[0].name}"}
     with held.lock():
         assert answer(store, "state from runs where arm = 'mxfp8'") == [{"state": "running"}]
 
@@ -107,7 +108,7 @@ def test_a_run_at_work_is_never_in_the_index(tmp_path: Path, monkeypatch: pytest
 def test_files_that_changed_a_moment_ago_are_not_indexed(tmp_path: Path) -> None:
     write_sweep(tmp_path / "study", three_arms())
     answer(RunStore(tmp_path), LOSS)
-    assert not (tmp_path / "study/.query").exists()
+    assert not (tmp_path / ".query").exists()
 
 
 def test_a_moved_sweep_is_named_as_it_is_now(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,17 +122,18 @@ def test_a_moved_sweep_is_named_as_it_is_now(store: RunStore, monkeypatch: pytes
 @pytest.mark.parametrize("garbage", [b"", b"PAR1 and no more", b"x" * 4000])
 def test_an_index_of_garbage_is_made_anew(store: RunStore, garbage: bytes) -> None:
     before = answer(store, LOSS)
-    path = store.root / "study/.query/runs.parquet"
+    path = store.root / ".query/runs.0.parquet"
     path.write_bytes(garbage)
-    assert answer(store, LOSS) == before and pq.read_schema(path).metadata[index.MARKS]
+    assert answer(store, LOSS) == before and len(keys_of(store.root, "runs")) == 9
+    assert not path.exists()  # no later query reads it again
 
 
 def test_an_index_that_cannot_be_written_is_none(store: RunStore, tmp_path: Path) -> None:
-    (store.root / "study/.query").write_text("in the way")
+    (store.root / ".query").write_text("in the way")
     assert len(answer(store, LOSS)) == 9
-    (store.root / "study/.query").unlink()
+    (store.root / ".query").unlink()
     (tmp_path / "elsewhere").mkdir()
-    (store.root / "study/.query").symlink_to(tmp_path / "elsewhere")
+    (store.root / ".query").symlink_to(tmp_path / "elsewhere")
     assert len(answer(store, LOSS)) == 9 and not list((tmp_path / "elsewhere").iterdir())
 
 
@@ -164,8 +166,61 @@ def test_runs_that_cannot_be_trusted_are_left_out_and_none_is_a_sentence(store: 
         Tables([])
 
 
+def keys_of(folder: Path, table: str) -> set[str]:
+    """The runs that the index in a folder has."""
+    return {key for each in held.opened(folder, table) for key in each.runs}
+
+
+def lone(store: RunStore, sweep: str, **changes: object) -> RunDir:
+    """A run of a sweep of its own, with these keys in its manifest."""
+    write_sweep(store.root / sweep, [FakeRun()])
+    run = store.runs(sweep)[0]
+    run.write_status(state="pending")
+    run.update_manifest(**changes)
+    run.write_status(state="finished")
+    return run
+
+
+def test_new_and_deleted_runs_are_seen(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = answer(store, LOSS)
+    new = lone(store, "later")
+    assert reads(store, monkeypatch) == [new.name]
+    assert answer(store, "select count(*) as n from runs") == [{"n": 10}]
+    shutil.rmtree(store.root / "later")
+    assert reads(store, monkeypatch) == [] and answer(store, LOSS) == before
+
+
+def test_files_of_the_index_stay_few_and_forget_deleted_runs(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(store, LOSS)
+    for number in range(MANY + 1):
+        lone(store, f"more{number}")
+        answer(store, LOSS)
+        shutil.rmtree(store.root / f"more{max(0, number - 3)}", ignore_errors=True)
+    assert len(list((store.root / ".query").glob("runs.*"))) <= MANY
+    assert "more0" not in {key.split("/")[0] for key in keys_of(store.root, "runs")}
+    fresh = [ask(LOSS, Tables(store.all_runs())).to_pylist(), answer(store, LOSS)]
+    assert json.dumps(fresh[0]) == json.dumps(fresh[1]) and reads(store, monkeypatch) == []
+
+
+def test_a_sweep_elsewhere_has_an_index_of_its_own(store: RunStore) -> None:
+    runs = store.runs("study")
+    asked = ask(LOSS, Tables(runs, root=store.root / "elsewhere")).to_pylist()
+    assert keys_of(store.root / "study", "runs") == {run.name for run in runs} and not (store.root / ".query").exists()
+    assert json.dumps(asked) == json.dumps(answer(store, LOSS))
+
+
+def test_another_sweep_in_the_index_changes_no_type_and_no_name(store: RunStore) -> None:
+    lone(store, "counts", note=3, more=1)
+    lone(store, "texts", note="three", other=2)
+    whole = answer(store, "sweep, manifest.note from runs where sweep != 'study' order by sweep")
+    assert [row["manifest.note"] for row in whole] == ["3", "three"]
+    tables = Tables(store.runs("counts"), root=store.root)
+    assert ask('select "manifest.note" + 1 as next from runs', tables).to_pylist() == [{"next": 4}]
+    assert "manifest.more" in tables.columns("runs")[1] and "manifest.other" not in tables.columns("runs")[1]
+
+
 def test_columns_of_several_types_become_text_or_floats() -> None:
-    mixed = joined([table_of([{"a": 1, "b": 1, "c": None}]), table_of([{"a": 1.5, "b": "x", "d": True}])])
+    mixed = table_of([{"a": 1, "b": 1, "c": None}, {"a": 1.5, "b": "x", "d": True}])
     assert mixed.to_pylist() == [
         {"a": 1.0, "b": "1", "c": None, "d": None}, {"a": 1.5, "b": "x", "c": None, "d": True},
     ]  # fmt: skip

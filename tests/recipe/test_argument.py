@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import PACKAGED
+from cases import PACKAGED, crossed
 from torch import nn
 
 import hqsweep
@@ -25,7 +25,7 @@ from hqsweep.nn import (
     set_recipe,
 )
 from hqsweep.nn.core.module import quantized_modules
-from hqsweep.nn.layers.norm import Norm
+from hqsweep.nn.norm_embedding import Norm
 from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import CustomRecipe, DpaQuantizers, LinearQuantizers, Recipe
 
@@ -74,8 +74,11 @@ def test_every_module_takes_a_recipe_a_section_a_mapping_a_quantizer_or_text(nam
     assert formats(build(CustomRecipe(qfactory=lambda role: text))) == expected
 
 
-@pytest.mark.parametrize("recipe", PACKAGED)
-@pytest.mark.parametrize("name", MODULES)
+SECTIONED = ("fp32", "nvfp4_fc2_mxfp8", "nvfp4_linear_fp8_dpa", "nvfp4_row_scaled_fwd_mxfp8_bwd")
+"""Packaged recipes that treat some modules in ways of their own."""
+
+
+@pytest.mark.parametrize(("recipe", "name"), crossed(PACKAGED, MODULES, whole=SECTIONED))
 def test_a_packaged_name_is_the_packaged_recipe(name, recipe):
     assert formats(MODULES[name](recipe)) == formats(MODULES[name](hqsweep.recipe(recipe)))
 

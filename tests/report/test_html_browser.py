@@ -109,6 +109,19 @@ def test_the_light_page_in_a_browser_fits_both_widths_without_a_script(page, tmp
 
 
 @pytest.mark.slow
+def test_a_long_name_ends_a_line_at_its_joints_alone(make_sweep, fake, tmp_path):
+    names = ["nvfp4_fwd_mxfp8_bwd_dequantized_with_a_tail", "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "float8-e5m2"]
+    arms = [fake.Run(arm=n, seed=s, gap=0.01, fmt="mxfp8") for n in names for s in range(3)]
+    failed = fake.Run(arm=f"{names[0]}_failed", state="failed", steps=120, fmt="mxfp8")
+    runs = [*(fake.Run(seed=seed, fmt="bf16") for seed in range(3)), *arms, failed]
+    page = write(compare(make_sweep(runs, "a_long_study-of_nvfp4+its_variants"), "bf16"), tmp_path / "out")
+    dom, console = browse(Path(shutil.copy(HARNESS.with_name("words.html"), page.parent)), tmp_path / "profile")
+    observed = json.loads(html.unescape(re.search(r'<pre id="facts">(.+?)</pre>', dom)[1]))
+    assert console == [] and len(observed) == 4
+    assert observed == {key: {"split": [], "wide": False} for key in observed}
+
+
+@pytest.mark.slow
 def test_the_page_may_not_fetch_and_the_console_would_tell(page, tmp_path):
     leaky = tmp_path / "leaky.html"
     leaky.write_text(page.read_text().replace("</body>", '<img src="http://127.0.0.1:9/x.png"></body>'))

@@ -44,22 +44,23 @@ def test_the_budget_ends_a_study_that_stays_undecided(laboratory):
 
 @pytest.mark.slow
 def test_the_same_command_goes_on_and_repeats_nothing(laboratory):
+    words = (*GROW, "seeds.max=6", "seed=0,1")
     laboratory.gaps = {"mxfp8": (0.0, 1e-4), "nvfp4": (0.02, 0.1), "null": (0.0, 1e-4)}
     laboratory.failing = {"nvfp4-s4"}
-    growth = laboratory.grow(*GROW, "seed=0,1")
+    growth = laboratory.grow(*words)
     assert [run.name.rpartition("-")[0] for run in growth.failed] == ["nvfp4-s4"]
     assert laboratory.said[-1].startswith("1 of 20 runs failed, so no more seeds are added: nvfp4-s4-")
     done = laboratory.done() - {"nvfp4-s4"}
     laboratory.batches, laboratory.failing = [], set()
-    growth = laboratory.grow(*GROW, "seed=0,1")
+    growth = laboratory.grow(*words)
     assert laboratory.batches[0] == ["nvfp4-s4"] and growth.looks[0].replicates == 5
-    assert growth.looks[-1].replicates == 8
+    assert growth.looks[-1].replicates == 6
     assert not laboratory.done() & done
     laboratory.batches = []
-    assert laboratory.grow(*GROW, "seed=0,1").looks == growth.looks[-1:]
+    assert laboratory.grow(*words).looks == growth.looks[-1:]
     assert laboratory.batches == [[]]
     stored = json.loads((laboratory.folder / "runs/convergence/sweep.json").read_text())
-    assert stored["study"]["seeds"] == {"until": "decided", "max": 8} and "seed=0,1" in stored["overrides"]
+    assert stored["study"]["seeds"] == {"until": "decided", "max": 6} and "seed=0,1" in stored["overrides"]
 
 
 @pytest.mark.slow
@@ -147,7 +148,7 @@ FORKS = ("fork.at=40,80", "fork.steps=10", "fork.decay=10", "fork.warmup=5", "tr
 
 @pytest.mark.slow
 def test_a_fork_study_begins_with_three_trunks_and_grows_by_trunks(laboratory):
-    laboratory.gaps = {"mxfp8": (0.0, 1e-4), "nvfp4": (0.1, 0.05), "null": (0.0, 1e-5)}
+    laboratory.gaps = {"mxfp8": (0.0, 1e-4), "nvfp4": (0.1, 0.03), "null": (0.0, 1e-5)}
     growth = laboratory.grow(*GROW, *FORKS, "seed=0")
     assert growth.looks[0].replicates == 3 and growth.looks[-1].verdicts["mxfp8"] == "equivalent"
     assert seeds(laboratory.batches[0], "trunk") == [0, 1, 2]
@@ -179,16 +180,16 @@ A_TRUNK = 80 + 4 * (60 + 20)
 
 @pytest.mark.slow
 def test_trunks_are_added_until_every_gap_is_known_to_the_margin(laboratory):
-    laboratory.gaps = {"mxfp8": (0.0, 1e-3), "nvfp4": (0.1, 0.005), "null": (0.0, 1e-4)}
-    growth = laboratory.grow(*SETTLE, f"fork.max_steps={16 * A_TRUNK + 1}")
+    laboratory.gaps = {"mxfp8": (0.0, 1e-3), "nvfp4": (0.1, 0.003), "null": (0.0, 1e-4)}
+    growth = laboratory.grow(*SETTLE, f"fork.max_steps={8 * A_TRUNK + 1}")
     first, last = growth.looks[0], growth.looks[-1]
-    assert (first.replicates, first.maximum, first.added) == (3, 16, 3) and not first.decided
-    assert last.decided and 3 < last.replicates < 16 and last.verdicts["nvfp4"] == "worse"
+    assert (first.replicates, first.maximum, first.added) == (3, 8, 3) and not first.decided
+    assert last.decided and 3 < last.replicates < 8 and last.verdicts["nvfp4"] == "worse"
     assert max(last.half_pct.values()) <= last.margin_pct == 1 < max(growth.looks[-2].half_pct.values())
     assert set(last.half_pct) == {"mxfp8", "nvfp4", "null"}
     assert "nvfp4 worse (± " in last.line and last.line.endswith("; margin 1 %; every gap is known to the margin")
     row = growth.comparison.arms.set_index("arm").loc["nvfp4"]
-    assert row["maximum"] == 16 and row["half_pct"] == last.half_pct["nvfp4"]
+    assert row["maximum"] == 8 and row["half_pct"] == last.half_pct["nvfp4"]
 
 
 @pytest.mark.slow

@@ -111,6 +111,17 @@ def test_a_plain_line_of_progress(console):
     assert printed(console)[-1] == "a: step 40/200, loss 2.5000, 9,500 tokens/s, 1:01 left"
 
 
+@pytest.mark.parametrize("display", [PlainDisplay, LiveDisplay])
+def test_steps_of_a_fork_begin_where_it_leaves_its_trunk(display):
+    shown, fork = SafeConsole(file=io.StringIO(), width=120), status(step=180)
+    with display(shown) if display is LiveDisplay else display(shown, every_s=0.0) as of_sweep:
+        of_sweep.update("a", status("pending"))
+        of_sweep.update("a", status())
+        of_sweep.update("a", fork | {"progress": fork["progress"] | {"first": 160, "part": 0.5}})
+    out = shown.file.getvalue()
+    assert "20/40" in out and "180" not in out
+
+
 def test_a_run_taken_up_again_says_nothing_until_it_runs(console):
     display = PlainDisplay(console, every_s=0.0)
     for state in ("interrupted", "interrupted", "pending"):

@@ -9,7 +9,7 @@ import yaml
 from safetensors.torch import load_file
 from support.checkpoints.tiny_models import equal, tiny
 
-from hqsweep.checkpoints.foreign.load import load_checkpoint
+from hqsweep.checkpoints.weights import load_checkpoint
 from hqsweep.config.job import ConvergenceConfig, parse
 from hqsweep.config.train import ParallelConfig
 from hqsweep.errors import Damaged, UserError

@@ -47,6 +47,7 @@ def finish(runs, *imports):
     return [status["pid"] for status in statuses]
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_bits_do_not_depend_on_the_runs_before_in_the_process(tmp_path, device):
     alone, forward, back = (make_runs(tmp_path / name, device) for name in ("alone", "forward", "back"))

@@ -3,7 +3,7 @@
 import pytest
 
 from hqsweep.sweep.grid.run_words import read
-from hqsweep.track.destination import upload_line
+from hqsweep.track.tracker import upload_line
 
 pytestmark = pytest.mark.slow
 

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
+from hqsweep.config.jobs import TABLES
 from hqsweep.sweep.store.files import read_json
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.track.rows import RowSink
-from hqsweep.track.tables import TABLES
 from hqsweep.track.tracker import NullTracker
 from hqsweep.train.record import mark_of
 
@@ -205,6 +205,13 @@ def test_progress_is_written_now_and_then_and_at_the_end(run, sink, monkeypatch)
     assert seen[3]["eta_s"] == pytest.approx(0.2 * 7)  # 0.2 s a step since step 10, 7 to go
     assert seen[-1]["eta_s"] == 0
     assert run.written_status()["seconds"] == pytest.approx(2.0)
+
+
+def test_a_fork_counts_the_steps_after_its_point(run, sink):
+    sink.progress(400, 460, None, None, first=400)
+    assert (said := run.written_status()["progress"])["part"] == 0.0 and said["first"] == 400
+    sink.progress(460, 460, 2.0, None, first=400)
+    assert run.written_status()["progress"]["part"] == 1.0
 
 
 def test_where_steps_take_unequal_times_the_time_left_follows_the_part_that_is_done(run, sink, monkeypatch):

@@ -10,10 +10,10 @@ pytest.importorskip("wandb")
 
 from support.track import wandb_file
 
+from hqsweep.config.jobs import TABLES
 from hqsweep.errors import UserError
 from hqsweep.sweep.store.store import RunStore
 from hqsweep.track.open import sync
-from hqsweep.track.tables import TABLES
 from hqsweep.track.wandb import known_id_of, open_run
 
 CONFIG = {

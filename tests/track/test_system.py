@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from hqsweep.config.jobs import SYSTEM
 from hqsweep.sweep.store.run_dir import RunDir
-from hqsweep.track import system
-from hqsweep.track.system import sampled, summary_of
-from hqsweep.track.tables import SYSTEM
+from hqsweep.track import machine
+from hqsweep.track.machine import sampled, summary_of
 from tests.report.conftest import FakeRun, write_sweep
 
 
@@ -94,7 +94,7 @@ def test_a_run_that_asks_for_none_has_none(tmp_path: Path, config: str, monkeypa
     (path,) = write_sweep(tmp_path / "study", [FakeRun(state="running")])
     run = RunDir(Path(getattr(path, "path", path)))
     run.config_path.write_text(run.config_path.read_text() + config)
-    monkeypatch.setattr(system, "_Sampler", None)  # is not called
+    monkeypatch.setattr(machine, "_Sampler", None)  # is not called
     with sampled(run):
         pass
 
@@ -106,7 +106,7 @@ def test_gpus_of_the_run_are_measured(visible: str | None, asked: list, monkeypa
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    gpus = system._Gpus.visible(2)
+    gpus = machine._Gpus.visible(2)
     assert nvml.asked == asked
     if len(asked) == 2:
         assert gpus.row() == {"gpu_pct": 70, "gpu_memory_bytes": 3e9, "gpu_watts": 400, "gpu_joules": 0}
@@ -117,14 +117,14 @@ def test_gpus_of_the_run_are_measured(visible: str | None, asked: list, monkeypa
 def test_a_run_without_gpus_measures_none(visible: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", Nvml())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert system._Gpus.visible(ranks) is None
+    assert machine._Gpus.visible(ranks) is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert system._Gpus.visible(1) is None
+    assert machine._Gpus.visible(1) is None
 
 
 def test_a_gpu_that_cannot_say_its_energy_says_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", Nvml(energy=False))
-    row = system._Gpus.visible(1).row()
+    row = machine._Gpus.visible(1).row()
     assert row["gpu_joules"] is None and row["gpu_watts"] == 300
 
 
@@ -139,14 +139,14 @@ def test_energy_per_token_is_energy_over_tokens() -> None:
 
 def test_without_psutil_processes_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "psutil", None)
-    assert system._Processes.of_this() is None
+    assert machine._Processes.of_this() is None
 
 
 def test_a_fault_of_the_measurement_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = active(tmp_path, 0.02)
-    monkeypatch.setattr(system._Sampler, "_row", lambda self: os.stat("/no/such/file"))
+    monkeypatch.setattr(machine._Sampler, "_row", lambda self: os.stat("/no/such/file"))
     with sampled(run):
         pass
     assert capsys.readouterr().out.startswith("warning: the machine is not measured any more (FileNotFoundError")

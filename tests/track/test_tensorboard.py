@@ -15,10 +15,10 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
+from hqsweep.config.jobs import TABLES
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore
 from hqsweep.track.open import mirror_report, open_tracker, sync
-from hqsweep.track.tables import TABLES
 from hqsweep.track.tensorboard import (
     TEXT_ROWS,
     WIDTH,

@@ -4,10 +4,10 @@ import sys
 import pytest
 import yaml
 
+from hqsweep.config.jobs import TABLES
 from hqsweep.errors import UserError
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.track.open import open_tracker
-from hqsweep.track.tables import TABLES
 from hqsweep.track.tracker import SAMPLED, NullTracker, curves, verdict_scalars
 
 

@@ -6,10 +6,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from hqsweep.config.jobs import VERDICT_COLUMNS
 from hqsweep.sweep.store.store import RunStore
 from hqsweep.track import open as opening
-from hqsweep.track.destination import upload_line
-from hqsweep.track.tables import VERDICT_COLUMNS
+from hqsweep.track.tracker import upload_line
 
 TRACK = {"kind": "trackio", "mode": "auto", "project": "mine", "entity": None, "init_timeout_s": 2}
 CONFIG = {"job": "convergence", "sweep": "grid", "seed": 3, "track": TRACK}

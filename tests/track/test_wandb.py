@@ -17,13 +17,13 @@ pytest.importorskip("wandb")
 
 from support.track import wandb_file
 
+from hqsweep.config.jobs import TABLES, VERDICT_COLUMNS
 from hqsweep.sweep.store.names import id_in
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.store import RunStore
-from hqsweep.track import destination
+from hqsweep.track import tracker as destination
 from hqsweep.track import wandb as mirror
 from hqsweep.track.open import open_tracker
-from hqsweep.track.tables import TABLES, VERDICT_COLUMNS
 from hqsweep.track.tracker import NullTracker
 
 CONFIG = {

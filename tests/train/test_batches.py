@@ -1,7 +1,6 @@
 """Models of any kind on samples of a Python function: packing, order, losses, the trial before the start, and runs."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -293,16 +292,15 @@ def test_the_architecture_of_config_json_is_taken_where_it_is_asked_for(mine, tm
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_a_classifier_is_trained_and_compared_from_the_command_line(mine) -> None:
-    words = [*BASE, f"model._target_={mine}.vit", f"data._target_={mine}.images"]
-    command = [sys.executable, "-m", "hqsweep", "run", *words, "sweep=vit", "--json"]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
+    words = [*BASE, f"model._target_={mine}.Patches", f"data._target_={mine}.images", "data.named=false"]
+    command = ["run", *words, "sweep=patches", "--json"]
+    ran, again = (CliRunner().invoke(app, [*command, *more]) for more in ([], ["--force"]))
+    assert ran.exit_code == again.exit_code == 0, ran.output + again.output
     results = json.loads(ran.stdout)
-    assert [result["state"] for result in results] == ["finished"] * 2 and results[0]["val_loss"] != results[1][
-        "val_loss"
-    ]
-    again = subprocess.run([*command, "--force"], capture_output=True, text=True, check=False)
+    assert [result["state"] for result in results] == ["finished"] * 2
+    assert results[0]["val_loss"] != results[1]["val_loss"]
     assert [result["val_loss"] for result in json.loads(again.stdout)] == [result["val_loss"] for result in results]
-    compared = CliRunner().invoke(app, ["compare", "vit", "--json"])
+    compared = CliRunner().invoke(app, ["compare", "patches", "--json"])
     assert compared.exit_code == 0, compared.output

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 import hqsweep
 from hqsweep.config.job import parse
 from hqsweep.jobs.training_report import steps_fields
-from hqsweep.models.compiled import CompiledBlocks, blocks_of
+from hqsweep.models.build import CompiledBlocks, blocks_of
 from hqsweep.recipe.factories import find_factory
 from hqsweep.train import data
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from support.parallel.fork_ranks import AT, config, ranked, rows, run, study
 from support.ranks import run_ranks
 
-from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
+from hqsweep.checkpoints.inspect import inspect_checkpoint
 from hqsweep.train.model import GPT
 from hqsweep.train.record import check_recorded, checkpoints, is_point
 

@@ -6,7 +6,7 @@ import torch
 from hqsweep.config.job import linear_shapes
 from hqsweep.config.model import ModelConfig, ffn_width
 from hqsweep.nn import quantization
-from hqsweep.nn.attention.rope import rotate
+from hqsweep.nn.rope import rotate
 from hqsweep.recipe import Recipe
 from hqsweep.train.model import GPT
 

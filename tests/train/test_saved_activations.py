@@ -9,7 +9,7 @@ from cases import BASE_LINEARS, PLAIN, RANDOM
 from hqsweep.config.job import parse
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
-from hqsweep.nn.layers.saved_memory import ActivationOffload
+from hqsweep.nn.saved_memory import ActivationOffload
 from hqsweep.train import data
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 from hqsweep.train.loop import Trainer

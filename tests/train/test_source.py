@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
+from hqsweep.checkpoints.inspect import inspect_checkpoint
 from hqsweep.config.job import ConvergenceConfig, parse
 from hqsweep.errors import UserError
 from hqsweep.jobs import convergence

@@ -10,7 +10,7 @@ from support.train.replayed import EagerPool
 
 from hqsweep.errors import UserError
 from hqsweep.jobs.isolation import make_deterministic
-from hqsweep.nn.layers.saved_memory import tensors_of
+from hqsweep.nn.saved_memory import tensors_of
 from hqsweep.ops import library
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.quant.tensor import HybridQuantizedTensor

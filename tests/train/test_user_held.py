@@ -9,7 +9,7 @@ from cases import LINEARS
 from safetensors.torch import load_file
 from support.models.tiny import tiny
 
-from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
+from hqsweep.checkpoints.inspect import inspect_checkpoint
 from hqsweep.errors import UserError
 from hqsweep.models.held import held_parts
 from hqsweep.quant import HybridQuantizedTensor

@@ -13,7 +13,7 @@ from support.checkpoints.titan import write
 from support.models.tiny import tiny
 from torch import nn
 
-from hqsweep.checkpoints.foreign.user_model import check_model_files
+from hqsweep.checkpoints.user_model import check_model_files
 from hqsweep.config.job import parse
 from hqsweep.errors import UserError
 from hqsweep.jobs import convergence

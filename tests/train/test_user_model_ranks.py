@@ -11,7 +11,7 @@ from support.parallel.fork_ranks import study
 from support.parallel.user_ranks import Normed, config, everything, train
 from support.ranks import run_ranks
 
-from hqsweep.checkpoints.foreign.inspect import inspect_checkpoint
+from hqsweep.checkpoints.inspect import inspect_checkpoint
 from hqsweep.errors import UserError
 from hqsweep.models.build import check_ranks
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from hqsweep.verdicts import forks
-from hqsweep.verdicts.ages import weights
+from hqsweep.verdicts import judging
+from hqsweep.verdicts.judging import weights
 
 
 def test_a_line_is_found_and_its_end_is_a_whole_run():
@@ -44,7 +44,7 @@ def covered(shape, seed: int = 0) -> tuple[float, float]:
         trunk = 1 + 0.1 * rng.standard_normal((trunks, 1))
         gaps = 5.0 * trunk * shape(ages / 480) + 0.1 * rng.standard_normal((trunks, 2))
         null = 0.1 * rng.standard_normal((trunks, 2))
-        real, none = (forks.judge({"a": (g @ own.whole)[:, None]}, margin=0.3)["a"] for g in (gaps, null))
+        real, none = (judging.judge_forks({"a": (g @ own.whole)[:, None]}, margin=0.3)["a"] for g in (gaps, null))
         hits += real.ci_low <= 5.0 <= real.ci_high
         claims += none.worse or none.better
     return hits / count, claims / count

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from hqsweep.verdicts.effects import Effect, contrasts, critical, fit, judge
-from hqsweep.verdicts.fractions import Fraction, fraction
+from hqsweep.config.factorial import Fraction, fraction
+from hqsweep.verdicts.effects import Effect, contrasts, critical, fit, judge_effects
 
 STUDIES = 2000
 
@@ -12,7 +12,7 @@ STUDIES = 2000
 def test_effects_of_two_factors_by_hand():
     levels = [[0, 0], [1, 0], [0, 1], [1, 1]]
     gaps = np.array([[0, 1.0, 3.0, 4.5]]) + np.array([[0.0], [0.3], [-0.3]])  # a trunk's level cancels
-    a, b, both = judge(gaps, levels, [(0,), (1,), (0, 1)])
+    a, b, both = judge_effects(gaps, levels, [(0,), (1,), (0, 1)])
     assert (a.value, b.value, both.value) == pytest.approx((1.25, 3.25, 0.5))
     assert a.se == pytest.approx(0) and a.n == 3
 
@@ -28,7 +28,7 @@ def test_a_fraction_gives_the_effects_that_made_the_gaps():
             value * (high - 0.5 * (np.array(design.runs)[:, i] + np.array(design.runs)[:, j]))
         )  # an interaction alone
     gaps = np.tile(sum(signs), (3, 1))
-    found = [effect.value for effect in judge(gaps, np.array(design.runs), effects)]
+    found = [effect.value for effect in judge_effects(gaps, np.array(design.runs), effects)]
     assert found == pytest.approx([*main, *pairs])
 
 
@@ -36,18 +36,18 @@ def test_least_squares_goes_on_without_an_arm_and_refuses_too_few():
     design = fraction(6, 5)
     effects = design.effects()
     gaps = np.tile(np.array(design.runs) @ np.arange(1.0, 7), (4, 1))
-    without = judge(gaps[:, 1:], np.array(design.runs)[1:], effects)
+    without = judge_effects(gaps[:, 1:], np.array(design.runs)[1:], effects)
     assert [effect.value for effect in without[:6]] == pytest.approx([1, 2, 3, 4, 5, 6])
     with pytest.raises(ValueError, match="do not tell"):
         contrasts(np.array(design.runs)[:20], effects)
     with pytest.raises(ValueError, match="finite"):
-        judge([[0.0, np.nan]], [[0], [1]], [(0,)])
+        judge_effects([[0.0, np.nan]], [[0], [1]], [(0,)])
 
 
 def test_two_replicates_claim_nothing():
     assert not Effect(factors=(0,), value=1, n=2, se=0.01, low=0.9, high=1.1, p=0.001).resolved
     assert Effect(factors=(0,), value=1, n=3, se=0.01, low=0.9, high=1.1, p=0.001).resolved
-    (one,) = judge([[0.0, 1.0]], [[0], [1]], [(0,)])
+    (one,) = judge_effects([[0.0, 1.0]], [[0], [1]], [(0,)])
     assert one.value == pytest.approx(1) and np.isnan(one.low) and not one.resolved
 
 

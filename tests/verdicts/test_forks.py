@@ -8,14 +8,14 @@ import pytest
 from scipy import stats
 
 from hqsweep.errors import UserError
-from hqsweep.verdicts.forks import judge, these_forks
+from hqsweep.verdicts.judging import judge_forks, these_forks
 
 MXFP8 = [[0.10, 0.20, 0.30], [0.12, 0.22, 0.32], [0.08, 0.18, 0.28], [0.11, 0.20, 0.30]]
 NVFP4 = [[1.0, 1.4, 1.2], [1.3, 1.5, 1.7], [0.9, 1.1, 1.0], [1.2, 1.3, 1.4]]
 
 
 def test_forks_are_averaged_within_a_trunk_and_trunks_have_the_t():
-    verdicts = judge({"mxfp8": MXFP8, "nvfp4": NVFP4}, margin=0.25)
+    verdicts = judge_forks({"mxfp8": MXFP8, "nvfp4": NVFP4}, margin=0.25)
     for name, gaps in (("mxfp8", MXFP8), ("nvfp4", NVFP4)):
         means = np.mean(gaps, axis=1)
         test = stats.ttest_1samp(means, 0)
@@ -31,25 +31,25 @@ def test_forks_are_averaged_within_a_trunk_and_trunks_have_the_t():
 
 def test_points_that_differ_truly_widen_nothing():
     tilted = np.add(MXFP8, [-5, 0, 5])
-    assert judge({"a": tilted}, margin=1)["a"].se == pytest.approx(judge({"a": MXFP8}, margin=1)["a"].se)
+    assert judge_forks({"a": tilted}, margin=1)["a"].se == pytest.approx(judge_forks({"a": MXFP8}, margin=1)["a"].se)
 
 
 def test_the_null_arm_is_judged_alone():
-    alone = judge({"mxfp8": MXFP8}, margin=0.25)["mxfp8"]
+    alone = judge_forks({"mxfp8": MXFP8}, margin=0.25)["mxfp8"]
     gaps = {"null": [[0.01, -0.01], [0.0, 0.01], [0.01, -0.02], [0.0, 0.01]], "mxfp8": np.array(MXFP8)[:, :2]}
-    both = judge(gaps, null="null", margin=0.25)
+    both = judge_forks(gaps, null="null", margin=0.25)
     assert list(both) == ["null", "mxfp8"] and both["null"].verdict == "equivalent"
     assert alone.ci_high - alone.gap == pytest.approx(stats.t.isf(0.025, 3) * alone.se)
     assert both["mxfp8"].ci_high - both["mxfp8"].gap == pytest.approx(stats.t.isf(0.025, 3) * both["mxfp8"].se)
 
 
 def test_two_trunks_have_an_interval_and_no_verdict():
-    verdict = judge({"nvfp4": NVFP4[:2]}, margin=10)["nvfp4"]
+    verdict = judge_forks({"nvfp4": NVFP4[:2]}, margin=10)["nvfp4"]
     assert verdict.verdict == "undecided" and verdict.n == 2 and verdict.needed >= 3
     assert verdict.eq_high < 10 and not verdict.within_margin
-    single = judge({"nvfp4": NVFP4[:1]}, margin=10)["nvfp4"]
+    single = judge_forks({"nvfp4": NVFP4[:1]}, margin=10)["nvfp4"]
     assert single.verdict == "undecided" and single.gap == pytest.approx(1.2) and math.isnan(single.ci_low)
-    assert judge({"nvfp4": NVFP4[:3]}, margin=10)["nvfp4"].verdict == "worse"
+    assert judge_forks({"nvfp4": NVFP4[:3]}, margin=10)["nvfp4"].verdict == "worse"
 
 
 def test_these_forks_of_one_trunk():
@@ -77,8 +77,8 @@ def test_these_forks_of_two_trunks_take_the_residual_of_trunk_and_point():
 def test_each_arm_is_judged_on_its_own_trunks_and_points():
     """At the level of all three arms of the study, one of which has no trunk yet."""
     gaps = {"mxfp8": MXFP8, "nvfp4": np.array(NVFP4)[:3, :2]}
-    verdicts, these = judge(gaps, margin=0.25, arms=3), these_forks(gaps, arms=3)
-    alone = {name: judge({name: own}, margin=0.25, arms=3)[name] for name, own in gaps.items()}
+    verdicts, these = judge_forks(gaps, margin=0.25, arms=3), these_forks(gaps, arms=3)
+    alone = {name: judge_forks({name: own}, margin=0.25, arms=3)[name] for name, own in gaps.items()}
     for name, own in gaps.items():
         means = np.mean(own, axis=1)
         low, high = stats.ttest_1samp(means, 0).confidence_interval(1 - 0.05 / 3)
@@ -93,15 +93,15 @@ def test_each_arm_is_judged_on_its_own_trunks_and_points():
 
 def test_the_looks_of_an_arm_are_over_its_own_trunks():
     gaps = {"a": NVFP4, "b": NVFP4[:3]}
-    verdicts = judge(gaps, margin=0.25, maximum=8)
+    verdicts = judge_forks(gaps, margin=0.25, maximum=8)
     for name, own in gaps.items():
-        alone = judge({name: own}, margin=0.25, maximum=8, arms=2)[name]
+        alone = judge_forks({name: own}, margin=0.25, maximum=8, arms=2)[name]
         assert verdicts[name] == replace(alone, p=verdicts[name].p) and alone.n == len(own)
     with pytest.raises(UserError, match="4 replicates are there"):
-        judge(gaps, margin=0.25, maximum=3)
+        judge_forks(gaps, margin=0.25, maximum=3)
 
 
 def test_gaps_are_finite_and_of_two_dimensions():
     for wrong in ([0.1, 0.2], [[0.1, math.nan]]):
         with pytest.raises(ValueError, match="2 dimension"):
-            judge({"a": wrong}, margin=1)
+            judge_forks({"a": wrong}, margin=1)

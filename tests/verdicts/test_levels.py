@@ -5,7 +5,7 @@ import pytest
 from scipy import stats
 
 from hqsweep.errors import UserError
-from hqsweep.verdicts import levels
+from hqsweep.verdicts import designs
 
 LOOKS_8 = {
     1: [0.00313, 0.00412, 0.00662, 0.00969, 0.01385, 0.01904, 0.02523],
@@ -23,19 +23,19 @@ EQUIVALENCE_16 = [0.00078, 0.00102, 0.00165, 0.00227, 0.00330, 0.00443, 0.00589,
 
 @pytest.mark.parametrize("arms", LOOKS_8)
 def test_levels_of_eight_looks(arms):
-    bounds = [levels.two_sided(0.05 / arms, n, 8) for n in range(2, 9)]
+    bounds = [designs.two_sided(0.05 / arms, n, 8) for n in range(2, 9)]
     assert bounds == pytest.approx(LOOKS_8[arms], rel=0.07)
 
 
 def test_levels_of_equivalence_and_of_sixteen_looks():
-    assert [levels.one_sided(0.05, n, 8) for n in range(2, 9)] == pytest.approx(EQUIVALENCE_8, rel=0.04)
-    assert [levels.two_sided(0.05, n, 16) for n in range(2, 17)] == pytest.approx(LOOKS_16, rel=0.04)
-    assert [levels.one_sided(0.05, n, 16) for n in range(2, 17)] == pytest.approx(EQUIVALENCE_16, rel=0.06)
+    assert [designs.one_sided(0.05, n, 8) for n in range(2, 9)] == pytest.approx(EQUIVALENCE_8, rel=0.04)
+    assert [designs.two_sided(0.05, n, 16) for n in range(2, 17)] == pytest.approx(LOOKS_16, rel=0.04)
+    assert [designs.one_sided(0.05, n, 16) for n in range(2, 17)] == pytest.approx(EQUIVALENCE_16, rel=0.06)
 
 
 def test_first_look_is_exact_and_one_look_has_the_whole_level():
-    assert levels.two_sided(0.05, 2, 8) == pytest.approx(0.05 * (2 / 8) ** 2, rel=1e-9)
-    assert levels.two_sided(0.05, 2, 2) == pytest.approx(0.05) == levels.one_sided(0.05, 2, 2)
+    assert designs.two_sided(0.05, 2, 8) == pytest.approx(0.05 * (2 / 8) ** 2, rel=1e-9)
+    assert designs.two_sided(0.05, 2, 2) == pytest.approx(0.05) == designs.one_sided(0.05, 2, 2)
 
 
 @pytest.mark.slow
@@ -47,7 +47,7 @@ def test_by_every_look_the_stated_share_of_a_million_quiet_studies_has_a_flag(bo
     for n in range(2, maximum + 1):
         total, squares = total + values[n - 1], squares + values[n - 1] ** 2
         t = total / np.sqrt(n) / np.sqrt((squares - total**2 / n) / (n - 1))
-        level = (levels.two_sided if both else levels.one_sided)(0.05, n, maximum)
+        level = (designs.two_sided if both else designs.one_sided)(0.05, n, maximum)
         raised |= (np.abs(t) if both else t) > stats.t.isf(level / (2 if both else 1), n - 1)
         spent = 0.05 * (n / maximum) ** 2
         assert raised.mean() == pytest.approx(spent, abs=4 * np.sqrt(spent / paths))
@@ -55,6 +55,6 @@ def test_by_every_look_the_stated_share_of_a_million_quiet_studies_has_a_flag(bo
 
 def test_what_cannot_be_stated():
     with pytest.raises(UserError, match=r"seeds\.max: 101; allowed are 2 to 100 replicates"):
-        levels.two_sided(0.05, 5, 101)
+        designs.two_sided(0.05, 5, 101)
     with pytest.raises(UserError, match=r"seeds\.max: 4, and 5 replicates are there"):
-        levels.one_sided(0.05, 5, 4)
+        designs.one_sided(0.05, 5, 4)

@@ -7,6 +7,7 @@ import pytest
 
 from hqsweep.errors import UserError
 from hqsweep.verdicts.designs import Forks, WholeRuns
+from hqsweep.verdicts.judging import fit_whole_runs
 from hqsweep.verdicts.plan import (
     half_width,
     needed,
@@ -16,7 +17,6 @@ from hqsweep.verdicts.plan import (
     smallest_gap,
     to_settle,
 )
-from hqsweep.verdicts.whole_runs import fit
 
 EFFECTS = (1, 1.5, 2, 3, 5, 10)
 """Gap over the sd of one replicate's gap."""
@@ -78,7 +78,7 @@ def test_power_is_the_share_of_simulated_studies_that_find_the_gap(arms, effect)
     seeds = SEEDS[arms][EFFECTS.index(effect)]
     losses = np.random.default_rng(arms).normal(size=(8000, arms + 2, seeds))
     losses[:, 2] += effect * math.sqrt(1.5)
-    gap, error = fit(losses, 2, seeds)
+    gap, error = fit_whole_runs(losses, 2, seeds)
     share = np.mean(np.abs(gap[:, 0]) > design.critical(seeds) * error[:, 0])
     assert share == pytest.approx(power_of_claim(design, seeds, effect), abs=0.015)
 

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from hqsweep.verdicts import forks, whole_runs
-from hqsweep.verdicts.ages import weights
+from hqsweep.verdicts import judging
 from hqsweep.verdicts.designs import Forks, WholeRuns, critical_of_largest
-from hqsweep.verdicts.looks import flags
+from hqsweep.verdicts.judging import flags, weights
 
 STUDIES = 2000
 FAR = 100.0
@@ -53,9 +52,9 @@ def runs(name: str, arms: int, seeds: int, controls: int = 2, maximum: int | Non
     """Shares of studies of whole runs: any arm claimed; any arm worse; and, most over arms, an arm whose gap is the
     margin called equivalent."""
     losses, design = noise(name, arms, seeds, controls), WholeRuns(arms=arms, controls=controls, maximum=maximum)
-    worse, better, _ = flags(partial(whole_runs.fit, losses, controls), design, seeds, FAR)
+    worse, better, _ = flags(partial(judging.fit_whole_runs, losses, controls), design, seeds, FAR)
     shifted = losses + np.where(np.arange(controls + arms) < controls, 0, FAR)[:, None]
-    *_, within = flags(partial(whole_runs.fit, shifted, controls), design, seeds, FAR)
+    *_, within = flags(partial(judging.fit_whole_runs, shifted, controls), design, seeds, FAR)
     return (worse | better).any(-1).mean(), worse.any(-1).mean(), within.mean(0).max()
 
 
@@ -123,8 +122,8 @@ def forked(arms: int, trunks: int, points: int, share: float) -> np.ndarray:
 
 def fork_rates(arms: int, trunks: int, points: int, share: float, maximum: int | None = None) -> tuple[float, ...]:
     gaps, design = forked(arms, trunks, points, share), Forks(arms=arms, maximum=maximum)
-    worse, better, _ = flags(partial(forks.fit, gaps), design, trunks, FAR)
-    *_, within = flags(partial(forks.fit, gaps + FAR), design, trunks, FAR)
+    worse, better, _ = flags(partial(judging.fit_forks, gaps), design, trunks, FAR)
+    *_, within = flags(partial(judging.fit_forks, gaps + FAR), design, trunks, FAR)
     return (worse | better).any(-1).mean(), worse.any(-1).mean(), within.mean(0).max()
 
 
@@ -156,8 +155,8 @@ def own_rates(arms: int, share: float, maximum: int | None = None, *, together: 
     for i, trunks in enumerate(OWN_TRUNKS[arms]):
         gaps = forked(arms, 8, 3, share)[:, i : i + 1]
         design = Forks(arms=arms if together else i + 1, maximum=maximum)
-        worse, better, _ = flags(partial(forks.fit, gaps), design, trunks, FAR)
-        *_, within = flags(partial(forks.fit, gaps + FAR), design, trunks, FAR)
+        worse, better, _ = flags(partial(judging.fit_forks, gaps), design, trunks, FAR)
+        *_, within = flags(partial(judging.fit_forks, gaps + FAR), design, trunks, FAR)
         claims.append((worse | better, worse, within))
     claimed, worse, within = (np.concatenate(each, axis=-1) for each in zip(*claims, strict=True))
     return claimed.any(-1).mean(), worse.any(-1).mean(), within.mean(0).max()
@@ -182,7 +181,7 @@ def test_whole_runs_leave_room_for_arms_that_wait():
         for seeds, stated in zip(SEEDS, FAMILY[2, name], strict=True):
             losses = noise(name, 2, seeds)
             worse, better, _ = flags(
-                partial(whole_runs.fit, losses, 2), WholeRuns(arms=2, controls=2, waiting=2), seeds, FAR
+                partial(judging.fit_whole_runs, losses, 2), WholeRuns(arms=2, controls=2, waiting=2), seeds, FAR
             )
             assert at_most((worse | better).any(-1).mean(), stated / 100)
             assert (worse | better).any(-1).mean() <= runs(name, 2, seeds)[0]
@@ -194,7 +193,7 @@ def test_power_is_that_of_the_table():
         for gap, percent in zip((1, 2, 3, 5), stated, strict=True):
             losses = noise("equal", 4, seeds)
             losses[:, 2] += gap * np.sqrt(2)  # in sds of the gap between two runs
-            worse, *_ = flags(partial(whole_runs.fit, losses, 2), WholeRuns(arms=4, controls=2), seeds, FAR)
+            worse, *_ = flags(partial(judging.fit_whole_runs, losses, 2), WholeRuns(arms=4, controls=2), seeds, FAR)
             assert worse[:, 0].mean() == pytest.approx(percent / 100, abs=0.04)
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
+from hqsweep.verdicts.course import Slowdown, in_percent, ratio_interval, slowdown
 from hqsweep.verdicts.designs import Forks, WholeRuns
-from hqsweep.verdicts.slowdown import Slowdown, in_percent, ratio_interval, slowdown
-from hqsweep.verdicts.whole_runs import fit
+from hqsweep.verdicts.judging import fit_whole_runs
 
 T975 = float(stats.t.ppf(0.975, 3))
 
@@ -117,7 +117,7 @@ def test_whole_runs_with_a_guarded_error_cover(pct, seeds):
         slope = 12 * (1 + 0.2 * rng.standard_normal(seeds))
         losses = rng.standard_normal((5, seeds)) + 3 * rng.standard_normal(seeds)
         losses[1:] += doublings * 12
-        gap, error = fit(losses, 1, seeds)
+        gap, error = fit_whole_runs(losses, 1, seeds)
         found = slowdown((losses[1] - losses[0]), slope, design.critical(seeds), 1.0, error[0])
         assert (found.low > 0) == (gap[0] - design.critical(seeds) * error[0] > 0) or math.isnan(found.low)
         missed += found.low > pct or found.high < pct

@@ -16,15 +16,16 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.formats import Format, Identity
 from hqsweep.nn.core.context import Context
-from hqsweep.nn.core.model_init import held_in
+from hqsweep.nn.core.guards import in_autocast
+from hqsweep.nn.core.options import held_in
 from hqsweep.nn.core.parameter import link_states
-from hqsweep.nn.core.products import in_autocast
-from hqsweep.nn.linear.linear import LinearBase
+from hqsweep.nn.linears import LinearBase
 from hqsweep.ops.quantize.kernels import in_dtype
 from hqsweep.parallel.wire.local import local as stored
 from hqsweep.quant.delayed import FIRST_TURN
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.recipe.roles import QuantizerRole
 from hqsweep.recipe.sections import LinearQuantizers, slots
 
 FORMATS = {
@@ -90,6 +91,11 @@ def built_in(dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
+def cycled(roles: Sequence[QuantizerRole | None], count: int | None) -> list[QuantizerRole | None]:
+    """`count` roles, which begin again after the last one; None: each once."""
+    return [roles[i % len(roles)] for i in range(len(roles) if count is None else count)]
+
+
 class InActivationDtype(LinearBase):
     """One or several linears. Each call is in the dtype of its input."""
 
@@ -114,6 +120,10 @@ class InActivationDtype(LinearBase):
         super()._apply(fn, recurse)
         link_states(self.weights, self.states)  # which a weight in another dtype, or on another device, has lost
         return self
+
+    def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int | None = None) -> list[QuantizerRole | None]:
+        """The roles of the forward or backward slots, the boundary's last; num_quantizers of them, again and again."""
+        return cycled(super().get_quantizer_roles(fwd=fwd), num_quantizers)
 
     def active_quantizers(self) -> LinearQuantizers:
         return self._in_dtype(super().active_quantizers())

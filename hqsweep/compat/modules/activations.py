@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hqsweep.compat.arguments import refuse
-from hqsweep.nn.linear.mlp import activate, gelu
+from hqsweep.nn.layernorm_linears import activate, gelu
 
 
 def qgelu(x: Tensor) -> Tensor:

@@ -22,10 +22,10 @@ from hqsweep.compat.modules.masks import Bias, Hidden, paddings
 from hqsweep.compat.modules.parts import ranks_of
 from hqsweep.compat.signatures import DOT_PRODUCT_ATTENTION, OF_DOT_PRODUCT_CALL
 from hqsweep.errors import UserError
-from hqsweep.nn.attention.attention import AttentionCall, is_high_precision, quantized_attention
-from hqsweep.nn.attention.attention import DotProductAttention as _DotProductAttention
 from hqsweep.nn.core.context import high_precision
-from hqsweep.nn.core.products import outside_autocast
+from hqsweep.nn.core.guards import outside_autocast
+from hqsweep.nn.dot_product_attention import AttentionCall, is_high_precision, quantized_attention
+from hqsweep.nn.dot_product_attention import DotProductAttention as _DotProductAttention
 from hqsweep.parallel.shared.attention import share_attention
 
 TOKENS = {"sbhd": 0, "bshd": 1}

@@ -10,13 +10,13 @@ from torch.distributed import ProcessGroup
 from hqsweep.compat.checkpoint_keys import TakesKeys
 from hqsweep.compat.modules.activation_dtype import InActivationDtype, built_in, params_dtype
 from hqsweep.compat.modules.later_gradients import LaterGradients
-from hqsweep.compat.modules.parts import check_ranks, drawn_whole, link_part, part_of, ranks_of, write_part
+from hqsweep.compat.modules.parts import check_ranks, drawn_whole, link_part, materialize, part_of, ranks_of, write_part
 from hqsweep.compat.signatures import GROUPED_LINEAR, OF_GROUPED_CALL
 from hqsweep.errors import UserError
 from hqsweep.nn.core.context import high_precision
 from hqsweep.nn.core.options import GroupedLinearOptions
-from hqsweep.nn.experts.grouped import ExpertParameters
-from hqsweep.nn.experts.grouped_linear import GroupedLinear as _GroupedLinear
+from hqsweep.nn.grouped import ExpertParameters
+from hqsweep.nn.grouped_linear import GroupedLinear as _GroupedLinear
 from hqsweep.parallel.shared.call import LinearShare
 from hqsweep.parallel.shared.experts import SharedExperts
 
@@ -40,6 +40,7 @@ class GroupedLinear(LaterGradients, TakesKeys, InActivationDtype, _GroupedLinear
     the group.
     """
 
+    @GROUPED_LINEAR.builds
     def __init__(self, num_gemms: int, in_features: int, out_features: int, *positional: Any, **arguments: Any) -> None:
         given = GROUPED_LINEAR.given(positional, arguments)
         parallel_mode, tp_group, init_method = given["parallel_mode"], given["tp_group"], given["init_method"]
@@ -99,6 +100,7 @@ class GroupedLinear(LaterGradients, TakesKeys, InActivationDtype, _GroupedLinear
         """Draw the weights again, and zero the biases. defer_init: do nothing."""
         if defer_init:
             return
+        materialize(self)
         state = torch.get_rng_state()
         super().reset_parameters()
         if self.parallel is not None or (self._ranks == 1 and self._draw is not None):

@@ -5,15 +5,17 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from hqsweep.compat.modules.activation_dtype import cycled
 from hqsweep.compat.modules.activations import activation_of, inputs
 from hqsweep.compat.modules.linear import LayerNormLinear, Linear
 from hqsweep.compat.modules.over_ranks import OverRanks, shared
 from hqsweep.compat.signatures import LAYERNORM_MLP, OF_MLP_CALL
 from hqsweep.nn.core.residual import Branch
-from hqsweep.nn.linear.mlp import LayerNormMLP as _LayerNormMLP
-from hqsweep.nn.linear.mlp import joins
-from hqsweep.ops.model.activation import INPUTS
+from hqsweep.nn.layernorm_linears import LayerNormMLP as _LayerNormMLP
+from hqsweep.nn.layernorm_linears import joins
+from hqsweep.ops.elementwise import INPUTS
 from hqsweep.ops.quantize.kernels import in_dtype
+from hqsweep.recipe.roles import QuantizerRole
 
 
 class _Gated(LayerNormLinear):
@@ -37,6 +39,7 @@ class LayerNormMLP(OverRanks, _LayerNormMLP):
         "fc1_weight": "fc1.weight", "fc1_bias": "fc1.bias", "fc2_weight": "fc2.weight", "fc2_bias": "fc2.bias",
     }  # fmt: skip
 
+    @LAYERNORM_MLP.builds
     def __init__(self, hidden_size: int, ffn_hidden_size: int, *positional: Any, **arguments: Any) -> None:
         nn.Module.__init__(self)
         given = LAYERNORM_MLP.given(positional, arguments)
@@ -65,6 +68,15 @@ class LayerNormMLP(OverRanks, _LayerNormMLP):
         z, *normed = self.fc1(x) if self.fc1.return_layernorm_output else (self.fc1(x),)
         y = self.fc2(in_dtype(self._activate(z), x.dtype))
         return (*(y if isinstance(y, tuple) else (y,)), *normed)
+
+    def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int | None = None) -> list[QuantizerRole | None]:
+        """The roles of fc1, then of fc2, num_quantizers of them. A boundary between both has its reader's role."""
+        first, second = (fc.get_quantizer_roles(fwd=fwd) for fc in (self.fc1, self.fc2))
+        if fwd:
+            first[-1] = second[0]
+        else:
+            second[-1] = first[0]
+        return cycled(first + second, num_quantizers)
 
     def backward_dw(self) -> None:
         """Compute the gradients of both weights that wait, as Linear.backward_dw()."""

@@ -10,17 +10,17 @@ from torch.distributed import ProcessGroup
 from hqsweep.compat.checkpoint_keys import TakesKeys
 from hqsweep.compat.modules.activation_dtype import InActivationDtype, built_in, params_dtype
 from hqsweep.compat.modules.later_gradients import LaterGradients
-from hqsweep.compat.modules.parts import check_ranks, drawn_whole, link_part, part_of, ranks_of, write_part
+from hqsweep.compat.modules.parts import check_ranks, drawn_whole, link_part, materialize, part_of, ranks_of, write_part
 from hqsweep.compat.signatures import LAYERNORM_LINEAR, LINEAR, OF_LINEAR_CALL
 from hqsweep.errors import UserError
 from hqsweep.nn.core.call import NOTHING, KnownInput, LinearCall
 from hqsweep.nn.core.context import high_precision
 from hqsweep.nn.core.options import LayerNormLinearOptions, LinearOptions
 from hqsweep.nn.core.residual import Branch
-from hqsweep.nn.layers.norm import Norm
-from hqsweep.nn.linear.layernorm_linear import LayerNormLinear as _LayerNormLinear
-from hqsweep.nn.linear.linear import Linear as _Linear
-from hqsweep.nn.linear.linear import linear_product
+from hqsweep.nn.layernorm_linears import LayerNormLinear as _LayerNormLinear
+from hqsweep.nn.linears import Linear as _Linear
+from hqsweep.nn.linears import linear_product
+from hqsweep.nn.norm_embedding import Norm
 from hqsweep.ops.quantize.kernels import in_dtype
 from hqsweep.parallel.shared.linear import TensorParallel
 
@@ -111,6 +111,7 @@ class SharedLinear(LaterGradients, TakesKeys, InActivationDtype):
         """Draw the weight again, and zero the bias. defer_init: do nothing."""
         if defer_init:
             return
+        materialize(self)
         state = torch.get_rng_state()
         super().reset_parameters()
         if hasattr(self, "_whole") and (self._ranks == 1 or self.parallel is not None):
@@ -157,6 +158,7 @@ class Linear(SharedLinear, _Linear):
     option that would change a number.
     """
 
+    @LINEAR.builds
     def __init__(self, in_features: int, out_features: int, *positional: Any, **arguments: Any) -> None:
         given = LINEAR.given(positional, arguments)
         options = LinearOptions(
@@ -197,6 +199,7 @@ class LayerNormLinear(SharedLinear, _LayerNormLinear):
 
     KEYS: ClassVar[Mapping[str, str]] = {"layer_norm_weight": "norm.weight", "layer_norm_bias": "norm.bias"}
 
+    @LAYERNORM_LINEAR.builds
     def __init__(self, in_features: int, out_features: int, *positional: Any, **arguments: Any) -> None:
         given = LAYERNORM_LINEAR.given(positional, arguments)
         if given["parallel_mode"] == "row":

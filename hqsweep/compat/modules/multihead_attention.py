@@ -14,10 +14,10 @@ from hqsweep.compat.modules.over_ranks import OverRanks, shared
 from hqsweep.compat.modules.rope import rotated
 from hqsweep.compat.signatures import MULTIHEAD_ATTENTION, OF_ATTENTION_CALL
 from hqsweep.errors import UserError
-from hqsweep.nn.attention.multihead_attention import MultiheadAttention as _MultiheadAttention
-from hqsweep.nn.attention.multihead_attention import attend_joined
 from hqsweep.nn.core.context import recomputed
 from hqsweep.nn.core.residual import Branch, add_branch
+from hqsweep.nn.transformer import MultiheadAttention as _MultiheadAttention
+from hqsweep.nn.transformer import attend_joined
 from hqsweep.ops.quantize.kernels import in_dtype
 
 OF_CORE = (
@@ -95,6 +95,7 @@ class MultiheadAttention(OverRanks, _MultiheadAttention):
 
     has_extra_state = False
 
+    @MULTIHEAD_ATTENTION.builds
     def __init__(self, hidden_size: int, num_attention_heads: int, *positional: Any, **arguments: Any) -> None:
         nn.Module.__init__(self)
         kind, heads, given = "MultiheadAttention", num_attention_heads, MULTIHEAD_ATTENTION.given(positional, arguments)
@@ -115,7 +116,7 @@ class MultiheadAttention(OverRanks, _MultiheadAttention):
         options = {"tp_size": self.ranks, "tp_group": given["tp_group"], "num_gqa_groups": layout.groups}
         options |= {n: given[n] for n in ("attention_dropout", "attn_mask_type", "window_size", "softmax_type")}
         options |= {"bottom_right_diagonal": given["bottom_right_diagonal"], "qkv_format": self.qkv_format}
-        self.dpa = DotProductAttention(heads, layout.width, name=f"{name}.dpa", **options)
+        self.dpa = DotProductAttention(heads, layout.width, name=f"{name}.core_attention", **options)
         modes = {"init_method": given["output_layer_init_method"], "parallel_mode": "row"}
         modes |= shared(given) | {"return_bias": self.return_bias}
         self.proj = Linear(heads * layout.width, hidden_size, name=f"{name}.proj", **modes)
@@ -127,20 +128,21 @@ class MultiheadAttention(OverRanks, _MultiheadAttention):
         norm = {"normalization": given["normalization"], "eps": given["layernorm_epsilon"]}
         norm |= {n: given[n] for n in ("zero_centered_gamma", "return_layernorm_output")}
         first, norm = (LayerNormLinear, norm) if self.input_layernorm else (Linear, {})
+        kind = f"{name}.layernorm_linear" if self.input_layernorm else f"{name}.linear"
         split = None if layout.interleaved else layout.parts
         if self.attention_type == "self":
             rows = sum(layout.parts.values())
-            self.qkv = first(width, rows, name=f"{name}.qkv", parameters_split=split, **modes, **norm)
+            self.qkv = first(width, rows, name=f"{kind}_qkv", parameters_split=split, **modes, **norm)
             self.qkv.split = {} if given["fuse_qkv_params"] else self.qkv.split
             self.KEYS = {"layernorm_qkv.": "qkv."} if self.input_layernorm else {}
             self.KEYS |= {"core_attention.": "dpa."}
             return
         query, keys = layout.parts["query"], 2 * layout.parts["key"]
         own = None if split is None or not self.input_layernorm else {"query": query}
-        made = first(width, query, name=f"{name}.query", parameters_split=own, **modes, **norm)
+        made = first(width, query, name=f"{kind}_q", parameters_split=own, **modes, **norm)
         self.add_module("layernorm_query" if self.input_layernorm else "query_layer", made)
         split = split and {part: split[part] for part in ("key", "value")}
-        self.key_value = Linear(width, keys, name=f"{name}.key_value", parameters_split=split, **modes)
+        self.key_value = Linear(width, keys, name=f"{name}.linear_kv", parameters_split=split, **modes)
         if given["fuse_qkv_params"]:
             made.split = self.key_value.split = {}
         self.KEYS = {"core_attention.": "dpa."}

@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hqsweep.compat.arguments import flag, refuse, taken
+from hqsweep.compat.arguments import built_on, flag, refuse, taken
 from hqsweep.compat.modules.activation_dtype import params_dtype as dtype_of
+from hqsweep.compat.modules.parts import materialize
 from hqsweep.errors import UserError
-from hqsweep.nn.core.products import in_autocast
+from hqsweep.nn.core.guards import in_autocast
 
 
 class _Norm(nn.Module):
@@ -18,7 +19,8 @@ class _Norm(nn.Module):
     returns that dtype.
 
     zero_centered_gamma: the gain is 1 + weight. sequence_parallel: an attribute of the parameters, by which Megatron
-    sums their gradients. device and sm_margin have no effect. UserError for an argument that TransformerEngine lacks.
+    sums their gradients. device="meta": no memory before reset_parameters(). sm_margin has no effect. UserError for an
+    argument that TransformerEngine lacks.
     """
 
     has_bias = False
@@ -43,15 +45,20 @@ class _Norm(nn.Module):
         self.zero_centered_gamma = flag(kind, "zero_centered_gamma", zero_centered_gamma)
         self.normalized_shape = (shape,) if isinstance(shape, int) else tuple(shape)
         dtype = dtype_of(taken(kind, "params_dtype", given, None))
-        self.weight = nn.Parameter(torch.empty(self.normalized_shape, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(self.normalized_shape, dtype=dtype)) if self.has_bias else None
+        with built_on(kwargs.get("device")):
+            self.weight = nn.Parameter(torch.empty(self.normalized_shape, dtype=dtype))
+            self.bias = nn.Parameter(torch.empty(self.normalized_shape, dtype=dtype)) if self.has_bias else None
         if sequence_parallel is not None:
             for parameter in self.parameters():
                 parameter.sequence_parallel = bool(sequence_parallel)
-        self.reset_parameters()
+        self._fill()
 
     def reset_parameters(self) -> None:
-        """A gain of 1, and no bias."""
+        """A gain of 1, and no bias; parameters on the meta device get memory first."""
+        materialize(self)
+        self._fill()
+
+    def _fill(self) -> None:
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
         if self.bias is not None:
             nn.init.zeros_(self.bias)

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hqsweep.compat.quantizer import te_device_type
 from hqsweep.errors import UserError
-from hqsweep.parallel.shards.held_part import become_part
 from hqsweep.parallel.shared.call import LinearShare
+from hqsweep.parallel.shared.held import become_part
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 
@@ -52,6 +53,12 @@ def write_part(weight: Tensor, values: Tensor) -> None:
         weight.quantize_(values, key=weight.metadata.key)
     else:
         weight.copy_(values)
+
+
+def materialize(module: nn.Module) -> None:
+    """Give memory on te_device_type() to the parameters of a module that was built on the meta device."""
+    if any(parameter.is_meta for parameter in module.parameters()):
+        module.to_empty(device=te_device_type())
 
 
 def ranks_of(tp_size: int, tp_group: Any) -> int:

@@ -13,7 +13,7 @@ from hqsweep.compat.modules.norms import LayerNorm, RMSNorm
 from hqsweep.compat.modules.over_ranks import SHARED, OverRanks
 from hqsweep.compat.signatures import OF_ATTENTION_CALL, OF_LAYER_CALL, TRANSFORMER_LAYER
 from hqsweep.nn.core.residual import Branch
-from hqsweep.nn.layers.transformer_layer import TransformerLayer as _TransformerLayer
+from hqsweep.nn.transformer import TransformerLayer as _TransformerLayer
 
 OF_BOTH = (
     "init_method", "output_layer_init_method", "set_parallel_mode", "normalization", "zero_centered_gamma", *SHARED
@@ -49,6 +49,7 @@ class TransformerLayer(OverRanks, _TransformerLayer):
     KEYS: ClassVar[Mapping[str, str]] = {"self_attention.": "attn.", "layernorm_mlp.": "mlp."}
     has_extra_state = False
 
+    @TRANSFORMER_LAYER.builds
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int, *positional: Any, **arguments: Any
     ) -> None:
@@ -65,7 +66,7 @@ class TransformerLayer(OverRanks, _TransformerLayer):
         sizes = hidden_size, num_attention_heads
         self.attn = MultiheadAttention(
             *sizes,
-            name=f"{name}.attn",
+            name=f"{name}.self_attention",
             input_layernorm=not at_end,
             return_layernorm_output=self.from_norm and not at_end,
             **own,
@@ -77,7 +78,7 @@ class TransformerLayer(OverRanks, _TransformerLayer):
             cross = {"input_layernorm": True, "attention_type": "cross", "name": f"{name}.inter_attention"}
             self.inter_attention = MultiheadAttention(*sizes, **cross, **own, **heads, **returns)
         inner = {"eps": epsilon, "activation": given["activation"], "activation_params": given["activation_params"]}
-        self.mlp = LayerNormMLP(hidden_size, ffn_hidden_size, name=f"{name}.mlp", **inner, **both, **returns)
+        self.mlp = LayerNormMLP(hidden_size, ffn_hidden_size, name=f"{name}.layernorm_mlp", **inner, **both, **returns)
         norm = LayerNorm if given["normalization"] == "LayerNorm" else RMSNorm
         options = {"eps": epsilon, "params_dtype": given["params_dtype"]}
         options |= {"zero_centered_gamma": given["zero_centered_gamma"]}

@@ -12,7 +12,7 @@ from hqsweep.compat.modules.activation_dtype import params_dtype
 from hqsweep.compat.modules.linear import Linear as _Linear
 from hqsweep.compat.ops.op import BasicOperation, dtype_of
 from hqsweep.nn.core.call import NOTHING, KnownInput, LinearCall
-from hqsweep.nn.linear.linear import linear_product
+from hqsweep.nn.linears import linear_product
 from hqsweep.ops.quantize.kernels import in_dtype
 from hqsweep.recipe.roles import QuantizerRole
 

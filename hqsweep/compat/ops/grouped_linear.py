@@ -10,7 +10,7 @@ from hqsweep.compat.modules.activation_dtype import params_dtype
 from hqsweep.compat.modules.grouped_linear import GroupedLinear as _GroupedLinear
 from hqsweep.compat.ops.op import BasicOperation, dtype_of
 from hqsweep.errors import UserError
-from hqsweep.nn.experts.grouped import ExpertParameters
+from hqsweep.nn.grouped import ExpertParameters
 from hqsweep.ops.quantize.kernels import in_dtype
 from hqsweep.recipe.roles import QuantizerRole
 

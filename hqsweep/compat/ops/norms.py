@@ -12,7 +12,7 @@ from hqsweep.compat.modules.linear import centered_gain
 from hqsweep.compat.modules.norms import L2Normalization as _L2Normalization
 from hqsweep.compat.ops.op import BasicOperation, dtype_of
 from hqsweep.nn.core.context import high_precision
-from hqsweep.nn.layers.norm import Norm
+from hqsweep.nn.norm_embedding import Norm
 from hqsweep.ops.quantize.kernels import in_dtype
 
 

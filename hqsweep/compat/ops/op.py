@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hqsweep.compat.arguments import shown
 from hqsweep.compat.ops.passes import OperationContext, Stretch
 from hqsweep.errors import UserError
-from hqsweep.nn.core.products import in_autocast
+from hqsweep.nn.core.guards import in_autocast
 
 
 def dtype_of(x: Tensor, parameter: Tensor) -> torch.dtype:

@@ -18,9 +18,8 @@ from hqsweep.compat.ops.norms import NormOperation
 from hqsweep.compat.ops.op import BasicOperation, FusibleOperation, dtype_of
 from hqsweep.errors import UserError
 from hqsweep.nn.core.call import NOTHING
-from hqsweep.nn.linear.layernorm_linear import normed_for
-from hqsweep.nn.linear.mlp import joined, joins
-from hqsweep.ops.model.activation import INPUTS
+from hqsweep.nn.layernorm_linears import joined, joins, normed_for
+from hqsweep.ops.elementwise import INPUTS
 from hqsweep.ops.quantize.kernels import in_dtype
 
 

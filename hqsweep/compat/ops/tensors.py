@@ -13,7 +13,7 @@ from hqsweep.compat.modules.activation_dtype import quantizer_in
 from hqsweep.compat.ops.op import BasicOperation
 from hqsweep.nn.core.context import autocast_recipe, current
 from hqsweep.nn.core.delayed import DelayedStates
-from hqsweep.nn.core.rounding import rounded
+from hqsweep.nn.core.parameter import rounded
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import QuantizerRole
 

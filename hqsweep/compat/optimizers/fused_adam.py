@@ -11,13 +11,17 @@ from hqsweep import optim
 from hqsweep.compat.arguments import flag, one_of, refuse
 from hqsweep.compat.optimizers.packed import packed, unpacked
 from hqsweep.errors import UserError
-from hqsweep.optim.gradients import gradient
+from hqsweep.optim.parameters import gradient
 from hqsweep.parallel.wire.local import local, part_as
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 STATES = ("exp_avg", "exp_avg_sq", "master_param")
 UNCORRECTED = 2.0**40
 """A count of steps after which no bias is left to correct: powers of betas below 0.99999999 are 0."""
+
+
+class NeedsMasters(UserError, RuntimeError):
+    """Held weights come without masters. It is a RuntimeError, as in TransformerEngine."""
 
 
 class FusedAdam(optim.FusedAdam):
@@ -27,8 +31,9 @@ class FusedAdam(optim.FusedAdam):
     in the dtypes that are asked for (torch.uint8: FP8). adam_w_mode=False adds weight decay to gradients, as
     torch.optim.Adam does. use_decoupled_grad reads param.decoupled_grad. Each group counts its steps in "step".
 
-    capturable and store_param_remainders change no number and have no effect; after a capture another rate is set by
-    set_lr(). UserError for amsgrad, for other dtypes of states, and for held weights without master_weights.
+    capturable has torch's GradScaler leave float16 gradients to step(); after a capture another rate is set by
+    set_lr(). store_param_remainders has no effect. UserError for amsgrad, for other dtypes of states, and for held
+    weights without master_weights.
     """
 
     def __init__(
@@ -57,9 +62,13 @@ class FusedAdam(optim.FusedAdam):
             one_of("FusedAdam", name, dtype, (torch.float32, torch.float16, torch.bfloat16, torch.uint8))
         for name, value in {"capturable": capturable, "store_param_remainders": store_param_remainders}.items():
             flag("FusedAdam", name, value)
+        if capturable:
+            self._step_supports_amp_scaling = True  # GradScaler asks for it
         self.adam_w_mode = flag("FusedAdam", "adam_w_mode", adam_w_mode)
         self.bias_correction = flag("FusedAdam", "bias_correction", bias_correction)
         self.use_decoupled_grad = flag("FusedAdam", "use_decoupled_grad", use_decoupled_grad)
+        if isinstance(master_weights, list | tuple):  # of masters, which TransformerEngine makes itself, too
+            master_weights = bool(master_weights)
         self.keeps_masters = flag("FusedAdam", "master_weights", master_weights)
         self.dtypes = dict(zip(STATES, (exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype), strict=True))
         super().__init__(params, lr, betas, eps, weight_decay, master_weights=True)
@@ -73,20 +82,26 @@ class FusedAdam(optim.FusedAdam):
         super().add_param_group(param_group)
         held = [p for p in self.param_groups[-1]["params"] if isinstance(local(p), HybridQuantizedTensor)]
         if held and not self.keeps_masters:
-            raise UserError(
+            raise NeedsMasters(
                 f"FusedAdam: {len(held)} parameters are quantized, such as one in {local(held[0]).quantizer}; they"
                 " cannot be updated without masters, so give master_weights=True"
             )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None, grad_scaler: Any = None) -> Tensor | None:
-        """Update every parameter that has a gradient. Returns the closure's loss. UserError for grad_scaler: call
-        GradScaler.step(optimizer), which divides gradients by its scale."""
-        refuse("FusedAdam.step", {"grad_scaler": grad_scaler})
+    def step(self, closure: Callable[[], Tensor] | None = None, **options: Any) -> Tensor | None:
+        """Update every parameter that has a gradient. Returns the closure's loss.
+
+        Under GradScaler.step(optimizer) a capturable optimizer divides gradients itself, in place, by the scale
+        (grad_scale), and changes nothing where one is not finite (found_inf). UserError for grad_scaler: call
+        GradScaler.step(optimizer).
+        """
+        refuse("FusedAdam.step", options)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if getattr(self, "found_inf", None) is not None and self.found_inf.item():
+            return loss
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
         gradients = self._gradients()
@@ -147,7 +162,14 @@ class FusedAdam(optim.FusedAdam):
         self._renew_masters()
         read = (lambda p: getattr(p, "decoupled_grad", None)) if self.use_decoupled_grad else gradient
         groups = (group["params"] for group in self.param_groups)
-        return [{p: part_as(p, g).to(self._dtype(p)) for p in own if (g := read(p)) is not None} for own in groups]
+        found = [{p: part_as(p, g).to(self._dtype(p)) for p in own if (g := read(p)) is not None} for own in groups]
+        scale = getattr(self, "grad_scale", None)
+        if scale is None:
+            return found
+        unscaled = [{p: g / scale.to(g.device) for p, g in own.items()} for own in found]
+        for p in (p for own in found for p in own):
+            read(p).div_(scale.to(p.device))
+        return unscaled
 
     def _renew_masters(self, params: Iterable[Tensor] | None = None) -> None:
         if self.dtypes["master_param"] is torch.float32:  # others are rounded, and differ from what was written

@@ -29,8 +29,8 @@ from hqsweep.formats.spec import SOURCES
 from hqsweep.gemm.native import Capability, GroupGemm, capability_of, gemm_plan
 from hqsweep.jobs.parity.compare_bytes import Check, Rows, named_pairs, row
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, LayerNormMoE, Linear, MoEOptions, quantization
-from hqsweep.nn.experts.router import Routing
-from hqsweep.ops.members.splits import Splits
+from hqsweep.nn.router import Routing
+from hqsweep.ops.splits import Splits
 from hqsweep.ops.stats import output_error
 from hqsweep.quant.hybrid import DIRECTIONS
 from hqsweep.recipe.sectioned import Recipe

@@ -250,7 +250,7 @@ def outcomes(format: Format, x: Tensor, key: RngKey, backend: str) -> dict[str, 
     encoded, exact = (quantize(x, target, target, backend=backend) for target in (codes, exact))
     grids, name = (None, None), format.amax_name
     if name:
-        grids = tuple({name: format.grid(matrix)[name] * 2} for matrix in (x, x.t()))
+        grids = tuple({name: format.grid(matrix, key)[name] * 2} for matrix in (x, x.t()))
     with_amax = quantize(x, *(codes._replace(grid=grid) for grid in grids), backend=backend)
     results = {}
     for direction, shape in (("rowwise", tuple(x.shape)), ("columnwise", tuple(x.shape)[::-1])):

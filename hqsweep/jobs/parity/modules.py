@@ -33,8 +33,8 @@ from hqsweep.nn import (
     quantization,
     set_recipe,
 )
-from hqsweep.nn.layers.norm import Norm
-from hqsweep.nn.linear.mlp import ACTIVATIONS
+from hqsweep.nn.layernorm_linears import ACTIVATIONS
+from hqsweep.nn.norm_embedding import Norm
 from hqsweep.ops.stats import output_error
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.argument import parse_recipe

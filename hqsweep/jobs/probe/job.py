@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hqsweep.config.jobs import ERRORS
 from hqsweep.config.recipe_files import FORMAT, recipe_file
 from hqsweep.errors import UserError, nearest
 from hqsweep.formats import Format, RngKey
@@ -31,7 +32,6 @@ from hqsweep.ops.stats import Sums, finite_or_none
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.argument import recipe_of
 from hqsweep.recipe.listing import slots
-from hqsweep.track.tables import ERRORS
 
 DTYPES = {"F64": torch.float32, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """dtype in a file -> the dtype in which its values are quantized. Other dtypes are not read."""
@@ -140,7 +140,7 @@ def stream_statistics(
     draws random bits from a stream of its own.
     """
     formats = {"rowwise": rowwise, "columnwise": columnwise}
-    grids = _global_amaxes(chunks, formats)
+    grids = _global_amaxes(chunks, formats, key)
     sums: dict[str, Sums] = {}
     for index, x in enumerate(chunks()):
         keys = {d: key and replace(key, slot=f"{key.slot}/{d}/{index}") for d in DIRECTIONS}
@@ -154,7 +154,7 @@ def stream_statistics(
 
 
 def _global_amaxes(
-    chunks: Callable[[], Iterable[Tensor]], formats: Mapping[str, Format]
+    chunks: Callable[[], Iterable[Tensor]], formats: Mapping[str, Format], key: RngKey | None
 ) -> dict[str, dict[str, Tensor]]:
     """Return direction -> {"g": ...} for the directions whose format has amaxes that several chunks share."""
     shared = {
@@ -164,7 +164,7 @@ def _global_amaxes(
     for x in chunks() if shared else ():
         for d, format in shared.items():
             amaxes.setdefault(d, torch.zeros(x.shape[1] if format.row_scaled else 1, 1))
-        find_amax(x, *(Search(format, amaxes.get(d)) for d, format in formats.items()))
+        find_amax(x, *(Search(format, amaxes.get(d), key=key) for d, format in formats.items()))
     return {direction: {shared[direction].amax_name: amax} for direction, amax in amaxes.items()}
 
 

@@ -30,15 +30,15 @@ from hqsweep.nn.core.parameter import (
     is_gathered,
     is_held,
     link_states,
+    rounded_by,
     weight_matrix,
 )
 from hqsweep.nn.core.probe import Site
-from hqsweep.nn.core.rounding import rounded_by
 from hqsweep.nn.core.wire import Part
-from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.fused import Normed
 from hqsweep.ops.quantize.nonfinite import for_its_slot
 from hqsweep.ops.quantize.request import Output
+from hqsweep.ops.splits import Splits
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.group import quantize_group
 from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer

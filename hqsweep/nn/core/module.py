@@ -18,11 +18,10 @@ from torch.autograd import forward_ad
 from hqsweep.errors import UserError
 from hqsweep.formats import Format
 from hqsweep.memo import memo
-from hqsweep.nn.core.call_marks import Runs, refusal
 from hqsweep.nn.core.context import NUMBERED_PARTS, Context, autocast_recipe, current, slot_numbers
 from hqsweep.nn.core.delayed import DelayedStates
-from hqsweep.nn.core.products import refuse_transforms
-from hqsweep.nn.core.rounding import rounded
+from hqsweep.nn.core.guards import Runs, refusal, refuse_transforms
+from hqsweep.nn.core.parameter import rounded
 from hqsweep.nn.core.wire import WeightRanks
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import AnyRecipe

@@ -1,8 +1,11 @@
-"""Weights of GEMMs: high-precision values that are quantized at every use, or, under quantized_model_init, operands.
+"""Parameters of modules: weights of GEMMs, which become operands, and tensors that are only rounded.
 
-Linears give their weights as a list: one [N, K], one [N, K] for each expert, or one [E, N, K] for all. They are read
-through held_operands, weight_matrix and flatten_weights. WeightWorkspace keeps operands of a weight for later calls,
-until the weight is written.
+Weights are high-precision values that are quantized at every use, or, under quantized_model_init, operands. Linears
+give their weights as a list: one [N, K], one [N, K] for each expert, or one [E, N, K] for all. They are read through
+held_operands, weight_matrix and flatten_weights. WeightWorkspace keeps operands of a weight for later calls, until the
+weight is written.
+
+Tensors that are not GEMM operands are rounded: embedding tables, norm gains, boundaries between modules.
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -12,9 +15,10 @@ import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import ExactOperand, RngKey
+from hqsweep.formats import ExactOperand, Identity, RngKey
 from hqsweep.nn.core.delayed import DelayedStates, ExpertStates
-from hqsweep.ops.members.layout import PackedExact
+from hqsweep.nn.core.wire import Part
+from hqsweep.ops.layout import PackedExact
 from hqsweep.ops.quantize.kernels import in_dtype
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.gathered_weight import GatheredWeight
@@ -22,6 +26,48 @@ from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
 from hqsweep.quant.operand import HybridOperand, Members, Operand, Skeleton, flatten, unflatten
 from hqsweep.quant.tensor_protocol import TensorProtocol
 from hqsweep.torch_private import foreach_copy_
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Forward: dequantize(quantize(x)). Backward: the gradient unchanged (Bengio et al., arXiv 1308.3432)."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, quantize: Callable[[Tensor], Operand]) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        operand = quantize(rows)
+        if operand.layout is None:
+            return operand.dequantize().view(x.shape)
+        parts = [member.dequantize() for member in operand.members]
+        left_over = rows[sum(map(len, parts)) :]  # padding after the last expert
+        return torch.cat([*parts, left_over]).view(x.shape)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def rounded(
+    x: Tensor, quantizer: HybridQuantizer, key: RngKey, states: SlotStates | None = None, part: Part | None = None
+) -> Tensor:
+    """Return x [..., n] rounded to the quantizer's rowwise format, in x's dtype; x itself for fp32.
+
+    part: how ranks share x.
+    """
+
+    def quantize(rows: Tensor) -> Operand:
+        if part is not None:
+            return part.quantize(quantizer, rows, rowwise="codes", key=key, states=states).rowwise
+        return quantizer.quantize(rows, columnwise=None, key=key, states=states).rowwise
+
+    return rounded_by(x, quantizer, quantize)
+
+
+def rounded_by(x: Tensor, quantizer: HybridQuantizer, quantize: Callable[[Tensor], Operand]) -> Tensor:
+    """Return rounded() with a given function that returns the rowwise operand of x, as a matrix or per expert."""
+    if quantizer.rowwise.rht:
+        raise UserError(f"{quantizer}: values are rounded without a transform; drop +rht of the rowwise format")
+    return x if quantizer.rowwise == Identity(name="fp32") else _StraightThrough.apply(x, quantize)
+
 
 AnyOperand = Operand | ExactOperand | PackedExact | Members
 Weights = Sequence[Tensor]
@@ -110,6 +156,11 @@ def check_held(weight: TensorProtocol, direction: Direction, quantizer: HybridQu
         raise UserError(
             f"the weight is held in {held}, but the recipe asks for {quantizer}; build the model anew, or"
             " give the recipe it was built with"
+        )
+    if getattr(held, direction).rht_drawn:
+        raise UserError(
+            f"the weight is held in {held}, and its {direction} operand has the signs of the step that wrote it, while"
+            " +eden draws new ones in every step; do not hold the weight, or give it +sr in place of +eden"
         )
     if getattr(weight, direction) is None:
         raise UserError(f"the {direction} operand of the weight is not held; quantize it with directions={DIRECTIONS}")

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hqsweep.config.jobs import ERRORS, LOADS, PROJECTED
 from hqsweep.formats import RngKey, parse
 from hqsweep.nn.core.wire import Part
 from hqsweep.ops.stats import OutputSums, Sums, finite_or_none, is_below, output_sums
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.roles import TENSOR_TYPES
-from hqsweep.track.tables import ERRORS, LOADS, PROJECTED
 
 SLOTS = TENSOR_TYPES["linear"]
 ROUTED = "routed"

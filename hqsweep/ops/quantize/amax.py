@@ -8,7 +8,6 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.formats import Format, RngKey, RngKeys
 from hqsweep.ops.library import check_keys, check_offsets, extension, key_table, operator, step_address, where
-from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.kernels import NO_KEY, KernelSpec, kernel_of, matrix_dtype
 from hqsweep.ops.quantize.nonfinite import address_of, current, look_at_trace
 from hqsweep.ops.quantize.operators import NO_STREAM, Matrices, amax_count, check_amax, finder, stream_of
@@ -24,6 +23,7 @@ from hqsweep.ops.quantize.request import (
     text_of,
     use_kernel,
 )
+from hqsweep.ops.splits import Splits
 
 
 class Search(NamedTuple):
@@ -38,7 +38,7 @@ class Search(NamedTuple):
     amax: Tensor | None = None
     """The known amax of the rows, needed if columns are made from decoded rows."""
     key: object = None
-    """The RngKey with which rows are decoded; with splits, one key per member."""
+    """The RngKey with which rows are decoded, or that draws the signs of a transform; with splits, one per member."""
 
 
 NO_SEARCH = Search(None)
@@ -109,25 +109,40 @@ def _check(request: Request, x: Tensor, rowwise: Search, columnwise: Search, spl
 def _one(request: Request, x: Tensor, rowwise: Search, columnwise: Search, backend: Backend) -> None:
     outs = (rowwise.out, columnwise.out)
     if not use_kernel(request, x, backend):
-        _by_reference(request, x, rowwise.key, rowwise.amax, outs)
+        _by_reference(request, x, (rowwise.key, columnwise.key), rowwise.amax, outs)
     elif rowwise.out is not None or columnwise.out is not None:
-        key = key_words(request.row, rowwise.key) if request.dequantized else NO_KEY
-        texts, step = (request.row_text, request.column_text), None if key is NO_KEY else rowwise.key.counter
-        find_amax_(x, *texts, request.dequantized, key, rowwise.amax, *outs, None, None, step, current())
+        reads = _reads_keys(request)
+        keys = [
+            key_words(spec, search.key) if read else NO_KEY
+            for spec, search, read in zip((request.row, request.column), (rowwise, columnwise), reads, strict=True)
+        ]
+        counters = [key.counter for key, read in zip((rowwise.key, columnwise.key), reads, strict=True) if read]
+        texts, rest = (request.row_text, request.column_text), (counters[0] if counters else None, current())
+        find_amax_(x, *texts, request.dequantized, keys[0], rowwise.amax, *outs, None, None, *rest, keys[1])
+
+
+def _reads_keys(request: Request) -> tuple[bool, bool]:
+    """Return whether finding amaxes draws random bits under the key of rows, and under that of columns."""
+    row, column = (spec is not None and spec.format.rht_drawn for spec in (request.row, request.column))
+    return row or (request.dequantized and request.row.stochastic), column
 
 
 def _members(
     request: Request, x: Tensor, splits: Splits, rowwise: Search, columnwise: Search, backend: Backend
 ) -> None:
-    keys, random = rowwise.key, request.dequantized and request.row.stochastic
+    keys, (random, drawn) = rowwise.key, _reads_keys(request)
     known = not random or (keys is not None and (isinstance(keys, RngKeys) or None not in keys))
+    known &= not drawn or isinstance(columnwise.key, RngKeys)  # which share a seed, and so the signs
     if known and use_kernel(request, x, backend) and kernel_takes(request, x, splits):
-        table, key, step = None, NO_KEY, None
+        table, key, step, column_key = None, NO_KEY, None, None
+        if drawn:
+            own = columnwise.key
+            column_key, step = [own.words[0], 0, own.step], own.counter
         if random:
             table, key, step = key_table(keys, x.device), [0, 0, keys[0].step], keys[0].counter
         texts, amaxes = (request.row_text, request.column_text), (rowwise.amax, rowwise.out, columnwise.out)
         offsets = splits.offsets(x.device)
-        find_amax_(x, *texts, request.dequantized, key, *amaxes, offsets, table, step, current())
+        find_amax_(x, *texts, request.dequantized, key, *amaxes, offsets, table, step, current(), column_key)
         return
     source = "rowwise_dequantized" if request.dequantized else "original"
     for member, span in enumerate(splits.spans):
@@ -138,7 +153,7 @@ def _members(
                     format=spec and spec.format,
                     out=_own(search.out, spec, own, member),
                     amax=_own(search.amax, spec, own, member),
-                    key=keys[member] if keys and search is rowwise else None,
+                    key=search.key[member] if search.key else None,
                 )
                 for search, spec, own in ((rowwise, request.row, span), (columnwise, request.column, lines))
             )
@@ -153,29 +168,33 @@ def _own(amaxes: Tensor | None, spec: KernelSpec, lines: tuple[int, int], member
 
 
 def _by_reference(
-    request: Request, x: Tensor, key: RngKey | None, amax: Tensor | None, outs: tuple[Tensor | None, Tensor | None]
+    request: Request,
+    x: Tensor,
+    keys: tuple[RngKey | None, RngKey | None],
+    amax: Tensor | None,
+    outs: tuple[Tensor | None, Tensor | None],
 ) -> None:
-    """Run find_amax() for one matrix. key, amax: of its rows."""
+    """Run find_amax() for one matrix. amax: of its rows."""
     for i, (spec, out) in enumerate(zip((request.row, request.column), outs, strict=True)):
         if spec is None:
             continue
         format, source = spec.format, x.t() if i else x
         if out is not None:
-            out.copy_(torch.maximum(out, format.grid(source)[spec.amax_name].view_as(out)))
+            out.copy_(torch.maximum(out, format.grid(source, keys[i])[spec.amax_name].view_as(out)))
         if i == 0 and request.dequantized:
             known = amax if amax is not None else out
-            grid = format.grid(x) | ({spec.amax_name: known.view(-1, 1)} if known is not None else {})
-            x = format.decode(format.encode(x, grid, key), tuple(x.shape)).to(x.dtype)
+            grid = format.grid(x, keys[0]) | ({spec.amax_name: known.view(-1, 1)} if known is not None else {})
+            x = format.decode(format.encode(x, grid, keys[0]), tuple(x.shape)).to(x.dtype)
 
 
 @operator(
     "find_amax_(Tensor x, str rowwise, str columnwise, bool dequantized, SymInt[] rowwise_key, Tensor? rowwise_amax, "
     "Tensor(a!)? rowwise_found, Tensor(b!)? columnwise_found, Tensor? offsets=None, Tensor? rowwise_keys=None, "
-    "Tensor? step=None, int seen=0) -> ()",
+    "Tensor? step=None, int seen=0, SymInt[]? columnwise_key=None) -> ()",
     fake=lambda *_, **__: None,
 )
 def find_amax_(x, rowwise, columnwise, dequantized, row_key, row_amax, row_found, column_found, offsets=None,
-              row_keys=None, step=None, seen=0):  # fmt: skip
+              row_keys=None, step=None, seen=0, column_key=None):  # fmt: skip
     """Set found = max(found, global amaxes) in place, for the rows and for the columns of X."""
     dtype, row, column, members = matrix_dtype(x), None, None, None
     rows, cols = x.shape
@@ -193,7 +212,8 @@ def find_amax_(x, rowwise, columnwise, dequantized, row_key, row_amax, row_found
     if columnwise:
         spec = kernel_of(columnwise)
         noted = address_of(x, seen, True, spec.format) if spec.delayed else 0
-        column = finder(spec, amax_count(spec, matrices, True), x, NO_STREAM, None, column_found, noted)
+        stream = stream_of(column_key, None, step_address(x, step)) if column_key else NO_STREAM
+        column = finder(spec, amax_count(spec, matrices, True), x, stream, None, column_found, noted)
     call = (x.data_ptr(), dtype, rows, cols, *x.stride(), row, column, dequantized)
     run = extension().find_amax_cuda if x.is_cuda else extension().find_amax_cpu
     run(*call, *where(x), *(() if offsets is None else (offsets.data_ptr(), members)))

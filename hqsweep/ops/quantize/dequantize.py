@@ -12,8 +12,8 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, ExactOperand, Format
 from hqsweep.memo import memo
+from hqsweep.ops.layout import GroupLayout, Layout, PackedExact, held_exact, member_buffers, pack
 from hqsweep.ops.library import check_offsets, described, empty, extension, has_kernels, integers, operator, where
-from hqsweep.ops.members.layout import GroupLayout, Layout, PackedExact, held_exact, member_buffers, pack
 from hqsweep.ops.quantize.kernels import DTYPES, KernelSpec, kernel_of, spec_named
 from hqsweep.ops.quantize.operators import Matrices, packed_entries
 from hqsweep.ops.quantize.request import Backend, check_backend

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hqsweep.ops.elementwise import INPUTS, activation, activation_backward, check_gradient, check_input
 from hqsweep.ops.library import extension, operator, where
-from hqsweep.ops.model.activation import INPUTS, activation, activation_backward, check_gradient, check_input
-from hqsweep.ops.model.norm import check_normed, norm, ready
+from hqsweep.ops.norm import check_normed, norm, ready
 from hqsweep.ops.quantize.kernels import DTYPES, kernel_of
 from hqsweep.ops.quantize.nonfinite import NOBODY, current
 from hqsweep.ops.quantize.operators import NO_STREAM, Matrices, Wanted, allocations, direction, outputs_of

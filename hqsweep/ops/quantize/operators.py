@@ -7,7 +7,7 @@ provide the gradients.
 
 offsets: None for one matrix. Otherwise int64 [members + 1]: the first row of each matrix (member) among the rows of X,
 and the end of the last one. Each member is quantized by itself, in one call. On CUDA nothing waits for offsets, and a
-graph serves any splits of as many rows. Outputs are packed (ops.members.packed): with exact sizes if the host gives
+graph serves any splits of as many rows. Outputs are packed (ops.layout): with exact sizes if the host gives
 `sizes`, else with room for any sizes. Entries after the last member are undefined. Offsets begin with 0, do not
 decrease, end within X and agree with `sizes`. The CPU checks this. On a GPU the caller guarantees it: wrong offsets can
 make kernels write out of bounds.

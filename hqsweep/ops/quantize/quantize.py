@@ -3,8 +3,11 @@
 quantize_plain() serves tensors that need no keys and no amaxes, by one kernel call. Most calls of a training are of
 this kind. Everything that depends on the size alone is computed once, so that the host only allocates and launches.
 quantize() handles all other calls, and gives the same bytes.
+
+The reference of the kernels, by the formats in torch, defines the bytes, and serves identities.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,15 +17,13 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, ExactOperand, Format, RngKey
 from hqsweep.memo import memo
+from hqsweep.ops.layout import GroupLayout, Result, held_exact, pack, take
 from hqsweep.ops.library import direct, extension, has_kernels, where
-from hqsweep.ops.members.layout import GroupLayout, Result, held_exact, pack, take
-from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize import operators
 from hqsweep.ops.quantize.dequantize import dequantize, exact_operand_of
 from hqsweep.ops.quantize.kernels import DTYPES, KernelSpec
 from hqsweep.ops.quantize.nonfinite import NOBODY, TRACED, current, now, see
 from hqsweep.ops.quantize.operators import NO_STREAM, Outputs, direction, outputs_of
-from hqsweep.ops.quantize.reference import by_reference
 from hqsweep.ops.quantize.request import (
     NO_INPUTS,
     NO_TARGET,
@@ -45,7 +46,37 @@ from hqsweep.ops.quantize.request import (
     text_of,
     use_kernel,
 )
-from hqsweep.ops.stats import Statistics
+from hqsweep.ops.splits import Splits
+from hqsweep.ops.stats import Statistics, gather, gather_by_row
+
+
+def by_reference(request: Request, x: Tensor, row: Target, column: Target, statistics: bool) -> tuple:
+    """Return the fields of Quantized for one matrix."""
+    results, sums = [None, None], [None, None]
+    for i, (spec, exact, target) in enumerate(
+        ((request.row, request.row_exact, row), (request.column, request.column_exact, column))
+    ):
+        if spec is None:
+            continue
+        format, source = target.format, x.t() if i else x  # torch.compile cannot call spec.format's methods
+        buffers = format.encode(source, _full_grid(format, source, target), target.key)
+        shape = tuple(source.shape)
+        results[i] = format.operand(buffers, shape) if exact else buffers
+        if statistics:
+            keep_x = i == 0 or not request.dequantized
+            if format.high_precision:
+                sums[i] = gather_by_row(source, format, buffers, keep_x=keep_x)
+            else:
+                options = {"keep_buffers": not exact, "keep_x": keep_x, "key": target.key}
+                sums[i] = gather(source, format, buffers, columns=i == 1, **options)
+        if i == 0 and request.dequantized:
+            x = format.decode(buffers, shape).to(x.dtype)
+    return *results, *sums
+
+
+def _full_grid(format: Format, x: Tensor, target: Target) -> Mapping[str, Tensor] | None:
+    """Return a given grid, completed by the amaxes that it lacks."""
+    return target.grid if target.grid is None else format.grid(x, target.key) | dict(target.grid)
 
 
 class Quantized(NamedTuple):
@@ -83,7 +114,7 @@ def quantize(
     Nothing waits for the device.
 
     splits: the rows belong to many matrices, the members. Each member is quantized, to the byte, as x[a:b] alone, under
-    its own key and grid. Results are packed (ops.members.packed). If the formats have a kernel, one call serves all. It
+    its own key and grid. Results are packed (ops.layout). If the formats have a kernel, one call serves all. It
     does not wait for splits on the device, and does not check their sizes. Otherwise each member takes a call, which
     waits.
 

@@ -17,8 +17,8 @@ from hqsweep.formats.random import PlacedKey
 from hqsweep.formats.spec import SOURCES
 from hqsweep.memo import memo
 from hqsweep.ops.library import has_kernels, key_table
-from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.kernels import DTYPES, NO_KEY, KernelSpec, spec_named
+from hqsweep.ops.splits import Splits
 
 Output = Literal["codes", "exact"]
 Source = Literal["original", "rowwise_dequantized"]

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hqsweep.errors import UserError
 from hqsweep.memo import constant_result, memo
-from hqsweep.parallel.fsdp.fsdp_state import DIRECTIONS, allocate, free, is_free, served
+from hqsweep.parallel.shards.fsdp_state import DIRECTIONS, allocate, free, is_free, served
 from hqsweep.parallel.shards.shard import Cut, buffer_cuts
 from hqsweep.parallel.wire import collectives
 from hqsweep.torch_private import (

@@ -23,7 +23,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats import WHOLE, Format, RngKey
 from hqsweep.formats.random import PlacedKey, RngNumber
 from hqsweep.memo import memo
-from hqsweep.ops.members.layout import stored_by_rows
+from hqsweep.ops.layout import stored_by_rows
 from hqsweep.parallel.wire import memory
 from hqsweep.parallel.wire.exchange import Area
 

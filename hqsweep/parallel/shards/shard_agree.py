@@ -211,10 +211,13 @@ def _find(part: Part) -> list[Tensor]:
     if first.numel() and amaxes:
         same = amaxes.get("columnwise") is amaxes.get("rowwise")
         for x, place in part.pieces:
-            grids = part.grids_of(x, place)
-            rowwise = Search(row, grids["rowwise"][row.amax_name]) if "rowwise" in amaxes else NO_SEARCH
-            columns = "columnwise" in amaxes and not same
-            find_amax(x, rowwise, Search(column, grids["columnwise"][column.amax_name]) if columns else NO_SEARCH)
+            grids, keys = part.grids_of(x, place), part.quantizer.direction_keys(part.key, place)
+            rowwise = columnwise = NO_SEARCH
+            if "rowwise" in amaxes:
+                rowwise = Search(row, grids["rowwise"][row.amax_name], key=keys["rowwise"])
+            if "columnwise" in amaxes and not same:
+                columnwise = Search(column, grids["columnwise"][column.amax_name], key=keys["columnwise"])
+            find_amax(x, rowwise, columnwise)
     return list({id(amax): amax for amax in amaxes.values()}.values())
 
 
@@ -230,8 +233,9 @@ def _find_decoded(part: Part) -> list[Tensor]:
         grids = part.grids_of(x, place)
         known, amax = grids.get("rowwise", {}).get(row.amax_name), grids["columnwise"][column.amax_name]
         own = x.new_zeros(len(x), 1, dtype=torch.float32) if row.row_scaled and known is None else None
-        rowwise = Search(row, own, known, part.quantizer.direction_keys(part.key, place)["rowwise"])
-        find_amax(x, rowwise, Search(column, amax), columnwise_source="rowwise_dequantized")
+        keys = part.quantizer.direction_keys(part.key, place)
+        rowwise, columnwise = Search(row, own, known, keys["rowwise"]), Search(column, amax, key=keys["columnwise"])
+        find_amax(x, rowwise, columnwise, columnwise_source="rowwise_dequantized")
     return [found]
 
 

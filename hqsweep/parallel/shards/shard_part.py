@@ -221,16 +221,19 @@ def _agreed(
     row_amaxes, of_row = _zeros(row, first, 0, part.axis, len(pieces))
     column_amaxes, of_column = _zeros(column, first, 1, part.axis, len(pieces))
     decodes = column_amaxes[0] is not None and quantizer.columnwise_source == "rowwise_dequantized"
-    columns = [NO_SEARCH if amax is None else Search(column, amax) for amax in column_amaxes]
-    for (x, _), row_amax, columnwise in zip(pieces, row_amaxes, columns, strict=True):
-        rowwise = NO_SEARCH if row_amax is None else Search(row, row_amax)
+    keys = [quantizer.direction_keys(key, place) for _, place in pieces]
+    columns = [
+        NO_SEARCH if amax is None else Search(column, amax, key=own["columnwise"])
+        for amax, own in zip(column_amaxes, keys, strict=True)
+    ]
+    for (x, _), row_amax, columnwise, own in zip(pieces, row_amaxes, columns, keys, strict=True):
+        rowwise = NO_SEARCH if row_amax is None else Search(row, row_amax, key=own["rowwise"])
         find_amax(x, rowwise, NO_SEARCH if decodes else columnwise)
     largest(of_row if decodes else of_row + of_column, part.group)
     if decodes:
         delayed = grids_of([states], {"rowwise": row})["rowwise"][0]["s"] if row.delayed else None
-        for (x, place), row_amax, columnwise in zip(pieces, row_amaxes, columns, strict=True):
-            known = delayed if row.delayed else row_amax
-            by = Search(row, None, known, quantizer.direction_keys(key, place)["rowwise"])
+        for (x, _), row_amax, columnwise, own in zip(pieces, row_amaxes, columns, keys, strict=True):
+            by = Search(row, None, delayed if row.delayed else row_amax, own["rowwise"])
             find_amax(x, by, columnwise, columnwise_source="rowwise_dequantized")
         largest(of_column, part.group)
     pairs = zip(row_amaxes, column_amaxes, strict=True)

@@ -13,15 +13,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from hqsweep.nn.attention.attention import AttentionCall, DotProductAttention
-from hqsweep.nn.attention.rope import AttendJoined, heads_of
-from hqsweep.nn.attention.sdpa import cudnn_forward, repeats_in_parts
-from hqsweep.nn.linear.linear import Linear
-from hqsweep.ops.model.attention import attention_forward
-from hqsweep.ops.model.rope import rope_
-from hqsweep.parallel.overlap.chunked_input import Turns, is_hooked, part_in_turn
+from hqsweep.nn.dot_product_attention import AttentionCall, DotProductAttention
+from hqsweep.nn.linears import Linear
+from hqsweep.nn.rope import AttendJoined, heads_of
+from hqsweep.nn.sdpa import cudnn_forward, repeats_in_parts
+from hqsweep.ops.attention import attention_forward, rope_
 from hqsweep.parallel.shards.shard_part import Part
 from hqsweep.parallel.shared.call import PartCall
+from hqsweep.parallel.shared.overlap import Turns, is_hooked, part_in_turn
 from hqsweep.parallel.wire.tokens import gather_rows, sum_rows
 
 

@@ -29,7 +29,6 @@ from hqsweep.ops.quantize.dequantize import dequantize_members
 from hqsweep.ops.quantize.nonfinite import for_its_slot
 from hqsweep.ops.quantize.request import Output
 from hqsweep.parallel.shards.gather_operands import Gathering
-from hqsweep.parallel.shards.group_part import quantize_group_part
 from hqsweep.parallel.shards.shard_part import CUTS, Mode, Part, quantize_part
 from hqsweep.parallel.wire import p2p_copy
 from hqsweep.parallel.wire.tokens import (
@@ -39,7 +38,7 @@ from hqsweep.parallel.wire.tokens import (
     begin_sum_rows,
     sum_whole,
 )
-from hqsweep.quant.group import Wanted, quantize_group
+from hqsweep.quant.group import Wanted, quantize_group, quantize_group_part
 from hqsweep.quant.operand import HybridOperand, Operand, OperandParts, Skeleton, unflatten
 
 LEAST_ROWS = 2048

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from hqsweep.errors import UserError
 from hqsweep.nn.core.context import current
-from hqsweep.nn.experts.router import Routing
-from hqsweep.ops.members.splits import PaddedSplits, Splits
-from hqsweep.ops.model.experts import ExpertPlaces, copy_rows, expert_places
+from hqsweep.nn.router import Routing
+from hqsweep.ops.experts import ExpertPlaces, copy_rows, expert_places
+from hqsweep.ops.splits import PaddedSplits, Splits
 from hqsweep.parallel.shared.token_route import Route, known_splits
 from hqsweep.parallel.wire import p2p_copy
 from hqsweep.parallel.wire.collectives import all_gather

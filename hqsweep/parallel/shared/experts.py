@@ -9,9 +9,9 @@ from torch.distributed import ProcessGroup
 
 from hqsweep.nn.core.parameter import link_states
 from hqsweep.nn.core.wire import Codes
-from hqsweep.nn.experts.grouped import ExpertParameters, GroupedBase
-from hqsweep.nn.experts.grouped_linear import GroupedLinear
-from hqsweep.ops.members.splits import Splits
+from hqsweep.nn.grouped import ExpertParameters, GroupedBase
+from hqsweep.nn.grouped_linear import GroupedLinear
+from hqsweep.ops.splits import Splits
 from hqsweep.parallel.shared.call import LinearShare, SharedCall
 from hqsweep.parallel.shared.linear_function import Handover, SharedLinearFunction
 from hqsweep.parallel.shared.tokens import local

@@ -2,7 +2,7 @@
 
 SharedMLPFunction runs MLPFunction in an order that hides what ranks exchange. Each rank quantizes its part of the
 activation, and of its gradient, alone. SharedChunks are the chunks of linear_cross_entropy where ranks share the
-vocabulary, or have some of the tokens each. They send each other four numbers a row (ops.model.loss.loss_parts).
+vocabulary, or have some of the tokens each. They send each other four numbers a row (ops.vocabulary.loss_parts).
 """
 
 import math
@@ -17,19 +17,16 @@ from torch import Tensor, nn
 from hqsweep.errors import UserError
 from hqsweep.nn.core.call import NOTHING, KnownInput
 from hqsweep.nn.core.context import current, use_kernels
+from hqsweep.nn.core.guards import once_differentiable, outside_autocast
 from hqsweep.nn.core.parameter import AnyOperand, link_states
-from hqsweep.nn.core.products import once_differentiable, outside_autocast
 from hqsweep.nn.core.residual import Branch, is_observed
-from hqsweep.nn.linear.layernorm_linear import LayerNormLinear
-from hqsweep.nn.linear.linear import Gradient, Linear, as_rows, check_weights, input_column, keep
-from hqsweep.nn.linear.linear_loss import Chunks, Input, as_taken, check_head, forms_loss, product_cross_entropy
-from hqsweep.ops.model.activation import INPUTS
-from hqsweep.ops.model.loss import joint_cross_entropy_, loss_parts, shared_cross_entropy_
+from hqsweep.nn.layernorm_linears import LayerNormLinear
+from hqsweep.nn.linear_loss import Chunks, Input, as_taken, check_head, forms_loss, product_cross_entropy
+from hqsweep.nn.linears import Gradient, Linear, as_rows, check_weights, input_column, keep
+from hqsweep.ops.elementwise import INPUTS
 from hqsweep.ops.quantize.kernels import in_dtype, input_in
 from hqsweep.ops.quantize.request import Output
-from hqsweep.parallel.overlap.chunked_input import Turns, activated_in_turn
-from hqsweep.parallel.overlap.deferred_reduce import LeftGradient, LeftOutput
-from hqsweep.parallel.overlap.overlapped_gemm import LayerWeights, Outgoing, Prefetched, quantize_tokens, start_values
+from hqsweep.ops.vocabulary import joint_cross_entropy_, loss_parts, shared_cross_entropy_
 from hqsweep.parallel.shards.shard_part import is_alone
 from hqsweep.parallel.shared.attention import attend_in_turn
 from hqsweep.parallel.shared.call import LinearShare, RankRows, SharedCall
@@ -42,6 +39,8 @@ from hqsweep.parallel.shared.linear_function import (
     one_wgrad,
     stays,
 )
+from hqsweep.parallel.shared.overlap import LeftGradient, LeftOutput, Turns, activated_in_turn
+from hqsweep.parallel.shared.overlapped_gemm import LayerWeights, Outgoing, Prefetched, quantize_tokens, start_values
 from hqsweep.parallel.shared.tokens import local
 from hqsweep.parallel.shared.vocabulary import cross_entropy, meeting, vocabulary_group
 from hqsweep.parallel.wire.local import local as stored

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from hqsweep.nn.core.call import NOTHING, KnownInput
+from hqsweep.nn.core.guards import once_differentiable, returned
 from hqsweep.nn.core.parameter import AnyOperand, Weights
-from hqsweep.nn.core.products import once_differentiable, returned
 from hqsweep.nn.core.wire import Codes
-from hqsweep.nn.linear.linear import (
+from hqsweep.nn.linears import (
     BackwardState,
     Gradient,
     add_biases,
@@ -29,9 +29,9 @@ from hqsweep.nn.linear.linear import (
 )
 from hqsweep.ops.quantize.kernels import in_dtype
 from hqsweep.ops.quantize.request import Output
-from hqsweep.parallel.overlap.chunked_input import OperandsInTurn, Turns, in_turn, is_hooked
-from hqsweep.parallel.overlap.deferred_reduce import LeftGradient, LeftOutput
-from hqsweep.parallel.overlap.overlapped_gemm import (
+from hqsweep.parallel.shared.call import RankRows, SharedCall
+from hqsweep.parallel.shared.overlap import LeftGradient, LeftOutput, OperandsInTurn, Turns, in_turn, is_hooked
+from hqsweep.parallel.shared.overlapped_gemm import (
     Beside,
     LateOperands,
     LayerWeights,
@@ -41,7 +41,6 @@ from hqsweep.parallel.overlap.overlapped_gemm import (
     begin_summed_product,
     quantize_tokens,
 )
-from hqsweep.parallel.shared.call import RankRows, SharedCall
 from hqsweep.parallel.wire.tokens import Pending
 from hqsweep.quant.operand import HybridOperand
 from hqsweep.torch_private import foreach_div_
@@ -206,7 +205,7 @@ def mean(call: SharedCall, sums: Tensor | Sequence[Tensor] | None) -> Tensor | S
 class SharedLinearFunction(torch.autograd.Function):
     """LinearFunction of a shared linear. With a ticket, the gradient of the single weight comes late.
 
-    See parallel.overlap.deferred_reduce.
+    See parallel.shared.overlap.
     """
 
     @staticmethod

@@ -22,13 +22,13 @@ from torch.autograd.function import once_differentiable
 from hqsweep.formats import WHOLE, Format
 from hqsweep.memo import memo
 from hqsweep.nn.core.context import OUTSIDE, current, within
-from hqsweep.nn.experts.router import Routing
-from hqsweep.ops.members.layout import GroupLayout
-from hqsweep.ops.members.splits import Splits
+from hqsweep.nn.router import Routing
+from hqsweep.ops.layout import GroupLayout
 from hqsweep.ops.quantize.amax import Search, find_amax
 from hqsweep.ops.quantize.nonfinite import for_slot
 from hqsweep.ops.quantize.quantize import quantize
 from hqsweep.ops.quantize.request import Target
+from hqsweep.ops.splits import Splits
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.operand import Operand
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from hqsweep.parallel.fsdp.fsdp_state import groups_of
+from hqsweep.parallel.shards.fsdp_state import groups_of
 from hqsweep.parallel.shards.shard_part import Part
 from hqsweep.parallel.wire.local import is_spread
 from hqsweep.parallel.wire.tokens import gather_rows, sum_whole

@@ -17,12 +17,22 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from hqsweep.nn.core.context import use_kernels
-from hqsweep.nn.layers.embedding import check_tokens
-from hqsweep.nn.linear.linear import Linear
-from hqsweep.nn.linear.linear_loss import checked_targets, counted_rows
-from hqsweep.nn.linear.linear_loss import cross_entropy as whole_cross_entropy
-from hqsweep.ops.model.embedding import ROWS, by_entry, embed, rows_of_rank, table_gradient, takes
-from hqsweep.ops.model.loss import IGNORED, MOST_RANKS, NUMBERS, Boxes
+from hqsweep.nn.linear_loss import checked_targets, counted_rows
+from hqsweep.nn.linear_loss import cross_entropy as whole_cross_entropy
+from hqsweep.nn.linears import Linear
+from hqsweep.nn.norm_embedding import check_tokens
+from hqsweep.ops.vocabulary import (
+    IGNORED,
+    MOST_RANKS,
+    NUMBERS,
+    ROWS,
+    Boxes,
+    by_entry,
+    embed,
+    rows_of_rank,
+    table_gradient,
+    takes_table,
+)
 from hqsweep.parallel.wire import memory, p2p_copy
 from hqsweep.parallel.wire.memory import all_say, shared_memory
 from hqsweep.parallel.wire.tokens import begin_lent_rows, sum_rows, sum_whole
@@ -111,7 +121,7 @@ class _SplitEmbedding(torch.autograd.Function):
         ctx.group, ctx.split, ctx.entries = group, split is not None, len(table)
         ctx.lead = math.prod(shape[:split]) if ctx.split else 1
         shared = ctx.split and ctx.lead == 1 and group.size() > 1
-        ctx.by_kernels = shared and use_kernels(table) and takes(table, tokens)
+        ctx.by_kernels = shared and use_kernels(table) and takes_table(table, tokens)
         tokens = tokens.reshape(-1)
         ctx.save_for_backward(tokens)
         sending = _start_rows(ctx, len(tokens) // group.size(), table) if ctx.by_kernels else None

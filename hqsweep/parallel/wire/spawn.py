@@ -32,7 +32,7 @@ PRELOADED = (
     "hqsweep._C",
     "hqsweep.jobs.convergence",
     "hqsweep.jobs.parity.ranks",
-    "hqsweep.checkpoints.sharded.sharded",
+    "hqsweep.checkpoints.sharded_save",
     "hqsweep.sweep.engine.ranks",
     "hqsweep.track.machine",
     "hqsweep.track.open",

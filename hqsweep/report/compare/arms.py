@@ -54,8 +54,8 @@ class Comparison:
                  val_low_pct, val_high_pct, train_gap_pct, train_low_pct, train_high_pct (of both losses; one of them
                  decides), these_low_pct, these_high_pct (these forks alone), correlation (of the arm's losses with the
                  baseline's, over seeds), slowdown_pct, slowdown_low, slowdown_high (95 %, joint), slowdown_eq_low,
-                 slowdown_eq_high (90 %) (verdicts.slowdown: the % of tokens more for the baseline's loss), steps (of a
-                 run, or of a fork since its trunk; NaN where these differ), end (the step at which forks of several
+                 slowdown_eq_high (90 %) (verdicts.course.slowdown: % of tokens more for the baseline's loss), steps (of
+                 a run, or of a fork since its trunk; NaN where these differ), end (the step at which forks of several
                  ages end together, NaN elsewhere: gap and slowdown are then those of a whole run of as many steps, and
                  at_once_pct, at_once_low, at_once_high, growth_pct, growth_low, growth_high the parts of the gap, see
                  families.Family.parts), course (of other forks: flat, closing, growing, open, or "" where it is not

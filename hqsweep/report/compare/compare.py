@@ -28,8 +28,8 @@ from hqsweep.report.compare.slowdowns import baseline_curves, cells_of, in_loss,
 from hqsweep.report.compare.studies import of_one_data, replicate_minutes, study_of
 from hqsweep.report.compare.verdict import IDENTICAL
 from hqsweep.sweep.store.run_dir import RunDir
+from hqsweep.verdicts.course import Slowdown
 from hqsweep.verdicts.estimate import VERDICTS
-from hqsweep.verdicts.slowdown import Slowdown
 
 UNIT = "% of the baseline's loss"
 SAID = (*VERDICTS, IDENTICAL)

@@ -7,7 +7,7 @@ import pandas as pd
 
 from hqsweep.config.factorial import BASELINE, FactorialStudy
 from hqsweep.report.compare.frames import DECIDES, FORK, LOSSES
-from hqsweep.verdicts.effects import FIRST, contrasts, judge
+from hqsweep.verdicts.effects import FIRST, contrasts, judge_effects
 
 COLUMNS = ("effect", "order", "pct", "low", "high", "p", "n", "resolved", "aliases")
 ROUNDING = 1e-9
@@ -49,7 +49,7 @@ def effects_of(study: FactorialStudy | None, finals: pd.DataFrame, points: pd.Da
             f"{', '.join(lacking)}: no result, so least squares over the other {len(arms)} arms give the effects."
         )
     try:
-        judged = judge(gaps[arms].to_numpy(), levels, wanted)
+        judged = judge_effects(gaps[arms].to_numpy(), levels, wanted)
     except ValueError:
         return Effects(notes=(*said, f"{len(arms)} arms with a result do not tell the effects apart; none is shown."))
     rows = [

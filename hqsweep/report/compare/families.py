@@ -20,9 +20,9 @@ import pandas as pd
 
 from hqsweep.report.compare.frames import DECIDES, FORK, LOSSES
 from hqsweep.report.compare.verdict import IDENTICAL
-from hqsweep.verdicts import forks, whole_runs
-from hqsweep.verdicts.ages import Weights, weights
+from hqsweep.verdicts import judging
 from hqsweep.verdicts.estimate import Estimate
+from hqsweep.verdicts.judging import Weights, weights
 
 ENDED = ("diverged", IDENTICAL)
 """Why an arm is not judged, whatever its other runs do."""
@@ -122,7 +122,7 @@ def judge(finals: pd.DataFrame, baseline: str, null: str | None, rule: Rule) -> 
     these, correlations, parts = {}, {}, {}
     if rule.design == FORK:
         own = {arm: _whole(percent[decides][arm].loc[entering[arm]], rule) for arm in entering}
-        these = forks.these_forks(own, null=here, arms=study.arms)
+        these = judging.these_forks(own, null=here, arms=study.arms)
         parts = {arm: _parts(percent[decides][arm].loc[entering[arm]], rule, one) for arm, one in estimates.items()}
     elif len(rows) > 2:
         correlations = of_loss[decides][[*entering]].corrwith(of_loss[decides][baseline]).to_dict()
@@ -311,12 +311,12 @@ def _estimates(
     null, options = study.null, {"margin": study.rule.margin, "maximum": study.rule.maximum}
     if study.rule.design == FORK:
         by_trunk = {arm: _whole(gaps, study.rule) for arm, gaps in own.items()}
-        estimates = forks.judge(by_trunk, null=null, arms=study.arms, **options)
+        estimates = judging.judge_forks(by_trunk, null=null, arms=study.arms, **options)
     else:
         scaled = 100 * losses[[study.baseline, *own]] / losses[study.baseline].mean()
         columns = {arm: scaled[arm].to_numpy() for arm in scaled}
         waiting = study.arms - sum(arm != null for arm in own)
-        estimates = whole_runs.judge(columns, baseline=study.baseline, null=null, waiting=waiting, **options)
+        estimates = judging.judge_whole_runs(columns, baseline=study.baseline, null=null, waiting=waiting, **options)
     if null and estimates[null].within_margin:
         estimates[null] = replace(estimates[null], worse=False, better=False)
     return estimates

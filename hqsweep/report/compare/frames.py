@@ -7,6 +7,7 @@ runs     one row per run: run, sweep, arm, recipe, seed, job, design, trunk, poi
 metrics  long: run, arm, seed, step, metric, value (float64; NaN and inf as they came)
 stats    long: run, arm, seed, then the columns of stats.jsonl (SQNR in dB, underflow and saturation in %;
          tokens and load, over the mean of all, where layer is an expert and tensor is routed)
+what_if  the same for the formats of stats.what_if
 parity   the rows of parity.jsonl, as dicts, of all runs that have some
 
 design is "whole run" (from scratch), "trunk" or "fork". trunk names the replicate: a fork's trunk, a trunk itself,
@@ -16,22 +17,23 @@ with the seed where one trunk is forked with several.
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from hqsweep.config.jobs import TABLES
 from hqsweep.errors import Damaged, UserError
 from hqsweep.report.compare.left_out import LeftOut, damaged, stranger
 from hqsweep.sweep.store.documents import Trained, check_document
 from hqsweep.sweep.store.files import REPAIRED
 from hqsweep.sweep.store.names import NOT_IN_ID, data_seen, run_id, without_data_hash
 from hqsweep.sweep.store.run_dir import RunDir
-from hqsweep.sweep.store.seal import Files
+from hqsweep.sweep.store.seal import SMALL, Files
 from hqsweep.sweep.store.store import known as listed
-from hqsweep.track.tables import TABLES
 from hqsweep.train.corpus import SHOWN_DIGITS
 
 WHOLE, TRUNK, FORK = "whole run", "trunk", "fork"
@@ -60,6 +62,7 @@ class Frames:
     runs: pd.DataFrame
     metrics: pd.DataFrame
     stats: pd.DataFrame
+    what_if: pd.DataFrame = field(default_factory=pd.DataFrame)
     parity: tuple[Mapping[str, Any], ...] = ()
     left_out: tuple[LeftOut, ...] = ()
     """The runs that should have been read and are missing, damaged or no runs of their sweep, so that no rows of them
@@ -91,6 +94,7 @@ class Frames:
             runs=runs.reset_index(drop=True),
             metrics=self.metrics[self.metrics["run"].isin(keep)],
             stats=self.stats[self.stats["run"].isin(keep)],
+            what_if=self.what_if[self.what_if["run"].isin(keep)] if len(self.what_if) else self.what_if,
             parity=self.parity,
             left_out=self.left_out,
         )
@@ -138,16 +142,17 @@ def load(run_dirs: Iterable[RunDir]) -> Frames:
         for point, seed, more in zip(runs["point"], runs["seed"], several, strict=True)
     ]
     runs = runs.astype(dict.fromkeys(("step", "steps", "seconds", "tokens_per_s"), "float64")).copy()  # in one piece
-    metrics = _long(runs, [rows for _, rows, _, _ in read.values()], "metrics")
+    metrics = _long(runs, [rows for _, rows, *_ in read.values()], "metrics")
     metrics = metrics.drop_duplicates(["run", "step", "metric"], keep="last", ignore_index=True)
-    stats = _long(runs, [rows for _, _, rows, _ in read.values()], "stats")
+    stats = _long(runs, [rows for _, _, rows, *_ in read.values()], "stats")
+    what_if = _long(runs, [rows for *_, rows, _ in read.values()], "what_if")
     broken = metrics[~metrics["metric"].eq("grad_norm") & ~np.isfinite(metrics["value"])]
     diverged = runs["run"].isin(broken["run"]) | runs["reason"].astype(str).str.startswith("loss is ")
     # An insertion into a frame of over a hundred columns of text, as a config has, warns.
     runs = pd.concat([runs, diverged.rename("diverged")], axis=1)
-    parity = tuple(row for _, _, _, rows in read.values() for row in rows)
+    parity = tuple(row for *_, rows in read.values() for row in rows)
     left_out = (*(damaged(*fault) for fault in faults), *map(stranger, foreign))
-    return Frames(runs=runs, metrics=metrics, stats=stats, parity=parity, left_out=left_out)
+    return Frames(runs=runs, metrics=metrics, stats=stats, what_if=what_if, parity=parity, left_out=left_out)
 
 
 def _begun(read: Mapping[tuple[str, str | None], Any]) -> dict[tuple[str, str | None], Any]:
@@ -161,7 +166,8 @@ def _begun(read: Mapping[tuple[str, str | None], Any]) -> dict[tuple[str, str | 
 
 
 class SealedOnce(RunDir):
-    """A run whose seal is read once, and then holds for all of its files."""
+    """A run whose seal is read once, and then holds for all of its files; so are the documents of one that has
+    ended."""
 
     def sealed(self) -> Files | None:
         return self._files
@@ -170,11 +176,23 @@ class SealedOnce(RunDir):
     def _files(self) -> Files | None:
         return super().sealed()
 
+    @cached_property
+    def _documents(self) -> dict[str, bytes | None]:
+        return {}
 
-def _read(folder: RunDir) -> tuple[dict, list[dict], list[dict], list[dict]]:
-    """One row of `runs`, and the run's rows of metrics, stats and parity. Raises Damaged."""
+    def _bytes(self, path: Path) -> bytes | None:
+        name, goes_on = path.name, self.__dict__.get("_files", ...) is None
+        if goes_on or name not in SMALL:
+            return super()._bytes(path)
+        if name not in self._documents:
+            self._documents[name] = super()._bytes(path)
+        return self._documents[name]
+
+
+def _read(folder: RunDir) -> tuple[dict, list[dict], list[dict], list[dict], list[dict]]:
+    """One row of `runs`, and the run's rows of metrics, stats, what_if and parity. Raises Damaged."""
     run = SealedOnce(folder.path)
-    return run_row(run), *(run.rows(table) for table in ("metrics", "stats", "parity"))
+    return run_row(run), *(run.rows(table) for table in ("metrics", "stats", "what_if", "parity"))
 
 
 def run_row(run: SealedOnce) -> dict[str, Any]:

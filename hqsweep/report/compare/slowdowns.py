@@ -15,8 +15,8 @@ from hqsweep.config.study import margin_in_tokens
 from hqsweep.report.compare.curves import loss_slope
 from hqsweep.report.compare.families import Family
 from hqsweep.report.compare.frames import DECIDES, FORK, FORK_CONSTANT, FORK_DECAY, LOSSES, REPLICATE, Frames
+from hqsweep.verdicts.course import Slowdown, slowdown
 from hqsweep.verdicts.estimate import Estimate
-from hqsweep.verdicts.slowdown import Slowdown, slowdown
 
 STEPS = "config.train.steps"
 

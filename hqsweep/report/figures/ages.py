@@ -16,7 +16,7 @@ from hqsweep.report.figures.look import (
     styles,
     symbol,
 )
-from hqsweep.verdicts.ages import weights
+from hqsweep.verdicts.judging import weights
 
 STEPS = 17
 """The points of a drawn line."""

@@ -1,4 +1,5 @@
-"""Quantization errors by layer, tensor and direction as heatmaps: SQNR, and the share that a format rounds to zero."""
+"""Quantization errors as heatmaps: SQNR and the share that a format rounds to zero, by layer, tensor and direction; and
+the SQNR that other formats would have had on the same tensors."""
 
 from collections.abc import Iterator
 
@@ -6,9 +7,10 @@ import pandas as pd
 
 from hqsweep.report.compare.arms import Comparison
 from hqsweep.report.compare.frames import by_module
-from hqsweep.report.figures.look import DECIBEL, PERCENT, Measure, Panel, colour_range, heatmap, listed, medians
+from hqsweep.report.figures.look import DECIBEL, PERCENT, Measure, Panel, colour_range, heatmap, label, listed, medians
 
 SLOT = ["arm", "layer", "tensor", "direction"]
+OWN = "own format"
 
 
 def sqnr_heatmaps(comparison: Comparison) -> Iterator[Panel]:
@@ -31,6 +33,45 @@ def error_rows(comparison: Comparison) -> pd.DataFrame:
     experts of a grouped linear; arms in their order."""
     rows = by_module(comparison.frames.stats)
     return medians(rows.assign(layer=rows["module"]), SLOT, comparison.arms["arm"])
+
+
+def what_if_heatmaps(comparison: Comparison) -> Iterator[Panel]:
+    """Figures, for each arm that ran with stats.what_if, of the median SQNR in dB over layers, steps and seeds: a line
+    for each tensor and direction, a column for the arm's own format and for each other one. One colour scale."""
+    rows = what_if_rows(comparison)
+    scale = colour_range(rows["sqnr_db"].to_numpy())
+    for arm, part in rows.groupby("arm", sort=False):
+        part = part.assign(
+            line=part["tensor"] + " " + part["direction"] + ", " + part["own"].map(label),
+            column=part["format"].map(label).where(part["format"] != part["own"], OWN),
+        )
+        wide = part.pivot(index="line", columns="column", values=["sqnr_db", "format"])
+        columns = [OWN, *(name for name in part["column"].unique() if name != OWN)]
+        wide = wide.reindex(index=part["line"].unique())
+        grid, formats = (wide[name].reindex(columns=columns) for name in ("sqnr_db", "format"))
+        highest = part.sort_values("sqnr_db", ascending=False).drop_duplicates("line")
+        slots = (f"{row.line}: {row.format} {row.sqnr_db:.3g}" for row in highest.itertuples())
+        says = f"Median SQNR in dB of {arm} in its own format and in others; highest: {listed(slots)}."
+        yield Panel(
+            heading=arm, figure=heatmap(grid.astype(float), formats, scale), name="what_if", rows=rows, says=says
+        )
+
+
+def what_if_rows(comparison: Comparison) -> pd.DataFrame:
+    """arm, tensor, direction, own, format, sqnr_db: medians over layers, sampled steps and seeds. own is the arm's
+    format there; format is that one, or one of stats.what_if."""
+    others, key = comparison.frames.what_if, ["arm", "tensor", "direction", "own", "format"]
+    if others.empty:
+        return pd.DataFrame(columns=[*key, "sqnr_db"]).astype({"sqnr_db": float})
+    own = comparison.frames.stats
+    own = own[own["run"].isin(others["run"].unique()) & (own["direction"] != "output")]
+    slot = ["run", "step", "layer", "tensor", "direction"]
+    names = own[[*slot, "format"]].rename(columns={"format": "own"}).drop_duplicates(slot)
+    columns = ["arm", *slot, "format", "sqnr_db"]
+    both = pd.concat([own[columns], others[columns]]).merge(names, on=slot)
+    rows = both.groupby(key, sort=False)["sqnr_db"].median().reset_index()
+    places = {arm: place for place, arm in enumerate(comparison.arms["arm"])}
+    return rows.sort_values("arm", key=lambda arms: arms.map(places), kind="stable", ignore_index=True)
 
 
 def _panels(

@@ -24,9 +24,9 @@ import pandas as pd
 from hqsweep.recipe.listing import differences
 from hqsweep.report.compare.frames import FORK
 from hqsweep.report.gate.baseline import EQUAL, Baseline, Description, Entries, Entry, loss_of
-from hqsweep.verdicts import forks, whole_runs
-from hqsweep.verdicts.ages import weights
+from hqsweep.verdicts import judging
 from hqsweep.verdicts.estimate import Estimate
+from hqsweep.verdicts.judging import weights
 
 SOURCE = "columnwise_source"
 Pair = tuple[Entry, Sequence[Entry]]
@@ -136,13 +136,13 @@ def judge(rows: pd.DataFrame, family: Family, design: str, margin: float) -> dic
         return {}
     reference = arrays[family.baseline]
     moved = {arm: values - reference for arm, values in arrays.items()} | {family.baseline: reference}
-    estimates = forks.judge({arm: moved[arm] for arm in controls}, margin=margin)
+    estimates = judging.judge_forks({arm: moved[arm] for arm in controls}, margin=margin)
     if not family.arms:
         return estimates
     if fork:
-        return estimates | forks.judge({arm: moved[arm] for arm in family.arms}, margin=margin)
+        return estimates | judging.judge_forks({arm: moved[arm] for arm in family.arms}, margin=margin)
     means = {arm: values.mean(1) for arm, values in arrays.items()}
-    judged = whole_runs.judge(means, baseline=family.baseline, null=family.null, margin=margin)
+    judged = judging.judge_whole_runs(means, baseline=family.baseline, null=family.null, margin=margin)
     return estimates | {arm: judged[arm] for arm in family.arms}
 
 

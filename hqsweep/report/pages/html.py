@@ -120,7 +120,7 @@ def fill(
             shown[id(drawing.panel)] = figure
             room -= len(figure.encode())
     head, body = page.render(**values).split("</head>", 1)
-    return f"{head}</head>{_with_contents(body)}"
+    return f"{head}</head>{_with_contents(breakable(body))}"
 
 
 def _with_contents(body: str) -> str:
@@ -155,14 +155,24 @@ def _template(name: str, **names: Any) -> Template:
     templates = FileSystemLoader(Path(__file__).parent)
     settings = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True}
     pages = Environment(loader=templates, bytecode_cache=Compiled(), **settings)
-    pages.filters |= {"breakable": breakable, "marked_up": marked_up}
+    pages.filters |= {"marked_up": marked_up}
     pages.globals |= {"light_rows": LIGHT_ROWS, "light_arms": LIGHT_ARMS, **names}
     return pages.get_template(name)
 
 
-def breakable(key: str) -> Markup:
-    """A dotted key, escaped, that may break after a dot, an underscore or a comma."""
-    return Markup("<wbr>").join(re.split(r"(?<=[._,])", key))
+APART = re.compile(r"(<(script|style|pre|svg)\b.*?</\2>|<[^>]*>)", re.DOTALL)
+"""Tags, and elements whose text stays as it is."""
+LONG_WORD = re.compile(r"\S{12,}")
+BETWEEN = re.compile(r"(?<=\w[_|+@/=-])(?<!\de[+-])(?=\w)|(?<=[a-zA-Z][.,])(?=\w)|(?<=\d[.,])(?=[a-zA-Z])")
+"""The places in a name where a line may end; none is in a number."""
+
+
+def breakable(body: str) -> str:
+    """HTML whose long names break at their joints, and elsewhere only where a part is longer than a line."""
+    parts = APART.split(body)  # text, then what is apart, and the name of its tag
+    parts[::3] = [LONG_WORD.sub(lambda word: BETWEEN.sub("<wbr>", word[0]), text) for text in parts[::3]]
+    parts[2::3] = ["" for _ in parts[2::3]]
+    return "".join(parts)
 
 
 def _window_text(window: float) -> str:

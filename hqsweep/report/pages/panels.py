@@ -139,6 +139,17 @@ SECTIONS = (
         ),
     ),
     Section(
+        name="what_if", group="errors", heading="Quantization error in other formats",
+        short="Quantization error in other formats", draw=heatmaps.what_if_heatmaps,
+        shows="Median SQNR in dB, in the own format and in others",
+        note=_always(
+            "What the formats of stats.what_if would err on the tensors of this training, which ran in its own formats:"
+            " median over layers, sampled steps and seeds, in dB. Dark is bad.\n"
+            "A line is a tensor in a direction, and the format that it has. Errors that a training in the other format"
+            " would change itself are not in it."
+        ),
+    ),
+    Section(
         name="gradients", group="errors", heading="Gradient cosine by layer", short="Gradient cosine by layer",
         draw=lines.gradient_cosines, key=True,
         note=_always(

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from hqsweep.report.compare.arms import Comparison
 from hqsweep.report.compare.frames import FORK
 from hqsweep.report.pages.text import TextTable, text
-from hqsweep.sweep.store import notes
+from hqsweep.sweep.store import edits
 from hqsweep.sweep.store.store import RunStore
 
 MOST = 4
@@ -60,7 +60,7 @@ def prose(comparison: Comparison) -> dict[str, str]:
     """SWEEP, or SWEEP/RUN -> its note in Markdown, where it has one."""
     said = {}
     for folder in folders(comparison):
-        for run, note in notes.read(folder).items():
+        for run, note in edits.read(folder).items():
             if note.note:
                 said[f"{folder.name}/{run}".rstrip("/")] = note.note
     return said

@@ -22,7 +22,7 @@ from typing import Any
 
 from hqsweep.errors import EXIT_FAILED, Damaged, UserError
 from hqsweep.host import Busy, holder_pid
-from hqsweep.sweep.console import Display, how_far
+from hqsweep.sweep.console import Display, how_far, own_steps
 from hqsweep.sweep.engine.task import end_without
 from hqsweep.sweep.store.run_dir import CANCELLED, UNUSABLE, RunDir, unusable
 from hqsweep.sweep.store.store import MOVE, RunStore
@@ -253,7 +253,7 @@ def _step(status: Mapping[str, Any]) -> str | None:
     progress = status["progress"]
     if status["state"] == "running" and status["phase"]:
         return how_far(status)
-    return f"{progress['step']}/{progress['steps']}" if progress else None
+    return own_steps(progress) if progress else None
 
 
 def stranger_row(run: RunDir) -> dict[str, Any]:

@@ -25,8 +25,8 @@ from hqsweep.sweep.engine.slurm import check_slurm, run_slurm
 from hqsweep.sweep.engine.task import Until
 from hqsweep.sweep.engine.trunks import check_twins, linked
 from hqsweep.sweep.grid import checks
+from hqsweep.sweep.grid.arms import GridPoint
 from hqsweep.sweep.grid.checks import check_recipes, check_vocabularies, hashed
-from hqsweep.sweep.grid.point import GridPoint
 from hqsweep.sweep.grid.run_words import Words, each, read
 from hqsweep.sweep.grid.study import check_stated
 from hqsweep.sweep.store import seen_data

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 from hqsweep.errors import EXIT_STORAGE, Damaged
 from hqsweep.host import NAMED_S, Busy, Memory, stopped_among
-from hqsweep.sweep.engine.reasons import killed_for_memory
+from hqsweep.sweep.engine.task import killed_for_memory
 from hqsweep.sweep.store.run_dir import CANCELLED, RunDir
 
 

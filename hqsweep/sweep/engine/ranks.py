@@ -32,7 +32,7 @@ from hqsweep.errors import UserError
 from hqsweep.host import Memory
 from hqsweep.jobs.sink import Diverged
 from hqsweep.sweep.engine.process import die_with_parent, name_process, thread_limits, write_to
-from hqsweep.sweep.engine.reasons import RankFailed, killed_for_memory, reason_of
+from hqsweep.sweep.engine.task import RankFailed, killed_for_memory, reason_of
 from hqsweep.sweep.store.run_dir import RunDir
 
 LOOK_S = 0.5

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from hqsweep.checkpoints.foreign.inspect import Checkpoint, inspect_checkpoint
-from hqsweep.checkpoints.foreign.load import check_fits
+from hqsweep.checkpoints.inspect import Checkpoint, inspect_checkpoint
+from hqsweep.checkpoints.weights import check_fits
 from hqsweep.config.job import Config, ConvergenceConfig, parse
 from hqsweep.config.model import HFModelConfig, ModelConfig
 from hqsweep.config.study import ForkStudy
 from hqsweep.errors import UserError
 from hqsweep.recipe.sectioned import Recipe
-from hqsweep.sweep.grid.point import GridPoint, is_trunk, section
+from hqsweep.sweep.grid.arms import GridPoint, is_trunk, section
 from hqsweep.sweep.store.names import data_seen, run_name
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.seen_data import of_before

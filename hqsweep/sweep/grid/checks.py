@@ -12,14 +12,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hqsweep.checkpoints.foreign.user_model import KNOWN_VOCABULARY, check_weights, model_digest
+from hqsweep.checkpoints.user_model import KNOWN_VOCABULARY, check_weights, model_digest
 from hqsweep.config.job import Config, ConvergenceConfig
 from hqsweep.config.model import TARGET, HFModelConfig, ModelConfig, UserModel
 from hqsweep.config.train import FactoryDataConfig
 from hqsweep.errors import UserError
 from hqsweep.recipe.applied import TABLES, Applied, applied, asks, why_nothing
 from hqsweep.recipe.products import GemmModule
-from hqsweep.sweep.grid.point import GridPoint, is_trunk, section
+from hqsweep.sweep.grid.arms import GridPoint, is_trunk, section
 from hqsweep.sweep.store.names import NOT_IN_ID
 from hqsweep.train.build import pick_device
 

@@ -41,12 +41,25 @@ from hqsweep.config.recipe_files import FORMAT, FORMAT_TEXTS, PACKAGED, read_rec
 from hqsweep.config.safe import check_expansion, check_file
 from hqsweep.config.study import parse_study
 from hqsweep.errors import UserError, nearest
-from hqsweep.sweep.grid.arms import FACTORY_KEYS, Difference, check_arm, difference, labels, override_texts
+from hqsweep.recipe.gemms import KEY as GEMMS_KEY
+from hqsweep.recipe.gemms import is_gemms_text
+from hqsweep.sweep.grid.arms import (
+    FACTORY_KEYS,
+    Difference,
+    Grid,
+    GridPoint,
+    check_arm,
+    check_size,
+    difference,
+    labels,
+    override_texts,
+)
 from hqsweep.sweep.grid.overrides import (
     DATA_TARGET,
     MODEL_TARGET,
     STUDY_KEYS,
     Overrides,
+    check_gemms,
     drop_gpt,
     explain,
     is_text,
@@ -58,7 +71,6 @@ from hqsweep.sweep.grid.overrides import (
     set_number,
     take_factory,
 )
-from hqsweep.sweep.grid.point import Grid, GridPoint, check_size
 from hqsweep.sweep.grid.study import name_recipe, with_study
 from hqsweep.sweep.store.names import NOT_IN_ID
 
@@ -106,15 +118,18 @@ def load_recipe(name: str, config_dir: Path | None = None, composer: "Composer |
     """The `recipe` config of a name (packaged, in config_dir or in ./conf), of "format:QUANTIZER", or of a YAML file: a
     recipe, or a config that has one. Its fields are unchecked.
 
+    "format:F/D/W" stands for the formats of the products (hqsweep.recipe.gemms), also without "format:".
+
     composer: recipe_composer(config_dir), for a caller that loads several of known_recipes(config_dir).
 
     Raises:
         UserError: there is no such recipe, its YAML cannot be composed, or gives no mapping.
     """
-    if name.startswith(FORMAT):
+    if name.startswith(FORMAT) or is_gemms_text(name):
         text = name.removeprefix(FORMAT)
-        check_texts("recipe.linear", text)
-        return {"name": re.sub(r"[^A-Za-z0-9._+-]+", "-", name), "linear": text, "head": text}
+        section = {GEMMS_KEY: text} if "/" in text else text
+        check_texts("recipe.linear", section)
+        return {"name": re.sub(r"[^A-Za-z0-9._+-]+", "-", name), "linear": section, "head": section}
     config = composer.compose([f"recipe={name}"]).get("recipe") if composer else _recipe_config(name, config_dir)
     if not isinstance(config, dict):
         raise UserError(
@@ -355,6 +370,7 @@ class Composer:
                 if takes_recipe and is_text(override):
                     path = str(override.value())
                     config["recipe"] = {"name": Path(path).stem} | load_recipe(path)
+            check_gemms(parsed)
             # fields of grouped_linear come after linear, whose quantizers it has where the recipe does not spell it out
             for override in sorted(parsed, key=lambda o: o.key_or_group.startswith("recipe.grouped_linear.")):
                 own_text = takes_recipe and is_text(override)
@@ -420,7 +436,13 @@ def _packaged(
     name: str, groups: tuple[str, ...], mode: RunMode, folders: tuple[Path, ...], stamps: Stamps
 ) -> tuple[DictConfig, list[str]]:
     """_composed() of packaged configs alone. stamps: of their files, which are read again after a change."""
-    return _composed(_loader(folders), name, groups, mode)
+    return _composed(_packaged_loader(folders, stamps), name, groups, mode)
+
+
+@functools.lru_cache(maxsize=4)
+def _packaged_loader(folders: tuple[Path, ...], stamps: Stamps) -> ConfigLoaderImpl:
+    """Return a loader of packaged configs. It keeps the files that it reads: to read them is half of a composition."""
+    return _loader(folders)
 
 
 def _stamps() -> Stamps:

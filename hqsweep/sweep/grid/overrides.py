@@ -26,8 +26,9 @@ from hqsweep.config.study import StudyConfig
 from hqsweep.errors import UserError, nearest
 from hqsweep.formats.projection import FIELD, split
 from hqsweep.formats.spec import QUANTIZER_FIELDS, directions
+from hqsweep.recipe.gemms import KEY as GEMMS_KEY
 from hqsweep.recipe.roles import HEAD, IN_HIGH_PRECISION, TENSOR_TYPES
-from hqsweep.sweep.grid.point import check_size
+from hqsweep.sweep.grid.arms import check_size
 from hqsweep.sweep.store.names import NOT_IN_ID
 
 STUDY_KEYS = tuple(StudyConfig.model_fields)
@@ -187,25 +188,39 @@ def open_quantizers(config: DictConfig, key: str) -> None:
 
     For a key such as recipe.dpa.qkv the section becomes {tensor: quantizer}: as stated in the recipe, or else as the
     section would resolve. For a key such as recipe.dpa.qkv.columnwise the quantizer becomes {rowwise, columnwise,
-    columnwise_source} as well, with project where it has one or the key asks for it. Other keys, and a recipe that is a
-    Python factory, change nothing.
+    columnwise_source} as well, with project where it has one or the key asks for it. For recipe.linear.gemms, which
+    says all of a section, it becomes empty. Other keys, and a recipe that is a Python factory, change nothing.
     """
     top, *path = key.split(".")
     recipe = OmegaConf.select(config, "recipe") if top == "recipe" else None
     if len(path) < 2 or path[0] not in PARTS or not isinstance(recipe, DictConfig) or recipe.get("qfactory"):
         return
     part, field, *fields = path
-    if field in PARTS[part]:
+    if field == GEMMS_KEY and PARTS[part] == TENSOR_TYPES["linear"]:
+        recipe[part] = {}
+    elif field in PARTS[part]:
         section: dict[str, Any] = part_quantizers(recipe, part)
         if field not in section:
             return
-        OmegaConf.update(recipe, part, section)
+        recipe[part] = section
         if fields and fields[0] in OPENED:
             _open_quantizer(recipe, f"{part}.{field}", fields[0])
     elif field in OPENED:
         if recipe.get(part) is None and part in IN_HIGH_PRECISION:
             OmegaConf.update(recipe, part, IN_HIGH_PRECISION[part])
         _open_quantizer(recipe, part, field)
+
+
+def check_gemms(overrides: Sequence[Override]) -> None:
+    """Raise UserError for a section that is given by its products and, beside them, by its tensors."""
+    texts = {override.key_or_group: override.input_line for override in overrides}
+    for key, text in texts.items():
+        part = key.removesuffix(f".{GEMMS_KEY}")
+        other = next((own for own in texts if own == part or (own.startswith(f"{part}.") and own != key)), None)
+        if key != part and part.startswith("recipe.") and other:
+            raise UserError(
+                f"override '{text}': {GEMMS_KEY} says all of {part}, and '{texts[other]}' a part of it; leave one out"
+            )
 
 
 def _open_quantizer(recipe: DictConfig, key: str, field: str) -> None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hqsweep.checkpoints.foreign.user_model import check_model_files
+from hqsweep.checkpoints.user_model import check_model_files
 from hqsweep.config.keys import check_keys
 from hqsweep.errors import UserError
+from hqsweep.sweep.grid.arms import Grid, GridPoint
 from hqsweep.sweep.grid.compose import expand, factory_folders, known_confs
-from hqsweep.sweep.grid.point import Grid, GridPoint
 
 Checked = TypeVar("Checked")
 QUICKSTART = "quickstart"

@@ -23,7 +23,7 @@ from hqsweep.config.command import placeholders
 from hqsweep.config.jobs import COMMAND, COMPARED
 from hqsweep.config.study import FORK_STEPS, NULL_NOISE, ForkStudy, SeedsConfig, StudyConfig, margin_in_tokens
 from hqsweep.errors import UserError, nearest
-from hqsweep.sweep.grid.point import Grid, GridPoint, check_size, is_trunk, section, without
+from hqsweep.sweep.grid.arms import Grid, GridPoint, check_size, is_trunk, section, without
 from hqsweep.sweep.store.store import RunStore
 
 

@@ -40,11 +40,12 @@ class Document(BaseModel):
 
 
 class Progress(Document):
-    """Progress of a run. part: the finished part of the work, from 0 to 1."""
+    """Progress of a run. part: the finished part of the work, from 0 to 1. first: the step at which a fork begins."""
 
     step: Integer
     steps: Integer
     part: Number | None = None
+    first: Integer | None = None
     loss: Number | None = None
     tokens_per_s: Number | None = None
     eta_s: Number | None = None

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hqsweep.config.jobs import NAMING, OPTIONAL
 from hqsweep.config.safe import loads
 from hqsweep.errors import Damaged
 from hqsweep.host import write_whole
-from hqsweep.track.tables import NAMING, OPTIONAL
 
 REPEAT = "repeat the run with --force"
 REPAIRED = "the sweep's `hqsweep run` command writes it again, and repeats the run where it has to"
@@ -51,10 +51,11 @@ def read_bytes(path: Path) -> bytes | None:
     except OSError as error:
         raise Damaged(path, f"cannot be read ({error.strerror})", RESTORE) from None
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):
             raise Damaged(path, "is no file", RESTORE)
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read()
+        parts = iter(lambda: os.read(descriptor, facts.st_size + 1), b"")
+        return b"".join(parts)
     except OSError as error:
         raise Damaged(path, f"cannot be read ({error.strerror})", RESTORE) from None
     finally:

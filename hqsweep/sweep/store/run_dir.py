@@ -7,6 +7,7 @@ cannot be read. Both are written anew, and each repair is reported. The target o
 not repaired: its seal shows the fault (RunDir.check), and the run is repeated.
 """
 
+import os
 import shutil
 import socket
 import stat
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hqsweep.config.jobs import SYSTEM, TABLES
 from hqsweep.config.safe import parse_yaml
 from hqsweep.errors import Damaged, Missing, UserError
 from hqsweep.host import Busy, is_locked, locked, write_whole
@@ -31,7 +33,6 @@ from hqsweep.sweep.store.files import (
     write_json,
 )
 from hqsweep.sweep.store.names import fork_of, trunk_path
-from hqsweep.track.tables import SYSTEM, TABLES
 from hqsweep.train.record import NotAsWritten, checkpoints, misfit, read_record
 
 PENDING: dict[str, Any] = {
@@ -41,7 +42,7 @@ PENDING: dict[str, Any] = {
 """status.json of a run that was never started. `started` and `ended` of the last attempt are in seconds since 1970,
 `seconds` is the time of all attempts together. `phase` is the run's work outside of training steps, such as "loading
 data", and `progress` is {"step", "steps", "part", "loss", "tokens_per_s", "eta_s"}, part being how much of the work is
-done, from 0 to 1."""
+done, from 0 to 1. A fork also has "first", the step at which it leaves its trunk."""
 
 PLANNED = ("run_id", "sweep", "arm", "seed", "job", "overrides")
 """The keys that the manifest of every run has from the beginning."""
@@ -130,10 +131,14 @@ class RunDir:
     def read(self, path: Path) -> bytes | None:
         """The content of one of the run's files, None where it is missing. Raises Damaged; for a run that has ended,
         also if the file has changed since."""
-        data, name = read_bytes(path), path.relative_to(self.path).as_posix()
+        data, name = self._bytes(path), os.fspath(path)[len(os.fspath(self.path)) + 1 :]
         if seal.covers(name) and path != self.status_path and (files := self.sealed()) is not None:
             seal.check(self.path, files, name, data)
         return data
+
+    def _bytes(self, path: Path) -> bytes | None:
+        """The content of a file, None where it is missing, whatever its seal says."""
+        return read_bytes(path)
 
     def config(self) -> dict[str, Any]:
         """Return the resolved config. Raises Missing without one, Damaged for another document than the config of a
@@ -194,15 +199,14 @@ class RunDir:
 
     def _json(self, path: Path, name: str, required: Sequence[str] = ()) -> dict[str, Any] | None:
         """The document in one of the run's files, None where it is missing. Raises Damaged."""
-        data = self.read(path)
-        try:
-            return None if data is None else _checked(path, parse_json(path, data), name, required)
-        except RecursionError:
-            raise Damaged(path, "is nested too deep", REPAIRED) from None
+        return _document(path, self.read(path), name, required)
 
     def written_status(self) -> dict[str, Any]:
         """The content of status.json, PENDING without one. Raises Damaged."""
-        return PENDING | (self._json(self.status_path, "status", ("state",)) or {})
+        return self._status_in(self.read(self.status_path))
+
+    def _status_in(self, data: bytes | None) -> dict[str, Any]:
+        return PENDING | (_document(self.status_path, data, "status", ("state",)) or {})
 
     def status(self) -> dict[str, Any]:
         """The written_status(), but a run whose worker died on this machine without a report is interrupted, not
@@ -211,7 +215,7 @@ class RunDir:
         Raises Damaged where a run has ended and has changed since, as far as sizes and small files tell."""
         status = self.written_status()
         if (files := self.sealed()) is not None:
-            seal.survey(self.path, files)
+            seal.survey(self.path, files, self._bytes)
         here = status["host"] in (None, socket.gethostname())
         if status["state"] != "running" or not here or self.is_locked():
             return status
@@ -262,7 +266,8 @@ class RunDir:
         """The seal of a run that has ended: its files as they were. None for one that goes on, and for one that failed
         and whose seal is gone. Raises Damaged for a finished run without a seal, and for a status that is not the
         sealed one."""
-        status, data = self.written_status(), read_bytes(self.status_path)
+        data = self._bytes(self.status_path)
+        status = self._status_in(data)
         if data is not None and status["state"] not in seal.SEALED:
             return None
         files = seal.state(self.path)
@@ -299,6 +304,14 @@ class RunDir:
                 remove(entry)
         planned = (*PLANNED, "trunk", "point")
         write_json(self.manifest_path, {key: manifest[key] for key in planned if key in manifest})
+
+
+def _document(path: Path, data: bytes | None, name: str, required: Sequence[str]) -> dict[str, Any] | None:
+    """The document in `data`, which was read from `path`; None for no data. Raises Damaged."""
+    try:
+        return None if data is None else _checked(path, parse_json(path, data), name, required)
+    except RecursionError:
+        raise Damaged(path, "is nested too deep", REPAIRED) from None
 
 
 def _checked(path: Path, document: Any, name: str, required: Sequence[str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ fits them is not found out: there is no key.
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -83,24 +83,25 @@ def check(folder: Path, files: Files, name: str, data: bytes | None) -> None:
         raise _changed(folder, name)
 
 
-def survey(folder: Path, files: Files) -> None:
-    """Raises Damaged for a file that is gone, new or of another size, and for an edited one of SMALL: a look that costs
-    no reading of rows."""
-    for name in sorted({*files, *_present(folder)}):
+def survey(folder: Path, files: Files, read: Callable[[Path], bytes | None] = read_bytes) -> None:
+    """Raises Damaged for a file that is gone, new or of another size, and for an edited one of SMALL, which `read`
+    gives: a look that costs no reading of rows."""
+    present = _present(folder)
+    for name in sorted({*files, *present}):
         if name in SMALL:
-            check(folder, files, name, read_bytes(folder / name))
+            check(folder, files, name, read(folder / name))
         else:
-            path = folder / name
-            _check_size(folder, files, name, path.stat().st_size if path.is_file() else None)
+            _check_size(folder, files, name, present.get(name))
 
 
 def faults(folder: Path, files: Files, deep: bool = True) -> Iterator[Damaged]:
     """The faults of the files, which are all read; without `deep` all but the large ones in captured/."""
-    for name in sorted({*files, *_present(folder)}):
+    present = _present(folder)
+    for name in sorted({*files, *present}):
         path = folder / name
         try:
-            _check_size(folder, files, name, path.stat().st_size if path.is_file() else None)
-            read = path.is_file() and (deep or not _is_captured(name))
+            _check_size(folder, files, name, present.get(name))
+            read = name in present and (deep or not _is_captured(name))
             if read and _hashed(path)["sha256"] != files[name]["sha256"]:
                 raise _changed(folder, name)
         except Damaged as fault:
@@ -125,12 +126,12 @@ def _changed(folder: Path, name: str) -> Damaged:
     return Damaged(folder / name, "is not what it was when the run ended", REPEAT)
 
 
-def _present(folder: Path) -> list[str]:
-    """Names of the files that a seal covers."""
-    names = [entry.name for entry in os.scandir(folder) if entry.is_file()]
-    if (folder / CAPTURED).is_dir():
-        names += [f"{CAPTURED}/{entry.name}" for entry in os.scandir(folder / CAPTURED) if entry.is_file()]
-    return sorted(name for name in names if covers(name))
+def _present(folder: Path) -> dict[str, int]:
+    """Names of the files that a seal covers, in order -> their sizes in bytes."""
+    entries = {entry.name: entry for entry in os.scandir(folder)}
+    if CAPTURED in entries and entries[CAPTURED].is_dir():
+        entries |= {f"{CAPTURED}/{entry.name}": entry for entry in os.scandir(folder / CAPTURED)}
+    return {name: entries[name].stat().st_size for name in sorted(entries) if covers(name) and entries[name].is_file()}
 
 
 def _is_captured(name: str) -> bool:

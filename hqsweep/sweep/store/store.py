@@ -148,16 +148,22 @@ class RunStore:
 
     def sweeps(self) -> list[str]:
         """The names of the sweeps, the last created one last."""
-        if not self.root.is_dir():
-            return []
-        folders = [entry.name for entry in os.scandir(self.root) if (Path(entry) / sweep_file.FILE).is_file()]
-        return sorted(folders, key=lambda name: (self._created(name), name))
+        return list(self._lists())
 
-    def _created(self, sweep: str) -> str:
-        try:
-            return self.facts(sweep)["created"]
-        except Damaged:
-            return "unknown"  # after all years
+    def _lists(self) -> dict[str, dict[str, Any] | Damaged]:
+        """Name -> facts() of each sweep, or their fault, the last created one last."""
+        if not self.root.is_dir():
+            return {}
+        lists: dict[str, dict[str, Any] | Damaged] = {}
+        for name in os.listdir(self.root):
+            if os.path.isfile(f"{self.root}/{name}/{sweep_file.FILE}"):
+                try:
+                    lists[name] = self.facts(name)
+                except Damaged as fault:
+                    lists[name] = fault
+        unknown = "unknown"  # after all years
+        created = {n: unknown if isinstance(facts, Damaged) else facts["created"] for n, facts in lists.items()}
+        return {name: lists[name] for name in sorted(lists, key=lambda name: (created[name], name))}
 
     def facts(self, sweep: str) -> dict[str, Any]:
         """The content of sweep.json; study is {} in an older one. Raises Damaged where it is missing, or is not what
@@ -189,10 +195,12 @@ class RunStore:
 
     def all_runs(self) -> list[RunDir]:
         """The runs of all sweeps. Raises UserError where there is no sweep."""
-        sweeps = self.sweeps()
-        if not sweeps:
+        lists = self._lists()
+        if not lists:
             raise UserError(f"runs_dir: no sweep in {self.root}; `hqsweep run conf=quickstart` makes one")
-        return [run for sweep in sweeps for run in self.runs(sweep)]
+        if faults := [facts for facts in lists.values() if isinstance(facts, Damaged)]:
+            raise faults[0]
+        return [RunDir(self.root / sweep / name) for sweep, facts in lists.items() for name in facts["runs"]]
 
     def _whole_runs(self, sweep: str) -> list[RunDir]:
         """The sweep's runs; [] for a sweep whose list is damaged."""
@@ -347,10 +355,15 @@ def known(runs: Iterable[RunDir]) -> tuple[list[RunDir], list[RunDir]]:
     """(runs, folders among them that their sweep does not list); where all runs of a sweep are given, all folders in it
     that it does not list. A folder beside no sweep.json is a run. Raises Damaged for a damaged sweep.json."""
     runs = list(runs)
-    paths = {str(run.path) for run in runs}
-    strangers = []
-    for sweep_path in dict.fromkeys(run.sweep_path for run in runs):
-        listed = runs_in(sweep_path)
-        whole = paths.issuperset(str(run.path) for run in listed)
-        strangers += [run for run in foreign(sweep_path, listed) if whole or str(run.path) in paths]
-    return [run for run in runs if run not in strangers], strangers
+    asked: dict[str, set[str]] = {}
+    for folder, name in (os.path.split(run.path) for run in runs):
+        asked.setdefault(folder, set()).add(name)
+    strangers: dict[str, RunDir] = {}
+    for folder, names in asked.items():
+        document = sweep_file.read(Path(folder))
+        listed = set(document["runs"]) if document else set()
+        is_whole = names >= listed
+        others = sweep_file.present(Path(folder), apart=listed) if listed else ()
+        found = [RunDir(Path(folder, name)) for name in sorted(others) if is_whole or name in names]
+        strangers |= {str(run.path): run for run in found}
+    return [run for run in runs if str(run.path) not in strangers], list(strangers.values())

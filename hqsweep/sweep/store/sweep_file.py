@@ -7,7 +7,7 @@ does not silently have one seed fewer, or more.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,10 @@ def is_sweep(folder: Path) -> bool:
     return (folder / FILE).is_file()
 
 
-def present(folder: Path) -> set[str]:
-    """The names of the folders of runs in a sweep's folder."""
-    return {entry.name for entry in os.scandir(folder) if os.path.isfile(f"{entry.path}/config.yaml")}
+def present(folder: Path, apart: Container[str] = ()) -> set[str]:
+    """The names of the folders of runs in a sweep's folder, without the ones in `apart`."""
+    names = [name for name in os.listdir(folder) if name not in apart]
+    return {name for name in names if os.path.isfile(f"{folder}/{name}/config.yaml")}
 
 
 def _is_list_of_runs(document: Any) -> bool:

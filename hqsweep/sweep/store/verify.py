@@ -16,13 +16,13 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from hqsweep.config.jobs import TABLES
 from hqsweep.errors import Damaged
 from hqsweep.host import Busy
 from hqsweep.sweep.store.names import id_in, run_id
 from hqsweep.sweep.store.run_dir import RunDir
 from hqsweep.sweep.store.seen_data import SeenData, seen_by
 from hqsweep.sweep.store.store import MOVE, RunStore, foreign, runs_in, seal, sweep_file
-from hqsweep.track.tables import TABLES
 from hqsweep.train.record import ID_DIGITS, NotAsWritten, checkpoints, fault_of, read_record, record_path
 
 ONCE = {"metrics": ["step", "metric"], "stats": ["step", "layer", "tensor", "direction"],

@@ -77,3 +77,14 @@ def test_gradients_of_both_weights_wait():
     assert late.need_backward_dw()
     late.backward_dw()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(late.parameters(), now.parameters(), strict=True))
+
+
+def test_roles_come_in_the_order_of_its_slots():
+    module, linear = compat.LayerNormMLP(64, 128, name="mlp"), compat.Linear(64, 64, name="l")
+    forward = [(role and f"{role.name} {role.tensor_type}") for role in module.get_quantizer_roles(fwd=True)]
+    assert forward == ["mlp.fc1 input", "mlp.fc1 weight", "mlp.fc2 input", "mlp.fc2 input", "mlp.fc2 weight", None]
+    backward = module.get_quantizer_roles(fwd=False, num_quantizers=5)
+    assert [role and role.name for role in backward] == ["mlp.fc1", None, "mlp.fc2", "mlp.fc1", "mlp.fc1"]
+    linear.output_quantizer_role = compat.QuantizerRole("dpa", "qkv", "d")
+    roles = linear.get_quantizer_roles(fwd=True, num_quantizers=4)
+    assert [role.tensor_type for role in roles] == ["input", "weight", "qkv", "input"]

@@ -345,3 +345,36 @@ def test_attention_dropout_is_of_the_layers_attention():
     x = tokens().float()
     assert not torch.equal(module(x), module(x))
     assert torch.equal(module.eval()(x), module(x))
+
+
+def test_roles_have_the_names_of_transformer_engine():
+    asked = []
+
+    def factory(role):
+        asked.append(role and role.name)
+        return compat.MXFP8Quantizer(compat.DType.kFloat8E4M3)
+
+    decoder = compat.TransformerLayer(64, 128, 4, name="d", layer_type="decoder", hidden_dropout=0.0)
+    plain = compat.MultiheadAttention(64, 4, name="a", attention_dropout=0.0)
+    with compat.autocast(recipe=compat.CustomRecipe(factory)):
+        x = torch.randn(32, 1, 64)
+        decoder(x, encoder_output=x)
+        plain(x)
+    of_layer = ("self_attention.layernorm_linear_qkv", "self_attention.proj", "inter_attention.layernorm_linear_q")
+    of_layer += ("inter_attention.linear_kv", "inter_attention.proj", "layernorm_mlp.fc1", "layernorm_mlp.fc2")
+    assert set(asked) - {None} == {f"d.{name}" for name in of_layer} | {"a.linear_qkv", "a.proj"}
+    assert plain.dpa.name == "a.core_attention" and decoder.attn.dpa.name == "d.self_attention.core_attention"
+
+
+def test_a_factory_is_asked_with_none_for_each_boundary():
+    asked = []
+
+    def factory(role):
+        asked.append(role and role.tensor_type)
+        return compat.MXFP8Quantizer(compat.DType.kFloat8E4M3)
+
+    module = compat.Linear(64, 64)
+    with compat.autocast(recipe=compat.CustomRecipe(factory)):
+        for _ in range(2):
+            module(torch.randn(32, 64))
+    assert asked == ["input", "weight", "grad_output", None, None]

@@ -178,3 +178,27 @@ def test_held_weights_need_masters():
         weight = compat.Linear(32, 64, bias=False).weight
     with pytest.raises(UserError, match=r"1 parameters are quantized, such as one in mxfp8.* give master_weights=True"):
         FusedAdam([weight])
+    with pytest.raises(RuntimeError, match="give master_weights=True"):  # as in TransformerEngine
+        FusedAdam([weight], master_weights=[])
+    assert FusedAdam([weight], master_weights=[weight]).keeps_masters
+
+
+def test_a_scaler_leaves_float16_gradients_to_a_capturable_optimizer():
+    start = draw("normal", 16, 32).half()
+    weights = [nn.Parameter(start.clone()) for _ in range(2)]
+    scaled = FusedAdam([weights[0]], master_weights=True, capturable=True)
+    plain = FusedAdam([weights[1]], master_weights=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    weights[1].grad = draw("normal", 16, 32, seed=1).half()
+    weights[0].grad = scaler.scale(weights[1].grad)
+    scaler.step(scaled)
+    scaler.update()
+    plain.step()
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], start)
+    assert torch.equal(weights[0].grad, weights[1].grad)
+    weights[0].grad[0, 0] = torch.inf
+    scaler.step(scaled)
+    scaler.update()
+    assert torch.equal(weights[0], weights[1]) and scaler.get_scale() == 512
+    with pytest.raises(UserError, match=r"FusedAdam.step: grad_scaler=a GradScaler has no counterpart here"):
+        scaled.step(grad_scaler=scaler)

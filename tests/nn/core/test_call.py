@@ -8,10 +8,10 @@ from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.gemm.exact import mm_t
 from hqsweep.nn import Linear, LinearOptions, autocast, quantization, quantized_model_init, set_recipe
-from hqsweep.nn.attention.attention import DotProductAttention
 from hqsweep.nn.core.module import quantized_modules
-from hqsweep.nn.core.rounding import rounded
-from hqsweep.nn.layers.transformer_layer import TransformerLayer
+from hqsweep.nn.core.parameter import rounded
+from hqsweep.nn.dot_product_attention import DotProductAttention
+from hqsweep.nn.transformer import TransformerLayer
 from hqsweep.quant import HybridQuantizer, Operand
 from hqsweep.recipe import Recipe
 

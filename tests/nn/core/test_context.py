@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import BASE_LINEARS, HIGH, HYBRID, LOW_BASES, PLAIN, RANDOM, bare
+from cases import BASE_LINEARS, HIGH, HYBRID, LOW_BASES, PLAIN, RANDOM, bare, crossed
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
@@ -15,9 +15,9 @@ from hqsweep.config.job import parse as parse_config
 from hqsweep.errors import UserError
 from hqsweep.formats import parse
 from hqsweep.nn import GroupedLinear, Linear, Probe, TransformerOptions, autocast, quantization, quantized_model_init
-from hqsweep.nn.attention.attention import DotProductAttention
 from hqsweep.nn.core.context import autocast_recipe, current, recomputed, within
-from hqsweep.nn.layers.transformer_layer import TransformerLayer
+from hqsweep.nn.dot_product_attention import DotProductAttention
+from hqsweep.nn.transformer import TransformerLayer
 from hqsweep.recipe import DpaQuantizers, LinearQuantizers, Recipe
 from hqsweep.recipe.pairs import GEMMS
 from hqsweep.train.model import build_model
@@ -148,6 +148,9 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 pytestmark = [pytest.mark.usefixtures("deterministic"), pytest.mark.feature("F124", "F162")]
 formats = pytest.mark.parametrize("name", FORMATS)
 ways = pytest.mark.parametrize("way", WAYS)
+EACH_WAY = ("nvfp4", "hybrid")
+"""Formats that tests take through every way; other formats go through one of them."""
+formats_and_ways = pytest.mark.parametrize(("name", "way"), crossed(FORMATS, WAYS, whole=EACH_WAY))
 devices = pytest.mark.parametrize("device", DEVICES)
 
 
@@ -201,23 +204,20 @@ def assert_the_same(module, inputs, way, *more, **options):
 
 
 @devices
-@ways
-@formats
+@formats_and_ways
 def test_linear(name, way, device):
     assert_the_same(linear(FORMATS[name]), [draw(32, 64, device=device)], way)
 
 
 @devices
-@ways
-@formats
+@formats_and_ways
 def test_linear_with_a_held_weight(name, way, device):
     module = linear(FORMATS[name], held=True)
     assert_the_same(module, [draw(32, 64, device=device)], way)
 
 
 @devices
-@ways
-@formats
+@formats_and_ways
 def test_linear_inside_autocast(name, way, device):
     """The module's own recipe would give other bytes."""
     recipe = Recipe(linear=LinearQuantizers.parse(FORMATS[name], "test"))
@@ -230,8 +230,7 @@ def test_linear_inside_autocast(name, way, device):
 
 @pytest.mark.feature("T20")
 @devices
-@ways
-@formats
+@formats_and_ways
 def test_linear_whose_weight_operands_are_cached(name, way, device):
     cached = {"within": lambda: quantization(seed=1, step=5, cache_weights=True)}
     module, inputs = linear(FORMATS[name]), [draw(32, 64, device=device)]
@@ -240,16 +239,14 @@ def test_linear_whose_weight_operands_are_cached(name, way, device):
 
 
 @devices
-@ways
-@formats
+@formats_and_ways
 def test_attention(name, way, device):
     qkv = [draw(2, 128, 32, seed=i, device=device).bfloat16() for i in range(3)]
     assert_the_same(attention(ATTENTION[name]), qkv, way)
 
 
 @devices
-@ways
-@formats
+@formats_and_ways
 def test_gpt_block(name, way, device):
     assert_the_same(gpt(name).layers[0], [draw(2, 128, 64, device=device)], way)
 
@@ -257,8 +254,7 @@ def test_gpt_block(name, way, device):
 @pytest.mark.feature("T21")
 @pytest.mark.slow
 @devices
-@ways
-@formats
+@formats_and_ways
 def test_transformer_layer_with_everything(name, way, device):
     """LayerNorm, biases, GELU, tensors rounded where they are made, and the core of attention again inside of it."""
     linear, dpa = LinearQuantizers.parse(FORMATS[name], "t"), DpaQuantizers.parse(ATTENTION[name], "t")
@@ -272,8 +268,7 @@ def test_transformer_layer_with_everything(name, way, device):
 
 @pytest.mark.feature("T21")
 @devices
-@formats
-@pytest.mark.parametrize("part", ["layer", "attention"])
+@pytest.mark.parametrize(("name", "part"), crossed(FORMATS, ["layer", "attention"], whole=EACH_WAY))
 def test_gpt(name, part, device):
     """The whole model with its own switch, against the one without."""
     runs = []

@@ -24,7 +24,7 @@ from hqsweep.nn import (
     quantized_model_init,
     set_recipe,
 )
-from hqsweep.nn.attention.attention import DotProductAttention
+from hqsweep.nn.dot_product_attention import DotProductAttention
 from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import DpaQuantizers, QuantizerRole, Recipe
 

@@ -13,9 +13,9 @@ from hqsweep.config.model import ModelConfig
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import LayerNormLinear, Linear, autocast, quantization, quantized_model_init, set_recipe
-from hqsweep.nn.attention.attention import DotProductAttention
 from hqsweep.nn.core.context import recomputed
 from hqsweep.nn.core.module import quantized_modules
+from hqsweep.nn.dot_product_attention import DotProductAttention
 from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import CustomRecipe, QuantizerRole, Recipe
 from hqsweep.recipe.roles import module_roles

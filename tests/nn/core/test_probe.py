@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import SOME, bare
 
+from hqsweep.config.jobs import TABLES
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, Probe, quantization
@@ -13,7 +14,6 @@ from hqsweep.nn.core.call import slot_name
 from hqsweep.nn.core.probe import what_if_rows_of
 from hqsweep.ops.stats import gather, output_sums
 from hqsweep.quant import HybridQuantizer
-from hqsweep.track.tables import TABLES
 
 SEED, STEP, IN, OUT = 3, 7, 64, 96
 TOKENS = (32, 160, 64)

@@ -5,7 +5,7 @@ import torch
 
 from hqsweep.nn import MoELayer, MoELayerOptions, TransformerLayer, TransformerOptions
 from hqsweep.nn.core.residual import add_branch
-from hqsweep.nn.layers.norm import Norm
+from hqsweep.nn.norm_embedding import Norm
 from hqsweep.recipe import Recipe
 
 MXFP8 = Recipe.from_config({"linear": "mxfp8"})

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from cases import SOME, STATELESS, bare
+from cases import SOME, STATELESS, bare, crossed
 from support.nn.experts import EXPERTS, GPU, ROWS, SPLITS, K, N, grouped
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -31,7 +31,7 @@ def quantizations(monkeypatch):
 
     def spy(self, tensor, x, **options):
         if tensor == "weight":
-            seen.append([d for d in ("rowwise", "columnwise") if options.get(d)])
+            seen.append([d for d in BOTH if options.get(d)])
         return real(self, tensor, x, **options)
 
     monkeypatch.setattr(LinearCall, "quantize", spy)
@@ -88,20 +88,12 @@ def test_both_directions_at_once_have_the_bytes_of_each_alone(text):
 
 
 @pytest.mark.feature("F70")
-@pytest.mark.parametrize("splits", [SPLITS, (ROWS // EXPERTS,) * EXPERTS], ids=["ragged", "equal"])
-@pytest.mark.parametrize("kernels", [False, True])
-@pytest.mark.parametrize("single", [False, True])
-@pytest.mark.parametrize("text", SOME)
-def test_groups_are_made_at_once_as_the_products_take_them(text, single, kernels, splits, monkeypatch):
+@pytest.mark.parametrize(
+    ("text", "single", "kernels", "splits"),
+    crossed(SOME, [False, True], [False, True], [SPLITS, (ROWS // EXPERTS,) * EXPERTS], whole=("mxfp8", "nvfp4")),
+)
+def test_groups_are_made_at_once_as_the_products_take_them(text, single, kernels, splits, quantizations):
     """One call a step, with the bytes of a call for each direction."""
-    calls, real = [], LinearCall.quantize
-
-    def spy(self, tensor, x, **options):
-        if tensor == "weight":
-            calls.append([d for d in BOTH if options.get(d)])
-        return real(self, tensor, x, **options)
-
-    monkeypatch.setattr(LinearCall, "quantize", spy)
     row, _, column = text.partition("@")[0].partition("|")
     meets = {"input": row, "grad_output": column or row}  # torch._grouped_mm of a CPU takes two of one dtype
     meets = {tensor: "bf16|mxfp8" if it == "bf16" else "mxfp8" for tensor, it in meets.items()}
@@ -109,7 +101,7 @@ def test_groups_are_made_at_once_as_the_products_take_them(text, single, kernels
     cached, plain = (grouped(meets | {"weight": text}, **options) for _ in range(2))
     results = []
     for module, cache, expected in ((cached, True, [BOTH]), (plain, False, [["rowwise"], ["columnwise"]] * 2)):
-        calls.clear()
+        quantizations.clear()
         tensors = []
         for microbatch in range(2):
             x, dy = draw("normal", ROWS, K, microbatch).requires_grad_(), draw("normal", ROWS, N, microbatch)
@@ -117,7 +109,7 @@ def test_groups_are_made_at_once_as_the_products_take_them(text, single, kernels
                 y = module(x, splits)
                 y.backward(dy)
             tensors += [y.detach(), x.grad]
-        assert calls == expected
+        assert quantizations == expected
         results.append(tensors + [weight.grad for weight in module.weights])
     assert all(map(torch.equal, *results))
 
@@ -235,9 +227,10 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("when", ["between calls", "before backward"])
-@pytest.mark.parametrize("kind", ["linear", "converted", "grouped"])
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize(
+    ("write", "kind", "when"),
+    crossed(WRITES, ["linear", "converted", "grouped"], ["between calls", "before backward"], whole=list(WRITES)[:2]),
+)
 def test_any_write_within_a_step_is_seen(write, kind, when):
     """Also those that torch's version counter does not count."""
     cached, plain = (written_within_a_step(write, kind, when, cache_weights=cached) for cached in (True, False))

@@ -4,19 +4,20 @@ from itertools import pairwise
 
 import pytest
 import torch
-from cases import BASES, DELAYED, REPRESENTATIVE
+from cases import BASES, DELAYED, REPRESENTATIVE, crossed
 from support.ops.calls import find_amax, quantize
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, RngKeys, parse
 from hqsweep.formats.inputs import DISTRIBUTIONS, draw
-from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.kernels import spec_named
+from hqsweep.ops.splits import Splits
 
 SIXTEENS, ANY = (0, 128, 48, 0, 16, 160, 256, 0), (37, 0, 1, 128, 131, 300)
 KEYS = RngKeys(seed=7, slots=tuple(map(str, range(8))), step=2**33 + 5)
 AMAXES = [text for text in REPRESENTATIVE if parse(text).amax_name]
 CASES = [(text, text, "original") for text in AMAXES] + [(AMAXES[0], None, "original"), (None, AMAXES[-1], "original")]
+WAYS = [("auto", torch.bfloat16), ("auto", torch.float32), ("reference", torch.bfloat16)]
 CASES += [(row, DELAYED, "rowwise_dequantized") for row in BASES] + [
     (row, column, ("original", "rowwise_dequantized")[index % 2])
     for index, (row, column) in enumerate(pairwise(AMAXES))
@@ -42,6 +43,10 @@ def arguments(case, sizes, width, device):
     return (row, column), {"columnwise_source": source}, amaxes
 
 
+def keys_of(own):
+    return {f"{direction}_key": own.under(direction) for direction in ("rowwise", "columnwise")}
+
+
 def one_by_one(x, sizes, formats, options, places):
     start, width = 0, x.shape[1]
     for e, size in enumerate(sizes):
@@ -51,7 +56,7 @@ def one_by_one(x, sizes, formats, options, places):
             part = amaxes[e : e + 1] if len(amaxes) == len(sizes) else amaxes[slice(*lines)]
             own[name] = part
         if size:
-            find_amax(x[start : start + size], *formats, **options, rowwise_key=KEYS[e], **own)
+            find_amax(x[start : start + size], *formats, **options, **keys_of(KEYS[e]), **own)
         start += size
 
 
@@ -62,12 +67,10 @@ def hidden(sizes, device):
 
 @pytest.mark.feature("H29")
 @devices
-@pytest.mark.parametrize(
-    ("backend", "dtype"), [("auto", torch.bfloat16), ("auto", torch.float32), ("reference", torch.bfloat16)], ids=str
-)
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}|{c[1]}{'@' * (c[2] != 'original')}")
-def test_one_call_finds_what_a_call_for_each_expert_finds(case, dtype, backend, device, monkeypatch):
+@pytest.mark.parametrize(("case", "way"), crossed(CASES, WAYS, whole=CASES[::9]), ids=str)
+def test_one_call_finds_what_a_call_for_each_expert_finds(case, way, device, monkeypatch):
     """From splits of the host and of a device, which is not asked; NaN is no amax, and infinity is."""
+    backend, dtype = way
     sizes, width = sizes_of(case), 144
     x = draw("heavy", sum(sizes), width, dtype=dtype).to(device)
     x[200, 3], x[250, 100] = float("nan"), float("inf")
@@ -77,7 +80,7 @@ def test_one_call_finds_what_a_call_for_each_expert_finds(case, dtype, backend, 
         one_by_one(x, sizes, formats, options, theirs)
         if backend == "auto":
             monkeypatch.setattr("hqsweep.ops.quantize.amax._own", lambda *_, **__: pytest.fail("a call for one expert"))
-        find_amax(x, *formats, splits=splits, **options, rowwise_key=KEYS, **ours, backend=backend)
+        find_amax(x, *formats, splits=splits, **options, **keys_of(KEYS), **ours, backend=backend)
         monkeypatch.undo()
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         assert splits.sizes or "host" not in vars(splits) or backend == "reference"

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from cases import KERNELS
+from cases import KERNELS, LOW_BASES, crossed
 from support.ops.calls import quantize
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.members.layout import GroupLayout, member_buffers
-from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.layout import GroupLayout, member_buffers
 from hqsweep.ops.quantize.dequantize import (
     decode,
     decode_into,
@@ -16,6 +15,7 @@ from hqsweep.ops.quantize.dequantize import (
     exact_operand_of,
     exact_operand_of_parts,
 )
+from hqsweep.ops.splits import Splits
 from hqsweep.quant.operand import Operand, narrow
 
 SIXTEENS = (0, 128, 48, 0, 16, 160, 256, 0)
@@ -30,9 +30,7 @@ def device_splits(sizes, device) -> Splits:
 
 @pytest.mark.feature("A28")
 @devices
-@pytest.mark.parametrize("text", KERNELS)
-@pytest.mark.parametrize("columnwise", [False, True])
-@pytest.mark.parametrize("width", [256, 48])
+@pytest.mark.parametrize(("text", "columnwise", "width"), crossed(KERNELS, [False, True], [256, 48], whole=LOW_BASES))
 def test_decoding_at_once_gives_the_bytes_of_each_operand(text, columnwise, width, device):
     """Exact and values, in every dtype, at the places of X's elements."""
     format = parse(text)
@@ -55,8 +53,7 @@ def test_decoding_at_once_gives_the_bytes_of_each_operand(text, columnwise, widt
 
 
 @devices
-@pytest.mark.parametrize("text", KERNELS)
-@pytest.mark.parametrize("rows", [128, 48])
+@pytest.mark.parametrize(("text", "rows"), crossed(KERNELS, [128, 48], whole=LOW_BASES))
 def test_parts_of_columns_are_decoded_to_the_bytes_of_the_whole(text, rows, device):
     format, x = parse(text), draw("heavy", rows, 3 * 128, dtype=torch.bfloat16).to(device)
     buffers = quantize(x, format, rowwise_key=RngKey(seed=7, slot="s", step=5)).rowwise

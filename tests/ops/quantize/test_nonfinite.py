@@ -5,15 +5,15 @@ import warnings
 
 import pytest
 import torch
-from cases import KERNELS, REPRESENTATIVE
+from cases import KERNELS, REPRESENTATIVE, crossed
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize import nonfinite as module
 from hqsweep.ops.quantize.nonfinite import Seen, counted, for_slot, nonfinite
 from hqsweep.ops.quantize.quantize import quantize
 from hqsweep.ops.quantize.request import Target
+from hqsweep.ops.splits import Splits
 from hqsweep.quant import HybridQuantizer
 
 INF, NAN = math.inf, math.nan
@@ -46,13 +46,12 @@ def spoiled(value, dtype=torch.bfloat16, shape=(160, 96), at=(150, 70), device="
 BOTH = {"layer.input.rowwise", "layer.input.columnwise"}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "backend"),
-    [(torch.float32, "auto"), (torch.bfloat16, "auto"), (torch.float16, "auto"), (torch.bfloat16, "reference")],
-    ids=str,
-)
-@pytest.mark.parametrize("text", FORMATS)
-def test_a_nan_and_an_inf_are_noted_in_both_directions(text, dtype, backend):
+WAYS = [(torch.float32, "auto"), (torch.bfloat16, "auto"), (torch.float16, "auto"), (torch.bfloat16, "reference")]
+
+
+@pytest.mark.parametrize(("text", "way"), crossed(FORMATS, WAYS), ids=str)
+def test_a_nan_and_an_inf_are_noted_in_both_directions(text, way):
+    dtype, backend = way
     assert met(text, spoiled(1.0, dtype), backend=backend) == set()
     for at in ((0, 0), (150, 70), (159, 95)):
         found = met(text, spoiled(NAN, dtype, at=at), backend=backend)

@@ -5,20 +5,23 @@ from itertools import pairwise
 
 import pytest
 import torch
-from cases import FEW, LOW_BASES, STATELESS
+from cases import FEW, LOW_BASES, STATELESS, crossed
 
 from hqsweep.formats import ExactOperand
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize.dequantize import exact_operand_of
 from hqsweep.ops.quantize.quantize import Pair, quantize, quantize_plain
 from hqsweep.ops.quantize.request import NO_TARGET, Target
+from hqsweep.ops.splits import Splits
 from hqsweep.quant import HybridQuantizer
 
 SPLITS = (48, 0, 16, 176)
 ROWS, COLS = sum(SPLITS), 96
 OUTPUTS = [("codes", "exact"), ("exact", "codes"), ("exact", None), (None, "exact")]
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+ALONE = [text for text in STATELESS if HybridQuantizer.parse(text).takes_values_alone]
 
 
 def pair_of(text, outputs=("codes", "codes"), **options):
@@ -50,8 +53,7 @@ def assert_same(got, wanted):
 
 
 @devices
-@pytest.mark.parametrize("sizes", [None, SPLITS], ids=str)
-@pytest.mark.parametrize("text", [text for text in STATELESS if HybridQuantizer.parse(text).takes_values_alone])
+@pytest.mark.parametrize(("text", "sizes"), crossed(ALONE, [None, SPLITS]), ids=str)
 def test_the_bytes_are_those_of_ops_quantize(text, sizes, device):
     splits = None if sizes is None else Splits.of(sizes, ROWS)
     for dtype in (torch.bfloat16, torch.float32):
@@ -64,8 +66,7 @@ def test_the_bytes_are_those_of_ops_quantize(text, sizes, device):
 
 
 @devices
-@pytest.mark.parametrize("column", ["codes", None])
-@pytest.mark.parametrize("text", [text for text in STATELESS if HybridQuantizer.parse(text).takes_values_alone])
+@pytest.mark.parametrize(("text", "column"), crossed(ALONE, ["codes", None]))
 def test_codes_that_are_sent_come_decoded_and_in_one_memory(text, column, device):
     x, shape = draw("heavy", ROWS, COLS, dtype=torch.bfloat16).to(device), (ROWS, COLS)
     row, of_columns, exact = quantize_plain(x, None, pair_of(text, ("codes", column), decoded=True))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from hqsweep.ops.model.activation import INPUTS, activation, activation_backward
+from hqsweep.ops.elementwise import INPUTS, activation, activation_backward
 from hqsweep.ops.quantize import fused as module
 from hqsweep.ops.quantize import operators
 from hqsweep.ops.quantize.fused import quantize_activated, takes_formats

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hqsweep.ops.model import norm
+from hqsweep.ops import norm
 from hqsweep.ops.quantize import operators
 from hqsweep.ops.quantize.fused import Normed, quantize_normed
 from hqsweep.ops.quantize.kernels import NO_KEY

@@ -9,7 +9,7 @@ from cases import FEW, QUANTIZERS, STATELESS
 from support.optim.adam_cases import OPTIONS
 from torch import nn
 
-from hqsweep.checkpoints.sharded.sharded import save_sharded
+from hqsweep.checkpoints.sharded_save import save_sharded
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from hqsweep.nn.layers.norm import Norm
-from hqsweep.nn.layers.transformer_layer import StreamLayer, through
+from hqsweep.nn.norm_embedding import Norm
+from hqsweep.nn.transformer import StreamLayer, through
 from hqsweep.parallel.shared import tokens
 from hqsweep.parallel.shared.tokens import SharedWeight, gains_summed_together
 

@@ -5,9 +5,9 @@ import re
 import pandas as pd
 import pytest
 
+from hqsweep.config.jobs import VERDICT_COLUMNS
 from hqsweep.report.compare.compare import compare, document
 from hqsweep.report.pages.folder import write
-from hqsweep.track.tables import VERDICT_COLUMNS
 
 
 @pytest.mark.feature("F18")

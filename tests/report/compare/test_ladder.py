@@ -13,34 +13,52 @@ from hqsweep.report.figures.ladder import ladder_panel
 from hqsweep.report.figures.svg import drawing
 from hqsweep.report.pages.ladder import measured_table, predicted_table, rich_tables, write_ladder
 from hqsweep.sweep.grid.compose import expand
+from hqsweep.sweep.store.run_dir import RunDir
 
 SIZES = {"a": 1e6, "b": 3e6, "c": 9e6}
 
 
-@pytest.fixture
-def sweeps(make_sweep, fake, monkeypatch):
-    """Forks at three sizes, whose gaps fall with the size; the fakes have no sizes of their own."""
+@pytest.fixture(scope="module", autouse=True)
+def sizes():
+    """Each sweep is compared once. The fakes have no sizes of their own."""
+    comparisons = {}
 
     def sized(runs):
-        comparison = compare(runs)
-        comparison.frames.runs["manifest.params"] = SIZES[runs[0].sweep_path.name[0]]
-        return comparison
+        sweep = runs[0].sweep_path
+        if sweep not in comparisons:
+            comparisons[sweep] = compare(runs)
+            comparisons[sweep].frames.runs["manifest.params"] = SIZES[sweep.name[0]]
+        return comparisons[sweep]
 
-    monkeypatch.setattr(ladders, "compare", sized)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ladders, "compare", sized)
+        yield
+
+
+@pytest.fixture(scope="module")
+def write(tmp_path_factory, fake):
+    """write(runs, name) -> the RunDirs of a sweep."""
+    root = tmp_path_factory.mktemp("ladder")
+    return lambda runs, name: [RunDir(path) for path in fake.write_sweep(root / name, runs)]
+
+
+@pytest.fixture(scope="module")
+def sweeps(write, fake):
+    """Forks at three sizes, whose gaps fall with the size."""
 
     def gap(nats, name):
         return lambda seed, point: nats * (SIZES[name] / 3e6) ** -0.1 * (1 + 0.02 * seed)
 
     return [
-        make_sweep(
+        write(
             fake.fork_study({"nvfp4": gap(0.03, name), "mxfp8": gap(0.0005, name), "null": 0.0}, base=3 - 0.3 * place),
-            name=name,
+            name,
         )
         for place, name in enumerate(SIZES)
     ]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def found(sweeps):
     return ladders.ladder(sweeps, at=(3e7, None))
 
@@ -84,8 +102,8 @@ def test_the_figure_has_a_line_a_band_and_marks(found):
     assert drawing(panel).inner
 
 
-def test_whole_runs_stand_beside_forks_and_can_be_fitted(sweeps, make_sweep, fake):
-    whole = [make_sweep([replace(run) for run in fake.three_arms()], name=f"{name}_whole") for name in SIZES]
+def test_whole_runs_stand_beside_forks_and_can_be_fitted(sweeps, write, fake):
+    whole = [write([replace(run) for run in fake.three_arms()], f"{name}_whole") for name in SIZES]
     both = ladders.ladder([*sweeps, *whole])
     assert both.design == "fork" and set(both.measured["design"]) == {"fork", "whole run"}
     assert ladders.ladder([*sweeps, *whole], design="whole").design == "whole run"
@@ -118,12 +136,12 @@ def test_other_sizes_are_refused(text):
 
 def test_sizes_of_conf_ladder_have_twenty_tokens_a_parameter():
     for size in ("40k", "130k", "380k", "1m", "3m", "10m", "30m"):
-        point = expand("ladder", [f"size={size}", "seed=0"]).points[-1]
+        point = expand("ladder", [f"size={size}", "seed=0", "recipe=bf16"]).points[-1]
         model, train = point.config["model"], point.config["train"]
         hidden = -(-8 * model["dim"] // 3 // 32) * 32
         params = model["layers"] * (4 * model["dim"] ** 2 + 3 * model["dim"] * hidden) + 2 * 256 * model["dim"]
         assert 18 < train["steps"] * train["batch"] * train["context"] / params < 22, size
         assert point.config["sweep"] == f"ladder_{size}"
-        whole = expand("ladder_whole", [f"size={size}", "seed=0", "sweep=w"]).points[-1].config
+        whole = expand("ladder_whole", [f"size={size}", "seed=0", "recipe=bf16", "sweep=w"]).points[-1].config
         assert whole.get("fork") is None and whole["train"]["decay"] == 0.1
         assert whole["train"]["steps"] == train["steps"]

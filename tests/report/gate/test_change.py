@@ -9,7 +9,7 @@ from hqsweep.recipe.listing import described
 from hqsweep.report.compare.frames import FORK, WHOLE
 from hqsweep.report.gate.baseline import Baseline
 from hqsweep.report.gate.change import Family, broken, changes, difference, equal, judge, recipe_changes
-from hqsweep.verdicts import forks, whole_runs
+from hqsweep.verdicts import judging
 from hqsweep.verdicts.designs import Forks
 
 
@@ -42,7 +42,7 @@ def test_a_fork_s_arm_is_judged_by_the_change_of_its_gap_trunk_by_trunk():
              {"bf16": 0, "null": 0, "mxfp8": 0, "nvfp4": 0.02}.items()}  # fmt: skip
     verdicts = judge(rows_of(moved), FAMILY, FORK, 0.25)
     gaps = {arm: 50 * (values - moved["bf16"]) for arm, values in moved.items()}  # in % of 2 nats
-    expected = forks.judge({arm: gaps[arm] for arm in ("mxfp8", "nvfp4")}, margin=0.25)
+    expected = judging.judge_forks({arm: gaps[arm] for arm in ("mxfp8", "nvfp4")}, margin=0.25)
     for arm, estimate in expected.items():
         assert (verdicts[arm].gap, verdicts[arm].ci_low) == pytest.approx((estimate.gap, estimate.ci_low), rel=1e-12)
     assert {arm: each.verdict for arm, each in verdicts.items()} == {
@@ -58,7 +58,7 @@ def test_forks_that_end_together_are_judged_by_the_gap_of_a_whole_run():
     family = Family(arms=("mxfp8", "nvfp4"), baseline="bf16", null="null", end=200)
     verdicts = judge(rows_of(moved), family, FORK, 0.25)
     gaps = 50 * (moved["nvfp4"] - moved["bf16"])
-    expected = forks.judge({"nvfp4": gaps[:, :1], "mxfp8": gaps[:, 1:]}, margin=0.25)["nvfp4"]
+    expected = judging.judge_forks({"nvfp4": gaps[:, :1], "mxfp8": gaps[:, 1:]}, margin=0.25)["nvfp4"]
     assert (verdicts["nvfp4"].gap, verdicts["nvfp4"].ci_low) == pytest.approx((expected.gap, expected.ci_low))
     assert verdicts["bf16"].gap == pytest.approx(50 * moved["bf16"][:, 0].mean())
     apart = judge(rows_of(moved), FAMILY, FORK, 0.25)["nvfp4"]
@@ -78,7 +78,7 @@ def test_whole_runs_are_judged_with_the_null_arm_as_second_control_and_pooled():
              {"bf16": 0, "null": 0, "mxfp8": 0, "nvfp4": 0.2}.items()}  # fmt: skip
     verdicts = judge(rows_of(moved), FAMILY, WHOLE, 0.25)
     losses = {arm: 50 * values[:, 0] for arm, values in moved.items()}
-    expected = whole_runs.judge(losses, baseline="bf16", null="null", margin=0.25)
+    expected = judging.judge_whole_runs(losses, baseline="bf16", null="null", margin=0.25)
     assert verdicts["nvfp4"] == expected["nvfp4"] and verdicts["mxfp8"] == expected["mxfp8"]
     assert verdicts["nvfp4"].worse and not verdicts["bf16"].worse
 
@@ -102,7 +102,7 @@ def alarm_rates(draws: int) -> np.ndarray:
     """Share of sweeps without any change in which an arm is worse, for each of many stored baselines."""
     rng = np.random.default_rng(draws)
     stored = rng.normal(0, 1, (BASELINES, 1, ARMS, TRUNKS, draws)).mean(-1)
-    gap, error = forks.fit((rng.normal(0, 1, (BASELINES, SWEEPS, ARMS, TRUNKS)) - stored)[..., None], TRUNKS)
+    gap, error = judging.fit_forks((rng.normal(0, 1, (BASELINES, SWEEPS, ARMS, TRUNKS)) - stored)[..., None], TRUNKS)
     return (gap > Forks(arms=ARMS).critical(TRUNKS) * error).any(-1).mean(-1)
 
 

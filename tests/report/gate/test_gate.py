@@ -12,7 +12,8 @@ from hqsweep.errors import UserError
 from hqsweep.report.compare.compare import compare
 from hqsweep.report.gate.baseline import read_baseline, sealed
 from hqsweep.report.gate.baseline_update import update
-from hqsweep.report.gate.gate import Verdict, Verdicts, append, gate, gate_markdown
+from hqsweep.report.gate.gate import gate
+from hqsweep.report.gate.verdict import Verdict, Verdicts, append, gate_markdown
 from hqsweep.sweep.store.run_dir import RunDir
 
 pytestmark = pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from hqsweep.jobs.calibrate.sqnr import Expectation, calibration_row
+from hqsweep.jobs.calibration import Expectation, calibration_row
 from hqsweep.report.pages.checks import first_mismatch, matrix, summary, tables
 
 

@@ -11,13 +11,13 @@ import pandas as pd
 import pytest
 import yaml
 
+from hqsweep.config.jobs import TABLES
 from hqsweep.report.compare.compare import compare
 from hqsweep.report.compare.notes import headline
 from hqsweep.report.figures import heatmaps, lines, look, svg
 from hqsweep.report.pages import html
 from hqsweep.report.pages.folder import report_markdown
 from hqsweep.report.pages.panels import panels
-from hqsweep.track.tables import TABLES
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ import pytest
 from hqsweep.report.compare.compare import compare
 from hqsweep.report.pages import run_pages
 from hqsweep.report.pages.folder import write
-from hqsweep.sweep.store import notes
+from hqsweep.sweep.store import edits
 
 pytestmark = pytest.mark.slow
 
@@ -16,7 +16,7 @@ IMG = "<img src=x onerror=alert(1)>"
 
 def test_every_run_has_a_page_with_its_losses_its_curves_and_its_config(make_sweep, fake, tmp_path):
     runs = make_sweep(fake.fork_study({"mxfp8": 0.004}, trunks=2, points=(40,)))
-    notes.note([notes.Target(folder=runs[0].sweep_path, run=runs[-1].name)], f"*odd* {IMG}")
+    edits.note([edits.Target(folder=runs[0].sweep_path, run=runs[-1].name)], f"*odd* {IMG}")
     comparison = compare(runs)
     page = write(comparison, tmp_path / "out")
     links = set(re.findall(r'href="(runs/[^"]+)"', page.read_text()))

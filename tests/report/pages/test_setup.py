@@ -6,7 +6,7 @@ from hqsweep.report.compare.compare import compare
 from hqsweep.report.pages import html, setup
 from hqsweep.report.pages.folder import report_markdown
 from hqsweep.report.pages.panels import panels
-from hqsweep.sweep.store import notes, sweep_file
+from hqsweep.sweep.store import edits, sweep_file
 from hqsweep.sweep.store.store import RunStore
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ def test_facts_that_an_old_sweep_does_not_say_are_left_out(make_sweep, fake):
 
 def test_notes_are_prose_in_which_no_tag_no_script_and_no_picture_is_one(make_sweep, fake):
     runs = make_sweep(fake.three_arms())
-    notes.note([notes.Target(folder=runs[0].sweep_path)], NOTE)
+    edits.note([edits.Target(folder=runs[0].sweep_path)], NOTE)
     comparison = compare(runs)
     page = html.render(comparison, panels(comparison))
     assert "<h3>Why</h3>" in page and "<strong>arms</strong>" in page

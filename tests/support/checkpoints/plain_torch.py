@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from hqsweep.checkpoints.sharded.sharded import save_sharded_async
-from hqsweep.checkpoints.sharded.sharded_load import load_sharded
+from hqsweep.checkpoints.sharded_load import load_sharded
+from hqsweep.checkpoints.sharded_save import save_sharded_async
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 OWN = ("lr", "betas", "eps", "weight_decay")

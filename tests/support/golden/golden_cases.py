@@ -198,3 +198,15 @@ def unsigned_zero(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 QUANTIZER_CASES = [case for case in find_cases() if case["format"] in QUANTIZERS]
+
+
+def _few() -> list[dict]:
+    by_format = {}
+    for case in QUANTIZER_CASES:
+        formats = tuple(str(format_of(case, d)) for d in directions(Arrays(case)))
+        by_format.setdefault(formats, []).append(case)
+    return [case for cases in by_format.values() for case in cases[:2]]
+
+
+FEW_QUANTIZER_CASES = _few()
+"""The first two of every pair of formats."""

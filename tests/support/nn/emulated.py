@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hqsweep.formats.hadamard import hadamard
-from hqsweep.nn.layers.norm import EPSILON
-from hqsweep.nn.linear.mlp import ACTIVATIONS
+from hqsweep.nn.layernorm_linears import ACTIVATIONS
+from hqsweep.nn.norm_embedding import EPSILON
 from hqsweep.ops.quantize import operators
 from hqsweep.ops.quantize.kernels import NO_KEY
 

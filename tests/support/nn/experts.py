@@ -5,7 +5,7 @@ from cases import LINEARS, PRODUCTS
 
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, Linear, LinearOptions, quantization, quantized_model_init
-from hqsweep.ops.members.splits import Splits
+from hqsweep.ops.splits import Splits
 from hqsweep.recipe import LinearQuantizers, Recipe
 
 SPLITS = (48, 0, 16, 64)

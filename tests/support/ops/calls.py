@@ -18,7 +18,7 @@ def quantize(x, rowwise=None, columnwise=None, *, by_rows=False, **options):
 
 
 def find_amax(x, rowwise=None, columnwise=None, **options):
-    """out_rowwise, out_columnwise, rowwise_amax and rowwise_key become fields of the Searches."""
+    """out_rowwise, out_columnwise, rowwise_amax, rowwise_key and columnwise_key become fields of the Searches."""
     fields = [options.pop(name, None) for name in ("out_rowwise", "rowwise_amax", "rowwise_key")]
-    column = amax.Search(columnwise, options.pop("out_columnwise", None))
+    column = amax.Search(columnwise, options.pop("out_columnwise", None), key=options.pop("columnwise_key", None))
     return amax.find_amax(x, amax.Search(rowwise, *fields), column, **options)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hqsweep.track.tables import PARTS
+from hqsweep.config.jobs import PARTS
 
 
 def assert_same_row(got, expected, rel=1e-5, abs=None):

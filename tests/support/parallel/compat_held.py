@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from cases import RANDOM, crossed
 from support.parallel import shared_linears
 from support.parallel.compat_layers import CUTS, buffers_that_differ
 from torch import Tensor, nn
@@ -37,10 +38,9 @@ def held_linears(rank: int, world: int, texts: list[str]) -> list[str]:
     two steps of training, after another that goes on from a checkpoint, and after fragments of masters are written; and
     of ones that come from the meta device."""
     group, faults = init_device_mesh("cpu", (world,)).get_group(), []
-    for index, text in enumerate(texts):
-        for mode in CUTS:
-            case = Case(group=group, text=text, mode=mode, assign=bool(index % 2))
-            faults += [f"{text} {mode}: {n}" for n in (*trained_differs(case), *moved_differs(case))]
+    for index, (text, mode) in enumerate(crossed(texts, CUTS, whole=("nvfp4", "fp8_current", RANDOM))):
+        case = Case(group=group, text=text, mode=mode, assign=bool(index % 2))
+        faults += [f"{text} {mode}: {n}" for n in (*trained_differs(case), *moved_differs(case))]
     return faults
 
 

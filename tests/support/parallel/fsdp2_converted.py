@@ -11,7 +11,7 @@ from hqsweep import convert
 from hqsweep.models.held import held_parts
 from hqsweep.nn import quantization, quantized_model_init
 from hqsweep.optim import FusedAdam
-from hqsweep.parallel.fsdp.fsdp_state import groups_of
+from hqsweep.parallel.shards.fsdp_state import groups_of
 
 STEPS = 3
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

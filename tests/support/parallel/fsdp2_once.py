@@ -82,12 +82,12 @@ def _gathered(model):
     return [p for block in model.blocks for p in block.parameters() if hasattr(p, "value")]
 
 
-def once(rank, texts):
+def once(rank, texts, cases):
     """(text, case) -> how often each weight is quantized, in each of two steps; and what differs from one process, or
     should not be there."""
     counts, faults = {}, []
     for text in texts:
-        for case in CASES:
+        for case in cases:
             counts[text, case], differences = _compared(text, case)
             faults += [(text, case, words) for words in differences]
     return counts, faults

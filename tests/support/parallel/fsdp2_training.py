@@ -161,6 +161,12 @@ CASES = {
     "saves on the CPU and recomputes": ({"inside": False}, shard, {"saving": SAVING}),
     "offloads": ({}, partial(shard, offload_policy=CPUOffloadPolicy(pin_memory=False)), {}),
 }
+PLAIN_CASES = [
+    "reshards", "keeps", "root keeps", "reentrant checkpoint inside", "checkpoint around", "accumulates",
+    "accumulates and keeps", "evaluates between", "evaluates between and keeps", "unshards by hand",
+    "saves on the CPU and recomputes", "offloads",
+]  # fmt: skip
+"""Cases that plain weights train in, too."""
 HYBRID_CASES = {
     "shards of one rank": ({}, lambda model: shard(model, mesh=hsdp(1)), {}),
     "shards of two ranks": ({}, lambda model: shard(model, mesh=hsdp(2)), {}),

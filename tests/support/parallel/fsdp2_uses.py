@@ -128,11 +128,11 @@ def uses(rank):
 
 
 def compiled(rank):
-    """Of held weights with and without recomputation, and of plain ones: whether compiled blocks under fully_shard
-    train as eager ones, the weights that differ, and the numbers of graphs and of breaks. The first rank compiles, and
+    """Of held weights, and of plain ones: whether compiled blocks under fully_shard train as eager
+    ones, the weights that differ, and the numbers of graphs and of breaks. The first rank compiles, and
     the others do not: to compile takes long, and all exchange the same."""
     results = []
-    for options in ({}, {"inside": False}, {"held": False}):
+    for options in ({}, {"held": False}):
         torch.compiler.reset()
         counters.clear()
         alone = build(TEXT, **options)

@@ -105,10 +105,10 @@ def sent_over_two(text):
     return [round(nbytes / SIZE**2, 4) for nbytes in counters[0].sent]
 
 
-def trained_on_four(rank, text, names, held_names):
+def trained_on_four(rank, text, held_names, names):
     """(faults of held weights, of plain ones, bytes an element of what is gathered where held ones lie over two ranks
     between forward and backward)."""
-    held = trained(rank, [text], [*names, *held_names])
+    held = trained(rank, [text], held_names)
     return held, trained(rank, [text], names, held=False), sent_over_two(text)
 
 

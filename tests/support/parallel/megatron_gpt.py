@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from unittest import mock
 
 import torch
+from support.parallel import megatron_ranks
 from support.parallel.megatron_ranks import ADAM, RANKS, on_cpu
 from torch import Tensor, nn
 
@@ -90,8 +91,13 @@ def state(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def run(rank: int) -> dict[str, object]:
-    """Losses of the steps, and the parameters after them, of each recipe: over ranks, then in this process alone."""
+def everything(rank: int) -> dict[str, object]:
+    """What megatron_ranks.run() returns, and what run() does, in one launch."""
+    return megatron_ranks.run(rank) | {"gpt": run(rank)}
+
+
+def run(rank: int) -> tuple[dict[str, object], dict[str, object]]:
+    """Losses of the steps, and the parameters after them, of each recipe: over ranks, and in the first rank alone."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
@@ -99,7 +105,8 @@ def run(rank: int) -> dict[str, object]:
         parallel_state.initialize_model_parallel()
     adapt_megatron()
     with on_cpu(), mock.patch.object(random.CudaRNGStatesTracker, "fork", lambda *_: nullcontext()):
-        return {recipe: (trained(recipe, rank), in_one_process(recipe)) for recipe in RECIPES}
+        over_ranks = {recipe: trained(recipe, rank) for recipe in RECIPES}
+        return over_ranks, {recipe: in_one_process(recipe) for recipe in RECIPES if rank == 0}
 
 
 def trained(recipe: str, rank: int) -> tuple[list[Tensor], dict[str, Tensor]]:

@@ -6,7 +6,7 @@ import torch
 from support.parallel.training_ranks import config as with_batches
 from support.parallel.training_ranks import on_cpu, trainer
 
-from hqsweep.checkpoints.sharded.sharded_state import delayed_tensors, parameters_of
+from hqsweep.checkpoints.sharded_state import delayed_tensors, parameters_of
 from hqsweep.optim import MASTER
 from hqsweep.parallel.wire.local import local, whole_tensor
 from hqsweep.quant import HybridQuantizedTensor

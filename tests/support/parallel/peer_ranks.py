@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, linear_cross_entropy, quantization
-from hqsweep.parallel.fsdp.exchanges import Gather, Sum
+from hqsweep.parallel.fsdp_exchanges import Gather, Sum
 from hqsweep.parallel.shared import linear as shared_linear
 from hqsweep.parallel.shared.vocabulary import split_embedding
 from hqsweep.parallel.tensor import ColwiseLinear, RowwiseLinear

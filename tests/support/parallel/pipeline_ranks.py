@@ -25,10 +25,9 @@ RECIPES = {
 CASES = {
     "1f1b": ("stochastic", 1, "none"),
     "delayed": ("delayed", 1, "none"),
-    "recomputed": ("stochastic", 1, "layer"),
     "interleaved": ("stochastic", 2, "none"),
     "stochastic weights": ("stochastic weights", 2, "attention"),
-    "tied": ("stochastic", 2, "none"),
+    "tied": ("stochastic", 2, "layer"),
 }
 """Recipe, stages of each rank, and what is computed again."""
 

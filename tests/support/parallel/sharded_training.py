@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from hqsweep.checkpoints.save import save_model
-from hqsweep.checkpoints.sharded.sharded import save_sharded, save_sharded_async
-from hqsweep.checkpoints.sharded.sharded_load import load_sharded
+from hqsweep.checkpoints.sharded_load import load_sharded
+from hqsweep.checkpoints.sharded_save import save_sharded, save_sharded_async
+from hqsweep.checkpoints.weights import save_model
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, quantization, quantized_model_init
-from hqsweep.nn.linear.linear import Linear
+from hqsweep.nn.linears import Linear
 from hqsweep.optim import FusedAdam
 from hqsweep.parallel.wire.local import local, whole_tensor
 from hqsweep.quant import GroupedTensor, HybridQuantizedTensor
@@ -151,10 +151,11 @@ RESUMED = [
 
 
 def resumed(rank: int, folder: Path, cases: list[tuple[str, str]]) -> None:
-    """Two ranks: four steps without a break, and two, a checkpoint, and two in another process's place."""
+    """Two ranks: four steps without a break, and two, a checkpoint, and two in another process's place; and the same
+    from a checkpoint before the first step, or one in the background, in turn."""
     mesh = DeviceMesh("cpu", torch.arange(2))
     save_model(Training("mxfp8", mesh, kind="held").model, folder / "whole")
-    for recipe, kind in cases:
+    for index, (recipe, kind) in enumerate(cases):
         one, name = Training(recipe, mesh, kind=kind), f"{recipe}_{kind}"
         one.save(folder / f"{name}_0")
         one.train(2)
@@ -163,7 +164,7 @@ def resumed(rank: int, folder: Path, cases: list[tuple[str, str]]) -> None:
         one.train(2)
         assert saving.result() == folder / f"{name}_async" and saving.done()
         last = torch.get_rng_state()
-        for step, file in ((0, f"{name}_0"), (2, name), (2, f"{name}_async")):
+        for step, file in ((2, name), ((0, f"{name}_0"), (2, f"{name}_async"))[index % 2]):
             two = Training(recipe, mesh, seed=7, kind=kind)
             two.train(1)
             if step == 0:

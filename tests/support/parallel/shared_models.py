@@ -18,23 +18,28 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from hqsweep.config.jobs import ERRORS, LOADS, PARTS
 from hqsweep.config.model import ModelConfig
 from hqsweep.config.train import ParallelConfig
 from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand
 from hqsweep.gemm.exact import mm_t
-from hqsweep.nn import LayerNormMLP, Linear, Probe, linear_cross_entropy, quantization, quantized_model_init
+from hqsweep.nn import (
+    LayerNormMLP,
+    Linear,
+    Probe,
+    layernorm_linears,
+    linear_cross_entropy,
+    norm_embedding,
+    quantization,
+    quantized_model_init,
+)
 from hqsweep.nn.core.call import LinearCall
-from hqsweep.nn.layers import norm
-from hqsweep.nn.linear import mlp
-from hqsweep.parallel.data import gather_in_linear_dtype, residual_under_fsdp
+from hqsweep.parallel.data import captured_of_all, gather_in_linear_dtype, residual_under_fsdp, rows_of_all
 from hqsweep.parallel.expert import expert_parallel
 from hqsweep.parallel.mesh import Ranks
-from hqsweep.parallel.overlap import chunked_input
-from hqsweep.parallel.overlap.chunked_input import OperandsInTurn
-from hqsweep.parallel.overlap.deferred_reduce import LeftGradient, LeftOutput
-from hqsweep.parallel.samples import captured_of_all, rows_of_all
-from hqsweep.parallel.shared import linear, linear_function
+from hqsweep.parallel.shared import linear, linear_function, overlap
+from hqsweep.parallel.shared.overlap import LeftGradient, LeftOutput, OperandsInTurn
 from hqsweep.parallel.shared.vocabulary import cross_entropy, split_embedding, vocabulary_group
 from hqsweep.parallel.tensor import ColwiseLinear, fsdp_placement, tensor_parallel
 from hqsweep.parallel.wire.local import spread_out, whole_tensor
@@ -42,7 +47,6 @@ from hqsweep.parallel.wire.tokens import PendingSum, Summands
 from hqsweep.quant import hybrid
 from hqsweep.quant.operand import Operand
 from hqsweep.recipe import Recipe
-from hqsweep.track.tables import ERRORS, LOADS, PARTS
 from hqsweep.train import model as gpt
 from hqsweep.train.model import GPT
 
@@ -275,15 +279,17 @@ def fused(rank: int, world: int, recipes: list[str]) -> list:
 
 def _joined_mlp(mesh: DeviceMesh, recipe: str, device: torch.device, axis: int) -> tuple[bool, int, list[str]]:
     asked, results, turned = [], [], []
-    joins, of_rank = mlp.joins, OperandsInTurn._of_rank
+    joins, of_rank = layernorm_linears.joins, OperandsInTurn._of_rank
     for join in (True, False):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(chunked_input, "hides", lambda x: True)
+            patch.setattr(overlap, "hides", lambda x: True)
             patch.setattr(OperandsInTurn, "_of_rank", lambda *call: turned.append(call) or of_rank(*call))
             if device.type == "cpu":
-                emulated.install(patch, (mlp, mlp), hybrid)
-                patch.setattr(chunked_input, "activation_into", emulated.activation_into)
-            patch.setattr(mlp, "joins", lambda *call, join=join: asked.append(joins(*call)) or (join and asked[-1]))
+                emulated.install(patch, (layernorm_linears, layernorm_linears), hybrid)
+                patch.setattr(overlap, "activation_into", emulated.activation_into)
+            patch.setattr(
+                layernorm_linears, "joins", lambda *call, join=join: asked.append(joins(*call)) or (join and asked[-1])
+            )
             torch.manual_seed(0)
             module = tensor_parallel(LayerNormMLP(128, 256, name="m", recipe=recipe).to(device), mesh, axis=axis)
             torch.manual_seed(1 + mesh.get_local_rank())
@@ -347,10 +353,10 @@ def _leaving(
             linear_function, "wgrad", lambda own, *call, **k: order.append(own.call) or wgrad(own, *call, **k)
         )
         if device.type == "cpu":
-            for module in (norm, linear):
+            for module in (norm_embedding, linear):
                 patch.setattr(module, "use_kernels", lambda x: True)
             for name in ("norm", "norm_backward"):
-                patch.setattr(norm.norm, name, getattr(emulated, name))
+                patch.setattr(norm_embedding.norm, name, getattr(emulated, name))
         model = cut(tensor_parallel(build({"linear": recipe}, layers=2).to(device), mesh, axis=0))
         for layer in model.layers:
             layer.recompute = recompute
@@ -376,7 +382,7 @@ def turned(rank: int, world: int, recipes: list[str]) -> list[tuple[list[int], l
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(OperandsInTurn, "_of_rank", lambda *call, of=count: of.append(call) or of_rank(*call))
                 if not in_turn:
-                    patch.setattr(chunked_input, "hides", lambda x: False)
+                    patch.setattr(overlap, "hides", lambda x: False)
                 torch.use_deterministic_algorithms(True)
                 model = tensor_parallel(build({"linear": recipe}, layers=2, dim=256).cuda(), mesh, axis=0)
                 with quantization(seed=1, step=1):

@@ -8,7 +8,7 @@ from cases import DELAYED_IN_PARTS, LINEARS
 from support.parallel.checkpointed import content
 from support.parallel.training_ranks import config, trainer
 
-from hqsweep.checkpoints.sharded.sharded import save_sharded
+from hqsweep.checkpoints.sharded_save import save_sharded
 from hqsweep.config.train import ONE_RANK, StatsConfig
 from hqsweep.jobs.training_report import saved_fields, trainer_fields
 from hqsweep.train.checkpoint import go_on_from, save_checkpoint

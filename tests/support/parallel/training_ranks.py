@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_map_only
 
 from hqsweep.config.job import parse
 from hqsweep.jobs.isolation import make_deterministic
-from hqsweep.parallel.fsdp import exchanges
-from hqsweep.parallel.fsdp.fsdp_state import groups_of
+from hqsweep.parallel import fsdp_exchanges
 from hqsweep.parallel.mesh import Ranks, build_mesh
+from hqsweep.parallel.shards.fsdp_state import groups_of
 from hqsweep.train import data
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 from hqsweep.train.loop import Trainer
@@ -69,9 +69,9 @@ def gathers(cfg) -> list[tuple[int, int]]:
     [group] = groups_of(run.model.layers[0])
     counter, on_the_spot, counts = Counting(group._all_gather_comm), [], []
     run.model.layers[0].set_custom_all_gather(counter)
-    gather = exchanges.all_gather
+    gather = fsdp_exchanges.all_gather
     noted = lambda *tensors, **options: on_the_spot.append(tensors) or gather(*tensors, **options)  # noqa: E731
-    with mock.patch.object(exchanges, "all_gather", noted):
+    with mock.patch.object(fsdp_exchanges, "all_gather", noted):
         for _ in run.steps():
             counts.append((len(counter.sent), len(on_the_spot)))
             counter.sent.clear()

@@ -7,7 +7,7 @@ from support.parallel.fork_ranks import study
 from support.parallel.training_ranks import trainer
 from torch import nn
 
-from hqsweep.checkpoints.save import save_model
+from hqsweep.checkpoints.weights import save_model
 from hqsweep.config.job import parse
 from hqsweep.recipe.factories import find_factory
 from hqsweep.torch_private import fsdp_parameters

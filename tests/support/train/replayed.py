@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import torch
 
-from hqsweep.nn.layers.saved_memory import tensors_of
+from hqsweep.nn.saved_memory import tensors_of
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.quant.tensor import HybridQuantizedTensor
 

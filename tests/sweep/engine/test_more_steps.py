@@ -9,12 +9,12 @@ from typer.testing import CliRunner, Result
 
 from hqsweep.cli.main import app
 from hqsweep.config.job import ConvergenceConfig
+from hqsweep.config.jobs import TABLES
 from hqsweep.errors import UserError
 from hqsweep.sweep.engine import launch
 from hqsweep.sweep.engine.more_steps import longer_words, starts
 from hqsweep.sweep.store.names import run_id
 from hqsweep.sweep.store.run_dir import RunDir
-from hqsweep.track.tables import TABLES
 from hqsweep.train.build import learning_rate
 from hqsweep.train.checkpoint import read_state
 from hqsweep.train.record import Record, mark_of, write_record

@@ -7,7 +7,7 @@ import torch
 from hqsweep.errors import UserError
 from hqsweep.host import Memory
 from hqsweep.jobs.sink import Diverged
-from hqsweep.sweep.engine.reasons import GIB, killed_for_memory, reason_of
+from hqsweep.sweep.engine.task import GIB, killed_for_memory, reason_of
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 1 has a total capacity of 139.81 GiB of which 5.06 GiB is"

@@ -111,6 +111,40 @@ def test_fields_of_a_quantizer_sweep_by_themselves() -> None:
     ]
 
 
+def test_products_take_the_place_of_a_section(folder: Path) -> None:
+    """Whatever the recipe says there; the run is the one whose sections say the same."""
+    words = ["nvfp4+sr*mxfp4/nvfp4+sr/mxfp8", "mxfp8/mxfp8/bf16"]
+    points = expand("markov", ["recipe=nvfp4", f"recipe.linear.gemms={','.join(words)}", "seed=0"]).points
+    assert [p.arm for p in points][:2] == ["nvfp4_gemms-nvfp4+sr-mxfp4-nvfp4+sr-mxfp8", "nvfp4_gemms-mxfp8-mxfp8-bf16"]
+    slots = {"input": "nvfp4+sr|mxfp8", "weight": "mxfp4|nvfp4+sr", "grad_output": "nvfp4+sr|mxfp8"}
+    same = expand("markov", ["recipe=nvfp4", *(f"recipe.linear.{t}={q}" for t, q in slots.items()), "seed=0"]).points[0]
+    ours, theirs = (parse(point.config).recipe for point in (points[0], same))
+    assert ours == theirs and ours.model_dump() == theirs.model_dump()
+    file = write(folder / "mine.yaml", "name: mine\nlinear: {gemms: mxfp8/mxfp8/bf16}\n")
+    assert load_recipe(f"format:{words[0]}")["head"] == {"gemms": words[0]}
+    for key, own in (("linear.weight", "mxfp4"), ("linear.weight.columnwise", "mxfp8|mxfp4"), ("head.gemms", None)):
+        value = words[1] if own is None else "mxfp4"
+        config = expand("markov", [f"recipe={file}", f"recipe.{key}={value}", "seed=0"]).points[0].config
+        recipe = parse(config).recipe
+        assert recipe.linear["weight"] == (own or "mxfp8") and recipe.linear["input"] == "mxfp8|bf16"
+        assert recipe.head["input"] == ("mxfp8|bf16" if own is None else "bf16")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["recipe.linear.gemms=mxfp8/mxfp8/bf16", "recipe.linear.input=mxfp4"], "gemms says all of recipe.linear, and"),
+        (["recipe.linear.input.rowwise=mxfp4", "recipe.linear.gemms=mxfp8/mxfp8/bf16"], "and 'recipe.linear.input.row"),
+        (["recipe.linear=mxfp4", "recipe.linear.gemms=mxfp8/mxfp8/bf16"], "and 'recipe.linear=mxfp4' a part of it"),
+        (["recipe.linear.gemms=mxfp8/nvfp5/bf16"], r"recipe\.linear\.gemms: dgrad: .*did you mean 'nvfp4'"),
+        (["recipe.linear.gemms=mxfp8"], r"recipe\.linear\.gemms: got 'mxfp8'; it takes F/D/W"),
+    ],
+)
+def test_products_beside_tensors_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        expand("markov", ["recipe=nvfp4", *words])
+
+
 def test_tensors_of_a_one_word_section_sweep_by_themselves(folder: Path) -> None:
     write(folder / "conf/recipe/mine.yaml", "name: mine\nlinear: mxfp8\n")
     (point,) = expand("convergence", ["recipe=mine", "recipe.linear.weight=bf16"]).points

@@ -4,7 +4,6 @@ runs of a Hugging Face model and of a function's from the command line."""
 import json
 import re
 import shutil
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -299,11 +298,12 @@ def test_runs_of_a_hugging_face_model(llama, tmp_path, monkeypatch) -> None:
     check_two_runs(ran.stdout)
 
 
-def test_runs_of_a_factory_from_the_command_line(tmp_path) -> None:
+@pytest.mark.usefixtures("forked_workers")
+def test_runs_of_a_factory_from_the_command_line(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "mine_21.py").write_text(FACTORY)
     model = study_words("model._target_=mine_21.build", "model.width=64", *TWO)
-    command = [sys.executable, "-m", "hqsweep", "run", *model, "--json"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
+    ran = CliRunner().invoke(app, ["run", *model, "--json"])
+    assert ran.exit_code == 0, ran.stderr
     check_two_runs(ran.stdout)

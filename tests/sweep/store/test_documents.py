@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from hqsweep.config.jobs import TABLES
 from hqsweep.errors import Damaged, Missing
 from hqsweep.sweep.store.documents import SCHEMAS, Config, Manifest, Status, check_document, schema
 from hqsweep.sweep.store.files import check_rows
 from hqsweep.sweep.store.run_dir import PENDING, PLANNED, RunDir
-from hqsweep.track.tables import TABLES
 
 PATH = Path("runs/a/b/file")
 ROW = {"step": 1, "metric": "val_loss", "value": 2.5}

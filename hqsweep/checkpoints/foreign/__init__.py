@@ -1,1 +1,0 @@
-"""Checkpoints of other programs: descriptions, and loading into a model."""

@@ -1,0 +1,1 @@
+"""Quantized tensors by the names of TransformerEngine."""

@@ -1,1 +1,0 @@
-"""The calibrate job: measured errors against theory."""

@@ -1,1 +1,0 @@
-"""Groups of matrices (members) in one memory: layout, splits, padding."""

@@ -1,1 +1,0 @@
-"""Operators of a model other than quantization: norms, activations, rotary positions, experts, losses, AdamW."""

@@ -1,1 +1,0 @@
-"""Exchanges of ranks that share a linear, hidden behind products."""
