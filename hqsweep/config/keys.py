@@ -20,14 +20,16 @@ from hqsweep.config.section import Name, Section, sentence
 from hqsweep.config.study import ForkConfig
 from hqsweep.config.train import Data, DataConfig, ParallelConfig, StatsConfig, TrainConfig, sharing_gpus
 from hqsweep.errors import UserError
-from hqsweep.formats.projection import FIELD, check_projection, split
 from hqsweep.formats.spec import (
+    PROJECT_FIELD,
     QUANTIZER_FIELDS,
     FormatText,
+    check_projection,
     check_source,
     directions,
     fields_of,
     quantizer_texts,
+    split_projection,
 )
 from hqsweep.recipe.gemms import KEY as GEMMS_KEY
 from hqsweep.recipe.gemms import expanded, section_texts
@@ -60,7 +62,7 @@ def _texts(path: list[str], value: Any) -> Iterator[tuple[str, Any, Any]]:
         return
     if path[-1] in QUANTIZER_FIELDS and isinstance(value, str):
         yield where, check_source if path[-1] == QUANTIZER_FIELDS[2] else fields_of, value
-    elif path[-1] == FIELD and isinstance(value, str):
+    elif path[-1] == PROJECT_FIELD and isinstance(value, str):
         yield where, fields_of, value
     elif len(path) > 2 and path[-1] == GEMMS_KEY and value is not None:
         yield where, section_texts, value
@@ -72,7 +74,7 @@ def _texts(path: list[str], value: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _check_quantizer(text: str) -> None:
-    grid, host = split(text)
+    grid, host = split_projection(text)
     row, column, _ = quantizer_texts(host)
     fields_of(row)
     if column is not None:
@@ -138,7 +140,7 @@ def _pair_faults(slots: Mapping[str, Any], gemms: Mapping[str, Any], mode: str) 
 
 def _formats(value: Any) -> dict[str, FormatText]:
     """Direction -> format of a quantizer. UserError where the value is none; quant.hybrid says more of it."""
-    row, column = map(FormatText.parse, directions(split(value)[1])[:2])
+    row, column = map(FormatText.parse, directions(split_projection(value)[1])[:2])
     return {"rowwise": row, "columnwise": column}
 
 

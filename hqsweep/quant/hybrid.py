@@ -15,8 +15,14 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, Format, Identity, RngKey, RngKeys, parse
-from hqsweep.formats.projection import check_projection, joined, split
-from hqsweep.formats.spec import QUANTIZER_FIELDS, check_source, quantizer_texts
+from hqsweep.formats.spec import (
+    QUANTIZER_FIELDS,
+    check_projection,
+    check_source,
+    projection_text,
+    quantizer_texts,
+    split_projection,
+)
 from hqsweep.memo import cached_property
 from hqsweep.ops.elementwise import activation, activation_backward
 from hqsweep.ops.quantize.fused import Normed, quantize_activated, quantize_normed, shape_of, takes_formats
@@ -75,7 +81,7 @@ class HybridQuantizer:
         value = getattr(value, "frozen", value)
         if isinstance(value, HybridQuantizer):
             return value
-        grid, value = split(value)
+        grid, value = split_projection(value)
         if grid is not None:
             own = cls.parse(value)
             return ProjectedQuantizer(own.rowwise, own.columnwise, own.columnwise_source, projection=parse(grid))
@@ -417,7 +423,7 @@ class ProjectedQuantizer(HybridQuantizer):
         _ = self.on_grid
 
     def __str__(self) -> str:
-        return joined(self.projection.text, super().__str__())
+        return projection_text(self.projection.text, super().__str__())
 
     @cached_property
     def on_grid(self) -> HybridQuantizer:

@@ -24,8 +24,7 @@ from hqsweep.config.recipe_files import FORMAT, FORMAT_TEXTS
 from hqsweep.config.safe import check_expansion, check_references
 from hqsweep.config.study import StudyConfig
 from hqsweep.errors import UserError, nearest
-from hqsweep.formats.projection import FIELD, split
-from hqsweep.formats.spec import QUANTIZER_FIELDS, directions
+from hqsweep.formats.spec import PROJECT_FIELD, QUANTIZER_FIELDS, directions, split_projection
 from hqsweep.recipe.gemms import KEY as GEMMS_KEY
 from hqsweep.recipe.roles import HEAD, IN_HIGH_PRECISION, TENSOR_TYPES
 from hqsweep.sweep.grid.arms import check_size
@@ -179,7 +178,7 @@ def drop_gpt(config: DictConfig) -> None:
 PARTS = {part: TENSOR_TYPES[part] for part in ("linear", "grouped_linear", "dpa")} | {HEAD: TENSOR_TYPES["linear"]}
 PARTS |= {"embedding": (), "norm": ()}
 """Part of a recipe -> its tensors; none where the part is one quantizer."""
-OPENED = (*QUANTIZER_FIELDS, FIELD)
+OPENED = (*QUANTIZER_FIELDS, PROJECT_FIELD)
 """The keys of a quantizer that is spelled out."""
 
 
@@ -226,9 +225,9 @@ def check_gemms(overrides: Sequence[Override]) -> None:
 def _open_quantizer(recipe: DictConfig, key: str, field: str) -> None:
     value = OmegaConf.select(recipe, key)
     if isinstance(value, str):
-        grid, host = split(value)
+        grid, host = split_projection(value)
         opened = dict(zip(QUANTIZER_FIELDS, directions(host), strict=True))
-        OmegaConf.update(recipe, key, opened | ({FIELD: grid} if grid or field == FIELD else {}))
+        OmegaConf.update(recipe, key, opened | ({PROJECT_FIELD: grid} if grid or field == PROJECT_FIELD else {}))
 
 
 def set_number(config: dict[str, Any], key: str, value: int) -> bool:

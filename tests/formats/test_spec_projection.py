@@ -3,7 +3,7 @@
 import pytest
 
 from hqsweep.errors import UserError
-from hqsweep.formats.projection import check_projection, joined, split
+from hqsweep.formats.spec import check_projection, projection_text, split_projection
 
 
 @pytest.mark.parametrize(
@@ -21,17 +21,17 @@ from hqsweep.formats.projection import check_projection, joined, split
     ],
 )  # fmt: skip
 def test_a_projection_is_its_grid_and_its_host(value, grid, host):
-    assert split(value) == (grid, host)
+    assert split_projection(value) == (grid, host)
 
 
 def test_the_joined_text_is_split_again():
-    assert split(joined("mxfp6_e2m3", "fp8_block+2d")) == ("mxfp6_e2m3", "fp8_block+2d")
+    assert split_projection(projection_text("mxfp6_e2m3", "fp8_block+2d")) == ("mxfp6_e2m3", "fp8_block+2d")
 
 
 @pytest.mark.parametrize("text", ["project(mxfp4)", "project mxfp4 > mxfp8", "project(mxfp4) mxfp8", "projects"])
 def test_half_a_projection_is_refused(text):
     with pytest.raises(UserError, match=r"a projection is project\(GRID\) > QUANTIZER, as in 'project\(mxfp4\) > mx"):
-        split(text)
+        split_projection(text)
 
 
 @pytest.mark.parametrize("grid", ["mxfp4+floor", "mxfp4+e1m2", "mxfp6_e3m2", "nvfp4+4over6", "nvfp4+2d"])
