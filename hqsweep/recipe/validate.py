@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from hqsweep.errors import UserError
 from hqsweep.parallel.shards.shard_part import CUTS, Mode, Part, cut_block
-from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.quant.hybrid import HybridQuantizer, ProjectedQuantizer
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.products import NATIVE_MODULES, DeviceFault, GemmModule, counted, gemm_faults
 from hqsweep.recipe.roles import HEAD
@@ -96,6 +96,8 @@ def _faults(recipe: AnyRecipe, modules: Sequence[GemmModule], ranks: int) -> Ite
         shapes["grad_output"] = (tokens, features_out)
         for role in module.roles:
             axis, quantizer = CUTS[mode].get(role.tensor_type), quantizers[role]
+            if axis is not None and isinstance(quantizer, ProjectedQuantizer):
+                yield f"{module.name} has the weight {quantizer}, and ranks share no projected weight; give one rank"
             if axis is None or type(quantizer) is not HybridQuantizer:
                 continue
             own = [size // ranks if i == axis else size for i, size in enumerate(shapes[role.tensor_type])]

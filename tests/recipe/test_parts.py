@@ -37,6 +37,13 @@ def test_what_is_refused(recipe, model, why):
         check(recipe, **model)
 
 
+def test_projected_weights_are_not_shared():
+    recipe = {"linear": {"input": "mxfp8", "weight": "project(mxfp4) > mxfp8", "grad_output": "mxfp8"}}
+    sentence = r"layers.0.attn.qkv has the weight project\(mxfp4\) > mxfp8, and ranks share no projected weight"
+    with pytest.raises(UserError, match=f"train.parallel.tp: {sentence}"):
+        check(recipe)
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "fp8_current", "fp8_delayed", "nvfp4", "nvfp4+row_scaled|mxfp8"])
 def test_parts_of_whole_blocks_are_not(recipe):
     check(recipe)
