@@ -160,7 +160,7 @@ class ForkStudy(Section):
 
     end: the step at which every fork ends, in the place of `steps`: a fork from the step a then has end - decay - a
     steps at that rate. All forks are judged after the same tokens then, at several ages, and how the gap grows with age
-    gives the gap of a whole run of `end` steps (verdicts.ages).
+    gives the gap of a whole run of `end` steps (verdicts.judging).
     until: fixed, or settled: trunks are added with their forks until the interval of every arm's gap of a whole run
     reaches no further than the margin to either side, or no more of them fit into `max_steps` steps in all.
     trunk: a checkpoint of an earlier run, or the folder of that run, in the place of a new trunk; at may then be left

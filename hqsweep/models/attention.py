@@ -116,7 +116,7 @@ class Interface:
     def _high_precision(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention by nn.attention.sdpa's kernels for runs, where it is causal and nothing else; otherwise by the
+        """Attention by nn.sdpa's kernels for runs, where it is causal and nothing else; otherwise by the
         earlier function."""
         if self._is_causal_alone(module, q, k, mask, options):
             device, groups = q.device.type, q.shape[1] // k.shape[1]

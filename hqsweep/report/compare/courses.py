@@ -1,6 +1,6 @@
 """The gaps of forks over the steps since the fork, and the course of every arm's: what comes at once, and what lasts.
 
-Forks of several ages that end together have these parts from their ages (verdicts.ages), and no course.
+Forks of several ages that end together have these parts from their ages (verdicts.judging), and no course.
 """
 
 import math

@@ -44,7 +44,7 @@ class Rule:
     """Arms that are their baseline again (report.compare.identical), which leave the family."""
     end: int | None = None
     """The step at which all forks end, where they do so together (frames.common_end): the gap of a whole run of as many
-    steps decides then, which forks of several ages show (verdicts.ages); else the mean over the points does."""
+    steps decides then, which forks of several ages show (verdicts.judging); else the mean over the points does."""
 
 
 Interval = tuple[float, float, float]

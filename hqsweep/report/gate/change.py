@@ -8,7 +8,8 @@ Differences of one replicate share weights, batches and, in a fork study, the wh
 parts, this sweep's draw and the stored ones, sigma^2 (1 + 1 / draws), and the spread over replicates measures both: a
 lucky stored draw widens the intervals of the sweeps that it is compared with, and weighs less the more are stored.
 
-Where forks of several ages end together, the gap of a trunk is that of a whole run (verdicts.ages), as in a comparison.
+Where forks of several ages end together, the gap of a trunk is the gap of a whole run (verdicts.judging), as in a
+comparison.
 
 A control (the baseline arm, the null arm) is judged in a family of its own, so that it takes no power from the arms.
 """
