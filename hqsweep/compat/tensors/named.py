@@ -23,8 +23,7 @@ from hqsweep.formats.fp8 import Fp8PerTensor
 from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.quant import HybridQuantizer as Frozen
 from hqsweep.quant.content import OneMatrix
-from hqsweep.quant.metadata import Metadata
-from hqsweep.quant.usage import FIELDS
+from hqsweep.quant.usage import FIELDS, Metadata
 
 
 class _OfFormat(type):

@@ -3,10 +3,10 @@ splits whose sizes the host does not know."""
 
 import torch
 
-from hqsweep.ops.members.splits import Splits
 from hqsweep.ops.quantize import amax
 from hqsweep.ops.quantize import quantize as module
 from hqsweep.ops.quantize.request import Target
+from hqsweep.ops.splits import Splits
 
 DIRECTIONS = ("rowwise", "columnwise")
 
