@@ -75,7 +75,7 @@ gpu-test-kernels: gpu-install  ## formats and kernels
 	$(GPU_PYTEST) tests/csrc tests/formats tests/ops tests/fuzz
 
 gpu-test-modules: gpu-install  ## operands, products and modules
-	$(GPU_PYTEST) tests/quant tests/gemm tests/nn tests/models tests/optim
+	$(GPU_PYTEST) tests/quant tests/gemm tests/nn tests/models tests/optim tests/parallel/wire
 
 gpu-test-training: gpu-install  ## training, jobs and the benchmarks' own tests
 	$(GPU_PYTEST) tests/train tests/jobs tests/sweep tests/benchmarks

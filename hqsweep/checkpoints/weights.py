@@ -28,9 +28,12 @@ from hqsweep.checkpoints.moments import load_moments
 from hqsweep.checkpoints.names import Names, Pieces, joined, pieces_of, unused
 from hqsweep.errors import UserError, nearest
 from hqsweep.models.hf_folder import quietly
+from hqsweep.nn.core.module import PARTS
 from hqsweep.parallel.wire.collectives import by_first, rank_in
 from hqsweep.parallel.wire.local import is_spread, local, spread_like, whole_tensor
 from hqsweep.quant.delayed import DelayedState
+from hqsweep.quant.grouped import GroupedTensor
+from hqsweep.quant.hybrid import HybridQuantizer, ProjectedQuantizer
 from hqsweep.quant.serialize import save_safetensors
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.roles import clean_name
@@ -271,7 +274,7 @@ def refuse_shape(checkpoint: Checkpoint, name: str, theirs: tuple[int, ...], our
     raise UserError(f"{checkpoint.path}: {name} is {list(theirs)} there and {list(ours)} in the model: {why}")
 
 
-def save_model(model: nn.Module, path: str | os.PathLike[str]) -> Path:
+def save_model(model: nn.Module, path: str | os.PathLike[str], *, grid: bool = False) -> Path:
     """Write a model's weights, converted or not, and return their path.
 
     A model of Hugging Face becomes a folder that from_pretrained reads: its config.json beside safetensors, with names
@@ -281,17 +284,55 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> Path:
 
     All ranks call it for a model that is sharded over ranks (DTensors); the first one writes the whole tensors.
 
-    The files are whole or absent. Raises UserError where the path exists already.
+    grid: write projected weights as the codes and scales of their grids, rowwise (see on_grids).
+
+    The files are whole or absent. Raises UserError where the path exists already, and where grid has no projected
+    weight to write, or one of a converted or sharded model.
     """
     path, model = Path(path), unwrapped(model)
     state = own_state(model)
     if any(map(is_spread, state.values())):
+        if grid:
+            raise UserError("save_model: grid=True takes a model whose weights are on one rank; gather them first")
         return _save_spread(model, state, path)
     values = _read_once(model, state, as_plain)
+    if grid:
+        return save_state(values | on_grids(model), path)
     if hasattr(model, "save_pretrained"):
         held = any(isinstance(value, HybridQuantizedTensor) for value in state.values())
         return save_pretrained(model, path, state=values if held else None)
     return save_state(values, path)
+
+
+def on_grids(model: nn.Module) -> dict[str, HybridQuantizedTensor]:
+    """Return the projected weights of a model's linears and experts by name, as codes and scales of their grids.
+
+    They have the values that products read before the host quantizes them: masters are rounded to the module's dtype
+    first. UserError for a model without projected weights, and for a converted one, whose dtype is that of each call.
+    """
+    quantized = {}
+    for name, module in model.named_modules():
+        parts = getattr(module, PARTS, ())
+        quantizers = [_projection(own) for own in (module, *parts)]
+        if any(quantizers[1:]):
+            raise UserError(f"{name}: the model was converted; grid=True takes a model of hqsweep's own modules")
+        if quantizers[0] is None:
+            continue
+        for own, weight in module.named_parameters(recurse=False):
+            if own.startswith("weight"):
+                kind = GroupedTensor if weight.dim() == 3 else HybridQuantizedTensor
+                options = {"source_dtype": module.dtype, "directions": ("rowwise",)}
+                held = kind.quantize(as_plain(weight), quantizers[0], **options)
+                quantized[clean_name(f"{name}.{own}" if name else own)] = held
+    if not quantized:
+        raise UserError("there is no projected weight, as in recipe.linear.weight='project(mxfp4) > mxfp8'")
+    return quantized
+
+
+def _projection(module: nn.Module) -> HybridQuantizer | None:
+    """Return the quantizer of the grid of a module's weight, if it has one."""
+    quantizer = getattr(getattr(module, "quantizers", None), "weight", None)
+    return quantizer.on_grid if isinstance(quantizer, ProjectedQuantizer) else None
 
 
 def _save_spread(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> Path:

@@ -90,6 +90,7 @@ class Shown(Answer):
     loss: Curve
     worst_sqnr: list[dict[str, Any]]
     what_if: list[dict[str, Any]]
+    exact_tiles: list[dict[str, Any]]
     note: str
     tags: list[str]
 
@@ -157,6 +158,7 @@ class Slot(Answer):
     columnwise_source: str
     rowwise_reads: list[str]
     columnwise_reads: list[str]
+    projection: str | None
 
 
 class Recipe(Answer):

@@ -94,6 +94,9 @@ def export(
     ],
     out: Annotated[Path, typer.Argument(help="A new folder, or NAME.safetensors.")],
     step: Annotated[int | None, typer.Option(min=1, help="The step; by default the last that is there.")] = None,
+    grid: Annotated[
+        bool, typer.Option("--grid", help="Write projected weights as the codes and scales of their grids.")
+    ] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Write the trained weights of a run for other programs.
@@ -107,10 +110,12 @@ def export(
     if (Path(run) / ".metadata").is_file():
         if step is not None:
             raise UserError(f"--step is of runs, and '{run}' is a folder of torch.distributed.checkpoint")
+        if grid:
+            raise UserError(f"--grid is of runs, and '{run}' is a folder of torch.distributed.checkpoint")
         say(f"wrote the weights in {run} to {export_folder(Path(run), out)}")
         return
     selected = RunStore(runs_dir).one(run)
-    written, at = export_run(selected, out, step)
+    written, at = export_run(selected, out, step, grid=grid)
     say(f"wrote the weights of {selected.name} at step {at} to {written}")
 
 

@@ -20,7 +20,6 @@ ConfigDir = Annotated[
     Path | None, typer.Option(exists=True, file_okay=False, help="Your configs; ./conf is searched in any case.")
 ]
 All = Annotated[bool, typer.Option("--all", help="One line for each slot, also where slots are alike.")]
-FIELDS = ("rowwise", "columnwise", "columnwise_source")
 SLOT_COLUMNS = {
     "slot": "slot", "rowwise": "rowwise", "rowwise_reads": "read by", "columnwise": "columnwise",
     "columnwise_reads": "read by", "columnwise_source": "columnwise from",
@@ -77,7 +76,7 @@ def show(name: Name, every: All = False, config_dir: ConfigDir = None, as_json: 
     columnwise operand is made from the original tensor: formats of fprop/dgrad/wgrad, as recipe.linear.gemms takes.
     """
     from hqsweep.recipe.argument import recipe_config
-    from hqsweep.recipe.listing import by_gemms, folded, slots
+    from hqsweep.recipe.listing import ALL_FIELDS, PROJECTION, by_gemms, folded, slots
 
     recipe = _load(name, config_dir)
     config, rows, gemms = recipe_config(recipe), [slot.row() for slot in slots(recipe)], by_gemms(recipe)
@@ -88,10 +87,11 @@ def show(name: Name, every: All = False, config_dir: ConfigDir = None, as_json: 
     notes += [f"schedule[{i}] comes {change.when}" for i, change in enumerate(recipe.schedule)]
     if "qfactory" in config:
         notes += [f"the quantizers come from {recipe.qfactory}", f"fp8_dpa: {recipe.fp8_dpa}"]
+    projected = {PROJECTION: "projected to"} if any(row[PROJECTION] for row in rows) else {}
     if every:
-        table = _table(name, rows, SLOT_COLUMNS)
+        table = _table(name, rows, SLOT_COLUMNS | projected)
     else:
-        table = _table(name, folded(rows, FIELDS, [row["slot"] for row in rows]), FOLDED_COLUMNS)
+        table = _table(name, folded(rows, ALL_FIELDS, [row["slot"] for row in rows]), FOLDED_COLUMNS | projected)
     print_result(as_json, {"name": name, "recipe": config, "slots": rows, "gemms": gemms}, table, *notes)
 
 

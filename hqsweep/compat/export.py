@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hqsweep.errors import UserError
 from hqsweep.formats import MX, NVFP4, Format, Fp8Block, Fp8Current, Fp8Delayed, Identity
-from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.quant.hybrid import HybridQuantizer, ProjectedQuantizer
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.custom import CustomRecipe
 from hqsweep.recipe.roles import GRADIENTS
@@ -112,7 +112,9 @@ def _faults(recipe: Recipe) -> Iterator[str]:
         requests: dict[bool, str] = {}  # for gradients, and for other tensors
         for tensor in section.tensors():
             q, gradient, slot = getattr(section, tensor), tensor in GRADIENTS, f"{where}.{tensor}"
-            if not q.delayed:
+            if isinstance(q, ProjectedQuantizer):
+                yield f"{slot}: TransformerEngine has no projection to {q.projection}"
+            elif not q.delayed:
                 formats = [f for f in (q.rowwise, q.columnwise) if _quantizer_call(f) is None]
                 formats += [f"rowwise {q.rowwise}"] if q.rowwise.rht and q.rowwise not in formats else []
                 yield from (f"{slot}: TransformerEngine has no {format}" for format in formats)

@@ -37,13 +37,12 @@ from hqsweep.recipe.argument import parse_recipe, recipe_config
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.custom import CustomRecipe
 from hqsweep.recipe.factories import FindFactory, factory_name
-from hqsweep.recipe.parts import check_parts
 from hqsweep.recipe.products import DeviceFault, GemmModule, attention_module, grouped_linear_module, linear_module
 from hqsweep.recipe.roles import HEAD
 from hqsweep.recipe.sectioned import Recipe
 from hqsweep.recipe.sections import LinearQuantizers
 from hqsweep.recipe.stages import stages
-from hqsweep.recipe.validate import check_held_weights, validate
+from hqsweep.recipe.validate import check_held_weights, check_parts, validate
 
 KEPT = 1024
 """Results that a cache of texts and shapes keeps, for the runs of a grid that share them."""

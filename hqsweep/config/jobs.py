@@ -65,13 +65,15 @@ ERRORS = (
 """Columns of the error statistics of one tensor in one direction; ops/stats.py defines them."""
 LOADS = ("tokens", "load")
 """Columns of how many tokens an expert got, and of that over the mean of all experts."""
+PROJECTED = ("exact_tiles_pct",)
+"""Columns of projected weights alone; ops/stats.py defines them."""
 WHERE = {"step": int, "layer": str, "tensor": str, "direction": str, "format": str}
 CHECKED = {"check": str, "case": str, "subject": str, "status": str}
 """Columns of every table whose rows PASS, FAIL or SKIP."""
 
 TABLES: dict[str, dict[str, type]] = {
     "metrics": {"step": int, "metric": str, "value": float},
-    "stats": WHERE | dict.fromkeys((*ERRORS, *LOADS), float),
+    "stats": WHERE | dict.fromkeys((*ERRORS, *LOADS, *PROJECTED), float),
     "what_if": WHERE | dict.fromkeys(ERRORS, float),
     "parity": CHECKED | {
         "mismatches": int, "total": int, "first_index": str, "got": str, "expected": str, "note": str,
@@ -92,7 +94,7 @@ energy since the first row of the attempt."""
 
 NAMING = frozenset({"step", "metric", "layer", "tensor", "direction", *CHECKED})
 """Columns that name the subject of a row, and so are never null."""
-OPTIONAL = frozenset({*LOADS, *PARTS, "row_sqnr_db_median", "row_sqnr_db_p5"})
+OPTIONAL = frozenset({*LOADS, *PROJECTED, *PARTS, "row_sqnr_db_median", "row_sqnr_db_p5"})
 """Columns that rows of earlier versions do not have."""
 
 MIRRORED_TABLES = tuple(name for name in TABLES if name != "metrics")

@@ -21,12 +21,15 @@ from hqsweep.config.study import ForkConfig
 from hqsweep.config.train import Data, DataConfig, ParallelConfig, StatsConfig, TrainConfig, sharing_gpus
 from hqsweep.errors import UserError
 from hqsweep.formats.spec import (
+    PROJECT_FIELD,
     QUANTIZER_FIELDS,
     FormatText,
+    check_projection,
     check_source,
     directions,
     fields_of,
     quantizer_texts,
+    split_projection,
 )
 from hqsweep.recipe.gemms import KEY as GEMMS_KEY
 from hqsweep.recipe.gemms import expanded, section_texts
@@ -59,6 +62,8 @@ def _texts(path: list[str], value: Any) -> Iterator[tuple[str, Any, Any]]:
         return
     if path[-1] in QUANTIZER_FIELDS and isinstance(value, str):
         yield where, check_source if path[-1] == QUANTIZER_FIELDS[2] else fields_of, value
+    elif path[-1] == PROJECT_FIELD and isinstance(value, str):
+        yield where, fields_of, value
     elif len(path) > 2 and path[-1] == GEMMS_KEY and value is not None:
         yield where, section_texts, value
     elif len(path) > 1 and isinstance(value, str):
@@ -69,10 +74,13 @@ def _texts(path: list[str], value: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _check_quantizer(text: str) -> None:
-    row, column, _ = quantizer_texts(text)
+    grid, host = split_projection(text)
+    row, column, _ = quantizer_texts(host)
     fields_of(row)
     if column is not None:
         fields_of(column)
+    if grid is not None:
+        check_projection(grid, (row, row if column is None else column))
 
 
 def check_pairs(recipe: Any, parts: Sequence[str]) -> None:
@@ -132,7 +140,7 @@ def _pair_faults(slots: Mapping[str, Any], gemms: Mapping[str, Any], mode: str) 
 
 def _formats(value: Any) -> dict[str, FormatText]:
     """Direction -> format of a quantizer. UserError where the value is none; quant.hybrid says more of it."""
-    row, column = map(FormatText.parse, directions(value)[:2])
+    row, column = map(FormatText.parse, directions(split_projection(value)[1])[:2])
     return {"rowwise": row, "columnwise": column}
 
 

@@ -295,7 +295,8 @@ def _row(
     broken = runs[~np.isfinite(runs["value"])]
     ends = several([f"{unit} {run.replicate} ends at {run.last:g}" for run in broken.itertuples()])
     if arm == family.baseline:
-        said = f"mean {row['mean']:.6g} over {len(entered)} runs" if len(entered) else "no run enters"
+        count = f"{len(entered)} run{'s' * (len(entered) != 1)}"
+        said = f"mean {row['mean']:.6g} over {count}" if len(entered) else "no run enters"
         row["sentence"] = f"Baseline: {said}" + (f"; {ends}, and enters no gap." if ends else ".")
     elif row["verdict"] == NOT_FINITE:
         row["sentence"] = f"No verdict: {ends}."

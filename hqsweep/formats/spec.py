@@ -1,9 +1,10 @@
 """The formats that exist, as names and options, and the grammar of their texts; without torch.
 
 A format's text is a name and options joined by `+`: "nvfp4+2d", "fp8_block+fp32_scale". A quantizer's text is
-ROW|COL@SOURCE, or one format for both directions. Config checks texts here, before torch is imported. hqsweep.formats
-makes Formats from the same tables, and docs and tests list formats from them. So a new format is a Family here, and a
-class.
+ROW|COL@SOURCE, or one format for both directions. A weight's may be project(GRID) > QUANTIZER: the weight is rounded to
+the values of GRID, a format that checkpoints are deployed in, before it is quantized. Config checks texts here, before
+torch is imported. hqsweep.formats makes Formats from the same tables, and docs and tests list formats from them. So a
+new format is a Family here, and a class.
 """
 
 import re
@@ -281,3 +282,66 @@ def _of_mapping(value: Mapping[str, Any]) -> tuple[str, str, str]:
         wrong = wrong or f"'{missing[0]}' is missing"
         raise UserError(f"quantizer {dict(value)}: {wrong}; it takes rowwise, columnwise and columnwise_source")
     return str(value["rowwise"]), str(value["columnwise"]), str(value.get("columnwise_source", SOURCES[0]))
+
+
+# ---- projections ---------------------------------------------------------------------------------------------------
+
+PROJECT_FIELD = "project"
+"""The key of the grid where a quantizer is a mapping."""
+PROJECTION_GRIDS = ("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "nvfp4")
+PROJECTION_HOSTS = ("mxfp8", "fp8_block")
+_PROJECTION = re.compile(r"\s*project\s*\(([^()]*)\)\s*>(.*)", re.DOTALL)
+_NO_GRID = {
+    "sr": "its values are drawn anew at each use, and a checkpoint has one",
+    "rht": "its values are transformed, and a weight is not",
+    "row_scaled": "it is for rows of inputs",
+}
+"""Beginning of an option that a grid does not take -> the reason."""
+
+
+def split_projection(value: Any) -> tuple[str | None, Any]:
+    """Return the text of the grid, None without a projection, and the quantizer without it.
+
+    value: a text, or a mapping with the key "project". UserError for a text that only begins as a projection.
+    """
+    if isinstance(value, Mapping) and PROJECT_FIELD in value:
+        grid = value[PROJECT_FIELD]
+        return None if grid is None else str(grid).strip(), {k: v for k, v in value.items() if k != PROJECT_FIELD}
+    if not isinstance(value, str) or not value.lstrip().startswith(PROJECT_FIELD):
+        return None, value
+    found = _PROJECTION.fullmatch(value)
+    if found is None:
+        raise UserError(f"quantizer '{value}': a projection is project(GRID) > QUANTIZER, as in {_example()}")
+    return found[1].strip(), found[2].strip()
+
+
+def projection_text(grid: str, quantizer: str) -> str:
+    """Return the text of a projection."""
+    return f"{PROJECT_FIELD}({grid}) > {quantizer}"
+
+
+def _example() -> str:
+    return f"'{projection_text('mxfp4', 'mxfp8')}'"
+
+
+def check_projection(grid: str, hosts: tuple[str, str]) -> None:
+    """Raise UserError for a grid that is no narrower format, and for a host that has no power-of-two block scales.
+
+    grid: the text of a format. hosts: the texts of both directions.
+    """
+    fields_of(grid)
+    name, options = words_of(grid)
+    if name not in PROJECTION_GRIDS:
+        takes = ", ".join(PROJECTION_GRIDS)
+        raise UserError(f"project({grid}): {name} is no grid that is narrower than its hosts; it takes {takes}")
+    for option in options:
+        reason = next((why for start, why in _NO_GRID.items() if option.startswith(start)), None)
+        if reason:
+            raise UserError(f"project({grid}): drop +{option}: {reason}")
+    for host in hosts:
+        fields = fields_of(host)[1]
+        if words_of(host)[0] not in PROJECTION_HOSTS or fields.get("pow2") is False:
+            raise UserError(
+                f"project({grid}) > {host}: a host is mxfp8 or fp8_block, in both directions, with scales that are"
+                " powers of two"
+            )

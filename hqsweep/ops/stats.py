@@ -12,6 +12,8 @@ dead_zone_error_pct, scale_error_pct, grid_error_pct
                parts of the squared error in percent, 100 together: x^2 of the lost elements; b^2 sum x^2 over the other
                elements; and the rest, the noise of the grid
 row_sqnr_db_*  median and 5th percentile of the SQNR of single rows, rows of zeros left out
+exact_tiles_pct
+               of a projected weight: share of the host's tiles whose values are the projected ones, in percent
 
 All of them follow from sums, minima and maxima, and row_sqnr_db_* from the sums over each operand row. So the sums of
 several parts can be joined. Parts may be pieces of one matrix, or matrices quantized one after the other (microbatches,
@@ -30,7 +32,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.formats import Buffers, Format, RngKey
-from hqsweep.formats.base import expand_tiles
+from hqsweep.formats.base import expand_tiles, tile_amax
 from hqsweep.ops.quantize.kernels import TILE
 
 SATURATION_MARGIN = 1 + 2.0**-8
@@ -119,6 +121,23 @@ class Sums:
             **_row_quantiles(self.row_power, self.row_error),
             **_parts(x2, error2, q2, lost2),
         }
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TileSums(Sums):
+    """The sums over a projected weight."""
+
+    exact: tuple[int, int]
+    """How many tiles the host encodes exactly, and how many there are."""
+
+    def joined(self, other: "TileSums", *, below: bool) -> "TileSums":
+        """Return the sums over this part and another one."""
+        exact = self.exact[0] + other.exact[0], self.exact[1] + other.exact[1]
+        return TileSums(**vars(super().joined(other, below=below)), exact=exact)
+
+    def row(self) -> dict[str, float]:
+        """Return all statistics, and exact_tiles_pct."""
+        return super().row() | {"exact_tiles_pct": 100.0 * self.exact[0] / max(self.exact[1], 1)}
 
 
 @dataclass(frozen=True)
@@ -229,6 +248,12 @@ def gather_by_row(
         sums=torch.stack(sums, dim=1), row_errors=error2[:, None], elements=x.numel(), x=x if keep_x else None,
         format=format, buffers=buffers,
     )  # fmt: skip
+
+
+def exact_tiles(values: Tensor, format: Format, buffers: Buffers) -> tuple[int, int]:
+    """Return how many tiles of an operand decode to the values [rows, cols], and how many tiles it has."""
+    differs = tile_amax((format.decode(buffers, tuple(values.shape)) != values).float(), *format.tile)
+    return int((differs == 0).sum()), differs.numel()
 
 
 def finite_or_none(row: dict[str, float]) -> dict[str, float | None]:

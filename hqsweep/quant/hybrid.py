@@ -3,27 +3,36 @@
 Vanilla quantization is the case of equal formats. The text form is ROW|COL@SOURCE: "nvfp4|mxfp8@rowwise_dequantized",
 "nvfp4|mxfp8" (source original), or "mxfp8" for both directions. One text sets the random Hadamard transform for the
 columnwise operand, so "nvfp4+rht" for both directions means "nvfp4|nvfp4+rht"; "nvfp4+rht|nvfp4+rht" transforms both.
+
+ProjectedQuantizer first rounds a weight to the grid of a narrower format: "project(mxfp4) > mxfp8".
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, Format, Identity, RngKey, RngKeys, parse
-from hqsweep.formats.spec import QUANTIZER_FIELDS, check_source, quantizer_texts
+from hqsweep.formats.spec import (
+    QUANTIZER_FIELDS,
+    check_projection,
+    check_source,
+    projection_text,
+    quantizer_texts,
+    split_projection,
+)
 from hqsweep.memo import cached_property
 from hqsweep.ops.elementwise import activation, activation_backward
 from hqsweep.ops.quantize.fused import Normed, quantize_activated, quantize_normed, shape_of, takes_formats
 from hqsweep.ops.quantize.quantize import Pair, Quantized, quantize, quantize_plain, quantized_of
 from hqsweep.ops.quantize.request import Output, Request, Target, request_of, text_of
 from hqsweep.ops.splits import Splits
-from hqsweep.ops.stats import Sums, gather_by_row
+from hqsweep.ops.stats import Sums, TileSums, exact_tiles, gather_by_row
 from hqsweep.parallel.shards.shard import Place
 from hqsweep.quant.delayed import SlotStates, grids_of, note
-from hqsweep.quant.operand import HybridOperand, operands_of
+from hqsweep.quant.operand import HybridOperand, Operand, operands_of
 from hqsweep.quant.targets import (
     found_under,
     signs_of,
@@ -67,10 +76,15 @@ class HybridQuantizer:
     @classmethod
     def parse(cls, value: "str | Mapping[str, str] | HybridQuantizer") -> "HybridQuantizer":
         """Return the quantizer of "ROW|COL@SOURCE", of a mapping {rowwise, columnwise, columnwise_source (optional)},
-        or of an object with one as `frozen` (hqsweep.compat's)."""
+        or of an object with one as `frozen` (hqsweep.compat's). With "project(GRID) >" before the text, or the key
+        project, it is a ProjectedQuantizer."""
         value = getattr(value, "frozen", value)
         if isinstance(value, HybridQuantizer):
             return value
+        grid, value = split_projection(value)
+        if grid is not None:
+            own = cls.parse(value)
+            return ProjectedQuantizer(own.rowwise, own.columnwise, own.columnwise_source, projection=parse(grid))
         row, column, source = quantizer_texts(value)
         if column is not None:
             return cls(parse(row), parse(column), source)
@@ -388,6 +402,63 @@ class HybridQuantizer:
         if place is None:
             return keys
         return {direction: own and place.key(own, direction) for direction, own in keys.items()}
+
+
+@dataclass(frozen=True)
+class ProjectedQuantizer(HybridQuantizer):
+    """A HybridQuantizer, the host, of a weight that is first rounded to the grid of a narrower format.
+
+    A training then computes with the weights of a checkpoint in that format. Gradients pass straight through to the
+    weight. The grid's blocks run along the rows of the weight, and both directions are made of the projected values.
+    UserError for another grid than MXFP4, MXFP6 and NVFP4, for one with random bits or a transform, and for a host
+    whose blocks have no power-of-two scales.
+    """
+
+    projection: Format = field(kw_only=True)
+    """The format of the grid."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_projection(self.projection.text, (self.rowwise.text, self.columnwise.text))
+        _ = self.on_grid
+
+    def __str__(self) -> str:
+        return projection_text(self.projection.text, super().__str__())
+
+    @cached_property
+    def on_grid(self) -> HybridQuantizer:
+        """The quantizer of the grid itself."""
+        return HybridQuantizer(self.projection, self.projection)
+
+    def codes(self, x: Tensor) -> Operand:
+        """Return x [rows, cols] in the grid's format, with blocks along cols."""
+        return self.on_grid.quantize(x, columnwise=None).rowwise
+
+    def project(self, x: Tensor) -> Tensor:
+        """Return x [rows, cols] rounded to the grid, in x's dtype.
+
+        The values of MXFP4 and MXFP6 are exact in bfloat16. Values of NVFP4 have the amax of x as a factor, and are
+        rounded to the dtype.
+        """
+        return self.codes(x).dequantize(x.dtype)
+
+    def quantize(self, x: Tensor, **options: Any) -> HybridOperand:
+        """Return the host's quantize() of the projected x."""
+        return super().quantize(self.project(x), **options)
+
+    def sums(self, x: Tensor, *unread: Any, **of_parts: Any) -> dict[Direction, Sums]:
+        """Return the sums behind statistics(), with errors relative to x; waits for the device.
+
+        They also count the tiles that the host encodes exactly: blocks under one scale whose values are the projected
+        ones. Keys and states are not read: no format has random bits or a history.
+        """
+        values, sums = self.project(x), {}
+        operands = super().quantize(values)
+        for direction, of_x, of_grid in zip(DIRECTIONS, (x, x.t()), (values, values.t()), strict=True):
+            format, buffers = getattr(self, direction), getattr(operands, direction).buffers
+            own = gather_by_row(of_x, format, buffers).read()
+            sums[direction] = TileSums(**vars(own), exact=exact_tiles(of_grid, format, buffers))
+        return sums
 
 
 def IdentityQuantizer(name: str = "bf16") -> HybridQuantizer:

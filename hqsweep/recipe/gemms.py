@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hqsweep.errors import UserError
-from hqsweep.formats.spec import NAMES, SOURCES, directions, fields_of, words_of
+from hqsweep.formats.spec import NAMES, SOURCES, directions, fields_of, split_projection, words_of
 from hqsweep.recipe.pairs import GEMMS
 from hqsweep.recipe.roles import TENSOR_TYPES
 
@@ -64,7 +64,10 @@ def expanded(section: Any, where: str) -> Any:
 
 
 def gemms_text(section: Mapping[str, str]) -> str | None:
-    """Return F/D/W of a section, tensor -> quantizer's text; None if a columnwise operand has another source."""
+    """Return F/D/W of a section, tensor -> quantizer's text; None if a columnwise operand has another source, and for a
+    projected weight."""
+    if any(split_projection(section[tensor])[0] for tensor in TENSORS):
+        return None
     slots: dict[tuple[str, str], str] = {}
     for tensor in TENSORS:
         row, column, source = directions(section[tensor])

@@ -13,6 +13,8 @@ from hqsweep.recipe.roles import HEAD, TENSOR_TYPES, QuantizerRole
 from hqsweep.recipe.sectioned import SECTIONS, Recipe
 from hqsweep.recipe.sections import HIGH_PRECISION, Section
 
+PROJECTION = "projection"
+ALL_FIELDS = (*FIELDS, PROJECTION)
 LINEARS = ("linear", "grouped_linear")
 PARTS = (*SECTIONS, HEAD, "embedding", "norm")
 
@@ -32,14 +34,17 @@ class Slot:
         return (f"schedule[{self.stage - 1}]." if self.stage else "") + f"{self.part}.{self.tensor}"
 
     def row(self) -> dict[str, Any]:
-        """Return slot, rowwise, columnwise and columnwise_source, and the GEMMs that read each direction."""
+        """Return slot, rowwise, columnwise and columnwise_source, the GEMMs that read each direction, and the
+        projection or None."""
         module_type = self.part.rpartition(".")[2]
         gemms = {} if module_type in ("embedding", "norm") else MODULE_GEMMS.get(module_type, GEMMS)
         reads = {
             f"{direction}_reads": [gemm for gemm, operands in gemms.items() if (self.tensor, direction) in operands]
             for direction in DIRECTIONS
         }
-        return {"slot": self.name, **{name: str(getattr(self.quantizer, name)) for name in FIELDS}, **reads}
+        projection = getattr(self.quantizer, PROJECTION, None)
+        fields = {name: str(getattr(self.quantizer, name)) for name in FIELDS}
+        return {"slot": self.name, **fields, **reads, PROJECTION: None if projection is None else str(projection)}
 
 
 def slots(recipe: AnyRecipe) -> Iterator[Slot]:
@@ -78,10 +83,11 @@ def _usual(part: str, sections: Mapping[str, dict[str, str]]) -> dict[str, str] 
 def described(recipe: AnyRecipe) -> dict[str, Any]:
     """Return a recipe as plain data for JSON.
 
-    It maps slots to {rowwise, columnwise, columnwise_source} as text, and key paths to other settings: gemm, factory,
-    fp8_dpa, and the targets of overrides and changes.
+    It maps slots to {rowwise, columnwise, columnwise_source} as text, with projection where there is one, and key paths
+    to other settings: gemm, factory, fp8_dpa, and the targets of overrides and changes.
     """
-    texts = {slot.name: {name: str(getattr(slot.quantizer, name)) for name in FIELDS} for slot in slots(recipe)}
+    rows = [slot.row() for slot in slots(recipe)]
+    texts = {row["slot"]: {name: row[name] for name in ALL_FIELDS if row[name] is not None} for row in rows}
     return texts | _settings(recipe)
 
 
@@ -135,7 +141,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[str, An
     for name in dict.fromkeys([*a, *b]):
         one, other = a.get(name), b.get(name)
         if isinstance(one or other, dict):
-            fields = [(field, *((described or {}).get(field) for described in (one, other))) for field in FIELDS]
+            fields = [(field, *((described or {}).get(field) for described in (one, other))) for field in ALL_FIELDS]
         else:
             fields = [(None, one, other)]
         rows += [{"slot": name, "field": field, "a": x, "b": y} for field, x, y in fields if x != y]

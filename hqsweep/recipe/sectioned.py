@@ -23,7 +23,7 @@ from hqsweep.recipe.sections import (
     Faults,
     LinearQuantizers,
     Section,
-    parse_quantizer,
+    parse_unprojected,
 )
 
 _ENDS = re.compile(r"(first|last)\(\s*([0-9.]+)\s*\)")
@@ -184,7 +184,7 @@ class Recipe:
                 parsed[key] = faults.take(section.parse, fields[key], f"{where}.{key}", defaults[key])
         for key in ("embedding", "norm"):
             if key in fields:
-                parsed[key] = faults.take(parse_quantizer, fields[key], f"{where}.{key}")
+                parsed[key] = faults.take(parse_unprojected, fields[key], f"{where}.{key}")
         overrides = enumerate(fields.get("overrides") or ())
         parsed["overrides"] = tuple([faults.take(Override.parse, o, f"{where}.overrides[{i}]") for i, o in overrides])
         parsed["gemm"] = faults.take(parse_gemm, fields.get("gemm", "exact"), where)

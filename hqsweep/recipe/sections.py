@@ -6,14 +6,16 @@ at once, each with the slot's key path.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from hqsweep.errors import UserError, nearest
 from hqsweep.formats import Format, parse
 from hqsweep.memo import cached_property
-from hqsweep.quant.hybrid import HybridQuantizer, IdentityQuantizer
+from hqsweep.quant.hybrid import HybridQuantizer, IdentityQuantizer, ProjectedQuantizer
 from hqsweep.recipe.gemms import expanded
 from hqsweep.recipe.roles import IN_HIGH_PRECISION, TENSOR_TYPES
+
+WEIGHTS_ALONE = "a projection is for the weight of a linear; give another tensor its format alone"
 
 
 class Faults:
@@ -40,8 +42,14 @@ class Faults:
 class Section:
     """Base of the sections. A subclass has one field per tensor of its module type, with the tensor's name."""
 
+    PROJECTED: ClassVar[tuple[str, ...]] = ()
+    """The slots that take a projection."""
+
     def __post_init__(self) -> None:
         _ = self.stochastic, self.identity  # computed now, as in HybridQuantizer
+        for slot, quantizer in slots(self).items():
+            if isinstance(quantizer, ProjectedQuantizer) and slot not in self.PROJECTED:
+                raise UserError(f"{slot}: {quantizer}: {WEIGHTS_ALONE}")
 
     @classmethod
     def tensors(cls) -> tuple[str, ...]:
@@ -60,7 +68,7 @@ class Section:
         elif value is None:
             texts = {}
         else:
-            return cls(**dict.fromkeys(tensors, parse_quantizer(value, where)))
+            return cls._checked(where, dict.fromkeys(tensors, parse_quantizer(value, where)))
         faults = Faults()
         takes = f"it takes {', '.join(tensors)}"
         faults.texts += [f"{where}: unknown key '{k}'{nearest(k, tensors)}; {takes}" for k in texts if k not in tensors]
@@ -69,7 +77,14 @@ class Section:
             faults.texts += [f"{where}: '{tensor}' is missing; {takes}" for tensor in missing]
         parsed = {t: faults.take(parse_quantizer, texts[t], f"{where}.{t}") for t in tensors if t not in missing}
         faults.raise_any()
-        return cls(**{t: parsed.get(t) or getattr(default, t) for t in tensors})
+        return cls._checked(where, {t: parsed.get(t) or getattr(default, t) for t in tensors})
+
+    @classmethod
+    def _checked(cls, where: str, quantizers: Mapping[str, HybridQuantizer]) -> Self:
+        try:
+            return cls(**quantizers)
+        except UserError as error:
+            raise UserError(f"{where}.{error}") from None
 
     @cached_property
     def stochastic(self) -> bool:
@@ -101,6 +116,8 @@ class LinearQuantizers(Section):
     slots. They are None unless the module knows who reads its output, or the returned gradient
     (`output_quantizer_role`, `grad_input_quantizer_role`).
     """
+
+    PROJECTED = ("weight",)
 
     input: HybridQuantizer
     weight: HybridQuantizer
@@ -165,6 +182,14 @@ def parse_quantizer(value: object, where: str) -> HybridQuantizer:
         return HybridQuantizer.parse(value)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
+
+
+def parse_unprojected(value: object, where: str) -> HybridQuantizer:
+    """Return parse_quantizer(), for a tensor that is no weight of a linear."""
+    quantizer = parse_quantizer(value, where)
+    if isinstance(quantizer, ProjectedQuantizer):
+        raise UserError(f"{where}: {quantizer}: {WEIGHTS_ALONE}")
+    return quantizer
 
 
 HIGH_PRECISION = {

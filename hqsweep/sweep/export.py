@@ -31,9 +31,10 @@ TOKENIZER = (
 """The files of a Hugging Face folder that are copied beside the weights."""
 
 
-def export_run(run: RunDir, out: Path, step: int | None = None) -> tuple[Path, int]:
+def export_run(run: RunDir, out: Path, step: int | None = None, *, grid: bool = False) -> tuple[Path, int]:
     """Write the weights of a run at a step, by default the last whose checkpoint is there: the float32 masters where
-    hqsweep's own model holds quantized ones. Returns the path, and the step. No code of a user's is imported.
+    hqsweep's own model holds quantized ones. grid: projected weights as codes of their grids. Returns the path, and the
+    step. No code of a user's is imported.
 
     Raises UserError for a run that trains no model, has no such checkpoint, whose config.json is missing or another, or
     where something lies at `out`; Damaged for a checkpoint that is not what the run wrote.
@@ -45,15 +46,17 @@ def export_run(run: RunDir, out: Path, step: int | None = None) -> tuple[Path, i
     try:
         if path.is_dir():
             check_recorded(path)
-            return _write_folder(config, path, out), step_of(path)
+            return _write_folder(config, path, out, grid), step_of(path)
         state = read_state(path, torch.device("cpu"))
     except NotAsWritten as error:
         raise Damaged(path, f"{error.fault}, so it is not exported", "export another step, or run it again") from None
-    return _write(config, state, out), state["step"]
+    return _write(config, state, out, grid), state["step"]
 
 
-def _write(config: ConvergenceConfig, state: dict, out: Path) -> Path:
+def _write(config: ConvergenceConfig, state: dict, out: Path, grid: bool) -> Path:
     """Write the weights in one of a run's states, in the format of its kind of model."""
+    if grid and isinstance(config.model, HFModelConfig | FactoryModelConfig):
+        raise UserError("--grid is for runs of hqsweep's own model; leave it out")
     if isinstance(config.model, HFModelConfig):
         check_same(config.model)
         known = read_hf_config(config.model.path)
@@ -62,7 +65,7 @@ def _write(config: ConvergenceConfig, state: dict, out: Path) -> Path:
         return save_pretrained(model, out, beside)
     if isinstance(config.model, FactoryModelConfig):
         return save_state(_values(state), out)
-    return save_model(_trained(config, state), out)
+    return save_model(_trained(config, state), out, grid=grid)
 
 
 def _values(state: dict) -> dict[str, Tensor]:
@@ -83,14 +86,14 @@ def _values(state: dict) -> dict[str, Tensor]:
     return values
 
 
-def _write_folder(config: ConvergenceConfig, path: Path, out: Path) -> Path:
+def _write_folder(config: ConvergenceConfig, path: Path, out: Path, grid: bool) -> Path:
     """Write the weights in the folder that ranks of a run have written, in the format of its kind of model."""
     weights = read_folder(path)
     if isinstance(config.model, HFModelConfig | FactoryModelConfig):
-        return _write(config, {"model": weights}, out)
+        return _write(config, {"model": weights}, out, grid)
     model = _adapter(config, len(weights["embedding.weight"])).model
     load_sharded(model, None, path)
-    return save_model(model, out)
+    return save_model(model, out, grid=grid)
 
 
 def export_folder(folder: Path, out: Path) -> Path:

@@ -17,7 +17,7 @@ from torch.utils.tensorboard.summary import hparams
 from hqsweep.config.jobs import VERDICT_COLUMNS
 from hqsweep.errors import visible
 from hqsweep.sweep.store.run_dir import RunDir
-from hqsweep.track.tracker import HarmlessTracker, Tracker, curves, harmless, one_line, verdict_scalars
+from hqsweep.track.tracker import HarmlessTracker, Tracker, harmless, one_line, verdict_scalars
 
 FLUSH_S = 1
 TEXT_ROWS = 500
@@ -57,10 +57,6 @@ class TensorBoardTracker(HarmlessTracker):
         writer = self._open()
         for name, value in values.items():
             writer.add_scalar(visible(name), value, step)
-
-    @harmless
-    def sampled(self, step: int, rows: list[dict[str, Any]]) -> None:
-        self.log(step, curves(rows))
 
     @harmless
     def table(self, name: str, rows: list[dict[str, Any]]) -> None:

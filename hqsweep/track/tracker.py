@@ -136,6 +136,14 @@ class HarmlessTracker:
     def __init__(self) -> None:
         self._complaints: set[str] = set()
 
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """As Tracker.log."""
+        raise NotImplementedError
+
+    def sampled(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Log the curves() of rows of the table "stats"."""
+        self.log(step, curves(rows))
+
     def complain(self, line: str) -> None:
         """Say it in the log, once."""
         if line not in self._complaints:

@@ -64,10 +64,6 @@ class TrackioTracker(HarmlessTracker):
         self._run.log(dict(values), step=step)
 
     @harmless
-    def sampled(self, step: int, rows: list[dict[str, Any]]) -> None:
-        self.log(step, curves(rows))
-
-    @harmless
     def table(self, name: str, rows: list[dict[str, Any]]) -> None:
         if rows and name != "stats":  # its curves are there
             self._run.log({name: trackio.Table(dataframe=pd.DataFrame(rows[:TABLE_ROWS]))}, step=self._step)

@@ -22,7 +22,6 @@ from hqsweep.track.tracker import (
     HarmlessTracker,
     NullTracker,
     Tracker,
-    curves,
     harmless,
     one_line,
     resolve_mode,
@@ -154,11 +153,6 @@ class WandbTracker(HarmlessTracker):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._step = step
         self._run.log(dict(values), step=step)
-
-    @harmless
-    def sampled(self, step: int, rows: list[dict[str, Any]]) -> None:
-        self._step = step
-        self._run.log(curves(rows), step=step)
 
     @harmless
     def table(self, name: str, rows: list[dict[str, Any]]) -> None:

@@ -1,7 +1,7 @@
-"""The thirteen factories of TransformerEngine's documentation, written against its API: real imports, real arguments.
+"""The fourteen factories of TransformerEngine's documentation, written against its API: real imports, real arguments.
 
 This file is data, not a test helper: test_quantizers.py beside it replaces its imports and runs it. One factory for
-each row of the table of custom_recipes/ (d0067d0).
+each row of the table of custom_recipes/ (d0067d0), and the one in the docstring of DotProductAttention.
 """
 
 import torch
@@ -147,4 +147,15 @@ def nvfp4_linear_fp8_dpa(role):
         return Float8CurrentScalingQuantizer(
             fp8_dtype=DType.kFloat8E5M2 if gradient else DType.kFloat8E4M3, device="cuda"
         )
+    return nvfp4(role)
+
+
+@quantizer_factory(key=("nvfp4_linear_mxfp8_dpa", 1))
+def nvfp4_linear_mxfp8_dpa(role):
+    """For CustomRecipe(..., fp8_dpa=True)."""
+    attention = role is not None and role.module_type == "dpa"
+    boundary = role is not None and not role.module_type and role.name.endswith(("dpa_output", "dpa_grad_input"))
+    if attention or boundary:
+        gradient = role.tensor_type in ("do", "dp", "dqkv") if attention else "dpa_grad_input" in role.name
+        return MXFP8Quantizer(fp8_dtype=DType.kFloat8E5M2 if gradient else DType.kFloat8E4M3)
     return nvfp4(role)

@@ -22,6 +22,7 @@ NAMES = [
     "high_precision", "current_scaling", "float8_block_scaling", "mxfp8", "nvfp4", "high_precision_fwd_mxfp8_bwd",
     "mxfp8_fwd_nvfp4_bwd", "nvfp4_1d_weight", "mxfp8_fwd_high_precision_bwd", "nvfp4_row_scaled_fwd_mxfp8_bwd",
     "nvfp4_row_scaled_fwd_high_precision_bwd", "delayed_scaling", "nvfp4_linear_fp8_dpa",
+    "nvfp4_linear_mxfp8_dpa",
 ]  # fmt: skip
 ROLES = [
     *module_roles("linear", "layers.0.attn.qkv"),
@@ -46,7 +47,7 @@ THEIRS = with_our_imports((Path(__file__).parent / "te_factories.py").read_text(
 @pytest.mark.parametrize("name", NAMES)
 def test_a_factory_is_the_recipe_of_its_name(name):
     recipe = parse_recipe(load_recipe(name))
-    custom = CustomRecipe(qfactory=THEIRS[name], fp8_dpa=name == "nvfp4_linear_fp8_dpa")
+    custom = CustomRecipe(qfactory=THEIRS[name], fp8_dpa=name.endswith("_dpa"))
     assert custom.resolve(ROLES) == recipe.resolve(ROLES)
 
 
@@ -63,7 +64,7 @@ def test_autocast_takes_the_recipe_of_a_factory_by_its_name():
 
 def test_no_factory_is_left_out():
     written = {n for n, f in THEIRS.items() if getattr(f, "__module__", "") == "replaced" and callable(f)}
-    assert written - {"tensor_of_linear", "plain_nvfp4"} == set(NAMES) and len(NAMES) == 13
+    assert written - {"tensor_of_linear", "plain_nvfp4"} == set(NAMES) and len(NAMES) == 14
 
 
 @pytest.mark.feature("F13")

@@ -41,6 +41,7 @@ ZOO = {
     "high_precision": ("bf16", "bf16", "bf16"),
     "delayed_scaling": ("fp8_delayed", "fp8_delayed", "fp8_delayed+e5m2"),
     "nvfp4_linear_fp8_dpa": ("nvfp4+rht", "nvfp4+2d", "nvfp4+rht+sr"),  # and sections for attention
+    "nvfp4_linear_mxfp8_dpa": ("nvfp4+rht", "nvfp4+2d", "nvfp4+rht+sr"),  # too
     # ----
     "nvfp4_row_scaled_fwd_mxfp8_bwd_dense": (
         "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "nvfp4|mxfp8@rowwise_dequantized", "mxfp8"
@@ -72,6 +73,10 @@ ZOO = {
     "nvfp4_fc2_mxfp8": ("nvfp4+rht", "nvfp4+2d", "nvfp4+rht+sr"),  # and overrides
     "mxfp6_e2m3": ("mxfp6_e2m3", "mxfp6_e2m3", "mxfp6_e2m3"),
     "mxfp6_e3m2": ("mxfp6_e3m2", "mxfp6_e3m2", "mxfp6_e3m2"),
+    "mxfp8_weight_mxfp4": ("mxfp8", "project(mxfp4) > mxfp8", "mxfp8"),
+    "float8_block_weight_mxfp4": ("fp8_block", "project(mxfp4) > fp8_block+2d", "fp8_block"),
+    "mxfp8_dpa": ("mxfp8", "mxfp8", "mxfp8"),  # and sections for attention
+    "nvfp4_dpa": ("nvfp4+rht", "nvfp4+2d", "nvfp4+rht+sr"),  # too
     "mxfp8_e5m2_grad": ("mxfp8", "mxfp8", "mxfp8+e5m2"),
     "fp32": ("fp32", "fp32", "fp32"),
     "fp8_row": ("fp8_row+pow2", "fp8_row+pow2", "fp8_row+pow2"),
@@ -228,6 +233,9 @@ def test_every_leaf_refuses_a_wrong_type_and_names_itself(path: str, kind: str) 
         ({"recipe": {"name": "r", "linear": "mxfp8", "schedule": [{"at": 0.5, "fprop": "bf16"}]},
           "model": {"quantized_weights": True}},
          r"recipe.schedule: from step 101 on layers.0.attn.qkv/linear/weight is bf16\|mxfp8, but model.quantized_w"),
+        ({"recipe": {"name": "r", "linear": {"gemms": "nvfp4/nvfp4+rht32+eden/nvfp4+rht32+eden"}},
+          "model": {"quantized_weights": True}},
+         r"recipe: model.quantized_weights holds layers.0.attn.qkv/linear/weight in .*, and \+eden draws"),
         ({"recipe": {"name": "r", "linear": "bf16", "dpa": "mxfp8"}, "train": {"context": 48}},
          r"recipe: layers.0.attn.dpa qkv columnwise mxfp8: the context has 48 positions; .* \(and in 1 more\)"),
         ({"recipe": {"name": "r", "qfactory": "no such.module"}}, "recipe.qfactory: 'no such.module' is no pa"),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import KERNEL_PAIRS, KERNELS, LOW_BASES, PLAIN, REPRESENTATIVE, crossed
-from support.ops.calls import quantize
+from support.ops.calls import device_splits, quantize
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
@@ -153,11 +153,6 @@ def test_exact_columns_by_rows(case, width, device, monkeypatch):
                 assert_same({direction: without_nan(actual[direction])}, wanted, sizes)
 
 
-def device_splits(sizes, device) -> Splits:
-    """Sizes that only the device knows."""
-    return Splits(rows=sum(sizes), count=len(sizes), sizes=None, device_sizes=torch.tensor(sizes, device=device))
-
-
 def without_nan(tensors):
     return {name: torch.where(t.isnan(), torch.full_like(t, 7.0), t) for name, t in tensors.items()}
 
@@ -169,8 +164,7 @@ def test_splits_that_the_host_does_not_know(case, device, monkeypatch):
     """Buffers of the largest size that any splits need, written as far as these need it."""
     sizes = sizes_of(case)
     x = draw("heavy", sum(sizes), 128, dtype=torch.bfloat16).to(device)
-    splits = Splits(rows=len(x), count=len(sizes), sizes=None, device_sizes=torch.tensor(sizes, device=device))
-    assert_same(at_once(x, splits, case, monkeypatch), one_by_one(x, sizes, case))
+    assert_same(at_once(x, device_splits(sizes, device), case, monkeypatch), one_by_one(x, sizes, case))
 
 
 @devices

@@ -87,3 +87,9 @@ def test_only_linears_have_these_products():
         parse_recipe({"linear": "mxfp8", "dpa": {"gemms": MIXED}})
     with pytest.raises(UserError, match="no such file"):
         hqsweep.recipe("some/folder/recipe")
+
+
+def test_a_projected_weight_has_no_text_by_products():
+    section = {"input": "mxfp8", "weight": "mxfp8", "grad_output": "mxfp8"}
+    assert gemms_text(section) == "mxfp8/mxfp8/mxfp8"
+    assert gemms_text(section | {"weight": "project(mxfp4) > mxfp8"}) is None

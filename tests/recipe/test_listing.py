@@ -19,7 +19,7 @@ def test_every_slot_is_listed_with_the_gemms_that_read_it():
     assert len(rows) == 3 + 3 + 4 + 3 + 1 + 1
     assert rows["linear.weight"] == {
         "slot": "linear.weight", "rowwise": "nvfp4", "columnwise": "mxfp8", "columnwise_source": "rowwise_dequantized",
-        "rowwise_reads": ["fprop"], "columnwise_reads": ["dgrad"],
+        "rowwise_reads": ["fprop"], "columnwise_reads": ["dgrad"], "projection": None,
     }  # fmt: skip
     assert rows["dpa.qkv"]["columnwise_reads"] == ["pv", "dq", "dk"] and rows["head.input"]["rowwise_reads"] == [
         "fprop"

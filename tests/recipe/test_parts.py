@@ -6,7 +6,7 @@ from hqsweep.config.job import gemm_modules, parse
 from hqsweep.config.model import ModelConfig
 from hqsweep.errors import UserError
 from hqsweep.recipe import Recipe
-from hqsweep.recipe.parts import check_parts
+from hqsweep.recipe.validate import check_parts
 
 WHOLE = {"dim": 128, "layers": 2, "heads": 2, "ffn": 128}
 
@@ -35,6 +35,13 @@ def check(recipe, ranks=2, steps=10, vocabulary=128, **model):
 def test_what_is_refused(recipe, model, why):
     with pytest.raises(UserError, match="train.parallel.tp: 2 ranks have .*" + why):
         check(recipe, **model)
+
+
+def test_projected_weights_are_not_shared():
+    recipe = {"linear": {"input": "mxfp8", "weight": "project(mxfp4) > mxfp8", "grad_output": "mxfp8"}}
+    sentence = r"layers.0.attn.qkv has the weight project\(mxfp4\) > mxfp8, and ranks share no projected weight"
+    with pytest.raises(UserError, match=f"train.parallel.tp: {sentence}"):
+        check(recipe)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "fp8_current", "fp8_delayed", "nvfp4", "nvfp4+row_scaled|mxfp8"])

@@ -16,6 +16,9 @@ from hqsweep.errors import Damaged, UserError
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
 from hqsweep.parallel.mesh import Ranks
+from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.quant.serialize import load_safetensors
+from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.factories import Importer
 from hqsweep.sweep.export import export_folder, export_run
 from hqsweep.sweep.store.run_dir import RunDir
@@ -171,3 +174,35 @@ def test_the_weights_that_ranks_have_written(model: dict, tmp_path: Path) -> Non
     (run.checkpoint / "step_3/.metadata").unlink()
     with pytest.raises(Damaged, match="so it is not exported"):
         export_run(run, tmp_path / "again")
+
+
+@pytest.mark.parametrize("model", [{}, {"experts": 2, "top_k": 1}, {"quantized_weights": True}], ids=str)
+@pytest.mark.parametrize("grid", ["mxfp4", "mxfp6_e2m3", "nvfp4"])
+def test_projected_weights_are_written_in_their_grid_and_read_back_equal(grid, model: dict, tmp_path: Path) -> None:
+    """Their codes are those of the masters in bfloat16, each expert by itself. Loaded, they are their values."""
+    projected = HybridQuantizer.parse(f"project({grid}) > mxfp8")
+    recipe = {"name": "r", "linear": {"input": "mxfp8", "weight": str(projected), "grad_output": "mxfp8"}}
+    cfg = parse(config(**model).model_dump() | {"recipe": recipe})
+    run = trained(cfg, tmp_path / "t/run")
+    masters = load_safetensors(export_run(run, tmp_path / "plain.safetensors")[0])
+    file, _ = export_run(run, tmp_path / "grid.safetensors", grid=True)
+    read = load_safetensors(file)
+    quantized = {name for name, value in read.items() if isinstance(value, HybridQuantizedTensor)}
+    assert quantized == {n for n in masters if n.endswith(("qkv.weight", "proj.weight", "fc1.weight", "fc2.weight"))}
+    for name in quantized:
+        assert str(read[name].quantizer) == grid and read[name].metadata.directions == ("rowwise",)
+        shape = (-1, *read[name].shape[-2:])
+        for master, values in zip(masters[name].view(shape), read[name].dequantize().view(shape), strict=True):
+            codes = projected.codes(master.bfloat16())
+            assert torch.equal(values, codes.dequantize(torch.float32)) and not torch.equal(values, master)
+    plain = build_model(config(**(model | {"quantized_weights": False})), 16, cfg.recipe.build())
+    load_checkpoint(file, plain)
+    for name, own in plain.named_parameters():
+        assert torch.equal(own, read[name].dequantize() if name in quantized else masters[name])
+
+
+def test_a_run_without_projected_weights_has_no_grid(tmp_path: Path) -> None:
+    run = trained(config(), tmp_path / "t/run")
+    with pytest.raises(UserError, match=r"there is no projected weight, as in recipe\.linear\.weight='project"):
+        export_run(run, tmp_path / "out", grid=True)
+    assert not (tmp_path / "out").exists()

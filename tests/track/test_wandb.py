@@ -257,7 +257,6 @@ def test_errors_after_the_start_are_one_line_each_and_harmless(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(";")[0] for line in lines] == [
         "wandb: log: RuntimeError: service died",
-        "wandb: sampled: RuntimeError: service died",
         "wandb: table: RuntimeError: service died",
         "wandb: finish: RuntimeError: service died",
     ]

@@ -67,6 +67,7 @@ def test_an_end_that_changes_by_the_margin_is_called_flat_as_rarely_as_stated(tr
     assert share(courses, ("closing",)) < 0.01
 
 
+@pytest.mark.slow
 def test_four_arms_together_claim_as_rarely_as_one():
     claims = [share(found(arms=4, trunks=4, lasting=0.1 * arm), ("growing", "closing")) for arm in range(4)]
     assert at_most(sum(claims), 0.05)
@@ -89,7 +90,7 @@ def test_a_shock_that_heals_slowly_is_still_closing_and_the_steps_that_it_takes_
 
 
 def test_growth_is_found():
-    courses = found(trunks=8, lasting=0.3, shock=1.0, growth=0.5)
+    courses = found(trunks=8, lasting=0.3, shock=1.0, growth=0.5, studies=200)
     assert share(courses, ("growing",)) > 0.95
     assert np.mean([one.slope[0] for one in courses]) == pytest.approx(0.5, abs=0.02)
 

@@ -40,7 +40,7 @@ def test_one_arm_needs_the_seeds_of_the_published_power_tables(effect, seeds):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arms", range(1, 8))
+@pytest.mark.parametrize("arms", [1, 2, 4, 7])
 def test_power_is_a_finite_number_that_grows_with_the_gap_and_with_replicates(arms):
     for design in (WholeRuns(arms=arms, controls=2), WholeRuns(arms=arms, controls=1), Forks(arms=arms)):
         effects = np.geomspace(0.2, 60, 25)

@@ -63,8 +63,10 @@ def test_what_is_no_pair_is_refused(gaps, slopes, says):
         slowdown(gaps, slopes, 1.0, 1.0)
 
 
-@pytest.mark.parametrize("pct", [0.0, 1.0, 9.0, 40.0])
-@pytest.mark.parametrize(("trunks", "noise", "slope_noise"), [(3, 0.05, 0.05), (4, 0.3, 0.1), (8, 0.1, 0.2)])
+@pytest.mark.parametrize(
+    ("pct", "trunks", "noise", "slope_noise"),
+    [(0.0, 3, 0.05, 0.05), (40.0, 3, 0.05, 0.05), (1.0, 4, 0.3, 0.1), (9.0, 8, 0.1, 0.2), (40.0, 8, 0.1, 0.2)],
+)
 def test_intervals_cover_and_errors_are_5_percent(pct, trunks, noise, slope_noise):
     """2,000 studies of one arm: the 95 % interval covers, and an arm at the margin is inside it in 5 %."""
     rng, hits, inside, count, design = np.random.default_rng(trunks), 0, 0, 2000, Forks(arms=1)
@@ -107,8 +109,7 @@ def test_no_interval_is_narrower_than_that_of_a_known_slope():
     assert covered / count < 0.5
 
 
-@pytest.mark.parametrize("pct", [0.0, 20.0, 60.0])
-@pytest.mark.parametrize("seeds", [3, 6])
+@pytest.mark.parametrize(("pct", "seeds"), [(0.0, 3), (60.0, 3), (20.0, 6)])
 def test_whole_runs_with_a_guarded_error_cover(pct, seeds):
     """2,000 studies of four arms from scratch, whose slopes differ over seeds by 20 %."""
     rng, count, doublings = np.random.default_rng(seeds), 2000, math.log2(1 + pct / 100)

@@ -160,7 +160,7 @@ def check_held(weight: TensorProtocol, direction: Direction, quantizer: HybridQu
     if getattr(held, direction).rht_drawn:
         raise UserError(
             f"the weight is held in {held}, and its {direction} operand has the signs of the step that wrote it, while"
-            " +eden draws new ones in every step; do not hold the weight, or give it +sr in place of +eden"
+            " +eden draws new ones in every step; do not hold the weight, or give all operands +sr in place of +eden"
         )
     if getattr(weight, direction) is None:
         raise UserError(f"the {direction} operand of the weight is not held; quantize it with directions={DIRECTIONS}")
@@ -181,7 +181,9 @@ def unflatten_weights(tensors: Sequence[Tensor], skeletons: Sequence[Skeleton]) 
 
 
 SUMS: list[Callable[[Tensor], Tensor | None]] = []
-"""Functions that find the sum of a weight's gradients without a main_grad; they return None for unknown weights."""
+"""Functions that find the sum of a weight's gradients without a main_grad; they return None for unknown weights.
+
+nn knows nothing of fully_shard. So optim.use_main_grads adds the function that finds FSDP's sum, once a process."""
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:

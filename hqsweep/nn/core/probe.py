@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hqsweep.config.jobs import ERRORS, LOADS
+from hqsweep.config.jobs import ERRORS, LOADS, PROJECTED
 from hqsweep.formats import RngKey, parse
 from hqsweep.nn.core.wire import Part
 from hqsweep.ops.stats import OutputSums, Sums, finite_or_none, is_below, output_sums
@@ -197,7 +197,7 @@ def is_of_step(name: str) -> bool:
 def rows_of(step: int, samples: Mapping[Key, Sample]) -> list[dict[str, object]]:
     """Return one row per sample, with the columns of the table "stats"."""
     own = ((key, sample) for key, sample in samples.items() if key.what_if is None)
-    return [_row(step, *each, (*ERRORS, *LOADS)) for each in own]
+    return [_row(step, *each, (*ERRORS, *LOADS, *PROJECTED)) for each in own]
 
 
 def what_if_rows_of(step: int, samples: Mapping[Key, Sample]) -> list[dict[str, object]]:

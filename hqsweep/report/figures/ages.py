@@ -6,16 +6,7 @@ import numpy as np
 import pandas as pd
 
 from hqsweep.report.compare.arms import Comparison
-from hqsweep.report.figures.look import (
-    BASELINE_COLOUR,
-    Panel,
-    figure,
-    line_with_band,
-    listed,
-    margin_band,
-    styles,
-    symbol,
-)
+from hqsweep.report.figures.look import Panel, gaps_against, listed, styles
 from hqsweep.verdicts.judging import weights
 
 STEPS = 17
@@ -28,20 +19,10 @@ def age_panels(comparison: Comparison) -> list[Panel]:
     rows = age_lines(comparison) if math.isfinite(end) else pd.DataFrame()
     if rows.empty:
         return []
-    fig = figure("gap, % of the baseline's loss", "age: steps since the fork", y={"tickformat": "+.4~g"})
-    margin_band(fig, comparison.margin_pct)
-    fig.add_hline(y=0, line={"color": BASELINE_COLOUR, "width": 1})
-    for arm, style in styles(comparison.arms).items():
-        own = rows[rows["arm"] == arm]
-        line = own[own["kind"] == "line"]
-        line_with_band(fig, arm, style, line, ("gap_pct", "low", "high"), "age %{x:.0f}: %{y:+.4f} %")
-        forks = own[own["kind"] == "fork"]
-        fig.add_scatter(
-            x=forks["step"], y=forks["gap_pct"], mode="markers", legendgroup=arm, text=forks["trunk"],
-            marker={"color": style["color"], "symbol": symbol(style), "size": 7},
-            hovertemplate="%{text}, age %{x}: %{y:+.4f} %<extra></extra>",
-        )  # fmt: skip
-    last = rows[(rows["kind"] == "line") & (rows["step"] == end)]
+    lines, forks = rows[rows["kind"] == "line"], rows[rows["kind"] == "fork"]
+    look, hovers = styles(comparison.arms), ("age %{x:.0f}: %{y:+.4f} %", "%{text}, age %{x}")
+    fig = gaps_against("age: steps since the fork", None, comparison.margin_pct, look, lines, forks, hovers)
+    last = lines[lines["step"] == end]
     says = listed(f"{row.arm} {row.gap_pct:+.3f} %" for row in last.itertuples())
     heading = f"Gap against age, all forks end at step {end:,.0f}"
     return [Panel(

@@ -4,35 +4,18 @@ import numpy as np
 import pandas as pd
 
 from hqsweep.report.compare.ladder import Ladder, size_text
-from hqsweep.report.figures.look import (
-    BASELINE_COLOUR,
-    Panel,
-    figure,
-    line_with_band,
-    listed,
-    margin_band,
-    styles,
-    symbol,
-)
+from hqsweep.report.figures.look import Panel, gaps_against, listed, styles
 
 
 def ladder_panel(found: Ladder) -> Panel:
     """Return the figure: a mark for each measured size, a line and a band of predictions."""
     sizes = np.log10(found.curves["params"])
     log = {"type": "log", "range": [float(sizes.min()) - 0.05, float(sizes.max()) + 0.05]}
-    fig = figure("gap, % of the baseline's loss", "parameters", y={"tickformat": "+.4~g"}, x=log)
-    margin_band(fig, found.margin)
-    fig.add_hline(y=0, line={"color": BASELINE_COLOUR, "width": 1})
-    arms = pd.DataFrame({"arm": [*found.predictions], "baseline": "", "null": False})
-    for arm, style in styles(arms).items():
-        line = found.curves[found.curves["arm"] == arm].rename(columns={"params": "step"})
-        line_with_band(fig, arm, style, line, ("gap_pct", "low", "high"), "%{x:.3g} parameters: %{y:+.3f} %")
-        own = found.measured[(found.measured["arm"] == arm) & (found.measured["design"] == found.design)]
-        fig.add_scatter(
-            x=own["params"], y=own["gap_pct"], mode="markers", legendgroup=arm,
-            marker={"color": style["color"], "symbol": symbol(style), "size": 8},
-            hovertemplate="%{x:.3g} parameters, measured: %{y:+.3f} %<extra></extra>",
-        )  # fmt: skip
+    look = styles(pd.DataFrame({"arm": [*found.predictions], "baseline": "", "null": False}))
+    curves, measured = (rows.rename(columns={"params": "step"}) for rows in (found.curves, found.measured))
+    measured = measured[measured["design"] == found.design].drop(columns="trunk", errors="ignore")
+    hovers = "%{x:.3g} parameters: %{y:+.4f} %", "%{x:.3g} parameters, measured"
+    fig = gaps_against("parameters", log, found.margin, look, curves, measured, hovers)
     said = listed(
         f"{arm} {one.gap:+.2f} % ({one.low:+.2f} to {one.high:+.2f})" for arm, one in found.predictions.items()
     )

@@ -151,6 +151,31 @@ def line_with_band(
     )
 
 
+def gaps_against(
+    x_title: str,
+    x: dict[str, Any] | None,
+    margin: float,
+    look: dict[str, dict],
+    lines: pd.DataFrame,
+    marks: pd.DataFrame,
+    hovers: tuple[str, str],
+) -> go.Figure:
+    """A figure of gaps in % of the baseline's loss: of each arm a line with its band, and marks. `lines` has arm, step,
+    gap_pct, low and high, `marks` arm, step and gap_pct, and a text for each if it has `trunk`; hovers: of both."""
+    fig = figure("gap, % of the baseline's loss", x_title, y={"tickformat": "+.4~g"}, x=x or {})
+    margin_band(fig, margin)
+    fig.add_hline(y=0, line={"color": BASELINE_COLOUR, "width": 1})
+    for arm, style in look.items():
+        line_with_band(fig, arm, style, lines[lines["arm"] == arm], ("gap_pct", "low", "high"), hovers[0])
+        own = marks[marks["arm"] == arm]
+        fig.add_scatter(
+            x=own["step"], y=own["gap_pct"], mode="markers", legendgroup=arm, text=own.get("trunk"),
+            marker={"color": style["color"], "symbol": symbol(style), "size": 7},
+            hovertemplate=f"{hovers[1]}: %{{y:+.4f}} %<extra></extra>",
+        )  # fmt: skip
+    return fig
+
+
 def margin_band(fig: go.Figure, margin: float) -> None:
     """A band of 0 -+ `margin`, in the unit of the y axis, behind everything; nothing where it is NaN."""
     if np.isfinite(margin):

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import yaml
@@ -42,6 +42,7 @@ def show_run(run: RunDir, *, every: bool = False) -> tuple[RenderableType, dict[
         "loss": curve,
         "worst_sqnr": worst,
         "what_if": (what_if := _what_if(run)),
+        "exact_tiles": (exact := _exact_tiles(run)),
     }
     said = edits.of_run(run)
     page["note"], page["tags"] = said.note, list(said.tags)
@@ -59,6 +60,7 @@ def show_run(run: RunDir, *, every: bool = False) -> tuple[RenderableType, dict[
         parts.append(_worst_table(worst))
     if what_if:
         parts.append(_what_if_table(what_if))
+    parts += [Text(line) for line in map(_exact_line, exact)]
     if not every:
         parts += [Text(counted(table, rows)) for table, rows in checked.items()]
         lines = (_machine_line(manifest), system_line(manifest.get("system") or {}))
@@ -229,6 +231,31 @@ def _what_if(run: RunDir) -> list[dict[str, Any]]:
             )
     names = ("tensor", "direction", "own", "format")
     return [{**dict(zip(names, key, strict=True)), "sqnr_db": median(each)} for key, each in found.items()]
+
+
+def _exact_tiles(run: RunDir) -> list[dict[str, Any]]:
+    """The shares of the tiles of projected weights that their host encodes exactly, in percent, at the last sampled
+    step: direction, mean over the layers, the least of them, and its layer."""
+    rows = [row for row in run.rows("stats") if row.get("exact_tiles_pct") is not None]
+    last = max((row["step"] for row in rows), default=None)
+    found: dict[str, list[tuple[float, str]]] = {}
+    for row in rows:
+        if row["step"] == last:
+            found.setdefault(row["direction"], []).append((row["exact_tiles_pct"], row["layer"]))
+    return [
+        {
+            "direction": direction,
+            "mean": mean(pct for pct, _ in each),
+            **dict(zip(("least", "layer"), min(each), strict=True)),
+        }
+        for direction, each in found.items()
+    ]
+
+
+def _exact_line(share: dict[str, Any]) -> str:
+    """A line such as "projected weights, rowwise: 100 % of tiles exact, at least 100 % (layers.0.mlp.fc1)"."""
+    average, least = number(share["mean"], ".4g"), number(share["least"], ".4g")
+    return f"projected weights, {share['direction']}: {average} % of tiles exact, at least {least} % ({share['layer']})"
 
 
 def _slot(row: Mapping[str, Any]) -> tuple[str, str, str]:

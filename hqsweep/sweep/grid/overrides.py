@@ -24,7 +24,7 @@ from hqsweep.config.recipe_files import FORMAT, FORMAT_TEXTS
 from hqsweep.config.safe import check_expansion, check_references
 from hqsweep.config.study import StudyConfig
 from hqsweep.errors import UserError, nearest
-from hqsweep.formats.spec import QUANTIZER_FIELDS, directions
+from hqsweep.formats.spec import PROJECT_FIELD, QUANTIZER_FIELDS, directions, split_projection
 from hqsweep.recipe.gemms import KEY as GEMMS_KEY
 from hqsweep.recipe.roles import HEAD, IN_HIGH_PRECISION, TENSOR_TYPES
 from hqsweep.sweep.grid.arms import check_size
@@ -181,6 +181,8 @@ def drop_gpt(config: DictConfig) -> None:
 PARTS = {part: TENSOR_TYPES[part] for part in ("linear", "grouped_linear", "dpa")} | {HEAD: TENSOR_TYPES["linear"]}
 PARTS |= {"embedding": (), "norm": ()}
 """Part of a recipe -> its tensors; none where the part is one quantizer."""
+OPENED = (*QUANTIZER_FIELDS, PROJECT_FIELD)
+"""The keys of a quantizer that is spelled out."""
 
 
 def open_quantizers(config: DictConfig, key: str) -> None:
@@ -188,8 +190,8 @@ def open_quantizers(config: DictConfig, key: str) -> None:
 
     For a key such as recipe.dpa.qkv the section becomes {tensor: quantizer}: as stated in the recipe, or else as the
     section would resolve. For a key such as recipe.dpa.qkv.columnwise the quantizer becomes {rowwise, columnwise,
-    columnwise_source} as well. For recipe.linear.gemms, which says all of a section, it becomes empty. Other keys, and
-    a recipe that is a Python factory, change nothing.
+    columnwise_source} as well, with project where it has one or the key asks for it. For recipe.linear.gemms, which
+    says all of a section, it becomes empty. Other keys, and a recipe that is a Python factory, change nothing.
     """
     top, *path = key.split(".")
     recipe = OmegaConf.select(config, "recipe") if top == "recipe" else None
@@ -203,12 +205,12 @@ def open_quantizers(config: DictConfig, key: str) -> None:
         if field not in section:
             return
         recipe[part] = section
-        if fields and fields[0] in QUANTIZER_FIELDS:
-            _open_quantizer(recipe, f"{part}.{field}")
-    elif field in QUANTIZER_FIELDS:
+        if fields and fields[0] in OPENED:
+            _open_quantizer(recipe, f"{part}.{field}", fields[0])
+    elif field in OPENED:
         if recipe.get(part) is None and part in IN_HIGH_PRECISION:
             OmegaConf.update(recipe, part, IN_HIGH_PRECISION[part])
-        _open_quantizer(recipe, part)
+        _open_quantizer(recipe, part, field)
 
 
 def check_gemms(overrides: Sequence[Override]) -> None:
@@ -223,10 +225,12 @@ def check_gemms(overrides: Sequence[Override]) -> None:
             )
 
 
-def _open_quantizer(recipe: DictConfig, key: str) -> None:
+def _open_quantizer(recipe: DictConfig, key: str, field: str) -> None:
     value = OmegaConf.select(recipe, key)
     if isinstance(value, str):
-        OmegaConf.update(recipe, key, dict(zip(QUANTIZER_FIELDS, directions(value), strict=True)))
+        grid, host = split_projection(value)
+        opened = dict(zip(QUANTIZER_FIELDS, directions(host), strict=True))
+        OmegaConf.update(recipe, key, opened | ({PROJECT_FIELD: grid} if grid or field == PROJECT_FIELD else {}))
 
 
 def set_number(config: dict[str, Any], key: str, value: int) -> bool:

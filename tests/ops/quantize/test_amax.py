@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from cases import BASES, DELAYED, REPRESENTATIVE, crossed
-from support.ops.calls import find_amax, quantize
+from support.ops.calls import device_splits, find_amax, quantize
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, RngKeys, parse
@@ -60,11 +60,6 @@ def one_by_one(x, sizes, formats, options, places):
         start += size
 
 
-def hidden(sizes, device):
-    """Sizes that only the device knows."""
-    return Splits(rows=sum(sizes), count=len(sizes), sizes=None, device_sizes=torch.tensor(sizes, device=device))
-
-
 @pytest.mark.feature("H29")
 @devices
 @pytest.mark.parametrize(("case", "way"), crossed(CASES, WAYS, whole=CASES[::9]), ids=str)
@@ -74,7 +69,7 @@ def test_one_call_finds_what_a_call_for_each_expert_finds(case, way, device, mon
     sizes, width = sizes_of(case), 144
     x = draw("heavy", sum(sizes), width, dtype=dtype).to(device)
     x[200, 3], x[250, 100] = float("nan"), float("inf")
-    for splits in (Splits.of(sizes, len(x)), hidden(sizes, device)):
+    for splits in (Splits.of(sizes, len(x)), device_splits(sizes, device)):
         formats, options, ours = arguments(case, sizes, width, device)
         theirs = {name: amaxes.clone() for name, amaxes in ours.items()}
         one_by_one(x, sizes, formats, options, theirs)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import KERNELS, LOW_BASES, crossed
-from support.ops.calls import quantize
+from support.ops.calls import device_splits, quantize
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
@@ -21,11 +21,6 @@ from hqsweep.quant.operand import Operand, narrow
 SIXTEENS = (0, 128, 48, 0, 16, 160, 256, 0)
 ANY = (37, 0, 1, 128, 131, 300)
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-
-
-def device_splits(sizes, device) -> Splits:
-    """Sizes that only the device knows."""
-    return Splits(rows=sum(sizes), count=len(sizes), sizes=None, device_sizes=torch.tensor(sizes, device=device))
 
 
 @pytest.mark.feature("A28")

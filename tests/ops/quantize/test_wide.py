@@ -14,7 +14,7 @@ from hqsweep.ops.splits import Splits
 KEY = RngKey(seed=5, slot="wide", step=2**33 + 1)
 DISTRIBUTIONS = ("normal", "heavy", "tiny", "zeros", "spike", "nonfinite")
 SIZES = (128, 0, 256, 384)
-SHORT = ("nvfp4+rht64", "mxfp4+rht32", "nvfp4+tensor+rht128")
+SHORT = ("nvfp4+rht64", "mxfp4+rht32", "nvfp4+tensor+rht128", "nvfp4+rht128+eden")
 """Texts that meet every distribution; each other text meets one."""
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 

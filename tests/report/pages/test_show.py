@@ -31,6 +31,24 @@ def test_show_has_status_curve_worst_layers_manifest_and_config(make_sweep, fake
     assert "nvfp4 x nvfp4: exact fp32 (8)" in text and "2.13.0+cpu" in text and "lr: 0.001" in text
 
 
+def test_show_has_the_share_of_exact_tiles_of_projected_weights(make_sweep, fake):
+    (run,) = make_sweep([fake.Run()])
+    rows = [json.loads(line) for line in (run.path / "stats.jsonl").read_text().splitlines()]
+    weights = [row for row in rows if row["tensor"] == "weight"]
+    last = max(row["step"] for row in weights)
+    for row in weights:
+        row["exact_tiles_pct"] = 100.0 if row["direction"] == "rowwise" else 87.5 if row["step"] == last else 0.0
+    weights[-1]["exact_tiles_pct"], layers = 50.0, len({row["layer"] for row in weights})
+    (run.path / "stats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    fake.seal_again(run)
+    page, document = show_run(run)
+    by = {share["direction"]: share for share in document["exact_tiles"]}
+    assert by["rowwise"]["mean"] == by["rowwise"]["least"] == 100
+    assert by["columnwise"]["mean"] == (87.5 * (layers - 1) + 50) / layers
+    assert (by["columnwise"]["least"], by["columnwise"]["layer"]) == (50, weights[-1]["layer"])
+    assert f"tiles exact, at least 50 % ({weights[-1]['layer']})" in shown(page)
+
+
 def test_show_has_the_warnings_of_the_run(make_sweep, fake):
     (run,) = make_sweep([fake.Run()])
     run.update_manifest(warnings=["training reads its 9 tokens 2.00 times"])

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from cases import KERNELS, LOW
 
-from hqsweep.formats import ExactOperand, Format, RngKey, parse, spellings
+from hqsweep.formats import ExactOperand, Format, RngKey, eden, parse, spellings
 from hqsweep.formats.base import expand_tiles
 from hqsweep.formats.elements import ELEMENTS
 
@@ -174,7 +174,7 @@ def reference(case: Case, x: torch.Tensor) -> list[tuple]:
 
 def encode(format: Format, x: torch.Tensor, factor: float | None, key: RngKey) -> tuple[dict, dict | None]:
     """Buffers, and the global amax if the case gives one: the true one times the factor."""
-    grid, name, amax = format.grid(x), format.amax_name, None
+    grid, name, amax = format.grid(x, key), format.amax_name, None
     if factor is not None and name:
         amax = {name: (grid[name] * factor).nan_to_num(nan=0.0, posinf=torch.inf)}
     return format.encode(x, grid | (amax or {}), key), amax
@@ -187,6 +187,7 @@ def output(format: Format, buffers: dict, shape, kind: str):
         return format.operand(buffers, tuple(shape))
     matrix, name = format.element.decode(format.codes(buffers)), format.amax_name
     largest = {"e2m1": 6.0, "e1m2": 3.5}.get(format.element.name, 0.0)
+    largest = eden.MAX if format.rht_drawn else largest
     if format.scaling not in ("tensor", "row", "int_row"):  # whose scales are factors
         matrix = matrix * expand_tiles(format.scales(buffers), tuple(shape), *format.tile)
     return ExactOperand(matrix, buffers.get(name), largest * format.scale_max if name == "g" else 1.0)

@@ -1,10 +1,19 @@
-"""quantize and find_amax with the options of each direction by name, as tests over both directions build them."""
+"""quantize and find_amax with the options of each direction by name, as tests over both directions build them; and
+splits whose sizes the host does not know."""
+
+import torch
+from hqsweep.ops.members.splits import Splits
 
 from hqsweep.ops.quantize import amax
 from hqsweep.ops.quantize import quantize as module
 from hqsweep.ops.quantize.request import Target
 
 DIRECTIONS = ("rowwise", "columnwise")
+
+
+def device_splits(sizes, device) -> Splits:
+    """Sizes that only the device knows."""
+    return Splits(rows=sum(sizes), count=len(sizes), sizes=None, device_sizes=torch.tensor(sizes, device=device))
 
 
 def quantize(x, rowwise=None, columnwise=None, *, by_rows=False, **options):

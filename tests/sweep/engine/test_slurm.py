@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from hqsweep.sweep.engine import follow, launch, process, slurm
 from hqsweep.sweep.engine.follow import Job
 from hqsweep.sweep.engine.ranks import nodes_arguments
 from hqsweep.sweep.engine.slurm import run_slurm, sbatch_parameters
+from hqsweep.sweep.store.store import RunStore
 
 pytest.importorskip("submitit")
 
@@ -98,6 +100,41 @@ def test_a_job_that_is_told_to_stop_or_preempted_goes_on_later(make_runs, submit
     submit(runs)  # follows both to their ends
     assert time.monotonic() - began < 60
     assert [(run.status()["state"], run.status()["attempt"], starts(run)) for run in runs] == [("finished", 2, 2)] * 2
+
+
+PROGRAM = """
+import json, os, sys
+recipe, seed, folder = sys.argv[1:]
+gap = {"0": 0.002, "1": -0.002}.get(seed, 0.0) if recipe == "new" else 0.0
+if recipe == "new" and not os.path.exists(f"{folder}/tried"):
+    open(f"{folder}/tried", "w").close()
+    sys.exit(9)
+for step in (10, 20):
+    print(json.dumps({"step": step, "val_loss": 3 + int(seed) / 10 + gap}), flush=True)
+"""
+
+
+def test_a_program_of_ones_own_is_repeated_followed_and_run_until_it_is_decided(environment, tmp_path):
+    """conf=command by its own worker: a grid, a program that fails at first, and more seeds while a verdict lacks."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    words = ["conf=command", "sweep=mine", f"command={sys.executable} program.py {{recipe}} {{seed}} {{run_dir}}"]
+    words += ["recipe=old,new", "seed=0", "engine=slurm", "engine.retries=1", "engine.backoff_s=0.1"]
+    words += ["seeds.until=decided", "seeds.max=4"]
+
+    def run() -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "hqsweep", "run", *words]
+        names = os.environ | environment | {"OMP_NUM_THREADS": "1"}
+        return subprocess.run(command, cwd=tmp_path, env=names, capture_output=True, text=True, timeout=300)
+
+    done = run()
+    assert done.returncode == 0 and "every arm has a verdict" in done.stdout, done.stdout + done.stderr
+    assert "new undecided; adding seed 2" in done.stdout and "equivalent to 'old'" in done.stdout
+    runs = RunStore(tmp_path / "runs").runs("mine")
+    attempts = {run.manifest()["arm"]: run.written_status()["attempt"] for run in runs}
+    assert len(runs) == 6 and attempts == {"old": 1, "new": 2} and all(run.job() for run in runs)
+    statuses = [run.written_status() for run in runs]
+    assert (again := run()).returncode == 0 and "every arm has a verdict" in again.stdout
+    assert [run.written_status() for run in runs] == statuses
 
 
 def test_cancel_takes_back_what_waits_and_what_runs(make_runs, submit, store):

@@ -117,9 +117,7 @@ def test_products_take_the_place_of_a_section(folder: Path) -> None:
     points = expand("markov", ["recipe=nvfp4", f"recipe.linear.gemms={','.join(words)}", "seed=0"]).points
     assert [p.arm for p in points][:2] == ["nvfp4_gemms-nvfp4+sr-mxfp4-nvfp4+sr-mxfp8", "nvfp4_gemms-mxfp8-mxfp8-bf16"]
     slots = {"input": "nvfp4+sr|mxfp8", "weight": "mxfp4|nvfp4+sr", "grad_output": "nvfp4+sr|mxfp8"}
-    same = expand("markov", ["recipe=nvfp4", *(f"recipe.linear.{t}={q}" for t, q in slots.items()), "seed=0"]).points[
-        0
-    ]
+    same = expand("markov", ["recipe=nvfp4", *(f"recipe.linear.{t}={q}" for t, q in slots.items()), "seed=0"]).points[0]
     ours, theirs = (parse(point.config).recipe for point in (points[0], same))
     assert ours == theirs and ours.model_dump() == theirs.model_dump()
     file = write(folder / "mine.yaml", "name: mine\nlinear: {gemms: mxfp8/mxfp8/bf16}\n")
