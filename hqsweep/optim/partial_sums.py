@@ -9,7 +9,7 @@ from torch import Tensor
 from hqsweep.formats import Format, RngKey
 from hqsweep.ops.quantize.dequantize import dequantize
 from hqsweep.ops.quantize.quantize import encode
-from hqsweep.recipe.comm import WIDTH, Comm
+from hqsweep.recipe.sections import COMM_WIDTH, Comm
 
 
 class PartialSums:
@@ -46,12 +46,12 @@ class PartialSums:
 
 
 def rounded(gradient: Tensor, format: Format, key: RngKey) -> Tensor:
-    """float32, of the gradient's shape: its values in the format, in memory order in rows of WIDTH elements.
+    """float32, of the gradient's shape: its values in the format, in memory order in rows of COMM_WIDTH elements.
 
     The last row is filled with zeros. A format with a scale for the tensor has one for the whole gradient.
     """
     flat = gradient.detach().to(torch.float32).reshape(-1)
-    rows = F.pad(flat, (0, -len(flat) % WIDTH)).view(-1, WIDTH)
+    rows = F.pad(flat, (0, -len(flat) % COMM_WIDTH)).view(-1, COMM_WIDTH)
     codes = encode(rows, format, key=key if format.stochastic else None)
     values = dequantize(codes, format, tuple(rows.shape))
     return values.view(-1)[: len(flat)].view(gradient.shape)

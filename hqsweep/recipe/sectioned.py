@@ -14,11 +14,11 @@ from typing import Any, Literal
 from hqsweep.errors import UserError, nearest
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import AnyRecipe, Change
-from hqsweep.recipe.comm import Comm
 from hqsweep.recipe.pairs import MODULE_GEMMS
 from hqsweep.recipe.roles import HEAD, TENSOR_TYPES, QuantizerRole
 from hqsweep.recipe.sections import (
     HIGH_PRECISION,
+    Comm,
     DpaQuantizers,
     Faults,
     LinearQuantizers,

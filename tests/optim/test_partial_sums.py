@@ -8,7 +8,7 @@ from torch import nn
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.optim.partial_sums import PartialSums, rounded
-from hqsweep.recipe.comm import Comm
+from hqsweep.recipe.sections import Comm
 
 FORMATS = ["fp32", "bf16", "fp8_current", "fp8_current+e5m2", "fp8_row", "mxfp8", "mxfp4+sr", "nvfp4"]
 

@@ -6,12 +6,12 @@ from hqsweep.errors import UserError
 from hqsweep.recipe import Recipe, parse_recipe
 from hqsweep.recipe.applied import applied
 from hqsweep.recipe.argument import recipe_config
-from hqsweep.recipe.comm import RANKS, Comm
 from hqsweep.recipe.listing import described, parts
+from hqsweep.recipe.sections import COMM_RANKS, Comm
 
 
 def test_a_text_and_a_mapping():
-    assert str(Comm.parse("bf16", "comm")) == f"bf16 between {RANKS} ranks"
+    assert str(Comm.parse("bf16", "comm")) == f"bf16 between {COMM_RANKS} ranks"
     one = Comm.parse({"format": "nvfp4+sr", "ranks": 4}, "comm")
     assert one.to_config() == {"format": "nvfp4+sr", "ranks": 4} and Comm.parse(one.to_config(), "comm") == one
 

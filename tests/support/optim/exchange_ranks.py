@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from hqsweep.formats import RngKey
 from hqsweep.optim.partial_sums import rounded
-from hqsweep.recipe.comm import Comm
+from hqsweep.recipe.sections import Comm
 
 SHAPES = ((48, 40), (70,), (5,))
 KEY = RngKey(seed=3, slot="comm", step=7)
