@@ -35,6 +35,7 @@ _HOME: dict[str, str] = {
     "Comparison": "hqsweep.api.comparison",
     "Run": "hqsweep.api.sweep",
     "Sweep": "hqsweep.api.sweep",
+    "UserError": "hqsweep.errors",
     "compare": "hqsweep.api.comparison",
     "Judgement": "hqsweep.api.judgement",
     "judge": "hqsweep.api.judgement",

@@ -44,7 +44,7 @@ def folders_of(caller: str, words: Sequence[str | Path | OfRuns], runs_dir: str 
     function's name, for the sentence."""
     other = next((word for word in words if not isinstance(word, str | Path) and not hasattr(word, "folders")), None)
     if other is not None:
-        raise UserError(f"{caller}: takes names, folders, sweeps and runs, and got a {type(other).__name__}")
+        raise UserError(f"{caller}: takes names, folders, sweeps and runs, not {type(other).__name__}")
     paths = [[str(run.path) for run in word.folders] if hasattr(word, "folders") else [str(word)] for word in words]
     return RunStore(Path(runs_dir)).resolve([path for of_word in paths for path in of_word])
 
@@ -217,7 +217,7 @@ def query(question: str, *words: str | Path | OfRuns, runs_dir: str | Path = "ru
         Damaged: no run can be trusted.
     """
     if not isinstance(question, str):
-        raise UserError(f"query: takes a text of SQL, and got a {type(question).__name__}")
+        raise UserError(f"query: takes a text of SQL, not {type(question).__name__}")
     folders = folders_of("query", words, runs_dir) if words else RunStore(Path(runs_dir)).all_runs()
     tables = Tables(folders, root=Path(runs_dir))
     answer = ask(question, tables).to_pandas()

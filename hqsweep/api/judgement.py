@@ -53,7 +53,7 @@ def judge(
         return Judgement(judge_frame(frame_of(data, question.metric), question, reading))
     if isinstance(data, str | Path):
         return Judgement(judge_files([Path(data)], question, reading))
-    raise UserError(f"judge: takes a dict, a DataFrame or the path of logs, and got a {type(data).__name__}")
+    raise UserError(f"judge: takes a dict, a DataFrame or the path of logs, not {type(data).__name__}")
 
 
 class Judgement:

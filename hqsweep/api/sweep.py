@@ -274,7 +274,7 @@ def run(
     if folder is not None and not folder.is_dir():
         raise UserError(f"config_dir: {folder} is no folder; give the folder of your configs")
     if not isinstance(alerts or Alerts(), Alerts):
-        raise UserError(f"alerts: takes hqsweep.Alerts(...), and got a {type(alerts).__name__}")
+        raise UserError(f"alerts: takes hqsweep.Alerts(...), not {type(alerts).__name__}")
     if threading.current_thread() is not threading.main_thread():
         raise UserError("run: it stops its workers at a signal, which Python gives to the main thread; call it there")
     say = _silent if quiet else _say

@@ -34,7 +34,7 @@ def test_sweeps_and_runs_are_taken_for_their_names(runs: Path) -> None:
     assert hq.compare(sweep).headline == hq.compare(*sweep).headline == whole.headline
     assert [run.path for run in hq.Sweep(sweep[0], *sweep[1:])] == [run.path for run in sweep]
     for call in (hq.compare, hq.Sweep):
-        with pytest.raises(UserError, match=r"takes names, folders, sweeps and runs, and got a list"):
+        with pytest.raises(UserError, match=r"takes names, folders, sweeps and runs, not list"):
             call(["study"])
 
 

@@ -43,7 +43,7 @@ def test_hostile_names_are_text():
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (3, "judge: takes a dict, a DataFrame or the path of logs, and got a int"),
+        (3, "judge: takes a dict, a DataFrame or the path of logs, not int"),
         ({"bf16": 2.0, "a": 2.1}, "judge: 'bf16' has a float; it takes the values of all seeds"),
         ({"bf16": ["high"], "a": [2.1]}, "'value' has a value that is no number"),
         ({"bf16": [2.1, 2.2], "a": [2.1, 2.3]}, r"metric 'value': .* \(in Python lower_is_better=True or False\)"),

@@ -36,8 +36,8 @@ def test_runs_that_are_left_out_are_named(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("question", "words", "says"),
-    [("arm, los", (), "no column 'los'"), (None, (), "takes a text of SQL, and got a NoneType"),
-     ("arm", (3,), "query: takes names, folders, sweeps and runs, and got a int"), ("arm", ("x",), "is no run or")],
+    [("arm, los", (), "no column 'los'"), (None, (), "takes a text of SQL, not NoneType"),
+     ("arm", (3,), "query: takes names, folders, sweeps and runs, not int"), ("arm", ("x",), "is no run or")],
 )  # fmt: skip
 def test_wrong_input_is_a_sentence(folder: Path, question: str, words: tuple, says: str) -> None:
     with pytest.raises(UserError, match=says):
