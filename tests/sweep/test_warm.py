@@ -59,7 +59,7 @@ def test_bits_do_not_depend_on_the_runs_before_in_the_process(tmp_path, device):
             for table in ("metrics", "stats"):
                 assert run.jsonl(table).read_bytes() == other.jsonl(table).read_bytes() != b"", (run.name, table)
             assert _lines(run) == _lines(other)
-            changing = {"started", "overrides", "commit", "dirty"}
+            changing = {"started", "overrides", "commit", "dirty", "system"}
             manifests = [{k: v for k, v in each.manifest().items() if k not in changing} for each in (run, other)]
             assert manifests[0] == manifests[1]
 
