@@ -4,8 +4,8 @@ A user's model is one of Hugging Face, or one that a Python function builds. Not
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationInfo, model_validator
 
@@ -89,13 +89,52 @@ def check_path(path: Any, where: str, like: str) -> None:
         raise UserError(f"{where}: {path!r} is no package.module.function, such as {like}")
 
 
-def with_arguments(section: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
-    """Return the section of a function with `target` for `_target_`, and all keys but `fields` moved to `args`."""
-    own = {key: value for key, value in section.items() if key in fields}
-    if TARGET in section:
-        own["target"] = section[TARGET]
-    args = {key: value for key, value in section.items() if key not in (*fields, TARGET)}
-    return own | ({"args": {**own.get("args", {}), **args}} if args else {})
+class Called(Section):
+    """A section for the user's own function or class `target`, called with `args`.
+
+    WHERE: the key of `_target_`; LIKE: an example; GIVEN: keys that the section has in any case.
+    """
+
+    WHERE: ClassVar[str]
+    LIKE: ClassVar[str]
+    GIVEN: ClassVar[Mapping[str, Any]] = {}
+    _factory: Callable[..., Any] | None = PrivateAttr(default=None)
+    target: str
+    args: Annotated[dict[str, Any], Field(default_factory=dict)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _arguments(cls, section: Any) -> Any:
+        """Move the keys that are arguments to `args`."""
+        if not isinstance(section, Mapping):
+            return section
+        own = {key: value for key, value in section.items() if key in cls.model_fields} | cls.GIVEN
+        if TARGET in section:
+            own["target"] = section[TARGET]
+        if args := {key: value for key, value in section.items() if key not in (*cls.model_fields, TARGET)}:
+            own["args"] = {**own.get("args", {}), **args}
+        check_path(own.get("target"), cls.WHERE, cls.LIKE)
+        return own
+
+    @model_validator(mode="after")
+    def _find_factory(self, info: ValidationInfo) -> Self:
+        """Look up the target, in a process that may import it; elsewhere it stays a name."""
+        if find := (info.context or {}).get("find"):
+            self._factory = find(self.target, self.WHERE)
+        return self
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
+
+    @property
+    def factory(self) -> Any:
+        """The target, or its name (recipe.factories.FactoryName) where this process does not import it."""
+        return self._factory
+
+    @property
+    def is_imported(self) -> bool:
+        """Whether this process may call the target."""
+        return self._factory is not None and not getattr(self._factory, "is_name", False)
 
 
 class UserModel(Section):
@@ -145,36 +184,12 @@ class HFModelConfig(UserModel):
     hash: str | None = None
 
 
-class FactoryModelConfig(UserModel):
+class FactoryModelConfig(Called, UserModel):
     """A model that the function `target` ("package.module.function", also given as model._target_) returns for `args`,
-    which are all keys of the section that are not its own. Only `hqsweep run` imports it."""
+    which are all other keys. Only `hqsweep run` imports it."""
 
-    _factory: Callable[..., Any] | None = PrivateAttr(default=None)
+    WHERE, LIKE, GIVEN = f"model.{TARGET}", "my_models.build", {"kind": "factory"}
     kind: Literal["factory"]
-    target: str
-    args: Annotated[dict[str, Any], Field(default_factory=dict)]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _arguments(cls, section: Any) -> Any:
-        """Move the keys that are arguments to `args`."""
-        if not isinstance(section, Mapping):
-            return section
-        own = {"kind": "factory"} | with_arguments(section, cls.model_fields)
-        check_path(own.get("target"), f"model.{TARGET}", "my_models.build")
-        return own
-
-    @model_validator(mode="after")
-    def _find_factory(self, info: ValidationInfo) -> "FactoryModelConfig":
-        """Look up the function, in a process that may import it; elsewhere it stays a name."""
-        if find := (info.context or {}).get("find"):
-            self._factory = find(self.target, f"model.{TARGET}")
-        return self
-
-    @property
-    def factory(self) -> Callable[..., Any] | None:
-        """The function, or its name (recipe.factories.FactoryName) where this process does not import it."""
-        return self._factory
 
 
 def model_kind(section: Any) -> str:

@@ -1,12 +1,11 @@
 """The value of train.optimizer: a name, or an optimizer class of torch or of the user's own."""
 
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationInfo, model_validator
+from pydantic import Discriminator, Tag, model_validator
 
-from hqsweep.config.model import TARGET, check_path, with_arguments
-from hqsweep.config.section import Section
+from hqsweep.config.model import TARGET, Called
 from hqsweep.errors import UserError
 
 WHERE = f"train.optimizer.{TARGET}"
@@ -14,47 +13,22 @@ TAKEN = {"params": "the model's parameters", "lr": "train.lr", "weight_decay": "
 """Arguments that hqsweep gives -> their source."""
 
 
-class OptimizerConfig(Section):
+class OptimizerConfig(Called):
     """An optimizer of the class `target` ("package.module.Class", also given as train.optimizer._target_), called with
     groups of parameters, lr, and `args`, which are all other keys. Only `hqsweep run` imports it."""
 
-    _factory: Callable[..., Any] | None = PrivateAttr(default=None)
-    target: str
-    args: Annotated[dict[str, Any], Field(default_factory=dict)]
+    WHERE, LIKE = WHERE, "torch.optim.nadam.NAdam"
 
     @model_validator(mode="before")
     @classmethod
-    def _arguments(cls, section: Any) -> Any:
-        """Move the keys that are arguments to `args`."""
-        if not isinstance(section, Mapping):
-            return section
-        own = with_arguments(section, cls.model_fields)
-        if "target" not in own:
-            raise UserError(f"{WHERE}: missing; give a class, such as torch.optim.nadam.NAdam, or train.optimizer=NAME")
-        check_path(own["target"], WHERE, "torch.optim.nadam.NAdam")
-        for key in TAKEN.keys() & own.get("args", {}).keys():
-            raise UserError(f"train.optimizer.{key}: hqsweep gives {TAKEN[key]}; leave it out")
-        return own
-
-    @model_validator(mode="after")
-    def _find(self, info: ValidationInfo) -> Self:
-        """Look up the class, in a process that may import it; elsewhere it stays a name."""
-        if find := (info.context or {}).get("find"):
-            self._factory = find(self.target, WHERE)
-        return self
-
-    def __hash__(self) -> int:
-        return hash(self.model_dump_json())
-
-    @property
-    def factory(self) -> Any:
-        """The class, or its name where this process does not import it."""
-        return self._factory
-
-    @property
-    def is_imported(self) -> bool:
-        """Whether this process may call the class."""
-        return self._factory is not None and not getattr(self._factory, "is_name", False)
+    def _check(cls, section: Any) -> Any:
+        """Refuse a section without a class, and arguments that hqsweep gives."""
+        if isinstance(section, Mapping):
+            if not {TARGET, "target"} & section.keys():
+                raise UserError(f"{WHERE}: missing; give a class, such as {cls.LIKE}, or train.optimizer=NAME")
+            for key in TAKEN.keys() & {**section.get("args", {}), **section}.keys():
+                raise UserError(f"train.optimizer.{key}: hqsweep gives {TAKEN[key]}; leave it out")
+        return section
 
     def __str__(self) -> str:
         return f"{self.target}({', '.join(f'{key}={value!r}' for key, value in self.args.items())})"

@@ -1,13 +1,13 @@
 """The sections `train`, `stats` and `data` of the config: how a model is trained, on which ranks and tokens."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationInfo, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from hqsweep.config.model import TARGET, ModelConfig, check_path, expert_width, ffn_width, with_arguments
+from hqsweep.config.model import TARGET, Called, ModelConfig, expert_width, ffn_width
 from hqsweep.config.optimizer import WHERE, Optimizer, OptimizerConfig
 from hqsweep.config.safe import loads
 from hqsweep.config.section import Count, Device, Fraction, Index, Positive, Section
@@ -64,54 +64,23 @@ class DataConfig(Section):
         return {"markov": self.markov.vocab, "tokens": TOKENS_VOCAB}.get(self.source, 256)
 
 
-class FactoryDataConfig(DataConfig):
+FACTORY = "factory"
+
+
+class FactoryDataConfig(Called, DataConfig):
     """Samples of any kind, from the function `target` ("package.module.function", also given as data._target_), called
-    with `args`, which are all keys of the section that are not its own. train.batches says what it returns.
+    with `args`, which are all other keys; train.batches says what it returns.
 
     The other keys of DataConfig are not read. Only commands that may import the function know its data.
     """
 
-    _factory: Callable[..., Any] | None = PrivateAttr(default=None)
+    WHERE, LIKE, GIVEN = f"data.{TARGET}", "my_data.build", {"source": FACTORY}
     source: Literal["factory"]
-    target: str
-    args: Annotated[dict[str, Any], Field(default_factory=dict)]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _arguments(cls, section: Any) -> Any:
-        """Move the keys that are arguments to `args`."""
-        if not isinstance(section, Mapping):
-            return section
-        own = with_arguments(section, cls.model_fields) | {"source": FACTORY}
-        check_path(own.get("target"), f"data.{TARGET}", "my_data.build")
-        return own
-
-    @model_validator(mode="after")
-    def _find_factory(self, info: ValidationInfo) -> "FactoryDataConfig":
-        if find := (info.context or {}).get("find"):
-            self._factory = find(self.target, f"data.{TARGET}")
-        return self
-
-    def __hash__(self) -> int:
-        return hash(self.model_dump_json())
-
-    @property
-    def factory(self) -> Any:
-        """The function, or its name where this process does not import it."""
-        return self._factory
-
-    @property
-    def is_imported(self) -> bool:
-        """Whether this process may call the function."""
-        return self._factory is not None and not getattr(self._factory, "is_name", False)
 
     @property
     def vocab_estimate(self) -> int:
         """0: there are no tokens."""
         return 0
-
-
-FACTORY = "factory"
 
 
 def data_kind(section: Any) -> str:
