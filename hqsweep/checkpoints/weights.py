@@ -308,7 +308,7 @@ def on_grids(model: nn.Module) -> dict[str, HybridQuantizedTensor]:
     """Return the projected weights of a model's linears and experts by name, as codes and scales of their grids.
 
     They have the values that products read before the host quantizes them: masters are rounded to the module's dtype
-    first. UserError for a model without projected weights, and for a converted one, whose dtype is that of each call.
+    first. UserError for a model without projected weights, and for a converted one, whose dtype changes by call.
     """
     quantized = {}
     for name, module in model.named_modules():

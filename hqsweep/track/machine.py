@@ -201,7 +201,7 @@ class _Processes:
         return {"cpu_pct": used, "memory_bytes": float(sum(self._each(lambda each: each.memory_info().rss)))}
 
     def _seconds(self) -> float:
-        """Processor seconds of all, with those of children that have ended."""
+        """Processor seconds of all, children that have ended included."""
         return sum(self._each(lambda each: sum(each.cpu_times()[:4])))
 
     def _each(self, measure: Any) -> list[float]:

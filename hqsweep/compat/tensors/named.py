@@ -74,7 +74,7 @@ def _float8(
     content, scale = OneMatrix.of(tuple(shape))[0], fp8_scale_inv.reshape(1, 1)
     for codes in held.values():
         if codes.numel() != math.prod(shape):
-            what = f"data {list(codes.shape)} has not the {math.prod(shape)} elements of {list(shape)}"
+            what = f"data {list(codes.shape)} does not have the {math.prod(shape)} elements of {list(shape)}"
             raise UserError(f"Float8Tensor: {what}")
     buffers = {f"{direction}_q": codes.reshape(content.shape(direction)) for direction, codes in held.items()}
     buffers |= {f"{direction}_s": scale for direction in held}

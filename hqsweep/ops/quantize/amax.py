@@ -122,7 +122,7 @@ def _one(request: Request, x: Tensor, rowwise: Search, columnwise: Search, backe
 
 
 def _reads_keys(request: Request) -> tuple[bool, bool]:
-    """Return whether finding amaxes draws random bits under the key of rows, and under that of columns."""
+    """Return whether finding amaxes draws random bits under the key of rows, and under the key of columns."""
     row, column = (spec is not None and spec.format.rht_drawn for spec in (request.row, request.column))
     return row or (request.dequantized and request.row.stochastic), column
 

@@ -59,7 +59,7 @@ class Verdict:
 class Verdicts:
     """The verdicts of all arms; `replicates` is what n counts (seeds, trunks), `margin` is in %, `problem` says why
     there is no usable baseline, `left_out` has the runs that are missing, damaged or no runs of the sweep. `end`: the
-    gaps that changed are those of whole runs of so many steps, None for others."""
+    gaps that changed belong to whole runs of so many steps, None for others."""
 
     arms: tuple[Verdict, ...] = field(default=())
     replicates: str

@@ -94,7 +94,7 @@ def test_float8_tensor_of_buffers_that_do_not_fit_gets_a_sentence():
     with pytest.raises(UserError, match=r"Float8Tensor: fp8_dtype is DType.kFloat4E2M1; it takes"):
         data = torch.zeros(16, 16, dtype=torch.uint8)
         compat.Float8Tensor((16, 16), data=data, fp8_scale_inv=ones, fp8_dtype=DType.kFloat4E2M1)
-    with pytest.raises(UserError, match=r"Float8Tensor: data \[16, 8\] has not the 256 elements of \[16, 16\]"):
+    with pytest.raises(UserError, match=r"Float8Tensor: data \[16, 8\] does not have the 256 elements of \[16, 16\]"):
         compat.Float8Tensor((16, 16), data=data[:, :8], fp8_scale_inv=ones)
 
 
