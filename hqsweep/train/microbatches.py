@@ -42,7 +42,7 @@ class Microbatches:
         self._countable = not train.offload and train.recompute == "none" and ranks.size == 1
         self._first = ranks.data_rank * train.microbatches
         # A single microbatch keeps operands of weights only as codes, which are half the size of exact operands.
-        keeps_operands = train.microbatches * config.recipe.comm_ranks > 1 or config.recipe.gemm == "native"
+        keeps_operands = train.microbatches * max(1, config.recipe.comm_ranks) > 1 or config.recipe.gemm == "native"
         self._training = {"cache_weights": keeps_operands}
         self.comm = getattr(config.recipe.build(), "comm", None)
         """The exchange of gradients that steps emulate now."""

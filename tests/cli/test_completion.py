@@ -26,7 +26,7 @@ TYPED = {
     "hqsweep run conf=mine recipe=bf16,mxfp6_e2": "hqsweep run conf=mine recipe=bf16,mxfp6_e2m3 Z",
     "hqsweep run conf=mine 'recipe=mxfp6_e2": "hqsweep run conf=mine recipe=mxfp6_e2m3 Z",
     "hqsweep run train.lr": "hqsweep run train.lr=Z",
-    "hqsweep run conf=mine seed=1 model.ro": "hqsweep run conf=mine seed=1 model.rope_base=Z",
+    "hqsweep run conf=mine seed=1 model.rop": "hqsweep run conf=mine seed=1 model.rope_base=Z",
     "hqsweep recipe diff bf16 mxfp8_e": "hqsweep recipe diff bf16 mxfp8_e5m2_grad Z",
     "hqsweep compare alo": "hqsweep compare alone Z",
     "hqsweep gate --baseline b.json alo": "hqsweep gate --baseline b.json alone Z",

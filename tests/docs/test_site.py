@@ -27,7 +27,7 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
     landing = (tmp_path / "index.html").read_text()
     assert "Which low-precision training recipe can I trust?" in landing
-    assert "reports/gpu_answers/figures/forest.svg" in landing and "reports/quickstart/report_light.html" in landing
+    assert "reports/smollm2/figures/forest.svg" in landing and "reports/quickstart/report_light.html" in landing
     assert "arms against bf16" in (tmp_path / "reports/quickstart/report_light.html").read_text()
     reference = (tmp_path / "docs/reference/python.html").read_text()
     assert all(f"hqsweep.{name}" in reference for name in ("convert", "Sweep", "nn.Linear", "optim.FusedAdam"))

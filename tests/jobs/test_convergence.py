@@ -71,7 +71,7 @@ def test_all_that_a_device_has_no_product_for_is_told_at_once(monkeypatch):
 def test_a_run_says_what_it_is_at_before_its_first_step(tmp_path):
     sink, said = ListSink(), []
     sink.phase = said.append
-    sink.progress = lambda step, *rest, part: said.append(step)
+    sink.progress = lambda step, *rest, **where: said.append(step)
     convergence.run(config(), sink, tmp_path)
     assert said == ["loading data", "building the model", "first step", None, 1, 2, 3, 4]
 

@@ -40,6 +40,7 @@ def registered() -> tuple[str, ...]:
     """Every operator of the library."""
     import hqsweep.gemm
     import hqsweep.ops
+    import hqsweep.parallel.wire.tokens
 
     for package in (hqsweep.ops, hqsweep.gemm):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
