@@ -77,7 +77,7 @@ def test_a_run_on_cpus_has_rows_and_a_summary(tmp_path: Path) -> None:
         run.write_status(progress={"step": 5, "steps": 9})
     rows = run.rows("system")
     assert len(rows) > 2 and all(set(row) == set(SYSTEM) for row in rows) and rows[-1]["step"] == 5
-    assert max(row["cpu_pct"] for row in rows) > 20 and rows[-1]["memory_bytes"] > 10**7
+    assert max(row["cpu_pct"] for row in rows) > 5 and rows[-1]["memory_bytes"] > 10**7
     assert rows[-1]["gpu_pct"] is None and abs(rows[-1]["seconds"] - time.time()) < 60
     assert set(run.manifest()["system"]) == {"cpu_pct_mean", "memory_bytes_max"}
 
