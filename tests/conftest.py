@@ -1,5 +1,5 @@
 """Tests marked `gpu`, and those of ranks that exchange by NCCL, `gpu2`, are deselected where there is no CUDA device.
-HQSWEEP_EXTENSION=FILE tests another build of the kernels. `--durations-file FILE` records how long each file takes;
+HQSWEEP_EXTENSION=FILE tests another build of the kernels. `--durations-file=FILE` records how long each file takes;
 of two processes, each begins with the files that took longest in durations.jsonl, so that both end at one time.
 """
 

@@ -1,4 +1,4 @@
-"""Every test that needs a GPU is run by exactly one part of `make gpu-test`."""
+"""Targets of the Makefile: each test that needs a GPU is in one part of `make gpu-test`; the suite runs twice."""
 
 import re
 from pathlib import Path
@@ -31,3 +31,10 @@ def test_tests_of_two_gpus_are_where_their_target_looks() -> None:
     needs_two = [path for path in TESTS.rglob("test_*.py") if marks.search(path.read_text())]
     outside = [path for path in needs_two if not any(path.is_relative_to(folder) for folder in listed)]
     assert [path for path in outside if path.name != Path(__file__).name] == [], "see gpu-test-2 in the Makefile"
+
+
+def test_the_suite_runs_again_where_its_durations_are() -> None:
+    """pytest takes a word of its own that is a file for tests, and then lacks the options of tests/conftest.py."""
+    makefile = (TESTS.parent / "Makefile").read_text()
+    (line,) = [line for line in makefile.splitlines() if "--durations-file" in line]
+    assert "--durations-file=build/" in line
