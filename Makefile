@@ -23,7 +23,7 @@ real-model: $(STAMP)  ## SmolLM2-135M from its package, probed and forked in rec
 # Two processes of one thread each: threads of both together would wait for each other. A file is one's alone, so that
 # what its tests share, such as trainings over ranks, runs once. Compiled tests are kept: to compile them takes 10 s.
 PYTEST := OMP_NUM_THREADS=1 PYTHONUTF8=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q
-test: $(TEST_STAMP)  ## the whole suite: 17 minutes on 2 cores; writes build/durations.jsonl
+test: $(TEST_STAMP)  ## the whole suite: 17 to 20 minutes on 2 cores; writes build/durations.jsonl
 	$(PYTEST) --durations-file=build/durations.jsonl
 
 test-fast: $(TEST_STAMP)  ## the suite without tests marked slow, or for a GPU: 4 minutes on 2 idle cores
