@@ -6,7 +6,7 @@ python -m benchmarks.lasting [--params 1e5 | 1e6 | 3e6] [--rate R] [--until 8m] 
 Trains two sweeps of one model: forks that leave their trunks at several steps and end together, and runs from scratch
 of as many steps on the same schedule. 1e5 is conf=fork's model, an hour on two cores; 1e6 and 3e6 are for a GPU, with
 20 tokens a parameter. What is there is not trained again, so the same command goes on after a stop; --until ends it
-whole, and seeds come one after another, so that what is there can be read. Writes reports/lasting: the study's rows as
+whole. Seeds come one after another, so finished ones can be read. Writes reports/lasting: the study's rows as
 CSV, its figure, and its table in lasting.md. Gaps are of train_loss over the decay, in % of bf16's.
 """
 

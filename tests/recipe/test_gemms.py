@@ -1,4 +1,4 @@
-"""F/D/W, a section by its products: what it composes to, back again, and what is refused."""
+"""F/D/W, a section by its products: the section that it gives, the way back, and refusals."""
 
 import pytest
 

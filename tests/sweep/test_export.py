@@ -179,7 +179,7 @@ def test_the_weights_that_ranks_have_written(model: dict, tmp_path: Path) -> Non
 @pytest.mark.parametrize("model", [{}, {"experts": 2, "top_k": 1}, {"quantized_weights": True}], ids=str)
 @pytest.mark.parametrize("grid", ["mxfp4", "mxfp6_e2m3", "nvfp4"])
 def test_projected_weights_are_written_in_their_grid_and_read_back_equal(grid, model: dict, tmp_path: Path) -> None:
-    """Their codes are those of the masters in bfloat16, each expert by itself. Loaded, they are their values."""
+    """They have the codes of the masters in bfloat16, each expert by itself. Loaded, they are their values."""
     projected = HybridQuantizer.parse(f"project({grid}) > mxfp8")
     recipe = {"name": "r", "linear": {"input": "mxfp8", "weight": str(projected), "grad_output": "mxfp8"}}
     cfg = parse(config(**model).model_dump() | {"recipe": recipe})

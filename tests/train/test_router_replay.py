@@ -1,4 +1,4 @@
-"""model.router=replay: choices are those of a forward in train.dtype on the same weights."""
+"""model.router=replay: a forward in train.dtype on the same weights makes the choices."""
 
 import copy
 

@@ -169,7 +169,7 @@ BETWEEN = re.compile(r"(?<=\w[_|+@/=-])(?<!\de[+-])(?=\w)|(?<=[a-zA-Z][.,])(?=\w
 
 def breakable(body: str) -> str:
     """HTML whose long names break at their joints, and elsewhere only where a part is longer than a line."""
-    parts = APART.split(body)  # text, then what is apart, and the name of its tag
+    parts = APART.split(body)  # text, then an element of APART, and the name of its tag
     parts[::3] = [LONG_WORD.sub(lambda word: BETWEEN.sub("<wbr>", word[0]), text) for text in parts[::3]]
     parts[2::3] = ["" for _ in parts[2::3]]
     return "".join(parts)
